@@ -1,0 +1,129 @@
+"""The one file that imports private names of TensorFlow and Keras.
+
+Each line says why the name is needed and what breaks if it goes. `setup.cfg` bounds the versions to those tested.
+"""
+
+import sys
+from types import FrameType
+from typing import Any
+
+# Strategies extend these two; `tf.distribute` exports the strategies but not their `extended` halves. Without them
+# there is no subclass to write.
+from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
+
+# The collectives of both strategies; we subclass it to choose keys and buckets. Without it: write the raw ops by hand.
+from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
+from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
+
+# The options object behind the public `tf.distribute.experimental.CommunicationOptions`, with its `merge`.
+from tensorflow.python.distribute.collective_util import Options as CommunicationOptions
+
+# The variables of a mirrored strategy; we subclass them to say what an update on one replica does. Without them:
+# BatchNormalization statistics and random layers are wrong on several replicas.
+# `PerReplicaSpec` says what a dataset gives to each replica; without it shapes are learnt by reading a batch.
+from tensorflow.python.distribute.values import MirroredVariable, PerReplicaSpec, SyncOnReadVariable
+
+# Which replica a thread is tracing; public API gives a tensor, a Python number is needed to pick a launcher.
+from tensorflow.python.distribute.values_util import get_current_replica_id_as_int
+
+# Autograph's status must be carried over to a user's step function before we wrap it, as `strategy.run` itself does.
+# Without these two: Python `if` on tensors inside a custom loop's step function is not converted.
+from tensorflow.python.autograph.core.ag_ctx import control_status_ctx
+from tensorflow.python.autograph.impl.api import tf_convert
+
+# `tf.function` objects given to `strategy.run` are traced again inside it. Without it: no detection of them.
+from tensorflow.python.eager.def_function import Function
+
+# Cluster registration deadline and heartbeats are set on the context before a strategy is made; the message type that
+# names the jobs lives here. Without them: a worker that never starts is waited for without end.
+from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
+from tensorflow.python.eager import context
+from tensorflow.python.distribute import multi_worker_util
+
+# Whether a graph is compiled by XLA, where the CPU has no collectives. Without it: TensorFlow's own, unclear error.
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+# Keras says by its name scopes which object makes a variable (an optimizer, a seed generator). Without it: optimizer
+# state is taken for layer statistics and averaged needlessly, and random layers are equal on all replicas.
+from keras.src.backend.common import global_state
+
+# Keras' loss scaler enters the exchange of gradients from one of its branches; its code tells it from others. Without
+# it: a custom loop in which one replica overflows waits for ever instead of failing.
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+
+# The module of Keras' `fit`, to know its calls of the strategy from a user's. Without it: one batch a `fit` and
+# `evaluate` crosses the network, generators lose batches, and vector metrics are collapsed in the logs of batches.
+from keras.src.backend.tensorflow import trainer as keras_trainer
+
+__all__ = [
+    "CollectiveAllReduce",
+    "CollectiveAllReduceExtended",
+    "CollectiveReplicaLauncher",
+    "CommunicationOptions",
+    "Function",
+    "GraphOrParentsInXlaContext",
+    "MirroredExtended",
+    "MirroredVariable",
+    "PerReplicaSpec",
+    "SyncOnReadVariable",
+    "called_by_keras_trainer",
+    "clone_function",
+    "context",
+    "control_status_ctx",
+    "coordination_config_pb2",
+    "deciding_loss_scaler",
+    "get_current_replica_id_as_int",
+    "keras_callers",
+    "keras_is_peeking",
+    "multi_worker_util",
+    "set_cardinality",
+    "tf_convert",
+]
+
+
+def called_by_keras_trainer() -> bool:
+    """Whether the function that asks was called from the module of Keras' `fit`."""
+    return sys._getframe(2).f_globals.get("__name__") == keras_trainer.__name__
+
+
+def keras_callers() -> list:
+    """The Keras objects whose name scopes are open, innermost first."""
+    stack = global_state.get_global_attribute("name_scope_stack") or []
+    return [scope.caller for scope in reversed(stack) if scope.caller is not None]
+
+
+def keras_is_peeking() -> bool:
+    """Whether Keras asks on its way to build a model from the first batch."""
+    return _frame_of(keras_trainer.TensorFlowTrainer._maybe_symbolic_build) is not None
+
+
+def deciding_loss_scaler():
+    """The loss scaler that has found this replica's gradients finite and now applies them, or `None`."""
+    frame = _frame_of(LossScaleOptimizer._stateful_handle_finite_grads)
+    return None if frame is None else frame.f_locals["self"]
+
+
+def _frame_of(function: Any) -> FrameType | None:
+    """The innermost call of `function` that is under way in this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame
+
+
+def clone_function(function: Function, python_function) -> Function:
+    """A `tf.function` with the options of `function` around another Python function.
+
+    Without it: a step that is a `tf.function` is traced with TensorFlow's own replica code, outside of ours.
+    """
+    return function._clone(python_function=python_function)
+
+
+def set_cardinality(dataset, batches: int) -> None:
+    """Corrects how many batches a distributed dataset says it has; Keras' `fit` runs as many steps.
+
+    A dataset made from a function knows its own worker's batches only. Without it: a worker with fewer leaves `fit`
+    before the others.
+    """
+    dataset._cardinality = batches

@@ -1,0 +1,137 @@
+"""TCP ports of this machine: finding free ones, and checking that a worker's own is free."""
+
+import errno
+import pathlib
+import random
+import socket
+import threading
+
+from tfdist.cluster.spec import ClusterSpec, split_address
+from tfdist.errors import ClusterError, TFConfigError
+
+__all__ = ["check_bindable", "free_ports"]
+
+_FIRST_PORT = 10000
+_RESOLVE_SECONDS = 2.0
+
+
+def free_ports(n: int) -> list[int]:
+    """Finds TCP ports that are free on this machine.
+
+    The ports are held together until all are found, so they are distinct. They lie outside the range from which the
+    kernel serves outgoing connections where it leaves room: a worker takes seconds to bind its port, and a port from
+    that range can be gone by then.
+
+    Args:
+      n: How many ports.
+
+    Returns:
+      `n` distinct port numbers.
+
+    Raises:
+      ValueError: If `n` is negative.
+      ClusterError: If this machine has no `n` free ports.
+    """
+    if n < 0:
+        raise ValueError(f"free_ports needs n >= 0, got {n}.")
+    low, high = _ephemeral_range()
+    candidates = [*range(_FIRST_PORT, low), *range(high + 1, 65536)]
+    # The global generator would give everyone who called `random.seed` the same ports.
+    random.SystemRandom().shuffle(candidates)
+    candidates += [0] * n  # 0: whatever the kernel still has
+    held: list[socket.socket] = []
+    try:
+        while candidates and len(held) < n:
+            try:
+                held.append(_bind(candidates.pop(0), reuse=False))
+            except OSError as error:
+                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise ClusterError(
+                        f"Looking for {n} free TCP ports, this process could hold {len(held)}: {error}. "
+                        f"Ask for fewer workers, or raise the limit of open files (`ulimit -n`)."
+                    ) from error
+        if len(held) < n:
+            raise ClusterError(f"{n} free TCP ports are needed, this machine has {len(held)}. Ask for fewer workers.")
+        return [each.getsockname()[1] for each in held]
+    finally:
+        for each in held:
+            each.close()
+
+
+def check_bindable(spec: ClusterSpec) -> None:
+    """Checks that this worker's own address can be served from here, in at most two seconds.
+
+    Two TensorFlow processes on one port do not notice each other (gRPC shares ports): their peers reach now one, now
+    the other, and all wait for ever. So the port is tried here, before TensorFlow takes it. Only this process's own
+    address is tried; that the host is this machine is not checked, since behind a service name it need not look so.
+
+    Args:
+      spec: The cluster, seen from this process.
+
+    Raises:
+      TFConfigError: If the host name does not resolve, or the port is taken or not permitted.
+    """
+    host, port = split_address(spec.address)
+    _resolve(host, spec)
+    try:
+        # All interfaces, as TensorFlow does whatever the host in TF_CONFIG.
+        _bind(port, reuse=True).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise TFConfigError(
+                f"TF_CONFIG gives this process ({spec.describe()}) port {port}, but that port is already taken on this "
+                f"machine. `ss -ltnp 'sport = :{port}'` shows who holds it, often a worker left from an earlier run: "
+                f"end it, or give this process another port in every worker's TF_CONFIG."
+            ) from error
+        if error.errno == errno.EACCES:
+            raise TFConfigError(
+                f"TF_CONFIG gives this process ({spec.describe()}) port {port}, which this user may not open. "
+                f"Use a port above 1023 in every worker's TF_CONFIG."
+            ) from error
+        raise TFConfigError(
+            f"TF_CONFIG gives this process ({spec.describe()}) port {port}, which cannot be opened here: {error}. "
+            f"Use another port in every worker's TF_CONFIG."
+        ) from error
+
+
+def _resolve(host: str, spec: ClusterSpec) -> None:
+    """Looks `host` up in a thread, since the system's resolver knows no deadline."""
+    failures: list[OSError | UnicodeError] = []
+
+    def look_up() -> None:
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=look_up, name="tfdist-resolve", daemon=True)
+    thread.start()
+    thread.join(_RESOLVE_SECONDS)
+    if not thread.is_alive() and not failures:
+        return
+    why = str(failures[0]) if failures else f"no answer within {_RESOLVE_SECONDS:g} s"
+    raise TFConfigError(
+        f"TF_CONFIG gives this process the address {spec.address}, but the host name {host!r} does not resolve here "
+        f"({why}). Correct the name, add it to the name service or /etc/hosts, or use the machine's IP address in "
+        f"every worker's TF_CONFIG."
+    ) from (failures[0] if failures else None)
+
+
+def _bind(port: int, *, reuse: bool) -> socket.socket:
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if reuse:  # connections of an earlier run that are still fading out (TIME_WAIT) do not count as a holder
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("", port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _ephemeral_range() -> tuple[int, int]:
+    try:
+        low, high = pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        return int(low), int(high)
+    except (OSError, ValueError):
+        return 32768, 60999  # Linux's default

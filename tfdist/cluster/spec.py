@@ -1,0 +1,351 @@
+"""TF_CONFIG as a checked value: who the workers are, and which of them this process is."""
+
+import dataclasses
+import ipaddress
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfdist.errors import TFConfigError
+
+__all__ = ["DEVICES_PER_WORKER", "ClusterSpec", "is_chief"]
+
+DEVICES_PER_WORKER = "TFDIST_DEVICES_PER_WORKER"
+"""The environment variable that tells the strategy in a worker how many logical devices to make."""
+
+_ROLES = ("chief", "worker", "evaluator")
+_EXAMPLE = '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 0}}'
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterSpec:
+    """A cluster of synchronous workers, seen from one of them.
+
+    Args:
+      jobs: For each role ("chief", "worker", "evaluator") the addresses "host:port" of its tasks, by index.
+      task_type: The role of this process, "chief" or "worker".
+      task_index: Its index within the role.
+
+    Raises:
+      TFConfigError: If no cluster can be formed from this.
+    """
+
+    jobs: Mapping[str, tuple[str, ...]] = dataclasses.field(hash=False)
+    task_type: str
+    task_index: int
+
+    def __post_init__(self) -> None:
+        _check_jobs(self.jobs)
+        object.__setattr__(self, "jobs", {role: tuple(addresses) for role, addresses in self.jobs.items()})
+        _check_addresses(self.jobs)
+        _check_task(self.jobs, self.task_type, self.task_index)
+
+    @property
+    def num_workers(self) -> int:
+        """How many processes train together: the chief and the workers, not the evaluator."""
+        return len(self._training_addresses)
+
+    @property
+    def worker_id(self) -> int:
+        """The position of this process among those that train, chief first."""
+        chiefs = len(self.jobs.get("chief", ()))
+        return self.task_index if self.task_type == "chief" else chiefs + self.task_index
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process is the one that writes for all: the chief, or worker 0 where there is none."""
+        return self.worker_id == 0
+
+    @property
+    def address(self) -> str:
+        """The "host:port" of this process."""
+        return self.jobs[self.task_type][self.task_index]
+
+    @property
+    def _training_addresses(self) -> tuple[str, ...]:
+        return (*self.jobs.get("chief", ()), *self.jobs.get("worker", ()))
+
+    def describe(self) -> str:
+        """Says in a few words who this process is: "worker 1 of 4 at 10.0.0.2:2222"."""
+        task = f" (task {self.task_type} {self.task_index})" if "chief" in self.jobs else ""
+        return f"worker {self.worker_id} of {self.num_workers}{task} at {self.address}"
+
+    @classmethod
+    def local(cls, num_workers: int, task_index: int, ports: Sequence[int]) -> "ClusterSpec":
+        """A cluster of workers on this machine.
+
+        Args:
+          num_workers: How many workers.
+          task_index: Which of them this process is.
+          ports: One free port for each, as `free_ports` gives.
+
+        Raises:
+          TFConfigError: If the numbers do not fit together.
+        """
+        if len(ports) != num_workers:
+            raise TFConfigError(
+                f"A local cluster needs one port a worker, but {num_workers} workers got {len(ports)} ports "
+                f"({_listed(ports)}). Use `free_ports({num_workers})`."
+            )
+        return cls({"worker": tuple(f"127.0.0.1:{port}" for port in ports)}, "worker", task_index)
+
+    @classmethod
+    def from_json(cls, text: str) -> "ClusterSpec":
+        """Reads the text of a TF_CONFIG.
+
+        Args:
+          text: The JSON text. Keys other than "cluster", "task" and "rpc_layer" are passed over.
+
+        Raises:
+          TFConfigError: If it is no TF_CONFIG, or names a cluster that cannot train together.
+        """
+        return cls._from_config(_parse(text))
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> "ClusterSpec | None":
+        """Reads TF_CONFIG from the environment.
+
+        Args:
+          environ: The environment, `os.environ` if None.
+
+        Returns:
+          The cluster, or None for a process that trains alone: TF_CONFIG is unset, empty or has no cluster.
+
+        Raises:
+          TFConfigError: If TF_CONFIG names a cluster that cannot train together.
+        """
+        text = (os.environ if environ is None else environ).get("TF_CONFIG", "")
+        if not text.strip():
+            return None
+        config = _parse(text)
+        return cls._from_config(config) if config["cluster"] else None
+
+    @classmethod
+    def _from_config(cls, config: dict[str, Any]) -> "ClusterSpec":
+        if not config["cluster"]:
+            raise TFConfigError(
+                f"TF_CONFIG names no cluster. List every worker's address, as in {_EXAMPLE}; "
+                f"to train in a single process, leave TF_CONFIG unset."
+            )
+        task = config.get("task")
+        if not isinstance(task, dict) or "type" not in task or "index" not in task:
+            raise TFConfigError(
+                f'TF_CONFIG needs a `task` with "type" and "index" saying which member of the cluster this process is, '
+                f"got {_shown(task)}. Write it as in {_EXAMPLE}."
+            )
+        return cls(config["cluster"], task["type"], _parse_index(task))
+
+    def to_tf_config(self) -> dict[str, Any]:
+        """The TF_CONFIG of this process as an object."""
+        return {
+            "cluster": {role: list(addresses) for role, addresses in self.jobs.items()},
+            "task": {"type": self.task_type, "index": self.task_index},
+        }
+
+    def to_json(self) -> str:
+        """The TF_CONFIG of this process as JSON text."""
+        return json.dumps(self.to_tf_config())
+
+
+def is_chief() -> bool:
+    """Whether this process is the one that writes checkpoints and logs for all.
+
+    True also for a process that trains alone, so a script can ask without knowing how it was started.
+
+    Raises:
+      TFConfigError: If TF_CONFIG names a cluster that cannot train together.
+    """
+    spec = ClusterSpec.from_env()
+    return spec is None or spec.is_chief
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Splits "host:port" or "[ipv6]:port", without the brackets.
+
+    Raises:
+      TFConfigError: If it is neither.
+    """
+    host, colon, port = address.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not colon or not bare or not _is_digits(port) or any(c.isspace() or c in "/@[]" for c in bare):
+        raise TFConfigError(
+            f'TF_CONFIG needs addresses of the form "host:port" (IPv6 as "[::1]:2222"), got {_shown(address)}. '
+            f"Give a host name or IP address and a port, without a scheme or path."
+        )
+    if ":" in bare and bare == host:
+        raise TFConfigError(
+            f"TF_CONFIG needs IPv6 addresses in brackets, got {_shown(address)}. "
+            f"Write it as {_shown(f'[{host}]:{port}')}."
+        )
+    if bare != host and not _is_ipv6(bare):
+        raise TFConfigError(
+            f"TF_CONFIG may have only an IPv6 address in brackets, got {_shown(address)}. "
+            f'Write "[::1]:2222", or a host name without brackets.'
+        )
+    if not 1 <= int(port) <= 65535:
+        raise TFConfigError(
+            f"TF_CONFIG needs ports from 1 to 65535, got {port} in {_shown(address)}. "
+            f"Give each worker a port that is free on its machine."
+        )
+    return bare, int(port)
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """The JSON object in `text`, with a `cluster` that is an object (empty if missing)."""
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        around = text[max(0, error.pos - 20) : error.pos + 20]
+        raise TFConfigError(
+            f"TF_CONFIG must be JSON, but at line {error.lineno}, column {error.colno} (near {around!r}): {error.msg}. "
+            f"Write it as in {_EXAMPLE}, with double quotes inside and, in a shell, single quotes around."
+        ) from error
+    if not isinstance(config, dict):
+        raise TFConfigError(f"TF_CONFIG must be a JSON object, got {_shown(config)}. Write it as in {_EXAMPLE}.")
+    config.setdefault("cluster", {})
+    if not isinstance(config["cluster"], dict):
+        raise TFConfigError(
+            f"TF_CONFIG needs a `cluster` that maps roles to addresses, got {_shown(config['cluster'])}. "
+            f"Write it as in {_EXAMPLE}."
+        )
+    if config.get("rpc_layer", "grpc") != "grpc":
+        raise TFConfigError(
+            f'TF_CONFIG may have only "grpc" as `rpc_layer`, got {_shown(config["rpc_layer"])}. '
+            f"Leave `rpc_layer` out: the workers talk over gRPC."
+        )
+    return config
+
+
+def _parse_index(task: dict[str, Any]) -> int:
+    """The index of `task`; digits in quotes count, since that is what environment variables in a manifest give."""
+    index = task["index"]
+    if isinstance(index, str) and _is_digits(index):
+        return int(index)
+    if isinstance(index, int) and not isinstance(index, bool):
+        return index
+    raise TFConfigError(
+        f"TF_CONFIG needs a whole number as the task's index, got {_shown(index)} in task {_shown(task)}. "
+        f"Count the tasks of one type from 0."
+    )
+
+
+def _check_jobs(jobs: Mapping[str, Any]) -> None:
+    for role, addresses in jobs.items():
+        if role == "ps":
+            raise TFConfigError(
+                f"TF_CONFIG may have no parameter servers, since this strategy is synchronous, but `cluster.ps` is "
+                f"{_shown(addresses)}. Leave `ps` out of every worker's TF_CONFIG and start only the workers."
+            )
+        if role not in _ROLES:
+            raise TFConfigError(
+                f"TF_CONFIG may have only the roles {', '.join(_ROLES)}, got {_shown(role)}. "
+                f"List every training process under `cluster.worker`."
+            )
+        if not isinstance(addresses, list | tuple) or not addresses:
+            raise TFConfigError(
+                f"TF_CONFIG needs a list of addresses under `cluster.{role}`, got {_shown(addresses)}. "
+                f'Give a list such as ["10.0.0.1:2222"], or leave the role out.'
+            )
+    if len(jobs.get("chief", ())) > 1:
+        raise TFConfigError(
+            f"TF_CONFIG may have one chief, but `cluster.chief` has {len(jobs['chief'])} addresses "
+            f"({_listed(jobs['chief'])}). Keep one and list the others under `cluster.worker`."
+        )
+    if not jobs.get("chief") and not jobs.get("worker"):
+        raise TFConfigError(
+            f"TF_CONFIG needs a worker that trains, but its cluster has only {_listed(jobs) or 'no roles'}. "
+            f"List every training process under `cluster.worker`."
+        )
+
+
+def _check_addresses(jobs: Mapping[str, tuple[Any, ...]]) -> None:
+    """Checks all addresses together: no two alike, and no loopback among several machines."""
+    seen: dict[tuple[str, int], str] = {}
+    loopback: dict[str, bool] = {}
+    for role, addresses in jobs.items():
+        for index, address in enumerate(addresses):
+            name = f"`cluster.{role}[{index}]`"
+            if not isinstance(address, str):
+                raise TFConfigError(
+                    f'TF_CONFIG needs addresses that are strings "host:port", but {name} is {_shown(address)}. '
+                    f"Write the host and the port in one string."
+                )
+            host, port = split_address(address)
+            if host in ("0.0.0.0", "::"):
+                raise TFConfigError(
+                    f"TF_CONFIG needs addresses that the other workers can reach, but {name} is {_shown(address)}, "
+                    f"which means any interface. Give the machine's own name or IP address."
+                )
+            # Different spellings of one address are one address.
+            key = ("127.0.0.1" if host.lower() == "localhost" else host.lower().rstrip("."), port)
+            if key in seen:
+                raise TFConfigError(
+                    f"TF_CONFIG needs a different address for each task, but {seen[key]} and {name} are both "
+                    f"{address}. Give each process on one machine its own port."
+                )
+            seen[key] = name
+            loopback[address] = _is_loopback(host)
+    if any(loopback.values()) and not all(loopback.values()):
+        inside = [address for address, is_loopback in loopback.items() if is_loopback]
+        outside = [address for address, is_loopback in loopback.items() if not is_loopback]
+        raise TFConfigError(
+            f"TF_CONFIG names loopback addresses ({_listed(inside)}) beside other hosts ({_listed(outside)}), but on "
+            f"each machine loopback means that machine itself. Give every worker an address that all others can reach."
+        )
+
+
+def _check_task(jobs: Mapping[str, tuple[str, ...]], task_type: Any, task_index: Any) -> None:
+    task = _shown({"type": task_type, "index": task_index})
+    if task_type == "evaluator":
+        raise TFConfigError(
+            f"TF_CONFIG names task {task}, but an evaluator does not train and cannot join the strategy. Run it "
+            f"without TF_CONFIG, as a single process that reads the checkpoints, or make it a worker."
+        )
+    if not isinstance(task_type, str) or task_type not in jobs:
+        raise TFConfigError(
+            f"TF_CONFIG names task {task}, but the cluster has only the roles {_listed(jobs)}. "
+            f"Give this process one of these as its task's type."
+        )
+    if not isinstance(task_index, int) or isinstance(task_index, bool):
+        raise TFConfigError(
+            f"TF_CONFIG needs a whole number as the task's index, got {task}. Count the tasks of one type from 0."
+        )
+    count = len(jobs[task_type])
+    if not 0 <= task_index < count:
+        addresses = f"{count} address{'es' if count > 1 else ''} ({_listed(jobs[task_type])})"
+        way_out = "an index of 0" if count == 1 else f"an index from 0 to {count - 1}"
+        raise TFConfigError(
+            f"TF_CONFIG names task {task}, but `cluster.{task_type}` has {addresses}. "
+            f"Give this process {way_out}, or add its address to every worker's TF_CONFIG."
+        )
+
+
+def _is_digits(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"
+
+
+def _shown(value: Any) -> str:
+    """`value` as it would stand in a TF_CONFIG, cut to a readable length."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 200 else text[:200] + "…"
+
+
+def _listed(values: Any) -> str:
+    """The first few of `values`: a cluster can have hundreds of addresses."""
+    texts = [str(value) for value in values]
+    return ", ".join(texts[:8]) + (f", … {len(texts) - 8} more" if len(texts) > 8 else "")

@@ -1,0 +1,212 @@
+"""The `tfdist` command."""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.machinery
+import importlib.util
+import logging as std_logging
+import os
+import pathlib
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+
+from absl import flags, logging
+
+import tfdist
+from tfdist.errors import TfdistError
+from tfdist.launch.group import WorkerExit, WorkerGroup
+
+__all__ = ["main"]
+
+_TAIL_LINES = 30
+_TAIL_BYTES = 1 << 16
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Command:
+    name: str
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+      argv: The arguments, those of this process if None.
+
+    Returns:
+      The exit code.
+
+    Raises:
+      SystemExit: With code 2 if the command line is wrong, with 0 after `--help` and `--version`.
+    """
+    flags.FLAGS(["tfdist"])  # absl's logging wants its flags parsed; the command line is argparse's
+    logging.use_absl_handler()
+    logging.get_absl_handler().setFormatter(std_logging.Formatter("tfdist: %(message)s"))
+    logging.set_verbosity(logging.INFO)
+    parser = argparse.ArgumentParser(prog="tfdist", description="Distributed training for Keras 3 on TensorFlow.")
+    parser.add_argument("--version", action="version", version=f"tfdist {tfdist.__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="command")
+    for command in _COMMANDS:
+        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help, allow_abbrev=False)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run, parser=subparser)
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except TfdistError as error:
+        logging.error("%s", error)
+        return 1
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=_positive_int, required=True, metavar="N", help="how many processes to start")
+    parser.add_argument(
+        "--devices-per-worker",
+        type=_positive_int,
+        metavar="D",
+        help="logical devices that the strategy makes in each worker",
+    )
+    parser.add_argument(
+        "--log-dir",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="where the output of workers 1 and up goes, as worker-1.log and so on "
+        "(default: a temporary directory, kept if a worker fails)",
+    )
+    parser.add_argument(
+        "--tee", action="store_true", help="print every worker's lines, with the worker's name in front"
+    )
+    parser.add_argument(
+        "--grace-seconds",
+        type=_seconds,
+        default=10.0,
+        metavar="S",
+        help="how long workers may take to end by themselves before they are killed (default: 10)",
+    )
+    parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as `python -m` does")
+    parser.add_argument("script", metavar="script.py", help="what each worker runs")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+
+
+def _run(args: argparse.Namespace) -> int:
+    command = _worker_command(args)
+    log_dir = _make_log_dir(args)
+    if "TF_CONFIG" in os.environ:
+        logging.info("TF_CONFIG is set; each worker gets its own instead")
+    group = WorkerGroup(
+        command, args.workers, log_dir=log_dir, devices_per_worker=args.devices_per_worker, tee=args.tee
+    )
+    exit_code = 0
+    try:
+        with _caught_signals() as caught:
+            exit_code = _supervise(group, args, log_dir, caught)
+    finally:
+        group.kill()
+        if args.log_dir is None and exit_code == 0:
+            shutil.rmtree(log_dir, ignore_errors=True)
+    return exit_code
+
+
+def _worker_command(args: argparse.Namespace) -> list[str]:
+    """The command of a worker, checked here so that a slip is told once and not by every worker."""
+    if args.is_module:
+        # Only the outermost package: finding an inner module would import those around it.
+        package = args.script.partition(".")[0]
+        found = importlib.machinery.PathFinder.find_spec(package, [os.getcwd()]) or importlib.util.find_spec(package)
+        if not found:
+            args.parser.error(
+                f"there is no module {args.script!r} to run; is it in the current directory or installed?"
+            )
+        return [sys.executable, "-m", args.script, *args.script_args]
+    if not os.path.exists(args.script):
+        args.parser.error(f"there is no script {args.script!r} to run; to run a module, put -m before its name")
+    return [sys.executable, args.script, *args.script_args]
+
+
+def _make_log_dir(args: argparse.Namespace) -> pathlib.Path:
+    if args.log_dir is None:
+        return pathlib.Path(tempfile.mkdtemp(prefix="tfdist-run-"))
+    try:
+        args.log_dir.mkdir(parents=True, exist_ok=True)
+        for index in range(args.workers):
+            (args.log_dir / f"worker-{index}.log").unlink(missing_ok=True)  # an earlier run's, which would mislead
+        tempfile.TemporaryFile(dir=args.log_dir).close()
+    except OSError as error:
+        args.parser.error(f"--log-dir {args.log_dir} cannot be written to: {error}")
+    return args.log_dir
+
+
+def _supervise(group: WorkerGroup, args: argparse.Namespace, log_dir: pathlib.Path, caught: list[int]) -> int:
+    """Runs the group until it is done, one worker fails or a signal comes; returns the exit code."""
+    group.start()
+    where = f"; logs in {log_dir}" if args.tee or args.workers > 1 else ""
+    logging.info("%d worker%s on this machine%s", args.workers, "s" if args.workers > 1 else "", where)
+    failure = group.wait(until=lambda: bool(caught))
+    if caught:
+        signum = caught[0]
+        exit_code = 128 + signum
+        logging.info("%s: ending the workers; once more to kill them at once", signal.Signals(signum).name)
+    elif failure:
+        signum = signal.SIGTERM
+        exit_code = failure.exit_code
+        _report(failure, group)
+    else:
+        return 0
+    seen = len(caught)
+    group.stop(signum, grace_seconds=args.grace_seconds, hurry=lambda: len(caught) > seen)
+    return exit_code
+
+
+def _report(failure: WorkerExit, group: WorkerGroup) -> None:
+    others = f"; ending {', '.join(f'worker {index}' for index in group.running)}" if group.running else ""
+    path = group.log_path(failure.index)
+    if path is None:
+        logging.error("%s, its output is above%s", failure.describe(), others)
+        return
+    with path.open("rb") as log:
+        log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        tail = log.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+    logging.error("%s%s; the end of %s:\n%s", failure.describe(), others, path, "\n".join(tail) or "(empty)")
+
+
+@contextlib.contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """Collects the signals that ask this process to stop, instead of stopping."""
+    caught: list[int] = []
+    before = {}
+    for signum in _STOP_SIGNALS:
+        if signal.getsignal(signum) != signal.SIG_IGN:  # `nohup` and background jobs are not to be disturbed
+            before[signum] = signal.signal(signum, lambda number, frame: caught.append(number))
+    try:
+        yield caught
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"needs a whole number from 1 up, got {text}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"needs seconds from 0 up, got {text}")
+    return value
+
+
+_COMMANDS = (_Command("run", "start a script in several workers on this machine", _add_run_arguments, _run),)
+
+if __name__ == "__main__":
+    sys.exit(main())

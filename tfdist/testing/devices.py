@@ -1,0 +1,40 @@
+"""Several logical devices in one process, so that replicas can be tested without a GPU."""
+
+from tfdist.errors import ClusterError
+
+__all__ = ["virtual_devices"]
+
+
+def virtual_devices(n: int) -> list[str]:
+    """Splits this process's CPU into logical devices.
+
+    Call it before TensorFlow runs its first operation: devices are fixed from then on. Asking again for the same
+    number is allowed.
+
+    Args:
+      n: How many logical devices.
+
+    Returns:
+      Their names, "CPU:0" to "CPU:<n - 1>".
+
+    Raises:
+      ValueError: If `n` is not positive.
+      ClusterError: If TensorFlow already runs with another number of devices.
+    """
+    if n < 1:
+        raise ValueError(f"virtual_devices needs n >= 1, got {n}.")
+    import tensorflow as tf  # here, so that the parent of a worker pool stays without TensorFlow
+
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    try:
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * n)
+    except RuntimeError as error:
+        # TensorFlow runs already, so listing the devices (which would start it) changes nothing.
+        existing = len(tf.config.list_logical_devices("CPU"))
+        if existing != n:
+            raise ClusterError(
+                f"{n} virtual devices must be made before TensorFlow runs its first operation, but it already runs "
+                f"with {existing} CPU device(s). Call virtual_devices({n}) first thing in the program, or in a new "
+                f"process."
+            ) from error
+    return [f"CPU:{index}" for index in range(n)]
