@@ -1,0 +1,46 @@
+"""Launches collective operations on one replica, under keys that all replicas agree on."""
+
+import tensorflow as tf
+
+from tfdist import _tf
+
+# Away from the keys that TensorFlow gives to the broadcasts of initial values, which count up from 100.
+_FIRST_INSTANCE_KEY = 1 << 20
+
+
+class Launcher(_tf.CollectiveReplicaLauncher):
+    """A launcher whose instance keys are counted while the step runs.
+
+    Every collective needs a key that is equal on all replicas and that no other collective in flight has. TensorFlow
+    feeds the key when a `tf.function` is called, which does not cross nested control flow (`steps_per_execution`,
+    gradient accumulation), or fixes it while tracing, which goes wrong when one worker traces again (a short last
+    batch) and another does not. Here the key is run-time state: each replica counts its collectives in a variable of
+    its own. Automatic control dependencies order the counting as the program is written, so the counts agree wherever
+    all replicas run the same collectives in the same order, whoever traced what when, in branches and loops alike.
+
+    Costs one integer addition a collective. The collectives themselves run side by side, except on GPUs, where NCCL
+    needs an order.
+    """
+
+    def __init__(self, group_key, group_size, collective_keys, device, options):
+        super().__init__(group_key, group_size, collective_keys, device, options)
+        host = tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0)
+        with tf.init_scope(), tf.device(host.to_string()):
+            self._count = tf.Variable(_FIRST_INSTANCE_KEY, dtype=tf.int32, trainable=False, name="collectives_launched")
+
+    def _use_ordering_token(self):
+        return "GPU" in self._device
+
+    def _get_ordering_token(self):
+        if self._use_ordering_token() or tf.executing_eagerly():
+            return super()._get_ordering_token()
+        # TensorFlow runs stateful operations that share no resource one after another, also those of two replicas that
+        # wait for each other. A resource of its own, which nobody opens, takes a collective out of that order.
+        return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name="unordered")
+
+    def _next_instance_key(self):
+        return self._count.assign_add(1)
+
+    def all_gather_rows(self, tensor: tf.Tensor, options) -> tf.Tensor:
+        """Joins tensors of equal shape along their first axis: [n, ...] -> [replicas * n, ...]."""
+        return self._all_gather(tensor, options)

@@ -1,0 +1,50 @@
+"""One worker, several devices."""
+
+import functools
+
+import tensorflow as tf
+
+from tfdist import _tf
+from tfdist.strategies.collectives import Collectives
+from tfdist.strategies.devices import local_devices
+from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy, check_compression
+
+
+class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
+    """`tf.distribute.MirroredStrategy` under which every feature of Keras 3 gives what one device would give.
+
+    Args:
+      devices: Device strings, such as `["GPU:0", "GPU:1"]`. By default all GPUs, else all logical CPUs.
+      cross_device_ops: As in TensorFlow. The default reduces by collectives. With any other, gradients cannot be
+        exchanged inside a branch: `gradient_accumulation_steps` and `LossScaleOptimizer` fail as they do in TensorFlow.
+      compression: `None`; codecs are not built yet.
+
+    Raises:
+      NotBuiltError: If `compression` is not `None`.
+    """
+
+    def __init__(self, devices=None, cross_device_ops=None, *, compression=None):
+        check_compression(compression)
+        devices = devices or local_devices()
+        self._take_collective_keys()
+        extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)
+        tf.distribute.Strategy.__init__(self, extended)
+
+
+class _MirroredExtended(ReplicatedExtended, _tf.MirroredExtended):
+    def _make_collective_ops_with_fallbacks(self):
+        ops = super()._make_collective_ops_with_fallbacks()
+        if not isinstance(ops, _tf.CollectiveAllReduce):
+            return ops
+        return Collectives(self._devices, len(self._devices), self._communication_options, self._collective_keys)
+
+    def _get_cross_device_ops(self, value):
+        # TensorFlow keeps int32 in host memory, where GPU collectives do not reach.
+        first = self._local_results(value)[0]
+        if getattr(first, "dtype", None) == tf.int32 and any("GPU" in device for device in self._devices):
+            return self._on_host
+        return self._cross_device_ops
+
+    @functools.cached_property
+    def _on_host(self):
+        return tf.distribute.ReductionToOneDevice()

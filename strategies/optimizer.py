@@ -1,0 +1,164 @@
+"""How gradients pass from a Keras optimizer to the collectives: reduced before they are clipped, scaled and applied."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.strategies.collectives.sparse import sum_duplicates
+from tfdist.strategies.step import current_step
+
+
+def distributed(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """A view of `optimizer` that sums gradients over all replicas before it clips and applies them.
+
+    Keras clips each replica's gradients and sums what is left, which is not what one device would do, and lets
+    `LossScaleOptimizer` look at one replica's gradients only. The view shares the optimizer's whole state and is an
+    instance of its class; only the moment of the exchange differs. Keras' `fit` gets it by itself; a custom loop that
+    clips or scales its loss asks for it by `strategy.distributed_optimizer`.
+    """
+    return optimizer if isinstance(optimizer, _Weigh) else _view(optimizer, _Weigh, _exchange_of(optimizer))
+
+
+@contextmanager
+def distributed_optimizers(model: keras.Model) -> Iterator[None]:
+    """Gives `model`, and models inside it, distributed views of their optimizers while a step is traced or run."""
+    places = list(_optimizers_in(model, seen=set()))
+    for put, optimizer in places:
+        put(distributed(optimizer))
+    try:
+        yield
+    finally:
+        for put, optimizer in places:
+            put(optimizer)
+
+
+def _optimizers_in(owner: Any, seen: set[int]) -> Iterator[tuple[Callable[[Any], None], keras.optimizers.Optimizer]]:
+    """Finds the optimizers that a model, list or dict holds: how to put another in its place, and the optimizer."""
+    if id(owner) in seen:
+        return
+    seen.add(id(owner))
+    if isinstance(owner, keras.Model):
+        items, put = list(vars(owner).items()), functools.partial(setattr, owner)
+    else:
+        items, put = list(owner.items() if isinstance(owner, dict) else enumerate(owner)), owner.__setitem__
+    for key, value in items:
+        if isinstance(value, keras.optimizers.Optimizer):
+            yield functools.partial(put, key), value
+        elif isinstance(value, keras.Model | list | dict):
+            yield from _optimizers_in(value, seen)
+
+
+def _exchange_of(optimizer: keras.optimizers.Optimizer) -> type:
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return _GlobalLossScale
+    return _ExchangeEach if hasattr(optimizer, "_inner_optimizers") else _Exchange
+
+
+def _view(optimizer: keras.optimizers.Optimizer, *mixins: type) -> Any:
+    base: Any = type(optimizer)
+    view: Any = object.__new__(_view_class(base, mixins))
+    object.__setattr__(view, "__dict__", optimizer.__dict__)  # Keras' own refuses all before `__init__`.
+    return view
+
+
+@functools.cache
+def _view_class(base: Any, mixins: tuple[type, ...]) -> type:
+    return type(f"Distributed{base.__name__}", (*mixins, base), {})
+
+
+class _Weigh:
+    """Weights the replica's loss, or, where a custom step leaves the loss unscaled, its gradients."""
+
+    def scale_loss(self, loss):
+        step = current_step()
+        loss = super().scale_loss(loss)
+        if step is None or step.share is None:
+            return loss
+        step.scaled_losses.add(id(self.__dict__))
+        return loss * tf.cast(step.share, loss.dtype)
+
+    def apply(self, grads, trainable_variables=None):
+        step = current_step()
+        if step is not None and step.share is not None:
+            if id(self.__dict__) not in step.scaled_losses:
+                grads = [_times(grad, step.share) for grad in grads]
+            grads = _to_present(step.or_zeros, grads)
+        return super().apply(grads, trainable_variables)
+
+
+class _Exchange:
+    """Exchanges gradients at the last moment before they are clipped, after they were accumulated."""
+
+    def _clip_gradients(self, grads):
+        return super()._clip_gradients(_exchange(grads))
+
+    def _all_reduce_sum_gradients(self, grads_and_vars):
+        if not isinstance(self, keras.optimizers.SGD):
+            return list(grads_and_vars)
+        # SGD scatters sparse gradients right into the weights, many at a time and in no fixed order: replicas would
+        # drift apart by rounding. It is linear, so rows of equal index may be added up first.
+        return [(sum_duplicates(grad), variable) for grad, variable in grads_and_vars]
+
+
+class _ExchangeEach:
+    """Lets each optimizer of a `MultiOptimizer` exchange the gradients of its variables."""
+
+    @property
+    def _inner_optimizers(self):
+        inner = self.__dict__["_inner_optimizers"]
+        return [_view(optimizer, _exchange_of(optimizer)) for optimizer in inner] if self.built else inner
+
+
+class _GlobalLossScale:
+    """Decides on all replicas' gradients whether a step is skipped, then lets the inner optimizer exchange them."""
+
+    @property
+    def inner_optimizer(self):
+        inner = self.__dict__["inner_optimizer"]
+        return _view(inner, _exchange_of(inner))
+
+    @inner_optimizer.setter
+    def inner_optimizer(self, optimizer):
+        self.__dict__["inner_optimizer"] = optimizer
+
+    def check_finite(self, grads):
+        finite = tf.cast(super().check_finite(grads), tf.float32)
+        replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+        return current_step().all_reduce(tf.distribute.ReduceOp.SUM, finite) > replicas - 0.5
+
+
+def _exchange(grads: list[Any]) -> list[Any]:
+    """Sums the gradients over all replicas."""
+    step = current_step()
+    if step is None:  # Outside `strategy.run` there is one copy of everything.
+        return grads
+    return _to_present(lambda present: step.all_reduce(tf.distribute.ReduceOp.SUM, present), grads)
+
+
+def decides_for_all(scaler: keras.optimizers.LossScaleOptimizer) -> bool:
+    """Whether it skips a step by the gradients of all replicas."""
+    return isinstance(scaler, _GlobalLossScale)
+
+
+def sums_rows_in_place(optimizer: Any) -> bool:
+    """Whether a plain optimizer scatters sparse gradients right into the weights; see `_Exchange`."""
+    return isinstance(optimizer, keras.optimizers.SGD) and not isinstance(optimizer, _Exchange)
+
+
+def _to_present(fn, grads: list[Any]) -> list[Any]:
+    """Applies `fn` to the gradients that are there, as a list; `None` stays `None`."""
+    present = [grad for grad in grads if grad is not None]
+    results = iter(fn(present) if present else [])
+    return [None if grad is None else next(results) for grad in grads]
+
+
+def _times(grad, factor):
+    if grad is None:
+        return None
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(grad.values * tf.cast(factor, grad.values.dtype), grad.indices, grad.dense_shape)
+    return grad * tf.cast(factor, grad.dtype)

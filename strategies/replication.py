@@ -1,0 +1,289 @@
+"""What tfdist changes in TensorFlow's synchronous strategies, shared by one worker and many."""
+
+import functools
+import itertools
+import weakref
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import _tf
+from tfdist.errors import CompiledCollectivesError, LossScaleError, NotBuiltError, ScopeError
+from tfdist.strategies import optimizer as optimizers
+from tfdist.strategies import step as steps
+from tfdist.strategies import variables
+from tfdist.strategies.collectives import Collectives
+from tfdist.strategies.collectives.sparse import sum_duplicates
+from tfdist.strategies.peek import PeekableDataset
+
+_KERAS_STEPS = ("train_step", "test_step")
+_KERAS_PREDICT_STEP = "one_step_on_data"
+
+_strategies_made = itertools.count()
+_KEYS_PER_STRATEGY = 1 << 16
+
+
+class ReplicatedStrategy:
+    """The public half: mixed into a subclass of `tf.distribute.Strategy`."""
+
+    extended: Any
+
+    def run(self, fn, args=(), kwargs=None, options=None):
+        """Runs `fn` on each replica; see `tf.distribute.Strategy.run`.
+
+        A Keras model's `train_step` or `test_step` also gets what makes it equal to one device: gradients summed before
+        they are clipped, unequal shares weighted by their rows, logs averaged over all replicas.
+
+        Raises:
+          CompiledCollectivesError: If `fn` is compiled by XLA and the devices have no compiled collectives.
+        """
+        self._check_compiled()
+        if self.num_replicas_in_sync == 1:
+            return super().run(fn, args, kwargs, options)
+        if _is_keras_step(fn, args, kwargs):
+            self._check_scope(fn.__self__)
+            with optimizers.distributed_optimizers(fn.__self__):
+                return super().run(_keras_step(fn), args, kwargs, options)
+        if _tf.called_by_keras_trainer() and fn.__name__ == _KERAS_PREDICT_STEP:
+            args, fn = self._split_plain_batch(args), _predict_step(fn)
+        return super().run(fn, args, kwargs, options)
+
+    def experimental_distribute_dataset(self, dataset, options=None):
+        """Splits `dataset` among the replicas; see `tf.distribute.Strategy.experimental_distribute_dataset`."""
+        distributed = super().experimental_distribute_dataset(dataset, options)
+        return PeekableDataset(distributed) if _tf.called_by_keras_trainer() else distributed
+
+    def reduce(self, reduce_op, value, axis):
+        """Reduces `value` over all replicas; see `tf.distribute.Strategy.reduce`.
+
+        Keras' `fit` asks for two things that are no reductions: the shapes of the first batch, and logs that `run` has
+        already averaged. Both are answered from this worker, without traffic.
+        """
+        if _tf.called_by_keras_trainer():
+            if axis is None:
+                return tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
+            local = self.experimental_local_results(value)[0]
+            if _is_float(local):
+                return local
+            axis = None
+        return super().reduce(reduce_op, value, axis)
+
+    def distributed_optimizer(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+        """A view of `optimizer` for custom loops that clip gradients or scale the loss.
+
+        Keras clips each replica's gradients before they are summed, and `LossScaleOptimizer` looks at one replica's
+        only. Inside `strategy.run`, `strategy.distributed_optimizer(optimizer).apply(...)` sums first, so that clipping
+        equals one device and an Inf on one replica skips the step on all. `fit` does so by itself.
+        """
+        return optimizers.distributed(optimizer)
+
+    def _check_scope(self, model):
+        optimizer = getattr(model, "optimizer", None)
+        owned = [*model.variables, *(optimizer.variables if optimizer else [])]
+        for variable in owned:
+            if getattr(variable.value, "distribute_strategy", None) is not self:
+                raise ScopeError(
+                    f"Model {model.name!r} and its optimizer must be made inside `with strategy.scope():`, but the "
+                    f"variable {variable.path!r} was not. Move the lines that build and compile the model there."
+                )
+
+    def _split_plain_batch(self, args):
+        """Splits a batch that `predict_on_batch` hands over whole, so that the replicas' outputs make it up again."""
+        if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(args)):
+            return args
+        replicas = self.num_replicas_in_sync
+        devices = len(self.extended.worker_devices)
+
+        def part(leaf, context):
+            # Keras joins outputs device by device, and worker by worker within: put the parts in that order.
+            worker, device = divmod(context.replica_id_in_sync_group, devices)
+            position = device * (replicas // devices) + worker
+            rows = tf.shape(leaf)[0]
+            return leaf[rows * position // replicas : rows * (position + 1) // replicas]
+
+        def split(leaf):
+            if leaf is None or tf.convert_to_tensor(leaf).shape.rank == 0:
+                return leaf
+            leaf = tf.convert_to_tensor(leaf)
+            return self.experimental_distribute_values_from_function(lambda context: part(leaf, context))
+
+        return tf.nest.map_structure(split, args)
+
+    def _take_collective_keys(self):
+        """Keeps the collectives of several strategies in one process apart; workers make them in the same order."""
+        self._collective_key_base = next(_strategies_made) * _KEYS_PER_STRATEGY
+
+    def _check_compiled(self):
+        compiled = not tf.executing_eagerly() and _tf.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+        devices = self.extended.worker_devices
+        if compiled and self.num_replicas_in_sync > 1 and not all("GPU" in device for device in devices):
+            raise CompiledCollectivesError(
+                "jit_compile=True compiles the whole step, and XLA has no collectives for CPU devices. Got "
+                f"{self.num_replicas_in_sync} replicas, here on {', '.join(devices)}. "
+                "Pass jit_compile=False to `compile` (or `tf.function`); `predict` and single layers may stay compiled."
+            )
+
+
+class ReplicatedExtended:
+    """The inner half: mixed into a subclass of `tf.distribute.StrategyExtended`."""
+
+    def _use_merge_call(self):
+        # Replicas meet in collectives, never by leaving the step: this is what lets an optimizer exchange gradients
+        # inside a branch (gradient accumulation, loss scaling).
+        return False
+
+    def _create_variable(self, next_creator, **kwargs):
+        trainable = kwargs.get("trainable") is not False
+        colocated = kwargs.get("colocate_with") is not None
+        variable = super()._create_variable(next_creator, **kwargs)
+        if isinstance(variable, tf.distribute.DistributedValues):
+            variable = variables.refine(variable, trainable=trainable, colocated=colocated)
+        return variable
+
+    def _call_for_each_replica(self, fn, args, kwargs):
+        if isinstance(fn, _tf.Function):
+            return self._traced(fn)(*args, **kwargs)
+        if not tf.executing_eagerly():
+            fn = _tf.tf_convert(fn, _tf.control_status_ctx())
+        return super()._call_for_each_replica(_in_step(fn), args, kwargs)
+
+    def _traced(self, fn):
+        """`fn`, a `tf.function`, with its arguments and options, but traced once for all replicas."""
+        if fn not in self._traced_functions:
+            replicate = tf.autograph.experimental.do_not_convert(self._call_for_each_replica)
+
+            def on_all_replicas(*args, **kwargs):
+                return replicate(_tf.tf_convert(fn.python_function, _tf.control_status_ctx()), args, kwargs)
+
+            self._traced_functions[fn] = _tf.clone_function(fn, on_all_replicas)
+        return self._traced_functions[fn]
+
+    @functools.cached_property
+    def _traced_functions(self):
+        return weakref.WeakKeyDictionary()
+
+    def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
+        if self._num_replicas_in_sync > 1:
+            _check_loss_scaling()
+        step = steps.current_step()
+        if step is not None and reduce_op == tf.distribute.ReduceOp.SUM:
+            value = tf.nest.pack_sequence_as(value, step.or_zeros(tf.nest.flatten(value)))
+        if tf.executing_eagerly() or not isinstance(self._cross_device_ops, Collectives):
+            # Replicas run one after another, or others' code wants the values of all: leave the step for it.
+            return tf.distribute.StrategyExtended._replica_ctx_all_reduce(self, reduce_op, value, options)
+        replica = _tf.get_current_replica_id_as_int()
+        total = self._cross_device_ops._all_reduce(reduce_op, value, replica, options or _tf.CommunicationOptions())
+        if optimizers.sums_rows_in_place(next(iter(_tf.keras_callers()), None)):
+            total = tf.nest.map_structure(sum_duplicates, total)
+        return total
+
+    def _reduce_to(self, reduce_op, value, destinations, options):
+        reduce_one = super()._reduce_to
+        return tf.nest.map_structure(
+            lambda leaf: reduce_one(reduce_op, self._with_tensors(leaf), destinations, options), value
+        )
+
+    def _with_tensors(self, leaf):
+        """`leaf`, with Python numbers on its replicas turned into tensors, which collectives need."""
+        local = self._local_results(leaf)
+        if not isinstance(leaf, tf.distribute.DistributedValues) or not isinstance(local[0], int | float):
+            return leaf
+        numbers = iter(local)
+        return self._experimental_distribute_values_from_function(lambda context: tf.convert_to_tensor(next(numbers)))
+
+
+def _is_keras_step(fn, args, kwargs):
+    """Whether `fn` is the `train_step` or `test_step` that Keras calls, of a compiled model."""
+    model = getattr(fn, "__self__", None)
+    called_as_by_keras = len(args) == 1 and not kwargs and getattr(fn, "__name__", "") in _KERAS_STEPS
+    return called_as_by_keras and isinstance(model, keras.Model) and getattr(model, "compiled", False)
+
+
+def _check_loss_scaling():
+    """Refuses an exchange that each replica enters or skips by its own gradients: others would wait for ever."""
+    scaler = _tf.deciding_loss_scaler()
+    if scaler is not None and not optimizers.decides_for_all(scaler):
+        raise LossScaleError(
+            f"LossScaleOptimizer {scaler.name!r} looks at one replica's gradients to decide whether all of them are "
+            "exchanged. In a custom loop, call `apply` on `strategy.distributed_optimizer(optimizer)` instead, inside "
+            "strategy.run; it decides on the gradients of all replicas."
+        )
+
+
+def check_compression(compression: Any) -> None:
+    """Refuses every `compression` but `None`, until codecs are built."""
+    if compression is not None:
+        raise NotBuiltError(
+            f"compression={compression!r} is not built yet: this version exchanges gradients uncompressed. "
+            "Pass compression=None, or leave it out."
+        )
+
+
+def _in_step(fn):
+    """`fn`, run in a `Step` of its own unless it has opened one."""
+
+    @tf.autograph.experimental.do_not_convert
+    def on_replica(*args, **kwargs):
+        with steps.running(None) as step:
+            result = fn(*args, **kwargs)
+            _average_statistics(step)
+        return result
+
+    return on_replica
+
+
+def _keras_step(fn):
+    """`fn`, a Keras step, with rows counted, statistics and logs averaged."""
+
+    @tf.autograph.experimental.do_not_convert
+    def on_replica(data):
+        with steps.running(steps.count_rows(data)) as step:
+            if fn.__name__ == "train_step":
+                step.exchange_rows()
+            logs = fn(steps.at_least_one_row(data, step.rows))
+            return _average_statistics(step, logs)
+
+    return on_replica
+
+
+def _predict_step(fn):
+    """`fn`, Keras' step of `predict`, on replicas that may be left without rows."""
+
+    @tf.autograph.experimental.do_not_convert
+    def on_replica(data):
+        rows = steps.count_rows(data)
+        return steps.only_rows(fn(steps.at_least_one_row(data, rows)), rows)
+
+    return on_replica
+
+
+def _average_statistics(step: steps.Step, logs: Any = None) -> Any:
+    """Averages the statistics that a step has assigned, weighted by rows, and float logs, in one exchange."""
+    leaves = [_as_tensor(leaf) for leaf in tf.nest.flatten(logs)]
+    floats = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
+    values = [_weighted(statistic.read_value(), step) for statistic in step.statistics]
+    if not values and not floats:
+        return tf.nest.pack_sequence_as(logs, leaves)
+    values += [leaves[i] for i in floats]
+    averages = step.all_reduce(tf.distribute.ReduceOp.MEAN, values)
+    for statistic, average in zip(step.statistics, averages, strict=False):
+        statistic.values[_tf.get_current_replica_id_as_int()].assign(average)
+    for i, average in zip(floats, averages[len(step.statistics) :], strict=True):
+        leaves[i] = average
+    return tf.nest.pack_sequence_as(logs, leaves)
+
+
+def _weighted(value: tf.Tensor, step: steps.Step) -> tf.Tensor:
+    return value if step.share is None else value * tf.cast(step.share, value.dtype)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """What a log is worth: of a variable its value, of a truth 1 or 0."""
+    if isinstance(leaf, tf.Variable | keras.Variable):
+        leaf = tf.convert_to_tensor(leaf)
+    return tf.cast(leaf, tf.float32) if isinstance(leaf, tf.Tensor) and leaf.dtype == tf.bool else leaf
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating

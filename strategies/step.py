@@ -1,0 +1,128 @@
+"""What one replica knows about the step it runs: how many rows it holds, which statistics it has updated."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+_local = threading.local()
+
+
+class Step:
+    """One run of a step function on one replica.
+
+    Attributes:
+      rows: Rows of the global batch that this replica holds, int or int32 []; `None` outside Keras' own steps.
+      statistics: Variables of layer statistics that the step has assigned, in order, without repeats.
+      scaled_losses: Optimizers whose loss was already weighted by `share`.
+      share: The weight of this replica's mean in the mean over the global batch, float32 []; 1 for equal shares.
+        `None` until `exchange_rows`.
+    """
+
+    def __init__(self, rows: int | tf.Tensor | None):
+        self.rows = rows
+        self.statistics: list[Any] = []
+        self.scaled_losses: set[int] = set()
+        self.share: tf.Tensor | None = None
+        self._own_exchange = False
+
+    @property
+    def has_rows(self) -> bool | tf.Tensor:
+        """Whether this replica holds any row, bool or bool []; taken for granted where rows are not known."""
+        return self.rows is None or self.rows > 0
+
+    def exchange_rows(self) -> None:
+        """Finds the `share` of this replica, by an exchange of one number.
+
+        Keras divides every loss by the number of replicas R, which is right for equal rows only. With n of N rows here
+        the exact weight of this replica's mean is n / N, so R * n / N mends it.
+        """
+        if self.rows is not None:
+            rows = tf.cast(self.rows, tf.float32)
+            self.share = rows / self.all_reduce(tf.distribute.ReduceOp.MEAN, rows)
+
+    def all_reduce(self, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
+        """An exchange of the step itself, in which a replica without rows takes part as any other."""
+        self._own_exchange = True
+        try:
+            return tf.distribute.get_replica_context().all_reduce(reduce_op, value)
+        finally:
+            self._own_exchange = False
+
+    def or_zeros(self, values: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
+        """`values`, but zeros on a replica without rows, whose row of zeros stands for none."""
+        if self._own_exchange or self.has_rows is True:
+            return values
+        return tf.cond(self.has_rows, lambda: values, lambda: [_zeros_like(value) for value in values])
+
+
+def current_step() -> Step | None:
+    """The step that this thread runs on a replica, or `None`."""
+    return getattr(_local, "step", None)
+
+
+@contextmanager
+def running(rows: int | tf.Tensor | None) -> Iterator[Step]:
+    """Opens a `Step` for this thread."""
+    before = current_step()
+    _local.step = Step(rows)
+    try:
+        yield _local.step
+    finally:
+        _local.step = before
+
+
+def _zeros_like(value):
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.zeros_like(value.values), value.indices, value.dense_shape)
+    return tf.zeros_like(value)
+
+
+def at_least_one_row(data: Any, rows: int | tf.Tensor | None) -> Any:
+    """`data`, but one row of zeros where there is none.
+
+    A short last batch can leave a replica without rows, and many kernels and layers fail on such input: fused
+    convolutions on CPUs, reshapes to (-1, ...). What the row of zeros gives rise to is discarded by `Step`.
+    """
+    if rows is None or isinstance(rows, int):
+        return data
+
+    def fill(leaf):
+        if not isinstance(leaf, tf.Tensor) or leaf.shape.rank in (0, None):
+            return leaf
+        filled = tf.cond(rows > 0, lambda: leaf, lambda: tf.zeros(tf.concat([[1], tf.shape(leaf)[1:]], 0), leaf.dtype))
+        return tf.ensure_shape(filled, [None, *leaf.shape[1:]])
+
+    return keras.tree.map_structure(fill, data)
+
+
+def only_rows(outputs: Any, rows: int | tf.Tensor | None) -> Any:
+    """A model's outputs, but none on a replica without rows, after `at_least_one_row`."""
+    if rows is None or isinstance(rows, int):
+        return outputs
+
+    def cut(leaf):
+        if not isinstance(leaf, tf.Tensor) or leaf.shape.rank in (0, None):
+            return leaf
+        return tf.cond(rows > 0, lambda: leaf, lambda: leaf[:0])
+
+    return keras.tree.map_structure(cut, outputs)
+
+
+def count_rows(data: Any) -> int | tf.Tensor | None:
+    """Rows in a batch as Keras counts them: the first dimension of the first input; `None` where it has none."""
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    first = next((leaf for leaf in keras.tree.flatten(x) if leaf is not None), None)
+    if first is None:
+        return None
+    if isinstance(first, tf.RaggedTensor):
+        return tf.cast(first.nrows(), tf.int32)
+    if isinstance(first, tf.SparseTensor):
+        return tf.cast(first.dense_shape[0], tf.int32)
+    first = tf.convert_to_tensor(first)
+    if first.shape.rank == 0:
+        return None
+    return first.shape[0] if first.shape.rank and first.shape[0] is not None else tf.shape(first)[0]

@@ -1,0 +1,120 @@
+"""What an assignment on one replica means, for each kind of variable that Keras makes.
+
+Keras marks almost all its variables alike. What tells them apart is who makes them: its name scopes carry the maker.
+
+| kind | made by | assigned on a replica |
+|---|---|---|
+| weight | a layer, trainable | as in TensorFlow |
+| optimizer state | an optimizer | locally: all replicas compute the same from reduced gradients |
+| statistic | a layer, float, not trainable | locally, then averaged over all replicas when the step ends |
+| state of rows | a stateful recurrent layer | locally: the rows of a replica are its own |
+| random state | a seed generator | locally; each replica reads it shifted by its number |
+| metric | a metric | locally, summed when read; a replica without rows leaves it as it is |
+"""
+
+import keras
+import tensorflow as tf
+
+from tfdist import _tf
+from tfdist.strategies.step import current_step
+
+# Keras' seeds are used modulo 2**31 - 2; multiples of this (2**32 over the golden ratio) stay far apart there.
+_SEED_SHIFT = 0x9E3779B1
+
+
+class OptimizerVariable(_tf.MirroredVariable):
+    """Optimizer state. Also counters, which TensorFlow would copy from the first replica by leaving the step."""
+
+    def _update_replica(self, update_fn, value, **kwargs):
+        return update_fn(self._get_on_device_or_primary(), value, **kwargs)
+
+
+class _KeptWithoutRows:
+    """A variable that a replica without rows leaves as it is, since its means are 0 / 0."""
+
+    def assign(self, value, *args, **kwargs):
+        return super().assign(_if_rows(value, self), *args, **kwargs)
+
+    def assign_add(self, value, *args, **kwargs):
+        return super().assign_add(_if_rows(value), *args, **kwargs)
+
+    def assign_sub(self, value, *args, **kwargs):
+        return super().assign_sub(_if_rows(value), *args, **kwargs)
+
+
+def _if_rows(value, otherwise=None):
+    step = current_step()
+    if step is None or step.has_rows is True:
+        return value
+    value = tf.convert_to_tensor(value)
+    return tf.where(
+        step.has_rows, value, tf.zeros_like(value) if otherwise is None else tf.cast(otherwise, value.dtype)
+    )
+
+
+class StatisticVariable(_KeptWithoutRows, _tf.MirroredVariable):
+    """Statistics of a layer, such as BatchNormalization's moving mean."""
+
+    def _update_replica(self, update_fn, value, **kwargs):
+        step = current_step()
+        if step is not None and not any(known is self for known in step.statistics):
+            step.statistics.append(self)
+        return update_fn(self._get_on_device_or_primary(), value, **kwargs)
+
+
+class RandomStateVariable(_tf.MirroredVariable):
+    """The state of a seed generator: [seed, draws], int64.
+
+    Stored alike on all replicas, so that any of them may save it and a restored run continues as if unbroken. Read on
+    replica r it is shifted by r, and shifted back when assigned: replicas draw different numbers, and replica 0 those
+    of a single device.
+    """
+
+    def _shift(self):
+        replica_id = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return tf.stack([tf.cast(replica_id, self.dtype) * _SEED_SHIFT, 0])
+
+    def _on_replica(self):
+        context = tf.distribute.get_replica_context()
+        return context is not None and context.num_replicas_in_sync > 1 and current_step() is not None
+
+    def _get_as_operand(self):
+        value = super()._get_as_operand()
+        return value + self._shift() if self._on_replica() else value
+
+    def _dense_var_to_tensor(self, dtype=None, name=None, as_ref=False):
+        value = super()._dense_var_to_tensor(dtype=dtype, name=name, as_ref=as_ref)
+        return value + self._shift() if self._on_replica() else value
+
+    def _update_replica(self, update_fn, value, **kwargs):
+        if self._on_replica():
+            value = value - self._shift()
+        return update_fn(self._get_on_device_or_primary(), value, **kwargs)
+
+
+class MetricVariable(_KeptWithoutRows, _tf.SyncOnReadVariable):
+    """State of a metric."""
+
+
+def refine(variable, *, trainable: bool, colocated: bool):
+    """Turns a distributed variable into the kind that its maker calls for; shares the variables inside."""
+    kind = _kind(variable, trainable, colocated)
+    if kind is None:
+        return variable
+    return kind(variable.distribute_strategy, variable.values, variable.aggregation)
+
+
+def _kind(variable, trainable, colocated):
+    if isinstance(variable, _tf.SyncOnReadVariable):
+        return MetricVariable
+    maker = next(iter(_tf.keras_callers()), None)
+    if isinstance(maker, keras.optimizers.Optimizer) or colocated:
+        return OptimizerVariable
+    if isinstance(maker, keras.random.SeedGenerator):
+        return RandomStateVariable
+    if isinstance(maker, keras.layers.RNN):
+        return None  # The states of a stateful layer belong to the rows of a replica.
+    plain = isinstance(maker, keras.layers.Layer) and variable.aggregation == tf.VariableAggregation.NONE
+    if plain and not trainable and variable.dtype.is_floating:
+        return StatisticVariable
+    return None
