@@ -1,0 +1,110 @@
+"""Loads a dataset by name, on any number of worker processes at once."""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import socket
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+
+import tensorflow as tf
+import tensorflow_datasets as tfds
+from absl import logging
+
+from tfdist.data.digits import Digits
+
+_POLL_SECONDS = 0.2
+
+
+def load(
+    name: str, split: str, data_dir: str | os.PathLike | None = None, *, timeout_seconds: float = 3600
+) -> tf.data.Dataset:
+    """Reads a split of a TFDS dataset, preparing its files first where they are missing.
+
+    Workers on one machine may call this at once with the same `data_dir`: one prepares, the others wait for it. If it
+    dies, one of the others takes over. On a remote `data_dir` (such as `gs://…`) nobody waits: prepare it beforehand.
+
+    Args:
+      name: "digits", which needs no network, or a name known to TFDS, such as "mnist" or "cifar10".
+      split: A split in the notation of TFDS, such as "train" or "train[:90%]".
+      data_dir: Where the files are. By default the directory of TFDS, `~/tensorflow_datasets`.
+      timeout_seconds: How long to wait for another process that prepares the same dataset.
+
+    Returns:
+      A dataset of (image, label) pairs, or what the dataset's `supervised_keys` are; in the same order on all workers.
+
+    Raises:
+      ConnectionError: If the files must be downloaded and their servers cannot be found.
+      TimeoutError: If another process still prepares the dataset after `timeout_seconds`.
+    """
+    builder = _make_builder(name, data_dir)
+    if not builder.info.initialized:
+        with _lock(builder, timeout_seconds):
+            # Another process may have prepared it meanwhile, which only a new builder sees.
+            builder = _make_builder(name, data_dir)
+            if not builder.info.initialized:
+                _check_network(builder)
+                builder.download_and_prepare()
+    return builder.as_dataset(split=split, as_supervised=True)
+
+
+def _make_builder(name, data_dir):
+    if name == Digits.name:
+        return Digits(data_dir=data_dir)
+    return tfds.builder(name, data_dir=data_dir)
+
+
+@contextlib.contextmanager
+def _lock(builder: tfds.core.DatasetBuilder, timeout_seconds: float) -> Iterator[None]:
+    """Holds `<data_dir>/.<name>.lock`. The kernel releases it when its holder dies, so the file itself may stay."""
+    root = os.fspath(builder.data_dir_root)
+    if "://" in root:
+        yield
+        return
+    path = pathlib.Path(root, f".{builder.name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as file:
+        _wait_for_lock(file, builder.name, timeout_seconds)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def _wait_for_lock(file, name, timeout_seconds):
+    deadline = time.monotonic() + timeout_seconds
+    told = False
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read() or "another process"
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"Waited {timeout_seconds:g} s for {holder}, which prepares dataset {name!r} and holds {file.name}. "
+                "Let it finish or end it, then start again."
+            )
+        if not told:
+            logging.warning("Waiting for %s, which prepares dataset %r.", holder, name)
+            told = True
+        time.sleep(_POLL_SECONDS)
+
+
+def _check_network(builder):
+    """Finds out at once what TFDS' downloads would say after three minutes of retries."""
+    if urllib.request.getproxies():
+        return  # Names are resolved by the proxy.
+    hosts = {urllib.parse.urlsplit(url).hostname for url in builder.url_infos or ()}
+    for host in sorted(filter(None, hosts)):
+        try:
+            socket.getaddrinfo(host, 443)
+        except OSError as error:
+            raise ConnectionError(
+                f"Dataset {builder.name!r} is not in {builder.data_dir_root} and must be downloaded from {host}, which "
+                f"cannot be found ({error}): this machine seems to have no network. Name a data_dir that holds the "
+                "dataset, or take the one that needs no download: --dataset digits."
+            ) from error
