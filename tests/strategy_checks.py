@@ -1,0 +1,340 @@
+"""What the tests of the strategies run in worker processes."""
+
+import json
+import os
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+import tfdist
+from keras_features import strategy_of as strategy
+
+
+def own_index():
+    return json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+
+
+def masks(placement, seed):
+    """The dropout masks that the replicas of this worker draw in two steps."""
+    keras.utils.set_random_seed(seed)
+    with strategy(placement).scope():
+        dropout = layers.Dropout(0.5)
+        dropout.build((20,))
+
+    @tf.function
+    def step():
+        return strategy(placement).run(lambda: dropout(tf.ones([20]), training=True))
+
+    drawn = [[mask.numpy() for mask in strategy(placement).experimental_local_results(step())] for _ in range(2)]
+    return np.array(drawn)  # [step, local replica, 20]
+
+
+def one_device_masks(seed):
+    keras.utils.set_random_seed(seed)
+    dropout = layers.Dropout(0.5)
+    return np.array([dropout(tf.ones([20]), training=True).numpy() for _ in range(2)])
+
+
+def initial_weights(placement):
+    """Each worker seeds differently and builds its own model."""
+    keras.utils.set_random_seed(100 + own_index())
+    with strategy(placement).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(3), layers.Dropout(0.5)])
+    return [np.asarray(variable) for variable in model.variables]
+
+
+def rows_of_an_epoch(placement):
+    """The rows that are seen in an epoch that Keras shuffles, in a process without a seed from the user."""
+    place = tfdist.MirroredStrategy() if placement == "1x2" else tfdist.MultiWorkerMirroredStrategy()
+    with place.scope():
+        model = Recorder()
+        model.compile("sgd")
+    model.fit(np.arange(24, dtype="float32")[:, None], batch_size=4, verbose=0)
+    return model.seen.numpy()
+
+
+class Recorder(keras.Model):
+    """Counts on each replica how often it saw each row, which is its number."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = self.add_weight(shape=(), initializer="zeros")
+        self.seen = tf.Variable(
+            tf.zeros([24]),
+            trainable=False,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.SUM,
+        )
+
+    def call(self, x):
+        return x
+
+    def train_step(self, data):
+        rows, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        self.seen.assign_add(tf.reduce_sum(tf.one_hot(tf.cast(rows[:, 0], tf.int32), 24), axis=0))
+        return {"loss": tf.constant(0.0)}
+
+
+def saved_weights(placement, folder):
+    """Every worker saves the same model by itself; returns what is in its file."""
+    keras.utils.set_random_seed(1)
+    with strategy(placement).scope():
+        model = keras.Sequential(
+            [layers.Input((4,)), layers.Dense(3), layers.BatchNormalization(), layers.Dropout(0.1)]
+        )
+        model.compile("adam", "mse")
+    x = np.random.default_rng(0).normal(size=(36, 4)).astype("float32")
+    model.fit(x, x[:, :3], batch_size=8, verbose=0, shuffle=False)
+    path = os.path.join(folder, f"{own_index()}.keras")
+    model.save(path)  # The chief too: whoever saves alone must not wait for others.
+    loaded = keras.models.load_model(path)
+    return [np.asarray(variable) for variable in loaded.variables + loaded.optimizer.variables]
+
+
+def only_chief_saves(placement, folder):
+    with strategy(placement).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.BatchNormalization(), layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=["mae"])
+    x = np.ones((8, 4), "float32")
+    model.fit(x, x[:, :1], verbose=0)
+    if tfdist.cluster.is_chief():
+        model.save(os.path.join(folder, "model.keras"))
+    return model.evaluate(x, x[:, :1], verbose=0)
+
+
+def checkpoint_round_trip(placement, folder):
+    keras.utils.set_random_seed(1)
+    x = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+
+    def make():
+        with strategy(placement).scope():
+            model = keras.Sequential(
+                [layers.Input((4,)), layers.Dense(4), layers.BatchNormalization(), layers.Dense(1)]
+            )
+            model.compile("adam", "mse")
+            model.optimizer.build(model.trainable_variables)
+        return model
+
+    def train(model):
+        model.fit(x, x[:, :1], batch_size=8, verbose=0, shuffle=False)
+
+    model = make()
+    train(model)
+    path = tf.train.Checkpoint(model=model).save(os.path.join(folder, str(own_index()), "checkpoint"))
+    train(model)
+    resumed = make()
+    train(resumed)
+    tf.train.Checkpoint(model=resumed).restore(path).assert_existing_objects_matched()
+    train(resumed)
+    return model.get_weights(), resumed.get_weights()
+
+
+def reductions(placement):
+    """What a user's own reductions give on replicas 0, 1, ...; rows unlike."""
+    place = strategy(placement)
+    per_replica = place.experimental_distribute_values_from_function(
+        lambda context: tf.range(2.0) + 10.0 * context.replica_id_in_sync_group
+    )
+    whole = place.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+
+    @tf.function
+    def in_replicas():
+        def step(value):
+            context = tf.distribute.get_replica_context()
+            nested = context.all_reduce("SUM", {"a": value, "b": [tf.cast(value, tf.float16), tf.ones([], tf.int64)]})
+            return nested["a"], nested["b"][0], nested["b"][1], context.all_gather(value, axis=0)
+
+        return place.run(step, args=(per_replica,))
+
+    return {
+        "sum": place.reduce("SUM", per_replica, axis=None).numpy(),
+        "mean": place.reduce("MEAN", per_replica, axis=None).numpy(),
+        "mean over rows": place.reduce("MEAN", per_replica, axis=0).numpy(),
+        "nested": [leaf.numpy() for leaf in place.reduce("SUM", (per_replica, per_replica), axis=None)],
+        "whole numbers": place.reduce("SUM", whole, axis=None).numpy(),
+        "gathered": place.gather(per_replica, axis=0).numpy(),
+        "in replicas": [place.experimental_local_results(value)[0].numpy() for value in in_replicas()],
+    }
+
+
+def number_of_devices(placement):
+    return len(strategy(placement).extended.worker_devices), strategy(placement).num_replicas_in_sync
+
+
+def message_of(placement, mistake):
+    """What a mistake raises in every worker."""
+    try:
+        mistakes[mistake](placement)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def _compiled(placement):
+    with strategy(placement).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=True)
+    model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+
+
+def _outside_scope(placement):
+    strategy(placement)
+    model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+    with strategy(placement).scope():
+        wrapped = keras.Sequential([layers.Input((4,)), model])
+        wrapped.compile("sgd", "mse")
+    wrapped.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+
+
+def _compression(placement):
+    (tfdist.MirroredStrategy if placement == "1x2" else tfdist.MultiWorkerMirroredStrategy)(compression="int8")
+
+
+def _loss_scaling(placement):
+    place = strategy(placement)
+    with place.scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+        optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def train():
+        def step():
+            with tf.GradientTape() as tape:
+                loss = optimizer.scale_loss(tf.reduce_sum(model(tf.ones([2, 4]))))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+        place.run(step)
+
+    train()
+
+
+mistakes = {
+    "loss scaling": _loss_scaling,
+    "jit_compile": _compiled,
+    "outside scope": _outside_scope,
+    "compression": _compression,
+}
+
+
+def loop_and_fit_in_turns(placement):
+    """Collectives of devices and of hosts, in graphs and eager, mixed in one process."""
+    place = strategy(placement)
+    with place.scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=["mae"])
+    x = np.ones((12, 4), "float32")
+
+    @tf.function
+    def total():
+        return place.reduce("SUM", place.run(lambda: tf.ones([])), axis=None)
+
+    totals = []
+    for _ in range(2):
+        totals += [float(total()), float(place.reduce("SUM", place.run(lambda: tf.ones([])), axis=None))]
+        model.fit(x, x[:, :1], batch_size=8, verbose=0, validation_data=(x, x[:, :1]))
+        dataset = place.distribute_datasets_from_function(
+            lambda context: tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(2)
+        )
+        model.evaluate(dataset, verbose=0)
+    return totals
+
+
+def states_of_rows(placement):
+    """The state that a stateful layer keeps on each local replica."""
+    keras.utils.set_random_seed(1)
+    place = strategy(placement)
+    with place.scope():
+        layer = layers.LSTM(2, stateful=True)
+        layer.build((3, 4, 5))
+
+    def step():
+        replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+        return layer(tf.ones([3, 4, 5]) * (replica - 0.5))
+
+    place.run(tf.function(step))
+    return [state.numpy() for state in layer.states[0].value.values]
+
+
+def hooks_run_by(placement):
+    """Which hooks of a callback with `ChiefOnly` run on this worker."""
+    ran = []
+
+    class Writer(tfdist.callbacks.ChiefOnly, keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            ran.append(epoch)
+
+    class Nested(Writer):
+        def on_train_end(self, logs=None):
+            ran.append("end")
+
+    with strategy(placement).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((8, 4), "float32")
+    model.fit(x, x[:, :1], verbose=0, callbacks=[Nested()])
+    return ran
+
+
+def two_strategies(kind):
+    first, second = getattr(tfdist, kind)(), getattr(tfdist, kind)()
+    totals = []
+    for place in (first, second, first):
+        with place.scope():
+            model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+            model.compile("sgd", "mse")
+        model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+        totals.append(float(place.reduce("SUM", place.run(tf.function(lambda: tf.ones([]))), axis=None)))
+    return totals
+
+
+def other_cross_device_ops():
+    place = tfdist.MirroredStrategy(cross_device_ops=tf.distribute.ReductionToOneDevice())
+    keras.utils.set_random_seed(1)
+    with place.scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    model.train_on_batch(x, x[:, :1])
+    return model.get_weights()
+
+
+def on_gpus():
+    """Which collectives a strategy on GPUs would choose for gradients, counts and whole numbers; there is none here."""
+    extended = tfdist.MirroredStrategy().extended
+    extended._devices = ("/device:GPU:0", "/device:GPU:1")
+    chosen = [extended._get_cross_device_ops(value) for value in ([tf.ones([2])], tf.ones([2]), tf.constant(1))]
+    return [type(ops).__name__ for ops in chosen]
+
+
+def unequal_devices():
+    if own_index() == 1:
+        tfdist.testing.virtual_devices(2)
+    try:
+        tfdist.MultiWorkerMirroredStrategy()
+    except tfdist.errors.ClusterError as error:
+        return str(error)
+    return ""
+
+
+def train_with_bounds(placement):
+    """Different batches on each worker for `train_on_batch`: together one global batch."""
+    keras.utils.set_random_seed(1)
+    with strategy(placement).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    own = x[:3] if own_index() == 0 else x[3:]
+    model.train_on_batch(own, own[:, :1])
+    return model.get_weights()
+
+
+def one_device_on_batch():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    model.train_on_batch(x, x[:, :1])
+    return model.get_weights()

@@ -1,0 +1,183 @@
+"""A TF_CONFIG is either understood or refused with the rule, what came, and the way out."""
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tfdist.cluster import ClusterSpec, check_bindable, free_ports, is_chief
+from tfdist.errors import TFConfigError
+
+
+def config(cluster, task_type="worker", index=0, **more):
+    return json.dumps({"cluster": cluster, "task": {"type": task_type, "index": index}, **more})
+
+
+TWO = {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}
+
+# What stands in TF_CONFIG, and words that must stand in the refusal.
+WRONG = {
+    "not JSON": ('{"cluster": ', ["JSON", "line 1, column 13"]),
+    "single quotes": ("{'cluster': {}}", ["JSON", "column 2", "double quotes"]),
+    "a list": ("[1, 2]", ["JSON object", "[1, 2]"]),
+    "null": ("null", ["JSON object", "null"]),
+    "cluster is a list": ('{"cluster": ["a:1"]}', ["`cluster`", "roles", '["a:1"]']),
+    "cluster is null": ('{"cluster": null}', ["`cluster`", "null"]),
+    "cluster is an empty list": ('{"cluster": []}', ["`cluster`", "[]"]),
+    "no task": (json.dumps({"cluster": TWO}), ["`task`", "null"]),
+    "task is a list": (json.dumps({"cluster": TWO, "task": ["worker", 0]}), ["`task`", '["worker", 0]']),
+    "task without index": (json.dumps({"cluster": TWO, "task": {"type": "worker"}}), ["index", '{"type": "worker"}']),
+    "task without type": (json.dumps({"cluster": TWO, "task": {"index": 1}}), ["type", '{"index": 1}']),
+    "parameter servers": (config({**TWO, "ps": ["h:1"]}), ["synchronous", "cluster.ps", "Leave `ps` out"]),
+    "unknown role": (config({**TWO, "master": ["h:1"]}), ["master", "chief, worker, evaluator"]),
+    "empty role": (config({"worker": []}), ["`cluster.worker`", "[]"]),
+    "addresses in one string": (config({"worker": "h:1,i:1"}), ["list", '"h:1,i:1"']),
+    "addresses by index": (config({"worker": {"0": "h:1"}}), ["list", "cluster.worker"]),
+    "only an evaluator": (config({"evaluator": ["h:1"]}), ["worker that trains", "evaluator"]),
+    "two chiefs": (config({"chief": ["a:1", "b:1"]}, "chief"), ["one chief", "a:1, b:1"]),
+    "address no string": (config({"worker": ["h:1", 2222]}), ["strings", "`cluster.worker[1]`", "2222"]),
+    "no port": (config({"worker": ["hostname"]}), ["host:port", '"hostname"']),
+    "empty host": (config({"worker": [":2222"]}), ["host:port", '":2222"']),
+    "empty address": (config({"worker": [""]}), ["host:port", '""']),
+    "port no number": (config({"worker": ["h:http"]}), ["host:port", '"h:http"']),
+    "negative port": (config({"worker": ["h:-1"]}), ["host:port", '"h:-1"']),
+    "superscript port": (config({"worker": ["h:²"]}), ["host:port"]),
+    "port 0": (config({"worker": ["h:0"]}), ["1 to 65535", "got 0"]),
+    "port too large": (config({"worker": ["h:65536"]}), ["1 to 65535", "got 65536"]),
+    "scheme": (config({"worker": ["grpc://h:2222"]}), ["without a scheme", "grpc://h:2222"]),
+    "space": (config({"worker": ["h :2222"]}), ["host:port", '"h :2222"']),
+    "bare IPv6": (config({"worker": ["fe80::1:2222"]}), ["brackets", "[fe80::1]:2222"]),
+    "name in brackets": (config({"worker": ["[host]:2222"]}), ["brackets", "[host]:2222"]),
+    "any interface": (config({"worker": ["0.0.0.0:2222"]}), ["reach", "0.0.0.0:2222"]),
+    "same address twice": (
+        config({"worker": ["h:1", "h:1"]}),
+        ["different address", "`cluster.worker[0]`", "`cluster.worker[1]`", "h:1"],
+    ),
+    "same address in two roles": (config({"chief": ["h:1"], "worker": ["H:1"]}), ["`cluster.chief[0]`"]),
+    "same address, two spellings": (config({"worker": ["localhost:1", "127.0.0.1:1"]}), ["different address"]),
+    "loopback beside hosts": (
+        config({"worker": ["localhost:1", "10.0.0.2:1"]}),
+        ["loopback", "localhost:1", "10.0.0.2:1", "reach"],
+    ),
+    "127.x beside hosts": (config({"worker": ["10.0.0.1:1", "127.0.1.1:1"]}), ["loopback", "127.0.1.1:1"]),
+    "type not in cluster": (config(TWO, "chief"), ['"chief"', "only the roles worker"]),
+    "type no string": (config(TWO, ["worker"]), ["only the roles worker"]),
+    "evaluator": (config({**TWO, "evaluator": ["h:1"]}, "evaluator"), ["does not train", "without TF_CONFIG"]),
+    "index out of range": (
+        config(TWO, index=3),
+        ['{"type": "worker", "index": 3}', "2 addresses", "10.0.0.1:2222, 10.0.0.2:2222", "from 0 to 1"],
+    ),
+    "index negative": (config(TWO, index=-1), ["-1", "2 addresses"]),
+    "index true": (config(TWO, index=True), ["whole number", "true"]),
+    "index fraction": (config(TWO, index=1.0), ["whole number", "1.0"]),
+    "index words": (config(TWO, index="one"), ["whole number", '"one"']),
+    "index null": (config(TWO, index=None), ["whole number", "null"]),
+    "rpc layer": (config(TWO, rpc_layer="grpc+mpi"), ["rpc_layer", "grpc+mpi"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_tf_config_is_refused_with_rule_and_way_out(name):
+    text, words = WRONG[name]
+    with pytest.raises(TFConfigError) as caught:
+        ClusterSpec.from_env({"TF_CONFIG": text})
+    message = str(caught.value)
+    assert message.startswith("TF_CONFIG") and message.endswith("."), message
+    assert [word for word in words if word not in message] == [], message
+
+
+# cluster, task type, index -> worker_id, num_workers, is_chief, address
+RIGHT = {
+    "two workers": ((TWO, "worker", 1), (1, 2, False, "10.0.0.2:2222")),
+    "worker 0 without a chief": ((TWO, "worker", 0), (0, 2, True, "10.0.0.1:2222")),
+    "chief": (({"worker": ["b:1", "c:1"], "chief": ["a:1"]}, "chief", 0), (0, 3, True, "a:1")),
+    "worker 0 beside a chief": (({"chief": ["a:1"], "worker": ["b:1", "c:1"]}, "worker", 0), (1, 3, False, "b:1")),
+    "chief alone": (({"chief": ["a:1"]}, "chief", 0), (0, 1, True, "a:1")),
+    "beside an evaluator": (({"worker": ["a:1"], "evaluator": ["b:1"]}, "worker", 0), (0, 1, True, "a:1")),
+    "index in quotes": ((TWO, "worker", "1"), (1, 2, False, "10.0.0.2:2222")),
+    "IPv6": (({"worker": ["[2001:db8::1]:2222"]}, "worker", 0), (0, 1, True, "[2001:db8::1]:2222")),
+    "all loopback": (({"worker": ["localhost:1", "[::1]:2"]}, "worker", 1), (1, 2, False, "[::1]:2")),
+    "service names": (({"worker": ["w-0.svc_a:80", "w-1.svc_a:80"]}, "worker", 0), (0, 2, True, "w-0.svc_a:80")),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_tf_config_is_understood_and_survives_a_round_trip(name):
+    task, expected = RIGHT[name]
+    spec = ClusterSpec.from_json(config(*task, environment="cloud", rpc_layer="grpc"))
+    assert (spec.worker_id, spec.num_workers, spec.is_chief, spec.address) == expected
+    assert ClusterSpec.from_json(spec.to_json()) == spec
+    assert hash(ClusterSpec.from_json(spec.to_json())) == hash(spec)
+
+
+@pytest.mark.parametrize("text", ["", "  ", "{}", '{"cluster": {}}', '{"task": {"type": "worker", "index": 0}}'])
+def test_no_cluster_is_a_process_that_trains_alone(text, monkeypatch):
+    assert ClusterSpec.from_env({"TF_CONFIG": text}) is None
+    monkeypatch.setenv("TF_CONFIG", text)
+    assert is_chief()
+    with pytest.raises(TFConfigError):
+        ClusterSpec.from_json(text)
+
+
+def test_is_chief_follows_the_environment(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    assert ClusterSpec.from_env() is None and is_chief()
+    monkeypatch.setenv("TF_CONFIG", config(TWO, index=1))
+    assert not is_chief()
+
+
+def test_describe_says_who_this_process_is():
+    assert ClusterSpec.from_json(config(TWO, index=1)).describe() == "worker 1 of 2 at 10.0.0.2:2222"
+    with_chief = ClusterSpec.from_json(config({"chief": ["a:1"], "worker": ["b:1"]}))
+    assert with_chief.describe() == "worker 1 of 2 (task worker 0) at b:1"
+
+
+def test_a_large_cluster_gives_a_readable_error():
+    many = {"worker": [f"10.0.{i // 250}.{i % 250 + 1}:2222" for i in range(1000)]}
+    with pytest.raises(TFConfigError) as caught:
+        ClusterSpec.from_json(config(many, index=1000))
+    assert "992 more" in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_local_cluster_has_one_port_a_worker():
+    assert ClusterSpec.local(2, 1, [5001, 5002]).address == "127.0.0.1:5002"
+    with pytest.raises(TFConfigError, match="one port a worker"):
+        ClusterSpec.local(3, 0, [5001, 5002])
+
+
+def test_free_ports_are_distinct_and_free():
+    ports = free_ports(50)
+    assert len(set(ports)) == 50
+    for port in ports:
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+    assert free_ports(0) == []
+    with pytest.raises(ValueError):
+        free_ports(-1)
+
+
+def test_own_port_is_bindable_until_someone_takes_it():
+    (port,) = free_ports(1)
+    spec = ClusterSpec.local(1, 0, [port])
+    check_bindable(spec)
+    for host in ("127.0.0.1", ""):  # a holder on one interface is in the way of one on all
+        with socket.socket() as holder:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as gRPC does
+            holder.bind((host, port))
+            holder.listen()
+            with pytest.raises(TFConfigError, match=f"already taken(.|\n)*sport = :{port}"):
+                check_bindable(spec)
+    check_bindable(spec)
+
+
+def test_unknown_host_is_named():
+    spec = ClusterSpec.from_json(config({"worker": ["no-such-host.invalid:2222"]}))
+    with pytest.raises(TFConfigError, match=r"no-such-host\.invalid' does not resolve"):
+        check_bindable(spec)
+
+
+def test_importing_does_not_load_tensorflow():
+    code = "import sys, tfdist.cluster; sys.exit('tensorflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,135 @@
+"""Every example, run in the four ways that its header names."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+
+import pytest
+
+from tfdist.cluster import free_ports
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+DEADLINE_SECONDS = 120
+
+
+def one_process(script, flags):
+    return [([sys.executable, script, *flags], {})]
+
+
+def two_devices(script, flags):
+    return [([sys.executable, script, *flags, "--devices", "2"], {})]
+
+
+def launcher(script, flags):
+    return [([os.path.join(sysconfig.get_path("scripts"), "tfdist"), "run", "--workers", "2", script, *flags], {})]
+
+
+def by_hand(script, flags):
+    cluster = {"worker": [f"localhost:{port}" for port in free_ports(2)]}
+    configs = [json.dumps({"cluster": cluster, "task": {"type": "worker", "index": i}}) for i in range(2)]
+    return [([sys.executable, script, *flags], {"TF_CONFIG": config}) for config in configs]
+
+
+WAYS = [one_process, two_devices, launcher, by_hand]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs an example in one way, and gives the text of all its processes once all have ended well."""
+    processes = []
+
+    def run(way, example, *flags):
+        env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+        env |= {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+        paths = []
+        for command, extra in way(str(EXAMPLES / example), flags):
+            paths.append(tmp_path / f"output-{len(paths)}")
+            with paths[-1].open("w") as output:
+                process = subprocess.Popen(
+                    command, env=env | extra, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            processes.append(process)
+        wait(processes)
+        text = "\n".join(path.read_text() for path in paths)
+        assert [process.poll() for process in processes] == [0] * len(processes), text
+        return text
+
+    yield run
+    for process in processes:
+        end(process)
+
+
+def wait(processes):
+    """Until all have ended, one has failed or the deadline has passed."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    codes = [None]
+    while None in codes and not any(codes) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        codes = [process.poll() for process in processes]
+
+
+def end(process):
+    """The launcher first gets the chance to end its workers, which are not all of this process' group."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def printed(name, text):
+    """The number after `name:`, which one process must have printed once."""
+    numbers = re.findall(rf"{name}: (\d+\.\d+)", text)
+    assert len(numbers) == 1, text
+    return float(numbers[0])
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.parametrize("way", [one_process, two_devices, by_hand])
+def test_digits_learns(run, way, data_dir):
+    text = run(way, "digits.py", "--epochs", "4", "--data_dir", data_dir)
+    assert printed("test accuracy", text) > 0.85
+
+
+def test_digits_at_full_length_on_two_workers(run, data_dir, tmp_path):
+    model = tmp_path / "model.keras"
+    text = run(launcher, "digits.py", "--data_dir", data_dir, "--min_accuracy", "0.97", "--save", str(model))
+    assert printed("test accuracy", text) > 0.97
+    assert model.exists()
+
+
+def test_digits_fails_below_the_accuracy_asked_for(run, data_dir):
+    with pytest.raises(AssertionError, match="test accuracy"):
+        run(one_process, "digits.py", "--epochs", "1", "--data_dir", data_dir, "--min_accuracy", "1")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_custom_loop_learns(run, way, data_dir):
+    text = run(way, "custom_loop.py", "--epochs", "3", "--data_dir", data_dir)
+    assert printed("test accuracy", text) > 0.9
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_char_lm_beats_the_unigram_entropy(run, way):
+    text = run(way, "char_lm.py", "--steps", "60", "--width", "64", "--blocks", "1")
+    assert printed("validation loss", text) < printed("unigram entropy", text) - 0.2
+
+
+def test_the_tutorial_of_tensorflow_runs_unchanged(run, tmp_path):
+    (tmp_path / "saved").mkdir()
+    run(launcher, "../tests/tutorial.py", str(tmp_path / "saved"))
+
+    assert {"ckpt", "keras-model.keras"} <= {path.name for path in (tmp_path / "saved").iterdir()}

@@ -1,0 +1,365 @@
+"""`tfdist run` starts workers that know each other, and whatever happens it leaves none behind."""
+
+import contextlib
+import json
+import os
+import pathlib
+import pty
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from tfdist.cluster import ClusterSpec
+from tfdist.errors import ClusterError
+from tfdist.launch import WorkerGroup
+
+DEADLINE_SECONDS = 30
+
+# Every worker leaves its process number in the directory of the test.
+PREAMBLE = """
+import json, os, pathlib, signal, subprocess, sys, time
+worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+here = pathlib.Path(__file__).parent
+def leave(name, pid):
+    (here / "writing").mkdir(exist_ok=True)
+    (here / "writing" / name).write_text(str(pid))
+    (here / "writing" / name).rename(here / name)
+"""
+ARRIVE = 'leave(f"pid-{worker}", os.getpid())\n'
+
+
+class Run:
+    """The command in a process of its own, with a script made for the test."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        (directory / "tmp").mkdir()
+
+    def script(self, body):
+        path = self.directory / "script.py"
+        path.write_text(PREAMBLE + textwrap.dedent(body) + "\n")
+        return str(path)
+
+    def start(self, *arguments, env=(), **options):
+        def undisturbed():  # a test run in the background may have these ignored
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+        command = [sys.executable, "-m", "tfdist.launch.cli", "run", *map(str, arguments)]
+        environ = {**os.environ, "TMPDIR": str(self.directory / "tmp"), **dict(env)}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": undisturbed}
+        return subprocess.Popen(command, env=environ, cwd=self.directory, **{**pipes, **options})
+
+    def finish(self, *arguments, **options):
+        with self.start(*arguments, **options) as process:
+            try:
+                out, err = process.communicate(timeout=DEADLINE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+        return process.returncode, out, err
+
+    def pids(self):
+        return {path.name: int(path.read_text()) for path in self.directory.glob("pid-*")}
+
+    def wait_for_pids(self, count):
+        assert eventually(lambda: len(self.pids()) == count), self.pids()
+        return self.pids()
+
+    def log_dirs(self):
+        return list((self.directory / "tmp").iterdir())
+
+    def gone(self):
+        return eventually(lambda: not any(is_alive(pid) for pid in self.pids().values()), 5)
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path)
+    yield run
+    left = [pid for pid in run.pids().values() if is_alive(pid)]
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert left == []
+
+
+def is_alive(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def eventually(condition, seconds=DEADLINE_SECONDS):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_each_worker_gets_its_own_place_in_one_cluster(run):
+    script = run.script('(here / f"config-{worker}").write_text(os.environ["TF_CONFIG"])' + "\n" + ARRIVE)
+    code, out, err = run.finish("--workers", 3, script)
+    assert code == 0, err
+    specs = [ClusterSpec.from_json((run.directory / f"config-{index}").read_text()) for index in range(3)]
+    assert [spec.worker_id for spec in specs] == [0, 1, 2]
+    assert all(spec.num_workers == 3 and spec.jobs == specs[0].jobs for spec in specs)
+    assert out == "" and "3 workers" in err
+    assert run.log_dirs() == []  # all went well
+
+
+def test_an_outer_tf_config_is_replaced_and_told(run):
+    outer = ClusterSpec.local(1, 0, [1]).to_json()
+    script = run.script('print(os.environ["TF_CONFIG"])')
+    code, out, err = run.finish("--workers", 1, script, env={"TF_CONFIG": outer})
+    assert code == 0 and json.loads(out) != json.loads(outer)
+    assert "TF_CONFIG is set" in err
+
+
+def test_the_script_gets_its_arguments_and_devices(run):
+    script = run.script('print(sys.argv[1:], os.environ.get("TFDIST_DEVICES_PER_WORKER"))')
+    own = ["--workers", "9", "-m", "--", "x y", "--help"]
+    for before in ([script], ["--", script]):
+        code, out, err = run.finish("--workers", 1, "--devices-per-worker", 4, *before, *own)
+        assert (code, out) == (0, f"{own} 4\n"), err
+
+
+def test_a_module_runs_by_name(run):
+    (run.directory / "package").mkdir()
+    (run.directory / "package" / "train.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    code, out, err = run.finish("--workers", 1, "-m", "package.train", "--epochs", "2")
+    assert (code, out) == (0, "__main__ ['--epochs', '2']\n"), err
+
+
+def test_the_chief_speaks_here_and_the_others_in_their_logs(run):
+    script = run.script('print("I am", worker); print("complaint", worker, file=sys.stderr)')
+    logs = run.directory / "new" / "logs"
+    code, out, err = run.finish("--workers", 3, "--log-dir", logs, script)
+    assert code == 0 and out == "I am 0\n" and "complaint 0" in err and str(logs) in err
+    assert {path.name: path.read_text() for path in logs.iterdir()} == {
+        f"worker-{index}.log": f"I am {index}\ncomplaint {index}\n" for index in (1, 2)
+    }
+
+
+def test_tee_prints_every_line_with_the_name_of_its_worker(run):
+    script = run.script('for i in range(200): print("line", i)\nprint("no end", end="")')
+    code, out, _ = run.finish("--workers", 2, "--tee", "--log-dir", run.directory / "logs", script)
+    assert code == 0
+    for index in range(2):
+        lines = [*(f"line {i}" for i in range(200)), "no end"]
+        mine = [line for line in out.splitlines() if line.startswith(f"[worker {index}] ")]
+        assert mine == [f"[worker {index}] {line}" for line in lines]
+        assert (run.directory / "logs" / f"worker-{index}.log").read_text() == "\n".join(lines)
+
+
+def test_tee_survives_a_reader_that_leaves(run):
+    script = run.script('for i in range(20000): print("line", i)\nleave(f"done-{worker}", 0)')
+    with run.start("--workers", 2, "--tee", script) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(DEADLINE_SECONDS) == 0, process.stderr.read()
+    assert len(list(run.directory.glob("done-*"))) == 2
+
+
+def test_the_chief_keeps_the_terminal(run):
+    script = run.script("print(sys.stdout.isatty())")
+    ours, theirs = pty.openpty()
+    with run.start("--workers", 2, script, stdout=theirs) as process:
+        assert process.wait(DEADLINE_SECONDS) == 0
+        assert os.read(ours, 100) == b"True\r\n"
+    os.close(ours)
+    os.close(theirs)
+
+
+FAILURES = {
+    "exit code": ("sys.exit(3)", 3, "worker 1 ended with exit code 3"),
+    "signal": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "worker 1 was killed by SIGKILL"),
+    "exception": ("raise ValueError('on purpose')", 1, "ValueError: on purpose"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_the_first_failure_is_told_and_ends_the_others(run, name):
+    fault, expected, words = FAILURES[name]
+    script = run.script(
+        ARRIVE
+        + f"""
+if worker == 1:
+    while len(list(here.glob("pid-*"))) < 3: time.sleep(0.01)
+    for i in range(100): print("line", i)
+    {fault}
+time.sleep(60)
+"""
+    )
+    code, _, err = run.finish("--workers", 3, script)
+    assert code == expected and words in err
+    assert "line 99" in err and "line 60\n" not in err
+    assert run.gone()
+    (log_dir,) = run.log_dirs()  # kept, and told where
+    assert str(log_dir) in err and "line 0\n" in (log_dir / "worker-1.log").read_text()
+
+
+def test_a_failing_chief_is_told_too(run):
+    code, _, err = run.finish("--workers", 2, run.script("sys.exit(4 if worker == 0 else time.sleep(60))"))
+    assert code == 4 and "worker 0 ended with exit code 4, its output is above; ending worker 1" in err
+
+
+def test_a_killed_worker_is_the_first_though_its_peers_fail_after_it(run):
+    script = run.script(
+        ARRIVE
+        + """
+while len(list(here.glob("pid-*"))) < 3: time.sleep(0.01)
+if worker == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+# Peers notice a little later.
+time.sleep(0.5)
+sys.exit(1)
+"""
+    )
+    code, _, err = run.finish("--workers", 3, script)
+    assert code == 137 and "worker 2 was killed by SIGKILL" in err
+
+
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(run):
+    script = run.script(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        + ARRIVE
+        + """
+if worker == 1:
+    while len(list(here.glob("pid-*"))) < 2: time.sleep(0.01)
+    sys.exit(5)
+time.sleep(60)
+"""
+    )
+    start = time.monotonic()
+    code, _, _ = run.finish("--workers", 2, "--grace-seconds", 1, script)
+    assert code == 5 and run.gone() and 1 < time.monotonic() - start < 15
+
+
+def test_a_worker_may_use_its_grace(run):
+    script = run.script(
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), leave('saved', 0), sys.exit(0)))\n"
+        + ARRIVE
+        + """
+if worker == 1:
+    while len(list(here.glob("pid-*"))) < 2: time.sleep(0.01)
+    sys.exit(5)
+time.sleep(60)
+"""
+    )
+    assert run.finish("--workers", 2, script)[0] == 5
+    assert (run.directory / "saved").exists()
+
+
+def test_what_a_worker_started_ends_with_it(run):
+    script = run.script(
+        """
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        leave(f"pid-child-{worker}", child.pid)
+        """
+    )
+    code, _, err = run.finish("--workers", 2, script)
+    assert code == 0, err
+    assert len(run.pids()) == 2 and run.gone()
+
+
+@pytest.mark.parametrize(
+    ("signum", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=str
+)
+def test_a_signal_is_passed_on_and_gives_the_exit_code(run, signum, expected):
+    script = run.script(
+        f"signal.signal({signum:d}, lambda *_: (leave(f'heard-{{worker}}', 0), sys.exit(0)))\n"
+        + ARRIVE
+        + "time.sleep(60)"
+    )
+    with run.start("--workers", 2, script) as process:
+        run.wait_for_pids(2)
+        process.send_signal(signum)
+        process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == expected and run.gone()
+    assert len(list(run.directory.glob("heard-*"))) == 2
+
+
+DEAF = "for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, signal.SIG_IGN)\n" + ARRIVE + "time.sleep(60)"
+
+
+def test_a_deaf_worker_is_killed_after_the_grace_of_a_signal(run):
+    with run.start("--workers", 2, "--grace-seconds", 0.5, run.script(DEAF)) as process:
+        run.wait_for_pids(2)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 143 and run.gone()
+
+
+def test_a_second_ctrl_c_kills_at_once(run):
+    with run.start("--workers", 2, "--grace-seconds", 600, run.script(DEAF)) as process:
+        run.wait_for_pids(2)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 130 and run.gone()
+
+
+@pytest.mark.parametrize("tee", [(), ("--tee",)], ids=["plain", "tee"])
+def test_workers_end_with_a_killed_launcher(run, tee):
+    with run.start("--workers", 2, *tee, run.script(DEAF)) as process:
+        run.wait_for_pids(2)
+        process.kill()
+        process.communicate(timeout=DEADLINE_SECONDS)
+    assert run.gone()
+
+
+# Arguments, and words that must stand in the refusal.
+WRONG = {
+    "no script": (["--workers", 2], "script.py"),
+    "no workers": (["script.py"], "--workers"),
+    "zero workers": (["--workers", 0, "script.py"], "from 1 up, got 0"),
+    "half a worker": (["--workers", 1.5, "script.py"], "1.5"),
+    "zero devices": (["--workers", 1, "--devices-per-worker", 0, "script.py"], "from 1 up, got 0"),
+    "negative grace": (["--workers", 1, "--grace-seconds", -1, "script.py"], "from 0 up, got -1"),
+    "grace without end": (["--workers", 1, "--grace-seconds", "nan", "script.py"], "got nan"),
+    "missing script": (["--workers", 2, "nowhere.py"], "no script 'nowhere.py'"),
+    "missing module": (["--workers", 2, "-m", "nowhere.train"], "no module 'nowhere.train'"),
+    "log dir is a file": (["--workers", 2, "--log-dir", "script.py", "script.py"], "--log-dir script.py"),
+    "log dir not writable": (["--workers", 2, "--log-dir", "/proc/here", "script.py"], "--log-dir /proc/here"),
+    "unknown option": (["--worker", 2, "script.py"], "--worker"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_command_is_refused_before_any_start(run, name):
+    arguments, words = WRONG[name]
+    run.script(ARRIVE)
+    code, out, err = run.finish(*arguments)
+    assert code == 2 and words in err and out == "" and "Traceback" not in err
+    assert run.pids() == {} and run.log_dirs() == []
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"]], ids=" ".join)
+def test_help_does_not_load_tensorflow(arguments):
+    code = textwrap.dedent(
+        f"""
+        import sys
+        from tfdist.launch.cli import main
+        try:
+            main({arguments})
+        finally:
+            print("heavy:", sorted({{"tensorflow", "keras", "numpy"}} & set(sys.modules)))
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert done.returncode == 0 and done.stdout.endswith("heavy: []\n"), done.stderr
+
+
+def test_a_group_that_cannot_start_leaves_nothing_running(tmp_path):
+    group = WorkerGroup([str(tmp_path / "no-such-program")], 2, log_dir=tmp_path)
+    with pytest.raises(ClusterError, match="could not be started"):
+        group.start()
+    assert group.running == ()

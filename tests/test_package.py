@@ -1,0 +1,259 @@
+"""What is shipped is whole, starts without TensorFlow, and has the public names that are promised."""
+
+import ast
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import time
+import zipfile
+
+import pytest
+
+from test_cluster import WRONG
+
+DEADLINE_SECONDS = 120
+IMPORT_SECONDS = 0.2
+REFUSAL_SECONDS = 5
+
+ROOT = pathlib.Path(__file__).parents[1]
+HOUSE = {"tfdist": "tfdist", "strategies": "tfdist/strategies", "data": "tfdist/data"}  # in the tree, and installed
+
+PUBLIC = {
+    "tfdist": [
+        "MirroredStrategy",
+        "MultiWorkerMirroredStrategy",
+        "callbacks",
+        "cluster",
+        "data",
+        "errors",
+        "testing",
+    ],
+    "tfdist.callbacks": ["CSVLogger", "ChiefOnly", "ModelCheckpoint", "TensorBoard"],
+    "tfdist.cluster": ["DEVICES_PER_WORKER", "ClusterSpec", "check_bindable", "free_ports", "is_chief"],
+    "tfdist.data": ["Digits", "load"],
+    "tfdist.errors": [
+        "ClusterError",
+        "CompiledCollectivesError",
+        "LossScaleError",
+        "NotBuiltError",
+        "ScopeError",
+        "TFConfigError",
+        "TfdistError",
+        "WorkerError",
+        "WorkerTimeoutError",
+    ],
+    "tfdist.strategies": ["MirroredStrategy", "MultiWorkerMirroredStrategy"],
+    "tfdist.testing": ["WorkerPool", "run_workers", "virtual_devices"],
+}
+
+PRIVATE = ("tensorflow.python", "tensorflow.compiler", "tensorflow.core", "keras.src")
+
+
+def run_python(code, *options, cwd, **environ):
+    """Runs `code` in a fresh interpreter away from the tree."""
+    environ = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", **os.environ, **environ}
+    command = [sys.executable, *options, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+
+
+def answer(code, *options, cwd, **environ):
+    """What `code` prints last, as JSON."""
+    done = run_python(code, *options, cwd=cwd, **environ)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the tree, since building leaves files in it."""
+    copy = tmp_path_factory.mktemp("tree") / "tfdist"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "__pycache__"))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(tree):
+    """A wheel, built by the setuptools of this environment, so that no network is needed."""
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tree / "dist", tree)
+    (path,) = (tree / "dist").iterdir()
+    return path
+
+
+def pip(*arguments):
+    command = [sys.executable, "-m", "pip", "--quiet", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def shipped(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def test_wheel_ships_every_module_and_nothing_beside_the_package(tree, wheel):
+    expected = {
+        f"{installed}/{path.relative_to(tree / folder).as_posix()}"
+        for folder, installed in HOUSE.items()
+        for path in (tree / folder).rglob("*.py")
+    }
+    assert shipped(wheel) == expected | {"tfdist/py.typed"}
+
+
+def test_every_module_of_the_wheel_imports_outside_the_tree(wheel, tmp_path):
+    site = tmp_path / "site"
+    pip("install", "--no-deps", "--no-index", "--target", site, wheel)
+    modules = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in shipped(wheel)]
+    # Without `site`, no .pth file is read, and so not the one that leads to the tree in an editable install.
+    path = [str(site), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    files = answer(
+        f"""
+        import sys
+        sys.path += {path}
+        import importlib, json
+        names = {sorted(name for name in modules if not name.endswith("py.typed"))}
+        print(json.dumps({{name: importlib.import_module(name).__file__ for name in names}}))
+        """,
+        "-I",
+        "-S",
+        cwd=tmp_path,
+    )
+    assert len(files) > 10
+    assert {name: file for name, file in files.items() if not file.startswith(f"{site}{os.sep}")} == {}
+
+
+def test_import_is_quick_and_does_not_load_tensorflow(tmp_path):
+    code = """
+        import json, sys, time
+        start = time.perf_counter()
+        import tfdist
+        print(json.dumps([time.perf_counter() - start, "tensorflow" in sys.modules]))
+    """
+    seconds, loaded = zip(*(answer(code, cwd=tmp_path) for _ in range(5)), strict=True)
+    assert not any(loaded)
+    assert min(seconds) < IMPORT_SECONDS  # the best, since others may use the machine
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["run", "--help"]], ids=" ".join)
+def test_command_line_answers_without_loading_tensorflow(arguments, tmp_path):
+    code = f"""
+        import contextlib, importlib.metadata, io, json, sys
+        (script,) = importlib.metadata.entry_points(group="console_scripts", name="tfdist")
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                script.load()({arguments})
+        except SystemExit as ended:
+            print(json.dumps([ended.code, printed.getvalue(), "tensorflow" in sys.modules]))
+    """
+    exit_code, printed, loaded = answer(code, cwd=tmp_path)
+    assert (exit_code, loaded) == (0, False)
+    assert "tfdist" in printed
+
+
+@pytest.mark.parametrize(
+    "module", ["tfdist.cluster", "tfdist.data", "tfdist.errors", "tfdist.launch", "tfdist.testing"]
+)
+def test_what_a_parent_of_workers_needs_does_not_load_tensorflow(module, tmp_path):
+    assert answer(f"import {module}, json, sys; print(json.dumps('tensorflow' in sys.modules))", cwd=tmp_path) is False
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Of each public module its `__all__`, and which of these names exist and have a docstring."""
+    code = f"""
+        import importlib, json
+        found = {{}}
+        for name in {list(PUBLIC)}:
+            module = importlib.import_module(name)
+            objects = {{public: getattr(module, public, None) for public in module.__all__}}
+            found[name] = {{public: bool(obj is not None and obj.__doc__) for public, obj in objects.items()}}
+        print(json.dumps(found))
+    """
+    return answer(code, cwd=tmp_path_factory.mktemp("found"))
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_are_those_promised_and_documented(module, found):
+    assert sorted(found[module]) == sorted(PUBLIC[module])
+    assert [name for name, documented in found[module].items() if not documented] == []
+
+
+@pytest.mark.parametrize("module", ["tfdist", "tfdist.data"])
+def test_unknown_name_is_refused_with_those_there_are(module, tmp_path):
+    done = run_python(f"import {module}; {module}.ParameterServerStrategy", cwd=tmp_path)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("AttributeError")
+    assert [name for name in ["ParameterServerStrategy", *PUBLIC[module]] if name not in last] == []
+
+
+def parse(folders):
+    return {path: ast.parse(path.read_text()) for folder in folders for path in (ROOT / folder).rglob("*.py")}
+
+
+def imported(node):
+    """Full names that an import statement asks for."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def test_private_names_are_imported_in_one_file_alone():
+    private = {
+        f"{path.relative_to(ROOT)}:{node.lineno} {name}"
+        for path, module in parse([*HOUSE, "examples", "benchmarks"]).items()
+        for node in ast.walk(module)
+        for name in imported(node)
+        if name.startswith(PRIVATE) and path != ROOT / "tfdist/_tf.py"
+    }
+    assert private == set()
+
+
+def test_every_private_name_is_used():
+    nodes = [node for module in parse(HOUSE).values() for node in ast.walk(module)]
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == "_tf"}
+    here = ast.parse((ROOT / "tfdist/_tf.py").read_text())
+    (exported,) = (ast.literal_eval(node.value) for node in here.body if isinstance(node, ast.Assign))
+    bound = {alias.asname or alias.name for node in here.body if imported(node) for alias in node.names}
+    defined = {node.name for node in here.body if isinstance(node, ast.FunctionDef)}
+    used_here = {node.id for node in ast.walk(here) if isinstance(node, ast.Name)}
+    assert sorted(exported) == sorted(used), "what _tf.py hands on is what the rest of the tree uses"
+    assert set(exported) <= bound | defined
+    assert bound - set(exported) <= used_here
+
+
+def test_wrong_tf_config_ends_the_program_before_tensorflow_is_loaded(tmp_path):
+    text, words = WRONG["index out of range"]
+    start = time.monotonic()
+    done = run_python("import tfdist; tfdist.MultiWorkerMirroredStrategy()", cwd=tmp_path, TF_CONFIG=text)
+    assert time.monotonic() - start < REFUSAL_SECONDS
+    error = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and error.startswith("tfdist.errors.TFConfigError: TF_CONFIG"), done.stderr
+    assert [word for word in words if word not in error] == []
+
+
+def test_every_wrong_tf_config_is_refused_by_the_strategy_at_once(tmp_path):
+    code = f"""
+        import json, os, time, tfdist
+        make = tfdist.MultiWorkerMirroredStrategy  # imports TensorFlow, which is not what is timed
+        refusals = {{}}
+        for name, (text, _) in {WRONG}.items():
+            os.environ["TF_CONFIG"] = text
+            start = time.perf_counter()
+            try:
+                make()
+            except tfdist.errors.TFConfigError as error:
+                refusals[name] = str(error), time.perf_counter() - start
+        print(json.dumps(refusals))
+    """
+    refusals = answer(code, cwd=tmp_path, TF_CONFIG="")
+    assert refusals.keys() == WRONG.keys()
+    unnamed = {name: text for name, (text, _) in refusals.items() if any(word not in text for word in WRONG[name][1])}
+    assert unnamed == {}
+    assert max(seconds for _, seconds in refusals.values()) < REFUSAL_SECONDS

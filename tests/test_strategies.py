@@ -1,0 +1,140 @@
+"""What the strategies promise beside equality with one device."""
+
+import numpy as np
+import pytest
+
+import strategy_checks as checks
+from conftest import PLACEMENTS as PLACEMENT_SIZES
+from tfdist.testing import run_workers
+
+PLACEMENTS = ["1x2", "2x1"]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_random_layers_differ_between_replicas_and_repeat_with_the_seed(placement, pools):
+    def drawn(seed):
+        workers = pools(placement).run(checks.masks, placement, seed)
+        return np.concatenate(workers, axis=1)  # [step, replica, 20]
+
+    first = drawn(7)
+
+    np.testing.assert_array_equal(drawn(7), first)
+    assert not np.array_equal(first[:, 0], first[:, 1]), "replicas draw the same masks"
+    assert not np.array_equal(first[0], first[1]), "steps draw the same masks"
+    np.testing.assert_array_equal(pools("single").run(checks.one_device_masks, 7)[0], first[:, 0])
+
+
+def test_workers_that_seed_differently_start_from_the_same_weights(pools):
+    first, second = pools("2x1").run(checks.initial_weights, "2x1")
+
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_an_unseeded_shuffled_epoch_has_each_row_once(placement):
+    workers, devices = PLACEMENT_SIZES[placement]
+    for seen in run_workers(checks.rows_of_an_epoch, workers, args=(placement,), devices_per_worker=devices):
+        np.testing.assert_array_equal(seen, np.ones(24))
+
+
+def test_saved_files_are_the_same_whichever_worker_saves(pools, tmp_path):
+    first, second = pools("2x1").run(checks.saved_weights, "2x1", str(tmp_path))
+
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_chief_may_save_alone(pools, tmp_path):
+    pools("2x1").run(checks.only_chief_saves, "2x1", str(tmp_path))
+
+    assert [path.name for path in tmp_path.iterdir()] == ["model.keras"]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_checkpoint_continues_as_if_unbroken(placement, pools, tmp_path):
+    for unbroken, resumed in pools(placement).run(checks.checkpoint_round_trip, placement, str(tmp_path)):
+        for one, other in zip(unbroken, resumed, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_reductions_of_users_are_exact(placement, pools):
+    for result in pools(placement).run(checks.reductions, placement):
+        np.testing.assert_array_equal(result["sum"], [10, 12])
+        np.testing.assert_array_equal(result["mean"], [5, 6])
+        assert result["mean over rows"] == 5.5
+        np.testing.assert_array_equal(result["nested"], [[10, 12], [10, 12]])
+        assert result["whole numbers"] == 1
+        np.testing.assert_array_equal(result["gathered"], [0, 1, 10, 11])
+        total, half, count, gathered = result["in replicas"]
+        np.testing.assert_array_equal(total, [10, 12])
+        np.testing.assert_array_equal(half, [10, 12])
+        assert count == 2
+        np.testing.assert_array_equal(gathered, [0, 1, 10, 11])
+
+
+@pytest.mark.parametrize(("placement", "devices"), [("1x2", (2, 2)), ("2x1", (1, 2)), ("2x2", (2, 4))])
+def test_all_devices_of_a_worker_are_used(placement, devices, pools):
+    assert set(pools(placement).run(checks.number_of_devices, placement)) == {devices}
+
+
+def test_workers_may_hand_their_own_rows_to_train_on_batch(pools):
+    expected = pools("single").run(checks.one_device_on_batch)[0]
+    for weights in pools("2x1").run(checks.train_with_bounds, "2x1"):
+        for one, other in zip(weights, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("placement", "replicas"), [("1x2", 2), ("2x1", 2), ("2x2", 4)])
+def test_custom_loops_and_fit_take_turns(placement, replicas, pools):
+    for totals in pools(placement).run(checks.loop_and_fit_in_turns, placement):
+        assert totals == [replicas] * 4
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_states_of_rows_stay_on_their_replica(placement, pools):
+    states = [state for worker in pools(placement).run(checks.states_of_rows, placement) for state in worker]
+
+    assert not np.allclose(states[0], states[1])
+
+
+def test_only_the_chief_runs_the_hooks_of_a_callback(pools):
+    assert pools("2x1").run(checks.hooks_run_by, "2x1") == [[0, "end"], []]
+
+
+@pytest.mark.parametrize(("placement", "kind"), [("1x2", "MirroredStrategy"), ("2x1", "MultiWorkerMirroredStrategy")])
+def test_two_strategies_in_a_process_keep_apart(placement, kind, pools):
+    for totals in pools(placement).run(checks.two_strategies, kind):
+        assert totals == [2.0, 2.0, 2.0]
+
+
+def test_other_cross_device_ops_are_used(pools):
+    expected = pools("single").run(checks.one_device_on_batch)[0]
+    for one, other in zip(pools("1x2").run(checks.other_cross_device_ops)[0], expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_whole_numbers_on_gpus_are_reduced_on_the_host(pools):
+    assert pools("1x2").run(checks.on_gpus) == [["Collectives", "Collectives", "ReductionToOneDevice"]]
+
+
+def test_unequal_numbers_of_devices_are_named():
+    for message in run_workers(checks.unequal_devices, num_workers=2, timeout_seconds=90):
+        assert "worker 0 has 1, worker 1 has 2" in message
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("mistake", "error", "words"),
+    [
+        ("jit_compile", "CompiledCollectivesError", "jit_compile=False"),
+        ("outside scope", "ScopeError", "strategy.scope()"),
+        ("compression", "NotBuiltError", "compression=None"),
+        ("loss scaling", "LossScaleError", "strategy.distributed_optimizer"),
+    ],
+)
+def test_a_mistake_is_named_on_every_worker(placement, mistake, error, words, pools):
+    for kind, message in pools(placement).run(checks.message_of, placement, mistake):
+        assert kind == error
+        assert words in message
