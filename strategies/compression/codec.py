@@ -1,0 +1,114 @@
+"""What every codec offers: arithmetic on tensors that makes a gradient smaller. A codec knows no device, no network."""
+
+import dataclasses
+from typing import ClassVar, Self
+
+import tensorflow as tf
+
+__all__ = ["Codec", "WordCodec"]
+
+State = tuple[tf.Tensor, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Codec:
+    """How a large gradient is made smaller before it travels. The base of all codecs.
+
+    Every function of a codec is deterministic and runs eagerly, in a graph and under `jit_compile=True`, on tensors of
+    static shape.
+
+    Args:
+      min_elements: Tensors with fewer elements travel as they are.
+      start_step: Gradients travel as they are until this step, the first being 0.
+      error_feedback: Whether what encoding loses is kept on each replica and added to the next gradient, so that
+        nothing is lost, only delayed.
+
+    Raises:
+      ValueError: If an option is out of range or of another type; the message says what is allowed.
+    """
+
+    name: ClassVar[str]
+
+    min_elements: int = 16384  # 64 KiB of float32: less is bound by latency, not by bytes
+    start_step: int = 0
+    error_feedback: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_integer("min_elements", at_least=0)
+        self._check_integer("start_step", at_least=0)
+        if not isinstance(self.error_feedback, bool):
+            raise self._refusal("error_feedback", "True or False")
+
+    def for_rows(self) -> "WordCodec":
+        """The codec without state for the rows of `tf.IndexedSlices`, which are other rows in every step."""
+        raise NotImplementedError
+
+    def _check_integer(self, option: str, *, at_least: int, at_most: int | None = None, multiple_of: int = 1) -> None:
+        value = getattr(self, option)
+        integer = isinstance(value, int) and not isinstance(value, bool)
+        if integer and at_least <= value and (at_most is None or value <= at_most) and value % multiple_of == 0:
+            return
+        kind = "an integer" if multiple_of == 1 else f"a multiple of {multiple_of}"
+        span = f"from {at_least} up" if at_most is None else f"from {at_least} to {at_most}"
+        raise self._refusal(option, f"{kind} {span}")
+
+    def _refusal(self, option: str, allowed: str) -> ValueError:
+        return ValueError(f"`{option}` of {type(self).__name__} must be {allowed}, got {getattr(self, option)!r}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WordCodec(Codec):
+    """A codec that turns rows of float32 into rows of int32 words, a form that every collective carries."""
+
+    # All-to-all, sum of what is decoded, encoded again, all-gather; or else one all-gather of words.
+    two_shot: ClassVar[bool] = True
+    # Whether a zero arrives as zero. Otherwise padding leaves a residual, which is to be dropped.
+    keeps_zeros: ClassVar[bool] = True
+
+    @property
+    def granule(self) -> int:
+        """The number of elements in a row must be a multiple of this."""
+        raise NotImplementedError
+
+    @property
+    def states(self) -> int:
+        """Float32 tensors of state, each of the shape of what is encoded, all zeros at first."""
+        return int(self.error_feedback)
+
+    def words(self, elements: int) -> int:
+        """Words that a row of `elements` takes."""
+        raise NotImplementedError
+
+    def encode(self, values: tf.Tensor) -> tf.Tensor:
+        """Float32 [rows, elements] -> int32 [rows, words]."""
+        raise NotImplementedError
+
+    def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
+        """Int32 [rows, words] -> float32 [rows, elements].
+
+        If a row of what was encoded had an Inf or NaN, its decoded row has one too, not always at the same place.
+        """
+        raise NotImplementedError
+
+    def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
+        """Encodes, and keeps what was lost.
+
+        Args:
+          values: Float32 [rows, elements].
+          state: As many tensors of that shape as `states` says.
+
+        Returns:
+          The words, and the new state. If a value is Inf or NaN, the new state is worthless: keep the old one then.
+        """
+        if not self.error_feedback:
+            return self.encode(values), ()
+        intended = values + state[0]
+        words = self.encode(intended)
+        return words, (intended - self.decode(words, values.shape[-1]),)
+
+    def for_rows(self) -> "WordCodec":
+        """This codec without error feedback: rows of `tf.IndexedSlices` are other rows in every step."""
+        return self._without_error_feedback()
+
+    def _without_error_feedback(self) -> Self:
+        return dataclasses.replace(self, error_feedback=False)

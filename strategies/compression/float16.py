@@ -1,0 +1,73 @@
+"""Half precision, with a scale that keeps it in range."""
+
+import dataclasses
+from typing import ClassVar
+
+import tensorflow as tf
+
+from tfdist.strategies.compression.blocks import absmax_bits, from_bits, pack, split_blocks, unpack
+from tfdist.strategies.compression.codec import WordCodec
+
+__all__ = ["Float16"]
+
+_MANTISSA_BITS = 23
+# A power of two is its exponent, biased by 127, above the mantissa. The largest magnitude of a block is brought to
+# [2^14, 2^15), half the range of float16.
+_BIAS = 127
+_TARGET = 14
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float16(WordCodec):
+    """Float16 with a power of two as scale of each block, so that tiny and huge gradients keep 11 bits.
+
+    Cuts traffic 2x. Costs two passes over the gradient and no state. Values smaller than the largest of their block by
+    2^28 lose bits, by 2^40 become 0.
+
+    Args:
+      block_size: Elements that share a scale, a multiple of 8.
+      min_elements: See `Codec`.
+      start_step: See `Codec`.
+      error_feedback: See `Codec`. Off: rounding loses 0.05 % at most, of either sign.
+
+    Raises:
+      ValueError: If `block_size` is not a positive multiple of 8, or another option is out of range.
+
+    References:
+      Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740
+    """
+
+    name: ClassVar[str] = "float16"
+
+    block_size: int = 4096
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_integer("block_size", at_least=8, multiple_of=8)
+
+    @property
+    def granule(self) -> int:
+        """The size of a block."""
+        return self.block_size
+
+    def words(self, elements: int) -> int:
+        """Words that a row of `elements` takes: half as many, and a scale for each block."""
+        return elements // 2 + elements // self.block_size
+
+    def encode(self, values: tf.Tensor) -> tf.Tensor:
+        """Float32 [rows, elements] -> int32 [rows, words]: values, then scales."""
+        blocks = split_blocks(values, self.block_size)
+        exponents = tf.bitwise.right_shift(absmax_bits(blocks), _MANTISSA_BITS)
+        # From the smallest whose scale is a normal number, to the largest of finite numbers.
+        exponents = tf.clip_by_value(exponents, _TARGET + 1, 254)
+        scales = tf.bitwise.left_shift(exponents - _TARGET, _MANTISSA_BITS)
+        reciprocals = from_bits(tf.bitwise.left_shift(2 * _BIAS + _TARGET - exponents, _MANTISSA_BITS))
+        halves = tf.cast(blocks * reciprocals[:, :, tf.newaxis], tf.float16)
+        return tf.concat([pack(halves), scales], axis=1)
+
+    def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
+        """Int32 [rows, words] -> float32 [rows, elements]."""
+        scales = from_bits(words[:, elements // 2 :])
+        blocks = split_blocks(tf.cast(unpack(words[:, : elements // 2], tf.float16), tf.float32), self.block_size)
+        return tf.reshape(blocks * scales[:, :, tf.newaxis], [words.shape[0], elements])

@@ -1,0 +1,51 @@
+"""Eight bits a value."""
+
+import dataclasses
+from typing import ClassVar
+
+import tensorflow as tf
+
+from tfdist.strategies.compression.blocks import from_bits, pack, to_bits, unpack
+from tfdist.strategies.compression.quantised import Quantised
+
+__all__ = ["Int8"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int8(Quantised):
+    """Blockwise absmax quantisation to eight bits.
+
+    Cuts traffic 3.9x. Costs two passes over the gradient and, with error feedback, one more pass and one float32 copy
+    of it. Zeros stay exact zeros.
+
+    Args:
+      block_size: Elements that share a scale, a multiple of 4. Larger sends fewer scales, and rounds small values
+        harder.
+      min_elements: See `Codec`.
+      start_step: See `Codec`.
+      error_feedback: See `Codec`.
+
+    Raises:
+      ValueError: If `block_size` is not a positive multiple of 4, or another option is out of range.
+
+    References:
+      Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, 2015, https://arxiv.org/abs/1511.04561
+    """
+
+    name: ClassVar[str] = "int8"
+    largest: ClassVar[int] = 127
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_integer("block_size", at_least=4, multiple_of=4)
+
+    def words(self, elements: int) -> int:
+        """Words that a row of `elements` takes: a quarter, and a scale for each block."""
+        return elements // 4 + elements // self.block_size
+
+    def _pack(self, codes: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
+        return tf.concat([pack(tf.cast(codes, tf.int8)), to_bits(scales)], axis=1)
+
+    def _unpack(self, words: tf.Tensor, elements: int) -> tuple[tf.Tensor, tf.Tensor]:
+        # All words are cast, scales too: a slice of int8 is faster than a slice of words.
+        return unpack(words, tf.int8)[:, :elements], from_bits(words[:, elements // 4 :])

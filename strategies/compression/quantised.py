@@ -1,0 +1,63 @@
+"""Blocks of integers with a scale, whatever their width."""
+
+import dataclasses
+from typing import ClassVar
+
+import tensorflow as tf
+
+from tfdist.strategies.compression.blocks import absmax_bits, from_bits, split_blocks
+from tfdist.strategies.compression.codec import State, WordCodec
+
+__all__ = ["Quantised"]
+
+# Below, the reciprocal of a scale would be Inf. Such blocks are sent as zeros.
+_SMALLEST = 2.0**-118
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantised(WordCodec):
+    """Values divided by the largest magnitude of their block and rounded to integers from -`largest` to `largest`."""
+
+    largest: ClassVar[int]
+
+    block_size: int = 256
+
+    @property
+    def granule(self) -> int:
+        """The size of a block."""
+        return self.block_size
+
+    def encode(self, values: tf.Tensor) -> tf.Tensor:
+        """Float32 [rows, elements] -> int32 [rows, words]: codes, then scales."""
+        return self._pack(*self._quantise(split_blocks(values, self.block_size)))
+
+    def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
+        """Int32 [rows, words] -> float32 [rows, elements]."""
+        codes, scales = self._unpack(words, elements)
+        blocks = split_blocks(tf.cast(codes, tf.float32), self.block_size)
+        return tf.reshape(blocks * scales[:, :, tf.newaxis], [words.shape[0], elements])
+
+    def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
+        """Encodes `values` plus the residual, and keeps what was lost; see `WordCodec`."""
+        if not self.error_feedback:
+            return self.encode(values), ()
+        blocks = split_blocks(values + state[0], self.block_size)
+        codes, scales = self._quantise(blocks)
+        # From the codes at hand: decoding the words again would take another pass.
+        residual = blocks - codes * scales[:, :, tf.newaxis]
+        return self._pack(codes, scales), (tf.reshape(residual, values.shape),)
+
+    def _quantise(self, blocks: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Integers in float32 [rows, blocks, block_size], and scales [rows, blocks]."""
+        absmax = from_bits(absmax_bits(blocks))
+        # Of Inf and NaN the reciprocal is harmless, and the scale tells.
+        reciprocal = tf.where(absmax < _SMALLEST, 0.0, self.largest / absmax)
+        return tf.round(blocks * reciprocal[:, :, tf.newaxis]), absmax * (1 / self.largest)
+
+    def _pack(self, codes: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
+        """Integers in float32 [rows, blocks, block_size], scales [rows, blocks] -> int32 [rows, words]."""
+        raise NotImplementedError
+
+    def _unpack(self, words: tf.Tensor, elements: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Words -> integers [rows, elements], scales [rows, blocks]."""
+        raise NotImplementedError

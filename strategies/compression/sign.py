@@ -1,0 +1,99 @@
+"""One bit a value."""
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.strategies.compression.blocks import from_bits, pack, reduce_blocks, split_blocks, to_bits, unpack
+from tfdist.strategies.compression.codec import State, WordCodec
+from tfdist.strategies.compression.float16 import Float16
+
+__all__ = ["Sign"]
+
+_SIGN_BIT = np.int32(-(2**31))
+_BITS = np.array([[1 << k] for k in range(8)], np.int32)  # [8, 1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sign(WordCodec):
+    """The sign of each value, and the mean magnitude of its block as scale.
+
+    Cuts traffic 31x. Costs two passes over the gradient and, with error feedback, one more pass and one float32 copy of
+    it. No value is sent as 0, except in blocks of zeros: without error feedback it does not converge, and with it Adam,
+    which squares what it gets, may not either; train with momentum.
+
+    Args:
+      block_size: Elements that share a scale, a multiple of 32.
+      min_elements: See `Codec`.
+      start_step: See `Codec`.
+      error_feedback: See `Codec`.
+
+    Raises:
+      ValueError: If `block_size` is not a positive multiple of 32, or another option is out of range.
+
+    References:
+      Karimireddy et al., Error Feedback Fixes SignSGD, 2019, https://arxiv.org/abs/1901.09847
+    """
+
+    name: ClassVar[str] = "sign"
+    keeps_zeros: ClassVar[bool] = False
+
+    block_size: int = 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_integer("block_size", at_least=32, multiple_of=32)
+
+    @property
+    def granule(self) -> int:
+        """The size of a block."""
+        return self.block_size
+
+    def words(self, elements: int) -> int:
+        """Words that a row of `elements` takes: a bit each, and a scale for each block."""
+        return elements // 32 + elements // self.block_size
+
+    def encode(self, values: tf.Tensor) -> tf.Tensor:
+        """Float32 [rows, elements] -> int32 [rows, words]: signs, then scales."""
+        blocks = split_blocks(values, self.block_size)
+        return self._pack(blocks, self._scales(blocks))
+
+    def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
+        """Int32 [rows, words] -> float32 [rows, elements]."""
+        signs = tf.reshape(unpack(words, tf.uint8)[:, : elements // 8], [words.shape[0], -1, 1, self.block_size // 8])
+        positive = tf.equal(tf.bitwise.bitwise_and(signs, _BITS.astype(np.uint8)), 0)
+        scales = from_bits(words[:, elements // 32 :])[:, :, tf.newaxis, tf.newaxis]
+        return tf.reshape(tf.where(positive, scales, -scales), [words.shape[0], elements])
+
+    def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
+        """Encodes `values` plus the residual, and keeps what was lost; see `WordCodec`."""
+        if not self.error_feedback:
+            return self.encode(values), ()
+        blocks = split_blocks(values + state[0], self.block_size)
+        scales = self._scales(blocks)
+        # From the values at hand: decoding the words again would take another pass.
+        signs = tf.bitwise.bitwise_and(to_bits(blocks), _SIGN_BIT)
+        decoded = from_bits(tf.bitwise.bitwise_xor(signs, to_bits(scales)[:, :, tf.newaxis]))
+        return self._pack(blocks, scales), (tf.reshape(blocks - decoded, values.shape),)
+
+    def for_rows(self) -> WordCodec:
+        """Float16: rows of `tf.IndexedSlices` have no residual, which this codec cannot do without."""
+        return Float16(min_elements=self.min_elements, start_step=self.start_step)
+
+    def _scales(self, blocks: tf.Tensor) -> tf.Tensor:
+        """Mean magnitudes: [rows, blocks, block_size] -> [rows, blocks]."""
+        # Divided before the sum, which then cannot overflow.
+        return reduce_blocks(tf.abs(blocks) * (1 / self.block_size), tf.add, tf.reduce_sum)
+
+    def _pack(self, blocks: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
+        """[rows, blocks, block_size], [rows, blocks] -> int32 [rows, words].
+
+        Bit k of byte j of a block is the sign of its element j + k * block_size / 8.
+        """
+        rows, count, _ = blocks.shape
+        negative = tf.bitwise.right_shift(to_bits(blocks), 31)  # all ones, or all zeros
+        negative = tf.reshape(negative, [rows, count, 8, self.block_size // 8])
+        signs = tf.reduce_sum(tf.bitwise.bitwise_and(negative, _BITS), axis=2)
+        return tf.concat([pack(tf.cast(signs, tf.uint8)), to_bits(scales)], axis=1)

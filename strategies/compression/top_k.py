@@ -1,0 +1,136 @@
+"""The largest values only."""
+
+import dataclasses
+import numbers
+from typing import ClassVar
+
+import tensorflow as tf
+
+from tfdist.strategies.compression.blocks import (
+    absmax_bits,
+    from_bits,
+    pack,
+    reduce_blocks,
+    split_blocks,
+    to_bits,
+    unpack,
+)
+from tfdist.strategies.compression.codec import State, WordCodec
+from tfdist.strategies.compression.float16 import Float16
+
+__all__ = ["TopK"]
+
+_LARGEST_BLOCK = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopK(WordCodec):
+    """The largest value of each block of 1 / `ratio` elements, with its position; the rest waits.
+
+    Cuts traffic 80x at a ratio of 1 % and 2 workers. Workers choose different positions, so nothing is summed on the
+    way: traffic grows with the number of workers, and 8 / (5 * ratio) of them, 160 at 1 %, send no less than raw. Costs
+    three passes over the gradient, one float32 copy of it, and with momentum another. The largest of each block are
+    nearly the largest of all, and are found without a sort.
+
+    Args:
+      ratio: The part of the values that is sent, from 1/65536 to 0.5, rounded to one in a whole number.
+      momentum: Momentum of the optimizer, from 0 up to but not 1. If not 0, gradients enter the residual through a
+        moving sum of that decay, and both are forgotten where a value is sent. Train then without momentum in the
+        optimizer.
+      min_elements: See `Codec`.
+      start_step: See `Codec`.
+      error_feedback: See `Codec`.
+
+    Raises:
+      ValueError: If an option is out of range, or there is momentum without error feedback.
+
+    References:
+      Lin et al., Deep Gradient Compression, 2018, https://arxiv.org/abs/1712.01887
+    """
+
+    name: ClassVar[str] = "topk"
+    two_shot: ClassVar[bool] = False
+
+    ratio: float = dataclasses.field(default=0.01, kw_only=False)
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not _is_number(self.ratio) or not 1 / _LARGEST_BLOCK <= self.ratio <= 0.5:
+            raise self._refusal("ratio", f"a number from 1/{_LARGEST_BLOCK} to 0.5")
+        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
+            raise self._refusal("momentum", "a number from 0 up to but not 1")
+        if self.momentum and not self.error_feedback:
+            raise self._refusal("momentum", "0 without error feedback")
+
+    @property
+    def granule(self) -> int:
+        """Elements of which one is sent."""
+        return round(1 / self.ratio)
+
+    @property
+    def states(self) -> int:
+        """The residual, and with momentum the moving sum before it."""
+        return 2 if self.momentum else super().states
+
+    def words(self, elements: int) -> int:
+        """Words that a row of `elements` takes: a value of each block, and its position in one byte or two."""
+        blocks = elements // self.granule
+        return blocks + -(-blocks * self._position_type.size // 4)
+
+    def encode(self, values: tf.Tensor) -> tf.Tensor:
+        """Float32 [rows, elements] -> int32 [rows, words]: values, then positions."""
+        return self._pack(*self._largest(split_blocks(values, self.granule)))
+
+    def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
+        """Int32 [rows, words] -> float32 [rows, elements]."""
+        count = elements // self.granule
+        values = from_bits(words[:, :count, tf.newaxis])
+        positions = tf.cast(unpack(words[:, count:], self._position_type)[:, :count], tf.int32)
+        return tf.reshape(tf.where(self._at(positions), values, 0.0), [words.shape[0], elements])
+
+    def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
+        """Encodes `values` plus the residual, and keeps what was lost; see `WordCodec`."""
+        if not self.error_feedback:
+            return self.encode(values), ()
+        if self.momentum:
+            values = self.momentum * state[0] + values
+        residual = state[-1] + values
+        bits, positions = self._largest(split_blocks(residual, self.granule))
+        sent = tf.reshape(self._at(positions), values.shape)
+        # By position, since Inf - Inf is NaN.
+        new = (values, residual) if self.momentum else (residual,)
+        return self._pack(bits, positions), tuple(tf.where(sent, 0.0, part) for part in new)
+
+    def for_rows(self) -> WordCodec:
+        """Float16: rows of `tf.IndexedSlices` have no residual, which this codec cannot do without."""
+        return Float16(min_elements=self.min_elements, start_step=self.start_step)
+
+    @property
+    def _position_type(self) -> tf.DType:
+        return tf.uint8 if self.granule <= 256 else tf.uint16
+
+    def _at(self, positions: tf.Tensor) -> tf.Tensor:
+        """Where what is sent stands: int32 [rows, blocks] -> bool [rows, blocks, granule]."""
+        return tf.equal(tf.range(self.granule), positions[:, :, tf.newaxis])
+
+    def _largest(self, blocks: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Bits and position of the first of largest magnitude: [rows, blocks, granule] -> int32 [rows, blocks] both."""
+        bits = to_bits(blocks)
+        largest = absmax_bits(blocks)
+        same = tf.equal(tf.bitwise.bitwise_and(bits, 0x7FFFFFFF), largest[:, :, tf.newaxis])
+        # Position and sign as one number, so that one minimum finds both.
+        negative = tf.bitwise.right_shift(bits, 31)
+        places = tf.where(same, 2 * tf.range(self.granule) - negative, 2 * self.granule)
+        first = reduce_blocks(places, tf.minimum, tf.reduce_min)
+        return tf.bitwise.bitwise_or(largest, tf.bitwise.left_shift(first, 31)), tf.bitwise.right_shift(first, 1)
+
+    def _pack(self, bits: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+        """Int32 [rows, blocks], int32 [rows, blocks] -> int32 [rows, words]."""
+        padding = -bits.shape[1] % (4 // self._position_type.size)
+        positions = tf.pad(tf.cast(positions, self._position_type), [[0, 0], [0, padding]])
+        return tf.concat([bits, pack(positions)], axis=1)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -1,0 +1,406 @@
+"""One table of codecs, one of ways to run them, and what holds for all."""
+
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.strategies.compression import (
+    NAMES,
+    BFloat16,
+    Codec,
+    Float16,
+    Int4,
+    Int8,
+    PowerSGD,
+    Sign,
+    TopK,
+    WordCodec,
+    from_name,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A codec, how often fewer bytes than float32 it sends, and its error relative to the largest of a block."""
+
+    codec: WordCodec
+    saves: float
+    error: float
+    keeps_zeros: bool = True
+
+
+TABLE = {
+    "float16": Row(Float16(error_feedback=True), 1.98, 2**-11),
+    "float16 small blocks": Row(Float16(block_size=8, error_feedback=True), 1.6, 2**-11),
+    "bfloat16": Row(BFloat16(error_feedback=True), 2, 2**-8),
+    "int8": Row(Int8(), 3.85, 0.5 / 127),
+    "int8 small blocks": Row(Int8(block_size=4), 2, 0.5 / 127),
+    "int8 odd blocks": Row(Int8(block_size=100), 3.8, 0.5 / 127),
+    "int4": Row(Int4(), 7.3, 0.5 / 7),
+    "int4 small blocks": Row(Int4(block_size=8), 4, 0.5 / 7),
+    "sign": Row(Sign(), 25, 1, keeps_zeros=False),
+    "sign small blocks": Row(Sign(block_size=32), 16, 1, keeps_zeros=False),
+    "sign odd blocks": Row(Sign(block_size=96), 24, 1, keeps_zeros=False),
+    "topk": Row(TopK(), 75, 1),
+    "topk of two": Row(TopK(0.5), 1, 1),
+    "topk of three": Row(TopK(0.3), 2, 1),
+    "topk of 256": Row(TopK(1 / 256), 200, 1),
+    "topk of 257": Row(TopK(1 / 257), 150, 1),
+    "topk with momentum": Row(TopK(0.01, momentum=0.9), 75, 1),
+}
+MODES = {
+    "eager": lambda fn: fn,
+    "graph": lambda fn: tf.function(fn, autograph=False),
+    "compiled": lambda fn: tf.function(fn, autograph=False, jit_compile=True),
+}
+BLOCKS = [1, 4]  # positions of `TopK` fill no word, or one
+# Small enough for thousands of steps.
+LIGHT = [*(name for name in TABLE if name.endswith("small blocks")), "bfloat16", "topk", "topk with momentum"]
+FINITE = ["zeros", "ordinary", "again", "sparse", "one block", "huge", "tiny", "tiniest"]
+BAD = {"inf": np.inf, "minus inf": -np.inf, "nan": np.nan, "minus nan": -np.nan}
+POWERS = {"huge": 2.0**99, "tiny": 2.0**-40, "tiniest": 2.0**-98}  # 6e29, 9e-13, 3e-30
+
+
+@pytest.fixture(params=TABLE)
+def row(request):
+    return TABLE[request.param]
+
+
+@pytest.fixture(params=MODES)
+def mode(request):
+    return request.param
+
+
+def make_cases(elements: int, granule: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(elements)
+    ordinary = rng.standard_normal(elements).astype(np.float32)
+    cases = {name: ordinary.copy() for name in [*FINITE, *BAD]}
+    cases["zeros"][:] = 0
+    cases["sparse"][rng.random(elements) < 0.9] = 0
+    cases["one block"][granule:] = 0
+    for name, power in POWERS.items():
+        cases[name] *= np.float32(power)
+    for name, bad in BAD.items():
+        cases[name][rng.integers(elements)] = bad
+    return cases
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What went into a codec and what came out, by case."""
+
+    values: dict[str, np.ndarray]
+    words: np.ndarray
+    decoded: dict[str, np.ndarray]
+    states: list[dict[str, np.ndarray]]
+
+
+@functools.cache
+def run(codec: WordCodec, mode: str, elements: int) -> Outcome:
+    """All cases as the rows of one tensor."""
+    cases = make_cases(elements, codec.granule)
+    values = tf.constant(np.stack(list(cases.values())))
+
+    def round_trip(values, *state):
+        words, new_state = codec.compress(values, state)
+        return words, codec.decode(words, elements), codec.decode(codec.encode(values), elements), *new_state
+
+    words, decoded, encoded_alone, *states = MODES[mode](round_trip)(values, *[tf.zeros_like(values)] * codec.states)
+    np.testing.assert_array_equal(decoded.numpy(), encoded_alone.numpy())
+    assert words.dtype == tf.int32
+    by_case = [dict(zip(cases, tensor.numpy(), strict=True)) for tensor in (decoded, *states)]
+    return Outcome(cases, words.numpy(), by_case[0], by_case[1:])
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_conformance(row, mode, blocks):
+    codec, elements = row.codec, row.codec.granule * blocks
+    outcome = run(codec, mode, elements)
+    assert outcome.words.shape == (len(outcome.values), codec.words(elements))
+    assert len(outcome.states) == codec.states
+    for name in FINITE:
+        values, decoded, residual = outcome.values[name], outcome.decoded[name], outcome.states[-1][name]
+        absmax = np.abs(values).reshape(blocks, -1).max(axis=1, keepdims=True)
+        # Nothing is lost, only delayed.
+        error = np.abs((decoded + residual).astype(np.float64) - values).reshape(blocks, -1)
+        assert np.all(error <= 2e-7 * absmax), name
+        lost = np.abs(decoded - values).reshape(blocks, -1)
+        assert np.all(lost <= row.error * 1.001 * absmax), name
+        # A block of zeros is sent as zeros, and where the codec knows zero, so is every zero.
+        zeros = np.broadcast_to(absmax == 0, lost.shape).ravel()
+        if row.keeps_zeros:
+            zeros = values == 0
+        assert not np.any(decoded[zeros]), name
+    for name in BAD:
+        assert not np.all(np.isfinite(outcome.decoded[name])), name
+    # Rows do not touch each other.
+    np.testing.assert_array_equal(outcome.decoded["ordinary"], outcome.decoded["again"])
+    for name, power in POWERS.items():
+        np.testing.assert_array_equal(outcome.decoded[name], outcome.decoded["ordinary"] * np.float32(power), name)
+
+
+def test_all_ways_to_run_agree(row):
+    outcomes = [run(row.codec, mode, row.codec.granule * BLOCKS[-1]) for mode in MODES]
+    for name in FINITE:
+        for other in outcomes[1:]:
+            np.testing.assert_allclose(other.decoded[name], outcomes[0].decoded[name], rtol=1e-6)
+
+
+def test_saves_what_it_says(row):
+    elements = row.codec.granule * 1000
+    assert elements / row.codec.words(elements) >= row.saves
+
+
+def test_without_error_feedback_there_is_no_state(row):
+    options = {"momentum": 0.0} if isinstance(row.codec, TopK) else {}
+    codec = dataclasses.replace(row.codec, error_feedback=False, **options)
+    values = tf.random.stateless_normal([2, codec.granule * 2], [1, 2])
+    words, state = codec.compress(values, ())
+    assert codec.states == 0 and state == ()
+    np.testing.assert_array_equal(words, codec.encode(values))
+
+
+@pytest.mark.parametrize("codec", [Float16(), BFloat16(), Int8(), Int4(), TopK()], ids=lambda codec: codec.name)
+def test_the_largest_numbers_stay_finite(codec, mode):
+    largest = np.float32(3.38e38)
+    values = tf.constant(np.resize([largest, -largest, 0.0], codec.granule)[np.newaxis].astype(np.float32))
+    decoded = MODES[mode](lambda values: codec.decode(codec.encode(values), codec.granule))(values).numpy()
+    assert np.all(np.isfinite(decoded))
+    assert np.abs(decoded).max() == pytest.approx(largest, rel=2**-8)
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_residuals_do_not_drift(name):
+    codec, steps = TABLE[name].codec, 2000
+    shape = [1, codec.granule * max(2, 256 // codec.granule)]
+
+    @tf.function(jit_compile=True)
+    def train():
+        state = (tf.zeros(shape),) * codec.states
+        given, sent, norms = tf.zeros(shape), tf.zeros(shape), tf.TensorArray(tf.float32, steps)
+        for step in tf.range(steps):
+            gradient = tf.random.stateless_normal(shape, [0, step])
+            words, state = codec.compress(gradient, state)
+            given, sent = given + gradient, sent + codec.decode(words, shape[1])
+            norms = norms.write(step, tf.norm(state[-1]))
+        return given, sent, state[-1], norms.stack()
+
+    given, sent, residual, norms = (tensor.numpy() for tensor in train())
+    early, late = norms[steps // 2 : steps * 3 // 4], norms[steps * 3 // 4 :]
+    assert late.mean() < 1.1 * early.mean() and late.max() < 1.25 * early.max()
+    if name != "topk with momentum":  # which gives each gradient more than once
+        np.testing.assert_allclose(sent + residual, given, atol=0.05)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.3, 0.01, 1 / 300])
+def test_top_k_sends_the_first_of_the_largest(mode, ratio):
+    codec = TopK(ratio)
+    # Few different magnitudes, so most blocks have ties.
+    values = np.random.default_rng(0).integers(-3, 4, [2, codec.granule * 50]).astype(np.float32)
+    words, (residual,) = MODES[mode](codec.compress)(tf.constant(values), (tf.zeros(values.shape),))
+    blocks = values.reshape(-1, codec.granule)
+    places = np.arange(len(blocks)), np.abs(blocks).argmax(axis=1)
+    expected = np.zeros_like(blocks)
+    expected[places] = blocks[places]
+    np.testing.assert_array_equal(codec.decode(words, values.shape[1]), expected.reshape(values.shape))
+    np.testing.assert_array_equal(residual, (blocks - expected).reshape(values.shape))
+
+
+def test_top_k_with_momentum_is_deep_gradient_compression(mode):
+    codec, rng = TopK(0.1, momentum=0.5), np.random.default_rng(0)
+    shape = [2, codec.granule * 4]
+    compress = MODES[mode](codec.compress)
+    state = (tf.zeros(shape),) * 2
+    u, v = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    for _ in range(20):
+        gradient = rng.standard_normal(shape).astype(np.float32)
+        words, state = compress(tf.constant(gradient), state)
+        u = np.float32(0.5) * u + gradient
+        v = v + u
+        sent = np.abs(v).reshape(-1, codec.granule)
+        sent = (sent == sent.max(axis=1, keepdims=True)).reshape(shape)
+        np.testing.assert_allclose(codec.decode(words, shape[1]), np.where(sent, v, 0), rtol=1e-5)
+        u[sent] = v[sent] = 0
+        np.testing.assert_allclose(state[0], u, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(state[1], v, rtol=1e-4, atol=1e-6)
+
+
+def test_top_k_forgets_what_was_not_finite_where_it_was_sent(mode):
+    codec = TopK(0.5)
+    values = tf.constant([[1.0, np.inf, np.nan, 2.0]])
+    words, (residual,) = MODES[mode](codec.compress)(values, (tf.zeros([1, 4]),))
+    np.testing.assert_array_equal(codec.decode(words, 4), [[0, np.inf, np.nan, 0]])
+    np.testing.assert_array_equal(residual, [[1, 0, 0, 2]])
+
+
+# PowerSGD.
+
+
+def low_rank(rows, columns, rank, scale=1.0, seed=0):
+    rng = np.random.default_rng(seed)
+    matrix = rng.standard_normal([rows, rank]) @ rng.standard_normal([rank, columns])
+    return tf.constant(matrix * scale, tf.float32)
+
+
+@functools.cache
+def power_step(codec, mode):
+    @MODES[mode]
+    def step(matrix, q):
+        p = codec.orthonormalise(codec.project(matrix, q))
+        q = codec.back_project(matrix, p)
+        return p, q, codec.decode(p, q)
+
+    return step
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e30])
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+def test_power_sgd_is_exact_up_to_its_rank(mode, scale, rank):
+    codec = PowerSGD(4)
+    matrix = low_rank(60, 40, rank, scale, seed=rank)
+    step, q = power_step(codec, mode), codec.start(60, 40, 0)
+    for _ in range(3):  # the next starts from the last, whose scale is the gradient's
+        p, q, decoded = step(matrix, q)
+        assert p.shape == (60, 4) and q.shape == (40, 4)
+        np.testing.assert_allclose(decoded / scale, matrix / scale, atol=1e-4)
+
+
+def test_power_sgd_orthonormalises(mode):
+    orthonormalise = MODES[mode](PowerSGD(5).orthonormalise)
+    for seed, rank in itertools.product(range(10), [1, 2, 5]):
+        columns = orthonormalise(low_rank(50, 5, rank, seed=seed)).numpy().astype(np.float64)
+        gram = columns.T @ columns
+        lengths = np.diag(gram)
+        assert np.all((np.abs(lengths - 1) < 1e-5) | (lengths == 0)) and np.sum(lengths > 0) >= rank
+        np.testing.assert_allclose(gram, np.diag(lengths), atol=1e-5)
+
+
+def test_power_sgd_gets_better_from_step_to_step(mode):
+    codec = PowerSGD(2)
+    matrix = tf.constant(np.random.default_rng(0).standard_normal([50, 30]) @ np.diag(0.8 ** np.arange(30)), tf.float32)
+    step, q = power_step(codec, mode), codec.start(50, 30, 0)
+    errors = []
+    for _ in range(20):
+        _, q, decoded = step(matrix, q)
+        errors.append(np.linalg.norm(decoded - matrix))
+    best = np.linalg.norm(np.linalg.svd(matrix.numpy(), compute_uv=False)[2:])
+    assert errors[-1] == pytest.approx(best, rel=1e-3) and errors[0] > 1.02 * best
+
+
+def test_power_sgd_goes_on_after_a_gradient_of_zeros(mode):
+    codec = PowerSGD(4)
+    step = power_step(codec, mode)
+    p, q, decoded = step(tf.zeros([60, 40]), codec.start(60, 40, 0))
+    assert not np.any(p) and not np.any(q) and not np.any(decoded)
+    matrix = low_rank(60, 40, 4)
+    np.testing.assert_allclose(step(matrix, q)[2], matrix, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
+def test_power_sgd_shows_what_is_not_finite(mode, bad):
+    codec = PowerSGD(4)
+    matrix = low_rank(60, 40, 4).numpy()
+    matrix[11, 7] = bad
+    decoded = power_step(codec, mode)(tf.constant(matrix), codec.start(60, 40, 0))[2]
+    assert not np.all(np.isfinite(decoded))
+
+
+def test_power_sgd_starts_alike_everywhere_but_not_for_each_matrix(mode):
+    codec = PowerSGD(4)
+    first = codec.start(60, 40, 3).numpy()
+    np.testing.assert_array_equal(MODES[mode](lambda: codec.start(60, 40, 3))(), first)
+    assert np.any(codec.start(60, 40, 4).numpy() != first)
+    assert np.any(PowerSGD(4, seed=1).start(60, 40, 3).numpy() != first)
+    assert np.linalg.matrix_rank(first) == 4
+
+
+def test_power_sgd_residuals_of_two_workers_do_not_drift():
+    codec, shape, steps = PowerSGD(2), [24, 16], 1000
+
+    @tf.function(jit_compile=True)
+    def train():
+        residuals, q = tf.zeros([2, *shape]), codec.start(*shape, 0)
+        norms = tf.TensorArray(tf.float32, steps)
+        for step in tf.range(steps):
+            matrices = tf.unstack(tf.random.stateless_normal([2, *shape], [0, step]) + residuals)
+            p = codec.orthonormalise(tf.add_n([codec.project(matrix, q) for matrix in matrices]))
+            own = [codec.back_project(matrix, p) for matrix in matrices]
+            q = tf.add_n(own) / 2
+            residuals = tf.stack([matrix - codec.decode(p, part) for matrix, part in zip(matrices, own, strict=True)])
+            norms = norms.write(step, tf.norm(residuals))
+        return norms.stack()
+
+    norms = train().numpy()
+    assert norms[750:].mean() < 1.1 * norms[250:500].mean()
+
+
+def test_power_sgd_knows_when_it_saves():
+    codec = PowerSGD(4)
+    assert codec.saves(5120, 5120) and codec.saves(17, 1000)
+    assert not codec.saves(8, 1_000_000) and not codec.saves(16, 16)
+
+
+# Options and names.
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names(name):
+    codec = from_name(name)
+    assert isinstance(codec, NAMES[name]) and codec.name == name
+    assert from_name(codec) is codec and from_name(None) is None
+    assert codec.min_elements * 4 == 64 * 1024 and codec.start_step == 0
+    assert codec.error_feedback == (name not in ("float16", "bfloat16"))
+
+
+@pytest.mark.parametrize("wrong", ["int9", "", 8, Int8, True])
+def test_an_unknown_name_is_refused_with_all_that_are_known(wrong):
+    with pytest.raises(ValueError) as refusal:
+        from_name(wrong)
+    assert all(repr(name) in str(refusal.value) for name in NAMES) and repr(wrong) in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_travel_without_state(name):
+    codec = NAMES[name](min_elements=3, start_step=7).for_rows()
+    assert isinstance(codec, WordCodec) and codec.states == 0 and codec.two_shot
+    assert (codec.min_elements, codec.start_step) == (3, 7)
+    assert isinstance(codec, Float16 if name in ("sign", "topk", "powersgd") else NAMES[name])
+
+
+WRONG = [
+    *((codec, "min_elements", value, "from 0 up") for codec in NAMES.values() for value in (-1, 1.0, "many", True)),
+    *((codec, "start_step", value, "from 0 up") for codec in NAMES.values() for value in (-1, None)),
+    *((codec, "error_feedback", value, "True or False") for codec in NAMES.values() for value in (1, "yes", None)),
+    *((Float16, "block_size", value, "a multiple of 8 from 8 up") for value in (0, -8, 4, 12, 8.0)),
+    *((Int8, "block_size", value, "a multiple of 4 from 4 up") for value in (0, -4, 6, "256")),
+    *((Int4, "block_size", value, "a multiple of 8 from 8 up") for value in (0, -8, 4, None)),
+    *((Sign, "block_size", value, "a multiple of 32 from 32 up") for value in (0, -32, 16, 48)),
+    *((TopK, "ratio", value, "from 1/65536 to 0.5") for value in (0, 0.0, -0.1, 0.51, 1e-6, float("nan"), "1%", True)),
+    *((TopK, "momentum", value, "from 0 up to but not 1") for value in (-0.1, 1, float("nan"), None)),
+    *((PowerSGD, "rank", value, "from 1 up") for value in (0, -1, 2.0, True)),
+    *((PowerSGD, "seed", value, "from 0 to") for value in (-1, 2**31, 0.5)),
+]
+
+
+@pytest.mark.parametrize(("codec", "option", "value", "allowed"), WRONG)
+def test_a_wrong_option_is_refused_with_what_is_allowed(codec, option, value, allowed):
+    with pytest.raises(ValueError) as refusal:
+        codec(**{option: value})
+    for words in (f"`{option}` of {codec.__name__}", allowed, f"got {value!r}"):
+        assert words in str(refusal.value)
+
+
+def test_momentum_needs_error_feedback():
+    with pytest.raises(ValueError, match="error feedback"):
+        TopK(momentum=0.9, error_feedback=False)
+
+
+def test_options_are_frozen_and_compared_by_value():
+    assert Int8() == Int8(block_size=256) != Int8(block_size=512)
+    assert issubclass(PowerSGD, Codec) and not issubclass(PowerSGD, WordCodec)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Int8().block_size = 8
