@@ -9,8 +9,9 @@ from tfdist import _tf
 from tfdist.cluster import ClusterSpec, check_bindable
 from tfdist.errors import ClusterError
 from tfdist.strategies.collectives import Collectives
+from tfdist.strategies.communication import policy_of
 from tfdist.strategies.devices import make_virtual_devices
-from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy, check_compression
+from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy
 
 _START_TIMEOUT_SECONDS = 300
 
@@ -24,16 +25,17 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     Args:
       cluster_resolver: As in TensorFlow. By default TF_CONFIG says who this process is; without it, one worker.
       communication_options: As in TensorFlow.
-      compression: `None`; codecs are not built yet.
+      compression: How gradients travel between workers: `None`, the name of a codec such as `"int8"`, a codec of
+        `tfdist.compression`, or a function of a gradient's (shape, dtype, position) that gives a codec or `None`.
 
     Raises:
       TFConfigError: If TF_CONFIG is not a cluster spec that this process can join.
       ClusterError: If the workers have unequal numbers of devices.
-      NotBuiltError: If `compression` is not `None`.
+      ValueError: If no codec has that name.
     """
 
     def __init__(self, cluster_resolver=None, communication_options=None, *, compression=None):
-        check_compression(compression)
+        policy_of(compression)  # Before anybody waits for other workers.
         spec = ClusterSpec.from_env() if cluster_resolver is None else None
         if spec is not None and _tf.context.context().coordination_service is None:
             check_bindable(spec)
@@ -42,6 +44,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         options = communication_options or _tf.CommunicationOptions()
         extended = _MultiWorkerExtended(self, cluster_resolver=cluster_resolver, communication_options=options)
         tf.distribute.Strategy.__init__(self, extended)
+        if extended._num_workers > 1:
+            extended.compress(compression)
         if extended._num_workers > 1:
             _share_seed(self)
 
@@ -103,7 +107,8 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
     def _install_collectives(self):
         def collectives(devices):
             size = len(devices) * self._num_workers
-            return Collectives(devices, size, self._communication_options, self._collective_keys)
+            worker = self._id_in_cluster if self._num_workers > 1 else 0
+            return Collectives(devices, size, self._communication_options, self._collective_keys, worker)
 
         self._cross_device_ops = collectives(self._devices)
         # A worker's only device is its host: one object, since TensorFlow takes both for one group and its keys are

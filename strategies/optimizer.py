@@ -94,7 +94,7 @@ class _Exchange:
     """Exchanges gradients at the last moment before they are clipped, after they were accumulated."""
 
     def _clip_gradients(self, grads):
-        return super()._clip_gradients(_exchange(grads))
+        return super()._clip_gradients(_exchange(self, grads))
 
     def _all_reduce_sum_gradients(self, grads_and_vars):
         if not isinstance(self, keras.optimizers.SGD):
@@ -131,12 +131,12 @@ class _GlobalLossScale:
         return current_step().all_reduce(tf.distribute.ReduceOp.SUM, finite) > replicas - 0.5
 
 
-def _exchange(grads: list[Any]) -> list[Any]:
+def _exchange(optimizer: Any, grads: list[Any]) -> list[Any]:
     """Sums the gradients over all replicas."""
-    step = current_step()
-    if step is None:  # Outside `strategy.run` there is one copy of everything.
+    if current_step() is None:  # Outside `strategy.run` there is one copy of everything.
         return grads
-    return _to_present(lambda present: step.all_reduce(tf.distribute.ReduceOp.SUM, present), grads)
+    extended = tf.distribute.get_strategy().extended
+    return _to_present(functools.partial(extended.exchange_gradients, optimizer), grads)
 
 
 def decides_for_all(scaler: keras.optimizers.LossScaleOptimizer) -> bool:

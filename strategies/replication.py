@@ -9,12 +9,13 @@ import keras
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.errors import CompiledCollectivesError, LossScaleError, NotBuiltError, ScopeError
+from tfdist.errors import CompiledCollectivesError, LossScaleError, ScopeError
 from tfdist.strategies import optimizer as optimizers
 from tfdist.strategies import step as steps
 from tfdist.strategies import variables
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.sparse import sum_duplicates
+from tfdist.strategies.communication import Communication, is_uncompressed, policy_of
 from tfdist.strategies.peek import PeekableDataset
 
 _KERAS_STEPS = ("train_step", "test_step")
@@ -68,6 +69,11 @@ class ReplicatedStrategy:
                 return local
             axis = None
         return super().reduce(reduce_op, value, axis)
+
+    @property
+    def communication(self) -> Communication | None:
+        """What codecs keep and what was sent, of a strategy with `compression`; else `None`."""
+        return self.extended.communication
 
     def distributed_optimizer(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         """A view of `optimizer` for custom loops that clip gradients or scale the loss.
@@ -128,6 +134,30 @@ class ReplicatedStrategy:
 class ReplicatedExtended:
     """The inner half: mixed into a subclass of `tf.distribute.StrategyExtended`."""
 
+    communication: Communication | None = None
+
+    def compress(self, compression):
+        """Sets how gradients travel from now on; see `policy_of`."""
+        policy = policy_of(compression)
+        if policy is None or self._num_replicas_in_sync == 1:
+            return
+        if not isinstance(self._cross_device_ops, Collectives):
+            raise ValueError(
+                f"compression={compression!r} exchanges gradients by collectives, but cross_device_ops is "
+                f"{type(self._cross_device_ops).__name__}. Leave cross_device_ops out."
+            )
+        self.communication = Communication(policy, lambda: self._cross_device_ops)
+
+    def exchange_gradients(self, optimizer, gradients):
+        """Sums an optimizer's gradients over all replicas, compressed if the strategy is told to."""
+        if self.communication is None or is_uncompressed():
+            return steps.current_step().all_reduce(tf.distribute.ReduceOp.SUM, gradients)
+        gradients = [g if isinstance(g, tf.IndexedSlices) else tf.convert_to_tensor(g) for g in gradients]
+        exchange = self.communication.exchange_of(optimizer, gradients)
+        if tf.executing_eagerly():
+            return tf.distribute.get_replica_context().merge_call(_exchange_eagerly, (exchange, gradients))
+        return exchange(_tf.get_current_replica_id_as_int(), gradients)
+
     def _use_merge_call(self):
         # Replicas meet in collectives, never by leaving the step: this is what lets an optimizer exchange gradients
         # inside a branch (gradient accumulation, loss scaling).
@@ -169,14 +199,26 @@ class ReplicatedExtended:
         step = steps.current_step()
         if step is not None and reduce_op == tf.distribute.ReduceOp.SUM:
             value = tf.nest.pack_sequence_as(value, step.or_zeros(tf.nest.flatten(value)))
+        optimizer = next(iter(_tf.keras_callers()), None)
+        if self._is_compressed(optimizer, reduce_op, step):
+            totals = self.exchange_gradients(optimizer, tf.nest.flatten(value))
+            return tf.nest.pack_sequence_as(value, self._scattered(optimizer, totals))
         if tf.executing_eagerly() or not isinstance(self._cross_device_ops, Collectives):
             # Replicas run one after another, or others' code wants the values of all: leave the step for it.
             return tf.distribute.StrategyExtended._replica_ctx_all_reduce(self, reduce_op, value, options)
         replica = _tf.get_current_replica_id_as_int()
         total = self._cross_device_ops._all_reduce(reduce_op, value, replica, options or _tf.CommunicationOptions())
-        if optimizers.sums_rows_in_place(next(iter(_tf.keras_callers()), None)):
-            total = tf.nest.map_structure(sum_duplicates, total)
-        return total
+        return self._scattered(optimizer, total)
+
+    def _is_compressed(self, optimizer, reduce_op, step):
+        """Whether an all-reduce is an optimizer's exchange of gradients: what its name scope encloses, but for ours."""
+        of_gradients = isinstance(optimizer, keras.optimizers.Optimizer) and reduce_op == tf.distribute.ReduceOp.SUM
+        own = step is not None and step.in_own_exchange
+        return self.communication is not None and of_gradients and not own and not is_uncompressed()
+
+    def _scattered(self, optimizer, totals):
+        """`totals` as an optimizer can scatter them in any order."""
+        return tf.nest.map_structure(sum_duplicates, totals) if optimizers.sums_rows_in_place(optimizer) else totals
 
     def _reduce_to(self, reduce_op, value, destinations, options):
         reduce_one = super()._reduce_to
@@ -191,6 +233,13 @@ class ReplicatedExtended:
             return leaf
         numbers = iter(local)
         return self._experimental_distribute_values_from_function(lambda context: tf.convert_to_tensor(next(numbers)))
+
+
+def _exchange_eagerly(strategy, exchange, gradients):
+    """An exchange in the step of the strategy, for replicas that run one after another."""
+    local = [strategy.experimental_local_results(gradient) for gradient in gradients]
+    totals = exchange.eagerly([list(own) for own in zip(*local, strict=True)])
+    return _tf.regroup(totals)
 
 
 def _is_keras_step(fn, args, kwargs):
@@ -208,15 +257,6 @@ def _check_loss_scaling():
             f"LossScaleOptimizer {scaler.name!r} looks at one replica's gradients to decide whether all of them are "
             "exchanged. In a custom loop, call `apply` on `strategy.distributed_optimizer(optimizer)` instead, inside "
             "strategy.run; it decides on the gradients of all replicas."
-        )
-
-
-def check_compression(compression: Any) -> None:
-    """Refuses every `compression` but `None`, until codecs are built."""
-    if compression is not None:
-        raise NotBuiltError(
-            f"compression={compression!r} is not built yet: this version exchanges gradients uncompressed. "
-            "Pass compression=None, or leave it out."
         )
 
 

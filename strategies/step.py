@@ -18,6 +18,7 @@ class Step:
       rows: Rows of the global batch that this replica holds, int or int32 []; `None` outside Keras' own steps.
       statistics: Variables of layer statistics that the step has assigned, in order, without repeats.
       scaled_losses: Optimizers whose loss was already weighted by `share`.
+      in_own_exchange: Whether the step itself exchanges something, in which no gradients are.
       share: The weight of this replica's mean in the mean over the global batch, float32 []; 1 for equal shares.
         `None` until `exchange_rows`.
     """
@@ -27,7 +28,7 @@ class Step:
         self.statistics: list[Any] = []
         self.scaled_losses: set[int] = set()
         self.share: tf.Tensor | None = None
-        self._own_exchange = False
+        self.in_own_exchange = False
 
     @property
     def has_rows(self) -> bool | tf.Tensor:
@@ -46,15 +47,15 @@ class Step:
 
     def all_reduce(self, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
         """An exchange of the step itself, in which a replica without rows takes part as any other."""
-        self._own_exchange = True
+        self.in_own_exchange = True
         try:
             return tf.distribute.get_replica_context().all_reduce(reduce_op, value)
         finally:
-            self._own_exchange = False
+            self.in_own_exchange = False
 
     def or_zeros(self, values: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
         """`values`, but zeros on a replica without rows, whose row of zeros stands for none."""
-        if self._own_exchange or self.has_rows is True:
+        if self.in_own_exchange or self.has_rows is True:
             return values
         return tf.cond(self.has_rows, lambda: values, lambda: [_zeros_like(value) for value in values])
 

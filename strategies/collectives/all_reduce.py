@@ -3,20 +3,99 @@
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.strategies.collectives.buckets import BUCKET_BYTES, fill_buckets, pack, unpack
+from tfdist.strategies.collectives.buckets import BUCKET_BYTES, fill_buckets, join, separate
 from tfdist.strategies.collectives.launcher import Launcher
 from tfdist.strategies.collectives.sparse import all_reduce_sparse
 
+# Far from the group keys that a strategy's other collectives have.
+_HIERARCHY_KEYS = 1 << 10
+
 
 class Collectives(_tf.CollectiveAllReduce):
-    """`CollectiveAllReduce` with run-time keys, buckets by dtype and a deterministic sparse exchange."""
+    """`CollectiveAllReduce` with run-time keys, buckets by dtype and a deterministic sparse exchange.
 
-    def __init__(self, devices, group_size, options, collective_keys):
+    Args:
+      devices: Of this worker, one for each of its replicas.
+      group_size: Replicas of all workers.
+      options: Communication options.
+      collective_keys: Of the strategy.
+      worker: Which of the workers this is. If workers have several devices each, what is encoded is summed among a
+        worker's devices first, and crosses the network once.
+
+    Attributes:
+      replicas: Replicas of this worker.
+      ranks: How many take part in an encoded exchange: workers, or replicas if each has one device.
+      spread: Over how many devices of a worker an encoded exchange is spread; 1 if each has one,
+        or there is one worker.
+    """
+
+    def __init__(self, devices, group_size, options, collective_keys, worker=0):
         super().__init__(devices, group_size, options, collective_keys)
         group_key = collective_keys.get_group_key(self._devices)
-        self._launchers = [
-            Launcher(group_key, group_size, collective_keys, device, options) for device in self._devices
-        ]
+        self.replicas = len(self._devices)
+        self._worker = worker
+        self.spread = self.replicas if 1 < self.replicas < group_size else 1
+        self.ranks = group_size // self.spread
+
+        def launchers(keys, size):
+            placed = zip(keys, self._devices, strict=True)
+            return [Launcher(key, size, collective_keys, device, options) for key, device in placed]
+
+        self._launchers = launchers([group_key] * self.replicas, group_size)
+        if self.spread > 1:
+            first = group_key + _HIERARCHY_KEYS
+            self._across = launchers([first + i for i in range(self.replicas)], self.ranks)
+            self._within = launchers([first + self.replicas + worker] * self.replicas, self.replicas)
+
+    def device(self, replica: int) -> str:
+        """The device of a replica of this worker."""
+        return self._devices[replica]
+
+    def rank(self, replica: int) -> int:
+        """The place of a replica of this worker among the ranks of an encoded exchange."""
+        return self._worker if self.spread > 1 else self._worker * self.replicas + replica
+
+    def shard(self, replica: int, elements: int) -> tuple[int, int]:
+        """Start and stop of the part of a bucket that a replica of this worker exchanges."""
+        size = elements // self.spread
+        place = replica if self.spread > 1 else 0
+        return place * size, (place + 1) * size
+
+    def is_first(self, replica: int) -> bool:
+        """Whether it is the first replica of all workers."""
+        return self._worker == 0 and replica == 0
+
+    def launcher(self, replica: int) -> Launcher:
+        """The launcher among all replicas."""
+        return self._launchers[replica]
+
+    def across_workers(self, bucket: tf.Tensor, replica: int, options, exchange) -> tuple:
+        """Sums a bucket by an `exchange` between workers, each of which takes part once.
+
+        Several devices of a worker first sum in full precision, each one part of the bucket: [elements] -> [elements /
+        devices]. Each exchanges its part with its likes in the other workers, and all gather the sums. Every device of
+        a worker thus sends an equal part of what the worker sends.
+
+        Args:
+          bucket: float32 [elements], elements a multiple of `spread`.
+          replica: Of this worker.
+          options: Communication options.
+          exchange: A function of (part, launcher, ranks) -> (sum of the part, ...).
+
+        Returns:
+          The sum [elements], and what else `exchange` returns.
+        """
+        if self.spread == 1:
+            return exchange(bucket, self._launchers[replica], self.ranks)
+        within = self._within[replica]
+        parts = within.all_to_all(tf.reshape(bucket, [self.spread, -1]), options)
+        part = tf.ensure_shape(tf.add_n(tf.unstack(parts, num=self.spread)), [bucket.shape[0] // self.spread])
+        total, *rest = exchange(part, self._across[replica], self.ranks)
+        return tf.ensure_shape(within.all_gather_rows(total, options), bucket.shape), *rest
+
+    def all_reduce_rows(self, slices: tf.IndexedSlices, replica: int, options, codec) -> tf.IndexedSlices:
+        """Joins the `slices` of all replicas, their values encoded by `codec`."""
+        return all_reduce_sparse(slices, self._launchers[replica], self._group_size, options, codec)
 
     def _all_reduce(self, reduce_op, value, replica_id, options):
         """Reduces a nest of tensors and `IndexedSlices`, called once for each local replica."""
@@ -33,15 +112,18 @@ class Collectives(_tf.CollectiveAllReduce):
 
     def _sum(self, tensors, launcher, options):
         totals = list(tensors)
-        dense = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
-        for bucket in fill_buckets([tensors[i] for i in dense], options.bytes_per_pack or BUCKET_BYTES):
-            members = [tensors[dense[i]] for i in bucket]
-            total = launcher.all_reduce(pack(members), options=options)
-            for i, part in zip(bucket, unpack(total, members), strict=True):
-                totals[dense[i]] = tf.ensure_shape(part, tensors[dense[i]].shape)
+        groups: dict[tf.DType, list[int]] = {}
         for i, tensor in enumerate(tensors):
             if isinstance(tensor, tf.IndexedSlices):
                 totals[i] = all_reduce_sparse(tensor, launcher, self._group_size, options)
+            else:
+                groups.setdefault(tensor.dtype, []).append(i)
+        for group in groups.values():
+            members = [tensors[i] for i in group]
+            buckets = fill_buckets(members, options.bytes_per_pack or BUCKET_BYTES)
+            reduced = [launcher.all_reduce(join(bucket, members), options=options) for bucket in buckets]
+            for i, total in zip(group, separate(buckets, reduced, members), strict=True):
+                totals[i] = total
         return totals
 
 

@@ -1,47 +1,118 @@
-"""Packs tensors into buckets, so that few collectives carry many small tensors."""
+"""Cuts large tensors and joins small ones into buckets, so that few collectives run and none of them is long."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
-# Large enough to hide latency, small enough that the first bucket leaves while the backward pass still runs.
+# Large enough to hide latency, small enough that the first bucket leaves while the backward pass still runs, and that
+# the copies at both ends of one bucket overlap with the transfer of another.
 BUCKET_BYTES = 4 << 20
 
 
-def fill_buckets(tensors: list[tf.Tensor], bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
-    """Groups tensors into buckets of one dtype, last tensor first.
+class Segment(NamedTuple):
+    """The elements from `start` to `stop` of a flattened tensor; all of them where `stop` is `None`."""
+
+    tensor: int
+    start: int = 0
+    stop: int | None = None
+
+    def of(self, flat: tf.Tensor) -> tf.Tensor:
+        """The segment of its tensor, flattened to [elements]."""
+        return flat if self.stop is None else flat[self.start : self.stop]
+
+    def padded(self, granule: int) -> int:
+        """Its elements, up to the next multiple of `granule`."""
+        assert self.stop is not None  # Only tensors of known size are encoded.
+        return -(-(self.stop - self.start) // granule) * granule
+
+
+Bucket = list[Segment]
+
+
+def fill_buckets(tensors: Sequence[tf.Tensor], bucket_bytes: int = BUCKET_BYTES, granule: int = 1) -> list[Bucket]:
+    """Lays tensors of one dtype into buckets of at most `bucket_bytes`, last tensor first.
 
     Gradients appear from the last layer to the first, so the last tensors are exchanged first. A tensor as large as a
-    bucket, or of unknown size, travels alone, which spares the copy into the bucket and back.
+    bucket is cut into equal parts that travel alone; one of unknown size travels alone and whole.
+
+    Args:
+      tensors: What to lay out; only shapes and dtypes are looked at.
+      bucket_bytes: The limit, in bytes.
+      granule: Cuts are made at multiples of so many elements, and each tensor counts as padded to such a multiple.
 
     Returns:
-      Lists of positions in `tensors`; the same for the same shapes and dtypes, so equal on all replicas.
+      Buckets; the same for the same shapes and dtypes, so equal on all replicas.
     """
-    buckets: list[list[int]] = []
-    filling: dict[tf.DType, tuple[list[int], int]] = {}
+    buckets: list[Bucket] = []
+    open_bucket: Bucket | None = None
+    filled = 0
     for position in reversed(range(len(tensors))):
         tensor = tensors[position]
         elements = tensor.shape.num_elements()
-        size = bucket_bytes if elements is None else elements * tensor.dtype.size
-        if size >= bucket_bytes:
-            buckets.append([position])
+        if elements is None:
+            buckets.append([Segment(position)])
             continue
-        bucket, filled = filling.get(tensor.dtype, ([], bucket_bytes))
-        if filled + size > bucket_bytes:
-            bucket, filled = [], 0
-            buckets.append(bucket)
-        bucket.append(position)
-        filling[tensor.dtype] = (bucket, filled + size)
+        limit = max(bucket_bytes // tensor.dtype.size // granule, 1) * granule
+        if elements >= limit:
+            buckets += [[Segment(position, start, stop)] for start, stop in _cut(elements, limit, granule)]
+            continue
+        segment = Segment(position, 0, elements)
+        if open_bucket is None or filled + segment.padded(granule) > limit:
+            open_bucket, filled = [], 0
+            buckets.append(open_bucket)
+        open_bucket.append(segment)
+        filled += segment.padded(granule)
     return buckets
 
 
-def pack(tensors: list[tf.Tensor]) -> tf.Tensor:
-    """Joins the tensors of a bucket: shapes [...], one dtype -> [total elements]."""
-    flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+def _cut(elements: int, limit: int, granule: int) -> list[tuple[int, int]]:
+    """Equal parts but for the last, so that few shapes are compiled."""
+    parts = -(-elements // limit)
+    size = -(-elements // (parts * granule)) * granule
+    return [(start, min(start + size, elements)) for start in range(0, elements, size)]
+
+
+def join(bucket: Bucket, tensors: Sequence[tf.Tensor], granule: int = 1, multiple: int = 1) -> tf.Tensor:
+    """Copies a bucket's segments together: shapes [...] -> [elements].
+
+    Each segment is padded with zeros to a multiple of `granule`, all of them to a multiple of `multiple`.
+    """
+    flat = []
+    total = 0
+    for segment in bucket:
+        part = segment.of(tf.reshape(tensors[segment.tensor], [-1]))
+        flat.append(part)
+        if segment.stop is None:
+            continue
+        elements = segment.stop - segment.start
+        padding = segment.padded(granule) - elements
+        total += elements + padding
+        if padding:
+            flat.append(tf.zeros([padding], part.dtype))
+    if total % multiple:
+        flat.append(tf.zeros([multiple - total % multiple], flat[0].dtype))
     return flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)
 
 
-def unpack(bucket: tf.Tensor, like: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Takes a bucket apart again: [total elements] -> the shapes of `like`."""
-    if len(like) == 1:
-        return [tf.reshape(bucket, tf.shape(like[0]))]
-    parts = tf.split(bucket, [tf.size(tensor) for tensor in like])
-    return [tf.reshape(part, tf.shape(tensor)) for part, tensor in zip(parts, like, strict=True)]
+def separate(
+    buckets: list[Bucket], totals: list[tf.Tensor], like: Sequence[tf.Tensor], granule: int = 1
+) -> list[tf.Tensor]:
+    """Takes buckets apart again, after `join`: [elements] each -> the shapes and dtypes of `like`."""
+    parts: dict[int, list[tuple[int, tf.Tensor]]] = {position: [] for position in range(len(like))}
+    for bucket, total in zip(buckets, totals, strict=True):
+        offset = 0
+        for segment in bucket:
+            if segment.stop is None:
+                parts[segment.tensor].append((0, total))
+                continue
+            elements = segment.stop - segment.start
+            parts[segment.tensor].append((segment.start, total[offset : offset + elements]))
+            offset += segment.padded(granule)
+    separated = []
+    for position, tensor in enumerate(like):
+        flat = [part for _, part in sorted(parts[position], key=lambda placed: placed[0])]
+        whole = flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)
+        shape = tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
+        separated.append(tf.ensure_shape(tf.reshape(tf.cast(whole, tensor.dtype), shape), tensor.shape))
+    return separated

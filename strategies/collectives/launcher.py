@@ -44,3 +44,18 @@ class Launcher(_tf.CollectiveReplicaLauncher):
     def all_gather_rows(self, tensor: tf.Tensor, options) -> tf.Tensor:
         """Joins tensors of equal shape along their first axis: [n, ...] -> [replicas * n, ...]."""
         return self._all_gather(tensor, options)
+
+    def all_to_all(self, rows: tf.Tensor, options) -> tf.Tensor:
+        """Sends row j to replica j: [replicas, ...] -> [replicas, ...], row i from replica i."""
+        key, token = self._next_instance_key(), self._get_ordering_token()
+        options = self._options.merge(options)
+        with tf.device(self._device):
+            return tf.raw_ops.CollectiveAllToAllV2(
+                input=rows,
+                group_size=self._group_size,
+                group_key=self._group_key,
+                instance_key=key,
+                ordering_token=[] if token is None else [token],
+                communication_hint=options.implementation.value,
+                timeout_seconds=options.timeout_seconds or 0,
+            )

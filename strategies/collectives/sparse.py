@@ -1,8 +1,12 @@
 """All-reduce of `tf.IndexedSlices`, the gradients of embeddings."""
 
+import dataclasses
+from typing import Any
+
 import tensorflow as tf
 
 from tfdist.strategies.collectives.launcher import Launcher
+from tfdist.strategies.compression import WordCodec
 
 
 def sum_duplicates(slices: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
@@ -14,15 +18,20 @@ def sum_duplicates(slices: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.Index
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
-def all_reduce_sparse(slices: tf.IndexedSlices, launcher: Launcher, group_size: int, options) -> tf.IndexedSlices:
+def all_reduce_sparse(
+    slices: tf.IndexedSlices, launcher: Launcher, group_size: int, options, codec: WordCodec | None = None
+) -> tf.IndexedSlices:
     """Joins the `slices` of all replicas; each may hold another number of rows, also none.
 
-    Rows of equal index stay apart, as they are on one device: Keras' adaptive optimizers square each by itself.
+    Rows of equal index stay apart, as they are on one device: Keras' adaptive optimizers square each by itself. With a
+    codec the rows of one replica are added up first, values travel encoded, row by row, and indices exact.
     Traffic a replica: (replicas - 1) times the rows of the longest.
 
     Returns:
       Slices in the order of replicas, the same on all.
     """
+    if codec is not None:
+        slices = sum_duplicates(slices)
     lengths = launcher.all_gather_rows(tf.shape(slices.indices), options)  # [replicas]
     longest = tf.reduce_max(lengths)
 
@@ -32,6 +41,49 @@ def all_reduce_sparse(slices: tf.IndexedSlices, launcher: Launcher, group_size: 
         everyone = launcher.all_gather_rows(tf.pad(rows, padding), options)
         return tf.boolean_mask(everyone, tf.reshape(tf.sequence_mask(lengths, longest), [group_size * longest]))
 
-    # All-gather has no bfloat16 kernel.
-    values = tf.cast(slices.values, tf.float32) if slices.values.dtype == tf.bfloat16 else slices.values
-    return tf.IndexedSlices(tf.cast(gather(values), slices.values.dtype), gather(slices.indices), slices.dense_shape)
+    travel, arrive = _float32(slices.values) if codec is None else _encoded(slices.values, codec)
+    values = tf.ensure_shape(arrive(gather(travel)), [None, *slices.values.shape[1:]])
+    return tf.IndexedSlices(values, gather(slices.indices), slices.dense_shape)
+
+
+def sparse_row_bytes(slices: tf.IndexedSlices, codec: WordCodec | None = None) -> int:
+    """Bytes that one row takes, with its index."""
+    width = slices.values.shape[1:].num_elements()
+    if codec is None:
+        return width * slices.values.dtype.size + slices.indices.dtype.size
+    codec = _fit(codec, width)
+    return codec.words(_padded(width, codec)) * 4 + slices.indices.dtype.size
+
+
+def _float32(values: tf.Tensor) -> Any:
+    """All-gather has no bfloat16 kernel."""
+    if values.dtype != tf.bfloat16:
+        return values, lambda rows: rows
+    return tf.cast(values, tf.float32), lambda rows: tf.cast(rows, tf.bfloat16)
+
+
+def _encoded(values: tf.Tensor, codec: WordCodec) -> Any:
+    """The words of each row, and what turns gathered words into values again."""
+    shape = values.shape[1:]
+    width = shape.num_elements()
+    codec = _fit(codec, width)
+    padded = _padded(width, codec)
+
+    def decode(words):
+        rows = codec.decode(tf.ensure_shape(words, [None, codec.words(padded)]), padded)[:, :width]
+        return tf.cast(tf.reshape(rows, [-1, *shape]), values.dtype)
+
+    rows = tf.pad(tf.reshape(tf.cast(values, tf.float32), [-1, width]), [[0, 0], [0, padded - width]])
+    return codec.encode(rows), decode
+
+
+def _fit(codec: WordCodec, width: int) -> WordCodec:
+    """`codec` in blocks no longer than a row needs."""
+    block = -(-width // 8) * 8
+    if getattr(codec, "block_size", 0) <= block:
+        return codec
+    return dataclasses.replace(codec, block_size=block)  # type: ignore[call-arg]
+
+
+def _padded(width: int, codec: WordCodec) -> int:
+    return -(-width // codec.granule) * codec.granule

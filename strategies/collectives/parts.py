@@ -1,0 +1,187 @@
+"""Gradients that travel under one codec: how they are laid out, exchanged, and what they leave behind."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.strategies.collectives.buckets import BUCKET_BYTES, Bucket, fill_buckets, join, separate
+from tfdist.strategies.collectives.low_rank import all_reduce_low_rank
+from tfdist.strategies.collectives.two_shot import all_reduce_encoded, sent_words, state_shapes
+from tfdist.strategies.compression import PowerSGD, WordCodec
+
+Gradient: TypeAlias = Any  # tf.Tensor | tf.IndexedSlices; TensorFlow has no types that a checker could use.
+
+
+class Words:
+    """Gradients under one codec of words, in buckets."""
+
+    def __init__(self, codec: WordCodec, positions: list[int], gradients: Sequence[Gradient], collectives: Any):
+        self.codec, self.positions = codec, positions
+        self._like = like = [tf.TensorSpec(gradients[i].shape, tf.float32) for i in positions]
+        self._granule = codec.granule
+        spread, ranks = collectives.spread, collectives.ranks
+        self._multiple = codec.granule * spread * (ranks if codec.two_shot else 1)
+        self._buckets: list[Bucket] = fill_buckets(like, BUCKET_BYTES, codec.granule)
+        padded = [sum(segment.padded(codec.granule) for segment in bucket) for bucket in self._buckets]
+        self._elements = [-(-size // self._multiple) * self._multiple for size in padded]
+        shapes = [state_shapes(codec, elements // spread, ranks) for elements in self._elements]
+        self._splits = [(len(first), len(second)) for first, second in shapes]
+        self.state_shapes = [shape for first, second in shapes for shape in [*first, *second]]
+        self.num_states = len(self.state_shapes)
+        self.is_residual = [True] * self.num_states
+        self.kinds = codec.states
+
+    def initial_states(self):
+        """What is kept before the first step; `None` for zeros."""
+        return [None] * self.num_states
+
+    def sent_bytes(self, collectives, ring):
+        """What a replica sends in a step; `ring` is what an all-reduce sends of a byte."""
+        parts = [elements // collectives.spread for elements in self._elements]
+        return sum(4 * sent_words(self.codec, part, collectives.ranks) for part in parts)
+
+    def exchange(self, gradients, states, replica, collectives, options):
+        """Gradients and states -> their sums, the new states, and whether the sums are finite."""
+        totals, kept, finite = [], [], []
+        members = [tf.cast(gradient, tf.float32) for gradient in gradients]
+        rest = list(states)
+        for bucket, (first, second) in zip(self._buckets, self._splits, strict=True):
+            own, rest = rest[: first + second], rest[first + second :]
+            joined = join(bucket, members, self._granule, self._multiple)
+            total, new_first, new_second, is_finite = collectives.across_workers(
+                joined,
+                replica,
+                options,
+                lambda shard, launcher, ranks, own=own, first=first: all_reduce_encoded(
+                    self.codec, shard, tuple(own[:first]), tuple(own[first:]), launcher, ranks, options
+                ),
+            )
+            totals.append(total)
+            if not self.codec.keeps_zeros:
+                new_first, new_second = self._without_padding(bucket, new_first, new_second, replica, collectives)
+            kept += [*new_first, *new_second]
+            finite.append(is_finite)
+        return separate(self._buckets, totals, gradients, self._granule), kept, tf.reduce_all(finite)
+
+    def _without_padding(self, bucket, first, second, replica, collectives):
+        """States with zeros where the bucket is padded."""
+        ones = [tf.ones([segment.stop - segment.start]) for segment in bucket]
+        alone = [
+            segment._replace(tensor=i, start=0, stop=one.shape[0])
+            for i, (segment, one) in enumerate(zip(bucket, ones, strict=True))
+        ]
+        mask = join(alone, ones, self._granule, self._multiple)
+        start, stop = collectives.shard(replica, mask.shape[0])
+        chunk = (stop - start) // collectives.ranks
+        owned = start + collectives.rank(replica) * chunk
+        return (
+            [state * tf.reshape(mask[start:stop], state.shape) for state in first],
+            [state * tf.reshape(mask[owned : owned + chunk], state.shape) for state in second],
+        )
+
+    def pending(self, states, replica, collectives):
+        """What a replica has left behind: for each kind of state, for each gradient, its part of the sum, float32."""
+        kinds: list[list[Any]] = [[] for _ in range(self.codec.states)]
+        rest = list(states)
+        for elements, (first, second) in zip(self._elements, self._splits, strict=True):
+            own, rest = rest[: first + second], rest[first + second :]
+            start, stop = collectives.shard(replica, elements)
+            chunk = (stop - start) // collectives.ranks
+            owned = start + collectives.rank(replica) * chunk
+            for kind, buckets in enumerate(kinds):
+                bucket = np.zeros([elements], np.float32)
+                bucket[start:stop] += own[kind].numpy().reshape(-1)
+                if second:
+                    bucket[owned : owned + chunk] += own[first + kind].numpy().reshape(-1)
+                buckets.append(tf.constant(bucket))
+        return [
+            [total.numpy() for total in separate(self._buckets, buckets, self._like, self._granule)]
+            for buckets in kinds
+        ]
+
+    def spread(self, kinds, replica, collectives):
+        """The states of a replica, flattened, such that all replicas together have `kinds` pending."""
+        states = []
+        for bucket, elements, (_, second) in zip(self._buckets, self._elements, self._splits, strict=True):
+            start, stop = collectives.shard(replica, elements)
+            for pending in kinds:
+                joined = join(bucket, pending, self._granule, self._multiple)
+                states.append(joined[start:stop] / collectives.ranks)
+            states += [tf.zeros([(stop - start) // collectives.ranks])] * second
+        return states
+
+
+class Matrices:
+    """Gradients under PowerSGD."""
+
+    def __init__(self, codec: PowerSGD, positions: list[int], gradients: Sequence[Gradient], seed: int):
+        self.codec, self.positions = codec, positions
+        self._shapes = [_matrix(gradients[i].shape) for i in positions]
+        self._seed = seed
+        like = [tf.TensorSpec(shape, tf.float32) for shape in self._shapes]
+        buckets = fill_buckets(like, BUCKET_BYTES)
+        self._groups = list(dict.fromkeys(tuple(segment.tensor for segment in bucket) for bucket in buckets))
+        factors = [(columns, codec.rank) for _, columns in self._shapes]
+        self.state_shapes = [*(self._shapes if codec.error_feedback else []), *factors]
+        self.num_states = len(self.state_shapes)
+        self.kinds = 1 + codec.error_feedback
+        self.is_residual = [i < self.num_states - len(factors) for i in range(self.num_states)]
+
+    def initial_states(self):
+        """What is kept before the first step; `None` for zeros."""
+        codec = self.codec
+        factors = [
+            codec.start(rows, columns, self._seed + position)
+            for position, (rows, columns) in zip(self.positions, self._shapes, strict=True)
+        ]
+        return [None] * (self.num_states - len(factors)) + factors
+
+    def sent_bytes(self, collectives, ring):
+        """What a replica sends in a step; `ring` is what an all-reduce sends of a byte."""
+        return ring * sum(4 * self.codec.rank * (rows + cols) for rows, cols in self._shapes)
+
+    def exchange(self, gradients, states, replica, collectives, options):
+        """Gradients and states -> their sums, the new states, and whether the sums are finite."""
+        count = len(self._shapes)
+        residuals, factors = list(states[: self.num_states - count]), list(states[self.num_states - count :])
+        totals: list[Any] = [None] * count
+        finite = []
+        launcher = collectives.launcher(replica)
+        for group in self._groups:
+            matrices = [tf.reshape(tf.cast(gradients[i], tf.float32), self._shapes[i]) for i in group]
+            sums, kept, new_factors, is_finite = all_reduce_low_rank(
+                self.codec,
+                matrices,
+                [residuals[i] for i in group] if residuals else [],
+                [factors[i] for i in group],
+                launcher,
+                options,
+            )
+            finite.append(is_finite)
+            for place, i in enumerate(group):
+                totals[i] = tf.cast(tf.reshape(sums[place], gradients[i].shape), gradients[i].dtype)
+                factors[i] = new_factors[place]
+                if residuals:
+                    residuals[i] = kept[place]
+        return totals, [*residuals, *factors], tf.reduce_all(finite)
+
+    def pending(self, states, replica, collectives):
+        """As `Words.pending`; factors are the same on all replicas, and count as pending on the first alone."""
+        count = len(self._shapes)
+        residuals, factors = states[: self.num_states - count], states[self.num_states - count :]
+        first = collectives.is_first(replica)
+        kinds = [[residual.numpy() for residual in residuals]] if residuals else []
+        return [*kinds, [factor.numpy() if first else np.zeros_like(factor.numpy()) for factor in factors]]
+
+    def spread(self, kinds, replica, collectives):
+        """As `Words.spread`."""
+        replicas = collectives.ranks * collectives.spread
+        return [*(residual / replicas for residuals in kinds[:-1] for residual in residuals), *kinds[-1]]
+
+
+def _matrix(shape: tf.TensorShape) -> tuple[int, int]:
+    """Rows and columns: all axes but the last, and the last."""
+    columns = shape[-1]
+    return shape.num_elements() // columns, columns

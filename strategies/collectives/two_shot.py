@@ -1,0 +1,108 @@
+"""All-reduce of a bucket that travels encoded: chunks to their owners, sums back to all."""
+
+import functools
+
+import tensorflow as tf
+
+from tfdist.strategies.compression import WordCodec
+
+State = tuple[tf.Tensor, ...]
+
+# Compiling takes a few tenths of a second for each shape and device, which smaller buckets would never earn back.
+_COMPILED_ELEMENTS = 1 << 14
+
+
+def state_shapes(codec: WordCodec, elements: int, ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Shapes of the float32 tensors that a bucket keeps from step to step: of the first encoding, and of the second."""
+    if not codec.two_shot:
+        return [(1, elements)] * codec.states, []
+    chunk = elements // ranks
+    return [(ranks, chunk)] * codec.states, [(1, chunk)] * codec.states
+
+
+def sent_words(codec: WordCodec, elements: int, ranks: int) -> int:
+    """int32 words that one rank sends."""
+    if not codec.two_shot:
+        return (ranks - 1) * codec.words(elements)
+    return 2 * (ranks - 1) * codec.words(elements // ranks)
+
+
+def all_reduce_encoded(
+    codec: WordCodec, bucket: tf.Tensor, first: State, second: State, launcher, ranks: int, options
+) -> tuple[tf.Tensor, State, State, tf.Tensor]:
+    """Sums the buckets of all ranks.
+
+    A rank owns one chunk. It gets that chunk from all, encoded; sums in float32, in the order of ranks; and sends the
+    sum to all, encoded again. The owner too decodes what it has sent, so all hold the same bits. What an encoding loses
+    stays behind as residual, on both stages. Traffic a rank: 2 (ranks - 1) / ranks of the encoded bucket. A codec that
+    is not `two_shot` (sparse) sends everything to everyone once: (ranks - 1) encoded buckets.
+
+    Args:
+      codec: How rows are encoded.
+      bucket: float [elements], elements a multiple of ranks * granule.
+      first: What `codec.compress` keeps of the first encoding; see `state_shapes`.
+      second: The same of the second.
+      launcher: Of the group of ranks.
+      ranks: Size of that group.
+      options: Communication options.
+
+    Returns:
+      The sum, float32 [elements]; both states as they are after this step; whether the sum is finite, bool []. An Inf
+      or NaN on any rank makes the sum non-finite on all.
+
+    References:
+      1-bit SGD's residuals on both ways: Seide et al., 2014. The two-shot form: Tang et al., DoubleSqueeze, 2019,
+      https://arxiv.org/abs/1905.05957
+    """
+    rows = ranks if codec.two_shot else 1
+    compiled = bucket.shape[0] >= _COMPILED_ELEMENTS
+    words, first = _encode(codec, compiled)(tf.reshape(bucket, [rows, -1]), first)
+    chunk = bucket.shape[0] // rows
+    if not codec.two_shot:
+        received = tf.ensure_shape(launcher.all_gather_rows(words, options), [ranks, words.shape[1]])
+        total, finite = _sum(codec, compiled)(received, chunk)
+        return tf.reshape(total, [-1]), first, second, finite
+    received = tf.ensure_shape(launcher.all_to_all(words, options), words.shape)
+    words, second = _sum_and_encode(codec, compiled)(received, second, chunk)
+    gathered = tf.ensure_shape(launcher.all_gather_rows(words, options), [ranks, words.shape[1]])
+    total, finite = _decode(codec, compiled)(gathered, chunk)
+    return tf.reshape(total, [-1]), first, second, finite
+
+
+# Compiled, large buckets take one pass over memory instead of one for each operation.
+
+
+@functools.cache
+def _encode(codec: WordCodec, compiled: bool):
+    return _function(lambda values, state: codec.compress(tf.cast(values, tf.float32), state), compiled)
+
+
+@functools.cache
+def _sum_and_encode(codec: WordCodec, compiled: bool):
+    return _function(lambda words, state, elements: codec.compress(_sum_rows(codec, words, elements), state), compiled)
+
+
+@functools.cache
+def _sum(codec: WordCodec, compiled: bool):
+    return _function(lambda words, elements: _checked(_sum_rows(codec, words, elements)), compiled)
+
+
+@functools.cache
+def _decode(codec: WordCodec, compiled: bool):
+    return _function(lambda words, elements: _checked(codec.decode(words, elements)), compiled)
+
+
+def _checked(total):
+    return total, tf.reduce_all(tf.math.is_finite(total))
+
+
+def _function(function, compiled):
+    return tf.function(function, jit_compile=True, autograph=False) if compiled else function
+
+
+def _sum_rows(codec: WordCodec, words: tf.Tensor, elements: int) -> tf.Tensor:
+    """[ranks, words] -> float32 [1, elements], added up in the order of ranks."""
+    total = codec.decode(words[:1], elements)
+    for rank in range(1, words.shape[0]):
+        total += codec.decode(words[rank : rank + 1], elements)
+    return total

@@ -1,0 +1,222 @@
+"""What a strategy sends: which exchange carries which gradients, and the figures of it."""
+
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfdist.strategies.collectives.exchange import RAW_BYTES, SENT_BYTES, STEPS, Exchange
+from tfdist.strategies.collectives.parts import Gradient
+from tfdist.strategies.compression import Codec, PowerSGD, from_name
+
+Policy = Callable[[tf.TensorShape, tf.DType, int], Codec | None]
+
+_ENCODED = (tf.float16, tf.bfloat16, tf.float32)
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def uncompressed() -> Iterator[None]:
+    """Exchanges the gradients of this block uncompressed.
+
+    For custom loops: open it inside the function that `strategy.run` runs, around `optimizer.apply`. What codecs keep
+    from step to step stays as it is.
+    """
+    before = getattr(_local, "uncompressed", False)
+    _local.uncompressed = True
+    try:
+        yield
+    finally:
+        _local.uncompressed = before
+
+
+def is_uncompressed() -> bool:
+    """Whether this thread is inside `uncompressed`."""
+    return getattr(_local, "uncompressed", False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What this worker has sent for gradients; by a count of what the collectives are given, without TCP's headers.
+
+    Attributes:
+      steps: Exchanges.
+      raw_bytes: What uncompressed rings would have sent.
+      sent_bytes: What was sent: values, scales, indices and padding.
+    """
+
+    steps: int
+    raw_bytes: int
+    sent_bytes: int
+
+    def __sub__(self, before: "Traffic") -> "Traffic":
+        """What was sent since `before`."""
+        own, other = dataclasses.astuple(self), dataclasses.astuple(before)
+        return Traffic(*(now - then for now, then in zip(own, other, strict=True)))
+
+    @property
+    def ratio(self) -> float:
+        """How many times less was sent; 1 if nothing."""
+        return self.raw_bytes / self.sent_bytes if self.sent_bytes else 1.0
+
+    @property
+    def sent_bytes_per_step(self) -> float:
+        """Of all replicas of this worker."""
+        return self.sent_bytes / max(self.steps, 1)
+
+
+class Communication(tf.Module):
+    """The gradient exchanges of a strategy with `compression`, as `strategy.communication`.
+
+    Holds what codecs keep from step to step: residuals, momenta, low-rank factors and counts. It belongs to the worker.
+    Each worker saves and restores its own, to a path of its own, before or after the first step:
+
+        tf.train.Checkpoint(communication=strategy.communication).write(f"state-{worker}")
+
+    Memory: what `memory_bytes` says. With error feedback that is a float32 copy of the compressed gradients for each
+    replica, and one more divided by the number of workers.
+    """
+
+    def __init__(self, policy: Policy, collectives: Callable[[], Any]):
+        super().__init__(name="communication")
+        self._policy = policy
+        self._make_collectives = collectives
+        self.exchanges: list[Exchange] = []
+        self._known = _Known()
+
+    def exchange_of(self, optimizer: Any, gradients: Sequence[Gradient]) -> Exchange:
+        """The exchange of these gradients; made when they come for the first time."""
+        anchor = optimizer.iterations  # Views of an optimizer share it.
+        signature = tuple((tuple(g.shape.as_list()), g.dtype, isinstance(g, tf.IndexedSlices)) for g in gradients)
+        key = (id(anchor), signature)
+        with self._known.lock:
+            if key not in self._known.exchanges:
+                codecs = [self._codec_of(gradient, position) for position, gradient in enumerate(gradients)]
+                made = Exchange(gradients, codecs, self._make_collectives(), len(self.exchanges))
+                self.exchanges.append(made)
+                with ThreadPoolExecutor(1) as pool:  # Out of the graph that is being built.
+                    pool.submit(self._inherit, made, len(self.exchanges) - 1).result()
+                self._known.exchanges[key] = made
+                weakref.finalize(anchor, self._known.exchanges.pop, key, None)
+            return self._known.exchanges[key]
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What this worker's replicas have left behind, and counts of steps, in a form for any number of workers.
+
+        Costs a copy of it. For the same number of workers `tf.train.Checkpoint` is exact to the bit.
+        """
+        state: dict[str, np.ndarray] = {}
+        for number, exchange in enumerate(self.exchanges):
+            state[f"{number}/steps"] = exchange.counts[0].numpy()[STEPS]
+            state |= {f"{number}/{i}": array for i, array in enumerate(exchange.pending())}
+        return state
+
+    def redistribute(self, states: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Takes over what earlier workers, as many as there were, have left behind.
+
+        The sum over all is kept, up to rounding, and shared equally. Call it alike on all workers, before the first
+        step or later. An exchange of other gradients or codecs starts from nothing, with a warning.
+
+        Args:
+          states: What `state` gave, on each of the earlier workers.
+        """
+        self._known.inherited = {name: np.sum([state[name] for state in states], axis=0) for name in states[0]}
+        self._known.inherited |= {name: states[0][name] for name in states[0] if name.endswith("/steps")}
+        for number, exchange in enumerate(self.exchanges):
+            self._inherit(exchange, number)
+
+    def _inherit(self, exchange: Exchange, number: int) -> None:
+        own = {name: array for name, array in self._known.inherited.items() if name.startswith(f"{number}/")}
+        if not own:
+            return
+        steps = int(own.pop(f"{number}/steps"))
+        try:
+            exchange.spread([own[f"{number}/{i}"] for i in range(len(own))], steps)
+        except ValueError as error:
+            logging.warning(
+                "Residuals of exchange %d start from zero, since they are of another model. %s", number, error
+            )
+
+    def traffic(self) -> Traffic:
+        """What this worker's replicas have sent since the strategy was made."""
+        counts = [count.numpy() for exchange in self.exchanges for count in exchange.counts]
+        steps = sum(int(exchange.counts[0].numpy()[STEPS]) for exchange in self.exchanges)
+        raw, sent = (sum(int(count[which]) for count in counts) for which in (RAW_BYTES, SENT_BYTES))
+        return Traffic(steps, raw, sent)
+
+    def residual_norm(self) -> float:
+        """The Euclidean norm of all that this worker's replicas have left behind, to be sent later."""
+        squares = [tf.reduce_sum(tf.square(value)) for exchange in self.exchanges for value in exchange.residuals()]
+        return float(tf.sqrt(tf.add_n(squares))) if squares else 0.0
+
+    def memory_bytes(self) -> int:
+        """Bytes that codecs keep from step to step in this worker."""
+        states = [state for exchange in self.exchanges for replica in exchange.states for state in replica]
+        return sum(state.shape.num_elements() * state.dtype.size for state in states)
+
+    def _codec_of(self, gradient: Gradient, position: int) -> Codec | None:
+        shape, dtype = gradient.shape, gradient.dtype
+        codec = self._policy(shape, dtype, position)
+        if codec is None:
+            return None
+        if not isinstance(codec, Codec):
+            raise TypeError(f"A policy gives a tfdist.compression codec or None for each gradient, not {codec!r}.")
+        if not shape.is_fully_defined():
+            return None
+        if dtype not in _ENCODED:
+            allowed = ", ".join(known.name for known in _ENCODED)
+            raise ValueError(
+                f"The policy gives {codec!r} for gradient {position} of dtype {dtype.name}; only {allowed} can be "
+                "compressed. Give None for it."
+            )
+        if isinstance(codec, PowerSGD) and shape.rank < 2:
+            raise ValueError(f"{codec!r} takes matrices, and gradient {position} has shape {shape}. Give None for it.")
+        return codec
+
+
+class _Known:
+    """Exchanges by optimizer and shapes; apart from what checkpoints see, which takes no such keys."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.exchanges: dict[Any, Exchange] = {}
+        self.inherited: dict[str, np.ndarray] = {}
+
+
+def policy_of(compression: Any) -> Policy | None:
+    """What `compression=` of a strategy means.
+
+    Args:
+      compression: `None`, the name of a codec, a codec, or a function (shape, dtype, position) -> codec or `None`.
+
+    Raises:
+      ValueError: If it is a name that no codec has.
+      TypeError: If it is something else.
+    """
+    if callable(compression) and not isinstance(compression, type):
+        return compression
+    codec = from_name(compression)
+    return None if codec is None else _default_policy(codec)
+
+
+def _default_policy(codec: Codec) -> Policy:
+    def policy(shape: tf.TensorShape, dtype: tf.DType, position: int) -> Codec | None:
+        elements = shape.num_elements()
+        if dtype not in _ENCODED or elements is None or elements < codec.min_elements:
+            return None
+        if isinstance(codec, PowerSGD) and not _is_low_rank(codec, shape):
+            return None
+        return codec
+
+    return policy
+
+
+def _is_low_rank(codec: PowerSGD, shape: tf.TensorShape) -> bool:
+    return shape.rank >= 2 and codec.saves(shape.num_elements() // shape[-1], shape[-1])
