@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfdist import callbacks, cluster, data, errors, testing
+    from tfdist import callbacks, cluster, compression, data, errors, testing
     from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 
 __version__ = "0.1.0"
@@ -19,12 +19,13 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "callbacks",
     "cluster",
+    "compression",
     "data",
     "errors",
     "testing",
 ]
 
-_MODULES = ("callbacks", "cluster", "data", "errors", "testing")
+_MODULES = ("callbacks", "cluster", "compression", "data", "errors", "testing")
 
 
 def __getattr__(name: str) -> Any:

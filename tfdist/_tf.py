@@ -24,6 +24,9 @@ from tensorflow.python.distribute.collective_util import Options as Communicatio
 # `PerReplicaSpec` says what a dataset gives to each replica; without it shapes are learnt by reading a batch.
 from tensorflow.python.distribute.values import MirroredVariable, PerReplicaSpec, SyncOnReadVariable
 
+# Makes values of all replicas out of lists of one for each. Without it: no compression in eager steps.
+from tensorflow.python.distribute.distribute_utils import regroup
+
 # Which replica a thread is tracing; public API gives a tensor, a Python number is needed to pick a launcher.
 from tensorflow.python.distribute.values_util import get_current_replica_id_as_int
 
@@ -77,6 +80,7 @@ __all__ = [
     "keras_callers",
     "keras_is_peeking",
     "multi_worker_util",
+    "regroup",
     "set_cardinality",
     "tf_convert",
 ]

@@ -8,7 +8,6 @@ __all__ = [
     "ClusterError",
     "CompiledCollectivesError",
     "LossScaleError",
-    "NotBuiltError",
     "ScopeError",
     "TFConfigError",
     "TfdistError",
@@ -38,10 +37,6 @@ class CompiledCollectivesError(TfdistError, ValueError):
 
 class LossScaleError(TfdistError, RuntimeError):
     """A loss scaler would let each replica decide by itself whether to take part in an exchange."""
-
-
-class NotBuiltError(TfdistError, NotImplementedError):
-    """An option that this version accepts by name but does not carry out yet."""
 
 
 class ScopeError(TfdistError, ValueError):

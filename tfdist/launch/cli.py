@@ -8,15 +8,20 @@ import importlib.util
 import logging as std_logging
 import os
 import pathlib
+import re
+import shlex
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from absl import flags, logging
 
 import tfdist
+from tfdist.cluster import ClusterSpec
 from tfdist.errors import TfdistError
 from tfdist.launch.group import WorkerExit, WorkerGroup
 
@@ -25,6 +30,8 @@ __all__ = ["main"]
 _TAIL_LINES = 30
 _TAIL_BYTES = 1 << 16
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_COUNTS = {"k": 10**3, "M": 10**6, "B": 10**9}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
       SystemExit: With code 2 if the command line is wrong, with 0 after `--help` and `--version`.
     """
+    argv = sys.argv[1:] if argv is None else list(argv)
     flags.FLAGS(["tfdist"])  # absl's logging wants its flags parsed; the command line is argparse's
     logging.use_absl_handler()
     logging.get_absl_handler().setFormatter(std_logging.Formatter("tfdist: %(message)s"))
@@ -57,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in _COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help, allow_abbrev=False)
         command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run, parser=subparser)
+        subparser.set_defaults(run=command.run, parser=subparser, argv=argv)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))
@@ -177,6 +185,123 @@ def _report(failure: WorkerExit, group: WorkerGroup) -> None:
     logging.error("%s%s; the end of %s:\n%s", failure.describe(), others, path, "\n".join(tail) or "(empty)")
 
 
+def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers",
+        type=_positive_int,
+        metavar="N",
+        help="start N workers on this machine (default: take part in the cluster of TF_CONFIG, where every host starts "
+        "the same command)",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=_sizes,
+        default="1KiB,16KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB",
+        metavar="S,...",
+        help="bytes of the tensors that are summed (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--compression",
+        type=_names,
+        metavar="NAME,...",
+        help="codecs, `none` for the plain exchange (default: that and all codecs)",
+    )
+    parser.add_argument(
+        "--parameters",
+        type=_parameters,
+        default="25M",
+        metavar="P",
+        help="float32 parameters of the model whose exchange is predicted (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--compute-ms",
+        type=_seconds,
+        metavar="MS",
+        help="milliseconds of its step without an exchange, to predict the step",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=1.0,
+        metavar="S",
+        help="how long one size and codec may take, 3 to 50 times (default: 1)",
+    )
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="where the chief writes the results")
+    parser.add_argument(
+        "--timeout", type=_seconds, default=600.0, metavar="S", help="seconds after which all ends (default: 600)"
+    )
+
+
+def _bench(args: argparse.Namespace) -> int:
+    spec = _bench_cluster(args)
+    if args.json and (spec is None or spec.is_chief):
+        if args.json.is_dir():
+            args.parser.error(f"--json needs a file, but {args.json} is a directory")
+        try:
+            tempfile.TemporaryFile(dir=args.json.parent).close()
+        except OSError as error:
+            args.parser.error(f"--json {args.json} cannot be written: {error}")
+    if spec is None:
+        return main(["run", "--workers", str(args.workers), "-m", "tfdist.launch.cli", *args.argv])
+    deadline = time.monotonic() + args.timeout
+    with _end_after(args.timeout):
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the table is what is to be read
+        from tfdist.launch import bench  # loads TensorFlow
+
+        unknown = [name for name in args.compression or () if name not in bench.COMPRESSIONS]
+        if unknown:
+            args.parser.error(f"--compression takes {', '.join(bench.COMPRESSIONS)}; got {unknown[0]!r}")
+        rows = bench.measure_aloud(bench.Plan(args.sizes, args.compression, args.seconds, deadline), spec)
+        if spec.is_chief:
+            command = shlex.join(["tfdist", *args.argv])
+            report = bench.report(rows, spec, command, args.parameters, args.compute_ms)
+            bench.print_tables(rows, report["expectations"])
+            if args.json:
+                bench.write_json(args.json, report)
+    return 0
+
+
+def _bench_cluster(args: argparse.Namespace) -> ClusterSpec | None:
+    """The cluster to take part in; None if one is to be started here."""
+    spec = ClusterSpec.from_env()
+    if spec is None and args.workers is None:
+        args.parser.error(
+            "TF_CONFIG names no cluster to measure; start this command on every host with its TF_CONFIG, or give "
+            "--workers 2 to start two workers on this machine"
+        )
+    workers = args.workers if spec is None else spec.num_workers
+    if args.workers not in (None, workers):
+        args.parser.error(
+            f"TF_CONFIG names {workers} workers, but --workers is {args.workers}; leave --workers out to measure "
+            "that cluster, or unset TF_CONFIG to start workers on this machine"
+        )
+    if workers < 2:
+        where = "--workers is" if spec is None else "TF_CONFIG names"
+        args.parser.error(f"an exchange needs two workers or more, but {where} 1; on one machine give --workers 2")
+    return spec
+
+
+@contextlib.contextmanager
+def _end_after(seconds: float) -> Iterator[None]:
+    """Ends this process if the block takes longer: in an exchange TensorFlow hears no signal and no exception."""
+
+    def end() -> None:
+        logging.error(
+            "not done after --timeout %g s; see that every worker runs and can be reached, or give more --timeout or "
+            "smaller --sizes",
+            seconds,
+        )
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 @contextlib.contextmanager
 def _caught_signals() -> Iterator[list[int]]:
     """Collects the signals that ask this process to stop, instead of stopping."""
@@ -206,7 +331,36 @@ def _seconds(text: str) -> float:
     return value
 
 
-_COMMANDS = (_Command("run", "start a script in several workers on this machine", _add_run_arguments, _run),)
+def _quantity(text: str, units: Mapping[str, int]) -> int:
+    """Reads a whole number of things: "64KiB", "2.5M", "1000"."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text.strip())
+    if match and match[2] in ("", *units):
+        value = float(match[1]) * units.get(match[2], 1)
+        if value >= 1 and value.is_integer():
+            return int(value)
+    raise argparse.ArgumentTypeError(f"needs a whole number, alone or with {', '.join(units)} after it, got {text!r}")
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = sorted({_quantity(part, _BYTES) for part in text.split(",")})
+    odd = [size for size in sizes if size % 4]
+    if odd:
+        raise argparse.ArgumentTypeError(f"needs multiples of 4 bytes, the size of a float32, got {odd[0]} B")
+    return tuple(sizes)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def _parameters(text: str) -> int:
+    return _quantity(text, _COUNTS)
+
+
+_COMMANDS = (
+    _Command("run", "start a script in several workers on this machine", _add_run_arguments, _run),
+    _Command("bench", "measure the exchange between workers, by size", _add_bench_arguments, _bench),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

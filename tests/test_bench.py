@@ -1,0 +1,220 @@
+"""`tfdist bench` measures exchanges of real workers, and refuses at once what cannot be measured."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tfdist.cluster import ClusterSpec, free_ports
+from tfdist.errors import ClusterError
+
+DEADLINE_SECONDS = 60
+KIB = 1 << 10
+
+
+def start(directory, *arguments, tf_config=None):
+    """The command in a process of its own."""
+    (directory / "tmp").mkdir(exist_ok=True)
+    environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    environ |= {"CUDA_VISIBLE_DEVICES": "-1", "TMPDIR": str(directory / "tmp"), "COLUMNS": "100"}
+    if tf_config:
+        environ["TF_CONFIG"] = tf_config.to_json()
+    command = [sys.executable, "-m", "tfdist.launch.cli", "bench", *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environ, cwd=directory, **pipes)
+
+
+def finish(*processes):
+    """Exit code, output and errors of each."""
+    try:
+        ended = [process.communicate(timeout=DEADLINE_SECONDS) for process in processes]
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+    return [(process.returncode, *streams) for process, streams in zip(processes, ended, strict=True)]
+
+
+def on_two_hosts(directory, *arguments):
+    """The chief's and the other worker's process under hand-written TF_CONFIGs; `arguments` of each."""
+    ports = free_ports(2)
+    specs = [ClusterSpec.local(2, index, ports) for index in range(2)]
+    return [start(directory, *own, tf_config=spec) for own, spec in zip(arguments, specs, strict=True)]
+
+
+def files(directory):
+    """What was written, but for temporary files."""
+    return [path.name for path in directory.iterdir() if path.name != "tmp"]
+
+
+def check_row(row, size):
+    """That a row's figures belong to each other."""
+    seconds = row["seconds"]
+    assert row["bytes"] == size and row["skipped"] is None
+    assert 3 <= row["repetitions"] <= 50
+    assert 0 < seconds["low"] <= seconds["median"] <= seconds["high"] < DEADLINE_SECONDS
+    assert row["algorithm_bytes_per_second"] == pytest.approx(size / seconds["median"])
+    assert row["bus_bytes_per_second"] == pytest.approx(size / seconds["median"])  # 2 (N - 1) / N is 1 for 2 workers
+
+
+def test_two_workers_on_this_machine_are_measured(tmp_path):
+    (tmp_path / "new.json").write_text("an earlier result")
+    sizes = ("--sizes", "64KiB,1KiB", "--compression", "none", "--seconds", 0.1)
+    model = ("--parameters", "12k", "--compute-ms", 50)
+    ((code, out, err),) = finish(start(tmp_path, "--workers", 2, *sizes, *model, "--json", "new.json"))
+    assert code == 0, err
+    assert files(tmp_path) == ["new.json"]
+    result = json.loads((tmp_path / "new.json").read_text())
+    assert {"machine", "versions", "command", "cluster", "rows", "expectations"} <= result.keys()
+    assert result["command"].startswith("tfdist bench --workers 2") and result["workers"] == result["replicas"] == 2
+    for row, size in zip(result["rows"], (1 * KIB, 64 * KIB), strict=True):
+        check_row(row, size)
+        shown = f"{size // KIB} KiB"
+        assert shown in out and f"none, {shown}:" in err  # in the table, and in the log when it was measured
+
+    (expected,) = result["expectations"]
+    medians = [row["seconds"]["median"] for row in result["rows"]]
+    exchange = np.interp(4 * 12_000, [1 * KIB, 64 * KIB], medians)
+    assert expected["latency_seconds"] == medians[0] and expected["beyond_largest_size"] is False
+    assert expected["exchange_seconds"] == pytest.approx(exchange)
+    assert expected["step_seconds"] == pytest.approx({"low": max(0.05, exchange), "high": 0.05 + exchange})
+
+
+def test_hosts_with_their_own_tf_config_are_measured_and_the_chief_tells(tmp_path):
+    arguments = ("--sizes", "1MiB,1000000GiB", "--compression", "none,int8", "--seconds", 0.1, "--json")
+    chief, other = finish(*on_two_hosts(tmp_path, (*arguments, "chief.json"), (*arguments, "other.json")))
+    assert (chief[0], other[0]) == (0, 0), chief[2] + other[2]
+    assert "1 MiB" in chief[1] and other[1] == ""
+    assert "worker 1 of 2" in other[2] and "takes part" in other[2] and "takes part" not in chief[2]
+    assert files(tmp_path) == ["chief.json"]
+    rows = json.loads((tmp_path / "chief.json").read_text())["rows"]
+    assert [row["compression"] for row in rows] == ["none", "none", "int8", "int8"]
+    for measured, skipped in (rows[:2], rows[2:]):
+        check_row(measured, KIB**2)
+        assert "free memory" in skipped["skipped"] and "seconds" not in skipped
+    assert "free memory" in chief[1]
+
+
+def test_workers_with_unlike_commands_are_told_instead_of_waiting(tmp_path):
+    ended = finish(*on_two_hosts(tmp_path, ("--sizes", "1KiB,4KiB"), ("--sizes", "1KiB")))
+    assert [code for code, _, _ in ended] == [1, 1]
+    assert all("worker 1 differ" in err and "same command" in err for _, _, err in ended), ended
+
+
+def test_an_unknown_codec_is_refused_before_anybody_waits(tmp_path):
+    lonely = start(tmp_path, "--compression", "none,int9", tf_config=ClusterSpec.local(2, 0, free_ports(2)))
+    ((code, out, err),) = finish(lonely)
+    assert (code, out) == (2, "") and "'int9'" in err and "int8" in err
+
+
+def test_a_worker_that_never_comes_is_waited_for_until_the_timeout(tmp_path):
+    lonely = start(tmp_path, "--timeout", 3, "--json", "new.json", tf_config=ClusterSpec.local(2, 0, free_ports(2)))
+    ((code, out, err),) = finish(lonely)
+    assert (code, out) == (1, "") and "--timeout 3 s" in err
+    assert files(tmp_path) == []
+
+
+TWO = ("--workers", "2")
+REFUSALS = {
+    "no cluster": ((), ("TF_CONFIG", "--workers 2")),
+    "one worker": (("--workers", "1"), ("two workers or more", "--workers 2")),
+    "no number": ((*TWO, "--sizes", "1KiB,big"), ("--sizes", "'big'", "KiB, MiB, GiB")),
+    "unknown unit": ((*TWO, "--sizes", "1KB"), ("--sizes", "'1KB'", "KiB, MiB, GiB")),
+    "nothing": ((*TWO, "--sizes", "0"), ("--sizes", "'0'")),
+    "not whole": ((*TWO, "--sizes", "0.3B"), ("--sizes", "'0.3B'")),
+    "part of a float32": ((*TWO, "--sizes", "1KiB,6B"), ("--sizes", "multiples of 4", "6 B")),
+    "negative parameters": ((*TWO, "--parameters=-5M"), ("--parameters", "'-5M'")),
+    "no directory": ((*TWO, "--json", "none/new.json"), ("--json", "none/new.json")),
+    "no file": ((*TWO, "--json", "."), ("--json", "directory")),
+}
+
+
+def called(arguments, directory, tf_config=""):
+    """Exit code, output and errors of the command, and whether it has loaded TensorFlow."""
+    code = f"""
+import sys
+from tfdist.launch import cli
+try:
+    exit_code = cli.main({["bench", *arguments]})
+except SystemExit as ended:
+    exit_code = ended.code
+sys.exit(100 if "tensorflow" in sys.modules else exit_code)
+"""
+    environ = {**os.environ, "TF_CONFIG": tf_config}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environ, cwd=directory, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_measured_is_refused_without_tensorflow(name, tmp_path):
+    arguments, words = REFUSALS[name]
+    code, out, err = called(arguments, tmp_path)
+    assert (code, out) == (2, ""), err
+    assert [word for word in words if word not in err] == []
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("workers", "arguments", "words"),
+    [(1, (), ("TF_CONFIG names 1", "--workers 2")), (3, TWO, ("TF_CONFIG names 3", "--workers is 2"))],
+)
+def test_a_tf_config_that_does_not_fit_is_refused_without_tensorflow(workers, arguments, words, tmp_path):
+    spec = ClusterSpec.local(workers, 0, free_ports(workers))
+    code, out, err = called(arguments, tmp_path, spec.to_json())
+    assert (code, out) == (2, ""), err
+    assert [word for word in words if word not in err] == []
+
+
+def test_a_faulty_tf_config_is_named_without_tensorflow(tmp_path):
+    code, _, err = called((), tmp_path, '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker"}}')
+    assert code == 1 and "TF_CONFIG needs a `task`" in err
+
+
+def test_help_names_all_options_without_tensorflow(tmp_path):
+    code, out, err = called(["--help"], tmp_path)
+    assert code == 0, err
+    options = ("workers", "sizes", "compression", "parameters", "compute-ms", "seconds", "json", "timeout")
+    assert [option for option in options if f"--{option}" not in out] == []
+
+
+@pytest.mark.parametrize(
+    ("elements", "exact", "right"),
+    [
+        ([3.0, 3.0], True, True),
+        ([3.0, 2.0], True, False),  # one worker's part is missing
+        ([3.0, 2.0], False, True),  # a codec may send the rest later
+        ([3.0, float("nan")], True, False),
+        ([float("nan"), 3.0], False, False),
+        ([float("inf"), 3.0], False, False),
+    ],
+)
+def test_a_wrong_sum_is_told(elements, exact, right):
+    import tensorflow as tf
+
+    from tfdist.launch import bench
+
+    with contextlib.nullcontext() if right else pytest.raises(ClusterError, match="must be 3"):
+        bench.check_sum(tf.constant(elements), 2, exact=exact)
+
+
+def rows(*points):
+    from tfdist.launch import bench
+
+    return [bench.Row("none", size, 2, (seconds,) * 3) for size, seconds in points]
+
+
+def test_a_prediction_follows_the_measured_points():
+    from tfdist.launch.bench import predict
+
+    measured = rows((1000, 0.001), (2000, 0.002), (10_000, 0.004))
+    expected = {10: 0.001, 1000: 0.001, 1500: 0.0015, 6000: 0.003, 10_000: 0.004, 18_000: 0.006}
+    assert {size: predict(measured, size) for size in expected} == pytest.approx(expected)
+    # Where the larger size was no slower there is no slope to go on with: its rate stays.
+    assert predict(rows((1000, 0.002), (2000, 0.001)), 4000) == pytest.approx(0.002)
+    assert predict(rows((1000, 0.002)), 4000) == pytest.approx(0.008)

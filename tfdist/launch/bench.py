@@ -1,0 +1,440 @@
+"""What `tfdist bench` measures: the time of an exchange between the workers of this cluster, by size and codec.
+
+All workers run the same exchanges in the same order. Whatever a clock or a machine's memory decides is told to all
+through the strategy first: a worker that repeated once less than the others would leave them waiting.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import platform
+import statistics
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import keras
+import numpy as np
+import rich.console
+import rich.table
+import rich.text
+import tensorflow as tf
+from absl import logging
+
+import tfdist
+from tfdist.cluster import ClusterSpec
+from tfdist.cluster.spec import split_address
+from tfdist.errors import ClusterError
+from tfdist.strategies.compression import NAMES
+
+__all__ = [
+    "COMPRESSIONS",
+    "Plan",
+    "Row",
+    "check_sum",
+    "exchange",
+    "measure",
+    "measure_aloud",
+    "predict",
+    "print_tables",
+    "report",
+    "write_json",
+]
+
+_LEAST_REPETITIONS, _MOST_REPETITIONS = 3, 50
+COMPRESSIONS = ("none", *NAMES)
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+      sizes: Bytes of the float32 tensor on each replica: multiples of 4, ascending. Equal on all workers.
+      compressions: Names of codecs, "none" for the plain exchange; None: that and all codecs. Equal on all workers.
+      seconds: How long one row may take, if that allows for 3 repetitions. The chief's counts.
+      deadline: When all must be done, as `time.monotonic()` counts. The chief's counts.
+    """
+
+    sizes: tuple[int, ...]
+    compressions: tuple[str, ...] | None
+    seconds: float
+    deadline: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The exchanges of one size with one codec, as this worker timed them.
+
+    Attributes:
+      compression: The name of the codec, or "none".
+      size: Bytes of the tensor on each replica.
+      replicas: How many replicas summed it.
+      times: Seconds of each repetition; none if it was skipped.
+      skipped: Why it was skipped.
+    """
+
+    compression: str
+    size: int
+    replicas: int
+    times: tuple[float, ...] = ()
+    skipped: str = ""
+
+    @property
+    def quartiles(self) -> tuple[float, float, float]:
+        """Lower quartile, median and upper quartile, in seconds."""
+        low, middle, high = statistics.quantiles(self.times, n=4, method="inclusive")
+        return low, middle, high
+
+    @property
+    def median(self) -> float:
+        """The median time, in seconds."""
+        return self.quartiles[1]
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes of the tensor a second."""
+        return self.size / self.median
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes a second that a link carries in each direction, if replicas send no more than they must.
+
+        An all-reduce of S bytes over N replicas needs 2(N-1)/N S from each, which makes rows of unlike N comparable
+        with each other and with the link: NCCL tests,
+        https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. With a codec it is the rate of a link that
+        would do as well without.
+        """
+        return self.algorithm_bandwidth * 2 * (self.replicas - 1) / self.replicas
+
+    def describe(self) -> str:
+        """The row in one line."""
+        what = f"{self.compression}, {_show_bytes(self.size)}: "
+        if self.skipped:
+            return what + f"skipped, {self.skipped}"
+        return what + f"{_ms(self.median)} ms, median of {len(self.times)}"
+
+    def to_json(self) -> dict:
+        """The row with units in the names; what was skipped has no times."""
+        told = {"compression": self.compression, "bytes": self.size, "skipped": self.skipped or None}
+        if self.skipped:
+            return told
+        low, middle, high = self.quartiles
+        return told | {
+            "repetitions": len(self.times),
+            "seconds": {"median": middle, "low": low, "high": high},
+            "algorithm_bytes_per_second": self.algorithm_bandwidth,
+            "bus_bytes_per_second": self.bus_bandwidth,
+        }
+
+
+def exchange(strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optimizer, tensor):
+    """What is timed: `tensor`, one on each replica, summed over all of them as a gradient of `optimizer` is."""
+
+    def on_replica(value):
+        (total,) = strategy.extended.exchange_gradients(optimizer, [value])
+        return total
+
+    return strategy.run(on_replica, args=(tensor,))
+
+
+def measure(plan: Plan, spec: ClusterSpec) -> Iterator[Row]:
+    """Measures row by row, codec by codec. Called by all workers, each with the same sizes and codecs.
+
+    Raises:
+      ClusterError: If the workers were started with unlike plans, or a sum comes out wrong.
+    """
+    for name in plan.compressions or COMPRESSIONS:
+        strategy = tfdist.MultiWorkerMirroredStrategy(compression=None if name == "none" else name)
+        _check_equal(plan, strategy, spec)
+        rows: list[Row] = []
+        for size in plan.sizes:
+            reason = _reason_to_skip(size, rows, plan, strategy, spec)
+            times = () if reason else _time_exchanges(size, name, plan.seconds, strategy, spec)
+            rows.append(Row(name, size, strategy.num_replicas_in_sync, times, reason))
+            yield rows[-1]
+
+
+def _tell_all(number: int, strategy: tf.distribute.Strategy, spec: ClusterSpec) -> list[int]:
+    """The whole numbers that the workers say, by worker."""
+    own = number * tf.one_hot(spec.worker_id, spec.num_workers, dtype=tf.int64)
+    numbers: list[int] = strategy.reduce("SUM", own, axis=None).numpy().tolist()
+    return numbers
+
+
+def _check_equal(plan: Plan, strategy: tf.distribute.Strategy, spec: ClusterSpec) -> None:
+    digests = _tell_all(zlib.crc32(repr((plan.sizes, plan.compressions)).encode()), strategy, spec)
+    others = [worker for worker, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise ClusterError(
+            f"All workers need the same --sizes and --compression, but those of {_workers(others)} differ from the "
+            f"chief's. Start the same command on every host."
+        )
+
+
+def _reason_to_skip(
+    size: int, rows: Sequence[Row], plan: Plan, strategy: tf.distribute.Strategy, spec: ClusterSpec
+) -> str:
+    """Why this size is not measured, on any worker; empty if it is."""
+    rooms = _tell_all(_room(strategy, spec), strategy, spec)
+    small = [worker for worker, room in enumerate(rooms) if size > room]
+    if small:
+        return f"an eighth of the free memory of {_workers(small)} is {_show_bytes(min(rooms))} a replica"
+    known = [row for row in rows if row.times]
+    seconds = predict(known, size) * (_LEAST_REPETITIONS + 1) + plan.seconds if len(known) > 1 else 0.0
+    is_late = time.monotonic() + seconds > plan.deadline
+    return "--timeout leaves no time for it" if _tell_all(int(is_late), strategy, spec)[0] else ""
+
+
+def _room(strategy: tf.distribute.Strategy, spec: ClusterSpec) -> int:
+    """Bytes that one tensor may have here: with its sum, residuals and buffers it takes five to eight times as many."""
+    hosts = [split_address(address)[0] for role in ("chief", "worker") for address in spec.jobs.get(role, ())]
+    replicas_here = hosts.count(split_address(spec.address)[0]) * len(strategy.extended.worker_devices)
+    return max(0, _free_memory()) // 8 // replicas_here
+
+
+def _free_memory() -> int:
+    """Bytes that are left on this machine, or to the container around this process."""
+    lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+    (available,) = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    group = pathlib.Path("/sys/fs/cgroup")
+    try:
+        return min(available, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):  # no container, or one without a limit: "max"
+        return available
+
+
+def _time_exchanges(
+    size: int, name: str, seconds: float, strategy: tf.distribute.Strategy, spec: ClusterSpec
+) -> tuple[float, ...]:
+    """The seconds of each exchange, after one that is checked and not counted."""
+    devices, replicas = strategy.extended.worker_devices, strategy.num_replicas_in_sync
+    elements = size // tf.float32.size
+    columns = math.gcd(elements, 1 << elements.bit_length() // 2)  # near a square: PowerSGD takes matrices
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD()
+
+    def make(context):
+        replica = context.replica_id_in_sync_group
+        with tf.device(devices[replica % len(devices)]):
+            return tf.fill([elements // columns, columns], float(replica + 1))
+
+    @tf.function
+    def step(tensor):
+        total = exchange(strategy, optimizer, tensor)
+        return total, strategy.run(lambda value: value[-1, -1], args=(total,))
+
+    def timed(check: bool = False) -> float:
+        start = time.perf_counter()
+        total, last = step(tensor)
+        for element in strategy.experimental_local_results(last):
+            element.numpy()  # a GPU's result is there when it can be read
+        seconds = time.perf_counter() - start
+        if check:
+            for local in strategy.experimental_local_results(total):
+                check_sum(local, replicas, exact=name == "none")
+        return seconds
+
+    tensor = strategy.experimental_distribute_values_from_function(make)
+    timed(check=True)
+    times = [timed()]
+    repetitions = min(max(int(seconds / times[0]), _LEAST_REPETITIONS), _MOST_REPETITIONS)
+    repetitions = _tell_all(repetitions, strategy, spec)[0]
+    return (*times, *(timed() for _ in range(repetitions - 1)))
+
+
+def check_sum(total: tf.Tensor, replicas: int, *, exact: bool) -> None:
+    """Checks the sum of the tensors of ones, twos, ... of all replicas.
+
+    Args:
+      total: The sum as it arrived, of any shape.
+      replicas: How many replicas took part.
+      exact: Whether every element must be right, as without a codec. A codec may send a part of it later, but what
+        comes must be finite.
+
+    Raises:
+      ClusterError: If it is wrong.
+    """
+    low, high, right = float(tf.reduce_min(total)), float(tf.reduce_max(total)), replicas * (replicas + 1) / 2
+    if not (math.isfinite(low) and math.isfinite(high)) or (exact and (low, high) != (right, right)):
+        raise ClusterError(
+            f"Summed over {replicas} replicas, every one of {tf.size(total).numpy()} elements must be {right:g}, "
+            f"but they came as {low:g} to {high:g}. Check that all workers run the same versions of TensorFlow and "
+            f"tfdist, and that no other job uses the addresses in TF_CONFIG."
+        )
+
+
+def predict(rows: Sequence[Row], size: int) -> float:
+    """Seconds of an exchange of another size: on the line between the sizes measured next to it.
+
+    Below the smallest it takes as long as the smallest; beyond the largest the line through the last two goes on.
+
+    Args:
+      rows: One codec's rows that were not skipped, at least one, ascending.
+      size: Bytes.
+    """
+    sizes, times = [row.size for row in rows], [row.median for row in rows]
+    if size <= sizes[-1]:
+        return float(np.interp(size, sizes, times))
+    rise = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]) if len(rows) > 1 else 0.0
+    if rise <= 0:  # one row, or noise
+        rise = times[-1] / sizes[-1]
+    return times[-1] + rise * (size - sizes[-1])
+
+
+def _expectations(rows: Sequence[Row], parameters: int, compute_ms: float | None) -> list[dict]:
+    """For each codec its latency, and what a model's exchange and step will take."""
+    size, expectations = parameters * tf.float32.size, []
+    for name in dict.fromkeys(row.compression for row in rows if row.times):
+        own = [row for row in rows if row.compression == name and row.times]
+        seconds = predict(own, size)
+        expectation = {
+            "compression": name,
+            "latency_seconds": own[0].median,
+            "parameters": parameters,
+            "exchange_seconds": seconds,
+            "beyond_largest_size": size > own[-1].size,
+        }
+        if compute_ms is not None:
+            compute = compute_ms / 1e3
+            # All of the exchange hidden behind the computation, or the other way round; or none of it.
+            expectation["step_seconds"] = {"low": max(compute, seconds), "high": compute + seconds}
+        expectations.append(expectation)
+    return expectations
+
+
+def report(
+    rows: Sequence[Row], spec: ClusterSpec, command: str, parameters: int, compute_ms: float | None = None
+) -> dict:
+    """All that was measured, and where, as JSON has it.
+
+    Args:
+      rows: What `measure` gave.
+      spec: The cluster.
+      command: What was typed.
+      parameters: Of the float32 model whose exchange is predicted.
+      compute_ms: What its step takes without an exchange, in milliseconds, if known.
+    """
+    cpus = [line for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "machine": {
+            "cpu": cpus[0].partition(":")[2].strip() if cpus else platform.machine(),
+            "cores": os.cpu_count(),
+            "load": round(os.getloadavg()[0], 2),
+            "gpus": len(tf.config.list_physical_devices("GPU")),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+            "tfdist": tfdist.__version__,
+        },
+        "command": command,
+        "cluster": spec.to_tf_config()["cluster"],
+        "workers": spec.num_workers,
+        "replicas": rows[0].replicas,
+        "rows": [row.to_json() for row in rows],
+        "expectations": _expectations(rows, parameters, compute_ms),
+    }
+
+
+def print_tables(rows: Sequence[Row], expectations: Sequence[Mapping]) -> None:
+    """Prints the rows, and what to expect of them as `report` says it."""
+    console = rich.console.Console()
+    table = _table(
+        f"All-reduce of float32 over {rows[0].replicas} replicas",
+        ("codec", "size", "median\nms", "quartiles\nms", "algorithm\nGbit/s", "bus\nGbit/s", "times"),
+    )
+    for row in rows:
+        cells = [row.compression, _show_bytes(row.size)]
+        if row.times:
+            low, middle, high = row.quartiles
+            rates = (f"{rate * 8 / 1e9:.3f}" for rate in (row.algorithm_bandwidth, row.bus_bandwidth))
+            cells += [_ms(middle), f"{_ms(low)} to {_ms(high)}", *rates, str(len(row.times))]
+        table.add_row(*map(rich.text.Text, cells))
+    console.print(table)
+    for row in rows:
+        if row.skipped:
+            console.print(rich.text.Text(row.describe()))
+    if expectations:
+        console.print(_expectation_table(expectations))
+
+
+def _expectation_table(expectations: Sequence[Mapping]) -> rich.table.Table:
+    first = expectations[0]
+    columns = ["codec", "latency\nms", "exchange\nms"]
+    if "step_seconds" in first:
+        columns += ["step ms,\nall overlapped", "step ms,\nnone overlapped"]
+    table = _table(f"Expected for {first['parameters'] / 1e6:g} M parameters", columns)
+    for expectation in expectations:
+        step = expectation.get("step_seconds", {})
+        seconds = (expectation["latency_seconds"], expectation["exchange_seconds"], *step.values())
+        table.add_row(*map(rich.text.Text, (expectation["compression"], *map(_ms, seconds))))
+    if any(expectation["beyond_largest_size"] for expectation in expectations):
+        table.caption = "more than the largest size measured: a guess"
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
+    table = rich.table.Table(title=title, title_justify="left", caption_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "codec" else "right")
+    return table
+
+
+def write_json(path: pathlib.Path, content: Mapping) -> None:
+    """Writes a file whole or not at all.
+
+    Raises:
+      OSError: If it cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with unfinished.open("w") as file:
+            file.write(json.dumps(content, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def measure_aloud(plan: Plan, spec: ClusterSpec) -> list[Row]:
+    """`measure`, each row told in the chief's log when it is there.
+
+    Raises:
+      ClusterError: As `measure`, and if an exchange fails.
+    """
+    tf.get_logger().setLevel("WARNING")  # who the devices are is told for each strategy
+    if not spec.is_chief:
+        logging.info("%s takes part; the chief prints the results", spec.describe())
+    rows = []
+    try:
+        for row in measure(plan, spec):
+            rows.append(row)
+            if spec.is_chief:
+                logging.info("%s", row.describe())
+    except tf.errors.OpError as error:
+        reason = error.message.rpartition("\n\n")[2]  # after the places in the source
+        raise ClusterError(
+            f"An exchange failed on {spec.describe()}. See the output of the others: a worker that ended or cannot be "
+            f"reached makes all fail. TensorFlow says: {reason}"
+        ) from error
+    return rows
+
+
+def _show_bytes(size: int) -> str:
+    """A number of bytes for reading: "64 KiB"."""
+    unit, factor = next(((unit, factor) for unit, factor in _UNITS if size >= factor), ("B", 1))
+    return f"{size / factor:.4g} {unit}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
+
+
+def _workers(indices: Sequence[int]) -> str:
+    return ", ".join(f"worker {index}" for index in indices)
