@@ -1,0 +1,206 @@
+"""The worker processes of one variant: started on their hosts, told what to do, ended whatever happens."""
+
+import contextlib
+import ctypes
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Pipe, wait
+from types import TracebackType
+from typing import Any, Protocol
+
+from benchmarks.peers.messages import Answer, Failure, Order
+from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec
+from tfdist.launch.group import describe_exit
+
+# What one worker computes on one thread leaves the other its core.
+THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2", "OMP_NUM_THREADS": "1"}
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_GRACE_SECONDS = 2.0  # after the first failure, for another that may hold its cause
+_MESSAGE_LENGTH = 240
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded here, since between fork and exec little may be done
+# What a worker raises because another one failed.
+_CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError", "Connection closed by peer")
+
+
+class GroupError(RuntimeError):
+    """A group of workers failed or was too late; the message is one line, `details` what it printed."""
+
+    def __init__(self, message: str, details: str = ""):
+        super().__init__(message)
+        self.details = details
+
+
+class Host(Protocol):
+    """A machine that runs a worker; `benchmarks.netlab` makes such."""
+
+    address: str
+    interface: str
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """What to run here to run `argv` there."""
+
+
+class _Worker:
+    def __init__(self, host: Host, spec: ClusterSpec):
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
+        self.connection, remote = Pipe()
+        environ = {
+            **os.environ,
+            **THREADS,
+            "TF_CONFIG": spec.to_json(),
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+            "CUDA_VISIBLE_DEVICES": "-1",
+            "GLOO_SOCKET_IFNAME": host.interface,
+            "BENCHMARK_INTERFACE": host.interface,
+        }
+        environ.pop(DEVICES_PER_WORKER, None)
+        with remote:
+            self.process = subprocess.Popen(
+                host.command([sys.executable, "-u", "-m", "benchmarks.peers.worker", str(remote.fileno())]),
+                cwd=_ROOT,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=self.output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[remote.fileno()],
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    def receive(self) -> Answer | Failure:
+        try:
+            answer: Answer | Failure = self.connection.recv()
+            return answer
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_GRACE_SECONDS)
+            self.kill()
+            end = describe_exit(self.process.wait())
+            printed = self.printed()
+            return Failure(f"a worker {end}: {_last_words(printed)}", printed)
+
+    def printed(self) -> str:
+        size = os.fstat(self.output.fileno()).st_size
+        return os.pread(self.output.fileno(), 1 << 14, max(0, size - (1 << 14))).decode(errors="replace")
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.kill()
+        self.process.wait()
+        self.connection.close()
+        self.output.close()
+
+
+class Group:
+    """Workers that train one model in one way, one on each host. Use it in the main thread, as a context manager.
+
+    Args:
+      hosts: Where the workers run.
+      ports: A free TCP port on each host.
+      peer: The module of this folder that trains.
+      options: What its `prepare` takes beside the model.
+    """
+
+    def __init__(self, hosts: Sequence[Host], ports: Sequence[int], peer: str, options: dict[str, Any]):
+        self._peer, self._options = peer, tuple(options.items())
+        addresses = tuple(f"{host.address}:{port}" for host, port in zip(hosts, ports, strict=True))
+        self._workers: list[_Worker] = []
+        try:
+            for index, host in enumerate(hosts):
+                self._workers.append(_Worker(host, ClusterSpec({"worker": addresses}, "worker", index)))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Group":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def train(self, model: str, *, alone: bool, warmup: int, steps: int, timeout_seconds: float) -> list[Answer]:
+        """Trains on all workers at once.
+
+        Args:
+          model: A name in `MODELS`.
+          alone: Whether each worker trains by itself, with nothing to exchange.
+          warmup: Steps before those that count, at least 1.
+          steps: Steps that count.
+          timeout_seconds: When to give up.
+
+        Returns:
+          One answer a worker.
+
+        Raises:
+          GroupError: If a worker failed or was late. The group is ended.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        order = Order(self._peer, self._options, model, alone, warmup, steps)
+        try:
+            for worker in self._workers:
+                with contextlib.suppress(OSError):  # it is gone; `receive` says how
+                    worker.connection.send(order)
+            answers, failures = self._gather(deadline)
+            if failures:
+                cause = min(failures, key=lambda each: any(word in each.summary for word in _CONSEQUENCES))
+                raise GroupError(_one_line(cause.summary), cause.trace)
+            if len(answers) < len(self._workers):
+                late = "\n".join(worker.printed() for worker in self._workers)
+                raise GroupError(
+                    f"{len(answers)} of {len(self._workers)} workers answered in {timeout_seconds:g} s", late
+                )
+            return answers
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the workers."""
+        for worker in self._workers:
+            worker.kill()
+        for worker in self._workers:
+            worker.close()
+        self._workers = []
+
+    def _gather(self, deadline: float) -> tuple[list[Answer], list[Failure]]:
+        waiting = {worker.connection: worker for worker in self._workers}
+        answers: list[Answer] = []
+        failures: list[Failure] = []
+        while waiting and (remaining := deadline - time.monotonic()) > 0:
+            for ready in wait(list(waiting), remaining):
+                reply = waiting.pop(ready).receive()  # type: ignore[index]
+                if isinstance(reply, Failure):
+                    failures.append(reply)
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                else:
+                    answers.append(reply)
+        return answers, failures
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MESSAGE_LENGTH else line[: _MESSAGE_LENGTH - 1] + "…"
+
+
+def _last_words(printed: str) -> str:
+    """The line that says most: the last with an error in it, else the last."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    telling = [line for line in lines if "rror" in line or "what()" in line]
+    return (telling or lines or ["it printed nothing"])[-1]
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,77 @@
+"""A worker process of a benchmark: takes orders to train some steps, answers with times and bytes.
+
+    python -m benchmarks.peers.worker <file descriptor>
+
+The starter (`group.py`) holds the other end of the socket. A peer is a module with one function,
+
+    prepare(model: str, alone: bool, **options) -> train,    train(steps, tick)
+
+where `train` calls `tick()` when a step has ended and its loss was read. `alone`: no exchange, one worker by itself.
+"""
+
+import functools
+import importlib
+import itertools
+import os
+import pathlib
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmarks.peers.messages import Answer, Failure, Order
+
+
+class _Meter:
+    """Notes the time and the interface's counters at the end of each step."""
+
+    def __init__(self, interface: str):
+        folder = pathlib.Path("/sys/class/net", interface, "statistics")
+        self._counters = [folder / "tx_bytes", folder / "rx_bytes"]
+        self._marks: list[tuple[float, int, int]] = []
+
+    def tick(self) -> None:
+        sent, received = (int(path.read_bytes()) for path in self._counters)
+        self._marks.append((time.perf_counter(), sent, received))
+
+    def answer(self, steps: int) -> Answer:
+        """The last `steps` steps."""
+        marks = self._marks[-steps - 1 :]
+        seconds = [after[0] - before[0] for before, after in itertools.pairwise(marks)]
+        return Answer(seconds, marks[-1][1] - marks[0][1], marks[-1][2] - marks[0][2])
+
+
+@functools.cache
+def _prepared(peer: str, options: tuple[tuple[str, Any], ...], model: str, alone: bool) -> Callable[..., None]:
+    prepare = importlib.import_module(f"benchmarks.peers.{peer}").prepare
+    train: Callable[..., None] = prepare(model, alone, **dict(options))
+    return train
+
+
+def _follow(order: Order) -> Answer:
+    train = _prepared(order.peer, order.options, order.model, order.alone)
+    meter = _Meter(os.environ["BENCHMARK_INTERFACE"])
+    train(order.warmup + order.steps, meter.tick)
+    return meter.answer(order.steps)
+
+
+def main() -> None:
+    fd = int(sys.argv[1])
+    os.set_inheritable(fd, False)
+    with Connection(fd) as connection:
+        while True:
+            try:
+                order = connection.recv()
+            except (EOFError, ConnectionResetError):
+                os._exit(0)  # TensorFlow's own farewell can wait for peers that are gone
+            try:
+                connection.send(_follow(order))
+            except Exception as error:
+                summary = "".join(traceback.format_exception_only(error)).strip()
+                connection.send(Failure(summary, traceback.format_exc()))
+
+
+if __name__ == "__main__":
+    main()

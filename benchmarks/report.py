@@ -1,0 +1,291 @@
+"""Tables and plots of what `benchmarks.train_step` measured.
+
+    python -m benchmarks.report benchmarks/results/train_step.json
+
+Beside the JSON file it writes a Markdown table and three kinds of plots: step time against link rate, bytes a step, and
+the step split into compute and waiting.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+HOROVOD = "Horovod is missing: 0.28.1, its newest release, does not build against TensorFlow 2.21."
+COLUMNS = (
+    "model",
+    "workers",
+    "link",
+    "variant",
+    "step, ms [quartiles]",
+    "compute, ms",
+    "waiting, ms",
+    "MB a step",
+    "floor, ms",
+    "step / floor",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One way to train, on one link; without times if it failed.
+
+    Attributes:
+      model: What was trained.
+      workers: On how many workers.
+      link: The rate that was asked for.
+      variant: Who trained.
+      link_bits_per_second: The rate that was measured, None if it was not.
+      error: Why it failed, in a line.
+      step_seconds: Lower quartile, median and upper quartile; of several workers the slowest counts, step by step.
+      compute_seconds: The median step of workers that run side by side, each by itself.
+      bytes_per_step: The larger of sent and received, on the busiest worker's interface.
+      block_seconds: The median step of each block; blocks of equal position ran in the same round.
+    """
+
+    model: str
+    workers: int
+    link: str
+    variant: str
+    link_bits_per_second: float | None
+    error: str | None = None
+    step_seconds: tuple[float, float, float] | None = None
+    compute_seconds: float | None = None
+    bytes_per_step: float | None = None
+    block_seconds: tuple[float, ...] = ()
+
+    @property
+    def waiting_seconds(self) -> float | None:
+        """What a step takes longer than its computation: the exchange, and the codec's work."""
+        if self.step_seconds is None or self.compute_seconds is None:
+            return None
+        return self.step_seconds[1] - self.compute_seconds
+
+    @property
+    def floor_seconds(self) -> float | None:
+        """What this step would take if its exchange hid behind its computation wholly, or the reverse."""
+        if self.compute_seconds is None or self.bytes_per_step is None:
+            return None
+        return floor(self.compute_seconds, self.bytes_per_step, self.link_bits_per_second)
+
+    @property
+    def over_floor(self) -> float | None:
+        """The step, in floors."""
+        if self.step_seconds is None or not self.floor_seconds:
+            return None
+        return self.step_seconds[1] / self.floor_seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        derived = ("waiting_seconds", "floor_seconds", "over_floor")
+        return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in derived}}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Row":
+        """The row that `to_json` made these values from."""
+        return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+
+
+def floor(compute_seconds: float, bytes_per_step: float, bits_per_second: float | None) -> float:
+    """The least a step can take: its computation, or its bytes at the rate of the link if that is known."""
+    transfer = 8 * bytes_per_step / bits_per_second if bits_per_second else 0.0
+    return max(compute_seconds, transfer)
+
+
+def cells(row: Row) -> list[str]:
+    """A row of the table, as text."""
+    names = [row.model, str(row.workers), describe_link(row), row.variant]
+    if row.error is not None or row.step_seconds is None:
+        return [*names, f"failed: {row.error}", *[""] * (len(COLUMNS) - len(names) - 1)]
+    low, middle, high = (f"{1e3 * seconds:.0f}" for seconds in row.step_seconds)
+    numbers = (
+        (row.compute_seconds, 1e3, 0),
+        (row.waiting_seconds, 1e3, 0),
+        (row.bytes_per_step, 1e-6, 2),
+        (row.floor_seconds, 1e3, 0),
+        (row.over_floor, 1, 2),
+    )
+    return [*names, f"{middle} [{low} to {high}]", *(_number(*number) for number in numbers)]
+
+
+def describe_link(row: Row) -> str:
+    """The link as asked for and as measured: "1gbit (948 Mbit/s)"."""
+    rate = row.link_bits_per_second
+    return f"{row.link} ({rate / 1e6:.0f} Mbit/s)" if rate else row.link
+
+
+def ratios(rows: Sequence[Row], variant: str, base: str) -> Iterator[tuple[Row, float]]:
+    """How much longer a variant takes than another, by rows of the variant; compared within rounds."""
+    for row in rows:
+        if row.variant == variant and not row.error:
+            for other in rows:
+                place = (other.model, other.workers, other.link)
+                if place == (row.model, row.workers, row.link) and other.variant == base and not other.error:
+                    pairs = zip(row.block_seconds, other.block_seconds, strict=True)
+                    yield row, statistics.median(mine / theirs for mine, theirs in pairs)
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What stands below the table."""
+    lines = [
+        f"{row.model}, {row.workers} workers, {row.link}: tfdist-loop / stock {ratio:.3f} (medians of rounds)"
+        for row, ratio in ratios(rows, "tfdist-loop", "stock")
+    ]
+    return [*lines, HOROVOD]
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The table as a Markdown document, with what it was measured on."""
+    rows = [Row.from_json(values) for values in result["rows"]]
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in cells(row)) for row in rows]
+    about = [f"- {name}: {_plain(result[name])}" for name in ("command", "date", "commit", "network", "settings")]
+    about += [f"- {name}: {_plain(result[name])}" for name in ("machine", "versions")]
+    parts = [
+        "# Time per training step",
+        "\n".join(about),
+        "\n".join([f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *(f"| {line} |" for line in lines)]),
+        "\n".join(f"- {note}" for note in notes(rows)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_whole(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
+    """Lets `write` fill a file beside `path` and moves it there when it is complete."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
+    try:
+        os.fchmod(handle, 0o644)
+        write(pathlib.Path(name))
+        os.fsync(handle)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+    finally:
+        os.close(handle)
+
+
+def write_report(path: pathlib.Path) -> list[pathlib.Path]:
+    """Writes the table and the plots of a JSON file beside it; returns their paths."""
+    result = json.loads(path.read_text())
+    text = markdown(result)
+    table = path.with_suffix(".md")
+    write_whole(table, lambda to: to.write_text(text))
+    written = [table]
+    rows = [row for row in (Row.from_json(values) for values in result["rows"]) if not row.error]
+    figures = {"step_time": plot_step_time(rows), "bytes": plot_bytes(rows)}
+    figures |= {f"split_{workers}": plot_split(rows, workers) for workers in _distinct(rows, "workers")}
+    for name, figure in figures.items():
+        target = path.with_name(f"{path.stem}_{name}.svg")
+        write_whole(target, functools.partial(_save, figure))
+        written.append(target)
+    return written
+
+
+def plot_step_time(rows: Sequence[Row]) -> Any:
+    """Step time against link rate, a line for each variant, a panel for each model and number of workers."""
+    models, workers = _distinct(rows, "model"), _distinct(rows, "workers")
+    figure, axes = _panels(len(models), len(workers))
+    colors = _colors(rows)
+    for y, model in enumerate(models):
+        for x, count in enumerate(workers):
+            panel = axes[y][x]
+            here = [row for row in rows if (row.model, row.workers) == (model, count)]
+            links = _distinct(here, "link")
+            for variant in _distinct(here, "variant"):
+                line = [row for row in here if row.variant == variant]
+                places = [links.index(row.link) for row in line]
+                milliseconds = [1e3 * row.step_seconds[1] for row in line if row.step_seconds]
+                panel.plot(places, milliseconds, marker="o", markersize=4, color=colors[variant], label=variant)
+            panel.set(title=f"{model}, {count} workers", yscale="log", ylabel="step, ms", xticks=range(len(links)))
+            panel.set_xticklabels(links)
+            panel.grid(alpha=0.3)
+    axes[0][-1].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def plot_bytes(rows: Sequence[Row]) -> Any:
+    """Bytes a step on the busiest worker, a panel for each model and number of workers."""
+    models, workers = _distinct(rows, "model"), _distinct(rows, "workers")
+    figure, axes = _panels(len(models), len(workers))
+    colors = _colors(rows)
+    for y, model in enumerate(models):
+        for x, count in enumerate(workers):
+            here = [row for row in rows if (row.model, row.workers) == (model, count)]
+            megabytes = {row.variant: row.bytes_per_step / 1e6 for row in here if row.bytes_per_step}
+            axes[y][x].barh(list(megabytes), megabytes.values(), color=[colors[name] for name in megabytes])
+            axes[y][x].set(title=f"{model}, {count} workers", xlabel="MB a step")
+            axes[y][x].invert_yaxis()
+    return figure
+
+
+def plot_split(rows: Sequence[Row], workers: int) -> Any:
+    """The step split into compute and waiting, a panel for each model and link."""
+    rows = [row for row in rows if row.workers == workers]
+    models, links = _distinct(rows, "model"), _distinct(rows, "link")
+    figure, axes = _panels(len(models), len(links))
+    for y, model in enumerate(models):
+        for x, link in enumerate(links):
+            here = [row for row in rows if (row.model, row.link) == (model, link)]
+            names = [row.variant for row in here]
+            compute = [1e3 * (row.compute_seconds or 0) for row in here]
+            waiting = [max(0.0, 1e3 * (row.waiting_seconds or 0)) for row in here]
+            panel = axes[y][x]
+            panel.barh(names, compute, label="compute", color="#4c72b0")
+            panel.barh(names, waiting, left=compute, label="waiting", color="#dd8452")
+            panel.set(title=f"{model}, {workers} workers, {link}", xlabel="ms a step")
+            panel.invert_yaxis()
+    axes[0][-1].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def _save(figure: Any, path: pathlib.Path) -> None:
+    import matplotlib
+
+    # Letters as text, which is smaller, and nothing that differs from run to run.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "tfdist"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+def _panels(rows: int, columns: int) -> Any:
+    import matplotlib.figure
+
+    figure = matplotlib.figure.Figure(figsize=(4.5 * columns + 1, 3.2 * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _colors(rows: Sequence[Row]) -> dict[str, Any]:
+    import matplotlib
+
+    return dict(zip(_distinct(rows, "variant"), matplotlib.color_sequences["tab20"], strict=False))
+
+
+def _distinct(rows: Sequence[Row], name: str) -> list[Any]:
+    """The values of an attribute, each once, in the order of the rows."""
+    return list(dict.fromkeys(getattr(row, name) for row in rows))
+
+
+def _number(value: float | None, scale: float, digits: int) -> str:
+    return "" if value is None else f"{scale * value:.{digits}f}"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {each}" for key, each in value.items())
+    return f"`{value}`"
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    for written in write_report(pathlib.Path(sys.argv[1])):
+        print(written)
+
+
+if __name__ == "__main__":
+    main()

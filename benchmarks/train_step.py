@@ -1,0 +1,400 @@
+"""Time and traffic of a training step: tfdist beside what a user would take instead, over links of known width.
+
+    python -m benchmarks.train_step --quick                    # one model on one link, under 10 minutes on 2 cores
+    python -m benchmarks.train_step --json benchmarks/results/train_step.json       # all of it, some hours
+    python -m benchmarks.train_step --models mlp --links 100mbit,1gbit --variants stock,tfdist-loop
+
+Workers are processes on hosts of `benchmarks.netlab`, which needs root; `--nolab` does without, over loopback. Every
+variant trains the same model on the same batch with as many threads:
+
+    tf_keras     Keras 2 `fit` under TensorFlow's MultiWorkerMirroredStrategy
+    stock        Keras 3, a custom loop, under the same
+    tfdist-loop  the same loop under tfdist.MultiWorkerMirroredStrategy
+    tfdist       Keras 3 `fit` under it; tfdist+<codec> with compression
+    ddp          PyTorch DistributedDataParallel on gloo; ddp+<hook> with a communication hook
+
+As many variants as the machine can hold stay alive together and take turns in random order, block by block, so that a
+drift of the machine hits all alike. In each turn the workers also train by themselves, side by side but with nothing to
+exchange: that is compute. The rest of a step is waiting, a codec's work included. Bytes are read off the interfaces.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import rich.console
+import rich.table
+import rich.text
+from absl import app, flags
+
+from benchmarks.models import MODELS
+from benchmarks.netlab import Netlab, NetlabError, why_not
+from benchmarks.peers.group import THREADS, Group, GroupError, Host
+from benchmarks.peers.messages import Answer
+from benchmarks.report import COLUMNS, Row, cells, notes, write_whole
+from tfdist.cluster import free_ports
+
+FLAGS = flags.FLAGS
+flags.DEFINE_bool("quick", False, "The mlp on 2 workers at 1 Gbit/s, unless other flags say otherwise.")
+flags.DEFINE_list("models", None, f"Some of {', '.join(MODELS)}; all by default.")
+flags.DEFINE_list("workers", None, "How many workers; 2,4 by default.")
+flags.DEFINE_list("links", None, "Rates such as 100mbit, or unshaped; 100mbit,1gbit,unshaped by default.")
+flags.DEFINE_list("variants", None, "Who trains; all by default.")
+flags.DEFINE_list("codecs", None, "Codecs of tfdist; all it has by default.")
+flags.DEFINE_integer("steps", 20, "Steps in a block, at most.", 3)
+flags.DEFINE_float(
+    "seconds", 6.0, "How long a block should take; slow steps make it longer, as it has at least 3.", 0.0
+)
+flags.DEFINE_integer("rounds", 3, "Blocks of each variant in one start.", 1)
+flags.DEFINE_integer("starts", 1, "Starts of all processes; two starts of the same program can differ by 5 %.", 1)
+flags.DEFINE_bool("nolab", False, "Over loopback: no root needed, but no link of known width either.")
+flags.DEFINE_string("json", None, "A file for the results, which `benchmarks.report` draws.")
+
+_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+_ALIVE = int(_MEMORY / 1.5e9)  # worker processes at once, each of up to 1 GB
+_MIN_STEPS = 3
+_WARMUP_STEPS = 4  # DDP arranges its buckets anew after the first, PowerSGD starts at the third
+_START_SECONDS = 180.0
+_BLOCK_SECONDS = 300.0
+_PATIENCE_SECONDS = (5.0, 15.0, 45.0)
+_LOOPBACK = "loopback, not shaped"
+_ROOT = pathlib.Path(__file__).parents[1]
+_VERSIONS = ("tfdist", "tensorflow", "keras", "tf_keras", "torch", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A way to train: a module of `benchmarks.peers`, and what its `prepare` takes."""
+
+    peer: str
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def make_variants(codecs: Sequence[str]) -> dict[str, Variant]:
+    """All variants, by name."""
+    loops = {"stock": "tensorflow", "tfdist-loop": "tfdist"}
+    hooks = ("fp16", "bf16", "powersgd")
+    return {
+        **{name: Variant("keras_loop", {"library": library}) for name, library in loops.items()},
+        "tf_keras": Variant("keras2_fit"),
+        "tfdist": Variant("keras_fit"),
+        **{f"tfdist+{codec}": Variant("keras_fit", {"codec": codec}) for codec in codecs},
+        "ddp": Variant("torch_ddp"),
+        **{f"ddp+{hook}": Variant("torch_ddp", {"hook": hook}) for hook in hooks},
+        # On gloo the hook can abort when several buckets are under way, each with messages of several sizes.
+        "ddp+powersgd-1-bucket": Variant("torch_ddp", {"hook": "powersgd", "bucket_megabytes": 1000}),
+    }
+
+
+def available_codecs() -> list[str]:
+    """The names that `compression=` takes; asked in a process of its own, since they come with TensorFlow."""
+    if importlib.util.find_spec("tfdist.compression") is None:
+        return []
+    code = "from tfdist.strategies.compression import NAMES; print(*NAMES)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        sys.exit(f"The codecs of tfdist cannot be imported: {done.stderr.strip().splitlines()[-1]}")
+    return done.stdout.split()
+
+
+@dataclasses.dataclass(frozen=True)
+class Loopback:
+    """Stands in for a host of the lab: this machine, in which all workers share one interface."""
+
+    address: str = "127.0.0.1"
+    interface: str = "lo"
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """What to run: the same."""
+        return list(argv)
+
+
+class Network:
+    """Hosts, and links between them that can be given a rate; over loopback they cannot.
+
+    Attributes:
+      hosts: Where workers run.
+      sharing: Workers whose bytes one interface counts.
+    """
+
+    def __init__(self, lab: Netlab | None, workers: int):
+        self._lab = lab
+        self.hosts: list[Host] = [Loopback()] * workers if lab is None else list(lab.hosts[:workers])
+        self.sharing = workers if lab is None else 1
+
+    def shape(self, link: str) -> float | None:
+        """Gives all links a rate and returns what was measured, in bit/s; None over loopback.
+
+        Raises:
+          NetlabError: If the links miss the rate even after some waiting: other programs may keep the machine busy.
+        """
+        if self._lab is None:
+            return None
+        for patience in (*_PATIENCE_SECONDS, None):
+            try:
+                self._lab.shape(None if link == "unshaped" else link)
+                break
+            except NetlabError:
+                if patience is None:
+                    raise
+                time.sleep(patience)
+        return self._lab.bits_per_second
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How much to measure."""
+
+    steps: int
+    seconds: float
+    rounds: int
+    starts: int
+
+
+@dataclasses.dataclass
+class Samples:
+    """What one variant showed on one link."""
+
+    blocks: list[list[float]] = dataclasses.field(default_factory=list)
+    compute: list[float] = dataclasses.field(default_factory=list)
+    traffic: list[float] = dataclasses.field(default_factory=list)
+    rates: list[float] = dataclasses.field(default_factory=list)
+    error: str | None = None
+
+    def add(self, together: Sequence[Answer], alone: Sequence[Answer], sharing: int) -> None:
+        """Takes in one block of all workers."""
+        self.blocks.append(slowest(together))
+        self.compute += [seconds for answer in alone for seconds in answer.step_seconds]
+        self.traffic.append(busiest(together) / sharing)
+
+    def row(self, model: str, workers: int, link: str, variant: str) -> Row:
+        """What is reported of it."""
+        rate = statistics.median(self.rates) if self.rates else None
+        if self.error is not None:
+            return Row(model, workers, link, variant, rate, self.error)
+        low, middle, high = statistics.quantiles([s for block in self.blocks for s in block], n=4, method="inclusive")
+        return Row(
+            model,
+            workers,
+            link,
+            variant,
+            rate,
+            step_seconds=(low, middle, high),
+            compute_seconds=statistics.median(self.compute),
+            bytes_per_step=statistics.median(self.traffic),
+            block_seconds=tuple(statistics.median(block) for block in self.blocks),
+        )
+
+
+def slowest(answers: Sequence[Answer]) -> list[float]:
+    """Seconds of each step, of the worker that took longest."""
+    return [max(times) for times in zip(*(answer.step_seconds for answer in answers), strict=True)]
+
+
+def busiest(answers: Sequence[Answer]) -> float:
+    """Bytes a step of the worker that sent or received most."""
+    return max(max(answer.sent_bytes, answer.received_bytes) / len(answer.step_seconds) for answer in answers)
+
+
+Log = rich.console.Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+Cells = dict[tuple[str, str], Samples]  # by link and variant
+
+
+class Cast:
+    """The groups of some variants, alive together, of which some may have failed."""
+
+    def __init__(self, model: str, network: Network, plan: Plan, found: Cells):
+        self._model, self._network, self._plan, self._found = model, network, plan, found
+        self._groups: dict[str, Group] = {}
+        self._errors: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def start(self, variants: Mapping[str, Variant]) -> Iterator[None]:
+        """Starts the groups, trains each a little, and ends them in the end."""
+        workers = len(self._network.hosts)
+        ports = iter(free_ports(workers * len(variants)))
+        with contextlib.ExitStack() as stack:
+            for name, variant in variants.items():
+                begin = time.monotonic()
+                group = Group(self._network.hosts, [next(ports) for _ in range(workers)], variant.peer, variant.options)
+                self._groups[name] = stack.enter_context(group)
+                for alone in (True, False):
+                    self._train(name, alone=alone, warmup=_WARMUP_STEPS, steps=1, timeout_seconds=_START_SECONDS)
+                if name in self._groups:
+                    Log.print(f"  {name} started in {time.monotonic() - begin:.0f} s")
+            yield
+
+    def take_turns(self, link: str, rate: float | None, order: random.Random) -> None:
+        """Measures all groups on a link that has been shaped."""
+        steps = {name: self._probe(name) for name in list(self._groups)}
+        for turn in range(self._plan.rounds):
+            for name in order.sample(list(self._groups), len(self._groups)):
+                together = self._train(name, alone=False, warmup=1, steps=steps[name])
+                alone = together and self._train(name, alone=True, warmup=1, steps=steps[name])
+                if together and alone:
+                    samples = self._found[link, name]
+                    samples.add(together, alone, self._network.sharing)
+                    what = f"{1e3 * statistics.median(samples.blocks[-1]):.0f} ms, {samples.traffic[-1] / 1e6:.2f} MB"
+                    Log.print(f"  {link}, round {turn + 1} of {self._plan.rounds}: {name} {what}")
+        for (where, name), samples in self._found.items():
+            if where == link and name in self._groups | self._errors:
+                samples.rates += [rate] if rate else []
+                samples.error = samples.error or self._errors.get(name)
+
+    def skip(self, link: str, why: str) -> None:
+        """Notes that a link could not be measured."""
+        Log.print(f"  {link} failed: {why}")
+        for name in self._groups | self._errors:
+            self._found[link, name].error = why
+
+    def _probe(self, name: str) -> int:
+        """How many steps make a block."""
+        answers = self._train(name, alone=False, warmup=1, steps=1)
+        seconds = slowest(answers)[0] if answers else 1.0
+        return max(_MIN_STEPS, min(self._plan.steps, int(self._plan.seconds / seconds)))
+
+    def _train(self, name: str, *, timeout_seconds: float = _BLOCK_SECONDS, **order: Any) -> list[Answer]:
+        """What the workers answer; nothing if the group has failed."""
+        if name not in self._groups:
+            return []
+        try:
+            return self._groups[name].train(self._model, timeout_seconds=timeout_seconds, **order)
+        except GroupError as error:
+            del self._groups[name]
+            self._errors[name] = str(error)
+            Log.print(f"  {name} failed: {error}", *error.details.splitlines()[-5:], sep="\n    ")
+            return []
+
+
+def measure(
+    model: str, network: Network, variants: Mapping[str, Variant], links: Sequence[str], plan: Plan
+) -> list[Row]:
+    """All variants on all links, for one model and the workers that the network has hosts for."""
+    workers = len(network.hosts)
+    found: Cells = {(link, name): Samples() for link in links for name in variants}
+    order = random.Random(0)
+    size = max(1, _ALIVE // workers)
+    names = list(variants)
+    for _ in range(plan.starts):
+        for first in range(0, len(names), size):
+            cast = Cast(model, network, plan, found)
+            network.shape("unshaped")
+            with cast.start({name: variants[name] for name in names[first : first + size]}):
+                for link in links:
+                    try:
+                        rate = network.shape(link)
+                    except NetlabError as error:
+                        cast.skip(link, str(error))
+                    else:
+                        cast.take_turns(link, rate, order)
+    return [samples.row(model, workers, link, name) for (link, name), samples in found.items()]
+
+
+def describe_run(plan: Plan) -> dict[str, Any]:
+    """What one has to know to measure it again."""
+    cpus = [line for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    versions = {"python": platform.python_version()}
+    for name in _VERSIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "command": shlex.join(["python", "-m", "benchmarks.train_step", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": describe_commit(),
+        "network": _LOOPBACK if FLAGS.nolab else "netlab",
+        "settings": {**dataclasses.asdict(plan), **THREADS},
+        "machine": {
+            "cpu": cpus[0].partition(":")[2].strip() if cpus else platform.machine(),
+            "cores": os.cpu_count(),
+            "memory_gb": round(_MEMORY / 2**30),
+            "kernel": platform.release(),
+        },
+        "versions": versions,
+    }
+
+
+def describe_commit() -> str:
+    """The commit that is checked out, "+dirty" if files differ from it; "unknown" without git."""
+
+    def git(*arguments):
+        done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, timeout=30, check=True)
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+dirty" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    table = rich.table.Table(*COLUMNS)
+    for row in rows:
+        table.add_row(*(rich.text.Text(cell) for cell in cells(row)), end_section=row is rows[-1])
+    console = rich.console.Console(width=180)
+    console.print(table)
+    for note in notes(rows):
+        console.print(note, markup=False, highlight=False)
+
+
+def chosen(flag: str, known: Sequence[str], default: Sequence[str]) -> list[str]:
+    """What a flag chooses.
+
+    Raises:
+      app.UsageError: If it names something unknown.
+    """
+    names = FLAGS[flag].value
+    unknown = [name for name in names or [] if name not in known]
+    if unknown:
+        raise app.UsageError(f"--{flag} takes {', '.join(known)}; got {', '.join(unknown)}.")
+    return list(default) if names is None else list(names)
+
+
+def main(arguments: Sequence[str]) -> None:
+    if len(arguments) > 1:
+        raise app.UsageError(f"Only flags are taken, got {' '.join(arguments[1:])}.")
+    quick = FLAGS.quick
+    everyone = make_variants(available_codecs() if FLAGS.codecs is None else FLAGS.codecs)
+    names = chosen("variants", list(everyone), list(everyone))
+    models = chosen("models", list(MODELS), ["mlp"] if quick else list(MODELS))
+    try:
+        workers = [int(number) for number in FLAGS.workers or (["2"] if quick else ["2", "4"])]
+    except ValueError as error:
+        raise app.UsageError(f"--workers takes numbers, got {','.join(FLAGS.workers)}.") from error
+    links = FLAGS.links or (["1gbit"] if quick else ["100mbit", "1gbit", "unshaped"])
+    plan = Plan(FLAGS.steps, FLAGS.seconds, FLAGS.rounds, FLAGS.starts)
+    if FLAGS.nolab:
+        links = [_LOOPBACK]
+    elif why := why_not():
+        sys.exit(f"{why}\nOr measure over loopback, without links of known width: --nolab")
+    result = describe_run(plan)
+    begin = time.monotonic()
+    rows: list[Row] = []
+    with contextlib.nullcontext() if FLAGS.nolab else Netlab(hosts=max(workers), rate=None) as lab:
+        for model in models:
+            for count in workers:
+                Log.print(f"{model}, {count} workers:")
+                variants = {name: everyone[name] for name in names}
+                rows += measure(model, Network(lab, count), variants, links, plan)
+    print_table(rows)
+    print(f"Took {(time.monotonic() - begin) / 60:.1f} minutes.")
+    if FLAGS.json:
+        text = json.dumps({**result, "rows": [row.to_json() for row in rows]}, indent=2) + "\n"
+        write_whole(pathlib.Path(FLAGS.json), lambda path: path.write_text(text))
+
+
+if __name__ == "__main__":
+    app.run(main)

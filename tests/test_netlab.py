@@ -1,0 +1,225 @@
+"""Hosts on one machine: their links have the asked rate, all bytes are counted, and nothing of them stays behind."""
+
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.netlab import TOLERANCE, Netlab, NetlabError, why_not
+
+DEADLINE_SECONDS = 60
+ROOT = pathlib.Path(__file__).parents[1]
+COMMAND = [sys.executable, "-m", "benchmarks.netlab"]
+BITS = {"100mbit": 100e6, "1gbit": 1e9}
+TENSOR_BYTES = 4_000_000
+
+pytestmark = pytest.mark.privileged
+
+SEND = """
+import socket, sys, time
+data = bytes(int(sys.argv[2]))
+start = time.perf_counter()
+with socket.create_connection((sys.argv[1], 7000), timeout=20) as connection:
+    connection.sendall(data)
+    connection.shutdown(socket.SHUT_WR)
+    connection.recv(1)  # closed by the peer: all of it has arrived
+print(time.perf_counter() - start)
+"""
+RECEIVE = """
+import socket
+with socket.create_server(("", 7000)) as server:
+    server.settimeout(20)
+    print("ready", flush=True)
+    connection, _ = server.accept()
+connection.settimeout(20)
+while connection.recv(1 << 20):
+    pass
+"""
+ALL_REDUCE = """
+import json, os, sys
+import tensorflow as tf
+import tfdist
+
+strategy = tfdist.MultiWorkerMirroredStrategy()
+worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+tensor = tf.range(int(sys.argv[1]) // 4, dtype=tf.float32) * (worker + 1.0)
+
+@tf.function
+def step():
+    return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tensor))
+
+expected = tf.range(int(sys.argv[1]) // 4, dtype=tf.float32) * 3.0
+print("right" if bool(tf.reduce_all(step() == expected)) else "wrong")
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def possible():
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def machine_stays_as_it_was(possible):
+    before = machine()
+    yield
+    assert machine() == before
+
+
+@pytest.fixture(scope="module")
+def lab():
+    with Netlab(hosts=2, rate=None) as lab:
+        yield lab
+
+
+def machine():
+    """What a lab could disturb: links, addresses, routes and rules of the machine, and namespaces of others."""
+    shown = [run("ip", "-o", *what.split()) for what in ("link", "-4 address", "route", "rule")]
+    return [*shown, [name for name in namespaces() if not name.startswith("tfd")]]
+
+
+def run(*command, **options):
+    options = {"capture_output": True, "text": True, "timeout": DEADLINE_SECONDS, "cwd": ROOT, **options}
+    done = subprocess.run(command, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def namespaces():
+    return [line.split()[0] for line in run("ip", "netns", "list").splitlines()]
+
+
+def leftovers():
+    """Namespaces, locks and links in the machine that are a lab's, except of labs with a living owner."""
+    links = [line.split(": ")[1] for line in run("ip", "-o", "link").splitlines()]
+    found = [name for name in [*namespaces(), *links, *os.listdir("/run")] if re.match(r"tfd\d", name)]
+    return [name for name in found if not has_living_owner(re.match(r"tfd\d+", name)[0])]
+
+
+def has_living_owner(lab):
+    try:
+        return pathlib.Path("/proc", pathlib.Path("/run", f"{lab}.lock").read_text()).exists()
+    except FileNotFoundError:
+        return False
+
+
+def owned_by(lab):
+    return {name for host in lab.hosts for name in (host.name, host.name.split("-")[0] + "-switch")}
+
+
+@contextlib.contextmanager
+def started(command, **options):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+    with subprocess.Popen(command, **{**pipes, **options}) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def transfer(sender, receiver, size):
+    """Sends so many bytes; returns the seconds, and by how much the counters of both went up."""
+    with started(receiver.command([sys.executable, "-c", RECEIVE])) as sink:
+        assert sink.stdout.readline() == "ready\n"
+        before = sender.counters().sent_bytes, receiver.counters().received_bytes
+        seconds = run(*sender.command([sys.executable, "-c", SEND, receiver.address, str(size)]))
+        after = sender.counters().sent_bytes, receiver.counters().received_bytes
+    return float(seconds), after[0] - before[0], after[1] - before[1]
+
+
+@pytest.mark.parametrize("rate", BITS)
+def test_links_have_the_asked_rate(lab, rate):
+    lab.shape(rate)
+    assert lab.wire_bits_per_second == pytest.approx(BITS[rate], rel=TOLERANCE)
+    # Frames of 1514 bytes carry 1448 of payload: what arrives agrees with what the bucket let through.
+    assert lab.bits_per_second == pytest.approx(BITS[rate] * 1448 / 1514, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("rate", BITS)
+def test_a_transfer_of_known_size_is_counted_and_not_faster_than_the_rate(lab, rate):
+    lab.shape(rate)
+    size = int(BITS[rate] / 8 * 0.3)
+    for ends in (lab.hosts, lab.hosts[::-1]):
+        seconds, sent, received = transfer(*ends, size)
+        assert (sent, received) == pytest.approx((size, size), rel=0.02)
+        # No upper bound: that the link gives what it should is measured above, before all other load of the machine.
+        assert seconds > (1 - TOLERANCE) * size * 8 / BITS[rate] * 1514 / 1448
+
+
+def test_a_link_that_is_off_is_told(lab):
+    lab.shape("100mbit")
+    host = lab.hosts[0]
+    slower = ["tc", "-n", host.name, "qdisc", "replace", "dev", host.interface, "root", "tbf"]
+    run(*slower, "rate", "50mbit", "burst", "70000", "latency", "100ms")
+    with pytest.raises(NetlabError, match=r"was to carry 100\.0 Mbit/s and carried [45]\d\."):
+        lab.check()
+
+
+def test_two_labs_stand_side_by_side_unconnected(lab):
+    with Netlab(hosts=3, rate="100mbit") as other:
+        assert not owned_by(lab) & owned_by(other)
+        for sender, receiver in [*itertools.permutations(other.hosts, 2), lab.hosts]:
+            assert min(transfer(sender, receiver, 1000)[1:]) >= 1000
+        with pytest.raises(AssertionError, match="Network is unreachable"):
+            transfer(lab.hosts[0], other.hosts[0], 1000)
+    assert owned_by(lab) <= set(namespaces())
+
+
+def test_up_exec_and_down_leave_the_labs_of_others_alone(lab):
+    first = run(*COMMAND, "up", "--hosts", "3", "--rate", "none").splitlines()
+    name, address = first[2].split()
+    with Netlab(hosts=2, rate=None):
+        assert address in run(*COMMAND, "exec", name, "--", "ip", "-4", "address", "show", "dev", "eth0")
+    run(*COMMAND, "up", "--hosts", "2", "--rate", "none")
+    assert name not in namespaces()  # the second has taken its place
+    assert str(os.getpid()) in run(*COMMAND, "down")
+    assert leftovers() == []
+    assert owned_by(lab) <= set(namespaces())
+
+
+def test_an_error_inside_takes_the_lab_and_its_processes_down():
+    with pytest.raises(KeyboardInterrupt):
+        with Netlab(hosts=2, rate=None) as lab:
+            sleeper = subprocess.Popen(lab.hosts[1].command(["sleep", "1000"]))
+            raise KeyboardInterrupt
+    assert sleeper.wait(DEADLINE_SECONDS) == -signal.SIGKILL
+    assert not owned_by(lab) & set(namespaces())
+    assert leftovers() == []
+
+
+def test_killed_runs_are_cleaned_up():
+    for _ in range(3):
+        with started([*COMMAND, "up", "--rate", "100mbit"], stdout=subprocess.DEVNULL) as up:
+            time.sleep(random.uniform(0.1, 0.8))
+            up.kill()
+    run(*COMMAND, "up", "--rate", "100mbit")
+    run(*COMMAND, "down")
+    assert leftovers() == []
+
+
+def test_two_workers_on_two_hosts_reduce_over_the_link(lab, tmp_path):
+    cluster = {"worker": [f"{host.address}:2222" for host in lab.hosts]}
+    before = [host.counters() for host in lab.hosts]
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for index, host in enumerate(lab.hosts):
+            config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+            environ = {**os.environ, "TF_CONFIG": config, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
+            command = host.command([sys.executable, "-c", ALL_REDUCE, str(TENSOR_BYTES)])
+            workers.append(stack.enter_context(started(command, env=environ, cwd=tmp_path)))
+        outputs = [worker.communicate(timeout=DEADLINE_SECONDS)[0] for worker in workers]
+    for worker, output in zip(workers, outputs, strict=True):
+        assert worker.returncode == 0 and output.endswith("right\n"), output
+    # In a ring of 2 each sends half of the tensor twice.
+    for host, start in zip(lab.hosts, before, strict=True):
+        assert TENSOR_BYTES <= host.counters().sent_bytes - start.sent_bytes < 1.5 * TENSOR_BYTES
