@@ -7,7 +7,10 @@ import pytest
 from tfdist.testing import WorkerPool
 
 # Name: (workers, devices in each).
-PLACEMENTS = {"single": (1, 1), "1x2": (1, 2), "2x1": (2, 1), "2x2": (2, 2)}
+PLACEMENTS = {
+    **{"single": (1, 1), "1x2": (1, 2), "2x1": (2, 1), "2x2": (2, 2)},
+    **{"1x3": (1, 3), "1x4": (1, 4), "3x1": (3, 1)},
+}
 
 
 @pytest.fixture(scope="session")

@@ -66,21 +66,21 @@ def row(**arguments):
 
 
 @functools.cache
-def strategy_of(placement: str):
+def strategy_of(placement: str, compression: Any = None):
     if placement == "single":
         return None
-    if placement == "1x2":
-        return tfdist.MirroredStrategy()
-    return tfdist.MultiWorkerMirroredStrategy()
+    if placement.startswith("1x"):
+        return tfdist.MirroredStrategy(compression=compression)
+    return tfdist.MultiWorkerMirroredStrategy(compression=compression)
 
 
-def run_row(name: str, placement: str, folder: str) -> dict[str, Any]:
+def run_row(name: str, placement: str, folder: str, compression: Any = None) -> dict[str, Any]:
     """Runs one row in this process; called in every worker of a placement."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(1)
     keras.mixed_precision.set_global_policy("float32")
     try:
-        return ROWS[name].run(Place(strategy_of(placement), folder, placement))
+        return ROWS[name].run(Place(strategy_of(placement, compression), folder, placement))
     finally:
         keras.mixed_precision.set_global_policy("float32")
 

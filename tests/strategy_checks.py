@@ -189,7 +189,7 @@ def _outside_scope(placement):
 
 
 def _compression(placement):
-    (tfdist.MirroredStrategy if placement == "1x2" else tfdist.MultiWorkerMirroredStrategy)(compression="int8")
+    (tfdist.MirroredStrategy if placement == "1x2" else tfdist.MultiWorkerMirroredStrategy)(compression="int9")
 
 
 def _loss_scaling(placement):

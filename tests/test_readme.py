@@ -34,6 +34,12 @@ def test_the_script_runs_on_one_worker_and_on_two(launcher, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.keras", "train.py"]
 
 
+def test_the_compressed_script_runs_on_two_workers(tmp_path):
+    (tmp_path / "train.py").write_text(block("compression"))
+
+    assert "sent_bytes=" in run([TFDIST, "run", "--workers", "2", "train.py"], tmp_path)
+
+
 def test_the_test_helper_runs(tmp_path):
     (tmp_path / "check.py").write_text(block("testing"))
 

@@ -130,7 +130,7 @@ def test_unequal_numbers_of_devices_are_named():
     [
         ("jit_compile", "CompiledCollectivesError", "jit_compile=False"),
         ("outside scope", "ScopeError", "strategy.scope()"),
-        ("compression", "NotBuiltError", "compression=None"),
+        ("compression", "ValueError", "'powersgd'"),
         ("loss scaling", "LossScaleError", "strategy.distributed_optimizer"),
     ],
 )

@@ -1,0 +1,187 @@
+"""What the tests of compressed training run in worker processes."""
+
+import functools
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+import tfdist
+from keras_features import outcome, strategy_of
+from tfdist import compression
+
+# Small enough to test with, and every tensor that has more than one row is compressed.
+CODECS = {
+    "float16": compression.Float16(min_elements=20, block_size=32),
+    "bfloat16": compression.BFloat16(min_elements=20),
+    "int8": compression.Int8(min_elements=20, block_size=16),
+    "int4": compression.Int4(min_elements=20, block_size=16),
+    "sign": compression.Sign(min_elements=20, block_size=32),
+    "topk": compression.TopK(0.2, min_elements=20),
+    "topk_momentum": compression.TopK(0.2, momentum=0.5, min_elements=20),
+    "powersgd": compression.PowerSGD(2, min_elements=20),
+    "late": compression.Int8(min_elements=20, block_size=16, start_step=3),
+}
+# Of one training: the kernels of the model travel each in another way.
+MIXTURES = {
+    "words": (CODECS["int8"], CODECS["float16"], CODECS["sign"], CODECS["bfloat16"]),
+    "others": (CODECS["topk"], CODECS["powersgd"], CODECS["topk_momentum"], CODECS["int4"]),
+}
+MODES = {
+    "plain": {},
+    "steps_per_execution": {"steps_per_execution": 4},
+    "accumulation": {"accumulate": 2},
+    "mixed_float16": {"policy": "mixed_float16"},
+    "mixed_bfloat16": {"policy": "mixed_bfloat16"},
+    "eager": {"run_eagerly": True},
+}
+BATCH = 12
+
+
+def data(rows=BATCH * 10):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, 9)).astype("float32")
+    return x, (x @ rng.normal(size=(9, 4))).argmax(1)
+
+
+def build(strategy, accumulate=None, policy="float32", **compile_options):
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(1)
+    keras.mixed_precision.set_global_policy(policy)
+    try:
+        with strategy.scope():
+            model = keras.Sequential(
+                [
+                    layers.Input((9,)),
+                    *(layers.Dense(width, activation="tanh") for width in (33, 20, 17)),
+                    layers.Dense(4),
+                ]
+            )
+            model.compile(
+                keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=accumulate),
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                **compile_options,
+            )
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+    return model
+
+
+@functools.cache
+def policy(name):
+    """The codec, or for each kernel the next codec of a mixture."""
+    if name in CODECS:
+        return CODECS[name]
+    return lambda shape, dtype, position: MIXTURES[name][position // 2] if shape.rank == 2 else None
+
+
+def train(placement, codec, mode="plain", epochs=5):
+    """Weights after training, and whether all replicas hold the same bits; 50 steps by default."""
+    strategy = strategy_of(placement, policy(codec))
+    model = build(strategy, **MODES[mode])
+    x, y = data()
+    history = model.fit(x, y, batch_size=BATCH, epochs=epochs, verbose=0, shuffle=False).history
+    traffic = strategy.communication.traffic()
+    return outcome(model, history) | {"sent_bytes": traffic.sent_bytes, "raw_bytes": traffic.raw_bytes}
+
+
+def unbroken_and_resumed(placement, codec, folder):
+    """Weights of 6 epochs, and of 3 and 3 with a restart of everything between."""
+    x, y = data()
+    results = []
+    for epochs in ([6], [3, 3]):
+        path = None
+        for part in epochs:
+            # A new strategy: what it keeps comes from the checkpoint alone.
+            strategy_of.cache_clear()
+            strategy = strategy_of(placement, policy(codec))
+            worker = 0 if placement.startswith("1x") else strategy.cluster_resolver.task_id
+            model = build(strategy)
+            whole = tf.train.Checkpoint(model=model, communication=strategy.communication)
+            if path:
+                whole.read(path).expect_partial()
+            model.fit(x, y, batch_size=BATCH, epochs=part, verbose=0, shuffle=False)
+            path = whole.write(f"{folder}/state-{worker}")
+        results.append(model.get_weights())
+    return results
+
+
+def exchanged(placement, codec, gradients, steps=1, poisoned_step=None):
+    """Sums of `gradients`, a list for each replica, as an optimizer exchanges them; and what is kept."""
+    strategy = tfdist.MirroredStrategy(compression=CODECS[codec] if isinstance(codec, str) else codec)
+    with strategy.scope():
+        variables = [tf.Variable(tf.zeros(g.shape)) for g in gradients[0]]
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build(variables)
+    everyone = [tf.stack(same) for same in zip(*gradients, strict=True)]
+
+    @tf.function
+    def step(poison):
+        def on_replica():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            own = [whole[replica] for whole in everyone]
+            # Of one element on the last replica.
+            bad = tf.logical_and(replica == strategy.num_replicas_in_sync - 1, tf.math.is_nan(poison))
+            own[0] = tf.where(bad, tf.tensor_scatter_nd_update(own[0], [[0] * own[0].shape.rank], [poison]), own[0])
+            optimizer.apply(own, variables)
+
+        strategy.run(on_replica)
+
+    norms, moved = [], []
+    for number in range(steps):
+        for variable in variables:
+            variable.assign(tf.zeros(variable.shape))
+        step(float("nan") if number == poisoned_step else 0.0)
+        norms.append([state.numpy() for e in strategy.communication.exchanges for r in e.states for state in r])
+        moved.append([[-copy.numpy() for copy in variable.values] for variable in variables])
+    return moved, norms
+
+
+def what_is_compressed(placement):
+    """Bytes sent for gradients, for everything else, and for gradients with the opt-out; in a custom loop."""
+    strategy = strategy_of(placement, CODECS["int8"])
+    with strategy.scope():
+        weight = tf.Variable(tf.ones([64, 64]))
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([weight])
+    gradient = tf.random.stateless_normal([64, 64], [1, 2])
+
+    def sent(function):
+        before = strategy.communication.traffic().sent_bytes
+        weight.assign(tf.ones([64, 64]))
+        result = tf.function(lambda: strategy.run(function))()
+        return strategy.communication.traffic().sent_bytes - before, result
+
+    def apply():
+        optimizer.apply([gradient], [weight])
+
+    def opt_out():
+        with compression.uncompressed():
+            optimizer.apply([gradient], [weight])
+
+    def reduce_own():
+        return tf.distribute.get_replica_context().all_reduce("SUM", gradient)
+
+    replicas = strategy.num_replicas_in_sync
+    compressed, _ = sent(apply)
+    plain, _ = sent(opt_out)
+    exact = np.allclose((tf.ones([64, 64]) - weight).numpy(), gradient.numpy() * replicas, atol=1e-5)
+    own, total = sent(reduce_own)
+    total = strategy.experimental_local_results(total)[0]
+    return compressed, plain, own, exact, bool(np.allclose(total, gradient * replicas, atol=1e-5))
+
+
+def sparse(placement, codec):
+    """Embeddings after training; their gradients are rows."""
+    strategy = strategy_of(placement, policy(codec))
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential(
+            [layers.Input((5,), dtype="int32"), layers.Embedding(50, 12), layers.Flatten(), layers.Dense(3)]
+        )
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 50, (48, 5)), rng.integers(0, 3, 48)
+    history = model.fit(x, y, batch_size=12, epochs=4, verbose=0, shuffle=False).history
+    return outcome(model, history)

@@ -1,0 +1,140 @@
+"""Training with compression: replicas agree to the bit, nothing is lost, and only gradients are compressed."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import compressed_checks as checks
+from compressed_checks import CODECS, MIXTURES, MODES
+from keras_features import ROWS, run_row
+from tfdist import compression
+
+INT8 = compression.Int8(min_elements=1, block_size=16)
+BIASED = [name for name, codec in CODECS.items() if codec.error_feedback]
+
+
+def assert_agree(workers):
+    assert all(result["replicas_agree"] for result in workers), "devices of a worker differ"
+    assert len({result["digest"] for result in workers}) == 1, "workers differ"
+    for weight in workers[0]["weights"]:
+        assert np.all(np.isfinite(weight))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_keras_feature_under_int8(name, pools, tmp_path):
+    assert_agree(pools("2x1").run(run_row, name, "2x1", str(tmp_path), INT8))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_it_learns(codec, pools):
+    workers = pools("1x2").run(checks.train, "1x2", codec)
+
+    assert_agree(workers)
+    assert workers[0]["sent_bytes"] < workers[0]["raw_bytes"]
+    assert workers[0]["history"]["loss"][-1] < 0.8 * workers[0]["history"]["loss"][0]
+
+
+@pytest.fixture(scope="session")
+def trained(pools):
+    """`trained(placement, mixture)` gives what each worker has after 50 steps; trained once."""
+    return functools.cache(lambda placement, mixture: pools(placement).run(checks.train, placement, mixture))
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("placement", ["1x2", "1x3", "1x4", "2x1", "2x2", "3x1"])
+def test_replicas_agree_after_50_steps(placement, mixture, trained):
+    assert_agree(trained(placement, mixture))
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize(("workers", "devices"), [("2x1", "1x2"), ("3x1", "1x3")])
+def test_devices_are_the_rehearsal_of_workers(workers, devices, mixture, trained):
+    for one, other in zip(
+        trained(workers, mixture)[0]["weights"], trained(devices, mixture)[0]["weights"], strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "plain"])
+@pytest.mark.parametrize(("placement", "codec"), [("1x2", "others"), ("2x2", "int8")])
+def test_modes_of_keras(mode, placement, codec, pools):
+    workers = pools(placement).run(checks.train, placement, codec, mode, 2)
+
+    assert_agree(workers)
+    assert workers[0]["history"]["loss"][-1] < workers[0]["history"]["loss"][0]
+
+
+@pytest.mark.parametrize(
+    ("placement", "mixture"), [("1x2", "words"), ("1x2", "others"), ("1x2", "late"), ("2x2", "int8")]
+)
+def test_a_resumed_run_has_the_bits_of_an_unbroken_one(placement, mixture, pools, tmp_path):
+    for unbroken, resumed in pools(placement).run(checks.unbroken_and_resumed, placement, mixture, str(tmp_path)):
+        for one, other in zip(unbroken, resumed, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("codec", ["float16", "bfloat16", "int8", "int4"])
+def test_embeddings_agree(codec, pools):
+    workers = pools("2x1").run(checks.sparse, "2x1", codec)
+
+    assert_agree(workers)
+    assert workers[0]["history"]["loss"][-1] < workers[0]["history"]["loss"][0]
+
+
+def gradients(replicas=3, scale=1.0):
+    rng = np.random.default_rng(0)
+    return [
+        [rng.normal(size=shape).astype("float32") * scale for shape in ((7, 30), (5,), (40, 3))]
+        for _ in range(replicas)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("codec", "scale"),
+    [
+        *((name, 1.0) for name in BIASED if name != "topk_momentum"),
+        *((name, scale) for name in ("int8", "powersgd") for scale in (1e-12, 1e12)),
+    ],
+)
+def test_nothing_is_lost_only_delayed(codec, scale, pools):
+    own = gradients(scale=np.float32(scale))
+    steps = 60
+    moved, _ = pools("1x3").run(checks.exchanged, "1x3", codec, own, steps)[0]
+
+    for position, same in enumerate(zip(*own, strict=True)):
+        total = np.sum([step[position][0] for step in moved], axis=0, dtype=np.float64)
+        wanted = steps * np.sum(same, axis=0, dtype=np.float64)
+        # What is still delayed is bounded, whatever the number of steps.
+        assert np.linalg.norm(total - wanted) < 0.2 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_nan_on_one_replica_reaches_all_and_leaves_residuals_as_they_were(codec, pools):
+    moved, kept = pools("1x3").run(checks.exchanged, "1x3", codec, gradients(), 3, 1)[0]
+
+    for replica in range(3):
+        assert not all(np.all(np.isfinite(copies[replica])) for copies in moved[1]), "a replica did not see it"
+    for before, after in zip(kept[0], kept[1], strict=True):
+        np.testing.assert_array_equal(before, after)
+    assert all(np.all(np.isfinite(copy)) for copies in moved[2] for copy in copies), "the next step is poisoned"
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_zeros_stay_zeros(codec, pools):
+    moved, _ = pools("1x3").run(checks.exchanged, "1x3", codec, gradients(scale=np.float32(0)), 2)[0]
+
+    for step in moved:
+        for copies in step:
+            np.testing.assert_array_equal(copies, np.zeros_like(copies))
+
+
+@pytest.mark.parametrize("placement", ["1x2", "2x1", "2x2"])
+def test_only_gradients_are_compressed(placement, pools):
+    for compressed, plain, own, opt_out_is_exact, reduction_is_exact in pools(placement).run(
+        checks.what_is_compressed, placement
+    ):
+        assert compressed > 0
+        assert (plain, own) == (0, 0), "what is not compressed does not count as compressed traffic"
+        assert opt_out_is_exact
+        assert reduction_is_exact
