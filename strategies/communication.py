@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
@@ -44,10 +45,10 @@ def is_uncompressed() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What this worker has sent for gradients; by a count of what the collectives are given, without TCP's headers.
+    """What this worker has sent in compressed exchanges, by a count of what collectives get, without headers.
 
     Attributes:
-      steps: Exchanges.
+      steps: Exchanges; those that were opted out of do not count.
       raw_bytes: What uncompressed rings would have sent.
       sent_bytes: What was sent: values, scales, indices and padding.
     """
@@ -94,11 +95,12 @@ class Communication(tf.Module):
     def exchange_of(self, optimizer: Any, gradients: Sequence[Gradient]) -> Exchange:
         """The exchange of these gradients; made when they come for the first time."""
         anchor = optimizer.iterations  # Views of an optimizer share it.
-        signature = tuple((tuple(g.shape.as_list()), g.dtype, isinstance(g, tf.IndexedSlices)) for g in gradients)
+        signature = tuple((str(g.shape), g.dtype, isinstance(g, tf.IndexedSlices)) for g in gradients)
         key = (id(anchor), signature)
         with self._known.lock:
             if key not in self._known.exchanges:
                 codecs = [self._codec_of(gradient, position) for position, gradient in enumerate(gradients)]
+                _warn_of(codecs, optimizer)
                 made = Exchange(gradients, codecs, self._make_collectives(), len(self.exchanges))
                 self.exchanges.append(made)
                 with ThreadPoolExecutor(1) as pool:  # Out of the graph that is being built.
@@ -108,40 +110,39 @@ class Communication(tf.Module):
             return self._known.exchanges[key]
 
     def state(self) -> dict[str, np.ndarray]:
-        """What this worker's replicas have left behind, and counts of steps, in a form for any number of workers.
+        """What this worker's replicas have left behind, in a form for any number of workers.
 
         Costs a copy of it. For the same number of workers `tf.train.Checkpoint` is exact to the bit.
         """
-        state: dict[str, np.ndarray] = {}
-        for number, exchange in enumerate(self.exchanges):
-            state[f"{number}/steps"] = exchange.counts[0].numpy()[STEPS]
-            state |= {f"{number}/{i}": array for i, array in enumerate(exchange.pending())}
-        return state
+        return {
+            f"{number}/{i}": array
+            for number, exchange in enumerate(self.exchanges)
+            for i, array in enumerate(exchange.pending())
+        }
 
     def redistribute(self, states: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Takes over what earlier workers, as many as there were, have left behind.
 
         The sum over all is kept, up to rounding, and shared equally. Call it alike on all workers, before the first
-        step or later. An exchange of other gradients or codecs starts from nothing, with a warning.
+        step or later. An exchange of other gradients or codecs keeps what it has, nothing if it is new, with a warning.
 
         Args:
           states: What `state` gave, on each of the earlier workers.
         """
         self._known.inherited = {name: np.sum([state[name] for state in states], axis=0) for name in states[0]}
-        self._known.inherited |= {name: states[0][name] for name in states[0] if name.endswith("/steps")}
         for number, exchange in enumerate(self.exchanges):
             self._inherit(exchange, number)
 
     def _inherit(self, exchange: Exchange, number: int) -> None:
-        own = {name: array for name, array in self._known.inherited.items() if name.startswith(f"{number}/")}
+        names = [name for name in self._known.inherited if name.startswith(f"{number}/")]
+        own = {name: self._known.inherited.pop(name) for name in names}
         if not own:
             return
-        steps = int(own.pop(f"{number}/steps"))
         try:
-            exchange.spread([own[f"{number}/{i}"] for i in range(len(own))], steps)
+            exchange.spread([own[f"{number}/{i}"] for i in range(len(own))])
         except ValueError as error:
             logging.warning(
-                "Residuals of exchange %d start from zero, since they are of another model. %s", number, error
+                "Residuals of exchange %d are left as they were: these are of another model. %s", number, error
             )
 
     def traffic(self) -> Traffic:
@@ -163,13 +164,11 @@ class Communication(tf.Module):
 
     def _codec_of(self, gradient: Gradient, position: int) -> Codec | None:
         shape, dtype = gradient.shape, gradient.dtype
-        codec = self._policy(shape, dtype, position)
+        codec = self._policy(shape, dtype, position) if shape.is_fully_defined() and shape.num_elements() else None
         if codec is None:
             return None
         if not isinstance(codec, Codec):
             raise TypeError(f"A policy gives a tfdist.compression codec or None for each gradient, not {codec!r}.")
-        if not shape.is_fully_defined():
-            return None
         if dtype not in _ENCODED:
             allowed = ", ".join(known.name for known in _ENCODED)
             raise ValueError(
@@ -179,6 +178,17 @@ class Communication(tf.Module):
         if isinstance(codec, PowerSGD) and shape.rank < 2:
             raise ValueError(f"{codec!r} takes matrices, and gradient {position} has shape {shape}. Give None for it.")
         return codec
+
+
+def _warn_of(codecs: Sequence[Codec | None], optimizer: keras.optimizers.Optimizer) -> None:
+    names = sorted({codec.name for codec in codecs if codec is not None and codec.for_sgd})
+    if names and not isinstance(optimizer, keras.optimizers.SGD):
+        logging.warning(
+            "compression=%s delays most of a gradient, which %s takes for a smaller one: it may learn less, or "
+            "diverge. Train with keras.optimizers.SGD, choose 'int8' or 'powersgd', or set a start_step.",
+            "/".join(repr(name) for name in names),
+            type(optimizer).__name__.removeprefix("Distributed"),
+        )
 
 
 class _Known:
@@ -209,7 +219,7 @@ def policy_of(compression: Any) -> Policy | None:
 def _default_policy(codec: Codec) -> Policy:
     def policy(shape: tf.TensorShape, dtype: tf.DType, position: int) -> Codec | None:
         elements = shape.num_elements()
-        if dtype not in _ENCODED or elements is None or elements < codec.min_elements:
+        if dtype not in _ENCODED or not elements or elements < codec.min_elements:
             return None
         if isinstance(codec, PowerSGD) and not _is_low_rank(codec, shape):
             return None

@@ -34,6 +34,10 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
 
 
 class _MirroredExtended(ReplicatedExtended, _tf.MirroredExtended):
+    @property
+    def _crosses_border(self):
+        return self._num_replicas_in_sync > 1
+
     def _make_collective_ops_with_fallbacks(self):
         ops = super()._make_collective_ops_with_fallbacks()
         if not isinstance(ops, _tf.CollectiveAllReduce):

@@ -44,8 +44,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         options = communication_options or _tf.CommunicationOptions()
         extended = _MultiWorkerExtended(self, cluster_resolver=cluster_resolver, communication_options=options)
         tf.distribute.Strategy.__init__(self, extended)
-        if extended._num_workers > 1:
-            extended.compress(compression)
+        extended.compress(compression)
         if extended._num_workers > 1:
             _share_seed(self)
 
@@ -72,6 +71,10 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
     # A process joins its cluster once. For a second strategy TensorFlow would join again, at another moment on each
     # worker, and collectives between these moments would be lost.
     _has_joined = False
+
+    @property
+    def _crosses_border(self):
+        return self._num_workers > 1
 
     def _initialize_local_devices(self, cluster_resolver, worker_device):
         devices, kind = super()._initialize_local_devices(cluster_resolver, worker_device)

@@ -93,6 +93,12 @@ class _Weigh:
 class _Exchange:
     """Exchanges gradients at the last moment before they are clipped, after they were accumulated."""
 
+    def _backend_apply_gradients(self, grads, trainable_variables):
+        step = current_step()
+        if step is not None:
+            step.shapes = [variable.shape for variable in trainable_variables]
+        super()._backend_apply_gradients(grads, trainable_variables)
+
     def _clip_gradients(self, grads):
         return super()._clip_gradients(_exchange(self, grads))
 
@@ -133,10 +139,12 @@ class _GlobalLossScale:
 
 def _exchange(optimizer: Any, grads: list[Any]) -> list[Any]:
     """Sums the gradients over all replicas."""
-    if current_step() is None:  # Outside `strategy.run` there is one copy of everything.
+    step = current_step()
+    if step is None:  # Outside `strategy.run` there is one copy of everything.
         return grads
     extended = tf.distribute.get_strategy().extended
-    return _to_present(functools.partial(extended.exchange_gradients, optimizer), grads)
+    shapes = [shape for shape, grad in zip(step.shapes, grads, strict=True) if grad is not None]
+    return _to_present(lambda present: extended.exchange_gradients(optimizer, present, shapes), grads)
 
 
 def decides_for_all(scaler: keras.optimizers.LossScaleOptimizer) -> bool:

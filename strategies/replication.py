@@ -139,24 +139,36 @@ class ReplicatedExtended:
     def compress(self, compression):
         """Sets how gradients travel from now on; see `policy_of`."""
         policy = policy_of(compression)
-        if policy is None or self._num_replicas_in_sync == 1:
+        if policy is None:
             return
-        if not isinstance(self._cross_device_ops, Collectives):
+        if self._num_replicas_in_sync > 1 and not isinstance(self._cross_device_ops, Collectives):
             raise ValueError(
                 f"compression={compression!r} exchanges gradients by collectives, but cross_device_ops is "
                 f"{type(self._cross_device_ops).__name__}. Leave cross_device_ops out."
             )
         self.communication = Communication(policy, lambda: self._cross_device_ops)
 
-    def exchange_gradients(self, optimizer, gradients):
-        """Sums an optimizer's gradients over all replicas, compressed if the strategy is told to."""
-        if self.communication is None or is_uncompressed():
+    def exchange_gradients(self, optimizer, gradients, shapes=None):
+        """Sums an optimizer's gradients over all replicas, compressed if the strategy is told to.
+
+        Args:
+          optimizer: Whose gradients they are.
+          gradients: Tensors and `IndexedSlices`.
+          shapes: Of the variables; gradients may know less of them, and on one worker less than on another.
+        """
+        if not self._compresses or is_uncompressed():
             return steps.current_step().all_reduce(tf.distribute.ReduceOp.SUM, gradients)
-        gradients = [g if isinstance(g, tf.IndexedSlices) else tf.convert_to_tensor(g) for g in gradients]
+        gradients = [_shaped(*pair) for pair in zip(gradients, shapes or [None] * len(gradients), strict=True)]
         exchange = self.communication.exchange_of(optimizer, gradients)
+        done = tf.convert_to_tensor(optimizer.iterations)
         if tf.executing_eagerly():
-            return tf.distribute.get_replica_context().merge_call(_exchange_eagerly, (exchange, gradients))
-        return exchange(_tf.get_current_replica_id_as_int(), gradients)
+            return tf.distribute.get_replica_context().merge_call(_exchange_eagerly, (exchange, gradients, done))
+        return exchange(_tf.get_current_replica_id_as_int(), gradients, done)
+
+    @property
+    def _compresses(self):
+        """Whether there are codecs, and anybody else that a replica sends to."""
+        return self.communication is not None and self._crosses_border
 
     def _use_merge_call(self):
         # Replicas meet in collectives, never by leaving the step: this is what lets an optimizer exchange gradients
@@ -214,7 +226,7 @@ class ReplicatedExtended:
         """Whether an all-reduce is an optimizer's exchange of gradients: what its name scope encloses, but for ours."""
         of_gradients = isinstance(optimizer, keras.optimizers.Optimizer) and reduce_op == tf.distribute.ReduceOp.SUM
         own = step is not None and step.in_own_exchange
-        return self.communication is not None and of_gradients and not own and not is_uncompressed()
+        return self._compresses and of_gradients and not own and not is_uncompressed()
 
     def _scattered(self, optimizer, totals):
         """`totals` as an optimizer can scatter them in any order."""
@@ -235,11 +247,22 @@ class ReplicatedExtended:
         return self._experimental_distribute_values_from_function(lambda context: tf.convert_to_tensor(next(numbers)))
 
 
-def _exchange_eagerly(strategy, exchange, gradients):
+def _shaped(gradient, shape):
+    """`gradient`, with the static shape of its variable where that is known."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        gradient = tf.convert_to_tensor(gradient)
+        return gradient if shape is None else tf.ensure_shape(gradient, shape)
+    if shape is None:
+        return gradient
+    values = tf.ensure_shape(gradient.values, [None, *shape[1:]])
+    return tf.IndexedSlices(values, gradient.indices, tf.constant(list(shape), gradient.indices.dtype))
+
+
+def _exchange_eagerly(strategy, exchange, gradients, done):
     """An exchange in the step of the strategy, for replicas that run one after another."""
     local = [strategy.experimental_local_results(gradient) for gradient in gradients]
-    totals = exchange.eagerly([list(own) for own in zip(*local, strict=True)])
-    return _tf.regroup(totals)
+    done = strategy.experimental_local_results(done)[0]
+    return _tf.regroup(exchange.eagerly([list(own) for own in zip(*local, strict=True)], done))
 
 
 def _is_keras_step(fn, args, kwargs):

@@ -19,6 +19,7 @@ class Step:
       statistics: Variables of layer statistics that the step has assigned, in order, without repeats.
       scaled_losses: Optimizers whose loss was already weighted by `share`.
       in_own_exchange: Whether the step itself exchanges something, in which no gradients are.
+      shapes: Of the variables that an optimizer is about to update, in the order of its gradients.
       share: The weight of this replica's mean in the mean over the global batch, float32 []; 1 for equal shares.
         `None` until `exchange_rows`.
     """
@@ -27,6 +28,7 @@ class Step:
         self.rows = rows
         self.statistics: list[Any] = []
         self.scaled_losses: set[int] = set()
+        self.shapes: list[Any] = []
         self.share: tf.Tensor | None = None
         self.in_own_exchange = False
 

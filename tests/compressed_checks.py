@@ -1,10 +1,12 @@
 """What the tests of compressed training run in worker processes."""
 
 import functools
+import logging
 
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging as absl_logging
 from keras import layers
 
 import tfdist
@@ -109,7 +111,7 @@ def unbroken_and_resumed(placement, codec, folder):
 
 def exchanged(placement, codec, gradients, steps=1, poisoned_step=None):
     """Sums of `gradients`, a list for each replica, as an optimizer exchanges them; and what is kept."""
-    strategy = tfdist.MirroredStrategy(compression=CODECS[codec] if isinstance(codec, str) else codec)
+    strategy = strategy_of(placement, CODECS[codec])
     with strategy.scope():
         variables = [tf.Variable(tf.zeros(g.shape)) for g in gradients[0]]
         optimizer = keras.optimizers.SGD(1.0)
@@ -133,9 +135,24 @@ def exchanged(placement, codec, gradients, steps=1, poisoned_step=None):
         for variable in variables:
             variable.assign(tf.zeros(variable.shape))
         step(float("nan") if number == poisoned_step else 0.0)
-        norms.append([state.numpy() for e in strategy.communication.exchanges for r in e.states for state in r])
+        norms.append([state.numpy() for states in strategy.communication.exchanges[-1].states for state in states])
         moved.append([[-copy.numpy() for copy in variable.values] for variable in variables])
     return moved, norms
+
+
+def warnings_of(codec, optimizer):
+    """What is logged when a model trains its first step."""
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    absl_logging.get_absl_logger().addHandler(handler)
+    strategy = tfdist.MirroredStrategy(compression=CODECS[codec])
+    with strategy.scope():
+        model = keras.Sequential([layers.Input((9,)), layers.Dense(33)])
+        model.compile(optimizer, "mse")
+    model.train_on_batch(np.zeros([4, 9]), np.zeros([4, 33]))
+    absl_logging.get_absl_logger().removeHandler(handler)
+    return messages
 
 
 def what_is_compressed(placement):
@@ -178,10 +195,11 @@ def sparse(placement, codec):
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = keras.Sequential(
-            [layers.Input((5,), dtype="int32"), layers.Embedding(50, 12), layers.Flatten(), layers.Dense(3)]
+            [layers.Input((5,), dtype="int32"), layers.Embedding(50, 32), layers.Flatten(), layers.Dense(3)]
         )
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 50, (48, 5)), rng.integers(0, 3, 48)
     history = model.fit(x, y, batch_size=12, epochs=4, verbose=0, shuffle=False).history
-    return outcome(model, history)
+    traffic = strategy.communication.traffic()
+    return outcome(model, history) | {"sent_bytes": traffic.sent_bytes, "raw_bytes": traffic.raw_bytes}

@@ -74,11 +74,14 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(placement, mixture, pools
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("codec", ["float16", "bfloat16", "int8", "int4"])
-def test_embeddings_agree(codec, pools):
-    workers = pools("2x1").run(checks.sparse, "2x1", codec)
+@pytest.mark.parametrize(
+    ("placement", "codec"), [("1x2", "int8"), ("1x2", "sign"), ("2x1", "int4"), ("2x2", "bfloat16")]
+)
+def test_embeddings_agree(placement, codec, pools):
+    workers = pools(placement).run(checks.sparse, placement, codec)
 
     assert_agree(workers)
+    assert workers[0]["sent_bytes"] < 0.8 * workers[0]["raw_bytes"]
     assert workers[0]["history"]["loss"][-1] < workers[0]["history"]["loss"][0]
 
 
@@ -109,15 +112,17 @@ def test_nothing_is_lost_only_delayed(codec, scale, pools):
         assert np.linalg.norm(total - wanted) < 0.2 * np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_nan_on_one_replica_reaches_all_and_leaves_residuals_as_they_were(codec, pools):
-    moved, kept = pools("1x3").run(checks.exchanged, "1x3", codec, gradients(), 3, 1)[0]
-
-    for replica in range(3):
-        assert not all(np.all(np.isfinite(copies[replica])) for copies in moved[1]), "a replica did not see it"
-    for before, after in zip(kept[0], kept[1], strict=True):
-        np.testing.assert_array_equal(before, after)
-    assert all(np.all(np.isfinite(copy)) for copies in moved[2] for copy in copies), "the next step is poisoned"
+@pytest.mark.parametrize(
+    ("placement", "replicas", "codec"),
+    [*(("1x3", 3, name) for name in CODECS), ("2x2", 4, "int8"), ("2x2", 4, "powersgd")],
+)
+def test_a_nan_on_one_replica_reaches_all_and_leaves_residuals_as_they_were(placement, replicas, codec, pools):
+    for moved, kept in pools(placement).run(checks.exchanged, placement, codec, gradients(replicas), 3, 1):
+        for replica in range(len(moved[1][0])):
+            assert not all(np.all(np.isfinite(copies[replica])) for copies in moved[1]), "a replica did not see it"
+        for before, after in zip(kept[0], kept[1], strict=True):
+            np.testing.assert_array_equal(before, after)
+        assert all(np.all(np.isfinite(copy)) for copies in moved[2] for copy in copies), "the next step is poisoned"
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -127,6 +132,14 @@ def test_zeros_stay_zeros(codec, pools):
     for step in moved:
         for copies in step:
             np.testing.assert_array_equal(copies, np.zeros_like(copies))
+
+
+@pytest.mark.parametrize(
+    ("codec", "optimizer", "warns"), [("sign", "adam", True), ("sign", "sgd", False), ("int8", "adam", False)]
+)
+def test_a_codec_that_an_optimizer_cannot_bear_is_warned_of(codec, optimizer, warns, pools):
+    for messages in pools("1x2").run(checks.warnings_of, codec, optimizer):
+        assert any("keras.optimizers.SGD" in message for message in messages) == warns
 
 
 @pytest.mark.parametrize("placement", ["1x2", "2x1", "2x2"])

@@ -51,15 +51,25 @@ class Collectives(_tf.CollectiveAllReduce):
         """The device of a replica of this worker."""
         return self._devices[replica]
 
-    def rank(self, replica: int) -> int:
-        """The place of a replica of this worker among the ranks of an encoded exchange."""
-        return self._worker if self.spread > 1 else self._worker * self.replicas + replica
+    @property
+    def ring(self) -> float:
+        """What an uncompressed all-reduce makes a replica send for each byte, across the network if there is one."""
+        replicas = self.ranks * self.spread
+        # Of several devices of a worker, one stands at its border.
+        return 2 * (replicas - 1) / replicas / self.spread
 
-    def shard(self, replica: int, elements: int) -> tuple[int, int]:
-        """Start and stop of the part of a bucket that a replica of this worker exchanges."""
+    def shard(self, replica: int, elements: int) -> slice:
+        """The part of a bucket that a replica of this worker exchanges."""
         size = elements // self.spread
         place = replica if self.spread > 1 else 0
-        return place * size, (place + 1) * size
+        return slice(place * size, (place + 1) * size)
+
+    def owned(self, replica: int, elements: int) -> slice:
+        """The chunk of that part of which it makes the sum."""
+        size = elements // self.spread // self.ranks
+        rank = self._worker if self.spread > 1 else self._worker * self.replicas + replica
+        start = self.shard(replica, elements).start + rank * size
+        return slice(start, start + size)
 
     def is_first(self, replica: int) -> bool:
         """Whether it is the first replica of all workers."""

@@ -30,11 +30,15 @@ class Exchange(tf.Module):
     def __init__(self, gradients: Sequence[Gradient], codecs: Sequence[Codec | None], collectives: Any, position: int):
         super().__init__(name=f"exchange_{position}")
         self._collectives = collectives
-        self._parts = _parts(gradients, codecs, collectives, position)
-        raw = [i for i, codec in enumerate(codecs) if codec is None]
-        self._raw, self._sparse = raw, [i for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
+        parts = _parts(gradients, codecs, collectives, position)
+        # Padding to whole blocks for each rank can outweigh what a codec saves.
+        self._parts = [
+            part for part in parts if part.sent_bytes(collectives) < _raw_bytes(part, gradients, collectives)
+        ]
+        encoded = {i for part in self._parts for i in part.positions}
+        self._sparse = [i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
         self._sparse_codecs = {i: codec.for_rows() for i in self._sparse if (codec := codecs[i]) is not None}
-        self._static_bytes = self._count_bytes(gradients)
+        self._raw = [i for i in range(len(gradients)) if i not in encoded and i not in self._sparse_codecs]
         # Of each replica of this worker: what its parts keep, and its counts.
         self.states: list[list[tf.Variable]] = []
         self.counts: list[tf.Variable] = []
@@ -42,10 +46,18 @@ class Exchange(tf.Module):
         with ThreadPoolExecutor(1) as pool:
             pool.submit(self._make_variables).result()
 
-    def __call__(self, replica: int, gradients: Sequence[Gradient], options=None) -> list[Gradient]:
+    def __call__(
+        self, replica: int, gradients: Sequence[Gradient], done: tf.Tensor, options: Any = None
+    ) -> list[Gradient]:
         """Builds the exchange of one replica of this worker.
 
         If any replica has an Inf or NaN anywhere, all get a sum that is not finite, and nothing that is kept changes.
+
+        Args:
+          replica: Of this worker.
+          gradients: Of that replica.
+          done: Steps that the optimizer has taken, which all workers know alike; codecs may start at a later one.
+          options: Communication options.
         """
         collectives = self._collectives
         options = options or _tf.CommunicationOptions()
@@ -54,11 +66,10 @@ class Exchange(tf.Module):
         new: list[tf.Tensor] = []
         finite: list[tf.Tensor] = []
         with tf.device(collectives.device(replica)):
-            steps = self.counts[replica][STEPS]
             for part in self._parts:
                 members = [gradients[i] for i in part.positions]
                 states = [tf.convert_to_tensor(variable) for variable in old[len(new) : len(new) + part.num_states]]
-                sums, states, is_finite = _from_step(part, steps, members, states, replica, collectives, options)
+                sums, states, is_finite = _from_step(part, done, members, states, replica, collectives, options)
                 new += states
                 finite.append(is_finite)
                 for i, total in zip(part.positions, sums, strict=True):
@@ -69,22 +80,26 @@ class Exchange(tf.Module):
             for i, total in zip(self._raw, raw, strict=True):
                 totals[i] = total
             for i, codec in self._sparse_codecs.items():
-                totals[i] = collectives.all_reduce_rows(gradients[i], replica, options, codec)
+                totals[i] = _rows_from_step(codec, done, gradients[i], replica, collectives, options)
             if new:
-                finite += [_is_finite(totals[i]) for i in [*self._raw, *self._sparse_codecs]]
+                # Float32 sums of float16 gradients may leave the range of these.
+                unseen = [
+                    i for i, g in enumerate(gradients) if i in self._raw or i in self._sparse or g.dtype == tf.float16
+                ]
+                finite += [_is_finite(totals[i]) for i in unseen]
                 tf.cond(tf.reduce_all(finite), lambda: _assign(old, new), lambda: tf.constant(False))
-            self._count(replica, gradients, totals)
+            self._count(replica, gradients, totals, done)
         return totals
 
-    def eagerly(self, gradients: list[list[Gradient]]) -> list[list[Gradient]]:
+    def eagerly(self, gradients: list[list[Gradient]], done: tf.Tensor) -> list[list[Gradient]]:
         """The same for all replicas of this worker at once, outside of a graph: [replica][gradient]."""
         if not hasattr(self, "_function"):
             self._function = tf.function(
-                lambda everyone: [self(replica, own) for replica, own in enumerate(everyone)],
+                lambda everyone, done: [self(replica, own, done) for replica, own in enumerate(everyone)],
                 autograph=False,
                 reduce_retracing=True,
             )
-        return self._function(gradients)
+        return self._function(gradients, done)
 
     def residuals(self) -> list[tf.Variable]:
         """What all replicas of this worker have left behind."""
@@ -104,7 +119,7 @@ class Exchange(tf.Module):
         ]
         return [np.sum(arrays, axis=0) for arrays in zip(*replicas, strict=True)]
 
-    def spread(self, pending: Sequence[np.ndarray], steps: int) -> None:
+    def spread(self, pending: Sequence[np.ndarray]) -> None:
         """Sets what is kept such that all replicas together have left `pending` behind.
 
         Raises:
@@ -121,8 +136,6 @@ class Exchange(tf.Module):
                 rest = rest[part.kinds * size :]
                 for variable, value in zip(own, part.spread(kinds, replica, self._collectives), strict=True):
                     variable.assign(tf.reshape(value, variable.shape))
-            counts = self.counts[replica]
-            counts.assign(tf.tensor_scatter_nd_update(counts, [[STEPS]], [steps]))
 
     def _by_part(self, states):
         rest = list(states)
@@ -147,25 +160,22 @@ class Exchange(tf.Module):
             with tf.device(host.to_string()):
                 self.counts.append(tf.Variable(tf.zeros([3], tf.int64), trainable=False, name="counts"))
 
-    def _count_bytes(self, gradients):
-        """What each step sends whatever the rows: raw and sent bytes of a replica."""
+    def _count(self, replica, gradients, totals, done):
+        """Adds to the counts of a replica; of sparse rows nearly what is sent, as each replica pads to the longest."""
         collectives = self._collectives
-        replicas = collectives.ranks * collectives.spread
-        # Of several devices of a worker, one stands at its border in a ring.
-        ring = 2 * (replicas - 1) / replicas / collectives.spread
-        dense = [i for i in range(len(gradients)) if i not in self._sparse]
-        uncompressed = ring * sum(_bytes(gradients[i]) for i in dense if i in self._raw)
-        sent = uncompressed + sum(part.sent_bytes(collectives, ring) for part in self._parts)
-        return round(ring * sum(_bytes(gradients[i]) for i in dense)), round(sent)
-
-    def _count(self, replica, gradients, totals):
-        raw, sent = (tf.constant(count, tf.int64) for count in self._static_bytes)
-        replicas = self._collectives.ranks * self._collectives.spread
+        dense = [i for i in self._raw if i not in self._sparse]
+        raw = sent = tf.constant(round(collectives.ring * sum(_bytes(gradients[i]) for i in dense)), tf.int64)
+        for part in self._parts:
+            uncompressed = round(_raw_bytes(part, gradients, collectives))
+            raw += uncompressed
+            sent += _from(part.codec.start_step, done, round(part.sent_bytes(collectives)), uncompressed)
+        others = collectives.ranks * collectives.spread - 1
         for i in self._sparse:
-            # Close to what is sent: each replica pads to the longest.
-            rows = tf.cast(tf.shape(totals[i].indices)[0], tf.int64) * (replicas - 1) // replicas
-            raw += rows * sparse_row_bytes(gradients[i])
-            sent += rows * sparse_row_bytes(gradients[i], self._sparse_codecs.get(i))
+            rows = tf.cast(tf.shape(totals[i].indices)[0], tf.int64) * others // (others + 1)
+            codec = self._sparse_codecs.get(i)
+            uncompressed, encoded = sparse_row_bytes(gradients[i]), sparse_row_bytes(gradients[i], codec)
+            raw += rows * uncompressed
+            sent += rows * _from(0 if codec is None else codec.start_step, done, encoded, uncompressed)
         self.counts[replica].assign_add(tf.stack([tf.constant(1, tf.int64), raw, sent]))
 
 
@@ -183,7 +193,17 @@ def _parts(gradients, codecs, collectives, position) -> list[Any]:
     ]
 
 
-def _from_step(part, steps, gradients, states, replica, collectives, options):
+def _from(start_step: int, done: tf.Tensor, then: int, before: int) -> tf.Tensor:
+    """The count that holds after so many steps."""
+    return tf.where(done >= start_step, tf.constant(then, tf.int64), tf.constant(before, tf.int64))
+
+
+def _raw_bytes(part, gradients, collectives) -> float:
+    """What a replica would send for the gradients of a part, uncompressed."""
+    return collectives.ring * sum(_bytes(gradients[i]) for i in part.positions)
+
+
+def _from_step(part, done, gradients, states, replica, collectives, options):
     """The exchange of one part, uncompressed until its codec's `start_step`."""
 
     def encoded():
@@ -193,7 +213,19 @@ def _from_step(part, steps, gradients, states, replica, collectives, options):
         sums = collectives._all_reduce(tf.distribute.ReduceOp.SUM, list(gradients), replica, options)
         return sums, list(states), tf.reduce_all([_is_finite(total) for total in sums])
 
-    return encoded() if part.codec.start_step == 0 else tf.cond(steps >= part.codec.start_step, encoded, raw)
+    return encoded() if part.codec.start_step == 0 else tf.cond(done >= part.codec.start_step, encoded, raw)
+
+
+def _rows_from_step(codec, done, slices, replica, collectives, options):
+    """The same of sparse rows."""
+
+    def encoded():
+        return collectives.all_reduce_rows(slices, replica, options, codec)
+
+    def raw():
+        return collectives.all_reduce_rows(slices, replica, options, None)
+
+    return encoded() if codec.start_step == 0 else tf.cond(done >= codec.start_step, encoded, raw)
 
 
 def _bytes(tensor: tf.Tensor) -> int:

@@ -30,15 +30,17 @@ class Words:
         self._splits = [(len(first), len(second)) for first, second in shapes]
         self.state_shapes = [shape for first, second in shapes for shape in [*first, *second]]
         self.num_states = len(self.state_shapes)
-        self.is_residual = [True] * self.num_states
         self.kinds = codec.states
+        # The last kind is what was not sent; before it stands its momentum.
+        kinds = [kind for first, second in shapes for encoding in (first, second) for kind in range(len(encoding))]
+        self.is_residual = [kind == self.kinds - 1 for kind in kinds]
 
     def initial_states(self):
         """What is kept before the first step; `None` for zeros."""
         return [None] * self.num_states
 
-    def sent_bytes(self, collectives, ring):
-        """What a replica sends in a step; `ring` is what an all-reduce sends of a byte."""
+    def sent_bytes(self, collectives):
+        """What a replica sends in a step."""
         parts = [elements // collectives.spread for elements in self._elements]
         return sum(4 * sent_words(self.codec, part, collectives.ranks) for part in parts)
 
@@ -62,7 +64,8 @@ class Words:
             if not self.codec.keeps_zeros:
                 new_first, new_second = self._without_padding(bucket, new_first, new_second, replica, collectives)
             kept += [*new_first, *new_second]
-            finite.append(is_finite)
+            # Each device of a worker has seen its part of the bucket only.
+            finite.append(is_finite if collectives.spread == 1 else tf.reduce_all(tf.math.is_finite(total)))
         return separate(self._buckets, totals, gradients, self._granule), kept, tf.reduce_all(finite)
 
     def _without_padding(self, bucket, first, second, replica, collectives):
@@ -73,12 +76,10 @@ class Words:
             for i, (segment, one) in enumerate(zip(bucket, ones, strict=True))
         ]
         mask = join(alone, ones, self._granule, self._multiple)
-        start, stop = collectives.shard(replica, mask.shape[0])
-        chunk = (stop - start) // collectives.ranks
-        owned = start + collectives.rank(replica) * chunk
+        shard, owned = collectives.shard(replica, mask.shape[0]), collectives.owned(replica, mask.shape[0])
         return (
-            [state * tf.reshape(mask[start:stop], state.shape) for state in first],
-            [state * tf.reshape(mask[owned : owned + chunk], state.shape) for state in second],
+            [state * tf.reshape(mask[shard], state.shape) for state in first],
+            [state * tf.reshape(mask[owned], state.shape) for state in second],
         )
 
     def pending(self, states, replica, collectives):
@@ -87,14 +88,12 @@ class Words:
         rest = list(states)
         for elements, (first, second) in zip(self._elements, self._splits, strict=True):
             own, rest = rest[: first + second], rest[first + second :]
-            start, stop = collectives.shard(replica, elements)
-            chunk = (stop - start) // collectives.ranks
-            owned = start + collectives.rank(replica) * chunk
+            shard, owned = collectives.shard(replica, elements), collectives.owned(replica, elements)
             for kind, buckets in enumerate(kinds):
                 bucket = np.zeros([elements], np.float32)
-                bucket[start:stop] += own[kind].numpy().reshape(-1)
+                bucket[shard] += own[kind].numpy().reshape(-1)
                 if second:
-                    bucket[owned : owned + chunk] += own[first + kind].numpy().reshape(-1)
+                    bucket[owned] += own[first + kind].numpy().reshape(-1)
                 buckets.append(tf.constant(bucket))
         return [
             [total.numpy() for total in separate(self._buckets, buckets, self._like, self._granule)]
@@ -105,11 +104,10 @@ class Words:
         """The states of a replica, flattened, such that all replicas together have `kinds` pending."""
         states = []
         for bucket, elements, (_, second) in zip(self._buckets, self._elements, self._splits, strict=True):
-            start, stop = collectives.shard(replica, elements)
+            shard = collectives.shard(replica, elements)
             for pending in kinds:
-                joined = join(bucket, pending, self._granule, self._multiple)
-                states.append(joined[start:stop] / collectives.ranks)
-            states += [tf.zeros([(stop - start) // collectives.ranks])] * second
+                states.append(join(bucket, pending, self._granule, self._multiple)[shard] / collectives.ranks)
+            states += [tf.zeros([elements // collectives.spread // collectives.ranks])] * second
         return states
 
 
@@ -138,9 +136,9 @@ class Matrices:
         ]
         return [None] * (self.num_states - len(factors)) + factors
 
-    def sent_bytes(self, collectives, ring):
-        """What a replica sends in a step; `ring` is what an all-reduce sends of a byte."""
-        return ring * sum(4 * self.codec.rank * (rows + cols) for rows, cols in self._shapes)
+    def sent_bytes(self, collectives):
+        """What a replica sends in a step."""
+        return collectives.ring * sum(4 * self.codec.rank * (rows + cols) for rows, cols in self._shapes)
 
     def exchange(self, gradients, states, replica, collectives, options):
         """Gradients and states -> their sums, the new states, and whether the sums are finite."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-__all__ = ["absmax_bits", "from_bits", "pack", "reduce_blocks", "split_blocks", "to_bits", "unpack"]
+__all__ = ["absmax_bits", "from_bits", "pack", "reduce_blocks", "rows_of", "split_blocks", "to_bits", "unpack"]
 
 _LANES = 8
 
@@ -21,9 +21,14 @@ def from_bits(words: tf.Tensor) -> tf.Tensor:
     return tf.bitcast(words, tf.float32)
 
 
+def rows_of(values: tf.Tensor) -> int:
+    """The number of rows, or -1, as `tf.reshape` takes it, where only the run can tell."""
+    return -1 if values.shape[0] is None else values.shape[0]
+
+
 def split_blocks(values: tf.Tensor, block_size: int) -> tf.Tensor:
     """[rows, elements] -> [rows, blocks, block_size]."""
-    rows, elements = values.shape
+    rows, elements = rows_of(values), values.shape[1]
     return tf.reshape(values, [rows, elements // block_size, block_size])
 
 
@@ -35,7 +40,7 @@ def reduce_blocks(blocks: tf.Tensor, combine: Callable, reduce: Callable) -> tf.
       combine: The operation on two tensors, `tf.maximum` say.
       reduce: The same along an axis, `tf.reduce_max` say.
     """
-    rows, count, block_size = blocks.shape
+    rows, (count, block_size) = rows_of(blocks), blocks.shape[1:]
     # A reduction over a whole block takes one number at a time; slices of blocks are combined as vectors.
     lanes = math.gcd(block_size, _LANES)
     slices = tf.unstack(tf.reshape(blocks, [rows, count, lanes, block_size // lanes]), axis=2)
@@ -54,9 +59,9 @@ def absmax_bits(blocks: tf.Tensor) -> tf.Tensor:
 def pack(codes: tf.Tensor) -> tf.Tensor:
     """Small numbers, several to a word: a type of 1 or 2 bytes [rows, ...] -> int32 [rows, words]."""
     each = 4 // codes.dtype.size
-    return tf.bitcast(tf.reshape(codes, [codes.shape[0], codes.shape[1:].num_elements() // each, each]), tf.int32)
+    return tf.bitcast(tf.reshape(codes, [rows_of(codes), codes.shape[1:].num_elements() // each, each]), tf.int32)
 
 
 def unpack(words: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Int32 [rows, words] -> `dtype` [rows, words * 2 or 4]."""
-    return tf.reshape(tf.bitcast(words, dtype), [words.shape[0], words.shape[1] * 4 // dtype.size])
+    return tf.reshape(tf.bitcast(words, dtype), [rows_of(words), words.shape[1] * 4 // dtype.size])

@@ -28,6 +28,8 @@ class Codec:
     """
 
     name: ClassVar[str]
+    # Whether so much is delayed that optimizers which divide by running squares of gradients, as Adam, go astray.
+    for_sgd: ClassVar[bool] = False
 
     min_elements: int = 16384  # 64 KiB of float32: less is bound by latency, not by bytes
     start_step: int = 0

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from tfdist.strategies.compression.blocks import absmax_bits, from_bits, pack, split_blocks, unpack
+from tfdist.strategies.compression.blocks import absmax_bits, from_bits, pack, rows_of, split_blocks, unpack
 from tfdist.strategies.compression.codec import WordCodec
 
 __all__ = ["Float16"]
@@ -70,4 +70,4 @@ class Float16(WordCodec):
         """Int32 [rows, words] -> float32 [rows, elements]."""
         scales = from_bits(words[:, elements // 2 :])
         blocks = split_blocks(tf.cast(unpack(words[:, : elements // 2], tf.float16), tf.float32), self.block_size)
-        return tf.reshape(blocks * scales[:, :, tf.newaxis], [words.shape[0], elements])
+        return tf.reshape(blocks * scales[:, :, tf.newaxis], [rows_of(words), elements])

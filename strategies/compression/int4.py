@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from tfdist.strategies.compression.blocks import from_bits, pack, split_blocks, to_bits, unpack
+from tfdist.strategies.compression.blocks import from_bits, pack, rows_of, split_blocks, to_bits, unpack
 from tfdist.strategies.compression.quantised import Quantised
 
 __all__ = ["Int4"]
@@ -44,7 +44,7 @@ class Int4(Quantised):
         return elements // 8 + elements // self.block_size
 
     def _pack(self, codes: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
-        rows, count, _ = codes.shape
+        rows, count = rows_of(codes), codes.shape[1]
         halves = tf.reshape(codes, [rows, count, 2, self.block_size // 2])
         pairs = tf.reduce_sum(halves * [[1.0], [16.0]], axis=2)  # two to a byte
         return tf.concat([pack(tf.cast(pairs, tf.int8)), to_bits(scales)], axis=1)
@@ -55,4 +55,4 @@ class Int4(Quantised):
         # `first` is at most 7 of 16, so rounding finds `second`.
         second = tf.round(pairs * (1 / 16))
         codes = tf.stack([pairs - 16 * second, second], axis=2)
-        return tf.reshape(codes, [words.shape[0], elements]), from_bits(words[:, elements // 8 :])
+        return tf.reshape(codes, [rows_of(words), elements]), from_bits(words[:, elements // 8 :])

@@ -39,6 +39,8 @@ class PowerSGD(Codec):
     Raises:
       ValueError: If `rank` is not positive, or another option is out of range.
 
+    Workers with unlike CPUs may round matrix products in other ways, and so drift apart: each decodes by itself.
+
     References:
       Vogels et al., PowerSGD, 2019, https://arxiv.org/abs/1905.13727
     """

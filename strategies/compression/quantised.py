@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from tfdist.strategies.compression.blocks import absmax_bits, from_bits, split_blocks
+from tfdist.strategies.compression.blocks import absmax_bits, from_bits, rows_of, split_blocks
 from tfdist.strategies.compression.codec import State, WordCodec
 
 __all__ = ["Quantised"]
@@ -35,7 +35,7 @@ class Quantised(WordCodec):
         """Int32 [rows, words] -> float32 [rows, elements]."""
         codes, scales = self._unpack(words, elements)
         blocks = split_blocks(tf.cast(codes, tf.float32), self.block_size)
-        return tf.reshape(blocks * scales[:, :, tf.newaxis], [words.shape[0], elements])
+        return tf.reshape(blocks * scales[:, :, tf.newaxis], [rows_of(words), elements])
 
     def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
         """Encodes `values` plus the residual, and keeps what was lost; see `WordCodec`."""
@@ -45,7 +45,7 @@ class Quantised(WordCodec):
         codes, scales = self._quantise(blocks)
         # From the codes at hand: decoding the words again would take another pass.
         residual = blocks - codes * scales[:, :, tf.newaxis]
-        return self._pack(codes, scales), (tf.reshape(residual, values.shape),)
+        return self._pack(codes, scales), (tf.reshape(residual, [rows_of(values), values.shape[1]]),)
 
     def _quantise(self, blocks: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Integers in float32 [rows, blocks, block_size], and scales [rows, blocks]."""

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist.strategies.compression.blocks import from_bits, pack, reduce_blocks, split_blocks, to_bits, unpack
+from tfdist.strategies.compression.blocks import from_bits, pack, reduce_blocks, rows_of, split_blocks, to_bits, unpack
 from tfdist.strategies.compression.codec import State, WordCodec
 from tfdist.strategies.compression.float16 import Float16
 
@@ -38,6 +38,7 @@ class Sign(WordCodec):
     """
 
     name: ClassVar[str] = "sign"
+    for_sgd: ClassVar[bool] = True
     keeps_zeros: ClassVar[bool] = False
 
     block_size: int = 1024
@@ -62,10 +63,13 @@ class Sign(WordCodec):
 
     def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
         """Int32 [rows, words] -> float32 [rows, elements]."""
-        signs = tf.reshape(unpack(words, tf.uint8)[:, : elements // 8], [words.shape[0], -1, 1, self.block_size // 8])
+        signs = tf.reshape(
+            unpack(words, tf.uint8)[:, : elements // 8],
+            [rows_of(words), elements // self.block_size, 1, self.block_size // 8],
+        )
         positive = tf.equal(tf.bitwise.bitwise_and(signs, _BITS.astype(np.uint8)), 0)
         scales = from_bits(words[:, elements // 32 :])[:, :, tf.newaxis, tf.newaxis]
-        return tf.reshape(tf.where(positive, scales, -scales), [words.shape[0], elements])
+        return tf.reshape(tf.where(positive, scales, -scales), [rows_of(words), elements])
 
     def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
         """Encodes `values` plus the residual, and keeps what was lost; see `WordCodec`."""
@@ -76,7 +80,7 @@ class Sign(WordCodec):
         # From the values at hand: decoding the words again would take another pass.
         signs = tf.bitwise.bitwise_and(to_bits(blocks), _SIGN_BIT)
         decoded = from_bits(tf.bitwise.bitwise_xor(signs, to_bits(scales)[:, :, tf.newaxis]))
-        return self._pack(blocks, scales), (tf.reshape(blocks - decoded, values.shape),)
+        return self._pack(blocks, scales), (tf.reshape(blocks - decoded, [rows_of(values), values.shape[1]]),)
 
     def for_rows(self) -> WordCodec:
         """Float16: rows of `tf.IndexedSlices` have no residual, which this codec cannot do without."""
@@ -92,7 +96,7 @@ class Sign(WordCodec):
 
         Bit k of byte j of a block is the sign of its element j + k * block_size / 8.
         """
-        rows, count, _ = blocks.shape
+        rows, count = rows_of(blocks), blocks.shape[1]
         negative = tf.bitwise.right_shift(to_bits(blocks), 31)  # all ones, or all zeros
         negative = tf.reshape(negative, [rows, count, 8, self.block_size // 8])
         signs = tf.reduce_sum(tf.bitwise.bitwise_and(negative, _BITS), axis=2)

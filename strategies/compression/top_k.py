@@ -11,6 +11,7 @@ from tfdist.strategies.compression.blocks import (
     from_bits,
     pack,
     reduce_blocks,
+    rows_of,
     split_blocks,
     to_bits,
     unpack,
@@ -49,6 +50,7 @@ class TopK(WordCodec):
     """
 
     name: ClassVar[str] = "topk"
+    for_sgd: ClassVar[bool] = True
     two_shot: ClassVar[bool] = False
 
     ratio: float = dataclasses.field(default=0.01, kw_only=False)
@@ -87,7 +89,7 @@ class TopK(WordCodec):
         count = elements // self.granule
         values = from_bits(words[:, :count, tf.newaxis])
         positions = tf.cast(unpack(words[:, count:], self._position_type)[:, :count], tf.int32)
-        return tf.reshape(tf.where(self._at(positions), values, 0.0), [words.shape[0], elements])
+        return tf.reshape(tf.where(self._at(positions), values, 0.0), [rows_of(words), elements])
 
     def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
         """Encodes `values` plus the residual, and keeps what was lost; see `WordCodec`."""
@@ -97,7 +99,7 @@ class TopK(WordCodec):
             values = self.momentum * state[0] + values
         residual = state[-1] + values
         bits, positions = self._largest(split_blocks(residual, self.granule))
-        sent = tf.reshape(self._at(positions), values.shape)
+        sent = tf.reshape(self._at(positions), [rows_of(values), values.shape[1]])
         # By position, since Inf - Inf is NaN.
         new = (values, residual) if self.momentum else (residual,)
         return self._pack(bits, positions), tuple(tf.where(sent, 0.0, part) for part in new)
