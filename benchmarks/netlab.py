@@ -63,6 +63,10 @@ class NetlabError(RuntimeError):
     """The lab cannot be put up, or a link does not have the rate that was asked for."""
 
 
+class BusyError(NetlabError):
+    """A link carries less than was asked for, as it does when other programs take the processor."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Counters:
     """Bytes that passed an interface since it was made, Ethernet headers included."""
@@ -213,7 +217,7 @@ class Netlab:
         self._set_rate(self.rate)
         # Twice, since the token buckets need some of the processor time that an unshaped stream has for itself.
         if speed.wire > asked or limit > 2 * asked:
-            raise NetlabError(
+            raise (NetlabError if speed.wire > asked else BusyError)(
                 f"{what}, off by more than {TOLERANCE:.0%}, though unshaped it carries {_megabits(limit)}. If other "
                 f"programs are using the machine, try again when they are done."
             )

