@@ -23,19 +23,12 @@ def assert_agree(workers):
 
 # What meets the exchange in a way of its own; the others are `exhaustive`.
 REPRESENTATIVE = (
-    "fit_numpy",
-    "on_batch",
     "run_eagerly",
-    "steps_per_execution",
     "input_last_batch_of_one_row",
     "loss_scaling_skips_inf",
-    "mixed_bfloat16",
-    "batch_normalization_synchronized",
     "embedding_adam_sparse",
     "custom_loop_clips_and_scales",
     "several_optimizers_in_a_custom_step",
-    "optimizer_multi",
-    "two_models",
 )
 
 
