@@ -31,6 +31,7 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)
         tf.distribute.Strategy.__init__(self, extended)
         extended.compress(compression)
+        self._make_reports()
 
 
 class _MirroredExtended(ReplicatedExtended, _tf.MirroredExtended):

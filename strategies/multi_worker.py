@@ -45,6 +45,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         extended = _MultiWorkerExtended(self, cluster_resolver=cluster_resolver, communication_options=options)
         tf.distribute.Strategy.__init__(self, extended)
         extended.compress(compression)
+        self._make_reports()
         if extended._num_workers > 1:
             _share_seed(self)
 

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.strategies import report
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.step import current_step
 
@@ -79,10 +80,14 @@ class _Weigh:
         if step is None or step.share is None:
             return loss
         step.scaled_losses.add(id(self.__dict__))
+        step.mark(report.LOSS, loss)
+        step.mark(report.SHARE, step.share)
         return loss * tf.cast(step.share, loss.dtype)
 
     def apply(self, grads, trainable_variables=None):
         step = current_step()
+        if step is not None:
+            step.mark(report.GRADIENTS, grads)
         if step is not None and step.share is not None:
             if id(self.__dict__) not in step.scaled_losses:
                 grads = [_times(grad, step.share) for grad in grads]

@@ -17,6 +17,7 @@ from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.communication import Communication, is_uncompressed, policy_of
 from tfdist.strategies.peek import PeekableDataset
+from tfdist.strategies.report import GRADIENTS, StepReports
 
 _KERAS_STEPS = ("train_step", "test_step")
 _KERAS_PREDICT_STEP = "one_step_on_data"
@@ -29,6 +30,7 @@ class ReplicatedStrategy:
     """The public half: mixed into a subclass of `tf.distribute.Strategy`."""
 
     extended: Any
+    reports: StepReports
 
     def run(self, fn, args=(), kwargs=None, options=None):
         """Runs `fn` on each replica; see `tf.distribute.Strategy.run`.
@@ -40,12 +42,13 @@ class ReplicatedStrategy:
           CompiledCollectivesError: If `fn` is compiled by XLA and the devices have no compiled collectives.
         """
         self._check_compiled()
+        is_keras_step = _is_keras_step(fn, args, kwargs)
         if self.num_replicas_in_sync == 1:
-            return super().run(fn, args, kwargs, options)
-        if _is_keras_step(fn, args, kwargs):
+            return super().run(_lone_step(fn, self.reports) if is_keras_step else fn, args, kwargs, options)
+        if is_keras_step:
             self._check_scope(fn.__self__)
             with optimizers.distributed_optimizers(fn.__self__):
-                return super().run(_keras_step(fn), args, kwargs, options)
+                return super().run(_keras_step(fn, self.reports), args, kwargs, options)
         if _tf.called_by_keras_trainer() and fn.__name__ == _KERAS_PREDICT_STEP:
             args, fn = self._split_plain_batch(args), _predict_step(fn)
         return super().run(fn, args, kwargs, options)
@@ -115,6 +118,10 @@ class ReplicatedStrategy:
             return self.experimental_distribute_values_from_function(lambda context: part(leaf, context))
 
         return tf.nest.map_structure(split, args)
+
+    def _make_reports(self):
+        devices = self.extended.worker_devices
+        self.reports = StepReports(devices, self.num_replicas_in_sync)
 
     def _take_collective_keys(self):
         """Keeps the collectives of several strategies in one process apart; workers make them in the same order."""
@@ -296,16 +303,42 @@ def _in_step(fn):
     return on_replica
 
 
-def _keras_step(fn):
-    """`fn`, a Keras step, with rows counted, statistics and logs averaged."""
+def _keras_step(fn, reports):
+    """`fn`, a Keras step, with rows counted, statistics and logs averaged, and reported if it trains."""
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(data):
         with steps.running(steps.count_rows(data)) as step:
-            if fn.__name__ == "train_step":
-                step.exchange_rows()
+            if fn.__name__ != "train_step":
+                return _average_statistics(step, fn(steps.at_least_one_row(data, step.rows)))
+            context = tf.distribute.get_replica_context()
+            replica, local = context.replica_id_in_sync_group, _tf.get_current_replica_id_as_int()
+            step.clock = reports.clock(local)
+            data = step.clock.begin(data)
+            step.exchange_rows()
             logs = fn(steps.at_least_one_row(data, step.rows))
-            return _average_statistics(step, logs)
+            step.mark(GRADIENTS, logs)  # Where no optimizer has taken any.
+            own = reports.of_replica(step.clock, replica, step.rows)
+            logs, total = _average_statistics(step, (logs, own * reports.num_replicas))
+            reports.tell(local, total)
+            return logs
+
+    return on_replica
+
+
+def _lone_step(fn, reports):
+    """`fn`, a Keras step of the only replica, reported if it trains."""
+
+    @tf.autograph.experimental.do_not_convert
+    def on_replica(data):
+        if fn.__name__ != "train_step":
+            return fn(data)
+        clock = reports.clock(0)
+        data = clock.begin(data)
+        logs = fn(data)
+        clock.mark(GRADIENTS, logs)
+        reports.tell(0, reports.of_replica(clock, 0, steps.count_rows(data)))
+        return logs
 
     return on_replica
 

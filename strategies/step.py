@@ -8,6 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.strategies.report import Clock
+
 _local = threading.local()
 
 
@@ -22,6 +24,7 @@ class Step:
       shapes: Of the variables that an optimizer is about to update, in the order of its gradients.
       share: The weight of this replica's mean in the mean over the global batch, float32 []; 1 for equal shares.
         `None` until `exchange_rows`.
+      clock: Of this replica, in Keras' training steps; else `None`.
     """
 
     def __init__(self, rows: int | tf.Tensor | None):
@@ -31,6 +34,14 @@ class Step:
         self.shapes: list[Any] = []
         self.share: tf.Tensor | None = None
         self.in_own_exchange = False
+        self.clock: Clock | None = None
+        self._marked: set[int] = set()
+
+    def mark(self, moment: int, after: Any) -> None:
+        """Notes when the tensors in `after` are there, the first time that `moment` comes in a step."""
+        if self.clock is not None and moment not in self._marked:
+            self._marked.add(moment)
+            self.clock.mark(moment, after)
 
     @property
     def has_rows(self) -> bool | tf.Tensor:

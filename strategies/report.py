@@ -1,0 +1,158 @@
+"""What all workers learn of each training step: rows and compute times of every replica, whether somebody has to stop.
+
+It travels in the exchange of statistics and logs that a step makes anyway. Times are read where they arise, in the graph:
+
+    data here ── BEGIN ─ forward ─ LOSS ──┐            ┌─ GRADIENTS ── exchange, update, logs ── END
+                 rows to all ──── SHARE ──┴─ backward ─┘
+
+A replica waits for others between LOSS and SHARE, and after GRADIENTS; the rest from BEGIN on is its own computation.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+BEGIN, LOSS, SHARE, GRADIENTS, END = range(5)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """One training step, as all workers have it, to the bit.
+
+    Attributes:
+      number: Training steps since the strategy was made, this one included.
+      rows: Of the global batch, by replica, int64 [R].
+      compute_seconds: From the arrival of the data to the last gradient, without waiting for others, float32 [R].
+      stop: Whether a worker asked to stop.
+    """
+
+    number: int
+    rows: np.ndarray
+    compute_seconds: np.ndarray
+    stop: bool
+
+
+class StepReports:
+    """The reports of a strategy, as `strategy.reports`; of Keras' training steps, not of custom loops.
+
+    Costs a few timestamps and one callback into Python a step, and 2 R + 1 numbers in an exchange for R replicas.
+
+    Attributes:
+      listeners: Functions that take each `StepReport` on every worker, in the order of the steps, before the step ends.
+        They run in a thread of TensorFlow; what they raise ends the step.
+      latest: The newest report, `None` before the first step.
+      num_replicas: R.
+    """
+
+    def __init__(self, devices: Sequence[str], num_replicas: int):
+        self.listeners: list[Callable[[StepReport], None]] = []
+        self.latest: StepReport | None = None
+        self.num_replicas = num_replicas
+        with tf.device(_host_of(devices[0])):
+            self._stop = tf.Variable(0.0, trainable=False)
+        self._clocks = [Clock(device) for device in devices]
+
+    def ask_to_stop(self) -> None:
+        """Lets the report of a step to come say `stop`, of the same step on all workers. May be called in any thread."""
+        self._stop.assign(1.0)
+
+    def position(self) -> tuple[int, str]:
+        """How many training steps are done, and what this worker does now: "input", "compute" or "exchange".
+
+        "input" is all that is outside of a step: data, callbacks, validation. May be called in any thread.
+        """
+        number = self.latest.number if self.latest else 0
+        begin, _, _, gradients, end = self._clocks[0].times.numpy()
+        if begin <= end:
+            return number, "input"
+        return number, "compute" if gradients < begin else "exchange"
+
+    def clock(self, local: int) -> "Clock":
+        """The clock of this worker's replica number `local`."""
+        return self._clocks[local]
+
+    def of_replica(self, clock: "Clock", replica: Any, rows: Any) -> tf.Tensor:
+        """What replica `replica` says of its step, float32 [2 R + 1]; summed over replicas it is the report."""
+        own = tf.one_hot(replica, self.num_replicas)
+        rows = tf.cast(0 if rows is None else rows, tf.float32)
+        return tf.concat([own * rows, own * clock.compute_seconds(), [self._stop]], axis=0)
+
+    def tell(self, local: int, totals: tf.Tensor) -> None:
+        """Ends the step of this worker's first replica: hands the sum of what all replicas said to the listeners."""
+        if local == 0:
+            self._clocks[0].end(self._take, totals)
+
+    def _take(self, totals: np.ndarray) -> None:
+        rows, seconds = totals[: self.num_replicas], totals[self.num_replicas : -1]
+        number = self.latest.number + 1 if self.latest else 1
+        self.latest = StepReport(number, np.rint(rows).astype(np.int64), seconds, bool(totals[-1] > 0))
+        for listener in list(self.listeners):
+            listener(self.latest)
+
+
+class Clock:
+    """Moments of a replica's present step, in seconds since the epoch, on the host of its device."""
+
+    def __init__(self, device: str):
+        self._host = _host_of(device)
+        with tf.device(self._host):
+            self.times = tf.Variable(tf.zeros([5], tf.float64), trainable=False)
+
+    def begin(self, data: Any) -> Any:
+        """Notes the time at which `data` are there; returns them for what is to begin then."""
+        noted = self.mark(BEGIN, data)
+        with tf.control_dependencies([noted]):
+            return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), data)
+
+    def mark(self, moment: int, after: Any = ()) -> tf.Tensor:
+        """Notes the time at which the tensors in `after` are there; returns what is there when it is noted."""
+        after = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in tf.nest.flatten(after)]
+        after = [leaf for leaf in after if isinstance(leaf, tf.Tensor)]
+        with tf.device(self._host):
+            which = tf.constant(moment)  # Not below, where it would take the dependencies to itself and be folded away.
+            with tf.control_dependencies(after):
+                return _mark(self.times.handle, which)
+
+    def compute_seconds(self) -> tf.Tensor:
+        """What the replica took for its own computation, float32 []."""
+        begin, loss, share, gradients, _ = tf.unstack(self.times.read_value())
+        waited = tf.where(loss >= begin, tf.maximum(share - loss, 0), 0)
+        return tf.cast(gradients - begin - waited, tf.float32)
+
+    def end(self, function: Callable[[np.ndarray], None], value: tf.Tensor) -> None:
+        """Calls a Python function with `value`, then notes the end of the step."""
+        with tf.device(self._host):
+            _call_in_order(function)(self.times.handle, value)
+
+
+def _host_of(device: str) -> str:
+    return tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string()
+
+
+# Functions of their own, with a resource among their inputs: TensorFlow chains stateful operations that share none, also
+# those of two replicas in one graph, which would wait for each other for ever.
+
+
+@tf.function
+def _mark(clock, moment):
+    tf.raw_ops.ResourceScatterUpdate(resource=clock, indices=moment, updates=tf.timestamp())
+    return moment
+
+
+@functools.cache
+def _call_in_order(function):
+    def call_and_tell_time(value):
+        function(value)
+        return time.time()
+
+    @tf.function
+    def call(clock, value):
+        now = tf.numpy_function(call_and_tell_time, [value], tf.float64)
+        tf.raw_ops.ResourceScatterUpdate(resource=clock, indices=END, updates=now)
+
+    return call
