@@ -7,12 +7,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tfdist.data.balanced import BalancedSharding
     from tfdist.data.digits import Digits
     from tfdist.data.loading import load
 
-__all__ = ["Digits", "load"]
+__all__ = ["BalancedSharding", "Digits", "load"]
 
-_HOMES = {"Digits": "tfdist.data.digits", "load": "tfdist.data.loading"}
+_HOMES = {
+    "BalancedSharding": "tfdist.data.balanced",
+    "Digits": "tfdist.data.digits",
+    "load": "tfdist.data.loading",
+}
 
 
 def __getattr__(name: str) -> Any:

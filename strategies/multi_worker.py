@@ -11,6 +11,7 @@ from tfdist.errors import ClusterError
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.communication import policy_of
 from tfdist.strategies.devices import make_virtual_devices
+from tfdist.strategies.peek import BalancedDataset
 from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy
 
 _START_TIMEOUT_SECONDS = 300
@@ -50,15 +51,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             _share_seed(self)
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
-        """Makes each worker's own dataset; see `tf.distribute.Strategy.distribute_datasets_from_function`.
-
-        All workers call it, since they compare their numbers of batches.
-
-        Workers may have unequal numbers of batches: all take as many steps as the longest, those that have run out with
-        no rows.
-        """
+        """See `ReplicatedStrategy.distribute_datasets_from_function`."""
         dataset = super().distribute_datasets_from_function(dataset_fn, options)
-        if self.extended._num_workers > 1:
+        if self.extended._num_workers > 1 and not isinstance(dataset, BalancedDataset):
             _tf.set_cardinality(dataset, self._longest(int(dataset.cardinality)))
         return dataset
 

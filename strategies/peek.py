@@ -1,4 +1,7 @@
-"""Shows Keras the shapes of a dataset without reading from it."""
+"""Datasets that `fit` can look into without reading from them, and one that knows for what it is read."""
+
+import weakref
+from typing import Any
 
 import tensorflow as tf
 
@@ -16,14 +19,48 @@ class PeekableDataset(tf.distribute.DistributedDataset):
         self._dataset = dataset
 
     def __iter__(self):
-        if _tf.keras_is_peeking() and all(_has_rank(spec) for spec in tf.nest.flatten(self.element_spec)):
-            return iter([tf.nest.map_structure(_of_first_replica, self.element_spec)])
+        if _tf.keras_is_peeking() and _has_ranks(self):
+            return iter([_example(self)])
         return iter(self._dataset)
 
     @property
     def element_spec(self):
         """As of the dataset inside."""
         return self._dataset.element_spec
+
+
+class BalancedDataset(_tf.DistributedDatasetsFromFunction):
+    """What a `BalancedSharding` hands out, for what Keras reads it for; it may look into it without loss.
+
+    Args:
+      dataset: What the strategy made of the sharding.
+      sharding: The sharding.
+    """
+
+    def __init__(self, dataset: Any, sharding: Any):
+        vars(self).update(vars(dataset))  # Instead of the parent's `__init__`, which would build it once more.
+        self._sharding = sharding
+
+    def __iter__(self):
+        if _tf.keras_is_peeking() and _has_ranks(self):
+            return iter([_example(self)])
+        handout = self._sharding.start(training=not _tf.keras_is_evaluating())
+        iterator = super().__iter__()
+        weakref.finalize(iterator, handout.close)  # TensorFlow waits for whoever is still to hand out.
+        return iterator
+
+    @property
+    def cardinality(self) -> int:
+        """Steps of an epoch."""
+        return self._sharding.cardinality
+
+
+def _has_ranks(dataset):
+    return all(_has_rank(spec) for spec in tf.nest.flatten(dataset.element_spec))
+
+
+def _example(dataset):
+    return tf.nest.map_structure(_of_first_replica, dataset.element_spec)
 
 
 def _of_first_replica(spec):

@@ -16,7 +16,7 @@ from tfdist.strategies import variables
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.communication import Communication, is_uncompressed, policy_of
-from tfdist.strategies.peek import PeekableDataset
+from tfdist.strategies.peek import BalancedDataset, PeekableDataset
 from tfdist.strategies.report import GRADIENTS, StepReports
 
 _KERAS_STEPS = ("train_step", "test_step")
@@ -31,6 +31,7 @@ class ReplicatedStrategy:
 
     extended: Any
     reports: StepReports
+    shardings: list[Any]
 
     def run(self, fn, args=(), kwargs=None, options=None):
         """Runs `fn` on each replica; see `tf.distribute.Strategy.run`.
@@ -56,7 +57,28 @@ class ReplicatedStrategy:
     def experimental_distribute_dataset(self, dataset, options=None):
         """Splits `dataset` among the replicas; see `tf.distribute.Strategy.experimental_distribute_dataset`."""
         distributed = super().experimental_distribute_dataset(dataset, options)
-        return PeekableDataset(distributed) if _tf.called_by_keras_trainer() else distributed
+        if not _tf.called_by_keras_trainer():
+            return distributed
+        if not _tf.keras_is_evaluating():
+            self.reports.feeder = None
+        return PeekableDataset(distributed)
+
+    def distribute_datasets_from_function(self, dataset_fn, options=None):
+        """Makes each worker's own dataset; see `tf.distribute.Strategy.distribute_datasets_from_function`.
+
+        All workers call it, since they compare their numbers of batches. Workers may have unequal numbers: all take as
+        many steps as the longest, those that have run out with no rows.
+
+        Args:
+          dataset_fn: A function of a `tf.distribute.InputContext`, or a `tfdist.data.BalancedSharding`.
+          options: As in TensorFlow.
+        """
+        if not hasattr(dataset_fn, "attach"):
+            return super().distribute_datasets_from_function(dataset_fn, options)
+        dataset_fn.attach(self.reports)
+        if not any(known is dataset_fn for known in self.shardings):
+            self.shardings.append(dataset_fn)
+        return BalancedDataset(super().distribute_datasets_from_function(dataset_fn, options), dataset_fn)
 
     def reduce(self, reduce_op, value, axis):
         """Reduces `value` over all replicas; see `tf.distribute.Strategy.reduce`.
@@ -122,6 +144,7 @@ class ReplicatedStrategy:
     def _make_reports(self):
         devices = self.extended.worker_devices
         self.reports = StepReports(devices, self.num_replicas_in_sync)
+        self.shardings = []
 
     def _take_collective_keys(self):
         """Keeps the collectives of several strategies in one process apart; workers make them in the same order."""

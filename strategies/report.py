@@ -1,6 +1,6 @@
-"""What all workers learn of each training step: rows and compute times of every replica, whether somebody has to stop.
+"""What all workers learn of each training step: rows and compute times of every replica, whether one has to stop.
 
-It travels in the exchange of statistics and logs that a step makes anyway. Times are read where they arise, in the graph:
+It travels in the exchange of statistics and logs that a step makes anyway. Times are read in the graph:
 
     data here ── BEGIN ─ forward ─ LOSS ──┐            ┌─ GRADIENTS ── exchange, update, logs ── END
                  rows to all ──── SHARE ──┴─ backward ─┘
@@ -45,12 +45,14 @@ class StepReports:
     Attributes:
       listeners: Functions that take each `StepReport` on every worker, in the order of the steps, before the step ends.
         They run in a thread of TensorFlow; what they raise ends the step.
+      feeder: Takes each report before the listeners, of the dataset that feeds the present training; else `None`.
       latest: The newest report, `None` before the first step.
       num_replicas: R.
     """
 
     def __init__(self, devices: Sequence[str], num_replicas: int):
         self.listeners: list[Callable[[StepReport], None]] = []
+        self.feeder: Callable[[StepReport], None] | None = None
         self.latest: StepReport | None = None
         self.num_replicas = num_replicas
         with tf.device(_host_of(devices[0])):
@@ -58,7 +60,7 @@ class StepReports:
         self._clocks = [Clock(device) for device in devices]
 
     def ask_to_stop(self) -> None:
-        """Lets the report of a step to come say `stop`, of the same step on all workers. May be called in any thread."""
+        """Lets the report of a step to come say `stop`, of the same step on all workers; callable in any thread."""
         self._stop.assign(1.0)
 
     def position(self) -> tuple[int, str]:
@@ -91,8 +93,9 @@ class StepReports:
         rows, seconds = totals[: self.num_replicas], totals[self.num_replicas : -1]
         number = self.latest.number + 1 if self.latest else 1
         self.latest = StepReport(number, np.rint(rows).astype(np.int64), seconds, bool(totals[-1] > 0))
-        for listener in list(self.listeners):
-            listener(self.latest)
+        for listener in [self.feeder, *self.listeners]:
+            if listener is not None:
+                listener(self.latest)
 
 
 class Clock:
@@ -134,8 +137,8 @@ def _host_of(device: str) -> str:
     return tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string()
 
 
-# Functions of their own, with a resource among their inputs: TensorFlow chains stateful operations that share none, also
-# those of two replicas in one graph, which would wait for each other for ever.
+# Functions of their own, with a resource among their inputs: TensorFlow chains stateful operations that share none,
+# also those of two replicas in one graph, which would wait for each other for ever.
 
 
 @tf.function

@@ -3,6 +3,7 @@
 Each line says why the name is needed and what breaks if it goes. `setup.cfg` bounds the versions to those tested.
 """
 
+import inspect
 import sys
 from types import FrameType
 from typing import Any
@@ -23,6 +24,10 @@ from tensorflow.python.distribute.collective_util import Options as Communicatio
 # BatchNormalization statistics and random layers are wrong on several replicas.
 # `PerReplicaSpec` says what a dataset gives to each replica; without it shapes are learnt by reading a batch.
 from tensorflow.python.distribute.values import MirroredVariable, PerReplicaSpec, SyncOnReadVariable
+
+# What a strategy makes of a dataset function; Keras takes nothing else of a foreign class. Without it: `fit` refuses a
+# BalancedSharding.
+from tensorflow.python.distribute.input_lib import DistributedDatasetsFromFunction
 
 # Makes values of all replicas out of lists of one for each. Without it: no compression in eager steps.
 from tensorflow.python.distribute.distribute_utils import regroup
@@ -64,6 +69,7 @@ __all__ = [
     "CollectiveAllReduceExtended",
     "CollectiveReplicaLauncher",
     "CommunicationOptions",
+    "DistributedDatasetsFromFunction",
     "Function",
     "GraphOrParentsInXlaContext",
     "MirroredExtended",
@@ -78,6 +84,7 @@ __all__ = [
     "deciding_loss_scaler",
     "get_current_replica_id_as_int",
     "keras_callers",
+    "keras_is_evaluating",
     "keras_is_peeking",
     "multi_worker_util",
     "regroup",
@@ -100,6 +107,12 @@ def keras_callers() -> list:
 def keras_is_peeking() -> bool:
     """Whether Keras asks on its way to build a model from the first batch."""
     return _frame_of(keras_trainer.TensorFlowTrainer._maybe_symbolic_build) is not None
+
+
+def keras_is_evaluating() -> bool:
+    """Whether Keras' `evaluate` or `predict` is under way in this thread, also inside a `fit`."""
+    trainer = keras_trainer.TensorFlowTrainer
+    return any(_frame_of(inspect.unwrap(method)) for method in (trainer.evaluate, trainer.predict))
 
 
 def deciding_loss_scaler():

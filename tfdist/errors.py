@@ -5,10 +5,13 @@ what came, and the way out.
 """
 
 __all__ = [
+    "BackupError",
     "ClusterError",
     "CompiledCollectivesError",
     "LossScaleError",
+    "PositionError",
     "ScopeError",
+    "SourceError",
     "TFConfigError",
     "TfdistError",
     "WorkerError",
@@ -21,6 +24,10 @@ class TfdistError(Exception):
 
     # Autograph raises errors again from converted code, as their own type only if they are made like this.
     __init__ = Exception.__init__
+
+
+class BackupError(TfdistError, RuntimeError):
+    """A backup cannot be made or restored: the place, another job, another model, another version."""
 
 
 class TFConfigError(TfdistError, ValueError):
@@ -39,8 +46,16 @@ class LossScaleError(TfdistError, RuntimeError):
     """A loss scaler would let each replica decide by itself whether to take part in an exchange."""
 
 
+class PositionError(TfdistError, ValueError):
+    """A saved position in the data belongs to other data, or to other global batches of them."""
+
+
 class ScopeError(TfdistError, ValueError):
     """A model or optimizer was made outside the scope of the strategy that trains it."""
+
+
+class SourceError(TfdistError, ValueError):
+    """An example cannot be read: its record is broken, its file has changed, or it is unlike the others."""
 
 
 class WorkerError(TfdistError, RuntimeError):

@@ -1,0 +1,398 @@
+"""The global batches of a data set, split among replicas by their speed, as an input of `fit`."""
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.handout import Handout
+from tfdist.data.order import BlockShuffled, Order, Shuffled, Stratified, Unshuffled
+from tfdist.data.plan import Plan, split
+from tfdist.data.sources import Source, as_source
+from tfdist.data.speed import SpeedModel
+from tfdist.errors import PositionError
+
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """How the work was shared in the last training step, by replica where it is a list.
+
+    Attributes:
+      rows: Of the global batch.
+      compute_seconds: For them, without waiting.
+      wait_seconds: The rest of the step: exchange, and waiting for slower replicas.
+      step_seconds: Between the ends of this step and of the one before; 0 for the first.
+      rows_per_second: Of the whole step, all replicas together.
+      imbalance: The longest compute time over the mean; 1 is perfect.
+      changes: How often shares have changed.
+    """
+
+    rows: tuple[int, ...]
+    compute_seconds: tuple[float, ...]
+    wait_seconds: tuple[float, ...]
+    step_seconds: float
+    rows_per_second: float
+    imbalance: float
+    changes: int
+
+
+class BalancedSharding(tf.train.experimental.PythonState):
+    """Splits each global batch among the replicas so that all of them take equally long. A dataset function:
+
+        train = strategy.distribute_datasets_from_function(
+            tfdist.data.BalancedSharding((x, y), global_batch_size=1024, seed=0))
+        model.fit(train, epochs=10)
+
+    Global batch k of an epoch is the same set of examples, in the same order, for any number of workers, since it
+    depends on the seed, the epoch, k and the batch size only; workers merely split it. Each example comes once in an
+    epoch. Weights, losses and metrics are those of one device on the same global batches, whatever the shares.
+
+    It is at the same time what a checkpoint keeps of it, less than 1 KB: `tf.train.Checkpoint(data=sharding)`. After
+    `restore`, on any number of workers, training continues with the next global batch that was not trained on; what was
+    only read ahead does not count. That epoch then has fewer steps, of which Keras warns.
+
+    In a custom loop, or under a strategy that is not of tfdist, nobody says what was trained on: shares stay as they
+    are and the position counts whole epochs that were read.
+
+    Costs a permutation of one batch and a callback a step (about 0.2 ms), and no memory but the shuffled batch.
+
+    Args:
+      source: NumPy arrays or eager tensors of equal first dimension, in tuples and dicts; a `tfdist.data.sources`
+        object; paths of TFRecord or ArrayRecord files; a TFDS builder with a split, `(builder, "train")`; any object
+        with `__len__` and `__getitem__`. See `tfdist.data.sources.as_source`.
+      global_batch_size: Examples in a step, over all replicas.
+      seed: Of the shuffle. Must be the same on all workers.
+      shuffle: Whether each epoch has a new order, a permutation of the whole data set.
+      block_size: Shuffles blocks of so many neighbours, and within each, for files that want sequential reads.
+      stratify_by: A class for each example, [n]; every global batch and every share then has the proportions of all.
+      map_fn: What to make of an example, as for `tf.data.Dataset.map`, in parallel.
+      policy: "speed" measures the replicas and follows them; "equal" is equal shares; or fixed weights by replica.
+      max_rows: The most rows that a replica takes, one number or one for each replica. By default no limit.
+      drop_remainder: Whether to leave out a short last batch.
+      repeat: Whether epochs follow each other without end, for `fit(steps_per_epoch=...)`.
+      num_parallel_calls: Batches that are read and decoded at once.
+
+    Raises:
+      ValueError: If an argument is out of range, or there are fewer examples in a global batch than replicas.
+      TypeError: If `source` is nothing that can be read from.
+      SourceError: If the source cannot be read.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        global_batch_size: int,
+        seed: int = 0,
+        *,
+        shuffle: bool = True,
+        block_size: int | None = None,
+        stratify_by: Any = None,
+        map_fn: Callable[..., Any] | None = None,
+        policy: str | Sequence[float] = "speed",
+        max_rows: int | Sequence[int] | None = None,
+        drop_remainder: bool = False,
+        repeat: bool = False,
+        num_parallel_calls: int = 2,
+    ):
+        self.source: Source = as_source(source)
+        _check_positive("global_batch_size", global_batch_size)
+        _check_positive("num_parallel_calls", num_parallel_calls)
+        self._seed, self._repeat, self._num_parallel_calls = int(seed), repeat, num_parallel_calls
+        self._map_fn, self._policy, self._max_rows = map_fn, _checked_policy(policy), max_rows
+        order = _order(len(self.source), self._seed, shuffle, block_size, stratify_by)
+        self.plan = Plan(len(self.source), int(global_batch_size), order, drop_remainder)
+        if not self.plan.steps_per_epoch:
+            raise ValueError(
+                f"drop_remainder=True leaves nothing of {len(self.source)} examples in batches of {global_batch_size}. "
+                "Use a smaller global_batch_size."
+            )
+        self._fingerprint = self.source.fingerprint()
+        self._epoch = self._step = 0
+        self._lock = threading.RLock()
+        self._replicas = 0
+        self._speed = SpeedModel(1)
+        self._shares: tuple[int, ...] = ()
+        self._reports: Any = None
+        self._handout: Handout | None = None
+        self._statistics: Statistics | None = None
+        self._changes, self._noted = 0, 0.0
+
+    # What a strategy calls.
+
+    def attach(self, reports: Any) -> None:
+        """Connects it to the step reports of the strategy that will call it.
+
+        Raises:
+          ValueError: If it belongs to another strategy already.
+        """
+        if self._reports is not None and self._reports is not reports:
+            raise ValueError("A BalancedSharding belongs to one strategy. Make another one for this strategy.")
+        self._reports = reports
+
+    def __call__(self, context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
+        """This worker's dataset: for each step the batches of its replicas, one after the other.
+
+        Args:
+          context: Who this worker is among how many; one replica if None.
+        """
+        context = context or tf.distribute.InputContext()
+        self._take_place(context)
+        batches = tf.data.Dataset.from_generator(
+            self._indices, output_signature=tf.TensorSpec([None], tf.int64, "indices")
+        )
+        batches = batches.map(self._read, num_parallel_calls=self._num_parallel_calls, deterministic=True)
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+        return batches.prefetch(len(self._own_replicas)).with_options(options)
+
+    @property
+    def cardinality(self) -> int:
+        """Steps in a whole epoch, or `tf.data.INFINITE_CARDINALITY`."""
+        return tf.data.INFINITE_CARDINALITY if self._repeat else self.plan.steps_per_epoch
+
+    def start(self, *, training: bool) -> Handout:
+        """Begins to hand out: at the position where training stands, or for an evaluation a whole epoch."""
+        with self._lock:
+            base = self._shares
+            if not training:
+                return self._begin(Handout(self.plan, 0, 0, base, self._at_most, repeat=False))
+            adapts = self._policy == "speed" and self._reports is not None and self._replicas > 1
+            handout = Handout(
+                self.plan,
+                self._epoch,
+                self._step,
+                base,
+                self._at_most,
+                repeat=self._repeat,
+                lead=4 if adapts else None,
+            )
+            if self._reports is not None:
+                self._reports.feeder = lambda report: self._take(handout, report)
+            return self._begin(handout)
+
+    def _begin(self, handout: Handout) -> Handout:
+        self._handout = handout
+        return handout
+
+    # What the pipeline calls.
+
+    def _indices(self) -> Iterator[np.ndarray]:
+        with self._lock:
+            handout, self._handout = self._handout or self.start(training=True), None
+        yield from handout.indices(self._own_replicas, self._places)
+        if self._reports is None and handout.finished:
+            with self._lock:  # Nobody says what was trained on.
+                self._epoch, self._step = handout.epoch + 1, 0
+
+    def _read(self, indices: tf.Tensor) -> Any:
+        if not self.source.decodes and self._map_fn is None:
+            return self.source.read(indices)
+        rows = tf.size(indices)
+        some = tf.cond(rows > 0, lambda: indices, lambda: tf.zeros([1], tf.int64))  # No dataset of nothing.
+        mapped = self._mapped(some).ignore_errors()
+        nothing = tf.data.Dataset.from_tensors(tf.nest.map_structure(_no_rows, mapped.element_spec))
+        batch = mapped.batch(tf.size(some, tf.int64)).concatenate(nothing).take(1).get_single_element()
+        first = tf.nest.flatten(batch, expand_composites=True)[0]
+        with tf.control_dependencies([tf.cond(tf.shape(first)[0] < tf.size(some), lambda: self._fail(some), tf.no_op)]):
+            return tf.nest.map_structure(lambda leaf: tf.identity(leaf)[:rows], batch)
+
+    def _mapped(self, indices: tf.Tensor) -> tf.data.Dataset:
+        examples = tf.data.Dataset.from_tensor_slices(self.source.read(indices))
+        if self.source.decodes:
+            examples = examples.map(lambda *example: self.source.decode(_unpacked(example)), tf.data.AUTOTUNE)
+        return examples if self._map_fn is None else examples.map(self._map_fn, tf.data.AUTOTUNE)
+
+    def _fail(self, indices: tf.Tensor) -> tf.Operation:
+        def explain(indices):
+            for index in indices.tolist():
+                try:
+                    for _ in self._mapped(tf.constant([index], tf.int64)):
+                        pass
+                except Exception as error:
+                    raise self.source.failure(index, f"could not be mapped: {error}. Mend it, or map_fn.") from error
+            raise self.source.failure(indices[0], "or one after it was mapped at the second try only. Mend map_fn.")
+
+        with tf.control_dependencies(tf.nest.flatten([tf.numpy_function(explain, [indices], [])])):
+            return tf.no_op()
+
+    # What training says.
+
+    def _take(self, handout: Handout, report: Any) -> None:
+        with self._lock:
+            if not handout.has_trained(report.rows):
+                return
+            self._epoch, self._step = handout.position
+            self._note(report)
+            self._speed.observe(report.rows, report.compute_seconds)
+            shares = handout.latest_shares
+            if handout.may_change():
+                shares = self._speed.proposal(shares, self._at_most)
+                self._changes += shares != handout.latest_shares
+            handout.decide(shares)
+            self._shares = handout.latest_shares
+
+    def _note(self, report: Any) -> None:
+        now = time.monotonic()
+        step_seconds = now - self._noted if self._statistics else 0.0
+        self._noted = now
+        seconds = [float(each) for each in report.compute_seconds]
+        self._statistics = Statistics(
+            tuple(report.rows.tolist()),
+            tuple(seconds),
+            tuple(max(step_seconds - each, 0.0) for each in seconds),
+            step_seconds,
+            sum(report.rows.tolist()) / step_seconds if step_seconds else 0.0,
+            max(seconds) / (sum(seconds) / len(seconds)) if sum(seconds) else 1.0,
+            self._changes,
+        )
+
+    def statistics(self) -> Statistics | None:
+        """How the last training step was shared; `None` before the first."""
+        return self._statistics
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch, and the step in it, that is trained on next."""
+        return self._epoch, self._step
+
+    # What a checkpoint keeps.
+
+    def serialize(self) -> str:
+        """The position, shares and speeds as JSON."""
+        with self._lock:
+            state = {
+                "format": _FORMAT,
+                "epoch": self._epoch,
+                "step": self._step,
+                "of": self._identity(),
+                "shares": list(self._shares),
+                "speed": self._speed.state(),
+            }
+        if len(text := json.dumps(state, separators=(",", ":"))) > 1000:  # Many replicas: speeds are learnt anew.
+            text = json.dumps({**state, "shares": [], "speed": None}, separators=(",", ":"))
+        return text
+
+    def deserialize(self, string_value: str) -> None:
+        """Continues where `serialize` was called, on any number of replicas.
+
+        Raises:
+          PositionError: If the state is of another source, seed or batch size.
+        """
+        try:
+            state = json.loads(string_value)
+            epoch, step, identity = int(state["epoch"]), int(state["step"]), state["of"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise PositionError(f"Not a position of a BalancedSharding: {string_value!r:.200}.") from error
+        if (own := self._identity()) != identity:
+            different = ", ".join(
+                f"{key} was {identity.get(key)}, is {own[key]}" for key in own if identity.get(key) != own[key]
+            )
+            raise PositionError(
+                f"The saved position belongs to other global batches: {different}. Restore it with the source and "
+                "arguments that it was saved with, or start a new run."
+            )
+        with self._lock:
+            self._epoch, self._step = epoch, step
+            shares = tuple(state.get("shares") or ())
+            if state.get("speed") and (not self._replicas or len(shares) == self._replicas):
+                self._shares, self._speed = shares, SpeedModel.restored(state["speed"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "examples": self.plan.num_examples,
+            "global_batch_size": self.plan.global_batch_size,
+            "seed": self._seed,
+            "order": type(self.plan.order).__name__,
+            "source": self._fingerprint,
+        }
+
+    # Who we are.
+
+    def _take_place(self, context: tf.distribute.InputContext) -> None:
+        replicas, workers = context.num_replicas_in_sync, context.num_input_pipelines
+        worker, devices = context.input_pipeline_id, replicas // workers
+        if self.plan.global_batch_size < replicas:
+            raise ValueError(
+                f"A global batch needs an example for each replica, but global_batch_size is "
+                f"{self.plan.global_batch_size} and there are {replicas} replicas. Make it larger, or use fewer."
+            )
+        with self._lock:
+            self._replicas = replicas
+            self._own_replicas = range(worker * devices, (worker + 1) * devices)
+            # Keras' `predict` puts outputs together device by device, and worker by worker within.
+            self._places = [device * workers + number for number in range(workers) for device in range(devices)]
+            self._at_most = self._limits(replicas)
+            if len(self._shares) != replicas or sum(self._shares) != self.plan.global_batch_size:
+                self._speed = SpeedModel(replicas)
+                self._shares = split(self.plan.global_batch_size, self._weights(replicas), self._at_most)
+
+    def _weights(self, replicas: int) -> list[float]:
+        if isinstance(self._policy, str):
+            return [1.0] * replicas
+        if len(self._policy) != replicas:
+            raise ValueError(
+                f"policy needs a weight for each replica, but {list(self._policy)} has {len(self._policy)} and there "
+                f"are {replicas} replicas."
+            )
+        return list(self._policy)
+
+    def _limits(self, replicas: int) -> list[int]:
+        size, limits = self.plan.global_batch_size, self._max_rows
+        limits = (
+            [size if limits is None else limits] * replicas if limits is None or isinstance(limits, int) else limits
+        )
+        if len(limits) != replicas or min(limits) < 1 or sum(limits) < size:
+            raise ValueError(
+                f"max_rows must leave room for a global batch of {size} on {replicas} replicas, one number from 1 up "
+                f"or one for each replica, but it is {self._max_rows}."
+            )
+        return [min(int(limit), size) for limit in limits]
+
+
+def _order(n: int, seed: int, shuffle: bool, block_size: int | None, stratify_by: Any) -> Order:
+    if stratify_by is not None:
+        labels = np.asarray(stratify_by)
+        if labels.shape != (n,) or block_size is not None:
+            raise ValueError(
+                f"stratify_by needs one class for each of the {n} examples, shape [{n}], and no block_size; it has "
+                f"shape {list(labels.shape)} and block_size is {block_size}."
+            )
+        return Stratified(labels, seed, shuffle=shuffle)
+    if not shuffle:
+        return Unshuffled()
+    if block_size is None:
+        return Shuffled(n, seed)
+    _check_positive("block_size", block_size)
+    return BlockShuffled(n, seed, block_size)
+
+
+def _checked_policy(policy: str | Sequence[float]) -> str | tuple[float, ...]:
+    if policy in ("speed", "equal"):
+        return str(policy)
+    try:
+        weights = () if isinstance(policy, str) else tuple(float(weight) for weight in policy)
+    except (TypeError, ValueError):
+        weights = ()
+    if not weights or not all(0 < weight < float("inf") for weight in weights):
+        raise ValueError(f'policy is "speed", "equal" or a positive weight for each replica, not {policy!r}.')
+    return weights
+
+
+def _check_positive(name: str, value: int) -> None:
+    if isinstance(value, bool) or int(value) != value or value < 1:
+        raise ValueError(f"{name} must be a whole number from 1, not {value!r}.")
+
+
+def _no_rows(spec: tf.TensorSpec) -> tf.Tensor:
+    return tf.zeros([0, *(size or 0 for size in spec.shape)], spec.dtype)
+
+
+def _unpacked(example: tuple[Any, ...]) -> Any:
+    return example[0] if len(example) == 1 else example

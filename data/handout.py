@@ -1,0 +1,133 @@
+"""One pass over the global batches on one worker: which rows its replicas get, and what has been trained on."""
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from tfdist.data.plan import Plan, split
+
+_STEPS_BETWEEN_CHANGES = 4  # Measurements under new shares, beside the steps that pass before they are in force.
+
+
+class Handout:
+    """Hands out the rows of this worker's replicas, step by step, from a position on.
+
+    Shares may change while the pipeline reads ahead. So that all workers change at the same step, the shares of step k
+    follow from the reports of steps up to k - lead, and nobody hands out step k before they are in.
+
+    Args:
+      plan: The global batches.
+      epoch: Where to start.
+      step: Where to start in that epoch.
+      shares: Rows of a whole batch, by replica.
+      at_most: The most rows of a replica.
+      repeat: Whether another epoch follows.
+      lead: How many steps reading may be ahead of training; None if shares never change.
+
+    Attributes:
+      finished: Whether all was handed out.
+      epoch: The epoch that is being handed out.
+      latest_shares: Rows of a whole batch by replica, of the last step that is decided.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        epoch: int,
+        step: int,
+        shares: tuple[int, ...],
+        at_most: Sequence[int],
+        *,
+        repeat: bool,
+        lead: int | None = None,
+    ):
+        self._plan, self._at_most, self._repeat, self._lead = plan, at_most, repeat, lead
+        self.epoch, self._first_step = epoch, step
+        self.finished = False
+        self._trained_epoch, self._trained_step, self._trained = epoch, step, 0
+        self.latest_shares = shares
+        self._decided = dict.fromkeys(range(lead or 0), shares)  # By step since the start; those not yet trained on.
+        self._last_change = -_STEPS_BETWEEN_CHANGES
+        self._closed = False
+        self._news = threading.Condition()
+
+    def indices(self, replicas: Sequence[int], places: Sequence[int]) -> Iterator[np.ndarray]:
+        """The examples of this worker's replicas, step by step, int64 [rows] each.
+
+        Args:
+          replicas: Their numbers.
+          places: By replica of all, which part of a global batch it gets, counted from its beginning.
+        """
+        number, first = 0, self._first_step
+        while True:
+            for step in range(first, self._plan.steps_per_epoch):
+                rows = self._rows(number, step)
+                if rows is None:
+                    return
+                batch = self._plan.batch(self.epoch, step)
+                by_place = np.argsort(places)
+                ends = np.cumsum(np.asarray(rows)[by_place])
+                for replica in replicas:
+                    end = int(ends[places[replica]])
+                    yield batch[end - rows[replica] : end]
+                number += 1
+            if not self._repeat:
+                break
+            self.epoch, first = self.epoch + 1, 0
+        self.finished = True
+
+    def close(self) -> None:
+        """Ends it; whoever waits to hand out more is let go."""
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+
+    def _rows(self, number: int, step: int) -> tuple[int, ...] | None:
+        """Rows by replica of a step; waits until it is decided. None if closed meanwhile."""
+        with self._news:
+            if self._lead is not None:
+                self._news.wait_for(lambda: self._closed or number in self._decided)
+            return None if self._closed else self._split(number, step)
+
+    def _split(self, number: int, step: int) -> tuple[int, ...]:
+        shares, rows = self._decided.get(number, self.latest_shares), self._plan.rows(step)
+        return shares if rows == sum(shares) else split(rows, shares, self._at_most)
+
+    # What training says, from another thread.
+
+    def has_trained(self, rows: np.ndarray) -> bool:
+        """Takes note that one more step was trained on; False if these were not the rows of the next step."""
+        with self._news:
+            if self._closed or self._trained_step >= self._plan.steps_per_epoch:
+                return False
+            if tuple(rows.tolist()) != self._split(self._trained, self._trained_step):
+                return False
+            self._decided.pop(self._trained, None)
+            self._trained += 1
+            self._trained_step += 1
+            if self._trained_step == self._plan.steps_per_epoch and self._repeat:
+                self._trained_epoch, self._trained_step = self._trained_epoch + 1, 0
+            return True
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch and step that is trained on next."""
+        if self._trained_step == self._plan.steps_per_epoch:
+            return self._trained_epoch + 1, 0
+        return self._trained_epoch, self._trained_step
+
+    def may_change(self) -> bool:
+        """Whether shares change at all, and the last change has been in force long enough to be measured."""
+        return self._lead is not None and self._trained >= self._last_change + _STEPS_BETWEEN_CHANGES
+
+    def decide(self, shares: tuple[int, ...]) -> None:
+        """Decides on one more step; call it once after each step that was trained on."""
+        if self._lead is None:
+            return
+        with self._news:
+            number = self._trained + self._lead - 1
+            if shares != self.latest_shares:
+                self._last_change, self.latest_shares = number, shares
+            self._decided[number] = shares
+            self._news.notify_all()

@@ -1,0 +1,113 @@
+"""Sources of examples, read by number. `as_source` says what becomes which.
+
+| Given | Source |
+|---|---|
+| a `Source` | itself |
+| NumPy array, tensor, or anything NumPy makes an array of by itself | `ArraysSource` |
+| tuple or dict of those, nested at will | `ArraysSource` |
+| `(builder, "train[:90%]")`: a TFDS builder that has been prepared, and a split | `TfdsSource` |
+| `("mnist", "train")`: a name and a split for `tfdist.data.load`, prepared where it has to be | `TfdsSource` |
+| path, glob pattern, or list of them, with "array_record" or "arrayrecord" in each name | `ArrayRecordSource` |
+| path, glob pattern, or list of them, of any other name | `TFRecordSource` |
+| any other object with `__len__` and `__getitem__`, lists of examples among them | `ItemsSource` |
+
+Everything else is refused: a `tf.data.Dataset`, which has no random access; an iterator; a table of columns; nothing.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.data.sources.arrays import ArraysSource
+from tfdist.data.sources.items import ItemsSource
+from tfdist.data.sources.source import Source
+
+__all__ = ["ArraysSource", "ItemsSource", "Source", "as_source"]
+
+
+def as_source(examples: Any) -> Source:
+    """The source that reads `examples`; the table above says which.
+
+    Args:
+      examples: What holds the examples.
+
+    Raises:
+      TypeError: If no source reads such a thing.
+      ValueError: If it holds no examples, arrays of unequal length, or names files that do not exist.
+    """
+    if isinstance(examples, Source):
+        return examples
+    if isinstance(examples, str | os.PathLike):
+        return _files([examples])
+    if isinstance(examples, list) and any(isinstance(path, str | os.PathLike) for path in examples):
+        return _files(examples)
+    if _is_split(examples):
+        from tfdist.data.sources.tfds import TfdsSource  # TensorFlow Datasets takes a second to load.
+
+        return TfdsSource(*examples)
+    _refuse(examples)
+    if isinstance(examples, tuple | Mapping) or _is_array(examples):
+        return ArraysSource(examples)
+    if hasattr(examples, "__len__") and hasattr(examples, "__getitem__"):
+        return ItemsSource(examples)
+    raise TypeError(
+        f"Examples are read by their number, and {type(examples).__name__} has not both __len__ and __getitem__. Give "
+        'arrays, files, (TFDS builder, "train"), or an object that has them, such as a list.'
+    )
+
+
+def _files(paths: list[Any]) -> Source:
+    strange = [path for path in paths if not isinstance(path, str | os.PathLike)]
+    if strange:
+        raise TypeError(f"A list of files holds paths only, got {strange[0]!r} among them. Give one or the other.")
+    names = [os.path.basename(os.fspath(path)) for path in paths]
+    of_array_records = ["array_record" in name or "arrayrecord" in name for name in names]
+    if all(of_array_records):
+        from tfdist.data.sources.array_record import ArrayRecordSource
+
+        return ArrayRecordSource(paths)
+    if any(of_array_records):
+        raise ValueError(
+            f"Files of one source have one format, but {names[of_array_records.index(True)]} is an ArrayRecord file by "
+            f"its name and {names[of_array_records.index(False)]} is not. Give them one kind at a time."
+        )
+    from tfdist.data.sources.tfrecord import TFRecordSource
+
+    return TFRecordSource(paths)
+
+
+def _is_split(examples: Any) -> bool:
+    if not isinstance(examples, tuple) or len(examples) != 2 or not isinstance(examples[1], str):
+        return False
+    return isinstance(examples[0], str) or _is_builder(examples[0])
+
+
+def _is_builder(examples: Any) -> bool:
+    tfds = sys.modules.get("tensorflow_datasets")  # Who has a builder has loaded it.
+    return tfds is not None and isinstance(examples, tfds.core.DatasetBuilder)
+
+
+def _is_array(examples: Any) -> bool:
+    tensors = (tf.Tensor, tf.Variable, tf.RaggedTensor, tf.SparseTensor)
+    return isinstance(examples, tensors) or hasattr(examples, "__array__")
+
+
+def _refuse(examples: Any) -> None:
+    """Raises for what has a length and items, and is still no sequence of examples."""
+    if isinstance(examples, tf.data.Dataset):
+        raise TypeError(
+            "A tf.data.Dataset is read in its own order, and balanced shares need each example by its number. Give "
+            "what the dataset was made of (arrays, files, a TFDS builder and a split), and what it does to each "
+            "example as `map_fn`."
+        )
+    if _is_builder(examples):
+        raise TypeError(
+            f'A TFDS builder has several splits ({", ".join(examples.info.splits)}): give (builder, "train").'
+        )
+    if hasattr(examples, "iloc"):
+        raise TypeError(
+            f"The items of a {type(examples).__name__} are its columns. Give dict(table), or table.to_numpy()."
+        )

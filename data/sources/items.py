@@ -1,0 +1,163 @@
+"""Examples that a Python object gives, one at a time."""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.sources.source import Source, digest, map_leaves
+from tfdist.errors import SourceError
+
+
+class ItemsSource(Source):
+    """Any object with `__len__` and `__getitem__`; where it has `__getitems__(list of int)`, that is called instead.
+
+    Example 0 says what all examples are like: tuples and dicts of arrays, numbers and strings, each of one shape and
+    type, which every later example is checked against. Reading runs in Python, so one thread at a time; work that can
+    be left to `map_fn` is done in parallel there.
+
+    Args:
+      items: The object.
+      thread_safe: Whether `items` may be asked by several threads at once, which helps where it waits for a disk or a
+        network.
+
+    Raises:
+      TypeError: If example 0 holds something that is no array, number or string.
+      ValueError: If there are no examples.
+      SourceError: If example 0 cannot be read.
+    """
+
+    def __init__(self, items: Any, *, thread_safe: bool = False):
+        self._items = items
+        self._lock = contextlib.nullcontext() if thread_safe else threading.Lock()
+        self._length = len(items)
+        if not self._length:
+            raise ValueError(f"A source needs at least one example, but {type(items).__name__} has a length of 0.")
+        self.element_spec = map_leaves(_spec, self._get([0])[0], "example")
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, indices: tf.Tensor) -> Any:  # noqa: D102
+        specs = tf.nest.flatten(self.element_spec)
+        columns = tf.numpy_function(self._read, [indices], [spec.dtype for spec in specs])
+        for column, spec in zip(columns, specs, strict=True):
+            column.set_shape([indices.shape[0], *spec.shape])
+        return tf.nest.pack_sequence_as(self.element_spec, columns)
+
+    def describe(self, index: int) -> str:  # noqa: D102
+        return f"item {index} of {type(self._items).__name__}"
+
+    def fingerprint(self) -> str:  # noqa: D102
+        return digest("items", self._length, self.element_spec)
+
+    def _read(self, indices: np.ndarray) -> list[np.ndarray]:
+        """Examples `indices`, as an array for each leaf, in the order of `tf.nest.flatten`."""
+        specs = tf.nest.flatten(self.element_spec)
+        columns = [np.empty((len(indices), *spec.shape), spec.dtype.as_numpy_dtype) for spec in specs]
+        numbers = indices.tolist()
+        for row, (index, example) in enumerate(zip(numbers, self._get(numbers), strict=True)):
+            try:
+                leaves = list(_leaves(self.element_spec, example, "example"))
+            except (TypeError, ValueError) as error:
+                raise self.failure(
+                    index, f"is unlike example 0: {error} All examples need the same structure, shapes and types."
+                ) from None
+            for column, leaf in zip(columns, leaves, strict=True):
+                column[row] = leaf[()]  # of strings without dimensions, the string itself
+        return columns
+
+    def _get(self, indices: list[int]) -> list[Any]:
+        with self._lock:
+            if len(self._items) != self._length:
+                raise self.failure(
+                    indices[0],
+                    f"is not what it was: {type(self._items).__name__} had {self._length} examples when training "
+                    f"began and has {len(self._items)} now. Leave it as it is while it is read.",
+                )
+            if hasattr(self._items, "__getitems__"):
+                return self._get_together(indices)
+            return [self._get_one(index) for index in indices]
+
+    def _get_one(self, index: int) -> Any:
+        try:
+            return self._items[index]
+        except Exception as error:
+            raise self.failure(index, f"cannot be read: {type(error).__name__}: {error}.") from error
+
+    def _get_together(self, indices: list[int]) -> list[Any]:
+        try:
+            examples = list(self._items.__getitems__(indices))
+        except Exception as error:
+            # Together they do not say which one it is; one by one they do.
+            raise next(self._failures(indices), None) or self.failure(
+                indices[0], f"or one of {indices[1:]} cannot be read: {type(error).__name__}: {error}."
+            ) from error
+        if len(examples) != len(indices):
+            raise self.failure(
+                indices[0], f"was asked for with {len(indices) - 1} others; __getitems__ gave {len(examples)} examples."
+            )
+        return examples
+
+    def _failures(self, indices: list[int]) -> Iterator[SourceError]:
+        for index in indices:
+            try:
+                self._get_one(index)
+            except SourceError as error:
+                yield error
+
+
+def _as_array(value: Any) -> np.ndarray:
+    # Left to itself NumPy takes the zeros off the end of bytes.
+    return np.array(value, object) if isinstance(value, bytes | str) else np.asarray(value)
+
+
+def _spec(name: str, value: Any) -> tf.TensorSpec:
+    array = _as_array(value)
+    try:
+        dtype = tf.as_dtype(array.dtype)
+    except TypeError:
+        dtype = None
+    if dtype in (None, tf.variant, tf.resource) or (dtype == tf.string and not _are_strings(array)):
+        raise TypeError(
+            f"An example is made of arrays, numbers and strings, in tuples and dicts, but {name} of example 0 is a "
+            f"{type(value).__name__}, {str(value)[:60]}."
+        )
+    return tf.TensorSpec(array.shape, dtype)
+
+
+def _are_strings(array: np.ndarray) -> bool:
+    return all(isinstance(value, bytes | str) for value in array.flat)
+
+
+def _leaves(spec: Any, example: Any, name: str) -> Iterator[np.ndarray]:
+    """The arrays of `example`, in the order of `tf.nest.flatten(spec)`; ValueError where it is unlike `spec`."""
+    if isinstance(spec, Mapping):
+        if not isinstance(example, Mapping) or example.keys() != spec.keys():
+            raise ValueError(f"{name} has to be a dict with the keys {sorted(spec)}, and is {_shown(example)}.")
+        for key in sorted(spec):
+            yield from _leaves(spec[key], example[key], f"{name}[{key!r}]")
+    elif isinstance(spec, tuple):
+        if not isinstance(example, tuple) or len(example) != len(spec):
+            raise ValueError(f"{name} has to be a tuple of {len(spec)}, and is {_shown(example)}.")
+        for i, part in enumerate(spec):
+            yield from _leaves(part, example[i], f"{name}[{i}]")
+    else:
+        array = _as_array(example)
+        if array.shape != tuple(spec.shape) or tf.as_dtype(array.dtype) != spec.dtype:
+            raise ValueError(
+                f"{name} has to be {spec.dtype.name} of shape {list(spec.shape)}, and is {array.dtype} of shape "
+                f"{list(array.shape)}."
+            )
+        yield array
+
+
+def _shown(example: Any) -> str:
+    if isinstance(example, Mapping):
+        return f"a dict with the keys {sorted(map(str, example))}"
+    if isinstance(example, tuple):
+        return f"a tuple of {len(example)}"
+    return f"a {type(example).__name__}"

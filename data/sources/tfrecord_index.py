@@ -1,0 +1,212 @@
+"""Where the records of a TFRecord file are: found once, kept in a file, checked when read back."""
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import os
+import uuid
+import zipfile
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfdist.data.sources.source import this_worker
+from tfdist.errors import SourceError
+
+HEADER_BYTES = 12  # the length, and its CRC
+FOOTER_BYTES = 4  # the CRC of the data
+
+_SUFFIX = ".tfdist-index"
+_READ_AHEAD_BYTES = 1 << 20
+_POLYNOMIAL = 0x82F63B78  # CRC32C, reflected
+_MASK_DELTA = 0xA282EAD8
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TFRecordIndex:
+    """Where the records of one file are, and which file that was.
+
+    Attributes:
+      path: The file.
+      size: Its bytes when it was indexed.
+      mtime: When it was last changed by then, in nanoseconds.
+      lengths: Bytes of data in each record, int64 [n].
+      digest: 16 hex digits of the lengths and the CRCs of all data, so of what is in the file.
+    """
+
+    path: str
+    size: int
+    mtime: int
+    lengths: np.ndarray
+    digest: str
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Where each record's header starts, int64 [n]."""
+        ends = np.cumsum(self.lengths + (HEADER_BYTES + FOOTER_BYTES))
+        return np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
+
+
+def load_index(path: str) -> TFRecordIndex:
+    """The index of a file: read where there is one that fits the file, else made and kept for the next time.
+
+    It is kept in `<path>.tfdist-index`, or, where that cannot be written, in $TFDIST_CACHE or `~/.cache/tfdist`. Making
+    it reads the file's headers, in Python: about a second for a million records. Any number of processes may do so at
+    once; each writes a file of its own and renames it.
+
+    Raises:
+      SourceError: If the file is missing, is no TFRecord file, or is cut off; the first broken record is named.
+    """
+    size, mtime = stat(path)
+    for place in _places(path):
+        index = _read(place, path, size, mtime)
+        if index is not None:
+            return index
+    index = _make(path, size, mtime)
+    if stat(path) != (size, mtime):
+        raise SourceError(
+            f"{path} was changed while its records were counted, by {this_worker()}. Start when it is written."
+        )
+    _keep(index)
+    return index
+
+
+def stat(path: str) -> tuple[int, int]:
+    """Size in bytes, and time of the last change in nanoseconds.
+
+    Raises:
+      SourceError: If there is no such file.
+    """
+    try:
+        found = tf.io.gfile.stat(path)
+    except tf.errors.OpError as error:
+        raise SourceError(f"{path} cannot be read by {this_worker()}: {error.message}.") from error
+    return found.length, found.mtime_nsec
+
+
+def _places(path: str) -> list[str]:
+    cache = os.environ.get("TFDIST_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "tfdist")
+    full = path if "://" in path else os.path.abspath(path)
+    name = f"{os.path.basename(path)}-{hashlib.sha256(full.encode()).hexdigest()[:16]}{_SUFFIX}"
+    return [path + _SUFFIX, os.path.join(cache, name)]
+
+
+def _read(place: str, path: str, size: int, mtime: int) -> TFRecordIndex | None:
+    """What is kept in `place`; None if it is not there, damaged, or of another state of the file."""
+    try:
+        with tf.io.gfile.GFile(place, "rb") as file:
+            content = file.read()
+    except tf.errors.OpError:
+        return None
+    try:
+        with np.load(io.BytesIO(content)) as kept:  # A zip file, whose members have checksums.
+            index = TFRecordIndex(
+                path, int(kept["size"]), int(kept["mtime"]), kept["lengths"].astype(np.int64), str(kept["digest"])
+            )
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        logging.warning("%s is damaged (%s) and made anew.", place, error)
+        return None
+    if (index.size, index.mtime) != (size, mtime):
+        logging.warning("%s is older than its file, which has changed since, and is made anew.", place)
+        return None
+    return index
+
+
+def _keep(index: TFRecordIndex) -> None:
+    lengths = index.lengths.astype(np.uint32) if index.lengths.max(initial=0) < 2**32 else index.lengths
+    content = io.BytesIO()
+    np.savez_compressed(content, size=index.size, mtime=index.mtime, lengths=lengths, digest=index.digest)
+    for place in _places(index.path):
+        try:
+            tf.io.gfile.makedirs(os.path.dirname(place) or ".")
+            _write(place, content.getvalue())
+        except tf.errors.OpError as error:
+            logging.info("The index of %s cannot be kept in %s: %s", index.path, place, error.message)
+        else:
+            return
+    logging.warning("The index of %s can be kept nowhere, and is made at each start. Set $TFDIST_CACHE.", index.path)
+
+
+def _write(place: str, content: bytes) -> None:
+    draft = f"{place}.{uuid.uuid4().hex}"
+    try:
+        with tf.io.gfile.GFile(draft, "wb") as file:
+            file.write(content)
+        tf.io.gfile.rename(draft, place, overwrite=True)
+    except tf.errors.OpError:
+        with contextlib.suppress(tf.errors.OpError):
+            tf.io.gfile.remove(draft)
+        raise
+
+
+def _make(path: str, size: int, mtime: int) -> TFRecordIndex:
+    headers, data_crcs, end = _scan(path, size)
+    lengths = headers["length"].astype(np.int64)
+    broken = np.flatnonzero(_masked_crc(headers["length"]) != headers["crc"])
+    if len(broken):  # A wrong length leads astray: what comes after the first says nothing.
+        hint = "Copy or write the file again." if broken[0] else "Is it a TFRecord file, and not compressed?"
+        raise _fault(path, lengths, int(broken[0]), f"has a broken header. {hint}")
+    if end != size:
+        record = len(lengths) - 1 if end > size else len(lengths)
+        raise _fault(path, lengths, record, f"is cut off by the end of the file at byte {size}. Copy it again.")
+    digest = hashlib.sha256(headers["length"].tobytes() + data_crcs.tobytes()).hexdigest()[:16]
+    return TFRecordIndex(path, size, mtime, lengths, digest)
+
+
+def _fault(path: str, lengths: np.ndarray, record: int, problem: str) -> SourceError:
+    offset = int((lengths[:record] + (HEADER_BYTES + FOOTER_BYTES)).sum())
+    return SourceError(f"Record {record} of {path}, at byte {offset}, {problem} Read by {this_worker()}.")
+
+
+def _scan(path: str, size: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """All whole headers, the CRCs of all data, and where the last record ends by what its header says."""
+    headers, data_crcs = bytearray(), bytearray()
+    end = 0
+    with open_file(path) as file:
+        while end + HEADER_BYTES <= size:
+            file.seek(end)
+            header = file.read(HEADER_BYTES)
+            headers += header
+            end += HEADER_BYTES + int.from_bytes(header[:8], "little") + FOOTER_BYTES
+            if end > size:
+                break
+            file.seek(end - FOOTER_BYTES)
+            data_crcs += file.read(FOOTER_BYTES)
+    layout = np.dtype([("length", "<u8"), ("crc", "<u4")])
+    return np.frombuffer(bytes(headers), layout), np.frombuffer(bytes(data_crcs), "<u4"), end
+
+
+@contextlib.contextmanager
+def open_file(path: str) -> Iterator[io.BufferedReader | tf.io.gfile.GFile]:
+    """The file for reading, with Python's quick small reads where it is a local one."""
+    if "://" in path:
+        with tf.io.gfile.GFile(path, "rb") as remote:
+            yield remote
+    else:
+        with open(path, "rb", buffering=_READ_AHEAD_BYTES) as local:
+            yield local
+
+
+def _crc_table() -> np.ndarray:
+    table = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        table = np.where(table & 1, (table >> 1) ^ np.uint32(_POLYNOMIAL), table >> 1)
+    return table
+
+
+def _masked_crc(lengths: np.ndarray) -> np.ndarray:
+    """The checksums that headers with these lengths have: uint64 [n] -> uint32 [n].
+
+    References:
+      https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details
+    """
+    table = _crc_table()
+    crc = np.full(len(lengths), 0xFFFFFFFF, np.uint32)
+    for byte in lengths.astype("<u8").view(np.uint8).reshape(-1, 8).T:
+        crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc = ~crc
+    return ((crc >> 15) | (crc << 17)) + np.uint32(_MASK_DELTA)
