@@ -42,7 +42,7 @@ def as_source(examples: Any) -> Source:
         return examples
     if isinstance(examples, str | os.PathLike):
         return _files([examples])
-    if isinstance(examples, list) and any(isinstance(path, str | os.PathLike) for path in examples):
+    if isinstance(examples, list) and examples and isinstance(examples[0], str | os.PathLike):
         return _files(examples)
     if _is_split(examples):
         from tfdist.data.sources.tfds import TfdsSource  # TensorFlow Datasets takes a second to load.
@@ -62,7 +62,10 @@ def as_source(examples: Any) -> Source:
 def _files(paths: list[Any]) -> Source:
     strange = [path for path in paths if not isinstance(path, str | os.PathLike)]
     if strange:
-        raise TypeError(f"A list of files holds paths only, got {strange[0]!r} among them. Give one or the other.")
+        raise TypeError(
+            f"A list that starts with a path holds paths only, got {strange[0]!r} among them. Where these are "
+            "examples, give tuples that hold them."
+        )
     names = [os.path.basename(os.fspath(path)) for path in paths]
     of_array_records = ["array_record" in name or "arrayrecord" in name for name in names]
     if all(of_array_records):

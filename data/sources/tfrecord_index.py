@@ -8,20 +8,19 @@ import os
 import uuid
 import zipfile
 import zlib
-from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tfdist.data.sources.files import INDEX_SUFFIX, is_local, open_to_scan, stat
 from tfdist.data.sources.source import this_worker
 from tfdist.errors import SourceError
 
 HEADER_BYTES = 12  # the length, and its CRC
 FOOTER_BYTES = 4  # the CRC of the data
 
-_SUFFIX = ".tfdist-index"
-_READ_AHEAD_BYTES = 1 << 20
+_BATCH = 1024
 _POLYNOMIAL = 0x82F63B78  # CRC32C, reflected
 _MASK_DELTA = 0xA282EAD8
 
@@ -36,6 +35,7 @@ class TFRecordIndex:
       mtime: When it was last changed by then, in nanoseconds.
       lengths: Bytes of data in each record, int64 [n].
       digest: 16 hex digits of the lengths and the CRCs of all data, so of what is in the file.
+      checked: Whether all data had the CRCs that stand beside them.
     """
 
     path: str
@@ -43,6 +43,7 @@ class TFRecordIndex:
     mtime: int
     lengths: np.ndarray
     digest: str
+    checked: bool
 
     @property
     def offsets(self) -> np.ndarray:
@@ -51,12 +52,16 @@ class TFRecordIndex:
         return np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
 
 
-def load_index(path: str) -> TFRecordIndex:
+def load_index(path: str, check_data: bool) -> TFRecordIndex:
     """The index of a file: read where there is one that fits the file, else made and kept for the next time.
 
     It is kept in `<path>.tfdist-index`, or, where that cannot be written, in $TFDIST_CACHE or `~/.cache/tfdist`. Making
-    it reads the file's headers, in Python: about a second for a million records. Any number of processes may do so at
-    once; each writes a file of its own and renames it.
+    it reads the headers of all records, in Python, a million in two seconds; and with `check_data` the whole file, with
+    `tf.data`. Any number of processes may do so at once; each writes a file of its own and renames it.
+
+    Args:
+      path: The file.
+      check_data: Whether to compare all data with their CRCs, if that has not been done before.
 
     Raises:
       SourceError: If the file is missing, is no TFRecord file, or is cut off; the first broken record is named.
@@ -64,9 +69,12 @@ def load_index(path: str) -> TFRecordIndex:
     size, mtime = stat(path)
     for place in _places(path):
         index = _read(place, path, size, mtime)
-        if index is not None:
+        if index is not None and index.checked >= check_data:
             return index
     index = _make(path, size, mtime)
+    if check_data:
+        _check_data(index)
+        index = dataclasses.replace(index, checked=True)
     if stat(path) != (size, mtime):
         raise SourceError(
             f"{path} was changed while its records were counted, by {this_worker()}. Start when it is written."
@@ -75,24 +83,11 @@ def load_index(path: str) -> TFRecordIndex:
     return index
 
 
-def stat(path: str) -> tuple[int, int]:
-    """Size in bytes, and time of the last change in nanoseconds.
-
-    Raises:
-      SourceError: If there is no such file.
-    """
-    try:
-        found = tf.io.gfile.stat(path)
-    except tf.errors.OpError as error:
-        raise SourceError(f"{path} cannot be read by {this_worker()}: {error.message}.") from error
-    return found.length, found.mtime_nsec
-
-
 def _places(path: str) -> list[str]:
     cache = os.environ.get("TFDIST_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "tfdist")
-    full = path if "://" in path else os.path.abspath(path)
-    name = f"{os.path.basename(path)}-{hashlib.sha256(full.encode()).hexdigest()[:16]}{_SUFFIX}"
-    return [path + _SUFFIX, os.path.join(cache, name)]
+    full = os.path.abspath(path) if is_local(path) else path
+    name = f"{os.path.basename(path)}-{hashlib.sha256(full.encode()).hexdigest()[:16]}{INDEX_SUFFIX}"
+    return [path + INDEX_SUFFIX, os.path.join(cache, name)]
 
 
 def _read(place: str, path: str, size: int, mtime: int) -> TFRecordIndex | None:
@@ -105,7 +100,12 @@ def _read(place: str, path: str, size: int, mtime: int) -> TFRecordIndex | None:
     try:
         with np.load(io.BytesIO(content)) as kept:  # A zip file, whose members have checksums.
             index = TFRecordIndex(
-                path, int(kept["size"]), int(kept["mtime"]), kept["lengths"].astype(np.int64), str(kept["digest"])
+                path=path,
+                size=int(kept["size"]),
+                mtime=int(kept["mtime"]),
+                lengths=kept["lengths"].astype(np.int64),
+                digest=str(kept["digest"]),
+                checked=bool(kept["checked"]),
             )
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         logging.warning("%s is damaged (%s) and made anew.", place, error)
@@ -119,7 +119,9 @@ def _read(place: str, path: str, size: int, mtime: int) -> TFRecordIndex | None:
 def _keep(index: TFRecordIndex) -> None:
     lengths = index.lengths.astype(np.uint32) if index.lengths.max(initial=0) < 2**32 else index.lengths
     content = io.BytesIO()
-    np.savez_compressed(content, size=index.size, mtime=index.mtime, lengths=lengths, digest=index.digest)
+    facts = dataclasses.asdict(index)
+    del facts["path"]  # Files may be moved, with their indices.
+    np.savez_compressed(content, **{**facts, "lengths": lengths})
     for place in _places(index.path):
         try:
             tf.io.gfile.makedirs(os.path.dirname(place) or ".")
@@ -154,7 +156,20 @@ def _make(path: str, size: int, mtime: int) -> TFRecordIndex:
         record = len(lengths) - 1 if end > size else len(lengths)
         raise _fault(path, lengths, record, f"is cut off by the end of the file at byte {size}. Copy it again.")
     digest = hashlib.sha256(headers["length"].tobytes() + data_crcs.tobytes()).hexdigest()[:16]
-    return TFRecordIndex(path, size, mtime, lengths, digest)
+    return TFRecordIndex(path, size, mtime, lengths, digest, checked=False)
+
+
+def _check_data(index: TFRecordIndex) -> None:
+    """Reads the whole file with `tf.data`, which compares all data with their CRCs."""
+    records = tf.data.TFRecordDataset(index.path)
+    try:
+        for _ in records.batch(_BATCH).prefetch(1):
+            pass
+    except tf.errors.DataLossError:
+        good = records.ignore_errors().reduce(np.int64(0), lambda count, _: count + 1)
+        raise _fault(
+            index.path, index.lengths, int(good), "is broken: its data do not have the CRC beside them. Copy it again."
+        ) from None
 
 
 def _fault(path: str, lengths: np.ndarray, record: int, problem: str) -> SourceError:
@@ -166,7 +181,7 @@ def _scan(path: str, size: int) -> tuple[np.ndarray, np.ndarray, int]:
     """All whole headers, the CRCs of all data, and where the last record ends by what its header says."""
     headers, data_crcs = bytearray(), bytearray()
     end = 0
-    with open_file(path) as file:
+    with open_to_scan(path) as file:
         while end + HEADER_BYTES <= size:
             file.seek(end)
             header = file.read(HEADER_BYTES)
@@ -178,17 +193,6 @@ def _scan(path: str, size: int) -> tuple[np.ndarray, np.ndarray, int]:
             data_crcs += file.read(FOOTER_BYTES)
     layout = np.dtype([("length", "<u8"), ("crc", "<u4")])
     return np.frombuffer(bytes(headers), layout), np.frombuffer(bytes(data_crcs), "<u4"), end
-
-
-@contextlib.contextmanager
-def open_file(path: str) -> Iterator[io.BufferedReader | tf.io.gfile.GFile]:
-    """The file for reading, with Python's quick small reads where it is a local one."""
-    if "://" in path:
-        with tf.io.gfile.GFile(path, "rb") as remote:
-            yield remote
-    else:
-        with open(path, "rb", buffering=_READ_AHEAD_BYTES) as local:
-            yield local
 
 
 def _crc_table() -> np.ndarray:

@@ -1,0 +1,139 @@
+"""Files on this machine and elsewhere: named, looked at, and read at any place."""
+
+import contextlib
+import functools
+import io
+import operator
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+
+import tensorflow as tf
+
+from tfdist.data.sources.source import this_worker
+from tfdist.errors import SourceError
+
+INDEX_SUFFIX = ".tfdist-index"
+
+_READ_AHEAD_BYTES = 1 << 20
+_OPEN_FILES = 128  # a quarter or less of what a process may have open
+
+
+def expand(paths: Iterable[str | os.PathLike]) -> list[str]:
+    """The files that paths and glob patterns name; those of a pattern in the order of their names.
+
+    Raises:
+      ValueError: If there are none, one does not exist, is a folder, or a pattern matches nothing.
+    """
+    files = [file for path in paths for file in _expand_one(os.fspath(path))]
+    if not files:
+        raise ValueError("A source needs at least one file, got an empty list.")
+    return files
+
+
+def _expand_one(path: str) -> list[str]:
+    if tf.io.gfile.isdir(path):
+        raise ValueError(f"Examples are read from files, and {path} is a folder. Name its files: {path}/*.tfrecord*")
+    if tf.io.gfile.exists(path):
+        return [path]
+    if not set("*?[") & set(path):
+        raise ValueError(
+            f"No file {path} on {this_worker()}, in {os.getcwd()}. Give a path that every worker has, or for a dataset "
+            'of TFDS a pair such as ("mnist", "train").'
+        )
+    # Indices stand beside their files, and a pattern such as "train*" matches them too.
+    files = sorted(file for file in tf.io.gfile.glob(path) if INDEX_SUFFIX not in file)
+    if not files:
+        raise ValueError(f"No file matches {path} on {this_worker()}, in {os.getcwd()}.")
+    return files
+
+
+def is_local(path: str) -> bool:
+    """Whether the operating system reads the path by itself, and not TensorFlow's file systems."""
+    return "://" not in path
+
+
+def stat(path: str) -> tuple[int, int]:
+    """Size in bytes, and time of the last change in nanoseconds.
+
+    Raises:
+      SourceError: If there is no such file.
+    """
+    try:
+        if is_local(path):
+            local = os.stat(path)
+            return local.st_size, local.st_mtime_ns
+        remote = tf.io.gfile.stat(path)
+        return remote.length, remote.mtime_nsec
+    except (OSError, tf.errors.OpError) as error:
+        raise SourceError(f"{path} cannot be read by {this_worker()}: {error}.") from error
+
+
+@contextlib.contextmanager
+def open_to_scan(path: str) -> Iterator[io.BufferedReader | tf.io.gfile.GFile]:
+    """The file for many small reads, mostly forwards."""
+    if is_local(path):
+        with open(path, "rb", buffering=_READ_AHEAD_BYTES) as local:
+            yield local
+    else:
+        with tf.io.gfile.GFile(path, "rb") as remote:
+            yield remote
+
+
+class LocalFile:
+    """A file that any number of threads read at any place. Closed when nobody holds it any more."""
+
+    def __init__(self, path: str):
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self, spans: list[tuple[int, int]]) -> list[bytes]:
+        """The bytes of each (offset, size); fewer where the file ends."""
+        pread, descriptor = os.pread, self._descriptor
+        contents = [pread(descriptor, size, offset) for offset, size in spans]
+        if sum(map(len, contents)) == sum(map(operator.itemgetter(1), spans)):
+            return contents
+        return [self._read_on(*span, content) for span, content in zip(spans, contents, strict=True)]
+
+    def _read_on(self, offset: int, size: int, content: bytes) -> bytes:
+        """`content` and what comes after it: the kernel may give less of a large read than it was asked for."""
+        while len(content) < size:
+            more = os.pread(self._descriptor, size - len(content), offset + len(content))
+            if not more:
+                break
+            content += more
+        return content
+
+    def stat(self) -> tuple[int, int]:
+        """Size and time of the last change, as `stat` above gives them; costs a microsecond."""
+        found = os.fstat(self._descriptor)
+        return found.st_size, found.st_mtime_ns
+
+
+class RemoteFile:
+    """A file of one of TensorFlow's file systems; one thread reads at a time."""
+
+    def __init__(self, path: str):
+        self._file = tf.io.gfile.GFile(path, "rb")
+        self._lock = threading.Lock()
+        self._stat = stat(path)
+
+    def read(self, spans: list[tuple[int, int]]) -> list[bytes]:
+        """The bytes of each (offset, size); fewer where the file ends."""
+        with self._lock:
+            return [self._read_one(*span) for span in spans]
+
+    def _read_one(self, offset: int, size: int) -> bytes:
+        self._file.seek(offset)
+        return self._file.read(size)
+
+    def stat(self) -> tuple[int, int]:
+        """Size and time of the last change when the file was opened: asking again is a round trip over the network."""
+        return self._stat
+
+
+@functools.lru_cache(maxsize=_OPEN_FILES)
+def open_to_read(path: str) -> LocalFile | RemoteFile:
+    """The file, kept open with others that were read lately."""
+    return LocalFile(path) if is_local(path) else RemoteFile(path)

@@ -1,0 +1,88 @@
+"""Examples of a dataset of TensorFlow Datasets."""
+
+import os
+from typing import Any
+
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from tfdist.data import loading
+from tfdist.data.sources.array_record import ArrayRecordSource
+from tfdist.data.sources.source import Source, digest, map_leaves
+from tfdist.data.sources.tfrecord import TFRecordSource
+
+
+class TfdsSource(Source):
+    """The examples of a split, decoded by the dataset's own features.
+
+    Datasets in files of ArrayRecord or TFRecord are read at any place; the latter are indexed the first time. Where a
+    dataset has supervised keys its examples are pairs, such as (image, label), as `tfdist.data.load` gives them;
+    otherwise dicts of all features.
+
+    Args:
+      dataset: A TFDS builder, prepared; or a name for `tfdist.data.load`, which prepares it where it has to.
+      split: A split in the notation of TFDS, such as "train" or "train[:90%]".
+      data_dir: Where the files of a dataset given by name are. By default the directory of TFDS.
+
+    Raises:
+      ValueError: If the builder has not been prepared, its files have another format, or the split has no examples.
+    """
+
+    decodes = True
+
+    def __init__(self, dataset: str | tfds.core.DatasetBuilder, split: str, data_dir: str | os.PathLike | None = None):
+        builder = _prepared(dataset, split, data_dir)
+        self._name = f"{builder.info.full_name} {split}"
+        self._features = builder.info.features
+        self._keys = builder.info.supervised_keys
+        self._records = _records(builder, split)
+        self.element_spec = self._records.element_spec
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def read(self, indices: tf.Tensor) -> tf.Tensor:  # noqa: D102
+        return self._records.read(indices)
+
+    def decode(self, example: tf.Tensor) -> Any:
+        """The features of one serialized example."""
+        features = self._features.deserialize_example(example)
+        return map_leaves(lambda _, key: features[key], self._keys, "") if self._keys else features
+
+    def describe(self, index: int) -> str:  # noqa: D102
+        return f"{self._name}, {self._records.describe(index)}"
+
+    def fingerprint(self) -> str:  # noqa: D102
+        return digest("tfds", self._name, self._records.fingerprint())
+
+
+def _prepared(
+    dataset: str | tfds.core.DatasetBuilder, split: str, data_dir: str | os.PathLike | None
+) -> tfds.core.DatasetBuilder:
+    if isinstance(dataset, str):
+        loading.load(dataset, split, data_dir)
+        return loading._make_builder(dataset, data_dir)
+    if not dataset.info.splits:
+        raise ValueError(
+            f"Dataset {dataset.info.full_name} has no files in {dataset.data_dir}. Call download_and_prepare() of the "
+            f"builder first, on one worker, or give its name: ({dataset.name!r}, {split!r})."
+        )
+    return dataset
+
+
+def _records(builder: tfds.core.DatasetBuilder, split: str) -> Source:
+    parts = [(part.filename, part.skip, part.take) for part in builder.info.splits[split].file_instructions]
+    if not parts:
+        raise ValueError(
+            f"A source needs at least one example, but {builder.info.full_name} has none in split {split!r}."
+        )
+    file_format = builder.info.file_format
+    if file_format == tfds.core.FileFormat.ARRAY_RECORD:
+        return ArrayRecordSource(parts)
+    if file_format == tfds.core.FileFormat.TFRECORD:
+        return TFRecordSource(parts)
+    raise ValueError(
+        f"Examples are read by their number from files of ArrayRecord or TFRecord, but {builder.info.full_name} is in "
+        f"files of {file_format and file_format.value}. Prepare it again, in another data_dir, with file_format="
+        '"array_record".'
+    )

@@ -1,0 +1,491 @@
+"""`tfdist.data.sources`: one table for all kinds, then what can be wrong with files and examples."""
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
+from array_record.python import array_record_module
+
+from tfdist.data.sources import as_source
+from tfdist.data.sources.items import ItemsSource
+from tfdist.data.sources.tfrecord import TFRecordSource
+from tfdist.data.sources.tfrecord_index import INDEX_SUFFIX
+from tfdist.errors import SourceError
+
+DEADLINE_SECONDS = 120
+
+COUNT = 23
+RECORDS = [bytes([i]) * (i % 7) + b"\0" * (i % 3) for i in range(COUNT)]  # empty ones, and zeros at the end
+ROWS = np.arange(COUNT * 6, dtype=np.float32).reshape(COUNT, 2, 3)
+
+INDEX_AGAIN_AND_AGAIN = """
+import contextlib, os, sys
+from tfdist.data.sources import as_source
+from tfdist.data.sources.tfrecord_index import INDEX_SUFFIX
+for _ in range(20):
+    with contextlib.suppress(FileNotFoundError):
+        os.truncate(sys.argv[1] + INDEX_SUFFIX, 10)
+    source = as_source(sys.argv[1])
+print(len(source), source.fingerprint())
+"""
+
+
+class Together:
+    """Items that are given several at a time."""
+
+    def __init__(self, examples):
+        self.examples = examples
+
+    def __len__(self):
+        return len(self.examples)
+
+    def __getitem__(self, index):
+        raise IndexError(index)  # Example 0 too is asked for by __getitems__.
+
+    def __getitems__(self, indices):
+        return [self.examples[index] for index in indices]
+
+
+class Numbers(tfds.core.GeneratorBasedBuilder):
+    """Pairs of a row and its number."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        row = tfds.features.Tensor(shape=(2, 3), dtype=np.float32)
+        features = tfds.features.FeaturesDict({"row": row, "number": tfds.features.Scalar(np.int64)})
+        return tfds.core.DatasetInfo(builder=self, features=features, supervised_keys=("row", "number"))
+
+    def _split_generators(self, dl_manager):
+        return {"train": ((i, {"row": ROWS[i], "number": i}) for i in range(COUNT))}
+
+    def _generate_examples(self):
+        raise NotImplementedError
+
+
+def write_tfrecord(path, records=RECORDS):
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for record in records:
+            writer.write(record)
+    return str(path)
+
+
+def write_array_record(path, records=RECORDS):
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
+    return str(path)
+
+
+def two_tfrecords(folder, count):
+    write_tfrecord(folder / "0.tfrecord", RECORDS[:9])
+    write_tfrecord(folder / "1.tfrecord", [])
+    write_tfrecord(folder / "2.tfrecord", RECORDS[9:count])
+    return str(folder / "?.tfrecord")
+
+
+def two_array_records(folder, count):
+    return [
+        write_array_record(folder / "a.array_record", RECORDS[:9]),
+        write_array_record(folder / "b.array_record", RECORDS[9:count]),
+    ]
+
+
+def part_of_a_file(folder, count):
+    path = write_tfrecord(folder / "more.tfrecord", [b"before", *RECORDS, b"after"])
+    return TFRecordSource([(path, 1, 9), (path, 10, count - 9)])
+
+
+def prepared(folder, count, file_format):
+    """The first of all examples: TFDS shuffles them, so the numbers say which."""
+    builder = Numbers(data_dir=folder, file_format=file_format)
+    builder.download_and_prepare()
+    return builder, f"train[:{count}]"
+
+
+# What is given, by folder and count of examples.
+GIVEN = {
+    "array": lambda folder, count: ROWS[:count],
+    "arrays": lambda folder, count: (
+        ROWS[:count],
+        {"text": np.array(RECORDS[:count], object), "ids": tf.range(count), "list": list(range(count))},
+    ),
+    "list": lambda folder, count: [{"row": ROWS[i], "record": RECORDS[i], "id": i} for i in range(count)],
+    "items together": lambda folder, count: Together([(ROWS[i], RECORDS[i]) for i in range(count)]),
+    "TFRecord": two_tfrecords,
+    "part of a TFRecord": part_of_a_file,
+    "ArrayRecord": two_array_records,
+    "TFDS, TFRecord": lambda folder, count: prepared(folder, count, "tfrecord"),
+    "TFDS, ArrayRecord": lambda folder, count: prepared(folder, count, "array_record"),
+}
+
+
+def expected(given, kind, index):
+    """Example `index`, by plain Python."""
+    if kind.startswith("TFDS"):
+        builder, split = given
+        if kind == "TFDS, ArrayRecord":
+            example = builder.as_data_source(split=split)[index]
+            return example["row"], example["number"]
+        return list(builder.as_dataset(split=split, as_supervised=True).as_numpy_iterator())[index]
+    if isinstance(given, list) and not isinstance(given[0], str):
+        return given[index]
+    if isinstance(given, Together):
+        return given.examples[index]
+    if kind in ("array", "arrays"):
+        text = {"text": RECORDS[index], "ids": index, "list": index}
+        return ROWS[index] if kind == "array" else (ROWS[index], text)
+    return RECORDS[index]
+
+
+def pipeline(source, indices, batch=5):
+    batches = tf.data.Dataset.from_tensor_slices(np.array(indices, np.int64)).batch(batch)
+    return batches.map(source.read, num_parallel_calls=2, deterministic=True)
+
+
+def read(source, indices):
+    examples = pipeline(source, indices).unbatch()
+    return list((examples.map(source.decode) if source.decodes else examples).as_numpy_iterator())
+
+
+def assert_same(got, wanted):
+    if isinstance(wanted, Mapping):
+        assert got.keys() == wanted.keys()
+        for key in wanted:
+            assert_same(got[key], wanted[key])
+    elif isinstance(wanted, tuple):
+        assert len(got) == len(wanted)
+        for pair in zip(got, wanted, strict=True):
+            assert_same(*pair)
+    else:
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.fixture(params=GIVEN)
+def kind(request):
+    return request.param
+
+
+def test_any_order_and_repeats_give_the_plain_data(kind, tmp_path):
+    given = GIVEN[kind](tmp_path, COUNT)
+    source = as_source(given)
+    assert len(source) == COUNT
+    orders = [
+        [*range(COUNT)],
+        [*reversed(range(COUNT))],
+        [3, 3, 0, COUNT - 1, 3],
+        np.random.default_rng(0).permutation(COUNT).tolist(),
+        [8, 9, 10],
+    ]
+    examples = [expected(given, kind, i) for i in range(COUNT)]
+    for order in orders:
+        for got, index in zip(read(source, order), order, strict=True):
+            assert_same(got, examples[index])
+
+
+def test_element_spec_is_what_is_read(kind, tmp_path):
+    source = as_source(GIVEN[kind](tmp_path, COUNT))
+    dataset = pipeline(source, [1, 0, 2])
+    assert dataset.unbatch().element_spec == source.element_spec
+    (batch,) = dataset
+    specs = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape[1:], x.dtype), batch)
+    assert specs == source.element_spec
+    assert all(x.shape[0] == 3 for x in tf.nest.flatten(batch))
+    assert source.decodes or source.decode(batch) is batch
+
+
+def test_fingerprint_stays_and_changes_with_the_number_of_examples(kind, tmp_path):
+    folders = [tmp_path / name for name in ("one", "copy", "less")]
+    for folder in folders:
+        folder.mkdir()
+    one, copy, less = (
+        as_source(GIVEN[kind](folder, count)).fingerprint()
+        for folder, count in zip(folders, [COUNT, COUNT, COUNT - 1], strict=True)
+    )
+    assert one == copy != less
+    assert len(one) <= 16
+
+
+def test_fingerprint_of_records_changes_with_what_is_in_them(tmp_path):
+    paths = [
+        write_tfrecord(tmp_path / "a", [b"one", b"two"]),
+        write_tfrecord(tmp_path / "b", [b"one", b"too"]),
+    ]
+    assert len({as_source(path).fingerprint() for path in paths}) == 2
+
+
+class OutOfOrder:
+    """Neither its length nor its items can be known."""
+
+    def __iter__(self):
+        return iter([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        (np.zeros((0, 3)), ValueError, ["at least one example"]),
+        ([], ValueError, ["at least one example"]),
+        ((), ValueError, ["at least one array"]),
+        (np.float32(3), ValueError, ["single value"]),
+        ((np.zeros(3), {"y": np.zeros(4)}), ValueError, ["arrays[0] has 3", "arrays[1]['y'] has 4"]),
+        (np.array([{}, {}]), TypeError, ["arrays is a ndarray"]),
+        (tf.ragged.constant([[1], [2, 3]]), TypeError, ["RaggedTensor", "to_tensor"]),
+        (tf.data.Dataset.range(3), TypeError, ["tf.data.Dataset", "map_fn"]),
+        (OutOfOrder(), TypeError, ["OutOfOrder", "__len__", "__getitem__"]),
+        ([object()], TypeError, ["example 0", "object"]),
+        ("nowhere.tfrecord", ValueError, ["No file nowhere.tfrecord", "host"]),
+        (["nowhere-*"], ValueError, ["No file matches nowhere-*"]),
+        (["a.tfrecord", 3], TypeError, ["3"]),
+        (["a.tfrecord", "b.array_record"], ValueError, ["a.tfrecord", "b.array_record"]),
+        ([os.path.dirname(__file__)], ValueError, ["is a folder"]),
+    ],
+    ids=str,
+)
+def test_what_is_no_source_is_refused_with_the_reason(given, error, said):
+    with pytest.raises(error) as caught:
+        as_source(given)
+    assert [words for words in said if words not in str(caught.value)] == []
+
+
+def test_source_is_taken_as_it_is():
+    source = as_source(ROWS)
+    assert as_source(source) is source
+
+
+@pytest.mark.parametrize("write", [write_tfrecord, write_array_record])
+def test_files_without_records_are_refused(write, tmp_path):
+    with pytest.raises(ValueError, match="at least one example"):
+        as_source(write(tmp_path / "empty.array_record" if write is write_array_record else tmp_path / "empty", []))
+
+
+def test_builder_without_split_or_files_is_refused(tmp_path):
+    builder = Numbers(data_dir=tmp_path)
+    with pytest.raises(TypeError, match="splits"):
+        as_source(builder)
+    with pytest.raises(ValueError, match="download_and_prepare"):
+        as_source((builder, "train"))
+
+
+def test_arrays_stay_out_of_graphs():
+    big = as_source(np.zeros((1000, 1000), np.float32))
+    graph = tf.function(big.read).get_concrete_function(tf.TensorSpec([None], tf.int64)).graph
+    assert graph.as_graph_def().ByteSize() < 10_000
+
+
+def failure_of(source, indices):
+    """The text of the error of a pipeline, as `fit` would raise it."""
+    with pytest.raises(tf.errors.OpError) as caught:
+        read(source, indices)
+    return str(caught.value)
+
+
+def assert_told(text, *words):
+    assert [word for word in (*words, "SourceError", "on host") if word not in text] == []
+
+
+class Unlike(list):
+    def __getitem__(self, index):
+        if index == 7:
+            raise StopIteration("seven is gone")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    ("examples", "said"),
+    [
+        (Unlike(ROWS), ["Example 7 (item 7 of Unlike)", "StopIteration: seven is gone"]),
+        ([*ROWS[:7], ROWS[7].astype(np.float64), *ROWS[8:]], ["Example 7", "float32 of shape [2, 3], and is float64"]),
+        ([*ROWS[:7], ROWS[7][:1], *ROWS[8:]], ["Example 7", "shape [1, 3]", "unlike example 0"]),
+        ([{"a": 1}] * 7 + [{"b": 1}] * 2, ["Example 7", "['a']", "['b']"]),
+        ([(1, 2)] * 7 + [(1,)] * 2, ["Example 7", "tuple of 2"]),
+        (Together([1] * 7 + ["x"]), ["Example 7 (item 7 of Together)", "int64"]),
+    ],
+    ids=["raises", "type", "shape", "keys", "tuple", "together"],
+)
+def test_example_that_is_wrong_is_named(examples, said):
+    assert_told(failure_of(as_source(examples), range(8)), *said)
+
+
+def test_items_asked_for_together_are_named_one_by_one():
+    class Broken(Together):
+        def __getitem__(self, index):
+            return {3: 1}.__getitem__(3) if index != 3 else {}["three"]
+
+        def __getitems__(self, indices):
+            return [self[index] for index in indices]
+
+    assert_told(failure_of(as_source(Broken([1] * 5)), range(5)), "Example 3 (item 3 of Broken)", "KeyError")
+
+
+def test_length_that_changes_is_noticed():
+    examples = list(range(5))
+    source = as_source(examples)
+    examples.append(5)
+    assert_told(failure_of(source, range(5)), "had 5 examples", "has 6 now")
+
+
+def test_worker_of_tf_config_is_named(monkeypatch):
+    config = {"cluster": {"worker": ["10.0.0.1:1", "10.0.0.2:2"]}, "task": {"type": "worker", "index": 1}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    assert_told(failure_of(as_source([1, "x"]), range(2)), "worker 1 of 2 at 10.0.0.2:2")
+
+
+def test_items_are_asked_by_one_thread_at_a_time():
+    class Alone(list):
+        busy = False
+
+        def __getitem__(self, index):
+            assert not Alone.busy
+            Alone.busy = True
+            os.sched_yield()
+            Alone.busy = False
+            return index
+
+    source = ItemsSource(Alone(range(300)))
+    batches = tf.data.Dataset.range(300).batch(3).map(source.read, num_parallel_calls=8).unbatch()
+    assert list(batches.as_numpy_iterator()) == list(range(300))
+
+
+def offset_of(record):
+    return sum(len(data) + 16 for data in RECORDS[:record])
+
+
+def damage(path, offset):
+    content = bytearray(pathlib.Path(path).read_bytes())
+    content[offset] ^= 1
+    pathlib.Path(path).write_bytes(content)
+
+
+@pytest.mark.parametrize(("byte", "what"), [(0, "header"), (9, "header"), (12, "CRC")], ids=["length", "crc", "data"])
+def test_broken_record_is_named_by_file_and_number(byte, what, tmp_path):
+    path = write_tfrecord(tmp_path / "a.tfrecord")
+    damage(path, offset_of(6) + byte)
+    with pytest.raises(SourceError, match=rf"(?s)Record 6 of {path}, at byte {offset_of(6)}.*{what}.*on host"):
+        as_source(path)
+
+
+def test_data_are_not_checked_where_that_is_not_wanted_and_are_afterwards(tmp_path):
+    path = write_tfrecord(tmp_path / "a.tfrecord")
+    damage(path, offset_of(6) + 12)
+    assert len(TFRecordSource([path], check_data=False)) == COUNT
+    with pytest.raises(SourceError, match="Record 6"):
+        as_source(path)
+
+
+@pytest.mark.parametrize("cut", [1, 5, len(RECORDS[-1]) + 10])
+def test_truncated_file_is_named(cut, tmp_path):
+    path = write_tfrecord(tmp_path / "a.tfrecord")
+    os.truncate(path, os.path.getsize(path) - cut)
+    with pytest.raises(SourceError, match=f"Record {COUNT - 1} of {path}.* cut off"):
+        as_source(path)
+
+
+def test_truncated_array_record_is_named(tmp_path):
+    path = write_array_record(tmp_path / "a.array_record")
+    os.truncate(path, os.path.getsize(path) // 2)
+    with pytest.raises(SourceError, match=path):
+        as_source(path)
+
+
+def test_file_of_something_else_is_named(tmp_path):
+    path = tmp_path / "a.tfrecord"
+    path.write_text("This is a text, and no records are in it.")
+    with pytest.raises(SourceError, match="Is it a TFRecord file"):
+        as_source(path)
+
+
+@pytest.mark.parametrize("write", [write_tfrecord, write_array_record])
+@pytest.mark.parametrize("change", ["truncated", "touched", "gone"])
+def test_file_that_changes_while_it_is_read_is_named(write, change, tmp_path):
+    path = write(tmp_path / "a.array_record" if write is write_array_record else tmp_path / "a.tfrecord")
+    source = as_source(path)
+    if change == "truncated":
+        os.truncate(path, offset_of(5) + 3)
+    elif change == "touched":
+        os.utime(path, ns=(0, 0))
+    else:
+        os.remove(path)
+    assert_told(failure_of(source, [4, 7]), f"Example 4 (record 4 of {path})")
+
+
+def test_index_is_made_once_and_anew_for_a_changed_file(tmp_path, caplog):
+    path = write_tfrecord(tmp_path / "a.tfrecord")
+    index = tmp_path / f"a.tfrecord{INDEX_SUFFIX}"
+    as_source(path)
+    made = index.stat().st_mtime_ns
+    as_source(path)
+    assert (index.stat().st_mtime_ns, caplog.messages) == (made, [])
+    write_tfrecord(path, RECORDS[:4])
+    assert read(as_source(path), range(4)) == RECORDS[:4]
+    assert "older" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", None], ids=["empty", "nonsense", "flipped"])
+def test_damaged_index_is_made_anew(content, tmp_path, caplog):
+    path = write_tfrecord(tmp_path / "a.tfrecord")
+    as_source(path)
+    index = tmp_path / f"a.tfrecord{INDEX_SUFFIX}"
+    sound = index.read_bytes()
+    index.write_bytes(sound[:-200] if content is None else content)
+    assert read(as_source(path), range(COUNT)) == RECORDS
+    assert "damaged" in caplog.text
+    assert index.read_bytes() == sound
+
+
+def test_processes_may_index_at_once(tmp_path):
+    path = write_tfrecord(tmp_path / "a.tfrecord", RECORDS * 50)
+    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
+    command = [sys.executable, "-c", INDEX_AGAIN_AND_AGAIN, path]
+    other = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while other.poll() is None:
+            assert time.monotonic() < deadline
+            assert read(as_source(path), [COUNT + 5, 3]) == [RECORDS[5], RECORDS[3]]
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path + INDEX_SUFFIX)
+        printed, errors = other.communicate()
+    finally:
+        other.kill()
+        other.wait()
+    source = as_source(path)
+    assert printed.split() == [str(50 * COUNT), source.fingerprint()], errors
+    assert sorted(os.listdir(tmp_path)) == ["a.tfrecord", f"a.tfrecord{INDEX_SUFFIX}"]
+
+
+def test_index_is_kept_in_a_cache_where_it_cannot_be_beside_the_file(tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("TFDIST_CACHE", str(cache))
+    with open(write_tfrecord(tmp_path / "a.tfrecord"), "rb") as file:
+        # Not even root makes files there.
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        assert read(as_source(path), [2, 1]) == [RECORDS[2], RECORDS[1]]
+        (index,) = cache.iterdir()
+        made = index.stat().st_mtime_ns
+        as_source(path)
+    assert index.stat().st_mtime_ns == made
+
+
+def test_pattern_does_not_match_indices(tmp_path):
+    write_tfrecord(tmp_path / "train-0")
+    for _ in range(2):
+        assert len(as_source(tmp_path / "train*")) == COUNT
+
+
+def test_files_of_other_file_systems_are_read(tmp_path):
+    path = write_tfrecord("ram://test_sources/a.tfrecord")
+    try:
+        assert read(as_source(path), [5, 2, 3]) == [RECORDS[5], RECORDS[2], RECORDS[3]]
+    finally:
+        tf.io.gfile.rmtree("ram://test_sources")
