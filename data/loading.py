@@ -40,6 +40,13 @@ def load(
       ConnectionError: If the files must be downloaded and their servers cannot be found.
       TimeoutError: If another process still prepares the dataset after `timeout_seconds`.
     """
+    return prepare(name, data_dir, timeout_seconds=timeout_seconds).as_dataset(split=split, as_supervised=True)
+
+
+def prepare(
+    name: str, data_dir: str | os.PathLike | None = None, *, timeout_seconds: float = 3600
+) -> tfds.core.DatasetBuilder:
+    """The builder of a TFDS dataset, its files prepared where they were missing; see `load`."""
     builder = _make_builder(name, data_dir)
     if not builder.info.initialized:
         with _lock(builder, timeout_seconds):
@@ -48,7 +55,7 @@ def load(
             if not builder.info.initialized:
                 _check_network(builder)
                 builder.download_and_prepare()
-    return builder.as_dataset(split=split, as_supervised=True)
+    return builder
 
 
 def _make_builder(name, data_dir):

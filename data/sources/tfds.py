@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from tfdist.data import loading
+from tfdist.data.loading import prepare
 from tfdist.data.sources.array_record import ArrayRecordSource
 from tfdist.data.sources.source import Source, digest, map_leaves
 from tfdist.data.sources.tfrecord import TFRecordSource
@@ -60,8 +60,7 @@ def _prepared(
     dataset: str | tfds.core.DatasetBuilder, split: str, data_dir: str | os.PathLike | None
 ) -> tfds.core.DatasetBuilder:
     if isinstance(dataset, str):
-        loading.load(dataset, split, data_dir)
-        return loading._make_builder(dataset, data_dir)
+        return prepare(dataset, data_dir)
     if not dataset.info.splits:
         raise ValueError(
             f"Dataset {dataset.info.full_name} has no files in {dataset.data_dir}. Call download_and_prepare() of the "
