@@ -1,45 +1,55 @@
 """What compression costs in accuracy: the examples trained on 4 virtual devices, codec by codec.
 
-    python benchmarks/convergence.py                               # digits: every codec, SGD and Adam, 3 seeds
-    python benchmarks/convergence.py --model char_lm --optimizers adam --seeds 1
-    python benchmarks/convergence.py --json convergence.json
+    python -m benchmarks.convergence                               # digits: every codec, SGD and Adam, 3 seeds
+    python -m benchmarks.convergence --model char_lm --optimizers adam --seeds 1
+    python -m benchmarks.convergence --json benchmarks/results/convergence.json    # goes on where an earlier run ended
 
 Devices of one machine give the bits that workers would give, so this is what 4 workers would reach. By default every
 tensor of 256 elements or more is compressed, which is far stricter than what codecs do by themselves: they leave
-tensors of less than 16384 elements alone, which is most of such small networks.
+tensors of less than 16384 elements alone, which is most of such small networks. A seed decides the weights and the
+order of the data, and codecs are held against no compression under the same seed.
 """
 
+import ast
 import dataclasses
 import functools
 import importlib
-import json
+import itertools
 import pathlib
-import statistics
 import sys
+import time
 
 import keras
-import rich.console
-import rich.table
 from absl import app, flags
 
 import tfdist
+from benchmarks.accuracy import KEY, Run, print_table, write_report
+from benchmarks.record import Record
 from tfdist.strategies.compression import NAMES
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("model", "digits", ["digits", "char_lm"], "What is trained; digits reports accuracy, char_lm loss.")
-flags.DEFINE_list("codecs", ["none", *NAMES], "Names of codecs, `none` for uncompressed.")
+flags.DEFINE_list("codecs", ["none", *NAMES], "Codecs, `none` for uncompressed; also powersgd(rank=16).")
 flags.DEFINE_list("optimizers", ["sgd", "adam"], "sgd has a momentum of 0.9.")
-flags.DEFINE_integer("seeds", 3, "Runs of each.", 1)
+flags.DEFINE_list("seeds", ["0", "1", "2"], "Runs of each.")
 flags.DEFINE_integer("min_elements", 256, "Smaller tensors travel as they are; 0 for the codec's default.", 0)
-flags.DEFINE_string("json", None, "A file for the results.")
+flags.DEFINE_string("json", None, "A file for the results; tables and curves are written beside it.")
 
 _DEVICES = 4
+_EPOCHS = {"digits": 15, "char_lm": 10}
+_CHAR_LM_STEPS = 50  # an epoch
 
 
-def codec_of(name: str):
-    if name == "none":
+def codec_of(text: str):
+    """The codec that a name stands for, with an option in brackets or without: int8, powersgd(rank=16)."""
+    if text == "none":
         return None
-    return NAMES[name](**({"min_elements": FLAGS.min_elements} if FLAGS.min_elements else {}))
+    name, _, option = text.rstrip(")").partition("(")
+    options = {"min_elements": FLAGS.min_elements} if FLAGS.min_elements else {}
+    if option:
+        key, _, value = option.partition("=")
+        options[key] = ast.literal_eval(value)
+    return NAMES[name](**options)
 
 
 def optimizer_of(name: str, model: str) -> keras.optimizers.Optimizer:
@@ -54,70 +64,59 @@ def example(name: str):
     return importlib.import_module(name)
 
 
-@functools.cache
-def digits_data():
+def digits_data(seed: int):
+    """Training and test data; made for each run, since a shuffled dataset goes on where its last reader ended."""
     batches = example("common").batches
-    return [batches(tfdist.data.load("digits", split), 64, seed) for split, seed in (("train", 0), ("test", None))]
+    return [batches(tfdist.data.load("digits", split), 64, way) for split, way in (("train", seed), ("test", None))]
 
 
-@functools.cache
-def text_data():
+def text_data(seed: int):
+    """Training and validation data."""
     char_lm, batches = example("char_lm"), example("common").batches
     text = char_lm.read_text()
     split = len(text) * 9 // 10
-    train = batches(char_lm.windows(text[:split]), 32, 0)
-    return [train.repeat(), batches(char_lm.windows(text[split:]), 32)]
+    return [batches(char_lm.windows(text[:split]), 32, seed).repeat(), batches(char_lm.windows(text[split:]), 32)]
 
 
-def train(codec: str, optimizer: str, seed: int) -> tuple[float, float]:
-    """Test accuracy or validation loss, and how many times less was sent."""
+def train(name: str, codec: str, optimizer: str, seed: int) -> Run:
+    begin = time.monotonic()
     keras.utils.set_random_seed(seed)
     strategy = tfdist.MirroredStrategy([f"CPU:{i}" for i in range(_DEVICES)], compression=codec_of(codec))
-    is_digits = FLAGS.model == "digits"
-    data, held_out = digits_data() if is_digits else text_data()
+    is_digits = name == "digits"
+    data, held_out = digits_data(seed) if is_digits else text_data(seed)
     with strategy.scope():
-        build = example(FLAGS.model).build_model
+        build = example(name).build_model
         model = build(data.element_spec[0].shape[1:]) if is_digits else build(64, 128, 2)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer_of(optimizer, FLAGS.model), loss, metrics=["accuracy"])
-    model.fit(data, verbose=0, **({"epochs": 15} if is_digits else {"steps_per_epoch": 500}))
-    reached = model.evaluate(held_out, verbose=0, return_dict=True)
+        model.compile(optimizer_of(optimizer, name), loss, metrics=["accuracy"])
+    steps = None if is_digits else _CHAR_LM_STEPS
+    history = model.fit(data, verbose=0, epochs=_EPOCHS[name], steps_per_epoch=steps).history
+    reached = model.evaluate(held_out, verbose=0, return_dict=True)["accuracy" if is_digits else "loss"]
     ratio = strategy.communication.traffic().ratio if strategy.communication else 1.0
-    return reached["accuracy" if is_digits else "loss"], ratio
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What one codec reached under one optimizer, by seed."""
-
-    optimizer: str
-    codec: str
-    reached: list[float]
-    ratio: float
-
-
-def print_table(results: list[Result]) -> None:
-    table = rich.table.Table("optimizer", "codec", "mean", "by seed", "less sent")
-    for result in results:
-        seeds = " ".join(f"{value:.4f}" for value in result.reached)
-        table.add_row(
-            result.optimizer, result.codec, f"{statistics.mean(result.reached):.4f}", seeds, f"{result.ratio:.1f}x"
-        )
-    rich.console.Console(width=100).print(table)
+    keras.backend.clear_session()
+    curve = tuple(round(value, 5) for value in history["loss"])
+    seconds = round(time.monotonic() - begin, 1)
+    return Run(
+        name, optimizer, codec, FLAGS.min_elements if codec != "none" else 0, seed, reached, ratio, curve, seconds
+    )
 
 
 def main(_) -> None:
     sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
     tfdist.testing.virtual_devices(_DEVICES)
-    results = []
-    for optimizer in FLAGS.optimizers:
-        for codec in FLAGS.codecs:
-            runs = [train(codec, optimizer, seed) for seed in range(FLAGS.seeds)]
-            results.append(Result(optimizer, codec, [reached for reached, _ in runs], runs[0][1]))
-            print(results[-1], flush=True)
-    print_table(results)
-    if FLAGS.json:
-        pathlib.Path(FLAGS.json).write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=2))
+    path = pathlib.Path(FLAGS.json) if FLAGS.json else None
+    settings = {"devices": _DEVICES, "epochs": _EPOCHS, "char_lm_steps": _CHAR_LM_STEPS}
+    record = Record(path, settings, KEY)
+    # Seeds outermost, so that a run cut short has seen every codec.
+    for seed, optimizer, codec in itertools.product(map(int, FLAGS.seeds), FLAGS.optimizers, FLAGS.codecs):
+        if record.has(FLAGS.model, optimizer, codec, FLAGS.min_elements if codec != "none" else 0, seed):
+            continue
+        run = train(FLAGS.model, codec, optimizer, seed)
+        print(f"{run.model}, {optimizer}, {codec}, seed {seed}: {run.reached:.4f} in {run.seconds:.0f} s", flush=True)
+        record.add(dataclasses.asdict(run))
+        if path:
+            write_report(path, record.document)
+    print_table(record.document)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,16 @@ the step split into compute and waiting.
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 import statistics
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.record import write_whole
+
+REFERENCE = "stock"
+_MAKERS = (REFERENCE, "tf_keras", "ddp", "tfdist")
 HOROVOD = "Horovod is missing: 0.28.1, its newest release, does not build against TensorFlow 2.21."
 COLUMNS = (
     "model",
@@ -29,7 +31,9 @@ COLUMNS = (
     "MB a step",
     "floor, ms",
     "step / floor",
+    "times stock",
 )
+KEY = ("model", "workers", "link", "variant")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +50,8 @@ class Row:
       step_seconds: Lower quartile, median and upper quartile; of several workers the slowest counts, step by step.
       compute_seconds: The median step of workers that run side by side, each by itself.
       bytes_per_step: The larger of sent and received, on the busiest worker's interface.
-      block_seconds: The median step of each block; blocks of equal position ran in the same round.
+      block_seconds: The median step of each block.
+      stock_block_seconds: The same of `stock`, at each position in the same round as the block, None where it failed.
     """
 
     model: str
@@ -59,6 +64,7 @@ class Row:
     compute_seconds: float | None = None
     bytes_per_step: float | None = None
     block_seconds: tuple[float, ...] = ()
+    stock_block_seconds: tuple[float | None, ...] = ()
 
     @property
     def waiting_seconds(self) -> float | None:
@@ -81,9 +87,16 @@ class Row:
             return None
         return self.step_seconds[1] / self.floor_seconds
 
+    @property
+    def times_stock(self) -> float | None:
+        """How many times faster than stock: the median over rounds."""
+        pairs = zip(self.block_seconds, self.stock_block_seconds, strict=True)
+        ratios = [stock / mine for mine, stock in pairs if stock is not None]
+        return statistics.median(ratios) if ratios else None
+
     def to_json(self) -> dict[str, Any]:
         """All of it as plain values."""
-        derived = ("waiting_seconds", "floor_seconds", "over_floor")
+        derived = ("waiting_seconds", "floor_seconds", "over_floor", "times_stock")
         return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in derived}}
 
     @classmethod
@@ -110,6 +123,7 @@ def cells(row: Row) -> list[str]:
         (row.bytes_per_step, 1e-6, 2),
         (row.floor_seconds, 1e3, 0),
         (row.over_floor, 1, 2),
+        (row.times_stock, 1, 2),
     )
     return [*names, f"{middle} [{low} to {high}]", *(_number(*number) for number in numbers)]
 
@@ -120,54 +134,76 @@ def describe_link(row: Row) -> str:
     return f"{row.link} ({rate / 1e6:.0f} Mbit/s)" if rate else row.link
 
 
-def ratios(rows: Sequence[Row], variant: str, base: str) -> Iterator[tuple[Row, float]]:
-    """How much longer a variant takes than another, by rows of the variant; compared within rounds."""
-    for row in rows:
-        if row.variant == variant and not row.error:
-            for other in rows:
-                place = (other.model, other.workers, other.link)
-                if place == (row.model, row.workers, row.link) and other.variant == base and not other.error:
-                    pairs = zip(row.block_seconds, other.block_seconds, strict=True)
-                    yield row, statistics.median(mine / theirs for mine, theirs in pairs)
-
-
 def notes(rows: Sequence[Row]) -> list[str]:
     """What stands below the table."""
+    pairs = [(row, row.times_stock) for row in rows if row.variant == "tfdist-loop"]
     lines = [
-        f"{row.model}, {row.workers} workers, {row.link}: tfdist-loop / stock {ratio:.3f} (medians of rounds)"
-        for row, ratio in ratios(rows, "tfdist-loop", "stock")
+        f"{row.model}, {row.workers} workers, {row.link}: tfdist-loop / stock {1 / times:.3f} (by the median of rounds)"
+        for row, times in pairs
+        if times
     ]
     return [*lines, HOROVOD]
 
 
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """Rows by model, workers, link and who made the variant; else as they came, what failed last."""
+    models = _distinct(rows, "model")
+    rates = {row.link: row.link_bits_per_second or 0.0 for row in rows if not row.error}
+
+    def place(row: Row) -> tuple[Any, ...]:
+        failed = row.error is not None
+        return models.index(row.model), row.workers, rates.get(row.link, 0.0), failed, _maker(row.variant)
+
+    return sorted(rows, key=place)
+
+
+def _maker(variant: str) -> int:
+    return next((rank for rank, name in enumerate(_MAKERS) if variant.startswith(name)), len(_MAKERS))
+
+
+def overview(rows: Sequence[Row]) -> list[str]:
+    """Markdown lines for one model and number of workers: a line for each variant, a column for each link."""
+    links = {row.link: describe_link(row) for row in rows if not row.error}
+    found = {(row.variant, row.link): row for row in rows if row.step_seconds}
+    lines = [
+        f"| {' | '.join(['step, ms (times stock)', *links.values(), 'MB a step'])} |",
+        "|---" * (len(links) + 2) + "|",
+    ]
+    for variant in sorted(_distinct(rows, "variant"), key=_maker):
+        here = [found.get((variant, link)) for link in links]
+        megabytes = [row.bytes_per_step / 1e6 for row in here if row and row.bytes_per_step is not None]
+        if megabytes:
+            size = f"{statistics.median(megabytes):.3g}"
+            lines.append(f"| {' | '.join([variant, *(_short(row) for row in here), size])} |")
+    return lines
+
+
+def _short(row: Row | None) -> str:
+    if row is None or row.step_seconds is None:
+        return ""
+    times = "" if row.times_stock is None else f" ({row.times_stock:.2f})"
+    return f"{1e3 * row.step_seconds[1]:.0f}{times}"
+
+
 def markdown(result: dict[str, Any]) -> str:
-    """The table as a Markdown document, with what it was measured on."""
-    rows = [Row.from_json(values) for values in result["rows"]]
+    """The tables as a Markdown document, with what they were measured on."""
+    rows = in_order([Row.from_json(values) for values in result["rows"]])
+    sections = []
+    for model, workers in dict.fromkeys((row.model, row.workers) for row in rows):
+        here = [row for row in rows if (row.model, row.workers) == (model, workers)]
+        sections.append("\n".join([f"## {model}, {workers} workers", "", *overview(here)]))
     lines = [" | ".join(cell.replace("|", "\\|") for cell in cells(row)) for row in rows]
-    about = [f"- {name}: {_plain(result[name])}" for name in ("command", "date", "commit", "network", "settings")]
-    about += [f"- {name}: {_plain(result[name])}" for name in ("machine", "versions")]
+    about = [f"- {name}: {_plain(result[name])}" for name in ("commit", "date", "settings", "machine", "versions")]
+    about += [f"- `{command}`" for command in result["commands"]]
     parts = [
         "# Time per training step",
         "\n".join(about),
+        *sections,
+        "## Every row",
         "\n".join([f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *(f"| {line} |" for line in lines)]),
         "\n".join(f"- {note}" for note in notes(rows)),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def write_whole(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
-    """Lets `write` fill a file beside `path` and moves it there when it is complete."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
-    try:
-        os.fchmod(handle, 0o644)
-        write(pathlib.Path(name))
-        os.fsync(handle)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-    finally:
-        os.close(handle)
 
 
 def write_report(path: pathlib.Path) -> list[pathlib.Path]:
@@ -177,35 +213,37 @@ def write_report(path: pathlib.Path) -> list[pathlib.Path]:
     table = path.with_suffix(".md")
     write_whole(table, lambda to: to.write_text(text))
     written = [table]
-    rows = [row for row in (Row.from_json(values) for values in result["rows"]) if not row.error]
-    figures = {"step_time": plot_step_time(rows), "bytes": plot_bytes(rows)}
+    rows = in_order([row for row in (Row.from_json(values) for values in result["rows"]) if not row.error])
+    figures = {"bytes": plot_bytes(rows)}
+    for model in _distinct(rows, "model"):
+        figures[f"step_time_{model}"] = plot_step_time([row for row in rows if row.model == model])
     figures |= {f"split_{workers}": plot_split(rows, workers) for workers in _distinct(rows, "workers")}
     for name, figure in figures.items():
-        target = path.with_name(f"{path.stem}_{name}.svg")
+        target = path.with_name(f"{path.stem}_{name}.png")
         write_whole(target, functools.partial(_save, figure))
         written.append(target)
     return written
 
 
 def plot_step_time(rows: Sequence[Row]) -> Any:
-    """Step time against link rate, a line for each variant, a panel for each model and number of workers."""
-    models, workers = _distinct(rows, "model"), _distinct(rows, "workers")
-    figure, axes = _panels(len(models), len(workers))
+    """Step time of one model against link rate, a line for each variant, a panel for each number of workers."""
+    workers = _distinct(rows, "workers")
+    figure, axes = _panels(1, len(workers))
     colors = _colors(rows)
-    for y, model in enumerate(models):
-        for x, count in enumerate(workers):
-            panel = axes[y][x]
-            here = [row for row in rows if (row.model, row.workers) == (model, count)]
-            links = _distinct(here, "link")
-            for variant in _distinct(here, "variant"):
-                line = [row for row in here if row.variant == variant]
-                places = [links.index(row.link) for row in line]
-                milliseconds = [1e3 * row.step_seconds[1] for row in line if row.step_seconds]
-                panel.plot(places, milliseconds, marker="o", markersize=4, color=colors[variant], label=variant)
-            panel.set(title=f"{model}, {count} workers", yscale="log", ylabel="step, ms", xticks=range(len(links)))
-            panel.set_xticklabels(links)
-            panel.grid(alpha=0.3)
-    axes[0][-1].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
+    for panel, count in zip(axes[0], workers, strict=True):
+        here = [row for row in rows if row.workers == count]
+        links = _distinct(here, "link")
+        for variant in sorted(_distinct(here, "variant"), key=_maker):
+            line = [row for row in here if row.variant == variant]
+            places = [links.index(row.link) for row in line]
+            milliseconds = [1e3 * row.step_seconds[1] for row in line if row.step_seconds]
+            panel.plot(places, milliseconds, marker="o", markersize=4, color=colors[variant], label=variant)
+        panel.set(title=f"{rows[0].model}, {count} workers", yscale="log", ylabel="step, ms", xticks=range(len(links)))
+        panel.set_xticklabels(links)
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter("{x:g}")
+        panel.grid(alpha=0.3)
+    axes[0][0].legend(fontsize="x-small")
     return figure
 
 
@@ -245,11 +283,7 @@ def plot_split(rows: Sequence[Row], workers: int) -> Any:
 
 
 def _save(figure: Any, path: pathlib.Path) -> None:
-    import matplotlib
-
-    # Letters as text, which is smaller, and nothing that differs from run to run.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "tfdist"}):
-        figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, dpi=80)
 
 
 def _panels(rows: int, columns: int) -> Any:

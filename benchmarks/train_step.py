@@ -1,7 +1,8 @@
 """Time and traffic of a training step: tfdist beside what a user would take instead, over links of known width.
 
     python -m benchmarks.train_step --quick                    # one model on one link, under 10 minutes on 2 cores
-    python -m benchmarks.train_step --json benchmarks/results/train_step.json       # all of it, some hours
+    python -m benchmarks.train_step --json benchmarks/results/train_step.json       # all of it, some hours; goes on
+                                                                                    # where an earlier run ended
     python -m benchmarks.train_step --models mlp --links 100mbit,1gbit --variants stock,tfdist-loop
 
 Workers are processes on hosts of `benchmarks.netlab`, which needs root; `--nolab` does without, over loopback. Every
@@ -14,26 +15,22 @@ variant trains the same model on the same batch with as many threads:
     ddp          PyTorch DistributedDataParallel on gloo; ddp+<hook> with a communication hook
 
 As many variants as the machine can hold stay alive together and take turns in random order, block by block, so that a
-drift of the machine hits all alike. In each turn the workers also train by themselves, side by side but with nothing to
+drift of the machine hits all alike; `stock` is always one of them, and is what the others are held against, round by
+round. In each turn the workers also train by themselves, side by side but with nothing to
 exchange: that is compute. The rest of a step is waiting, a codec's work included. Bytes are read off the interfaces.
 """
 
 import contextlib
 import dataclasses
-import datetime
-import importlib.metadata
 import importlib.util
-import json
 import os
 import pathlib
-import platform
 import random
-import shlex
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.console
@@ -45,7 +42,8 @@ from benchmarks.models import MODELS
 from benchmarks.netlab import Netlab, NetlabError, why_not
 from benchmarks.peers.group import THREADS, Group, GroupError, Host
 from benchmarks.peers.messages import Answer
-from benchmarks.report import COLUMNS, Row, cells, notes, write_whole
+from benchmarks.record import Record
+from benchmarks.report import COLUMNS, KEY, REFERENCE, Row, cells, in_order, notes
 from tfdist.cluster import free_ports
 
 FLAGS = flags.FLAGS
@@ -54,18 +52,18 @@ flags.DEFINE_list("models", None, f"Some of {', '.join(MODELS)}; all by default.
 flags.DEFINE_list("workers", None, "How many workers; 2,4 by default.")
 flags.DEFINE_list("links", None, "Rates such as 100mbit, or unshaped; 100mbit,1gbit,unshaped by default.")
 flags.DEFINE_list("variants", None, "Who trains; all by default.")
-flags.DEFINE_list("codecs", None, "Codecs of tfdist; all it has by default.")
+flags.DEFINE_list("codecs", None, "Codecs of tfdist; all it has by default, with --quick a few.")
 flags.DEFINE_integer("steps", 20, "Steps in a block, at most.", 3)
 flags.DEFINE_float(
-    "seconds", 6.0, "How long a block should take; slow steps make it longer, as it has at least 3.", 0.0
+    "seconds", 4.0, "How long a block should take; slow steps make it longer, as it has at least 3.", 0.0
 )
 flags.DEFINE_integer("rounds", 3, "Blocks of each variant in one start.", 1)
 flags.DEFINE_integer("starts", 1, "Starts of all processes; two starts of the same program can differ by 5 %.", 1)
 flags.DEFINE_bool("nolab", False, "Over loopback: no root needed, but no link of known width either.")
 flags.DEFINE_string("json", None, "A file for the results, which `benchmarks.report` draws.")
 
-_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-_ALIVE = int(_MEMORY / 1.5e9)  # worker processes at once, each of up to 1 GB
+_WORKER_BYTES = 1.1e9
+_QUICK_CODECS = ("float16", "int8", "powersgd")
 _MIN_STEPS = 3
 _WARMUP_STEPS = 4  # DDP arranges its buckets anew after the first, PowerSGD starts at the third
 _START_SECONDS = 180.0
@@ -73,7 +71,6 @@ _BLOCK_SECONDS = 300.0
 _PATIENCE_SECONDS = (5.0, 15.0, 45.0)
 _LOOPBACK = "loopback, not shaped"
 _ROOT = pathlib.Path(__file__).parents[1]
-_VERSIONS = ("tfdist", "tensorflow", "keras", "tf_keras", "torch", "numpy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +167,7 @@ class Samples:
     """What one variant showed on one link."""
 
     blocks: list[list[float]] = dataclasses.field(default_factory=list)
+    stock_blocks: list[float | None] = dataclasses.field(default_factory=list)
     compute: list[float] = dataclasses.field(default_factory=list)
     traffic: list[float] = dataclasses.field(default_factory=list)
     rates: list[float] = dataclasses.field(default_factory=list)
@@ -197,6 +195,7 @@ class Samples:
             compute_seconds=statistics.median(self.compute),
             bytes_per_step=statistics.median(self.traffic),
             block_seconds=tuple(statistics.median(block) for block in self.blocks),
+            stock_block_seconds=tuple(self.stock_blocks),
         )
 
 
@@ -238,27 +237,32 @@ class Cast:
                     Log.print(f"  {name} started in {time.monotonic() - begin:.0f} s")
             yield
 
-    def take_turns(self, link: str, rate: float | None, order: random.Random) -> None:
-        """Measures all groups on a link that has been shaped."""
-        steps = {name: self._probe(name) for name in list(self._groups)}
+    def take_turns(self, link: str, rate: float | None, names: Collection[str], order: random.Random) -> None:
+        """Measures the groups of some names on a link that has been shaped."""
+        steps = {name: self._probe(name) for name in names if name in self._groups}
         for turn in range(self._plan.rounds):
-            for name in order.sample(list(self._groups), len(self._groups)):
+            present = [name for name in steps if name in self._groups]
+            medians: dict[str, float] = {}
+            for name in order.sample(present, len(present)):
                 together = self._train(name, alone=False, warmup=1, steps=steps[name])
                 alone = together and self._train(name, alone=True, warmup=1, steps=steps[name])
                 if together and alone:
                     samples = self._found[link, name]
                     samples.add(together, alone, self._network.sharing)
-                    what = f"{1e3 * statistics.median(samples.blocks[-1]):.0f} ms, {samples.traffic[-1] / 1e6:.2f} MB"
+                    medians[name] = statistics.median(samples.blocks[-1])
+                    what = f"{1e3 * medians[name]:.0f} ms, {samples.traffic[-1] / 1e6:.2f} MB"
                     Log.print(f"  {link}, round {turn + 1} of {self._plan.rounds}: {name} {what}")
-        for (where, name), samples in self._found.items():
-            if where == link and name in self._groups | self._errors:
-                samples.rates += [rate] if rate else []
-                samples.error = samples.error or self._errors.get(name)
+            for name in medians:
+                self._found[link, name].stock_blocks.append(medians.get(REFERENCE))
+        for name in names:
+            samples = self._found[link, name]
+            samples.rates += [rate] if rate else []
+            samples.error = samples.error or self._errors.get(name)
 
-    def skip(self, link: str, why: str) -> None:
+    def skip(self, link: str, names: Collection[str], why: str) -> None:
         """Notes that a link could not be measured."""
         Log.print(f"  {link} failed: {why}")
-        for name in self._groups | self._errors:
+        for name in names:
             self._found[link, name].error = why
 
     def _probe(self, name: str) -> int:
@@ -281,63 +285,50 @@ class Cast:
 
 
 def measure(
-    model: str, network: Network, variants: Mapping[str, Variant], links: Sequence[str], plan: Plan
-) -> list[Row]:
-    """All variants on all links, for one model and the workers that the network has hosts for."""
+    record: Record, model: str, network: Network, variants: Mapping[str, Variant], links: Sequence[str], plan: Plan
+) -> None:
+    """All variants on all links, for one model and the workers that the network has hosts for.
+
+    What the record holds already is not measured again, but for the reference where others are. It gets each link's
+    rows when they are complete.
+    """
     workers = len(network.hosts)
+    missing = {link: [name for name in variants if not record.has(model, workers, link, name)] for link in links}
     found: Cells = {(link, name): Samples() for link in links for name in variants}
     order = random.Random(0)
-    size = max(1, _ALIVE // workers)
-    names = list(variants)
-    for _ in range(plan.starts):
-        for first in range(0, len(names), size):
+    for start in range(plan.starts):
+        for names in casts(missing, REFERENCE in variants, max(2, alive() // workers)):
             cast = Cast(model, network, plan, found)
             network.shape("unshaped")
-            with cast.start({name: variants[name] for name in names[first : first + size]}):
+            with cast.start({name: variants[name] for name in names}):
                 for link in links:
+                    new = [name for name in names if name in missing[link]]
+                    if not new:
+                        continue
+                    here = [name for name in names if name in new or name == REFERENCE]
                     try:
                         rate = network.shape(link)
                     except NetlabError as error:
-                        cast.skip(link, str(error))
+                        cast.skip(link, new, str(error))
                     else:
-                        cast.take_turns(link, rate, order)
-    return [samples.row(model, workers, link, name) for (link, name), samples in found.items()]
+                        cast.take_turns(link, rate, here, order)
+                    if start == plan.starts - 1:
+                        record.add(*(found[link, name].row(model, workers, link, name).to_json() for name in new))
 
 
-def describe_run(plan: Plan) -> dict[str, Any]:
-    """What one has to know to measure it again."""
-    cpus = [line for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    versions = {"python": platform.python_version()}
-    for name in _VERSIONS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return {
-        "command": shlex.join(["python", "-m", "benchmarks.train_step", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": describe_commit(),
-        "network": _LOOPBACK if FLAGS.nolab else "netlab",
-        "settings": {**dataclasses.asdict(plan), **THREADS},
-        "machine": {
-            "cpu": cpus[0].partition(":")[2].strip() if cpus else platform.machine(),
-            "cores": os.cpu_count(),
-            "memory_gb": round(_MEMORY / 2**30),
-            "kernel": platform.release(),
-        },
-        "versions": versions,
-    }
+def alive() -> int:
+    """How many worker processes the memory that is free now can hold."""
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / _WORKER_BYTES)
 
 
-def describe_commit() -> str:
-    """The commit that is checked out, "+dirty" if files differ from it; "unknown" without git."""
-
-    def git(*arguments):
-        done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, timeout=30, check=True)
-        return done.stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + ("+dirty" if git("status", "--porcelain") else "")
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
+def casts(missing: Mapping[str, Sequence[str]], with_reference: bool, size: int) -> list[list[str]]:
+    """Variants that are missing on any link, in groups of at most `size`, each group with the reference."""
+    names = list(dict.fromkeys(name for here in missing.values() for name in here))
+    if not with_reference or not names:
+        return [names[first : first + size] for first in range(0, len(names), size)]
+    others = [name for name in names if name != REFERENCE]
+    size -= 1
+    return [[REFERENCE, *others[first : first + size]] for first in range(0, max(1, len(others)), size)]
 
 
 def print_table(rows: Sequence[Row]) -> None:
@@ -368,7 +359,8 @@ def main(arguments: Sequence[str]) -> None:
         raise app.UsageError(f"Only flags are taken, got {' '.join(arguments[1:])}.")
     quick = FLAGS.quick
     everyone = make_variants(available_codecs() if FLAGS.codecs is None else FLAGS.codecs)
-    names = chosen("variants", list(everyone), list(everyone))
+    few = make_variants(_QUICK_CODECS if FLAGS.codecs is None else FLAGS.codecs)
+    names = chosen("variants", list(everyone), list(few if quick else everyone))
     models = chosen("models", list(MODELS), ["mlp"] if quick else list(MODELS))
     try:
         workers = [int(number) for number in FLAGS.workers or (["2"] if quick else ["2", "4"])]
@@ -380,20 +372,17 @@ def main(arguments: Sequence[str]) -> None:
         links = [_LOOPBACK]
     elif why := why_not():
         sys.exit(f"{why}\nOr measure over loopback, without links of known width: --nolab")
-    result = describe_run(plan)
+    settings = {**dataclasses.asdict(plan), **THREADS, "network": _LOOPBACK if FLAGS.nolab else "netlab"}
+    record = Record(pathlib.Path(FLAGS.json) if FLAGS.json else None, settings, KEY)
     begin = time.monotonic()
-    rows: list[Row] = []
     with contextlib.nullcontext() if FLAGS.nolab else Netlab(hosts=max(workers), rate=None) as lab:
         for model in models:
             for count in workers:
                 Log.print(f"{model}, {count} workers:")
                 variants = {name: everyone[name] for name in names}
-                rows += measure(model, Network(lab, count), variants, links, plan)
-    print_table(rows)
+                measure(record, model, Network(lab, count), variants, links, plan)
+    print_table(in_order([Row.from_json(values) for values in record.rows]))
     print(f"Took {(time.monotonic() - begin) / 60:.1f} minutes.")
-    if FLAGS.json:
-        text = json.dumps({**result, "rows": [row.to_json() for row in rows]}, indent=2) + "\n"
-        write_whole(pathlib.Path(FLAGS.json), lambda path: path.write_text(text))
 
 
 if __name__ == "__main__":

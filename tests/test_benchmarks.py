@@ -1,5 +1,6 @@
 """What `benchmarks.train_step` reports, and one short run of it."""
 
+import dataclasses
 import json
 import math
 import os
@@ -15,23 +16,22 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # benchmarks are not installed; behind all else, since `data` stands there too
 
-from benchmarks import models, netlab, report, train_step  # noqa: E402
+from benchmarks import accuracy, models, netlab, record, report, train_step  # noqa: E402
 from benchmarks.peers.group import Group, GroupError  # noqa: E402
 from benchmarks.peers.messages import Answer  # noqa: E402
 from tfdist.cluster import free_ports  # noqa: E402
 
 RUN_SECONDS = 300
 MARK = "TFDIST_TEST_RUN"  # by which a run's processes are found
-TIMED = report.Row("mlp", 2, "1gbit", "stock", 1e9, None, (0.3, 0.4, 0.5), 0.1, 25e6, (0.4, 0.38))
+TIMED = report.Row("mlp", 2, "1gbit", "stock", 1e9, None, (0.3, 0.4, 0.5), 0.1, 25e6, (0.4, 0.38), (0.4, 0.38))
 FAILED = report.Row("mlp", 2, "1gbit", "ddp", 1e9, "ImportError: a | b")
 RESULT = {
-    "command": "python -m benchmarks.train_step",
+    "commands": ["python -m benchmarks.train_step"],
     "date": "2026-01-01T00:00:00+00:00",
     "commit": "abc",
-    "network": "netlab",
-    "settings": {"steps": 3},
     "machine": {"cores": 2},
     "versions": {"python": "3.11"},
+    "settings": {"steps": 3, "network": "netlab"},
     "rows": [TIMED.to_json(), FAILED.to_json()],
 }
 
@@ -57,25 +57,63 @@ def test_row_survives_json():
         assert again.to_json() == json.loads(json.dumps(row.to_json())) | {
             "step_seconds": again.step_seconds,
             "block_seconds": again.block_seconds,
+            "stock_block_seconds": again.stock_block_seconds,
         }
         assert report.cells(again) == report.cells(row)
 
 
 def test_table_has_a_line_of_equal_width_for_each_row_and_says_what_failed():
     text = report.markdown(RESULT)
-    lines = [re.split(r"(?<!\\)\|", line) for line in text.splitlines() if line.startswith("|")]
+    table = text[text.index("## Every row") :]
+    lines = [re.split(r"(?<!\\)\|", line) for line in table.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + len(RESULT["rows"])
     assert {len(line) for line in lines} == {len(report.COLUMNS) + 2}
     assert "400 [300 to 500]" in text and "failed: ImportError: a" in text and "1gbit (1000 Mbit/s)" in text
     assert "Horovod" in text and "abc" in text
 
 
-def test_variants_are_compared_within_rounds():
-    slower = report.Row("mlp", 2, "1gbit", "tfdist-loop", 1e9, None, (0, 1, 2), 0.1, 25e6, (0.8, 0.38))
-    elsewhere = report.Row("mlp", 4, "1gbit", "tfdist-loop", 1e9, None, (0, 1, 2), 0.1, 25e6, (9.0, 9.0))
-    compared = list(report.ratios([TIMED, FAILED, slower, elsewhere], "tfdist-loop", "stock"))
-    assert [row.workers for row, _ in compared] == [2]
-    assert compared[0][1] == pytest.approx(statistics.median([0.8 / 0.4, 0.38 / 0.38]))
+def test_overview_has_a_column_for_each_link_and_blanks_where_nothing_was_measured():
+    faster = report.Row("mlp", 2, "100mbit", "tfdist", 1e8, None, (1, 2, 3), 0.1, 20e6, (2.0,), (3.0,))
+    rows = report.in_order([TIMED, FAILED, faster])
+    assert report.overview(rows)[2:] == ["| stock |  | 400 (1.00) | 25 |", "| tfdist | 2000 (1.50) |  | 20 |"]
+
+
+def test_variants_are_held_against_stock_of_the_same_round():
+    slower = report.Row("mlp", 2, "1gbit", "tfdist-loop", 1e9, None, (0, 1, 2), 0.1, 25e6, (0.8, 0.4), (0.4, 0.38))
+    assert slower.times_stock == pytest.approx(statistics.median([0.4 / 0.8, 0.38 / 0.4]))
+    assert (TIMED.times_stock, FAILED.times_stock) == (1.0, None)
+    once = dataclasses.replace(slower, stock_block_seconds=(None, 0.38))  # stock failed in the first
+    assert once.times_stock == pytest.approx(0.38 / 0.4)
+
+
+def test_every_cast_has_the_reference_and_what_is_missing():
+    missing = {"1gbit": ["stock", "a", "b", "c"], "unshaped": ["d"]}
+    assert train_step.casts(missing, True, 3) == [["stock", "a", "b"], ["stock", "c", "d"]]
+    assert train_step.casts({"1gbit": ["a"]}, True, 3) == [["stock", "a"]]
+    assert train_step.casts({"1gbit": ["a", "b"]}, False, 1) == [["a"], ["b"]]
+    assert train_step.casts({"1gbit": ["stock"]}, True, 3) == [["stock"]]
+    assert train_step.casts({"1gbit": []}, True, 3) == []
+
+
+def test_rows_stay_in_order_of_model_workers_and_rate():
+    def row(model, workers, link, rate, error=None):
+        return report.Row(model, workers, link, "stock", rate, error)
+
+    wanted = [row("mlp", 2, "1gbit", 1e9), row("mlp", 2, "10gbit", 1e10), row("mlp", 4, "1gbit", 1e9)]
+    wanted += [row("mlp", 4, "1gbit", None, "it broke"), row("cnn", 2, "1gbit", 1e9)]
+    assert report.in_order([wanted[at] for at in (1, 3, 0, 4, 2)]) == wanted
+
+
+def test_record_goes_on_where_the_last_ended(tmp_path):
+    path = tmp_path / "rows.json"
+    first = record.Record(path, {"rounds": 2}, ("name",))
+    first.add({"name": "a", "value": 1}, {"name": "b", "error": "it broke"})
+    again = record.Record(path, {"rounds": 2}, ("name",))
+    assert (again.has("a"), again.has("b"), again.has("c")) == (True, False, False)
+    again.add({"name": "b", "value": 2}, {"name": "c", "value": 3})
+    assert [row.get("value") for row in json.loads(path.read_text())["rows"]] == [1, 2, 3]
+    assert record.Record(path, {"rounds": 3}, ("name",)).rows == []
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_slowest_worker_counts_step_by_step_and_the_busiest_by_bytes():
@@ -90,7 +128,7 @@ def test_report_is_written_beside_the_results(tmp_path):
     path.write_text(json.dumps(RESULT))
     written = report.write_report(path)
     assert sorted(tmp_path.iterdir()) == sorted([path, *written])
-    assert {each.suffix for each in written} == {".md", ".svg"}
+    assert {each.suffix for each in written} == {".md", ".png"}
     assert all(each.stat().st_size for each in written)
 
 
@@ -103,8 +141,39 @@ def test_file_that_cannot_be_written_whole_is_left_as_it_was(tmp_path):
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        report.write_whole(path, half)
+        record.write_whole(path, half)
     assert [each.name for each in tmp_path.iterdir()] == ["a.json"] and path.read_text() == "before"
+
+
+def trained(model, codec, seed, reached, min_elements=256):
+    elements = min_elements if codec != "none" else 0
+    return accuracy.Run(model, "sgd", codec, elements, seed, reached, 1.0, (2.0, 1.0), 9.0)
+
+
+def test_codecs_are_held_against_none_of_the_same_seed():
+    runs = [trained("digits", "none", seed, 0.9 + seed / 100) for seed in range(3)]
+    runs += [trained("digits", "int8", seed, 0.9 + seed / 100 - 0.005) for seed in (1, 2)]
+    runs += [trained("digits", "int8", 0, 0.9, min_elements=0), trained("digits", "sign", 9, 0.5)]
+    runs += [trained("char_lm", "none", 0, 2.0), trained("char_lm", "int8", 0, 2.02)]
+    against = {(line[0], line[2], line[3]): line[6] for line in accuracy.summary(runs)}
+    assert against == {
+        ("digits", "none", ""): "",
+        ("digits", "int8", "256"): "-0.50 points",
+        ("digits", "int8", "default"): "+0.00 points",
+        ("digits", "sign", "256"): "",
+        ("char_lm", "none", ""): "",
+        ("char_lm", "int8", "256"): "+1.00 %",
+    }
+
+
+def test_accuracy_is_reported_beside_its_results(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [dataclasses.asdict(trained("digits", codec, 0, 0.9)) for codec in ("none", "int8")]
+    settings = {"devices": 4, "epochs": {"digits": 15, "char_lm": 10}, "char_lm_steps": 50}
+    accuracy.write_report(tmp_path / "convergence.json", {**RESULT, "settings": settings, "rows": rows})
+    assert {path.name for path in tmp_path.iterdir()} == {"convergence.md", "convergence.png"}
+    text = (tmp_path / "convergence.md").read_text()
+    assert "| digits | sgd | int8 | 256 | 0.9000 | 0.9000 | +0.00 points | 1.0x |" in text and "abc" in text
 
 
 @pytest.mark.parametrize("name", models.MODELS)

@@ -1,0 +1,132 @@
+"""Tables and curves of what `benchmarks.convergence` reached."""
+
+import dataclasses
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import rich.console
+import rich.markup
+import rich.table
+
+from benchmarks.record import write_whole
+
+KEY = ("model", "optimizer", "codec", "min_elements", "seed")
+_COLUMNS = ("model", "optimizer", "codec", "from elements", "mean", "by seed", "against none", "less sent")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+      min_elements: Smaller tensors travelled as they are; 0 for the codec's default.
+      reached: Test accuracy of digits, validation loss of char_lm in nats a character.
+      ratio: How many times less was sent than without compression, of all that an optimizer exchanged.
+      curve: The training loss, by epoch.
+      seconds: How long it took, on a machine that did other things too.
+    """
+
+    model: str
+    optimizer: str
+    codec: str
+    min_elements: int
+    seed: int
+    reached: float
+    ratio: float
+    curve: tuple[float, ...]
+    seconds: float
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Run":
+        """The run that `dataclasses.asdict` made these values from."""
+        return cls(**{**values, "curve": tuple(values["curve"])})
+
+
+def runs_of(document: Mapping[str, Any]) -> list[Run]:
+    """All runs of a file."""
+    return [Run.from_json(row) for row in document["rows"]]
+
+
+def summary(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """Lines of the table: the runs of one codec under one optimizer, held against those of `none` by seed."""
+    plain = {(run.model, run.optimizer, run.seed): run.reached for run in runs if run.codec == "none"}
+    lines = []
+    for place in dict.fromkeys(_place(run) for run in runs):
+        here = sorted((run for run in runs if _place(run) == place), key=lambda run: run.seed)
+        model, optimizer, codec, min_elements = place
+        pairs = [(run.reached, plain.get((model, optimizer, run.seed))) for run in here]
+        paired = [(mine, theirs) for mine, theirs in pairs if theirs is not None]
+        lines.append(
+            (
+                *(model, optimizer, codec, str(min_elements or "default") if codec != "none" else ""),
+                f"{statistics.mean(mine for mine, _ in pairs):.4f}",
+                " ".join(f"{mine:.4f}" for mine, _ in pairs),
+                _difference(model, paired) if paired and codec != "none" else "",
+                f"{here[0].ratio:.1f}x",
+            )
+        )
+    return sorted(lines, key=lambda line: (line[0] != "digits", line[1] != "sgd"))  # stable: codecs as they came
+
+
+def _place(run: Run) -> tuple[str, str, str, int]:
+    return run.model, run.optimizer, run.codec, run.min_elements
+
+
+def _difference(model: str, pairs: Sequence[tuple[float, float]]) -> str:
+    if model == "digits":
+        return f"{100 * statistics.mean(mine - theirs for mine, theirs in pairs):+.2f} points"
+    return f"{100 * statistics.mean(mine / theirs - 1 for mine, theirs in pairs):+.2f} %"
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """The table as a Markdown document, with what it was measured on."""
+    settings = document["settings"]
+    epochs, steps = settings["epochs"]["digits"], settings["epochs"]["char_lm"] * settings["char_lm_steps"]
+    lines = [f"| {' | '.join(line)} |" for line in summary(runs_of(document))]
+    parts = [
+        "# Accuracy under compression",
+        f"{settings['devices']} virtual devices. digits: test accuracy after {epochs} epochs. char_lm: validation loss "
+        f"after {steps} steps. Tensors of fewer than `from elements` travelled as they are.",
+        "\n".join([f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|", *lines]),
+        "![Training loss by epoch](convergence.png)",
+        f"- commit: `{document['commit']}`",
+        "- versions: " + ", ".join(f"{name} {version}" for name, version in document["versions"].items()),
+        *(f"- `{command}`" for command in document["commands"]),
+    ]
+    return "\n\n".join(parts[:4]) + "\n\n" + "\n".join(parts[4:]) + "\n"
+
+
+def plot(runs: Sequence[Run]) -> Any:
+    """Training loss by epoch, seed 0, a line for each codec, a panel for each model and optimizer."""
+    import matplotlib.figure
+
+    runs = [run for run in runs if run.seed == 0 and (run.min_elements or run.codec == "none")]
+    panels = list(dict.fromkeys((run.model, run.optimizer) for run in runs))
+    figure = matplotlib.figure.Figure(figsize=(4.2 * len(panels) + 0.5, 3.4), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, place in zip(axes, panels, strict=True):
+        for run in runs:
+            if (run.model, run.optimizer) == place:
+                style = {"color": "black", "linestyle": "--"} if run.codec == "none" else {}
+                axis.plot(range(1, len(run.curve) + 1), run.curve, label=run.codec, linewidth=1.3, **style)
+        axis.set(title=f"{place[0]}, {place[1]}", xlabel="epoch", ylabel="training loss", yscale="log")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="x-small")
+    return figure
+
+
+def write_report(path: pathlib.Path, document: Mapping[str, Any]) -> None:
+    """Writes the table and the curves beside the JSON file of that path."""
+    text, figure = markdown(document), plot(runs_of(document))
+    write_whole(path.with_suffix(".md"), lambda to: to.write_text(text))
+    write_whole(path.with_suffix(".png"), lambda to: figure.savefig(to, dpi=90))
+
+
+def print_table(document: Mapping[str, Any]) -> None:
+    """Prints the table."""
+    table = rich.table.Table(*_COLUMNS)
+    for line in summary(runs_of(document)):
+        table.add_row(*map(rich.markup.escape, line))
+    rich.console.Console(width=120).print(table)
