@@ -7,13 +7,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tfdist.data.audit import Audit
     from tfdist.data.balanced import BalancedSharding
     from tfdist.data.digits import Digits
     from tfdist.data.loading import load
 
-__all__ = ["BalancedSharding", "Digits", "load"]
+__all__ = ["Audit", "BalancedSharding", "Digits", "load"]
 
 _HOMES = {
+    "Audit": "tfdist.data.audit",
     "BalancedSharding": "tfdist.data.balanced",
     "Digits": "tfdist.data.digits",
     "load": "tfdist.data.loading",

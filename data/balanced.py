@@ -1,6 +1,7 @@
 """The global batches of a data set, split among replicas by their speed, as an input of `fit`."""
 
 import dataclasses
+import functools
 import json
 import threading
 import time
@@ -18,6 +19,8 @@ from tfdist.data.speed import SpeedModel
 from tfdist.errors import PositionError
 
 _FORMAT = 1
+_LEAD = 4  # Steps that reading may be ahead of training while shares change.
+_STATE_CHARACTERS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +82,12 @@ class BalancedSharding(tf.train.experimental.PythonState):
       repeat: Whether epochs follow each other without end, for `fit(steps_per_epoch=...)`.
       num_parallel_calls: Batches that are read and decoded at once.
 
+    Attributes:
+      source: What is read.
+      plan: The global batches.
+      visitors: Functions that take, after each step in `fit`, its epoch and the examples that this worker's replicas
+        were trained on, int64 [rows]. Add them before the dataset is iterated over.
+
     Raises:
       ValueError: If an argument is out of range, or there are fewer examples in a global batch than replicas.
       TypeError: If `source` is nothing that can be read from.
@@ -120,9 +129,11 @@ class BalancedSharding(tf.train.experimental.PythonState):
         self._speed = SpeedModel(1)
         self._shares: tuple[int, ...] = ()
         self._reports: Any = None
-        self._handout: Handout | None = None
+        self._begun: list[Handout] = []  # For iterators from which nothing was read yet.
+        self._unreported: Handout | None = None
         self._statistics: Statistics | None = None
         self._changes, self._noted = 0, 0.0
+        self.visitors: list[Callable[[int, np.ndarray], None]] = []
 
     # What a strategy calls.
 
@@ -157,39 +168,53 @@ class BalancedSharding(tf.train.experimental.PythonState):
         """Steps in a whole epoch, or `tf.data.INFINITE_CARDINALITY`."""
         return tf.data.INFINITE_CARDINALITY if self._repeat else self.plan.steps_per_epoch
 
-    def start(self, *, training: bool) -> Handout:
-        """Begins to hand out: at the position where training stands, or for an evaluation a whole epoch."""
-        with self._lock:
-            base = self._shares
-            if not training:
-                return self._begin(Handout(self.plan, 0, 0, base, self._at_most, repeat=False))
-            adapts = self._policy == "speed" and self._reports is not None and self._replicas > 1
-            handout = Handout(
-                self.plan,
-                self._epoch,
-                self._step,
-                base,
-                self._at_most,
-                repeat=self._repeat,
-                lead=4 if adapts else None,
-            )
-            if self._reports is not None:
-                self._reports.feeder = lambda report: self._take(handout, report)
-            return self._begin(handout)
+    def start(self, *, training: bool, reported: bool = True) -> Handout:
+        """Begins to hand out to the iterator that is made next.
 
-    def _begin(self, handout: Handout) -> Handout:
-        self._handout = handout
+        Args:
+          training: Whether to go on where training stands, instead of a whole epoch in the order of the source.
+          reported: Whether the strategy reports what was trained on; else what is read counts, once an epoch is over.
+        """
+        with self._lock:
+            if not training:
+                plan = dataclasses.replace(self.plan, order=Unshuffled())
+                handout = Handout(plan, 0, 0, self._shares, self._at_most, repeat=False)
+            else:
+                handout = self._start_training(reported and self._reports is not None)
+            self._begun = [each for each in self._begun if not each.closed] + [handout]
+            return handout
+
+    def _start_training(self, reported: bool) -> Handout:
+        adapts = reported and self._policy == "speed" and self._replicas > 1
+        lead = _LEAD if adapts else None
+        position = self._epoch, self._step
+        handout = Handout(self.plan, *position, self._shares, self._at_most, repeat=self._repeat, lead=lead)
+        self._unreported = None if reported else handout
+        if self._reports is not None:
+            self._reports.feeder = functools.partial(self._take, handout) if reported else None
+        self._noted = 0.0
         return handout
 
     # What the pipeline calls.
 
     def _indices(self) -> Iterator[np.ndarray]:
         with self._lock:
-            handout, self._handout = self._handout or self.start(training=True), None
-        yield from handout.indices(self._own_replicas, self._places)
-        if self._reports is None and handout.finished:
-            with self._lock:  # Nobody says what was trained on.
-                self._epoch, self._step = handout.epoch + 1, 0
+            # Of the iterators that nobody has read from, the newest: Keras makes some that it drops.
+            waiting = [handout for handout in self._begun if not handout.closed]
+            handout = waiting[-1] if waiting else self.start(training=True, reported=False)
+            self._begun = waiting[:-1]
+        for batch in handout.indices(self._own_replicas, self._places):
+            self._count_read(handout, handout.epoch)
+            if self.visitors:
+                handout.handed_out.append(batch)
+            yield batch
+        if handout.finished:
+            self._count_read(handout, handout.epoch + 1)
+
+    def _count_read(self, handout: Handout, epoch: int) -> None:
+        with self._lock:
+            if handout is self._unreported and epoch > self._epoch:
+                self._epoch, self._step = epoch, 0
 
     def _read(self, indices: tf.Tensor) -> Any:
         if not self.source.decodes and self._map_fn is None:
@@ -226,21 +251,33 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     def _take(self, handout: Handout, report: Any) -> None:
         with self._lock:
+            epoch, _ = handout.position
             if not handout.has_trained(report.rows):
                 return
             self._epoch, self._step = handout.position
+            self._tell_visitors(epoch, handout)
             self._note(report)
-            self._speed.observe(report.rows, report.compute_seconds)
-            shares = handout.latest_shares
-            if handout.may_change():
-                shares = self._speed.proposal(shares, self._at_most)
-                self._changes += shares != handout.latest_shares
-            handout.decide(shares)
-            self._shares = handout.latest_shares
+            if handout.adapts:
+                self._adapt(handout, report)
+
+    def _adapt(self, handout: Handout, report: Any) -> None:
+        self._speed.observe(report.rows, report.compute_seconds)
+        shares = handout.latest_shares
+        if handout.may_change():
+            shares = self._speed.proposal(shares, self._at_most)
+            self._changes += shares != handout.latest_shares
+        handout.decide(shares)
+        self._shares = shares
+
+    def _tell_visitors(self, epoch: int, handout: Handout) -> None:
+        if self.visitors:
+            examples = np.concatenate([handout.handed_out.popleft() for _ in self._own_replicas])
+            for visitor in self.visitors:
+                visitor(epoch, examples)
 
     def _note(self, report: Any) -> None:
         now = time.monotonic()
-        step_seconds = now - self._noted if self._statistics else 0.0
+        step_seconds = now - self._noted if self._noted else 0.0
         self._noted = now
         seconds = [float(each) for each in report.compute_seconds]
         self._statistics = Statistics(
@@ -275,8 +312,11 @@ class BalancedSharding(tf.train.experimental.PythonState):
                 "shares": list(self._shares),
                 "speed": self._speed.state(),
             }
-        if len(text := json.dumps(state, separators=(",", ":"))) > 1000:  # Many replicas: speeds are learnt anew.
-            text = json.dumps({**state, "shares": [], "speed": None}, separators=(",", ":"))
+        for learnt in ("speed", "shares", None):
+            text = json.dumps(state, separators=(",", ":"))
+            if len(text) <= _STATE_CHARACTERS or learnt is None:
+                break
+            state[learnt] = None  # So many replicas learn it anew.
         return text
 
     def deserialize(self, string_value: str) -> None:
@@ -300,9 +340,12 @@ class BalancedSharding(tf.train.experimental.PythonState):
             )
         with self._lock:
             self._epoch, self._step = epoch, step
-            shares = tuple(state.get("shares") or ())
-            if state.get("speed") and (not self._replicas or len(shares) == self._replicas):
-                self._shares, self._speed = shares, SpeedModel.restored(state["speed"])
+            if self._policy == "speed" and state.get("shares"):
+                self._shares = tuple(state["shares"])
+                speed = state.get("speed")
+                self._speed = SpeedModel.restored(speed) if speed else SpeedModel(len(self._shares))
+            if self._replicas:
+                self._settle_shares()
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -329,9 +372,15 @@ class BalancedSharding(tf.train.experimental.PythonState):
             # Keras' `predict` puts outputs together device by device, and worker by worker within.
             self._places = [device * workers + number for number in range(workers) for device in range(devices)]
             self._at_most = self._limits(replicas)
-            if len(self._shares) != replicas or sum(self._shares) != self.plan.global_batch_size:
-                self._speed = SpeedModel(replicas)
-                self._shares = split(self.plan.global_batch_size, self._weights(replicas), self._at_most)
+            self._settle_shares()
+
+    def _settle_shares(self) -> None:
+        """Keeps shares that are there if they are for these replicas; else starts from those of the policy."""
+        size, weights = self.plan.global_batch_size, self._weights(self._replicas)
+        fits = len(self._shares) == self._replicas and sum(self._shares) == size
+        if not fits or any(share > most for share, most in zip(self._shares, self._at_most, strict=True)):
+            self._speed = SpeedModel(self._replicas)
+            self._shares = split(size, weights, self._at_most)
 
     def _weights(self, replicas: int) -> list[float]:
         if isinstance(self._policy, str):

@@ -1,5 +1,6 @@
 """One pass over the global batches on one worker: which rows its replicas get, and what has been trained on."""
 
+import collections
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -27,7 +28,9 @@ class Handout:
 
     Attributes:
       finished: Whether all was handed out.
+      closed: Whether it was ended by `close`.
       epoch: The epoch that is being handed out.
+      handed_out: For whoever asks what was trained on; unused here.
       latest_shares: Rows of a whole batch by replica, of the last step that is decided.
     """
 
@@ -45,11 +48,12 @@ class Handout:
         self._plan, self._at_most, self._repeat, self._lead = plan, at_most, repeat, lead
         self.epoch, self._first_step = epoch, step
         self.finished = False
+        self.handed_out: collections.deque[np.ndarray] = collections.deque()
         self._trained_epoch, self._trained_step, self._trained = epoch, step, 0
         self.latest_shares = shares
         self._decided = dict.fromkeys(range(lead or 0), shares)  # By step since the start; those not yet trained on.
         self._last_change = -_STEPS_BETWEEN_CHANGES
-        self._closed = False
+        self.closed = False
         self._news = threading.Condition()
 
     def indices(self, replicas: Sequence[int], places: Sequence[int]) -> Iterator[np.ndarray]:
@@ -80,15 +84,15 @@ class Handout:
     def close(self) -> None:
         """Ends it; whoever waits to hand out more is let go."""
         with self._news:
-            self._closed = True
+            self.closed = True
             self._news.notify_all()
 
     def _rows(self, number: int, step: int) -> tuple[int, ...] | None:
         """Rows by replica of a step; waits until it is decided. None if closed meanwhile."""
         with self._news:
             if self._lead is not None:
-                self._news.wait_for(lambda: self._closed or number in self._decided)
-            return None if self._closed else self._split(number, step)
+                self._news.wait_for(lambda: self.closed or number in self._decided)
+            return None if self.closed else self._split(number, step)
 
     def _split(self, number: int, step: int) -> tuple[int, ...]:
         shares, rows = self._decided.get(number, self.latest_shares), self._plan.rows(step)
@@ -99,7 +103,7 @@ class Handout:
     def has_trained(self, rows: np.ndarray) -> bool:
         """Takes note that one more step was trained on; False if these were not the rows of the next step."""
         with self._news:
-            if self._closed or self._trained_step >= self._plan.steps_per_epoch:
+            if self.closed or self._trained_step >= self._plan.steps_per_epoch:
                 return False
             if tuple(rows.tolist()) != self._split(self._trained, self._trained_step):
                 return False
@@ -117,9 +121,14 @@ class Handout:
             return self._trained_epoch + 1, 0
         return self._trained_epoch, self._trained_step
 
+    @property
+    def adapts(self) -> bool:
+        """Whether shares may ever change, and each step is decided on."""
+        return self._lead is not None
+
     def may_change(self) -> bool:
         """Whether shares change at all, and the last change has been in force long enough to be measured."""
-        return self._lead is not None and self._trained >= self._last_change + _STEPS_BETWEEN_CHANGES
+        return self.adapts and self._trained >= self._last_change + _STEPS_BETWEEN_CHANGES
 
     def decide(self, shares: tuple[int, ...]) -> None:
         """Decides on one more step; call it once after each step that was trained on."""

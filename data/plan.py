@@ -50,15 +50,22 @@ def split(rows: int, weights: Sequence[float], at_most: Sequence[int] | None = N
 
     Returns:
       Rows by replica, their sum is `rows`. Of equal remainders the earlier replica's goes first.
+
+    Raises:
+      ValueError: If `at_most` leaves no room for so many rows.
     """
     replicas = len(weights)
-    at_least = 1 if rows >= replicas else 0
     bounds = [rows] * replicas if at_most is None else list(at_most)
+    at_least = [min(1, bound) if rows >= replicas else 0 for bound in bounds]
+    if sum(bounds) < rows:
+        raise ValueError(
+            f"at_most must leave room for all rows, but {rows} rows are more than {bounds}, together {sum(bounds)}."
+        )
     ideal = np.asarray(weights, np.float64) / np.sum(weights, dtype=np.float64) * rows
-    shares = [min(max(int(part), at_least), bound) for part, bound in zip(ideal, bounds, strict=True)]
+    shares = [min(max(int(part), least), most) for part, least, most in zip(ideal, at_least, bounds, strict=True)]
     while (missing := rows - sum(shares)) != 0:
         change = 1 if missing > 0 else -1
-        free = [r for r in range(replicas) if (shares[r] < bounds[r] if change > 0 else shares[r] > at_least)]
+        free = [r for r in range(replicas) if (shares[r] < bounds[r] if change > 0 else shares[r] > at_least[r])]
         # The replica that is furthest from its ideal, the earlier of two.
         chosen = max(free, key=lambda r: (change * (ideal[r] - shares[r]), -r))
         shares[chosen] += change

@@ -1,7 +1,6 @@
 """How fast each replica is, learnt from the run, and the shares of the global batch that follow from it."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -9,11 +8,14 @@ from tfdist.data.plan import split
 
 WARM_UP_STEPS = 2  # First steps allocate memory and choose kernels.
 _MEMORY_STEPS = 8.0
-_SURPRISE = 1.8  # A time this many times longer or shorter than expected is an accident, or, when it repeats, a change.
+# A time that is so many times longer or shorter than expected, or, if that is more, so many mean deviations off, is an
+# accident; when it repeats, a change.
+_SURPRISE, _SURPRISE_BY_NOISE = 1.5, 6
 _SPREAD = 0.05  # Relative spread of rows from which on a fixed part of the time can be told from the part per row.
 # A dead band: shares stay unless the slowest replica is expected to gain this part of its time, and this many times the
-# mean deviation of single measurements more.
-_GAIN, _GAIN_BY_NOISE = 0.04, 0.5
+# mean deviation of measurements more.
+_GAIN, _GAIN_BY_NOISE = 0.04, 0.75
+_GAIN_SECONDS = 0.0005  # At least; threads that start sooner or later make so much of a difference.
 
 
 class SpeedModel:
@@ -43,7 +45,7 @@ class SpeedModel:
         b, t = np.asarray(rows, np.float64), np.asarray(seconds, np.float64)
         alpha, beta = self.coefficients()
         expected = np.where(self._weight > 0, alpha + beta * b, t)
-        surprise = np.maximum(_SURPRISE, 1 + 4 * self._noise)
+        surprise = np.maximum(_SURPRISE, 1 + _SURPRISE_BY_NOISE * self._noise)
         high, low = t > surprise * expected, t * surprise < expected
         direction = high.astype(np.int64) - low.astype(np.int64)
         again = (direction != 0) & (np.sign(self._surprises) == direction)
@@ -88,25 +90,28 @@ class SpeedModel:
         if not self.knows_all():
             return tuple(current)
         alpha, beta = self.coefficients()
-        rows = sum(current)
-        ideal = _equal_times(rows, alpha, beta, np.minimum(np.asarray(at_most, np.float64), rows))
-        shares = split(rows, ideal, at_most)
-        now, then = (float(np.max(alpha + beta * np.asarray(each))) for each in (current, shares))
-        gain = _GAIN + _GAIN_BY_NOISE * float(np.mean(self._noise))
-        return shares if then < (1 - gain) * now else tuple(current)
+        rows, now = sum(current), float(np.max(alpha + beta * np.asarray(current)))
+        doubt = float(np.mean(self._noise * np.sqrt(_MEMORY_STEPS / self._weight)))
+        bearable = now - max((_GAIN + _GAIN_BY_NOISE * doubt) * now, _GAIN_SECONDS)
+        if (rows + np.sum(alpha / beta)) / np.sum(1 / beta) >= bearable:  # The best there is, were rows not whole.
+            return tuple(current)
+        shares = split(rows, _equal_times(rows, alpha, beta, np.minimum(at_most, rows)).tolist(), at_most)
+        return shares if np.max(alpha + beta * np.asarray(shares)) < bearable else tuple(current)
 
-    def state(self) -> list[Any]:
-        """What `restored` takes: a few numbers a replica, rounded."""
-        means = [[float(f"{value:.4g}") for value in row] for row in [self._noise, *self._means]]
-        return [self.steps, [round(float(weight), 2) for weight in self._weight], *means]
+    def state(self) -> list[list[float]]:
+        """What `restored` takes: six numbers a replica, rounded."""
+        b, t, bb, bt = self._means
+        # Of squares, the small differences: rounded means of squares would not tell them any more.
+        rows = [self._weight, self._noise, b, t, bb - b * b, bt - b * t]
+        return [[float(f"{value:.4g}") for value in row] for row in rows]
 
     @classmethod
-    def restored(cls, state: list[Any]) -> "SpeedModel":
-        """A model from what `state` gave."""
-        steps, weight, noise, *means = state
+    def restored(cls, state: list[list[float]]) -> "SpeedModel":
+        """A model from what `state` gave, that warms up anew."""
+        weight, noise, b, t, variance, covariance = (np.array(row, np.float64) for row in state)
         model = cls(len(weight))
-        model.steps, model._weight, model._noise = steps, np.array(weight, np.float64), np.array(noise, np.float64)
-        model._means = np.array(means, np.float64)
+        model._weight, model._noise = weight, noise
+        model._means = np.stack([b, t, variance + b * b, covariance + b * t])
         return model
 
 

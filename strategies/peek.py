@@ -38,13 +38,14 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
     """
 
     def __init__(self, dataset: Any, sharding: Any):
-        vars(self).update(vars(dataset))  # Instead of the parent's `__init__`, which would build it once more.
+        self.__dict__.update(dataset.__dict__)  # Instead of the parent's `__init__`, which would build it once more.
         self._sharding = sharding
 
     def __iter__(self):
         if _tf.keras_is_peeking() and _has_ranks(self):
             return iter([_example(self)])
-        handout = self._sharding.start(training=not _tf.keras_is_evaluating())
+        evaluating, fitting = _tf.keras_is_evaluating(), _tf.keras_is_fitting()
+        handout = self._sharding.start(training=not evaluating, reported=fitting)  # Custom loops report nothing.
         iterator = super().__iter__()
         weakref.finalize(iterator, handout.close)  # TensorFlow waits for whoever is still to hand out.
         return iterator

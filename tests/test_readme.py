@@ -40,6 +40,12 @@ def test_the_compressed_script_runs_on_two_workers(tmp_path):
     assert "sent_bytes=" in run([TFDIST, "run", "--workers", "2", "train.py"], tmp_path)
 
 
+def test_the_balanced_script_runs_on_two_workers(tmp_path):
+    (tmp_path / "train.py").write_text(block("balanced"))
+
+    assert "(2, 0) Statistics(rows=" in run([TFDIST, "run", "--workers", "2", "train.py"], tmp_path)
+
+
 def test_the_test_helper_runs(tmp_path):
     (tmp_path / "check.py").write_text(block("testing"))
 

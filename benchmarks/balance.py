@@ -1,0 +1,265 @@
+"""How close to the ideal a training step comes when workers are unequal, and what balancing costs when they are equal.
+
+    python benchmarks/balance.py                  # about 10 minutes on 2 cores
+    python benchmarks/balance.py --quick          # fewer steps and rounds
+
+Workers on this machine are slowed by stopping and continuing them (SIGSTOP, SIGCONT) many times a second, so that each
+gets the given part of its time; in the middle of a run the parts change places. All ways to share a global batch run in
+turns on the same workers:
+
+- equal shares; the weights that are right for the speeds (the oracle, told of the change); balanced by measured speed;
+- tf.data service in DYNAMIC mode, where whoever asks gets the next batch.
+
+The ideal is N / sum of speeds: the rows of a step, over the rows per second that all replicas computed at together, as
+they were measured in the same steps. A step also exchanges gradients, which the ideal does not count; the oracle does.
+
+On equal workers, balanced shares are compared with `AutoShardPolicy.DATA`. Planning and handing out is timed by itself.
+"""
+
+import contextlib
+import functools
+import itertools
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import app, flags
+
+import tfdist
+from tfdist.testing import WorkerPool
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("parts", ["1", "0.5", "0.25"], "The part of its time that each worker gets.")
+flags.DEFINE_integer("rows", 240, "The global batch.", 1)
+flags.DEFINE_integer("width", 384, "Of the two hidden layers.", 1)
+flags.DEFINE_integer("steps", 40, "Before, and after the change.", 25)
+flags.DEFINE_integer("rounds", 3, "Turns of each way.", 1)
+flags.DEFINE_integer("period_ms", 8, "Of stopping and continuing.", 1)
+flags.DEFINE_bool("quick", False, "25 steps, 1 round.")
+
+_SETTLED = 20  # steps after a start or a change
+_FEATURES, _CLASSES, _EXAMPLES = 256, 10, 20_000
+_THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
+_WAYS = ["equal", "oracle", "speed", "DYNAMIC"]
+
+
+# From here: run in the workers.
+
+
+class Counted(keras.layers.Layer):
+    """Counts how often the model is traced."""
+
+    traces = 0
+
+    def call(self, x):
+        """Hands on what it gets."""
+        Counted.traces += 1
+        return x
+
+
+@functools.cache
+def make_model(width: int) -> tuple[tfdist.MultiWorkerMirroredStrategy, keras.Model]:
+    strategy = tfdist.MultiWorkerMirroredStrategy()
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        hidden = [keras.layers.Dense(width, activation="relu") for _ in range(2)]
+        model = keras.Sequential([keras.Input((_FEATURES,)), Counted(), *hidden, keras.layers.Dense(_CLASSES)])
+        model.compile(keras.optimizers.SGD(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return strategy, model
+
+
+@functools.cache
+def make_examples() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((_EXAMPLES, _FEATURES), dtype=np.float32), rng.integers(_CLASSES, size=_EXAMPLES)
+
+
+def make_data(way: str, rows: int, weights: Sequence[float], service: str | None, width: int):
+    """What `fit` takes."""
+    strategy, _ = make_model(width)
+    examples = tf.data.Dataset.from_tensor_slices(make_examples()).shuffle(_EXAMPLES, seed=0).repeat()
+    if way == "DATA":
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+        return examples.batch(rows).with_options(options)
+    if way == "DYNAMIC":
+        batches = examples.batch(rows // strategy.num_replicas_in_sync)
+        batches = batches.apply(tf.data.experimental.service.distribute("distributed_epoch", service, job_name="train"))
+        return strategy.distribute_datasets_from_function(lambda _: batches.prefetch(1))
+    policy = list(weights) if way == "oracle" else way
+    return strategy.distribute_datasets_from_function(
+        tfdist.data.BalancedSharding(make_examples(), rows, policy=policy, repeat=True)
+    )
+
+
+_data: dict[str, object] = {}
+
+
+def train(way: str, steps: int, fresh: bool, rows: int, weights: Sequence[float], service: str | None, width: int):
+    """Times of steps in seconds [steps]; and each one's rows and compute times by replica; and traces."""
+    strategy, model = make_model(width)
+    if fresh or way == "oracle":
+        _data[way] = make_data(way, rows, weights, service, width)
+    ends, reports = [], []
+    strategy.reports.listeners.append(reports.append)
+    clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter()))
+    model.fit(_data[way], steps_per_epoch=steps + 1, verbose=0, callbacks=[clock])
+    strategy.reports.listeners.remove(reports.append)
+    by_replica = [(report.rows.tolist(), report.compute_seconds.tolist()) for report in reports[1:]]
+    return np.diff(ends).tolist(), by_replica, Counted.traces
+
+
+# From here: run in the process that was started.
+
+
+class Slowness:
+    """Lets processes run for a part of their time; the parts may change meanwhile."""
+
+    def __init__(self, processes: Sequence[int], period_seconds: float):
+        self.parts = [1.0] * len(processes)
+        self._processes, self._period = processes, period_seconds
+        self._ended = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(len(processes))]
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, number):
+        process = self._processes[number]
+        with contextlib.suppress(ProcessLookupError):
+            while not self._ended.is_set():
+                part = self.parts[number]
+                if part < 1:
+                    os.kill(process, signal.SIGSTOP)
+                    time.sleep(self._period * (1 - part))
+                    os.kill(process, signal.SIGCONT)
+                time.sleep(self._period * part)
+
+
+@contextlib.contextmanager
+def input_service() -> Iterator[str]:
+    dispatcher = tf.data.experimental.service.DispatchServer()
+    address = dispatcher.target.partition("://")[2]
+    worker = tf.data.experimental.service.WorkerServer(
+        tf.data.experimental.service.WorkerConfig(dispatcher_address=address)
+    )
+    try:
+        yield dispatcher.target
+    finally:
+        worker.stop()
+        dispatcher.stop()
+
+
+def settled(result) -> dict[str, float]:
+    """Of the steps from `_SETTLED` on: medians of the time, of the ideal, and of the slowest replica's computation."""
+    times, by_replica, _ = result
+    ideals = [sum(rows) / sum(n / t for n, t in zip(rows, seconds, strict=True)) for rows, seconds in by_replica]
+    slowest = [max(seconds) for _, seconds in by_replica]
+    return {
+        name: statistics.median(values[_SETTLED:])
+        for name, values in {"step": times, "ideal": ideals, "compute": slowest}.items()
+    }
+
+
+def unequal(parts: list[float], setting: dict, rounds: int, steps: int, period_seconds: float) -> None:
+    found: dict[tuple[str, str], list[dict]] = {}
+    with WorkerPool(len(parts), env=_THREADS, timeout_seconds=600) as pool, input_service() as service:
+        setting = {**setting, "service": service}
+        for way in _WAYS:  # traces, and warms up
+            pool.run(train, way, 3, True, weights=parts, **setting)
+        with Slowness(pool.run(os.getpid), period_seconds) as slowness:
+            for _ in range(rounds):
+                for way in _WAYS:
+                    for phase, now in (("start", parts), ("change", [*parts[1:], parts[0]])):
+                        slowness.parts = now
+                        results = pool.run(train, way, steps, phase == "start", weights=now, **setting)
+                        found.setdefault((way, phase), []).append(settled(results[0]))
+                    slowness.parts = [1.0] * len(parts)
+    print(
+        f"\nWorkers that get {parts} of their time, in turn; steps {_SETTLED} and on after the start and the change.\n"
+    )
+    print("| shares | step, ms | slowest computes, ms | ideal, ms | computes / ideal | step / oracle's step |")
+    print("|---|---|---|---|---|---|")
+    for phase in ("start", "change"):
+        oracle = statistics.median(each["step"] for each in found["oracle", phase])
+        for way in _WAYS:
+            step, compute, ideal = (
+                statistics.median(each[name] for each in found[way, phase]) for name in ("step", "compute", "ideal")
+            )
+            cells = [f"{1e3 * seconds:.0f}" for seconds in (step, compute, ideal)]
+            print(f"| {way}, {phase} | {' | '.join(cells)} | {compute / ideal:.2f} | {step / oracle:.2f} |")
+
+
+def equal(workers: int, setting: dict, rounds: int, steps: int) -> None:
+    """Balanced shares against TensorFlow's own on workers that nobody slows."""
+    ratios, changes, traces = [], [], 0
+    with WorkerPool(workers, env=_THREADS, timeout_seconds=600) as pool:
+        setting = {**setting, "service": None, "weights": [1.0] * workers}
+        for way in ("DATA", "speed"):
+            pool.run(train, way, 3, True, **setting)
+        before = pool.run(train, "speed", 3, False, **setting)[0][2]
+        for number in range(2 * rounds):
+            medians = {}
+            for way in ("DATA", "speed") if number % 2 else ("speed", "DATA"):
+                times, by_replica, traces = pool.run(train, way, steps, False, **setting)[0]
+                medians[way] = statistics.median(times)
+                if way == "speed":
+                    rows = [rows for rows, _ in by_replica]
+                    changes.append(sum(a != b for a, b in itertools.pairwise(rows)))
+            ratios.append(medians["speed"] / medians["DATA"])
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    print(
+        f"\n{workers} equal workers, last step {1e3 * medians['speed']:.1f} ms: balanced / DATA {middle:.3f}", end=" "
+    )
+    print(f"[{low:.3f} to {high:.3f}]; changes of shares in {steps} steps: {changes}; traces after the first:", end=" ")
+    print(traces - before)
+
+
+def planning(replicas: int, rows: int, steps: int = 500) -> None:
+    """What planning, handing out and deciding cost in a step, without TensorFlow around them."""
+    from tfdist.data.handout import Handout
+    from tfdist.data.order import Shuffled
+    from tfdist.data.plan import Plan, split
+    from tfdist.data.speed import SpeedModel
+
+    shares, at_most = split(rows, [1] * replicas), [rows] * replicas
+    plan, model = Plan(_EXAMPLES, rows, Shuffled(_EXAMPLES, 0)), SpeedModel(replicas)
+    handout = Handout(plan, 0, 0, shares, at_most, repeat=True, lead=4)
+    batches = handout.indices([0], range(replicas))
+    rng = np.random.default_rng(0)
+    start = time.thread_time()
+    for _ in range(steps):
+        next(batches)
+        handout.has_trained(np.asarray(shares))
+        model.observe(shares, 0.1 + 0.01 * rng.random(replicas))
+        if handout.may_change():
+            model.proposal(shares, at_most)
+        handout.decide(shares)
+    print(f"\nPlanning, handing out and deciding: {1e6 * (time.thread_time() - start) / steps:.0f} us a step.")
+
+
+def main(_) -> None:
+    parts = [float(part) for part in FLAGS.parts]
+    steps, rounds = (25, 1) if FLAGS.quick else (FLAGS.steps, FLAGS.rounds)
+    setting = {"rows": FLAGS.rows, "width": FLAGS.width}
+    print(f"{setting}, {steps} steps, {rounds} rounds, load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
+    planning(len(parts), FLAGS.rows)
+    unequal(parts, setting, rounds, steps, FLAGS.period_ms / 1e3)
+    equal(2, setting, rounds, steps)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,92 @@
+"""A check, during training, that every example is trained on once an epoch."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.balanced import BalancedSharding
+from tfdist.errors import AuditError
+
+_SHOWN = 5
+
+
+class Audit(keras.callbacks.Callback):
+    """Counts how often each example was trained on, over all workers, and raises at the end of an epoch if not once.
+
+        model.fit(train, callbacks=[tfdist.data.Audit(sharding)])
+
+    Of an epoch that was only trained on in part, or continued in the middle, repeats alone can be told. Costs 4 bytes
+    an example on each worker, and a sum over the workers of as much at the end of each epoch of `fit`.
+
+    Args:
+      sharding: What `fit` trains on.
+
+    Raises:
+      AuditError: At the end of an epoch of `fit`, on all workers, if an example was missed or repeated.
+    """
+
+    def __init__(self, sharding: BalancedSharding):
+        super().__init__()
+        self._sharding = sharding
+        self._visits: dict[int, np.ndarray] = {}  # By epoch of the sharding: how often each example, int32 [n].
+        self._first_epoch = 0  # That is trained on from its beginning.
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Begins to count."""
+        epoch, step = self._sharding.position
+        self._visits, self._first_epoch = {}, epoch + (step > 0)
+        if self._count not in self._sharding.visitors:  # Where an earlier `fit` failed it still is.
+            self._sharding.visitors.append(self._count)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Ends it."""
+        self._sharding.visitors.remove(self._count)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Checks what was trained on; all workers together."""
+        for of_epoch in sorted(self._visits):
+            over = of_epoch < self._sharding.position[0]
+            own = self._visits.pop(of_epoch) if over else self._visits[of_epoch]
+            self._check(of_epoch, self._total(own), whole=over and of_epoch >= self._first_epoch)
+
+    def _count(self, epoch: int, examples: np.ndarray) -> None:
+        if epoch not in self._visits:
+            self._visits[epoch] = np.zeros(self._sharding.plan.num_examples, np.int32)
+        np.add.at(self._visits[epoch], examples, 1)
+
+    def _total(self, own: np.ndarray) -> np.ndarray:
+        strategy = self.model.distribute_strategy
+        devices = len(strategy.extended.worker_devices)
+
+        def of_replica(context: tf.distribute.InputContext) -> tf.Tensor:
+            first = context.replica_id_in_sync_group % devices == 0  # The worker's counts are of all its replicas.
+            return tf.constant(own if first else np.zeros_like(own))
+
+        counts = strategy.experimental_distribute_values_from_function(of_replica)
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, counts, axis=None).numpy()
+
+    def _check(self, epoch: int, visits: np.ndarray, whole: bool) -> None:
+        plan = self._sharding.plan
+        left_out = max(plan.num_examples - plan.steps_per_epoch * plan.global_batch_size, 0)  # By drop_remainder.
+        repeated, missed = np.flatnonzero(visits > 1), np.flatnonzero(visits == 0)
+        found = []
+        if len(repeated):
+            times = ", ".join(f"{example} ({visits[example]} times)" for example in repeated[:_SHOWN])
+            found.append(f"{len(repeated)} were trained on more than once: {times}{_more(repeated)}")
+        if whole and len(missed) != left_out:
+            found.append(f"{len(missed)} and not {left_out} were missed: {_first(missed)}{_more(missed)}")
+        if found:
+            raise AuditError(
+                f"Each of the {plan.num_examples} examples is trained on once an epoch, but in epoch {epoch} "
+                f"{'; '.join(found)}. Read them with this sharding alone; if you do, this is a bug of tfdist."
+            )
+
+
+def _first(examples: np.ndarray) -> str:
+    return ", ".join(map(str, examples[:_SHOWN].tolist()))
+
+
+def _more(examples: np.ndarray) -> str:
+    return ", ..." if len(examples) > _SHOWN else ""

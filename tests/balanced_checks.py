@@ -1,0 +1,302 @@
+"""What the tests of balanced sharding run in worker processes."""
+
+import json
+import os
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+import tfdist
+from keras_features import Place, outcome, strategy_of
+from tfdist.data import BalancedSharding
+from tfdist.data.order import Shuffled
+from tfdist.data.plan import Plan
+
+ROWS, BATCH, EPOCHS, SEED = 258, 32, 3, 5  # 27 steps, the last of each epoch has fewer rows than replicas
+CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def arrays(rows=ROWS):
+    """Rows of unlike mean and classes of unlike number, so that a step on other rows shows."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, 6)) + np.linspace(-1, 1, rows)[:, None]
+    return x.astype("float32"), (rng.random(rows) ** 2 * 3).astype("int64")
+
+
+def weighted_arrays():
+    return *arrays(), np.linspace(0, 2, ROWS).astype("float32")
+
+
+def token_arrays():
+    """Sequences that end in padding, 0."""
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(1, 20, (ROWS, 7)) * (np.arange(7) < rng.integers(1, 8, ROWS)[:, None])
+    return tokens, rng.integers(0, 3, ROWS)
+
+
+def dense(**arguments):
+    return keras.Sequential([layers.Input((6,)), layers.Dense(5, activation="tanh", **arguments), layers.Dense(3)])
+
+
+def regularised():
+    return dense(kernel_regularizer=keras.regularizers.L2(0.05), activity_regularizer=keras.regularizers.L1(0.01))
+
+
+def recurrent():
+    embedding = layers.Embedding(20, 4, mask_zero=True)
+    return keras.Sequential([layers.Input((7,)), embedding, layers.LSTM(5), layers.Dense(3)])
+
+
+def normalised():
+    normalisation = layers.BatchNormalization(momentum=0.8, synchronized=True)
+    return keras.Sequential([layers.Input((6,)), layers.Dense(5, use_bias=False), normalisation, layers.Dense(3)])
+
+
+# Name: (arrays, model, optimizer, options of `compile`, tolerance).
+CASES = {
+    "plain": (arrays, dense, lambda: keras.optimizers.SGD(0.1, momentum=0.9), {}, 1e-5),
+    "steps_per_execution": (arrays, dense, lambda: keras.optimizers.Adam(0.01), {"steps_per_execution": 4}, 1e-5),
+    "weights_and_regularisers": (
+        weighted_arrays,
+        regularised,
+        lambda: keras.optimizers.SGD(0.1, clipnorm=0.1),
+        {"weighted_metrics": ["accuracy"]},
+        1e-5,
+    ),
+    "accumulation": (arrays, dense, lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3), {}, 1e-5),
+    "masks": (token_arrays, recurrent, lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.5), {}, 1e-5),
+    "batch_normalization": (arrays, normalised, lambda: keras.optimizers.SGD(0.1), {}, 1e-4),
+}
+
+
+def prepared(strategy, case="plain"):
+    """The model of a case, under a strategy or none."""
+    _, make, make_optimizer, options, _ = CASES[case]
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(1)
+    with Place(strategy, "", "").scope():
+        model = make()
+        model.compile(make_optimizer(), CROSSENTROPY, **{"metrics": ["accuracy"], **options})
+    return model
+
+
+def distributed(strategy, source, size=BATCH, **options):
+    """A sharding and its dataset."""
+    sharding = BalancedSharding(source, size, SEED, **options)
+    return sharding, strategy.distribute_datasets_from_function(sharding)
+
+
+def one_device(case):
+    """Trains on the global batches of the plan, without any sharding."""
+    examples = CASES[case][0]()
+    plan = Plan(ROWS, BATCH, Shuffled(ROWS, SEED))
+    model = prepared(None, case)
+    history = {}
+    for epoch in range(EPOCHS):
+        order = np.concatenate([plan.batch(epoch, step) for step in range(plan.steps_per_epoch)])
+        batches = tf.data.Dataset.from_tensor_slices(tuple(array[order] for array in examples)).batch(BATCH)
+        for name, values in model.fit(batches, verbose=0).history.items():
+            history.setdefault(name, []).extend(values)
+    return outcome(model, history)
+
+
+def train(placement, case, policy, compression=None):
+    """Trains with a sharding; also the rows of each step and the number of traces."""
+    strategy = strategy_of(placement, compression)
+    model = prepared(strategy, case)
+    rows = []
+    listener = lambda report: rows.append(tuple(report.rows.tolist()))  # noqa: E731
+    strategy.reports.listeners.append(listener)
+    sharding, data = distributed(strategy, CASES[case][0](), policy=policy)
+    history = model.fit(data, epochs=EPOCHS, verbose=0).history
+    strategy.reports.listeners.remove(listener)
+    return outcome(model, history) | {"rows": rows, "position": sharding.position}
+
+
+def evaluate_and_predict(placement):
+    strategy = strategy_of(placement)
+    model = prepared(strategy)
+    x, y = arrays(37)
+    _, data = distributed(strategy, (x, y), 8)
+    evaluated = [model.evaluate(data, verbose=0), model.evaluate(x, y, verbose=0)]
+    return evaluated, model.predict(data, verbose=0), model.predict(x, verbose=0)
+
+
+class StopAfter(keras.callbacks.Callback):
+    def __init__(self, steps):
+        super().__init__()
+        self.left = steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if not self.left:
+            self.model.stop_training = True
+
+
+def stop_or_continue(placement, folder, stop_after=None, epochs=EPOCHS):
+    """Continues from what is in `folder` if there is anything; stops after some steps and saves, or trains on."""
+    strategy = strategy_of(placement)
+    model = prepared(strategy)
+    sharding, data = distributed(strategy, arrays())
+    with strategy.scope():
+        model.optimizer.build(model.trainable_variables)
+    whole = tf.train.Checkpoint(model=model, data=sharding)
+    worker = own_index()
+    if found := tf.train.latest_checkpoint(f"{folder}/0"):
+        whole.restore(found).assert_existing_objects_matched()
+    start = sharding.position
+    callbacks = [StopAfter(stop_after)] if stop_after else []
+    model.fit(data, epochs=epochs - start[0], verbose=0, callbacks=callbacks)
+    if stop_after:
+        whole.save(f"{folder}/{worker}/state")
+    return outcome(model) | {"start": start, "end": sharding.position, "saved": len(sharding.serialize())}
+
+
+def own_index():
+    return json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
+
+
+def together(placement):
+    """Two shardings in one fit, then other input: what is logged, and where the training's position is each time."""
+    strategy = strategy_of(placement)
+    model = prepared(strategy)
+    x, y = arrays()
+    sharding, data = distributed(strategy, (x, y))
+    held_out, validation = distributed(strategy, (x[:37], y[:37]), 8)
+    history = model.fit(data, validation_data=validation, epochs=2, verbose=0).history
+    positions = [sharding.position, held_out.position]
+    expected = model.evaluate(x[:37], y[:37], verbose=0)
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    model.train_on_batch(x[:BATCH], y[:BATCH])
+    positions.append(sharding.position)
+    model.fit(data, verbose=0)
+    positions.append(sharding.position)
+    return history, expected, positions
+
+
+def with_itself_as_validation(placement):
+    """A sharding is read for training and validation in turns, and an epoch ends before the data does."""
+    strategy = strategy_of(placement)
+    model = prepared(strategy)
+    x, y = arrays()
+    sharding, data = distributed(strategy, (x, y))
+    positions = []
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: positions.append(sharding.position))
+    history = model.fit(data, steps_per_epoch=3, epochs=4, validation_data=data, verbose=0, callbacks=[note]).history
+    return history, model.evaluate(x, y, verbose=0), positions
+
+
+def without_end(placement):
+    strategy = strategy_of(placement)
+    model = prepared(strategy)
+    sharding, data = distributed(strategy, arrays(), repeat=True)
+    positions = []
+    for _ in range(3):
+        model.fit(data, steps_per_epoch=5, verbose=0)
+        positions.append(sharding.position)
+    return outcome(model) | {"positions": positions}
+
+
+class Slow(layers.Layer):
+    """Takes a time for each row on one worker."""
+
+    def __init__(self, worker, seconds_per_row):
+        super().__init__()
+        self.seconds_per_row = seconds_per_row if own_index() == worker else 0.0
+
+    def call(self, x):
+        def wait(x):
+            time.sleep(len(x) * self.seconds_per_row)
+            return x
+
+        slowed = tf.ensure_shape(tf.numpy_function(wait, [tf.stop_gradient(x)], x.dtype), x.shape)
+        return x + 0.0 * slowed
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def slowed(placement):
+    """Rows of each step with a slow worker 1."""
+    strategy = strategy_of(placement)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([layers.Input((6,)), Slow(1, 0.003), layers.Dense(3)])
+        model.compile("sgd", CROSSENTROPY)
+    rows = []
+    listener = lambda report: rows.append(tuple(report.rows.tolist()))  # noqa: E731
+    strategy.reports.listeners.append(listener)
+    sharding, data = distributed(strategy, arrays())
+    model.fit(data, epochs=EPOCHS, verbose=0)
+    strategy.reports.listeners.remove(listener)
+    return rows, sharding.serialize(), sharding.statistics()
+
+
+def custom_loop(placement):
+    """Rows that a custom loop reads in two epochs, and the positions after them."""
+    strategy = strategy_of(placement)
+    sharding, data = distributed(strategy, np.arange(ROWS))
+    seen, positions = [], []
+    for _ in range(2):
+        for batch in data:
+            seen += [row for part in strategy.experimental_local_results(batch) for row in part.numpy().tolist()]
+        positions.append(sharding.position)
+    return seen, positions
+
+
+class Repeating(Plan):
+    """Has the first example of each global batch once more, in place of the last."""
+
+    def batch(self, epoch, step):
+        batch = super().batch(epoch, step)
+        return np.append(batch[:-1], batch[0])
+
+
+def audited(placement, broken=False):
+    """Trains a whole epoch, the beginning of one and its rest under an audit; what that raises, and the logs."""
+    strategy = strategy_of(placement)
+    model = prepared(strategy)
+    sharding, data = distributed(strategy, arrays(), policy="speed")
+    if broken:
+        sharding.plan = Repeating(**vars(sharding.plan))
+    callbacks = [tfdist.data.Audit(sharding), tfdist.callbacks.Balance()]
+    try:
+        history = model.fit(data, epochs=1, verbose=0, callbacks=callbacks).history
+        for step in (3, 5):
+            model.fit(data, epochs=1, verbose=0, callbacks=[*callbacks, StopAfter(step)])
+    except tfdist.errors.AuditError as error:
+        return str(error), None, sharding.position
+    return None, history, sharding.position
+
+
+def fail_in_training(kind, path=None):
+    """Trains on two workers an epoch that has one bad example, number 41."""
+    strategy = tfdist.MultiWorkerMirroredStrategy()
+    model = prepared(strategy)
+
+    def divide(x, y):
+        quotient = tf.numpy_function(lambda y: np.int64(840 // (int(y) - 41)), [y], tf.int64)
+        return x, tf.ensure_shape(quotient, []) % 3
+
+    def parse(record):
+        example = tf.io.parse_tensor(record, tf.float32)
+        return tf.ensure_shape(example, [6]), tf.constant(1)
+
+    x, _ = arrays(96)
+    source, map_fn = {"map_fn": ((x, np.arange(96)), divide), "record": (path, parse)}[kind]
+    _, data = distributed(strategy, source, 8, shuffle=False, map_fn=map_fn)
+    model.fit(data, epochs=1, verbose=0)
+
+
+def write_records(path, broken):
+    """96 records of 6 floats, one of which has another byte than its checksum says."""
+    with tf.io.TFRecordWriter(path) as writer:
+        for row in arrays(96)[0]:
+            writer.write(tf.io.serialize_tensor(row).numpy())
+    size = os.path.getsize(path) // 96
+    with open(path, "r+b") as file:
+        file.seek(broken * size + size - 8)
+        file.write(b"\x55")

@@ -1,0 +1,251 @@
+"""`tfdist.data.BalancedSharding` in `fit`: unequal shares, stops and restarts give what one device gives."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import balanced_checks as checks
+import tfdist
+from test_keras_features import assert_same
+from tfdist.data import BalancedSharding
+
+STEPS = 9  # of an epoch
+SHARES = {"2x1": (5, 11), "1x3": (1, 2, 5), "3x1": (1, 2, 5)}
+
+
+@pytest.fixture(scope="module")
+def one_device(pools):
+    known = {}
+
+    def run(case):
+        if case not in known:
+            (known[case],) = pools("single").run(checks.one_device, case)
+        return known[case]
+
+    return run
+
+
+def assert_agree(workers):
+    assert all(result["replicas_agree"] for result in workers), "devices of a worker differ"
+    assert len({result["digest"] for result in workers}) == 1, "workers differ"
+
+
+@pytest.mark.parametrize(
+    ("placement", "case"),
+    [*((place, case) for case in checks.CASES for place in ("2x1", "1x3")), ("3x1", "plain")],
+)
+def test_unequal_shares_equal_one_device(placement, case, pools, one_device):
+    workers = pools(placement).run(checks.train, placement, case, SHARES[placement])
+
+    assert_agree(workers)
+    assert_same(workers[0], one_device(case), tolerance=checks.CASES[case][-1])
+    rows = workers[0]["rows"]
+    whole = checks.BATCH // sum(SHARES[placement])
+    assert rows[0] == tuple(whole * share for share in SHARES[placement])
+    assert (len(rows), workers[0]["position"]) == (checks.EPOCHS * STEPS, (checks.EPOCHS, 0))
+
+
+@pytest.mark.parametrize("placement", ["2x1", "1x2", "2x2"])
+def test_evaluate_and_predict_take_each_example_once_in_its_order(placement, pools):
+    for evaluated, predicted, expected in pools(placement).run(checks.evaluate_and_predict, placement):
+        np.testing.assert_allclose(*evaluated, rtol=1e-5)
+        np.testing.assert_allclose(predicted, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_stopped_in_mid_epoch_and_continued_elsewhere_equals_one_device(pools, one_device, tmp_path):
+    folder = str(tmp_path)
+    parts = [
+        pools("2x1").run(checks.stop_or_continue, "2x1", folder, 11),
+        pools("1x3").run(checks.stop_or_continue, "1x3", folder, 3),
+        pools("1x2").run(checks.stop_or_continue, "1x2", folder),
+    ]
+
+    assert [part[0]["start"] for part in parts] == [(0, 0), (1, 2), (1, 5)]
+    assert parts[-1][0]["end"] == (3, 0)
+    assert max(part[0]["saved"] for part in parts) < 1000
+    expected = one_device("plain") | {"history": {}}
+    assert_same(parts[-1][0], expected, tolerance=1e-5)
+
+
+def test_compressed_gradients_of_unequal_shares(pools, one_device):
+    (result,) = pools("1x2").run(checks.train, "1x2", "plain", (5, 11), "int8")
+
+    assert_agree([result])
+    losses = result["history"]["loss"]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("placement", ["2x1", "1x2"])
+def test_only_training_on_a_sharding_moves_it(placement, pools):
+    for history, expected, positions in pools(placement).run(checks.together, placement):
+        np.testing.assert_allclose([history["val_loss"][-1], history["val_accuracy"][-1]], expected, rtol=1e-5)
+        assert positions == [(2, 0), (0, 0), (2, 0), (3, 0)]
+
+
+def test_one_sharding_for_training_and_validation(pools):
+    for history, expected, positions in pools("2x1").run(checks.with_itself_as_validation, "2x1"):
+        np.testing.assert_allclose([history["val_loss"][-1], history["val_accuracy"][-1]], expected, rtol=1e-5)
+        assert positions == [(0, 3), (0, 6), (1, 0), (1, 3)]
+
+
+def test_epochs_without_end_go_on_where_fit_left_them(pools, one_device):
+    for result in pools("2x1").run(checks.without_end, "2x1"):
+        assert result["positions"] == [(0, 5), (1, 1), (1, 6)]
+
+
+def test_all_workers_give_a_slow_one_less_at_the_same_step(pools):
+    (first, state, statistics), (second, other_state, _) = pools("2x1").run(checks.slowed, "2x1")
+
+    assert first == second
+    assert state == other_state
+    assert first[0] == (16, 16)
+    fast, slow = statistics.rows
+    assert fast > 2 * slow >= 2
+    assert len(set(first)) <= 8 + 1, "and the last, short batches"
+    assert statistics.changes >= 1 and statistics.rows_per_second > 0 and statistics.imbalance >= 1
+
+
+@pytest.mark.parametrize("placement", ["2x1", "1x2"])
+def test_a_custom_loop_reads_each_example_once_and_counts_epochs(placement, pools):
+    workers = pools(placement).run(checks.custom_loop, placement)
+
+    seen = [row for rows, _ in workers for row in rows]
+    np.testing.assert_array_equal(np.sort(seen), np.repeat(np.arange(checks.ROWS), 2))
+    assert {tuple(positions) for _, positions in workers} == {((1, 0), (2, 0))}
+
+
+@pytest.mark.parametrize("placement", ["2x1", "1x2"])
+def test_an_audit_of_whole_and_continued_epochs_passes(placement, pools):
+    for error, history, position in pools(placement).run(checks.audited, placement):
+        assert error is None
+        assert position == (2, 0)
+        assert {"rows_per_second", "step_seconds", "imbalance", "wait_share"} <= history.keys()
+        assert history["imbalance"][0] >= 1 and 0 <= history["wait_share"][0] <= 1
+
+
+@pytest.mark.parametrize("placement", ["2x1", "1x2"])
+def test_an_audit_names_what_was_repeated_and_missed_on_every_worker(placement, pools):
+    errors = [error for error, _, _ in pools(placement).run(checks.audited, placement, broken=True)]
+
+    assert len(set(errors)) == 1
+    assert re.search(r"258 examples .* epoch 0 9 were trained on more than once: \d+ \(2 times\)", errors[0])
+    assert "9 and not 0 were missed" in errors[0]
+
+
+def sharding_of(replicas, size=8, source=None, **options):
+    sharding = BalancedSharding(np.arange(20) if source is None else source, size, **options)
+    sharding(tf.distribute.InputContext(replicas, 0, replicas))
+    return sharding
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: sharding_of(3, size=2), ["global_batch_size is 2", "3 replicas"]),
+        (lambda: sharding_of(1, size=0), ["global_batch_size", "0"]),
+        (lambda: sharding_of(1, size=2.5), ["global_batch_size", "2.5"]),
+        (lambda: sharding_of(1, source=np.zeros([0, 3])), ["no rows"]),
+        (lambda: sharding_of(1, source=[]), ["length of 0"]),
+        (lambda: sharding_of(2, policy="fast"), ["policy", "'fast'"]),
+        (lambda: sharding_of(2, policy=[1, 0]), ["policy", "[1, 0]"]),
+        (lambda: sharding_of(2, policy=[1, 2, 3]), ["3 and there are 2 replicas"]),
+        (lambda: sharding_of(2, max_rows=3), ["max_rows", "8 on 2 replicas", "3"]),
+        (lambda: sharding_of(2, max_rows=[8]), ["max_rows", "[8]"]),
+        (lambda: sharding_of(1, size=30, drop_remainder=True), ["drop_remainder", "20"]),
+        (lambda: sharding_of(1, stratify_by=[1, 2]), ["stratify_by", "[20]", "[2]"]),
+        (lambda: sharding_of(1, block_size=0), ["block_size", "0"]),
+    ],
+)
+def test_bad_arguments_are_named(make, words):
+    with pytest.raises(ValueError) as raised:
+        make()
+
+    assert [word for word in words if word not in str(raised.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"seed": 1}, ["seed was 0, is 1"]),
+        ({"size": 7}, ["global_batch_size was 8, is 7"]),
+        ({"source": np.arange(21)}, ["examples was 20, is 21"]),
+        ({"shuffle": False}, ["order was Shuffled, is Unshuffled"]),
+    ],
+)
+def test_a_position_of_other_global_batches_is_refused(other, words):
+    saved = sharding_of(2).serialize()
+
+    with pytest.raises(tfdist.errors.PositionError) as raised:
+        sharding_of(2, **other).deserialize(saved)
+
+    assert [word for word in words if word not in str(raised.value)] == []
+
+
+@pytest.mark.parametrize("state", ["", "{}", "[]", '{"epoch": "x"}'])
+def test_what_is_no_position_is_refused(state):
+    with pytest.raises(tfdist.errors.PositionError, match="Not a position"):
+        sharding_of(1).deserialize(state)
+
+
+def test_a_position_is_small_for_any_number_of_replicas():
+    for replicas in (1, 3, 16, 200, 3000):
+        sharding = sharding_of(replicas, size=4000)
+        assert len(sharding.serialize()) < 1000
+        sharding_of(replicas, size=4000).deserialize(sharding.serialize())
+
+
+def test_a_source_that_changed_its_length_is_named():
+    examples = [1, 2, 3, 4]
+    dataset = BalancedSharding(examples, 2)()
+    examples.pop()
+
+    with pytest.raises(tf.errors.OpError, match=r"had 4 examples when training began and has 3 now"):
+        list(dataset)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`start(code)` runs it in two workers of a cluster; gives each one's (process, file of its output)."""
+    processes = []
+
+    def start(code):
+        ports = tfdist.cluster.free_ports(2)
+        for worker in range(2):
+            path = tmp_path / f"output-{worker}"
+            cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
+            environ = os.environ | {
+                "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": worker}}),
+                "PYTHONPATH": os.pathsep.join([os.path.dirname(checks.__file__), os.environ.get("PYTHONPATH", "")]),
+                **{"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "PYTHONDONTWRITEBYTECODE": "1"},
+            }
+            with path.open("w") as output:
+                command = [sys.executable, "-c", code]
+                processes.append((subprocess.Popen(command, env=environ, stdout=output, stderr=output), path))
+        return processes
+
+    yield start
+    for process, _ in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("kind", ["map_fn", "record"])
+def test_a_bad_example_is_named_by_its_worker_and_ends_the_other(kind, start, tmp_path):
+    path = tmp_path / "rows.tfrecord"
+    checks.write_records(str(path), broken=41)
+
+    workers = start(f"import balanced_checks; balanced_checks.fail_in_training({kind!r}, {str(path)!r})")
+    deadline = time.monotonic() + 120
+    codes = [process.wait(max(deadline - time.monotonic(), 0.1)) for process, _ in workers]
+    outputs = [path.read_text() for _, path in workers]
+
+    assert 0 not in codes
+    words = ["Example 41 (", "of 2", {"map_fn": "could not be mapped", "record": str(path)}[kind]]
+    assert any(all(word in output for word in words) for output in outputs), "\n".join(outputs)
