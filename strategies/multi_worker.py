@@ -1,20 +1,24 @@
 """Many workers, each with one or several devices."""
 
-import contextlib
-import socket
+import functools
+import time
 
 import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.cluster import ClusterSpec, check_bindable
-from tfdist.errors import ClusterError
+from tfdist.faults import FaultTolerance, meeting, preemption, watchdog
+from tfdist.faults.agreement import Agreement
+from tfdist.faults.board import Board
+from tfdist.faults.leaving import leave_together
+from tfdist.faults.lifelines import Lifelines
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.communication import policy_of
 from tfdist.strategies.devices import make_virtual_devices
 from tfdist.strategies.peek import BalancedDataset
 from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy
 
-_START_TIMEOUT_SECONDS = 300
+_CONNECT_SECONDS = 10  # At least, for TensorFlow to connect workers that are all there.
 
 
 class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerMirroredStrategy):
@@ -28,15 +32,22 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
       communication_options: As in TensorFlow.
       compression: How gradients travel between workers: `None`, the name of a codec such as `"int8"`, a codec of
         `tfdist.compression`, or a function of a gradient's (shape, dtype, position) that gives a codec or `None`.
+      fault_tolerance: Deadlines, a `tfdist.FaultTolerance`; by default those of its defaults and the environment.
+
+    Attributes:
+      compression: As given.
+      fault_tolerance: The deadlines that hold.
 
     Raises:
       TFConfigError: If TF_CONFIG is not a cluster spec that this process can join.
-      ClusterError: If the workers have unequal numbers of devices.
-      ValueError: If no codec has that name.
+      ClusterError: If a worker does not come in time, has another cluster, other versions or another number of devices.
+      ValueError: If no codec has that name, or an environment variable is no deadline.
     """
 
-    def __init__(self, cluster_resolver=None, communication_options=None, *, compression=None):
+    def __init__(self, cluster_resolver=None, communication_options=None, *, compression=None, fault_tolerance=None):
         policy_of(compression)  # Before anybody waits for other workers.
+        self.fault_tolerance = (fault_tolerance or FaultTolerance()).with_environment()
+        self.compression = compression
         spec = ClusterSpec.from_env() if cluster_resolver is None else None
         if spec is not None and _tf.context.context().coordination_service is None:
             check_bindable(spec)
@@ -49,6 +60,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         self._make_reports()
         if extended._num_workers > 1:
             _share_seed(self)
+            watchdog.start(self, extended.board, extended.creations)
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
         """See `ReplicatedStrategy.distribute_datasets_from_function`."""
@@ -56,6 +68,11 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         if self.extended._num_workers > 1 and not isinstance(dataset, BalancedDataset):
             _tf.set_cardinality(dataset, self._longest(int(dataset.cardinality)))
         return dataset
+
+    def _check_scope(self, model):
+        super()._check_scope(model)
+        if self.extended._num_workers > 1:
+            self.extended.agreement.on_model(model)
 
     def _longest(self, batches: int) -> int:
         workers, own = self.extended._num_workers, self.extended._id_in_cluster
@@ -72,6 +89,15 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
     def _crosses_border(self):
         return self._num_workers > 1
 
+    @functools.cached_property
+    def creations(self):
+        """The variables that this worker makes."""
+        return watchdog.Creations()
+
+    def _create_variable(self, next_creator, **kwargs):
+        with self.creations.one_more():
+            return super()._create_variable(next_creator, **kwargs)
+
     def _initialize_local_devices(self, cluster_resolver, worker_device):
         devices, kind = super()._initialize_local_devices(cluster_resolver, worker_device)
         if kind == "CPU":
@@ -84,24 +110,18 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         self._install_collectives()
 
     def _initialize_multi_worker(self, cluster_resolver):
-        _set_deadlines(cluster_resolver)
-        self._std_server_started = _MultiWorkerExtended._has_joined
-        super()._initialize_multi_worker(cluster_resolver)
-        _MultiWorkerExtended._has_joined = True
-        if self._num_workers > 1:
-            self._check_devices()
+        options = self._container_strategy().fault_tolerance
+        if not _MultiWorkerExtended._has_joined:
+            _join(cluster_resolver, options, super()._initialize_multi_worker)
+            _MultiWorkerExtended._has_joined = True
+        else:
+            self._std_server_started = True
+            super()._initialize_multi_worker(cluster_resolver)
+        self.board = Board(self._id_in_cluster, self._num_workers)
+        self.agreement = Agreement(self.board, options.start_timeout_seconds)
+        if self._num_workers > 1:  # Before the first collective, which would wait for ever.
+            self.agreement.on_setup(len(self._devices), _described(self._container_strategy().compression))
         self._install_collectives()
-
-    def _check_devices(self):
-        """Compares the workers' numbers of devices before the first collective, which would wait for ever."""
-        counts = _exchange_text("devices", str(len(self._devices)), self._id_in_cluster, self._num_workers)
-        if len(set(counts)) > 1:
-            described = ", ".join(f"worker {worker} has {count}" for worker, count in enumerate(counts))
-            raise ClusterError(
-                f"Every worker must have the same number of devices, but {described}. This is worker "
-                f"{self._id_in_cluster} on {socket.gethostname()}. Hide devices by CUDA_VISIBLE_DEVICES, or make as "
-                "many logical CPUs on each."
-            )
 
     def _install_collectives(self):
         def collectives(devices):
@@ -121,8 +141,32 @@ def _is_local(device, worker_device):
     return (spec.job, spec.task) == (asked.job, asked.task) or asked.job is None
 
 
-def _set_deadlines(cluster_resolver):
-    """Bounds the wait for workers that never come, which TensorFlow would wait an hour for."""
+def _described(compression):
+    return getattr(compression, "__qualname__", None) or repr(compression)
+
+
+def _join(cluster_resolver, options, connect):
+    """Lets TensorFlow connect the workers once all are there, since it waits for them without a deadline."""
+    if cluster_resolver.task_type not in ("chief", "worker"):
+        connect(cluster_resolver)
+        return
+    jobs = _tf.multi_worker_util.normalize_cluster_spec(cluster_resolver.cluster_spec()).as_dict()
+    cluster = ClusterSpec(jobs, cluster_resolver.task_type, cluster_resolver.task_id)
+    deadline = time.monotonic() + options.start_timeout_seconds
+    lines = meeting.meet(cluster, options.start_timeout_seconds)
+    _set_deadlines(cluster_resolver, options)
+    with meeting.connecting(max(_CONNECT_SECONDS, deadline - time.monotonic())):
+        connect(cluster_resolver)
+    preemption.give_signals_back()
+    if cluster.num_workers > 1:
+        board = Board(cluster.worker_id, cluster.num_workers)
+        addresses = meeting.addresses_of(cluster)
+        lifelines = Lifelines(lines, addresses, lambda worker: board.report_loss(worker, addresses[worker]))
+        leave_together(board, lifelines, options.shutdown_timeout_seconds)
+
+
+def _set_deadlines(cluster_resolver, options):
+    """Tells TensorFlow how soon a silent worker is given up."""
     context = _tf.context.context()
     if context.coordination_service is not None:
         return
@@ -135,26 +179,10 @@ def _set_deadlines(cluster_resolver):
     context.configure_coordination_service(
         service_type="standalone",
         service_leader=_tf.multi_worker_util.coordination_leader(spec),
-        cluster_register_timeout_in_ms=_START_TIMEOUT_SECONDS * 1000,
+        cluster_register_timeout_in_ms=round(options.start_timeout_seconds * 1000),
+        heartbeat_timeout_in_ms=round(options.heartbeat_timeout_seconds * 1000),
         coordinated_jobs=jobs,
     )
-
-
-def _exchange_text(name: str, text: str, own: int, workers: int) -> list[str]:
-    """What each worker says under `name`, by worker; through the coordination service, once in a process."""
-    context = _tf.context.context()
-    with contextlib.suppress(tf.errors.AlreadyExistsError):
-        context.set_config_key_value(f"tfdist/{name}/{own}", text)
-    texts = []
-    for worker in range(workers):
-        try:
-            texts.append(context.get_config_key_value(f"tfdist/{name}/{worker}", _START_TIMEOUT_SECONDS * 1000))
-        except tf.errors.OpError as error:
-            raise ClusterError(
-                f"Worker {own} on {socket.gethostname()} waited {_START_TIMEOUT_SECONDS} s for worker {worker} to say "
-                f"its {name}: {error.message}. See the log of worker {worker}."
-            ) from error
-    return texts
 
 
 def _share_seed(strategy):

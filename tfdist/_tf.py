@@ -64,6 +64,9 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 # `evaluate` crosses the network, generators lose batches, and vector metrics are collapsed in the logs of batches.
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
+# Its code runs all callbacks. Without it: a callback that takes minutes, say to save, is taken for a stuck step.
+from keras.src.callbacks import callback_list as keras_callback_list
+
 __all__ = [
     "CollectiveAllReduce",
     "CollectiveAllReduceExtended",
@@ -84,7 +87,9 @@ __all__ = [
     "deciding_loss_scaler",
     "get_current_replica_id_as_int",
     "keras_callers",
+    "keras_fit_activity",
     "keras_is_evaluating",
+    "keras_is_fitting",
     "keras_is_peeking",
     "multi_worker_util",
     "regroup",
@@ -113,6 +118,32 @@ def keras_is_evaluating() -> bool:
     """Whether Keras' `evaluate` or `predict` is under way in this thread, also inside a `fit`."""
     trainer = keras_trainer.TensorFlowTrainer
     return any(_frame_of(inspect.unwrap(method)) for method in (trainer.evaluate, trainer.predict))
+
+
+def keras_fit_activity(strategy: Any) -> str | None:
+    """What Keras' `fit` of a strategy does, in whichever thread: "training", "callback" or "validation"; else `None`.
+
+    A watchdog asks from outside, when the thread may be stuck anywhere.
+    """
+    trainer = keras_trainer.TensorFlowTrainer
+    fit, evaluate = (inspect.unwrap(method).__code__ for method in (trainer.fit, trainer.evaluate))
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        activity = "training"
+        while frame is not None:
+            if frame.f_code is fit and frame.f_locals["self"].distribute_strategy is strategy:
+                return activity
+            if frame.f_code is evaluate:
+                activity = "validation"
+            elif frame.f_globals.get("__name__") == keras_callback_list.__name__:
+                activity = "callback"
+            frame = frame.f_back
+    return None
+
+
+def keras_is_fitting() -> bool:
+    """Whether Keras' `fit` is under way in this thread."""
+    return _frame_of(inspect.unwrap(keras_trainer.TensorFlowTrainer.fit)) is not None
 
 
 def deciding_loss_scaler():

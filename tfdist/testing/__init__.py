@@ -1,6 +1,19 @@
-"""Help for tests of distributed code: many devices in one process, many workers on one machine."""
+"""Help for tests of distributed code: many devices in one process, many workers on one machine, faults for drills."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tfdist.testing import faults
 from tfdist.testing.devices import virtual_devices
 from tfdist.testing.workers import WorkerPool, run_workers
 
-__all__ = ["WorkerPool", "run_workers", "virtual_devices"]
+if TYPE_CHECKING:
+    from tfdist.testing.drills import Fault
+
+__all__ = ["Fault", "WorkerPool", "faults", "run_workers", "virtual_devices"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Fault":  # Loads Keras, which the parent of workers need not.
+        return importlib.import_module("tfdist.testing.drills").Fault
+    raise AttributeError(f"module 'tfdist.testing' has no attribute {name!r}; it has {', '.join(__all__)}")

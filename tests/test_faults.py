@@ -1,0 +1,662 @@
+"""Workers that do not come, do not fit, are asked to go or die: all others know within their deadlines, by name."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+import tfdist
+from tfdist.cluster import ClusterSpec, free_ports
+from tfdist.errors import ClusterError
+from tfdist.exit_codes import PREEMPTED
+from tfdist.faults import FaultTolerance, meeting
+from tfdist.faults.lifelines import Lifelines
+from tfdist.testing import faults
+
+DEADLINE_SECONDS = 90
+START_SECONDS = 3
+
+
+class Job:
+    """Workers that run one script, each in a fresh interpreter."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.processes = []
+
+    def start(self, body, workers=2, which=None, **environ):
+        script = self.directory / "script.py"
+        script.write_text(textwrap.dedent(body))
+        ports = free_ports(workers)
+        for index in which or range(workers):
+            spec = ClusterSpec.local(workers, index, ports)
+            env = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", **os.environ, **environ}
+            with (self.directory / f"worker-{index}.log").open("wb") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-u", str(script)],
+                        env={**env, "TF_CONFIG": spec.to_json(), "HERE": str(self.directory)},
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+
+    def output(self, index):
+        return (self.directory / f"worker-{index}.log").read_text()
+
+    def wait(self):
+        """The exit codes."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
+
+    def wait_for(self, index, words):
+        assert eventually(lambda: words in self.output(index)), self.output(index)
+        return time.monotonic()
+
+    def kill(self):
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture
+def job(tmp_path):
+    job = Job(tmp_path)
+    yield job
+    job.kill()
+
+
+def eventually(condition, seconds=DEADLINE_SECONDS):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+# Options.
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"start_timeout_seconds": 0},
+        {"heartbeat_timeout_seconds": -1},
+        {"shutdown_timeout_seconds": math.inf},
+        {"preemption_timeout_seconds": math.nan},
+        {"stall_timeout_seconds": 0},
+        {"start_timeout_seconds": "5"},
+        {"preemption_signals": (signal.SIGKILL,)},
+        {"preemption_signals": (0,)},
+    ],
+    ids=str,
+)
+def test_a_wrong_deadline_is_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        FaultTolerance(**wrong)
+
+
+def test_the_environment_comes_before_the_script():
+    options = FaultTolerance(start_timeout_seconds=7, stall_timeout_seconds=8)
+    given = options.with_environment({"TFDIST_START_TIMEOUT_SECONDS": "2.5", "TFDIST_STALL_TIMEOUT_SECONDS": "inf"})
+    assert given == dataclasses.replace(options, start_timeout_seconds=2.5, stall_timeout_seconds=math.inf)
+    assert options.with_environment({"TFDIST_START_TIMEOUT_SECONDS": ""}) == options
+    assert options.with_environment({}) == options and tfdist.FaultTolerance is FaultTolerance
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan"])
+def test_a_wrong_environment_is_refused_by_name(text):
+    with pytest.raises(ValueError, match="TFDIST_HEARTBEAT_TIMEOUT_SECONDS.*" + text):
+        FaultTolerance().with_environment({"TFDIST_HEARTBEAT_TIMEOUT_SECONDS": text})
+
+
+# Start-up.
+
+
+class Meeting:
+    """Workers that meet, each in a thread."""
+
+    def __init__(self, seconds=DEADLINE_SECONDS):
+        self.seconds = seconds
+        self.results = {}
+        self.threads = []
+
+    def add(self, name, cluster):
+        def meet():
+            start = time.monotonic()
+            try:
+                self.results[name] = meeting.meet(cluster, self.seconds)
+            except ClusterError as error:
+                self.results[name] = str(error)
+            self.results[name] = self.results[name], time.monotonic() - start
+
+        self.threads.append(threading.Thread(target=meet))
+        self.threads[-1].start()
+
+    def end(self):
+        for thread in self.threads:
+            thread.join(DEADLINE_SECONDS)
+        results = {name: result for name, (result, _) in self.results.items()}
+        for lines in results.values():
+            for line in lines.values() if not isinstance(lines, str) else ():
+                line.close()
+        return results
+
+
+def clusters(workers):
+    ports = free_ports(workers)
+    return [ClusterSpec.local(workers, index, ports) for index in range(workers)]
+
+
+def test_workers_meet_in_any_order_and_keep_their_lines():
+    group, specs = Meeting(), clusters(4)
+    for index in (2, 0, 3):
+        group.add(index, specs[index])
+    time.sleep(0.5)
+    assert group.results == {}
+    group.add(1, specs[1])
+    results = group.end()
+    assert {index: sorted(lines) for index, lines in results.items()} == {0: [1, 2, 3], 1: [0], 2: [0], 3: [0]}
+
+
+def test_a_chief_comes_first():
+    ports = free_ports(2)
+    jobs = {"chief": [f"127.0.0.1:{ports[0]}"], "worker": [f"127.0.0.1:{ports[1]}"]}
+    group = Meeting()
+    group.add("worker", ClusterSpec(jobs, "worker", 0))
+    group.add("chief", ClusterSpec(jobs, "chief", 0))
+    assert {name: sorted(lines) for name, lines in group.end().items()} == {"chief": [1], "worker": [0]}
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_who_is_missing_is_named_by_all_who_came_within_the_deadline(missing):
+    group, specs = Meeting(START_SECONDS), clusters(4)
+    for index in {0, 1, 2, 3} - {missing}:
+        group.add(index, specs[index])
+    results = group.end()
+    assert len(results) == 3
+    for result, seconds in group.results.values():
+        assert f"worker {missing} at {specs[missing].address}" in result
+        assert START_SECONDS - 1 < seconds < START_SECONDS + 3
+
+
+def test_who_is_waited_for_is_logged(job):
+    job.start(
+        """
+        import os
+        from tfdist.cluster import ClusterSpec
+        from tfdist.faults import meeting
+        meeting.meet(ClusterSpec.from_env(), 7)
+        """,
+        workers=3,
+        which=[0, 1],
+    )
+    assert job.wait() == [1, 1]
+    for index in (0, 1):
+        waiting, error = job.output(index).splitlines()[0], job.output(index).splitlines()[-1]
+        assert "2 of 3 workers have come" in waiting and "worker 2 at 127.0.0.1:" in waiting
+        assert error.startswith("tfdist.errors.ClusterError") and "worker 2 at 127.0.0.1:" in error
+
+
+def test_who_has_left_again_is_missing():
+    group, specs = Meeting(START_SECONDS), clusters(3)
+    group.add(0, specs[0])
+    with guest(specs[0], meeting._introduction(specs[1])):
+        time.sleep(0.5)
+    group.add(2, specs[2])
+    results = group.end()
+    assert "missing: worker 1" in results[0] and "missing: worker 1" in results[2]
+
+
+@contextlib.contextmanager
+def guest(chief, introduction):
+    host, port = chief.address.split(":")
+    assert eventually(lambda: connects(host, int(port)))
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(json.dumps(introduction).encode() + b"\n")
+        yield connection
+
+
+def connects(host, port):
+    with contextlib.suppress(OSError), socket.create_connection((host, port)):
+        return True
+    return False
+
+
+def test_strangers_at_the_door_do_no_harm():
+    group, specs = Meeting(), clusters(2)
+    group.add(0, specs[0])
+    for words in ("GET / HTTP/1.1", [1], {}, "\u2620"):
+        with guest(specs[0], words):
+            pass
+    group.add(1, specs[1])
+    assert {index: sorted(lines) for index, lines in group.end().items()} == {0: [1], 1: [0]}
+
+
+def test_another_cluster_is_named_on_all_workers_at_once():
+    group, specs = Meeting(), clusters(3)
+    other = ClusterSpec({"worker": [*specs[0].jobs["worker"], "127.0.0.1:9"]}, "worker", 2)
+    group.add(0, specs[0])
+    group.add(1, specs[1])
+    time.sleep(0.5)
+    group.add(2, other)
+    results = group.end()
+    for index in range(3):
+        assert "the same cluster" in results[index] and "worker 0 has 3 workers" in results[index]
+        assert "worker 2" in results[index] and "127.0.0.1:9" in results[index] and group.results[index][1] < 10
+
+
+def test_other_versions_and_two_of_one_index_are_named():
+    for change, words in (
+        ({"versions": "tfdist 0.0.1"}, "tfdist 0.0.1"),
+        ({"worker": 1}, "say that they are worker 1"),
+    ):
+        group, specs = Meeting(), clusters(3)
+        group.add(0, specs[0])
+        group.add(1, specs[1])
+        time.sleep(0.5)
+        with guest(specs[0], {**meeting._introduction(specs[2]), **change}):
+            results = group.end()
+        assert all(words in results[index] for index in (0, 1)), results
+
+
+# The end of a process.
+
+
+def test_a_closed_line_is_a_loss_only_if_its_process_is_gone():
+    gone, *_ = free_ports(1)
+    with socket.create_server(("127.0.0.1", 0)) as serving:
+        addresses = [f"127.0.0.1:{gone}", f"127.0.0.1:{serving.getsockname()[1]}", f"127.0.0.1:{gone}"]
+        pairs = {worker: connected_pair() for worker in range(3)}
+        losses = []
+        Lifelines({worker: ours for worker, (ours, _) in pairs.items()}, addresses, losses.append)
+        pairs[2][1].sendall(b"bye\n")
+        for _, theirs in pairs.values():
+            theirs.close()
+        assert eventually(lambda: losses == [0])
+        time.sleep(2)
+        assert losses == [0]
+    for ours, _ in pairs.values():
+        ours.close()
+
+
+def connected_pair():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        return ours, server.accept()[0]
+
+
+PREEMPTION = """
+import os, signal, sys, threading, time
+from tfdist.faults import preemption, FaultTolerance
+
+class Reports:
+    listeners = []
+    def ask_to_stop(self): print("asked", flush=True)
+
+class Strategy:
+    reports = Reports()
+    fault_tolerance = FaultTolerance(preemption_timeout_seconds=3, preemption_signals=(signal.SIGTERM, signal.SIGUSR1))
+
+def earlier(signum, frame):
+    print("earlier", signum, flush=True)
+    sys.exit(3)
+
+signal.signal(signal.SIGTERM, earlier)
+preemption.install(Strategy())
+"""
+
+
+def preempted(body, signum=signal.SIGTERM):
+    """Runs a program that is sent a signal when it says "ready"; its exit code, output and seconds from the signal."""
+    command = [sys.executable, "-u", "-c", PREEMPTION + textwrap.dedent(body)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            before = ""
+            while "ready" not in before:
+                line = process.stdout.readline()
+                assert line, before
+                before += line
+            start = time.monotonic()
+            process.send_signal(signum)
+            output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+        finally:
+            process.kill()
+    return process.returncode, output, time.monotonic() - start
+
+
+def test_a_signal_asks_at_once_while_the_main_thread_is_in_native_code():
+    code, output, seconds = preempted(
+        """
+        import ctypes
+        lock = ctypes.create_string_buffer(128)
+        libc = ctypes.CDLL("libpthread.so.0")
+        libc.pthread_mutex_init(lock, None)
+        libc.pthread_mutex_lock(lock)
+        print("ready")
+        libc.pthread_mutex_lock(lock)  # for ever, and no signal breaks in
+        """
+    )
+    assert code == PREEMPTED and "asked" in output and "no backup since" in output
+    assert f"earlier {int(signal.SIGTERM)}" in output
+    assert 2 < seconds < 6
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_after_the_save_the_process_leaves_with_its_code_and_runs_what_was_registered(signum):
+    code, output, seconds = preempted(
+        """
+        import atexit
+        atexit.register(print, "atexit", flush=True)
+        print("ready")
+        time.sleep(1)
+        try:
+            preemption.leave()
+        finally:
+            print("finally", flush=True)
+        """,
+        signum,
+    )
+    assert code == PREEMPTED and seconds < 3
+    assert all(word in output for word in ("asked", "finally", "atexit"))
+    assert ("earlier" in output) == (signum == signal.SIGTERM)
+
+
+def test_a_program_that_does_not_end_after_the_save_is_ended():
+    code, output, seconds = preempted(
+        """
+        print("ready")
+        time.sleep(0.5)
+        try:
+            preemption.leave()
+        finally:
+            time.sleep(60)
+        """
+    )
+    assert code == PREEMPTED and 9 < seconds < 15, output
+
+
+def test_after_uninstall_earlier_handlers_and_defaults_hold_again():
+    body = """
+        preemption.uninstall()
+        print("ready")
+        time.sleep(30)
+        """
+    code, output, _ = preempted(body)
+    assert code == 3 and "earlier" in output and "asked" not in output
+    assert preempted(body, signal.SIGUSR1)[0] == -signal.SIGUSR1
+
+
+# Real jobs.
+
+TRAIN = """
+import os, pathlib, sys, time
+import keras, numpy as np
+import tfdist
+from tfdist.cluster import ClusterSpec
+
+worker = ClusterSpec.from_env().worker_id
+here = pathlib.Path(os.environ["HERE"])
+strategy = tfdist.MultiWorkerMirroredStrategy()
+x = np.ones((64, 8), "float32")
+
+def build(units=1, optimizer="sgd"):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(units)])
+        model.compile(optimizer, "mse")
+    return model
+
+class Step(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.02)
+        if strategy.reports.latest.number == 10:
+            print("training", flush=True)
+
+def fit(model, *callbacks, epochs=1000):
+    model.fit(x, x[:, :1], batch_size=8, epochs=epochs, verbose=0, callbacks=[*callbacks, Step()])
+"""
+
+
+def test_a_strategy_waits_no_longer_than_it_is_told(job):
+    job.start(TRAIN, workers=2, which=[1], TFDIST_START_TIMEOUT_SECONDS=str(START_SECONDS))
+    assert job.wait() == [1]
+    assert "ClusterError" in job.output(1) and "worker 0 at 127.0.0.1:" in job.output(1)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_worker_is_known_by_name_in_two_seconds(job, killed):
+    job.start(TRAIN + "fit(build())")
+    for index in range(2):
+        job.wait_for(index, "training")
+    start = time.monotonic()
+    job.processes[killed].kill()
+    noticed = job.wait_for(1 - killed, f"worker {killed} at 127.0.0.1")
+    codes = job.wait()
+    assert noticed - start < 2 and time.monotonic() - start < 10
+    assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 1, job.output(1 - killed)
+
+
+def test_sigterm_ends_a_worker_that_waits_in_a_collective(job):
+    job.start(TRAIN + 'fit(build(), tfdist.testing.Fault("hang", worker=1, step=12))')
+    job.wait_for(1, "tfdist.testing.Fault: hang")
+    time.sleep(0.5)
+    job.processes[0].terminate()
+    assert job.processes[0].wait(5) == -signal.SIGTERM
+
+
+def test_others_hear_of_an_exception_at_once_and_of_what_it_says(job):
+    job.start(TRAIN + 'fit(build(), tfdist.testing.Fault("raise", worker=1, step=12))')
+    job.wait_for(1, "tfdist.testing.Fault: raise")
+    start = time.monotonic()
+    assert job.wait() == [1, 1]
+    assert time.monotonic() - start < 5
+    assert "worker 1 ended by RuntimeError: raised by tfdist.testing.Fault after step 12" in job.output(0)
+
+
+def test_all_leave_after_the_same_step_when_one_is_asked_to_go(job):
+    job.start(
+        TRAIN
+        + """
+from tfdist.faults import preemption, watchdog
+
+class Backup(keras.callbacks.Callback):
+    stop = False
+    def on_train_begin(self, logs=None):
+        preemption.install(strategy)
+        strategy.reports.listeners.append(self.on_report)
+    def on_report(self, report):
+        self.stop |= report.stop
+    def on_train_batch_end(self, batch, logs=None):
+        if self.stop:
+            with watchdog.section("save"):
+                (here / f"saved-{worker}").write_text(str(strategy.reports.latest.number))
+            preemption.leave()
+
+fit(build(), Backup(), tfdist.testing.Fault("preempt", worker=1, step=15))
+"""
+    )
+    job.wait_for(1, "tfdist.testing.Fault: preempt")
+    start = time.monotonic()
+    assert job.wait() == [PREEMPTED, PREEMPTED], job.output(0) + job.output(1)
+    assert time.monotonic() - start < 10
+    steps = {(job.directory / f"saved-{index}").read_text() for index in range(2)}
+    assert len(steps) == 1 and 15 <= int(steps.pop()) < 20
+
+
+def test_workers_that_are_done_leave_together(job):
+    job.start(
+        TRAIN
+        + """
+fit(build(), epochs=3)
+print("done", flush=True)
+if worker == 1:
+    while not (here / "go").exists():
+        time.sleep(0.01)
+    fit_alone = strategy.extended.board.hear("done", 0, 5)  # needs worker 0, who keeps the board
+    print("heard", fit_alone)
+"""
+    )
+    job.wait_for(0, "done")
+    time.sleep(1.5)
+    assert job.processes[0].poll() is None
+    (job.directory / "go").touch()
+    assert job.wait() == [0, 0], job.output(0) + job.output(1)
+    assert "heard True" in job.output(1)
+
+
+def test_another_model_is_named_on_all_workers(job):
+    job.start(
+        TRAIN + 'fit(build(1, "adam" if worker else "sgd"))',
+        TFDIST_START_TIMEOUT_SECONDS="8",
+    )
+    assert job.wait() == [1, 1]
+    for index in range(2):
+        assert "All workers must make the same variables" in job.output(index), job.output(index)
+
+
+# Faults for drills.
+
+
+@pytest.fixture
+def busy():
+    """A process that computes."""
+    code = "import os\nprint(os.getpid(), flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def state(process):
+    return pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def speed(process, seconds=1.5):
+    """Seconds of computation in a second."""
+
+    def computed():
+        return sum(map(int, pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+
+    before, start = computed(), time.monotonic()
+    time.sleep(seconds)
+    return (computed() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - start)
+
+
+def test_a_frozen_process_lives_and_goes_on(busy):
+    faults.freeze(busy.pid)
+    assert eventually(lambda: state(busy) == "T", 2)
+    faults.thaw(busy.pid)
+    assert eventually(lambda: state(busy) == "R", 2)
+    faults.kill(busy.pid)
+    assert busy.wait(5) == -signal.SIGKILL
+
+
+def test_a_slow_process_computes_less_and_goes_on(busy):
+    with faults.Slowdown(busy.pid, 1) as slowdown:
+        full = speed(busy)
+        slowdown.change(5)
+        slow = speed(busy)
+    assert slow < 0.5 * full
+    assert eventually(lambda: state(busy) == "R", 2)
+    with pytest.raises(ValueError, match="from 1 up"):
+        faults.Slowdown(busy.pid, 0.5)
+
+
+def test_a_slow_process_may_end_first():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        with faults.Slowdown(process.pid, 3) as slowdown:
+            process.kill()
+            process.wait()
+            time.sleep(0.3)
+            slowdown.change(2)
+
+
+def test_writes_fail_beyond_a_size(tmp_path):
+    code = """
+    import errno, pathlib, sys
+    from tfdist.testing import faults
+    faults.fill_disk(1000)
+    pathlib.Path(sys.argv[1]).write_bytes(bytes(1000))
+    try:
+        pathlib.Path(sys.argv[1]).write_bytes(bytes(2000))
+    except OSError as error:
+        sys.exit(error.errno != errno.EFBIG)
+    sys.exit(2)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "file")]
+    assert subprocess.run(command, timeout=DEADLINE_SECONDS).returncode == 0
+
+
+@pytest.mark.privileged
+def test_a_small_disk_is_soon_full(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount")
+    try:
+        with faults.small_disk(tmp_path, 1 << 16):
+            with pytest.raises(OSError, match="No space left"):
+                (tmp_path / "file").write_bytes(bytes(1 << 20))
+    except PermissionError as error:
+        pytest.skip(str(error))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.privileged
+def test_a_link_is_cut_in_its_namespace():
+    code = """
+    import subprocess, sys
+    from tfdist.testing import faults
+    for command in ("add one type dummy", "set dev one up"):
+        if subprocess.run(["ip", "link", *command.split()]).returncode:
+            sys.exit(77)
+    is_up = lambda: "UP" in subprocess.run(["ip", "link", "show", "one"], capture_output=True, text=True).stdout
+    before = is_up()
+    faults.cut_network("one")
+    sys.exit(not (before and not is_up()))
+    """
+    command = ["unshare", "--net", sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, timeout=DEADLINE_SECONDS, capture_output=True, text=True)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"needs root and network namespaces: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_link_that_is_not_there_is_named():
+    with pytest.raises(PermissionError, match="nowhere0"):
+        faults.cut_network("nowhere0")
+
+
+def test_corruption_is_repeatable_and_real(tmp_path):
+    content = bytes(range(200))
+    done = {}
+    for how in ("truncate", "flip", "remove"):
+        results = []
+        for seed in (1, 1, 2):
+            (tmp_path / "file").write_bytes(content)
+            told = faults.corrupt(tmp_path / "file", seed, how)
+            assert str(tmp_path / "file") in told
+            results.append((tmp_path / "file").read_bytes() if (tmp_path / "file").exists() else None)
+        assert results[0] == results[1] != content
+        done[how] = results[0]
+    assert len(done["truncate"]) < 200 and content.startswith(done["truncate"]) and done["remove"] is None
+    assert sum((a ^ b).bit_count() for a, b in zip(content, done["flip"], strict=True)) == 1
+    kinds = set()
+    for seed in range(20):
+        (tmp_path / "file").write_bytes(content)
+        kinds.add(faults.corrupt(tmp_path / "file", seed).split()[0])
+    assert kinds == {"truncated", "flipped", "removed"}
+    (tmp_path / "file").write_bytes(b"")
+    for arguments, words in (((1,), "empty"), ((1, "burn"), "burn")):
+        with pytest.raises(ValueError, match=words):
+            faults.corrupt(tmp_path / "file", *arguments)

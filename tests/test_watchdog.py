@@ -1,0 +1,189 @@
+"""A job that lives but makes no progress is ended, a healthy one never; who held it up is named."""
+
+import json
+import math
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from tfdist.cluster import ClusterSpec, free_ports
+from tfdist.exit_codes import STALLED
+from tfdist.faults.watchdog import TRAINING, Patience, suspect_of
+
+DEADLINE_SECONDS = 90
+
+
+def live(patience, *phases):
+    """Lets a worker go through phases of (steps, activity, seconds a step, or of the phase if it has no steps)."""
+    step = getattr(patience, "step", 0)
+    for steps, activity, seconds in phases:
+        for _ in range(max(steps, 1)):
+            patience.observe(step, activity, 0.0)
+            for _ in range(math.ceil(seconds)):
+                patience.observe(step, activity, seconds / math.ceil(seconds))
+                if patience.is_over:
+                    return False
+            step += 1 if steps else 0
+            patience.observe(step, activity, 0.0)
+    patience.step = step
+    return True
+
+
+HEALTHY = {
+    "long first step": [(1, TRAINING, 1200), (100, TRAINING, 0.3)],
+    "a step traced again": [(1, TRAINING, 40), (50, TRAINING, 0.3), (1, TRAINING, 110), (50, TRAINING, 0.3)],
+    "slow steps": [(1, TRAINING, 100), (5, TRAINING, 30), (1, TRAINING, 290)],
+    "slower and slower": [(1, TRAINING, 20), *((1, TRAINING, 20 * 1.5**i) for i in range(8))],
+    "hours between two fits": [(9, TRAINING, 1), (0, None, 20000), (1, TRAINING, 900)],
+    "a long save": [(9, TRAINING, 1), (0, "save", 1700), (9, TRAINING, 1)],
+    "validation after each epoch": [
+        (9, TRAINING, 1),
+        (0, "validation", 1200),
+        (9, TRAINING, 1),
+        (0, "validation", 1200),
+    ],
+    "never trained": [(0, None, 100000)],
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_worker_has_time(name):
+    assert live(Patience(), *HEALTHY[name])
+
+
+STUCK = {
+    "first step": ([], TRAINING, 1800),
+    "quick steps": ([(1, TRAINING, 15), (100, TRAINING, 0.2)], TRAINING, 60),
+    "slow steps": ([(1, TRAINING, 30), (100, TRAINING, 10)], TRAINING, 200),
+    "slow first step": ([(1, TRAINING, 100), (100, TRAINING, 0.2)], TRAINING, 300),
+    "steps of minutes": ([(1, TRAINING, 300), (3, TRAINING, 240)], TRAINING, 1800),
+    "callback": ([(50, TRAINING, 1)], "callback", 1800),
+    "first step of a later fit": ([(50, TRAINING, 1), (0, None, 5)], TRAINING, 1800),
+}
+
+
+@pytest.mark.parametrize("name", STUCK)
+def test_a_stuck_worker_has_the_time_that_the_rule_says(name):
+    before, activity, seconds = STUCK[name]
+    patience = Patience()
+    assert live(patience, *before)
+    assert live(patience, (0, activity, seconds))
+    assert not live(patience, (0, activity, 5))
+
+
+def test_a_given_number_holds_for_all_but_the_first_step():
+    for activity in (TRAINING, "callback", "validation"):
+        patience = Patience(10)
+        assert live(patience, (1, TRAINING, 500), (50, TRAINING, 1), (0, activity, 9))
+        assert not live(patience, (0, activity, 5))
+
+
+def test_others_are_told_of_what_may_take_long():
+    patience = Patience()
+    told = []
+    for step, activity in ((0, None), (0, TRAINING), (1, TRAINING), (1, "save"), (1, TRAINING), (1, None)):
+        patience.observe(step, activity, 1.0)
+        told.append(patience.is_long)
+    assert told == [False, True, False, True, False, False]
+
+
+def at(step, section):
+    return {"step": step, "section": section}
+
+
+SUSPECTS = {
+    "one is silent": ({0: at(5, "exchange"), 1: None, 2: at(4, "input")}, 1),
+    "one is behind": ({0: at(5, "input"), 1: at(4, "exchange"), 2: at(5, "exchange")}, 1),
+    "one computes": ({0: at(5, "exchange"), 1: at(5, "exchange"), 2: at(5, "compute")}, 2),
+    "one waits for input": ({0: at(5, "input"), 1: at(5, "exchange")}, 0),
+    "one is in a callback": ({0: at(5, "input"), 1: at(5, "callback")}, 1),
+    "all wait": ({0: at(5, "exchange"), 1: at(5, "exchange")}, None),
+    "two compute": ({0: at(5, "compute"), 1: at(5, "compute"), 2: at(5, "exchange")}, None),
+}
+
+
+@pytest.mark.parametrize("name", SUSPECTS)
+def test_the_suspect_is_who_the_others_wait_for(name):
+    positions, expected = SUSPECTS[name]
+    assert suspect_of(positions) == expected
+
+
+SCRIPT = """
+import time
+import keras, numpy as np
+import tfdist
+
+strategy = tfdist.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+
+class Slow(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            time.sleep(SLEEP)
+        print("epoch", epoch, flush=True)
+
+x = np.ones((64, 8), "float32")
+callbacks = [Slow()]
+if FAULT:
+    callbacks.append(tfdist.testing.Fault("hang", worker=1, step=30, attempt=3))
+model.fit(x, x[:, :1], batch_size=8, epochs=4, verbose=0, callbacks=callbacks)
+print("finished", flush=True)
+"""
+
+
+def train(directory, *, fault, sleep, stall_seconds):
+    """Two workers; their exit codes, outputs and failure reports."""
+    (directory / "script.py").write_text(f"FAULT, SLEEP = {fault}, {sleep}\n{textwrap.dedent(SCRIPT)}")
+    ports = free_ports(2)
+    processes = []
+    try:
+        for index in range(2):
+            env = {
+                **{"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", **os.environ},
+                "TF_CONFIG": ClusterSpec.local(2, index, ports).to_json(),
+                "TFDIST_STALL_TIMEOUT_SECONDS": str(stall_seconds),
+                "TFDIST_RUN_DIR": str(directory / "run"),
+                "TFDIST_ATTEMPT": "3",
+            }
+            with (directory / f"worker-{index}.log").open("wb") as log:
+                command = [sys.executable, "-u", str(directory / "script.py")]
+                processes.append(
+                    subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+                )
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    outputs = [(directory / f"worker-{index}.log").read_text() for index in range(2)]
+    reports = [json.loads(path.read_text()) for path in sorted((directory / "run").rglob("failure-*.json"))]
+    return codes, outputs, reports
+
+
+def test_an_endless_loop_on_one_worker_ends_the_job_with_its_name_and_stack(tmp_path):
+    codes, outputs, reports = train(tmp_path, fault=True, sleep=0, stall_seconds=4)
+    assert STALLED in codes and 0 not in codes, outputs
+    stalls = [report for report in reports if report["kind"] == "stall"]
+    assert stalls and all(report["suspect"] == 1 for report in stalls), reports
+    assert all((tmp_path / f"run/attempt-3/failure-{report['worker']}.json").exists() for report in reports)
+    # Either worker may be first to say so, after which the other knows from the end of its peer.
+    first = min(stalls, key=lambda report: report["time"])
+    assert first["step"] == 30 and first["message"] in outputs[first["worker"]]
+    assert "on_train_batch_end" in first["stack"] or first["worker"] == 0
+    assert "most recent call first" in outputs[first["worker"]]
+
+
+def test_a_long_callback_on_one_worker_within_its_limit_ends_nothing(tmp_path):
+    codes, outputs, reports = train(tmp_path, fault=False, sleep=6, stall_seconds=12)
+    assert codes == [0, 0] and reports == [], outputs
+    assert all("finished" in output for output in outputs)
+    assert not pathlib.Path(tmp_path / "run").exists()

@@ -1,0 +1,83 @@
+"""Workers compare what they are about to do, since unlike collectives wait for each other without end."""
+
+import itertools
+import socket
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from tfdist.errors import ClusterError
+from tfdist.faults.board import Board
+
+__all__ = ["Agreement"]
+
+_compared = itertools.count()  # In this process; as many, and in the same order, on all workers.
+
+
+class Agreement:
+    """What the workers of a strategy must have alike.
+
+    Args:
+      board: Where workers meet.
+      timeout_seconds: For all to come to the same point.
+    """
+
+    def __init__(self, board: Board, timeout_seconds: float):
+        self._board = board
+        self._timeout_seconds = timeout_seconds
+        self._models: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def on_setup(self, devices: int, compression: str) -> None:
+        """Compares numbers of devices and codecs.
+
+        Raises:
+          ClusterError: If they are unlike, or a worker does not come.
+        """
+        said = self._exchange("setup", [str(devices), compression])
+        hint = "Hide devices by CUDA_VISIBLE_DEVICES, or make as many logical CPUs on each."
+        self._compare({worker: own[:1] for worker, own in said.items()}, "the same number of devices", hint)
+        self._compare({worker: own[1:] for worker, own in said.items()}, "the same compression", "Change the scripts.")
+
+    def on_model(self, model: Any) -> None:
+        """Compares shapes and types of a model's variables when it is trained for the first time.
+
+        Costs a message to worker 0, and one for each worker.
+
+        Raises:
+          ClusterError: If they are unlike, or a worker does not come.
+        """
+        if model in self._models:
+            return
+        self._models.add(model)
+        optimizer = type(getattr(model, "optimizer", None)).__name__
+        # Without names, which Keras counts up over all models of a process.
+        variables = [
+            f"variable {number} as {variable.dtype}{list(variable.shape)}"
+            for number, variable in enumerate(model.variables)
+        ]
+        said = self._exchange("model", [f"the optimizer {optimizer}", *variables])
+        self._compare(said, "the same model", "Build it from the same code and settings on each.")
+
+    def _exchange(self, subject: str, own: list[str]) -> dict[int, list[str]]:
+        said = dict(self._board.exchange(f"{subject}-{next(_compared)}", own, self._timeout_seconds))
+        missing = [str(worker) for worker in range(self._board.workers) if worker not in said]
+        if missing:
+            raise ClusterError(
+                f"All workers must come to the same point within {self._timeout_seconds:g} s, but worker "
+                f"{', '.join(missing)} did not ({subject}). This is worker {self._board.worker} on "
+                f"{socket.gethostname()}. See their logs, or raise start_timeout_seconds of tfdist.FaultTolerance."
+            )
+        return said
+
+    def _compare(self, said: Mapping[int, list[str]], what: str, way_out: str) -> None:
+        """Raises where workers say unlike things, naming one worker for each."""
+        for entries in itertools.zip_longest(*said.values(), fillvalue="nothing"):
+            firsts: dict[str, int] = {}
+            for worker, entry in zip(said, entries, strict=True):
+                firsts.setdefault(entry, worker)
+            if len(firsts) > 1:
+                described = ", ".join(f"worker {worker} has {entry}" for entry, worker in firsts.items())
+                raise ClusterError(
+                    f"All workers must have {what}, but {described}. This is worker {self._board.worker} on "
+                    f"{socket.gethostname()}. {way_out}"
+                )

@@ -1,0 +1,67 @@
+"""Workers that are done leave together: one that is early would be an error to those that still need it."""
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+
+import tensorflow as tf
+
+from tfdist.faults.board import Board
+from tfdist.faults.ending import end_with
+from tfdist.faults.lifelines import Lifelines
+
+__all__ = ["leave_together"]
+
+_FAREWELL_SECONDS = 2.0
+_LINE_LENGTH = 500
+_installed = False
+
+
+def leave_together(board: Board, lifelines: Lifelines, timeout_seconds: float) -> None:
+    """Lets this process wait for the others when its program is over; once in a process.
+
+    A program that ends by an exception does not wait, nor do others for it. One that calls `sys.exit` does, whatever
+    the code.
+
+    Args:
+      board: Where workers meet.
+      lifelines: By which others would take the end of this process for a loss.
+      timeout_seconds: How long to wait for a worker that is not done. One that is gone is not waited for.
+    """
+    global _installed
+    if not _installed:
+        _installed = True
+        atexit.register(_leave, board, lifelines, timeout_seconds, os.getpid())
+
+
+def _leave(board: Board, lifelines: Lifelines, timeout_seconds: float, pid: int) -> None:
+    if os.getpid() != pid:  # a child that was forked is no worker
+        return
+    error = getattr(sys, "last_value", None)
+    done = error is None
+    with contextlib.suppress(tf.errors.OpError):  # the others are gone, or have failed
+        if not done:
+            # Else they notice by its heartbeats, after seconds.
+            board.report_error(f"worker {board.worker} ended by {type(error).__name__}: {_in_short(str(error))}")
+        board.say("done", done)
+        if done and board.worker == 0:
+            # Worker 0 keeps the board, so it goes last.
+            deadline = time.monotonic() + timeout_seconds
+            together = all(board.hear("done", worker, max(0.1, deadline - time.monotonic())) for worker in board.others)
+            board.say("leave", together)
+            for worker in board.others if together else ():
+                board.hear("left", worker, _FAREWELL_SECONDS)
+        elif done:
+            board.hear("leave", 0, timeout_seconds)
+            board.say("left", True)
+    lifelines.say_goodbye()
+    if not done:
+        end_with(1)
+
+
+def _in_short(message: str) -> str:
+    """The first line of a message, and the last, where TensorFlow says what it is about."""
+    lines = [line.strip()[:_LINE_LENGTH] for line in message.splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))

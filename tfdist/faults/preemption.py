@@ -1,0 +1,182 @@
+"""Asked to go, by a signal: all workers save after the same step, and leave.
+
+signal ─▶ a thread notices, whatever the main thread does ─▶ strategy.reports.ask_to_stop()
+              │                                                 a report with `stop`, on all workers
+              └─ deadline: leaves unsaved                       BackupAndRestore saves, then leave()
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from absl import logging
+
+from tfdist.exit_codes import PREEMPTED
+from tfdist.faults.ending import end_with
+from tfdist.faults.options import FaultTolerance
+
+__all__ = ["give_signals_back", "install", "leave", "uninstall"]
+
+_LEAVE_SECONDS = 10.0  # For handlers, `finally` blocks and `atexit` functions once the save is done.
+
+_installed: "_Preemption | None" = None
+
+
+def install(strategy: Any) -> None:
+    """Lets the signals of `strategy.fault_tolerance` ask all workers to save and leave.
+
+    The signal is noticed at once, also while the main thread waits inside TensorFlow. If the save does not come in
+    `preemption_timeout_seconds`, say since a worker is gone, the process leaves with `PREEMPTED` all the same: it loses
+    the steps since the newest backup. Handlers of before are called when the process leaves.
+
+    Call it in the main thread; elsewhere it warns and does nothing, as Python takes handlers from no other. A second
+    call only changes the strategy.
+    """
+    global _installed
+    if threading.current_thread() is not threading.main_thread():
+        logging.warning("Preemption is not handled: signal handlers can only be set in the main thread.")
+    elif _installed is None:
+        _installed = _Preemption(strategy)
+    else:
+        _installed.watch(strategy)
+
+
+def uninstall() -> None:
+    """Gives the signals back to the handlers of before. Call it in the main thread, when there is no more to save."""
+    global _installed
+    if _installed is not None:
+        _installed.close()
+        _installed = None
+
+
+def leave() -> NoReturn:
+    """Leaves the process with `PREEMPTED` after the save.
+
+    Calls the handlers of before, then raises `SystemExit`, so that `finally` blocks and `atexit` functions run. After
+    10 seconds the process ends without them.
+    """
+    _after(_LEAVE_SECONDS, lambda: os._exit(PREEMPTED))
+    logging.warning("Saved, and leaving with exit code %d: start again to go on.", PREEMPTED)
+    if _installed is not None:
+        _installed.saved()
+    end_with(PREEMPTED)
+    raise SystemExit(PREEMPTED)
+
+
+def give_signals_back() -> None:
+    """Undoes what TensorFlow does to SIGTERM when it joins a cluster: it takes note of it, and no more.
+
+    A user's handler, or else the default, which ends the process, holds again. In the main thread only.
+    """
+    if threading.current_thread() is threading.main_thread():
+        handler = signal.getsignal(signal.SIGTERM)  # What Python knows; TensorFlow sets its own past Python.
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+class _Preemption:
+    """The signals, once caught."""
+
+    def __init__(self, strategy: Any):
+        self._options: FaultTolerance = (
+            getattr(strategy, "fault_tolerance", None) or FaultTolerance().with_environment()
+        )
+        self._strategy: Any = None
+        self._timer: threading.Timer | None = None
+        self._signum: int | None = None
+        self._closing = False
+        self.watch(strategy)
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        # Python writes the number of each signal here as it arrives, in whatever thread, holding no lock.
+        self._earlier_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._read, name="tfdist-preemption", daemon=True)
+        self._thread.start()
+        self._earlier: Mapping[int, Any] = {
+            signum: signal.signal(signum, lambda *_: None) for signum in self._options.preemption_signals
+        }
+
+    def watch(self, strategy: Any) -> None:
+        if strategy is not self._strategy:
+            if self._strategy is not None:
+                self._strategy.reports.listeners.remove(self._on_report)
+            self._strategy = strategy
+            strategy.reports.listeners.append(self._on_report)
+
+    def close(self) -> None:
+        for signum, handler in self._earlier.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(self._earlier_fd, warn_on_full_buffer=False)
+        self._closing = True
+        os.write(self._writer, b"\0")
+        self._thread.join()
+        os.close(self._writer)
+        os.close(self._reader)
+        self._strategy.reports.listeners.remove(self._on_report)
+        self._stop_clock()
+
+    def saved(self) -> None:
+        self._stop_clock()
+        self._call_earlier()
+
+    def _read(self) -> None:
+        while not self._closing:
+            for signum in os.read(self._reader, 64):
+                if self._earlier_fd != -1 and signum:
+                    with contextlib.suppress(OSError):
+                        os.write(self._earlier_fd, bytes([signum]))
+                if signum in self._options.preemption_signals and self._signum is None:
+                    self._on_signal(signum)
+
+    def _on_signal(self, signum: int) -> None:
+        self._signum = signum
+        seconds = self._options.preemption_timeout_seconds
+        name = signal.Signals(signum).name
+        logging.warning("%s: all workers save after a step to come and leave, in %g s at most.", name, seconds)
+        self._start_clock()
+        self._strategy.reports.ask_to_stop()
+
+    def _on_report(self, report: Any) -> None:
+        if report.stop:  # on workers that got no signal, too
+            self._start_clock()
+
+    def _start_clock(self) -> None:
+        if self._timer is None:
+            self._timer = _after(self._options.preemption_timeout_seconds, self._give_up)
+
+    def _stop_clock(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _give_up(self) -> None:
+        _after(1.0, lambda: os._exit(PREEMPTED))  # A handler may take long.
+        logging.error(
+            "Asked to go %g s ago, and no backup since: leaving with exit code %d. What was done after the newest "
+            "backup is lost.",
+            self._options.preemption_timeout_seconds,
+            PREEMPTED,
+        )
+        self._call_earlier()
+        os._exit(PREEMPTED)
+
+    def _call_earlier(self) -> None:
+        handler = self._earlier.get(self._signum) if self._signum is not None else None
+        if callable(handler):
+            try:
+                handler(self._signum, None)
+            except BaseException as error:  # also SystemExit: we are leaving anyway
+                logging.info("The handler of signal %s ended by %r.", self._signum, error)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+
+
+def _after(seconds: float, function: Callable[[], Any]) -> threading.Timer:
+    timer = threading.Timer(seconds, function)
+    timer.daemon = True
+    timer.start()
+    return timer

@@ -1,0 +1,344 @@
+"""Ends a job that is alive but makes no progress: stuck input, an endless loop, a network path that swallows.
+
+Heartbeats tell of processes that are gone or frozen. Here each worker looks, every second, where it is: its step, and
+what it does ("input", "compute" or "exchange" in training; "callback", "save", "validation"). The rule:
+
+- The clock runs inside Keras' `fit` of the strategy only. It starts anew with each step, and with each change between
+  training and the rest.
+- A step, with its input, may take 20 times the median of the last 64, but at least 60 s and at most 30 minutes; never
+  less than three times the longest so far, the first included, which traces.
+- The first step of a `fit`, a callback, a save or a validation may take 30 minutes. So it is also where
+  `stall_timeout_seconds` is given, for the first step; for all else that number holds.
+- A worker whose clock has run out asks the others where they are. While one of them is in its first step, a callback, a
+  save or a validation, whose own clock runs, all wait. Else the suspect is who does not answer, or is behind, or does
+  not wait for others.
+- Then each worker writes where all its threads are, and the report, and ends with exit code `STALLED`.
+
+Custom loops are not watched, nor is what is outside of `fit`, but for one thing: a variable is made by a broadcast, and
+who waits there for `start_timeout_seconds` lets it fail on all workers, since their models are not alike.
+"""
+
+import atexit
+import collections
+import contextlib
+import faulthandler
+import itertools
+import math
+import os
+import statistics
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from tfdist import _tf
+from tfdist.exit_codes import STALLED
+from tfdist.failure_report import write_report
+from tfdist.faults.board import Board
+
+__all__ = ["Creations", "Patience", "Watchdog", "section", "start", "suspect_of"]
+
+TRAINING = "training"
+_POLL_SECONDS = 1.0
+_POST_SECONDS = 2.0
+_ANSWER_SECONDS = 2.0
+_STOP_SECONDS = 5.0
+_FLOOR_SECONDS = 60.0
+_CAP_SECONDS = 1800.0
+_STEPS, _STEPS_REMEMBERED, _LONGEST_STEPS = 20, 64, 3
+
+# How likely a section is one in which a worker waits for others; of the rest, not at all. A dataset that is split among
+# workers lets them agree on its end before each step, so who waits may be in "input".
+_WAITS = {"compute": 1, "input": 2, "exchange": 3}
+
+_sections: list[str] = []
+_made = itertools.count()  # Watchdogs of this process, as many and in the same order on all workers.
+
+
+@contextlib.contextmanager
+def section(name: str) -> Iterator[None]:
+    """Says what this worker does in the block, where that is no training: `with watchdog.section("save"):`."""
+    _sections.append(name)
+    try:
+        yield
+    finally:
+        _sections.remove(name)
+
+
+class Creations:
+    """The variables that a worker makes. Each is a broadcast, so unlike models wait here for each other."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.since: float | None = None
+
+    @contextlib.contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Around the making of a variable."""
+        self.since = time.monotonic()
+        try:
+            yield
+            self.count += 1
+        finally:
+            self.since = None
+
+
+def start(strategy: Any, board: Board, creations: Creations) -> None:
+    """Watches the training of a strategy for as long as it lives, in threads of its own.
+
+    Costs two messages to worker 0 every two seconds, and a look at the stacks of this process every second.
+    """
+    given = strategy.fault_tolerance.stall_timeout_seconds
+    if given != math.inf:
+        Watchdog(strategy, board, Patience(given), creations).start()
+
+
+class Patience:
+    """How long a worker may stay where it is; the rule, without clocks and threads.
+
+    Args:
+      given: The user's number of seconds, `None` to learn it.
+    """
+
+    def __init__(self, given: float | None = None):
+        self._given = given
+        self._steps: collections.deque[float] = collections.deque(maxlen=_STEPS_REMEMBERED)
+        self._longest = 0.0
+        self._state: tuple[int, str | None] = (0, None)
+        self._in_step = 0.0
+        self._is_first = True
+        self.waited_seconds = 0.0
+
+    def observe(self, step: int, activity: str | None, elapsed_seconds: float) -> None:
+        """Takes note of where this worker is.
+
+        Args:
+          step: How many steps are done.
+          activity: `TRAINING`, another word for what may take long, `None` outside of `fit`.
+          elapsed_seconds: Since the last call.
+        """
+        before, was = self._state
+        self.waited_seconds += elapsed_seconds
+        if was == TRAINING:
+            self._in_step += elapsed_seconds
+        if step > before:
+            took = self._in_step / (step - before)
+            self._longest = max(self._longest, took)
+            if not self._is_first:
+                self._steps.append(took)
+            self._is_first = False
+            self._in_step = 0.0
+        if activity is None:
+            self._is_first = True
+            self._in_step = 0.0
+        if (step, activity) != self._state:
+            self.waited_seconds = 0.0
+        self._state = step, activity
+
+    @property
+    def is_long(self) -> bool:
+        """Whether this worker does what may take long: others wait for it."""
+        activity = self._state[1]
+        return activity is not None and (activity != TRAINING or self._is_first)
+
+    @property
+    def limit_seconds(self) -> float:
+        """How long this worker may stay where it is."""
+        if self._state[1] is None:
+            return math.inf
+        longest = _LONGEST_STEPS * self._longest
+        if self._is_first:
+            return max(_CAP_SECONDS, longest)
+        if self._given is not None:
+            return self._given
+        if self.is_long or not self._steps:
+            return max(_CAP_SECONDS, longest)
+        usual = _STEPS * statistics.median(self._steps)
+        return max(min(max(_FLOOR_SECONDS, usual), _CAP_SECONDS), longest)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has stayed there for longer."""
+        return self.waited_seconds > self.limit_seconds
+
+
+def suspect_of(positions: Mapping[int, Mapping[str, Any] | None]) -> int | None:
+    """Who holds up the others.
+
+    Args:
+      positions: By worker its "step" and "section", `None` of one that does not answer.
+
+    Returns:
+      The one that does not answer, else the one that is behind, else the one whose section is least likely to be
+      that of a worker that waits; `None` if nothing tells.
+    """
+    silent = [worker for worker, position in positions.items() if position is None]
+    if silent:
+        return silent[0]
+    steps = {worker: position["step"] for worker, position in positions.items() if position}
+    behind = [worker for worker, step in steps.items() if step == min(steps.values())]
+    if len(behind) < len(steps):
+        return behind[0]
+    rank = {worker: _WAITS.get(position["section"], 0) for worker, position in positions.items() if position}
+    least = [worker for worker in rank if rank[worker] == min(rank.values())]
+    return least[0] if len(least) == 1 else None
+
+
+class Watchdog:
+    """The threads that watch: one looks, one tells the others, since a message may hang where a look may not."""
+
+    def __init__(self, strategy: Any, board: Board, patience: Patience, creations: Creations):
+        self._strategy = weakref.ref(strategy)
+        self._creations = creations
+        self._start_timeout_seconds = strategy.fault_tolerance.start_timeout_seconds
+        self._subject = f"position-{next(_made)}"
+        self._board = board
+        self._patience = patience
+        self._position: dict[str, Any] = {"step": 0, "section": None, "may_take_long": False, "looks": 0}
+        self._looks = 0
+        self._threads: list[threading.Thread] = []
+        self._stopping = threading.Event()
+        self._warned = False
+
+    def start(self) -> None:
+        """Starts the threads. They end before TensorFlow takes its runtime apart, which would wait for them."""
+        for target in (self._watch, self._post):
+            thread = threading.Thread(target=target, name=f"tfdist-watchdog{target.__name__}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        atexit.register(self._stop)
+
+    def _stop(self) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(_STOP_SECONDS)
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._stopping.wait(_POLL_SECONDS):
+            now = time.monotonic()
+            # A process that was itself frozen counts the seconds in which it ran.
+            self._look(min(now - last, 2 * _POLL_SECONDS))
+            last = now
+            if self._patience.is_over:
+                self._judge()
+            since = self._creations.since
+            if since is not None and now - since > self._start_timeout_seconds:
+                self._refuse_model()
+                return
+
+    def _refuse_model(self) -> None:
+        """Lets the broadcast fail that this worker waits in, and all other collectives."""
+        heard = {worker: self._hear(worker) for worker in self._board.others}
+        counts = {worker: position["variables"] if position else "not answered" for worker, position in heard.items()}
+        named = ", ".join(f"worker {worker} has {count}" for worker, count in counts.items())
+        message = (
+            "All workers must make the same variables in the same order, but after "
+            f"{self._start_timeout_seconds:g} s worker {self._board.worker} still waits for others to make number "
+            f"{self._creations.count + 1} ({named}). Build the same model with the same optimizer on each, or raise "
+            "start_timeout_seconds of tfdist.FaultTolerance."
+        )
+        logging.error(message)
+        with contextlib.suppress(tf.errors.OpError):
+            self._board.report_error(message)
+
+    def _look(self, elapsed_seconds: float) -> None:
+        strategy = self._strategy()
+        if strategy is None:
+            self._stopping.set()
+            return
+        activity = _tf.keras_fit_activity(strategy)
+        step, part = strategy.reports.position()
+        if activity is not None and _sections:
+            activity = _sections[-1]
+        self._patience.observe(step, activity, elapsed_seconds)
+        what = part if activity == TRAINING else activity
+        self._looks += 1
+        self._position = {
+            "step": step,
+            "section": what,
+            "may_take_long": self._patience.is_long,
+            "variables": self._creations.count,
+            "looks": self._looks,  # Tells a thread that looks from one that is dead.
+        }
+
+    def _post(self) -> None:
+        while not self._stopping.wait(_POST_SECONDS):
+            with contextlib.suppress(tf.errors.OpError):
+                self._board.say(self._subject, self._position)
+
+    def _judge(self) -> None:
+        positions = self._ask()
+        busy = [worker for worker, position in positions.items() if position and position.get("may_take_long")]
+        if [worker for worker in busy if worker != self._board.worker]:
+            if not self._warned:
+                self._warned = True
+                logging.warning("No progress for %.0f s: %s", self._patience.waited_seconds, _describe(positions))
+            return
+        if self._patience.is_over and not self._stopping.is_set():  # Asking took a while.
+            self._end(positions)
+
+    def _ask(self) -> dict[int, Mapping[str, Any] | None]:
+        """Where the workers are; `None` of those whose word does not change."""
+        before = self._listen()
+        time.sleep(2 * _POST_SECONDS)
+        after = self._listen()
+        self._look(0.0)
+        positions: dict[int, Mapping[str, Any] | None] = {}
+        for worker, position in after.items():
+            is_new = position and position.get("looks") != (before[worker] or {}).get("looks")
+            positions[worker] = position if is_new else None
+        if not any(positions.values()):  # The board is out of reach: so is worker 0, who keeps it.
+            positions = {0: None}
+        return {**positions, self._board.worker: self._position}
+
+    def _listen(self) -> dict[int, Any]:
+        with ThreadPoolExecutor(16) as pool:
+            return dict(zip(range(self._board.workers), pool.map(self._hear, range(self._board.workers)), strict=True))
+
+    def _hear(self, worker: int) -> Any:
+        with contextlib.suppress(tf.errors.OpError):
+            return self._board.hear(self._subject, worker, _ANSWER_SECONDS)
+        return None
+
+    def _end(self, positions: Mapping[int, Mapping[str, Any] | None]) -> None:
+        suspect = suspect_of(positions)
+        blamed = "nothing tells who holds it up" if suspect is None else f"worker {suspect} holds it up"
+        message = (
+            f"No progress for {self._patience.waited_seconds:.0f} s (limit {self._patience.limit_seconds:.0f} s): "
+            f"{_describe(positions)}; {blamed}. Worker {self._board.worker} ends with exit code {STALLED}. If "
+            "this was healthy, raise stall_timeout_seconds of tfdist.FaultTolerance."
+        )
+        try:
+            sys.stderr.write(f"tfdist: {message}\n")
+            sys.stderr.flush()
+            faulthandler.dump_traceback(file=2, all_threads=True)
+            step, part = self._position["step"], self._position["section"]
+            write_report("stall", message=message, stack=_stacks(), suspect=suspect, step=step, section=part)
+        finally:
+            os._exit(STALLED)
+
+
+def _describe(positions: Mapping[int, Mapping[str, Any] | None]) -> str:
+    return ", ".join(
+        f"worker {worker} is in step {position['step'] + 1} ({position['section']})"
+        if position
+        else f"worker {worker} does not answer"
+        for worker, position in sorted(positions.items())
+    )
+
+
+def _stacks() -> str:
+    """Where each thread of this process is."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )
