@@ -1,6 +1,8 @@
-"""Keras callbacks for many workers: those that write files do so once, on the chief; and logs of the traffic."""
+"""Keras callbacks for many workers: those that write files do so once, on the chief; backups; logs of the traffic."""
 
+from tfdist.callbacks.backup_and_restore import BackupAndRestore
+from tfdist.callbacks.balance import Balance
 from tfdist.callbacks.chief_only import ChiefOnly, CSVLogger, ModelCheckpoint, TensorBoard
 from tfdist.callbacks.traffic import Traffic
 
-__all__ = ["CSVLogger", "ChiefOnly", "ModelCheckpoint", "TensorBoard", "Traffic"]
+__all__ = ["BackupAndRestore", "Balance", "CSVLogger", "ChiefOnly", "ModelCheckpoint", "TensorBoard", "Traffic"]

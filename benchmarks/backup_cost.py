@@ -1,0 +1,148 @@
+"""What saves cost a training: `fit` with a save every 50 steps against the same `fit` without.
+
+    python -m benchmarks.backup_cost                          # about 15 minutes on 2 cores
+    python -m benchmarks.backup_cost --quick                  # a few minutes, coarse
+    python -m benchmarks.backup_cost --where workers --compression int8
+
+A dense network of 10 M parameters under Adam: 121 MB of variables in a save. Both variants live in the same processes
+and take turns in random order, block by block. A block is long enough for the thread that writes to end within it: what
+that takes from the training counts. Printed are medians and quartiles over the blocks, and of the cost, taken between
+blocks of one round.
+"""
+
+import functools
+import json
+import pathlib
+import random
+import statistics
+import tempfile
+import time
+
+import keras
+import numpy as np
+import rich.console
+import rich.table
+import tensorflow as tf
+from absl import app, flags
+
+import tfdist
+from benchmarks import models
+from tfdist.testing import WorkerPool
+
+FLAGS = flags.FLAGS
+flags.DEFINE_enum("where", "one", ["one", "workers"], "One process under plain `fit`, or 2 workers.")
+flags.DEFINE_enum("model", "mlp", list(models.MODELS), "What is trained.")
+flags.DEFINE_string("compression", None, "Of the strategy of 2 workers.")
+flags.DEFINE_integer("save_steps", 50, "Steps between saves.", 1)
+flags.DEFINE_integer("saves", 2, "Saves in a block.", 1)
+flags.DEFINE_integer("rounds", 6, "Blocks of each variant.", 2)
+flags.DEFINE_bool("quick", False, "3 blocks of each variant, with one save.")
+flags.DEFINE_string("directory", None, "Where to save; by default where temporary files go.")
+flags.DEFINE_string("json", None, "A file for the results.")
+
+
+class Clock(keras.callbacks.Callback):
+    """Notes when steps begin and end; the first in the list, so that an end does not count what callbacks do then."""
+
+    def __init__(self):
+        super().__init__()
+        self.begins, self.ends = [], []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Notes the time."""
+        self.begins.append(time.perf_counter())
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Notes the time."""
+        self.ends.append(time.perf_counter())
+
+
+# From here: run in the workers.
+
+
+@functools.cache
+def make_model(name: str, where: str, compression: str | None) -> tuple[keras.Model, tf.data.Dataset]:
+    keras.utils.set_random_seed(0)
+    strategy = tf.distribute.get_strategy()
+    if where == "workers":
+        strategy = tfdist.MultiWorkerMirroredStrategy(compression=compression)
+    with strategy.scope():
+        model = models.keras_model(name, keras)
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    batch = tf.data.Dataset.from_tensors(models.make_batch(name, 0)).repeat()
+    return model, strategy.distribute_datasets_from_function(lambda _: batch)
+
+
+def train_block(name: str, where: str, compression: str | None, steps: int, save_steps: int, folder: str | None):
+    """Seconds that `steps` steps of `fit` take, and of these those between steps that save and the next."""
+    model, data = make_model(name, where, compression)
+    clock = Clock()
+    backup = [tfdist.callbacks.BackupAndRestore(folder, save_freq=save_steps)] if folder else []
+    model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[clock, *backup])
+    pauses = np.subtract(clock.begins[1:], clock.ends[:-1])
+    return clock.ends[-1] - clock.begins[0], float(sum(pauses[save_steps - 1 :: save_steps])) if folder else 0.0
+
+
+# From here: run in the process that was started.
+
+
+def measure(pool: WorkerPool, setting: tuple, save_steps: int, saves: int, rounds: int, folder: str) -> dict:
+    """Seconds of each block, by variant, and those that a save holds up the step after it."""
+    steps = save_steps * saves + save_steps // 2  # time for the last one to be written
+
+    def block(folder):
+        seconds, pauses = zip(*pool.run(train_block, *setting, steps, save_steps, folder), strict=True)
+        return max(seconds), max(pauses) / saves
+
+    variants = {"without": None, "with": folder}
+    for variant in variants.values():
+        block(variant)
+    blocks, pauses = {name: [] for name in variants}, []
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(variants), len(variants)):
+            seconds, pause = block(variants[name])
+            blocks[name].append(seconds / steps)
+            if variants[name]:
+                pauses.append(pause)
+    more = [(own - other) * steps / saves for own, other in zip(blocks["with"], blocks["without"], strict=True)]
+    return {
+        "step_seconds": blocks,
+        "seconds_a_save": more,
+        "pause_seconds": pauses,
+        "share": [cost / (save_steps * step) for cost, step in zip(more, blocks["without"], strict=True)],
+    }
+
+
+def cell(values: list[float], scale: float = 1.0, digits: int = 1) -> str:
+    """Median and quartiles."""
+    low, middle, high = (value * scale for value in statistics.quantiles(values, n=4, method="inclusive"))
+    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def print_table(result: dict) -> None:
+    table = rich.table.Table("", "median (quartiles)")
+    for name, values in result["step_seconds"].items():
+        table.add_row(f"step {name} saves, ms", cell(values, 1e3))
+    table.add_row("a save holds up the next step, ms", cell(result["pause_seconds"], 1e3))
+    table.add_row("a save costs in all, ms", cell(result["seconds_a_save"], 1e3))
+    table.add_row("of the step time, %", cell(result["share"], 1e2, 2))
+    rich.console.Console(width=100).print(table)
+
+
+def main(_) -> None:
+    saves, rounds = (1, 3) if FLAGS.quick else (FLAGS.saves, FLAGS.rounds)
+    setting = (FLAGS.model, FLAGS.where, FLAGS.compression)
+    workers = 2 if FLAGS.where == "workers" else 1
+    with tempfile.TemporaryDirectory(dir=FLAGS.directory) as folder, WorkerPool(workers, timeout_seconds=3600) as pool:
+        result = measure(pool, setting, FLAGS.save_steps, saves, rounds, str(pathlib.Path(folder, "backup")))
+    described = {"model": FLAGS.model, "where": FLAGS.where, "compression": FLAGS.compression}
+    described |= {"save_steps": FLAGS.save_steps, "saves": saves, "rounds": rounds}
+    print(", ".join(f"{key} {value}" for key, value in described.items()))
+    print_table(result)
+    if FLAGS.json:
+        pathlib.Path(FLAGS.json).write_text(json.dumps({"setting": described, **result}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    app.run(main)

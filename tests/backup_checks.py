@@ -1,0 +1,256 @@
+"""What the tests of BackupAndRestore run in worker processes: small trainings with a bit of all that has state."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+import tfdist
+from tfdist import compression
+from tfdist.callbacks import BackupAndRestore
+
+BATCH, STEPS, EPOCHS = 8, 6, 4  # 24 steps in all
+COMPRESSION = {
+    "int8": compression.Int8(min_elements=20, block_size=16),
+    "powersgd": compression.PowerSGD(2, min_elements=20),
+}
+
+
+class BrokenOffError(Exception):
+    """Ends a `fit` as an error in the user's code would."""
+
+
+class BreakOff(keras.callbacks.Callback):
+    """Ends the `fit`, or the process, after a step of the whole training."""
+
+    def __init__(self, step, kills):
+        super().__init__()
+        self._step, self._kills = step, kills
+
+    def on_train_batch_end(self, batch, logs=None):
+        if keras.ops.convert_to_numpy(self.model.optimizer.iterations) == self._step:
+            if self._kills:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise BrokenOffError
+
+
+class Count(keras.callbacks.Callback):
+    """A user's callback, with state that it changes in every hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches, self.epochs = 0, {}
+        self.sums = np.zeros(2)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epochs[epoch] = self.epochs.get(epoch, 0) + 1
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches += 1
+        self.sums = np.add(self.sums, [batch, logs["loss"]])
+
+
+def make_strategy(placement, compressed):
+    """A new one each time, as in a new process: what codecs keep belongs to a strategy."""
+    make = tfdist.MirroredStrategy if placement.startswith("1x") else tfdist.MultiWorkerMirroredStrategy
+    return make(compression=COMPRESSION.get(compressed))
+
+
+def data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(BATCH * STEPS - 3, 9)).astype("float32")  # the last batch is short
+    return x, (x @ rng.normal(size=(9, 4))).argmax(1)
+
+
+def build(strategy, seed=1, width=16, optimizer="adam", accumulate=None, scaled=False, steps=1, jit=False):
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(seed)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = keras.Sequential(
+            [
+                layers.Input((9,)),
+                layers.Dense(width, activation="tanh"),
+                layers.BatchNormalization(),
+                layers.Dropout(0.2),
+                layers.Dense(4),
+            ]
+        )
+        made = {"adam": keras.optimizers.Adam, "sgd": keras.optimizers.SGD}[optimizer]
+        optimizer = made(0.01, gradient_accumulation_steps=accumulate)
+        if scaled:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=5)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, metrics=["accuracy"], steps_per_execution=steps, jit_compile=jit)
+    return model
+
+
+def inputs(kind, strategy):
+    """Arguments of `fit`."""
+    x, y = data()
+    if kind == "arrays":
+        return {"x": x, "y": y, "batch_size": BATCH}
+    if kind == "unshuffled":
+        return {"x": x, "y": y, "batch_size": BATCH, "shuffle": False}
+    dataset = tf.data.Dataset.from_tensor_slices((x, y))
+    if kind == "dataset":
+        return {"x": dataset.shuffle(50, seed=1, reshuffle_each_iteration=False).batch(BATCH)}
+    if kind == "generator":  # of unknown length
+        return {"x": dataset.batch(BATCH).filter(lambda *batch: True)}
+    if kind == "endless":
+        return {"x": dataset.shuffle(50, seed=1).repeat().batch(BATCH), "steps_per_epoch": STEPS}
+    sharding = tfdist.data.BalancedSharding((x, y), BATCH, seed=3, policy="equal")
+    return {"x": strategy.distribute_datasets_from_function(sharding)}
+
+
+def callbacks_of(directory, position, broken, monitors, **options):
+    mine = [BackupAndRestore(directory, **options)] if directory else []
+    count = Count()
+    others = [count]
+    if monitors:
+        others += [
+            keras.callbacks.ReduceLROnPlateau(patience=0, min_delta=0.3, factor=0.5),
+            keras.callbacks.EarlyStopping(patience=2, min_delta=0.3, restore_best_weights=True),
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+        ]
+    first, last = (mine, []) if position == "first" else ([], mine)
+    return [*first, *others, *last, *broken], count
+
+
+def train(
+    placement,
+    directory=None,
+    *,
+    data_kind="arrays",
+    compressed=None,
+    epochs=EPOCHS,
+    fits=1,
+    break_off=None,
+    kills=False,
+    position="first",
+    monitors=False,
+    model=None,
+    **options,
+):
+    """Trains, as far as `break_off` lets it: a step, or [worker, step]. What is left of a training, to the bit."""
+    strategy = None if placement == "plain" else make_strategy(placement, compressed)
+    model = build(strategy, **(model or {}))
+    worker, step = break_off if isinstance(break_off, list) else (own_index(), break_off)
+    broken = [BreakOff(step, kills)] if step is not None and worker == own_index() else []
+    histories, counts = [], []
+    np.random.seed(5)
+    x, y = data()
+    try:
+        for _ in range(fits):
+            callbacks, count = callbacks_of(directory, position, broken, monitors, **options)
+            validation = {"validation_data": (x[:20], y[:20])} if monitors else {}
+            history = model.fit(
+                **inputs(data_kind, strategy), epochs=epochs, callbacks=callbacks, verbose=0, **validation
+            )
+            histories.append([history.epoch, history.history])
+            counts.append([count.batches, count.epochs, count.sums.tolist()])
+    except BrokenOffError:
+        return None
+    return {
+        "weights": [np.asarray(variable) for variable in model.variables],
+        "optimizer": [np.asarray(variable) for variable in model.optimizer.variables],
+        "metrics": model.get_metrics_result(),
+        "histories": histories,
+        "counts": counts,
+        "random": np.random.random(),
+        "residual": getattr(strategy, "communication", None) and strategy.communication.residual_norm(),
+    }
+
+
+def broken_off_and_unbroken(placement, directory, breaks, **options):
+    """In one process: broken off and begun again as often as `breaks` has steps, and a training without any of this."""
+    for step in breaks:
+        assert train(placement, directory, break_off=step, **options) is None
+    resumed = train(placement, directory, **options)
+    return resumed, unbroken(placement, **options)
+
+
+def unbroken(placement, **options):
+    return train(placement, **{k: v for k, v in options.items() if k not in ("save_freq", "delete_checkpoint")})
+
+
+def own_index():
+    config = json.loads(os.environ.get("TF_CONFIG") or "{}")
+    return config["task"]["index"] if config else 0
+
+
+def refusals(directory):
+    """What is said before training, and whether the backup was touched, by what is wrong."""
+    from tfdist.errors import BackupError
+
+    train("plain", directory, epochs=1, save_freq=2, delete_checkpoint=False)
+    before = _tree(directory)
+    wrong = {
+        "another shape": lambda: train("plain", directory, model={"width": 17}),
+        "another optimizer": lambda: train("plain", directory, model={"optimizer": "sgd"}),
+        "not writable": lambda: train("plain", "/proc/backup"),
+        "twice": lambda: build(None).fit(*data(), callbacks=[BackupAndRestore(directory)] * 2, verbose=0),
+    }
+    said = {}
+    for name, run in wrong.items():
+        try:
+            run()
+        except BackupError as error:
+            said[name] = str(error)
+    return said, before == _tree(directory)
+
+
+def full_disk(directory):
+    """A training in which a save cannot be written, as the system refuses all but tiny files for a while."""
+    import resource
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    kept = []
+
+    class Fill(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            step = keras.ops.convert_to_numpy(self.model.optimizer.iterations)
+            if step == 7:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+            if step == 11:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+                kept.append(_steps(directory))
+
+    model = build(None)
+    backup = BackupAndRestore(directory, save_freq=4, delete_checkpoint=False)
+    model.fit(**inputs("arrays", None), epochs=3, callbacks=[backup, Fill()], verbose=0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return kept[0], _steps(directory)
+
+
+def _steps(directory):
+    return sorted(int(name.partition("-")[2]) for name in os.listdir(directory) if name.startswith("step-"))
+
+
+def _tree(directory):
+    return {
+        path: path.read_bytes() for path in pathlib.Path(directory).rglob("*") if path.is_file() and path.name != "lock"
+    }
+
+
+def saved_with(strategy_kind, directory, compressed, step):
+    """Leaves a backup of a training of other replicas, broken off."""
+    return train(strategy_kind, directory, compressed=compressed, data_kind="balanced", save_freq=4, break_off=step)
+
+
+def resumed_with_fewer(directory):
+    """A training of 2 replicas, continued by one: what is left of it, and that of one alone."""
+    import tfdist.testing
+
+    assert saved_with("1x2", directory, "int8", 9) is None
+    alone = tfdist.MirroredStrategy(["CPU:0"])
+    model = build(alone)
+    rows = inputs("balanced", alone)
+    fit = model.fit(**rows, epochs=EPOCHS, callbacks=[BackupAndRestore(directory, save_freq=4)], verbose=0)
+    return fit.epoch, fit.history, int(keras.ops.convert_to_numpy(model.optimizer.iterations))

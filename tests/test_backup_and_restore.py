@@ -1,0 +1,120 @@
+"""A training that is killed and started again is, to the bit, the training that was not."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+import backup_checks as checks
+from tfdist.testing import WorkerPool
+
+
+def assert_equal(resumed, unbroken):
+    assert resumed["histories"] == unbroken["histories"]
+    assert resumed["metrics"] == unbroken["metrics"]
+    assert resumed["random"] == unbroken["random"]
+    for kind in ("weights", "optimizer"):
+        for mine, other in zip(resumed[kind], unbroken[kind], strict=True):
+            np.testing.assert_array_equal(mine, other, strict=True)
+    assert resumed["residual"] == unbroken["residual"]
+
+
+# In one process, broken off by an exception, and begun again with a model made anew.
+ROWS = {
+    "epochs": {"breaks": [8, 15], "save_freq": "epoch", "model": {"jit": True}},
+    "steps": {"breaks": [5, 10, 21], "save_freq": 4, "model": {"jit": True}},
+    "each step, and at the end of an epoch": {"breaks": [6, 7, 12, 18], "save_freq": 1},
+    "last in the list": {"breaks": [10, 14], "save_freq": 4, "position": "last"},
+    "monitors, epochs": {"breaks": [7, 13], "save_freq": "epoch", "monitors": True},
+    "monitors, steps": {"breaks": [7, 13], "save_freq": 5, "monitors": True, "position": "last"},
+    "unshuffled arrays": {"breaks": [9], "save_freq": 4, "data_kind": "unshuffled"},
+    "dataset": {"breaks": [9, 15], "save_freq": 4, "data_kind": "dataset"},
+    "dataset of unknown length": {"breaks": [4, 15], "save_freq": 4, "data_kind": "generator"},
+    "endless dataset": {"breaks": [4, 15, 19], "save_freq": 4, "data_kind": "endless"},
+    "endless dataset, epochs": {"breaks": [8, 19], "save_freq": "epoch", "data_kind": "endless"},
+    "steps_per_execution": {"breaks": [8, 14], "save_freq": 4, "model": {"steps": 2}},
+    "accumulation": {"breaks": [4, 9], "save_freq": 3, "model": {"accumulate": 2}},
+    "loss scale": {"breaks": [9, 15], "save_freq": 4, "model": {"scaled": True}},
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_broken_off_and_resumed_in_a_process_without_a_strategy(row, pools, tmp_path):
+    resumed, unbroken = pools("single").run(
+        checks.broken_off_and_unbroken, "plain", str(tmp_path / "backup"), **ROWS[row]
+    )[0]
+    assert_equal(resumed, unbroken)
+    assert resumed["counts"] == unbroken["counts"], "a user's callback has seen each hook once"
+    assert not (tmp_path / "backup").exists()
+
+
+REPLICATED = {
+    "arrays": {"breaks": [9, 15], "save_freq": 4},
+    "accumulation": {"breaks": [4, 9], "save_freq": 3, "model": {"accumulate": 2}},
+    "residuals": {"breaks": [3, 8, 15], "save_freq": 3, "compressed": "int8"},
+    "balanced": {"breaks": [3, 8, 15], "save_freq": 4, "data_kind": "balanced", "compressed": "powersgd"},
+    "balanced, epochs": {"breaks": [8, 15], "save_freq": "epoch", "data_kind": "balanced"},
+}
+
+
+@pytest.mark.parametrize("row", REPLICATED)
+def test_broken_off_and_resumed_on_two_devices(row, pools, tmp_path):
+    resumed, unbroken = pools("1x2").run(
+        checks.broken_off_and_unbroken, "1x2", str(tmp_path / "backup"), **REPLICATED[row]
+    )[0]
+    assert_equal(resumed, unbroken)
+
+
+FITS = {"fits": 2, "delete_checkpoint": False}
+KILLED = {
+    "a process": ("plain", 1, 1, [[0, 9], [0, 15]], {"save_freq": 4, "monitors": True}),
+    "in the second fit": ("plain", 1, 1, [[0, 9], [0, 29]], {"save_freq": 4, **FITS}),
+    "two devices": ("1x2", 1, 2, [[0, 9], [0, 15]], {"save_freq": 4, "data_kind": "balanced", "compressed": "int8"}),
+    "two workers": (
+        "2x1",
+        2,
+        1,
+        [[1, 3], [0, 9], [1, 15]],
+        {"save_freq": 4, "data_kind": "balanced", "compressed": "int8"},
+    ),
+}
+
+
+@pytest.mark.parametrize("where", KILLED)
+def test_killed_and_started_again(where, tmp_path):
+    """With SIGKILL, in processes of its own each time."""
+    placement, workers, devices, kills, options = KILLED[where]
+    directory = str(tmp_path / "backup")
+    with WorkerPool(workers, devices, timeout_seconds=180) as pool:
+        for kill in kills:
+            with pytest.raises(Exception, match=r"SIGKILL|signal 9|killed"):
+                pool.run(checks.train, placement, directory, break_off=kill, kills=True, **options)
+        newest = max(int(path.name.partition("-")[2]) for path in pathlib.Path(directory).glob("step-*"))
+        assert newest > 4
+        resumed = pool.run(checks.train, placement, directory, **options)
+        unbroken = pool.run(checks.unbroken, placement, **options)
+    for mine, other in zip(resumed, unbroken, strict=True):
+        assert_equal(mine, other)
+    assert pathlib.Path(directory).exists() == (options.get("delete_checkpoint") is False)
+
+
+def test_what_cannot_be_restored_is_said_before_training_and_stays_as_it_was(pools, tmp_path):
+    said, untouched = pools("single").run(checks.refusals, str(tmp_path / "backup"))[0]
+    assert "dense/kernel of shape (9, 16)" in said["another shape"] and "(9, 17)" in said["another shape"]
+    assert "another model or optimizer" in said["another optimizer"]
+    assert "/proc/backup" in said["not writable"]
+    assert "one BackupAndRestore" in said["twice"]
+    assert untouched
+
+
+def test_a_full_disk_costs_a_save_and_nothing_else(pools, tmp_path):
+    meanwhile, in_the_end = pools("single").run(checks.full_disk, str(tmp_path / "backup"))[0]
+    assert meanwhile == [4]
+    assert in_the_end == [16, 18]
+
+
+def test_another_number_of_replicas_goes_on_with_the_next_global_batch(pools, tmp_path):
+    epochs, history, iterations = pools("1x2").run(checks.resumed_with_fewer, str(tmp_path / "backup"))[0]
+    assert epochs == list(range(checks.EPOCHS))
+    assert iterations == checks.EPOCHS * checks.STEPS
+    assert all(len(values) == checks.EPOCHS and np.all(np.isfinite(values)) for values in history.values())

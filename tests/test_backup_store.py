@@ -1,0 +1,364 @@
+"""Commits are whole or do not count: whatever happens to a byte, a file or a folder of one, the one before is found."""
+
+import contextlib
+import errno
+import json
+import logging as standard_logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import numpy as np
+import pytest
+from absl import logging
+
+from tfdist.backup.store import LOCK, MANIFEST, Draft, Store, _digest
+from tfdist.errors import BackupError
+
+RUN = "abc123"
+DEADLINE_SECONDS = 30
+FILES = ("state.arrays", "state.json", "part-1.json", "empty")
+
+
+def content(step, name):
+    size = 0 if name == "empty" else 5000
+    return np.random.default_rng([step, len(name)]).bytes(size)
+
+
+def write(store, step, **manifest):
+    draft = Draft(store.directory, RUN, step)
+    files = {name: draft.write(name, [content(step, name)]) for name in FILES}
+    return store.commit(draft, {"files": files, "workers": 2, "versions": {"tfdist": "0.1.0"}, **manifest})
+
+
+@contextlib.contextmanager
+def owned(directory, keep=2):
+    store = Store(str(directory), keep)
+    store.claim()
+    yield store
+    store.release()
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A directory with the commits 3 and 12: by number, not by name."""
+    with owned(tmp_path / "backup") as store:
+        write(store, 3)
+        write(store, 12)
+    return tmp_path / "backup"
+
+
+@pytest.fixture
+def warnings():
+    heard = []
+    handler = standard_logging.Handler(standard_logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.get_absl_logger().addHandler(handler)
+    yield heard
+    logging.get_absl_logger().removeHandler(handler)
+
+
+def found(directory):
+    """The step of the newest whole commit, all of whose files have been read and compared; `None` if there is none."""
+    commit = Store(str(directory)).newest_whole()
+    if commit is None:
+        return None
+    assert {name: bytes(commit.read(name)) for name in FILES} == {name: content(commit.step, name) for name in FILES}
+    return commit.step
+
+
+def tree(directory):
+    return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def lengths(size):
+    return sorted({0, 1, size // 2, size - 1, size + 1} - {size, -1})
+
+
+def offsets(size):
+    return sorted({0, 1, size // 3, size // 2, size - 2, size - 1}) if size else []
+
+
+def harms(path):
+    """Ways to harm a file: (what, a function that does so)."""
+    whole = path.read_bytes()
+    for length in lengths(len(whole)):
+        yield f"{length} bytes long", lambda length=length: path.write_bytes((whole + b"x")[:length])
+    for offset in offsets(len(whole)):
+        for bit in (0, 5, 7):
+            flipped = bytearray(whole)
+            flipped[offset] ^= 1 << bit
+            yield f"bit {bit} of byte {offset} flipped", lambda flipped=flipped: path.write_bytes(flipped)
+    yield "missing", path.unlink
+    yield "a folder", lambda: (path.unlink(), path.mkdir())
+    yield "a pipe", lambda: (path.unlink(), os.mkfifo(path))
+    yield "a link to nowhere", lambda: (path.unlink(), path.symlink_to("nowhere"))
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+def test_a_harmed_file_makes_the_commit_before_count(name, two, tmp_path, warnings):
+    harmless = []
+    for number, (what, _) in enumerate(list(harms(two / "step-12" / name))):
+        copy = tmp_path / f"copy-{number}"
+        shutil.copytree(two, copy)
+        dict(harms(copy / "step-12" / name))[what]()
+        warnings.clear()
+        if found(copy) == 12:
+            harmless.append(what)  # `found` has compared all that it holds
+        else:
+            assert found(copy) == 3, what
+            assert any("step-12" in warning and "skipped" in warning for warning in warnings), what
+    assert harmless == [], "every byte counts"
+
+
+@pytest.mark.parametrize("name", [*FILES[:-1], MANIFEST])
+def test_with_no_whole_commit_there_is_none(name, two):
+    for step in (3, 12):
+        path = two / f"step-{step}" / name
+        path.write_bytes(path.read_bytes()[:-1])
+    assert found(two) is None
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        b"",
+        b"\x00" * 100,
+        b"null",
+        b"[]",
+        b"{}",
+        b'"manifest"',
+        b"[" * 100000,
+        b'{"manifest": null, "sha256": null}',
+        b'{"manifest": {}, "sha256": 3}',
+        "{ü".encode("latin-1"),
+        b"1" * 10000,
+    ],
+    ids=lambda text: text[:12].decode("latin-1"),
+)
+def test_any_garbage_for_a_manifest_is_skipped(manifest, two):
+    (two / "step-12" / MANIFEST).write_bytes(manifest)
+    assert found(two) == 3
+
+
+def test_wrong_types_in_a_manifest_of_right_checksum_are_skipped(two):
+    """What a program other than this one might have written."""
+    original = json.loads((two / "step-12" / MANIFEST).read_bytes())["manifest"]
+    wrong = [
+        *({**original, key: value} for key in original for value in (None, "x", [], {"a": 1}, -1) if key != "versions"),
+        *({k: v for k, v in original.items() if k != key} for key in ("files", "format", "step", "workers")),
+        *({**original, "files": {**original["files"], "state.json": value}} for value in (None, 5, {}, {"bytes": "x"})),
+        *({**original, "files": {name: original["files"]["empty"]}} for name in ("../step-3/empty", "/dev/null")),
+    ]
+    for one in wrong:
+        (two / "step-12" / MANIFEST).write_text(json.dumps({"manifest": one, "sha256": _digest(one)}))
+        assert found(two) == 3, one
+
+
+def test_half_made_and_strange_folders_do_not_count_and_stay_until_a_new_run_owns_the_directory(two):
+    draft = Draft(str(two), "dead", 20)
+    draft.write("state.json", [b"{}"])
+    (two / "step-30").mkdir()
+    (two / "step-x").mkdir()
+    (two / "step-0031").mkdir()
+    (two / "step-40").write_text("a file")
+    (two / "notes.txt").write_text("mine")
+    assert found(two) == 12
+    assert os.path.exists(draft.path), "only the owner clears"
+    with owned(two) as store:
+        assert not os.path.exists(draft.path)
+        assert store.newest_whole().step == 12
+        write(store, 50)
+    assert (two / "notes.txt").read_text() == "mine"
+    assert (two / "step-x").is_dir() and (two / "step-0031").is_dir()
+    assert found(two) == 50
+
+
+def test_keep_commits_stay_the_newest(tmp_path):
+    with owned(tmp_path, keep=3) as store:
+        for step in (1, 2, 9, 10, 11):
+            write(store, step)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-10", "step-11", "step-9"]
+
+
+def test_a_damaged_commit_is_set_aside_not_deleted(two):
+    (two / "step-12" / "state.json").write_bytes(b"damaged")
+    with owned(two) as store:
+        assert store.newest_whole().step == 3
+        store.set_faulty_aside()
+        write(store, 9)
+        assert found(two) == 9
+        write(store, 12)
+    assert found(two) == 12
+    assert (two / "faulty-step-12" / "state.json").read_bytes() == b"damaged"
+
+
+def test_a_newer_format_is_an_error_and_nothing_is_touched(two):
+    path = two / "step-12" / MANIFEST
+    manifest = {**json.loads(path.read_bytes())["manifest"], "format": 99, "versions": {"tfdist": "9.9"}}
+    path.write_text(json.dumps({"manifest": manifest, "sha256": _digest(manifest)}))
+    before = tree(two)
+    with pytest.raises(BackupError, match=r"tfdist 9\.9 in format 99.*Update tfdist"):
+        Store(str(two)).newest_whole()
+    assert tree(two) == before
+
+
+@pytest.mark.parametrize("place", ["/proc/tfdist-backup", "{file}/backup"])
+def test_a_place_that_cannot_be_written_is_named_at_once(place, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BackupError, match=r"cannot be done.*or give another backup_dir"):
+        Store(place.format(file=tmp_path / "file")).claim()
+
+
+def test_a_write_that_fails_half_way_leaves_former_commits_and_the_next_one_works(two):
+    """The limit of a process's files does what a full disk does, and needs no root."""
+    with owned(two) as store:
+        draft = Draft(str(two), RUN, 20)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+        try:
+            with pytest.raises(OSError) as raised:
+                draft.write("state.arrays", [bytes(1 << 20)])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert raised.value.errno in (errno.EFBIG, errno.ENOSPC)
+        assert found(two) == 12
+        store.discard(draft)
+        assert not os.path.exists(draft.path)
+        write(store, 20)
+    assert found(two) == 20
+
+
+def test_a_draft_whose_files_are_not_all_there_is_no_commit(two):
+    with owned(two) as store:
+        draft = Draft(str(two), RUN, 20)
+        files = {"part-1.json": draft.write("part-1.json", [b"abc"])}
+        os.truncate(os.path.join(draft.path, "part-1.json"), 1)
+        with pytest.raises(OSError, match=r"part-1\.json"):
+            store.commit(draft, {"files": files, "workers": 1})
+    assert found(two) == 12
+
+
+HOLD = """
+import sys, time, os
+from tfdist.backup.store import Store
+store = Store(sys.argv[1])
+store.claim()
+if os.fork() == 0:  # what a killed run has forked does not hold its lock
+    os.close(1)
+    time.sleep(float(sys.argv[2]))
+    os._exit(0)
+print("held", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_two_jobs_do_not_share_a_directory_and_a_killed_one_frees_it_at_once(tmp_path):
+    command = [sys.executable, "-c", HOLD, tmp_path, "20"]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(BackupError, match=f"process {holder.pid} on .* is using"):
+            Store(str(tmp_path)).claim(wait_seconds=0.3)
+        holder.kill()
+        start = time.monotonic()
+        with owned(tmp_path):
+            assert time.monotonic() - start < DEADLINE_SECONDS / 10
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)
+        holder.communicate(timeout=DEADLINE_SECONDS)
+
+
+def test_a_process_may_claim_again_what_it_holds(tmp_path):
+    with owned(tmp_path) as store:
+        store.claim()
+        write(store, 1)
+
+
+def test_delete_leaves_nothing_of_ours_and_all_of_others(two):
+    with owned(two) as store:
+        (two / "notes.txt").write_text("mine")
+        store.delete()
+        assert [path.name for path in two.iterdir()] == ["notes.txt"]
+    with owned(two) as store:
+        write(store, 1)
+        (two / "notes.txt").unlink()
+        store.delete()
+    assert not two.exists()
+
+
+KILLED = """
+import os, sys
+import numpy as np
+from tfdist.backup.store import Draft, Store
+store = Store(sys.argv[1], keep=2)
+store.claim()
+newest = store.newest_whole()
+step = newest.step if newest else 0
+while True:
+    step += 1
+    draft = Draft(sys.argv[1], "abc", step)
+    files = {f"{i}": draft.write(f"{i}", [np.full(30000, step + i, np.int64).data.cast("B")]) for i in range(4)}
+    store.commit(draft, {"files": files, "workers": 1})
+    print(step, flush=True)
+"""
+
+
+def test_a_writer_killed_at_any_moment_loses_nothing_that_it_has_committed(tmp_path):
+    rng = np.random.default_rng(0)
+    said = 0
+    for _ in range(6):
+        writer = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE)
+        try:
+            writer.stdout.readline()  # it writes now
+            time.sleep(rng.uniform(0, 0.05))
+        finally:
+            writer.kill()
+            output, _ = writer.communicate(timeout=DEADLINE_SECONDS)
+        said = max([said, *(int(line) for line in output.splitlines()[:-1])])
+        commit = Store(str(tmp_path)).newest_whole()
+        assert commit.step >= said
+        for i in range(4):
+            assert set(np.frombuffer(commit.read(f"{i}"), np.int64)) == {commit.step + i}
+
+
+class TestOtherStorage:
+    """TensorFlow's file system in memory stands for an object store."""
+
+    @pytest.fixture
+    def remote(self):
+        return f"ram://{uuid.uuid4().hex}"
+
+    def test_the_manifest_makes_the_commit(self, remote):
+        import tensorflow as tf
+
+        with owned(remote) as store:
+            write(store, 3)
+            write(store, 12)
+            Draft(remote, RUN, 20).write("state.json", [b"{}"])
+        assert found(remote) == 12
+        with owned(remote):
+            assert not tf.io.gfile.exists(f"{remote}/step-20"), "half-made"
+        with tf.io.gfile.GFile(f"{remote}/step-12/state.json", "wb") as file:
+            file.write(b"short")
+        assert found(remote) == 3
+        with owned(remote) as store:
+            assert store.newest_whole().step == 3
+            store.set_faulty_aside()
+            write(store, 12)
+            assert found(remote) == 12
+            store.delete()
+        assert found(remote) is None
+
+
+def test_there_is_no_lock_file_where_nobody_owns(two):
+    (two / LOCK).unlink()
+    assert found(two) == 12, "reading needs no rights to write"
+    assert not (two / LOCK).exists()

@@ -1,0 +1,88 @@
+"""The state of the other callbacks of a `fit`: what a list holds, what of it changes, how it is given back."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.backup.plain import decode, encode
+
+Plain = tuple[Any, list[np.ndarray]]  # what `encode` gives
+
+_NOT_STATE = ("_model", "params")
+
+
+class CallbackStates:
+    """The plain attributes of callbacks, as far as training changes them.
+
+    What is told to `__init__` of a callback and stays so is not saved: a restarted script may say it anew. A callback
+    with both `get_state` and `set_state` says itself what its state is: plain values, see `encode`. An array that is
+    there from the start and changed in place is not noticed.
+
+    Make it when all callbacks have begun.
+
+    Args:
+      callbacks: All but those that back up.
+    """
+
+    def __init__(self, callbacks: Sequence[keras.callbacks.Callback]):
+        self._callbacks = dict(_named(callbacks))
+        self._at_start = {name: dict(_attributes(callback)) for name, callback in self._callbacks.items()}
+
+    def capture(self) -> dict[str, dict[str, Plain]]:
+        """What differs from the start, by callback; nothing in it changes any more. Copies the arrays in it."""
+        return {
+            name: {
+                key: (node, [np.array(array) for array in arrays])
+                for key, (node, arrays) in _attributes(callback)
+                if not _is_same((node, arrays), self._at_start[name].get(key))
+            }
+            for name, callback in self._callbacks.items()
+        }
+
+    def restore(self, captured: Mapping[str, Mapping[str, Plain]]) -> None:
+        """Puts back what was captured; the rest as it was at the start."""
+        for name, callback in self._callbacks.items():
+            if name not in captured:
+                continue
+            state = {key: decode(*own) for key, own in {**self._at_start[name], **captured[name]}.items()}
+            if _speaks_for_itself(callback):
+                if "state" in state:
+                    callback.set_state(state["state"])
+            else:
+                vars(callback).update(state)
+
+
+def _is_same(now: Plain, start: Plain | None) -> bool:
+    """Whether nothing has changed. Arrays are the same if they are the same objects, which costs nothing to see."""
+    if start is None:
+        return False
+    same_arrays = len(now[1]) == len(start[1]) and all(a is b for a, b in zip(now[1], start[1], strict=True))
+    return now[0] == start[0] and same_arrays
+
+
+def _named(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, keras.callbacks.Callback]]:
+    """Callbacks by class and how many of that class came before."""
+    count: Counter[str] = Counter()
+    for callback in callbacks:
+        if not isinstance(callback, keras.callbacks.ProgbarLogger | keras.callbacks.BackupAndRestore):
+            kind = f"{type(callback).__module__}.{type(callback).__qualname__}"
+            yield f"{kind}:{count[kind]}", callback
+            count[kind] += 1
+
+
+def _speaks_for_itself(callback: Any) -> bool:
+    return hasattr(callback, "get_state") and hasattr(callback, "set_state")
+
+
+def _attributes(callback: Any) -> Iterator[tuple[str, Plain]]:
+    attributes = {"state": callback.get_state()} if _speaks_for_itself(callback) else vars(callback)
+    for key, value in attributes.items():
+        arrays: list[np.ndarray] = []
+        try:
+            if key not in _NOT_STATE:
+                yield key, (encode(value, arrays), arrays)
+        except TypeError:
+            continue  # a model, a file, a function: what a new start makes anew

@@ -1,0 +1,576 @@
+"""One `fit` that is backed up: when to save, what a commit says of the fit, and how a new `fit` takes it up."""
+
+import dataclasses
+import datetime
+import inspect
+import math
+import os
+import random
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+from absl import logging
+
+from tfdist.backup import residuals, variables
+from tfdist.backup.agreement import Agreement
+from tfdist.backup.callbacks import CallbackStates
+from tfdist.backup.files import files_of, is_remote
+from tfdist.backup.plain import decode, encode
+from tfdist.backup.saver import Saver, Snapshot, read_part
+from tfdist.backup.steps import count_steps, uncount_steps
+from tfdist.backup.store import LOCK, Commit, Store, probe_writing
+from tfdist.errors import BackupError, PositionError
+
+_PACE_STEPS = 10  # before the duration of a step is known
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `BackupAndRestore` was asked for; see there."""
+
+    directory: str
+    save_freq: Any
+    keep: int
+    delete: bool
+    preemption: bool
+    timeout_seconds: float
+
+
+@dataclasses.dataclass
+class _Process:
+    """What this process remembers of a directory from one `fit` to the next."""
+
+    finished: int = 0
+    steps: int = 0
+    number: int = -1
+    histories: list[Any] = dataclasses.field(default_factory=list)
+    saver: Saver | None = None
+    store: Store | None = None
+    listener: Any = None
+
+
+_processes: dict[str, _Process] = {}
+
+
+@dataclasses.dataclass
+class _Loaded:
+    """A commit, read."""
+
+    commit: Commit
+    plain: dict[str, Any]
+    shared: Mapping[str, np.ndarray]
+    parts: list[tuple[Mapping[str, np.ndarray], Any]]  # this worker's, or all if there were others
+    is_alike: bool  # whether it was made by as many workers and replicas as there are now
+
+
+class FitBackup(keras.callbacks.Callback):
+    """Backs up one `fit`, as the last of its callbacks, so that the state of the others is that of the same moment.
+
+    Args:
+      options: Of the callback that the user has given.
+      callbacks: The list that this one has been added to.
+      streams: Whether epochs follow each other in one iterator, as under `steps_per_epoch`.
+    """
+
+    def __init__(self, options: Options, callbacks: keras.callbacks.CallbackList, streams: bool):
+        super().__init__()
+        self.has_begun = False
+        self._options = options
+        self._list = callbacks
+        self._others: list[keras.callbacks.Callback] = []
+        self._streams = streams
+        self._loaded: _Loaded | None = None
+        self._residual_files = ""
+        self._passing_over = False
+        self._is_done_before = False
+        self._logs: Any = None
+        self._epoch = self._batch = 0
+        self._asked_to_stop = False
+
+    # -- the beginning
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Takes the directory, restores the newest commit; all workers, or none."""
+        self.has_begun = True
+        if not self.model.built:
+            raise ValueError(
+                f"BackupAndRestore restores the variables of a model that has them, and {self.model.name!r} is not "
+                "built yet. Call it on a batch, or give it an Input, before `fit`."
+            )
+        self._process = _processes.setdefault(_key(self._options.directory), _Process())
+        self._end_former()
+        self._strategy = self.model.distribute_strategy
+        self._agreement = Agreement(self._strategy, self._options.timeout_seconds)
+        self._states = CallbackStates([callback for callback in self._list.callbacks if callback is not self])
+        variables.build_optimizer(self.model)
+        commit = self._claim()
+        if commit is not None and self._is_wanted():
+            self._apply()
+            self._take_position()
+        self._saved_at = self._process.steps
+        self._pace_begin()
+        self._install_preemption()
+        if self.model.train_function is not None:
+            count_steps(self.model)
+
+    def _end_former(self) -> None:
+        """Waits for the last save of a `fit` in this process that was broken off."""
+        if self._process.saver is not None:
+            try:
+                self._process.saver.wait()
+            except Exception as error:
+                logging.warning("The last backup of a former fit failed: %s", error)
+
+    def _claim(self) -> Commit | None:
+        store = None
+        if self._agreement.is_chief:
+            store = self._process.store = self._process.store or Store(self._options.directory, self._options.keep)
+        chosen = self._agreement.settle("fit", None, lambda _: _choose(store))
+        commit = Commit(*chosen["commit"]) if chosen["commit"] else None
+        fault = None
+        try:
+            self._check_place(chosen["holder"])
+            if commit is not None:
+                self._loaded = self._load(commit)
+        except (BackupError, OSError) as error:
+            fault = f"worker {self._agreement.own} on {socket.gethostname()}: {error}"
+        faults = self._agreement.settle("fit", fault, lambda said: [one for one in said if one])
+        if faults:
+            if store is not None:
+                store.release()
+            raise BackupError("; ".join(faults) if self._agreement.workers > 1 else faults[0].partition(": ")[2])
+        if store is not None:
+            store.set_faulty_aside()
+        self._run = chosen["run"]
+        self._process.saver = Saver(self._options.directory, self._run, self._agreement, store)
+        return commit
+
+    def _check_place(self, holder: str) -> None:
+        """On a worker that is not the chief: whether it can write, and to the same place."""
+        directory = self._options.directory
+        if self._agreement.is_chief or is_remote(directory):
+            return
+        try:
+            with open(os.path.join(directory, LOCK)) as file:
+                same = file.read() == holder
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise BackupError(
+                f"All workers write to one backup_dir, but {directory} here is not what the chief has there. Give a "
+                "path on storage that all workers share."
+            )
+        probe_writing(directory)
+
+    def _load(self, commit: Commit) -> _Loaded:
+        shared, plain = read_part(commit, "state")
+        variables.check_same(variables.slots_of(self.model), plain["variables"], commit.path)
+        steps = self.model.steps_per_execution
+        if plain["batch"] % steps:
+            raise BackupError(
+                f"The backup {commit.path} was made after batch {plain['batch']} of an epoch, where "
+                f"steps_per_execution={steps} cannot begin. Compile with {plain['steps_per_execution']}, as before."
+            )
+        before = commit.manifest["workers"]
+        now = (self._agreement.workers, self._strategy.num_replicas_in_sync)
+        is_alike = now == (before, plain["replicas"])
+        which = [self._agreement.own] if is_alike else range(before)
+        return _Loaded(commit, plain, shared, [read_part(commit, f"part-{worker}") for worker in which], is_alike)
+
+    # -- restoring
+
+    def _is_wanted(self) -> bool:
+        """Whether the commit is of this `fit`, or of a later one of a program that begins anew."""
+        assert self._loaded is not None
+        of_fit = self._loaded.plain["fit"]
+        if of_fit < self._process.finished:
+            self._loaded = None
+            return False
+        self._is_done_before = of_fit > self._process.finished
+        return True
+
+    def _apply(self) -> None:
+        """Gives back everything that is saved."""
+        assert self._loaded is not None
+        plain, parts, is_alike = self._loaded.plain, self._loaded.parts, self._loaded.is_alike
+        everyone = [arrays for arrays, _ in parts]
+        slots = variables.slots_of(self.model)
+        variables.restore(slots, plain["variables"], self._loaded.shared, everyone, self._agreement.is_chief)
+        self._restore_residuals(everyone, is_alike)
+        self._restore_shardings(plain["shardings"], plain["read"])
+        own_place = self._agreement.own
+        arrays, own = parts[own_place if not is_alike and own_place < len(parts) else 0]
+        if is_alike:
+            random.setstate(decode(own["python_random"], []))
+            np.random.set_state(decode(own["numpy_random"], [arrays["numpy_random"]]))
+        if self._is_done_before:
+            self._states.restore(_without_arrays(plain["histories"][self._process.finished]))
+        else:
+            self._states.restore(_callback_states(own["callbacks"], arrays))
+
+    def _restore_shardings(self, texts: list[str], read: list[bool]) -> None:
+        """From the last on, as a program that fits again has those of before at the beginning."""
+        shardings = getattr(self._strategy, "shardings", [])
+        for sharding, text, is_read in zip(reversed(shardings), reversed(texts), reversed(read), strict=False):
+            try:
+                sharding.deserialize(text)
+            except PositionError:
+                if is_read:
+                    raise
+
+    def _restore_residuals(self, parts: list[Mapping[str, np.ndarray]], is_alike: bool) -> None:
+        assert self._loaded is not None
+        communication = getattr(self._strategy, "communication", None)
+        kept = [_prefixed(part, "residuals/") for part in parts]
+        if communication is None or not any(kept):
+            return
+        if not is_alike:
+            residuals.redistribute(communication, [_prefixed(part, "pending/") for part in parts])
+            return
+        name = f".half-{self._run}-step-{self._loaded.commit.step}-{self._agreement.own}"
+        folder = os.path.join(self._options.directory, name)
+        if residuals.restore(communication, kept[0], folder):
+            self._residual_files = folder
+
+    def _take_position(self) -> None:
+        """Lets `fit` begin at the epoch of the commit."""
+        assert self._loaded is not None
+        plain = self._loaded.plain
+        self._process.steps, self._process.number = plain["steps"], self._loaded.commit.step
+        self._process.histories = list(plain["histories"])
+        epoch = plain["epoch"]
+        if self._is_done_before or (plain["stop"] and not plain["batch"]):
+            epoch = max(self.params.get("epochs") or 1, 1)
+            self.model.stop_training = True
+        # The one name with which Keras' own callback tells `fit` where to begin.
+        self.model._initial_epoch = epoch
+        logging.info("Restored %s: epoch %d, batch %d.", self._loaded.commit.path, plain["epoch"], plain["batch"])
+        if self._is_done_before:
+            self._loaded = None
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """In the first epoch of a restored `fit`: passes over what was trained on before."""
+        self.model._initial_epoch = None
+        self._epoch, self._batch = epoch, 0
+        if self._loaded is None:
+            self._positions = self._serialized()
+            return
+        plain = self._loaded.plain
+        if plain["batch"]:
+            self._apply()  # the other callbacks have begun the epoch a second time, `fit` has reset the metrics
+        here = self._serialized()
+        before = plain["positions"][-len(here) :] if here else []
+        self._positions = [*here[: len(here) - len(before)], *before]
+        if (plain["batch"] or plain["consumed"]) and self.model.train_function is not None:
+            lacking = variables.missing(variables.slots_of(self.model), plain["variables"])
+            count_steps(self.model).pass_over(
+                plain["batch"],
+                0 if any(plain["read"]) else plain["consumed"] - plain["batch"],
+                reads=not any(plain["read"]),  # it continues by itself
+                runs_last=bool(lacking) and not any(plain["read"]),
+                logs=decode(plain["logs"], []),
+            )
+        self._passing_over = plain["batch"] > 0
+        if self._passing_over:
+            self._others, self._list.callbacks = self._list.callbacks, [self]
+        else:
+            self._loaded = None
+
+    def _end_passing_over(self, batch: int) -> None:
+        assert self._loaded is not None
+        self._passing_over = False
+        self._list.callbacks = self._others
+        self._apply()
+        self._batch = batch + 1
+        self._logs = decode(self._loaded.plain["logs"], [])
+        self.model.stop_training = self._loaded.plain["stop"]
+        self._loaded = None
+
+    # -- saving
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Counts steps, also of a train function that another callback has made anew."""
+        if self.model.train_function is not None:
+            count_steps(self.model)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Saves if it is time."""
+        if self._passing_over:
+            if not count_steps(self.model).left:
+                self._end_passing_over(batch)
+            return
+        self._remove_residual_files()
+        self._process.steps += batch + 1 - self._batch
+        self._batch, self._logs = batch + 1, logs
+        if self._asked_to_stop:
+            self._leave()
+        if self._is_due():
+            self._save()
+        else:
+            self._saver.check()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Saves if it is time; the last epoch always, if backups are to stay."""
+        self._epoch, self._batch, self._logs = epoch + 1, 0, None
+        is_last = self.model.stop_training or epoch + 1 >= (self.params.get("epochs") or math.inf)
+        if self._options.save_freq == "epoch" or (is_last and not self._options.delete):
+            self._save()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Waits for the last save; removes the backups if they are not to stay."""
+        self.model._initial_epoch = None
+        uncount_steps(self.model)
+        self._remove_residual_files()
+        self._list.callbacks.remove(self)
+        self._saver.wait()
+        self._uninstall_preemption()
+        self._process.finished += 1
+        if not self._is_done_before:
+            self._process.histories.append(self._history())
+        self._agreement.settle("fit", None, lambda _: None)  # nobody writes any more
+        store = self._process.store
+        if store is not None:
+            if self._options.delete and not self._is_done_before:
+                try:
+                    store.delete()
+                except OSError as error:
+                    logging.warning("Backups stay in %s: %s", self._options.directory, error)
+            store.release()
+
+    @property
+    def _saver(self) -> Saver:
+        assert self._process.saver is not None
+        return self._process.saver
+
+    def _save(self) -> None:
+        """Copies out what there is, and has it written."""
+        self._saver.wait()
+        self._saved_at = self._process.steps
+        slots = variables.slots_of(self.model)
+        shared, own = variables.capture(slots)
+        communication = getattr(self._strategy, "communication", None)
+        kept = residuals.capture(communication)
+        own_arrays: dict[str, Any] = {**own, **{f"residuals/{name}": tensor for name, tensor in kept.items()}}
+        callbacks = self._states.capture()
+        for callback, attributes in callbacks.items():
+            for key, (_, arrays) in attributes.items():
+                own_arrays.update({f"callbacks/{callback}/{key}/{i}": array for i, array in enumerate(arrays)})
+        numpy_random: list[np.ndarray] = []
+        own_plain = {
+            "callbacks": {
+                callback: {key: [node, len(arrays)] for key, (node, arrays) in attributes.items()}
+                for callback, attributes in callbacks.items()
+            },
+            "python_random": encode(random.getstate(), []),
+            "numpy_random": encode(np.random.get_state(), numpy_random),
+        }
+        own_arrays["numpy_random"] = numpy_random[0].copy()
+        # By steps; an epoch's end may be saved after its last step.
+        self._process.number = max(self._process.steps, self._process.number + 1)
+        self._saver.save(
+            Snapshot(
+                self._process.number,
+                shared,
+                own_arrays,
+                {"variables": {slot.key: slot.described for slot in slots}, **self._position()},
+                own_plain,
+                lambda: {f"pending/{name}": array for name, array in residuals.pending(communication, kept).items()},
+            )
+        )
+
+    def _position(self) -> dict[str, Any]:
+        function = self.model.train_function
+        consumed = getattr(function, "consumed", 0) if self._batch or self._streams else 0
+        serialized = self._serialized()
+        return {
+            "fit": self._process.finished,
+            "steps": self._process.steps,
+            "epoch": self._epoch,
+            "batch": self._batch,
+            "consumed": consumed,
+            "stop": bool(self.model.stop_training),
+            "logs": _encoded_logs(self._logs),
+            "steps_per_execution": self.model.steps_per_execution,
+            "replicas": self._strategy.num_replicas_in_sync,
+            "shardings": serialized,
+            "positions": self._positions,
+            # A sharding that has moved since the epoch began is what this `fit` reads.
+            "read": [now != before for now, before in zip(serialized, self._positions, strict=False)],
+            "histories": self._process.histories,
+        }
+
+    def _serialized(self) -> list[str]:
+        return [_text(sharding.serialize()) for sharding in getattr(self._strategy, "shardings", [])]
+
+    def _history(self) -> Any:
+        """The history of this `fit`, small."""
+        return {
+            name: {key: node for key, (node, arrays) in attributes.items() if not arrays}
+            for name, attributes in self._states.capture().items()
+            if "History:" in name
+        }
+
+    def _remove_residual_files(self) -> None:
+        if self._residual_files:
+            files_of(self._residual_files).remove(self._residual_files)
+            self._residual_files = ""
+
+    # -- when
+
+    def _is_due(self) -> bool:
+        frequency = self._options.save_freq
+        if isinstance(frequency, datetime.timedelta):
+            return self._process.steps >= self._look_at_clock and self._is_time()
+        return type(frequency) is int and self._process.steps - self._saved_at >= frequency
+
+    def _pace_begin(self) -> None:
+        self._look_at_clock = self._process.steps + _PACE_STEPS
+        self._seconds_saved = self._seconds_looked = time.monotonic()
+        self._looked_at = self._process.steps
+
+    def _is_time(self) -> bool:
+        """Asks the chief, whose clock counts, whether to save after this step, and when to ask again."""
+        steps = self._process.steps
+        answer = self._agreement.settle("fit", None, lambda _: self._look(steps))
+        self._look_at_clock = steps + answer["steps"]
+        return answer["save"]
+
+    def _look(self, steps: int) -> dict[str, Any]:
+        now, interval = time.monotonic(), self._options.save_freq.total_seconds()
+        step_seconds = (now - self._seconds_looked) / max(steps - self._looked_at, 1)
+        self._seconds_looked, self._looked_at = now, steps
+        left = self._seconds_saved + interval - now
+        save = left < step_seconds
+        if save:
+            self._seconds_saved, left = now, interval
+        return {"save": save, "steps": max(1, int(left / max(step_seconds, 1e-6)))}
+
+    # -- preemption
+
+    def _install_preemption(self) -> None:
+        reports = getattr(self._strategy, "reports", None)
+        preemption = _preemption()
+        if not self._options.preemption or reports is None or preemption is None:
+            return
+        preemption.install(self._strategy)
+        self._remove_listener()
+        self._process.listener = (reports.listeners, self._hear)
+        reports.listeners.append(self._hear)
+
+    def _hear(self, report: Any) -> None:
+        if report.stop:
+            self._asked_to_stop = True
+
+    def _uninstall_preemption(self) -> None:
+        preemption = _preemption()
+        if self._process.listener is not None and preemption is not None:
+            preemption.uninstall()  # nothing would answer a signal any more
+        self._remove_listener()
+
+    def _remove_listener(self) -> None:
+        if self._process.listener is not None:
+            listeners, listener = self._process.listener
+            if listener in listeners:
+                listeners.remove(listener)
+            self._process.listener = None
+
+    def _leave(self) -> None:
+        """Saves, then ends the process; the exit code says that it may be started again."""
+        self._save()
+        self._saver.wait()
+        preemption = _preemption()
+        if preemption is not None:
+            preemption.leave()
+
+
+def of_running_fit(options: Options, model: keras.Model) -> FitBackup:
+    """Adds a `FitBackup` to the list of callbacks that is just beginning.
+
+    The list is found on the stack of calls, since Keras shows it to no callback.
+
+    Raises:
+      BackupError: If no `keras.callbacks.CallbackList` is calling.
+    """
+    frame = inspect.currentframe()
+    callbacks, streams = None, False
+    while frame is not None:
+        caller = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
+        if callbacks is None and isinstance(caller, keras.callbacks.CallbackList):
+            callbacks = caller
+        elif callbacks is not None and caller is model and "steps_per_epoch" in frame.f_code.co_varnames:
+            streams = frame.f_locals["steps_per_epoch"] is not None
+            break
+        frame = frame.f_back
+    if callbacks is None:
+        raise BackupError(
+            "BackupAndRestore saves the state of all callbacks, and is called by none that holds them. Use `fit`, or, "
+            "in a loop of your own, keras.callbacks.CallbackList."
+        )
+    former = [callback for callback in callbacks.callbacks if isinstance(callback, FitBackup)]
+    if any(not one.has_begun for one in former):
+        raise BackupError("A `fit` takes one BackupAndRestore, but its callbacks have two. Leave one out.")
+    for one in former:  # of a `fit` with the same list that was broken off
+        callbacks.callbacks.remove(one)
+    backup = FitBackup(options, callbacks, streams)
+    backup.set_params(callbacks.params)
+    backup.set_model(model)
+    callbacks.callbacks.append(backup)  # the list is being gone through: its `on_train_begin` comes last
+    return backup
+
+
+def _choose(store: Store | None) -> dict[str, Any]:
+    """On the chief: owns the directory and picks the commit."""
+    assert store is not None
+    store.claim()
+    commit = store.newest_whole()
+    return {
+        "run": secrets.token_hex(8),
+        "holder": f"process {os.getpid()} on {socket.gethostname()}",
+        "commit": commit and [commit.step, commit.path, dict(commit.manifest)],
+    }
+
+
+def _key(directory: str) -> str:
+    return directory if is_remote(directory) else os.path.realpath(directory)
+
+
+def _prefixed(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def _callback_states(saved: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    return {
+        name: {
+            key: (node, [arrays[f"callbacks/{name}/{key}/{i}"] for i in range(count)])
+            for key, (node, count) in attributes.items()
+        }
+        for name, attributes in saved.items()
+    }
+
+
+def _without_arrays(history: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: {key: (node, []) for key, node in attributes.items()} for name, attributes in history.items()}
+
+
+def _encoded_logs(logs: Any) -> Any:
+    try:
+        return encode(logs, [])
+    except TypeError:
+        return None
+
+
+def _text(serialized: Any) -> str:
+    return serialized.decode() if isinstance(serialized, bytes) else serialized
+
+
+def _preemption() -> Any:
+    try:
+        from tfdist.faults import preemption
+    except ImportError:
+        return None
+    return preemption

@@ -1,0 +1,98 @@
+"""Python values as JSON and arrays, and back: what is known here, and nothing that a file could make a program run.
+
+Arrays go to files of raw bytes, one after another; an index says which is where.
+"""
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+_PLAIN = (type(None), bool, int, float, str)
+_OPERATIONS = {"keras.ops": keras.ops, "numpy": np}  # monitors hold a comparison
+_SAME_SIZE = {1: np.uint8, 2: np.uint16}  # Python's buffers know no bfloat16
+_GROUPS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+def encode(value: Any, arrays: list[np.ndarray]) -> Any:
+    """`value` as JSON; arrays in it are put at the end of `arrays`.
+
+    Raises:
+      TypeError: If it holds anything but None, bool, int, float, str, bytes, NumPy arrays and scalars, eager tensors,
+        functions of `keras.ops` and NumPy, and lists, tuples, sets and dicts of these.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode()}
+    if kind is dict:
+        return {"dict": [[encode(key, arrays), encode(own, arrays)] for key, own in value.items()]}
+    for name, group in _GROUPS.items():
+        if kind is group:
+            return {name: [encode(own, arrays) for own in value]}
+    if tf.is_tensor(value) and hasattr(value, "numpy"):
+        value = value.numpy()
+    if isinstance(value, np.ndarray | np.generic) and _is_number(value.dtype):
+        arrays.append(np.asarray(value))
+        return {"array" if isinstance(value, np.ndarray) else "scalar": len(arrays) - 1}
+    for name, module in _OPERATIONS.items():
+        called = getattr(value, "__name__", "")
+        if callable(value) and getattr(module, called, None) is value:
+            return {name: called}
+    raise TypeError(f"{kind.__name__} cannot be saved")
+
+
+def decode(node: Any, arrays: Sequence[np.ndarray]) -> Any:
+    """What `encode` was given."""
+    if not isinstance(node, dict):
+        return node
+    ((kind, content),) = node.items()
+    if kind == "bytes":
+        return base64.b64decode(content)
+    if kind == "dict":
+        return {decode(key, arrays): decode(own, arrays) for key, own in content}
+    if kind in _OPERATIONS:
+        return getattr(_OPERATIONS[kind], content)
+    if kind in _GROUPS:
+        return _GROUPS[kind](decode(own, arrays) for own in content)
+    return np.array(arrays[content]) if kind == "array" else arrays[content][()]
+
+
+def pack(arrays: Mapping[str, Any]) -> tuple[list[Any], Iterator[memoryview]]:
+    """An index of tensors and arrays, and their bytes one after another, which are not copied."""
+    hosted = {name: _on_host(array) for name, array in arrays.items()}
+    index, offset = [], 0
+    for name, (dtype, view) in hosted.items():
+        index.append([name, dtype, list(view.shape or ()), offset])
+        offset += view.nbytes
+    return index, (view.cast("B") for _, view in hosted.values() if view.nbytes)
+
+
+def unpack(index: Sequence[Any], content: bytearray) -> dict[str, np.ndarray]:
+    """The arrays by name, as views of `content`."""
+    arrays = {}
+    for name, dtype, shape, offset in index:
+        kind = tf.as_dtype(dtype).as_numpy_dtype
+        arrays[name] = np.frombuffer(content, kind, int(np.prod(shape)), offset).reshape(shape)
+    return arrays
+
+
+def _on_host(array: Any) -> tuple[str, memoryview]:
+    name = array.dtype.name
+    if isinstance(array, np.ndarray):
+        array = np.asarray(array, order="C")
+        return name, (array.view(_SAME_SIZE[array.itemsize]) if array.dtype.kind == "V" else array).data
+    if "GPU" in array.device:
+        with tf.device("CPU"):
+            array = tf.identity(array)
+    if np.dtype(array.dtype.as_numpy_dtype).kind == "V":
+        array = tf.bitcast(array, _SAME_SIZE[array.dtype.size])
+    return name, memoryview(array)
+
+
+def _is_number(dtype: np.dtype) -> bool:
+    return dtype.kind in "biufc" or (dtype.kind == "V" and dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"))

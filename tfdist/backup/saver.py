@@ -1,0 +1,165 @@
+"""Writes what was captured, behind training's back, and has the chief commit it when all workers have written."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from tfdist import failure_report
+from tfdist.backup.agreement import Agreement
+from tfdist.backup.plain import pack, unpack
+from tfdist.backup.store import Commit, Draft, Store
+
+Arrays = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What a commit is made of, on one worker.
+
+    Attributes:
+      step: The number of the commit.
+      shared: Tensors that all workers hold alike; written by the chief.
+      own: Tensors and arrays of this worker.
+      plain: JSON of what all workers hold alike.
+      own_plain: JSON of this worker.
+      late: Makes more arrays of this worker, in the background.
+    """
+
+    step: int
+    shared: Arrays
+    own: Arrays
+    plain: Any
+    own_plain: Any
+    late: Callable[[], Arrays] = dict
+
+
+class Saver:
+    """Saves one snapshot at a time, in a thread of its own.
+
+    A save that fails for want of room, or because the storage refuses, is logged; the former commits stay, and the next
+    save tries again. Any other failure is raised by the next call.
+
+    Args:
+      directory: Where commits are.
+      run: Of `Draft`.
+      agreement: Among the workers.
+      store: On the chief; elsewhere `None`.
+    """
+
+    def __init__(self, directory: str, run: str, agreement: Agreement, store: Store | None):
+        self._directory = directory
+        self._run = run
+        self._agreement = agreement
+        self._store = store
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Starts to write; first waits for the save before.
+
+        Raises:
+          BackupError: If that has failed for another reason than the storage.
+        """
+        self.wait()
+        # A process that ends first finishes its save, unless it would wait for workers that may be gone.
+        alone = self._agreement.workers == 1
+        self._thread = threading.Thread(target=self._work, args=[snapshot], name="tfdist-backup", daemon=not alone)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits until what was saved is committed; raises like `save`."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raises what has gone wrong so far."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _work(self, snapshot: Snapshot) -> None:
+        draft = Draft(self._directory, self._run, snapshot.step)
+        try:
+            said = self._write(draft, snapshot)
+            refusals = self._agreement.settle("save", said, lambda words: self._commit(draft, words))
+            if refusals:
+                logging.error(
+                    "The backup of step %d could not be written; training goes on, the backups before stay, and the "
+                    "next one tries again. %s",
+                    snapshot.step,
+                    "; ".join(refusals),
+                )
+        except BaseException as error:
+            self._error = error
+
+    def _write(self, draft: Draft, snapshot: Snapshot) -> dict[str, Any]:
+        own = self._agreement.own
+        try:
+            files = write_part(draft, f"part-{own}", {**snapshot.own, **snapshot.late()}, snapshot.own_plain)
+            if self._agreement.is_chief:
+                files.update(write_part(draft, "state", snapshot.shared, snapshot.plain))
+            return {"files": files}
+        except Exception as error:
+            if not isinstance(error, OSError):
+                self._error = error
+            return {"refusal": f"worker {own} on {socket.gethostname()}: {error or type(error).__name__}"}
+
+    def _commit(self, draft: Draft, words: list[Any]) -> list[str]:
+        """On the chief: commits what all have written; else what they say of it."""
+        assert self._store is not None
+        refusals = [said["refusal"] for said in words if "refusal" in said]
+        if not refusals:
+            files = {name: described for said in words for name, described in said["files"].items()}
+            manifest = {"workers": self._agreement.workers, "versions": _versions(), "files": files}
+            try:
+                self._store.commit(draft, manifest)
+                _tell_supervisor(draft.step)
+                return []
+            except OSError as error:
+                refusals = [f"the chief on {socket.gethostname()}: {error}"]
+        self._store.discard(draft)
+        return refusals
+
+
+def write_part(draft: Draft, name: str, arrays: Arrays, plain: Any) -> dict[str, Any]:
+    """Writes arrays and JSON as two files; what `Draft.write` gave, by file."""
+    index, pieces = pack(arrays)
+    text = json.dumps({"arrays": index, "plain": plain}).encode()
+    return {f"{name}.bin": draft.write(f"{name}.bin", pieces), f"{name}.json": draft.write(f"{name}.json", [text])}
+
+
+def read_part(commit: Commit, name: str) -> tuple[dict[str, Any], Any]:
+    """What `write_part` was given.
+
+    Raises:
+      BackupError: If it is not there any more as it was written.
+    """
+    text = json.loads(commit.read(f"{name}.json"))
+    return unpack(text["arrays"], commit.read(f"{name}.bin")), text["plain"]
+
+
+def _versions() -> dict[str, str]:
+    import importlib.metadata
+
+    versions = {name: importlib.metadata.version(name) for name in ("tfdist", "keras")}
+    return {**versions, "tensorflow": tf.__version__}
+
+
+def _tell_supervisor(step: int) -> None:
+    """Lets `tfdist run` see that there is progress."""
+    folder = os.environ.get(failure_report.RUN_DIR)
+    if folder:
+        try:
+            failure_report.write_whole(pathlib.Path(folder, "committed"), str(step))
+        except OSError as error:
+            logging.warning("The supervisor is not told of the backup of step %d: %s", step, error)

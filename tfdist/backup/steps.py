@@ -1,0 +1,87 @@
+"""A model's `train_function` that counts what it reads, and can pass over what was trained on before."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from tfdist.errors import BackupError
+
+
+class CountedSteps:
+    """Stands for `model.train_function` during a `fit`.
+
+    Attributes:
+      function: What it stands for.
+      consumed: Batches taken from the iterator at hand, which may be that of an epoch or of the whole `fit`.
+      left: Batches of this epoch that are still to be passed over.
+    """
+
+    def __init__(self, function: Callable[[Iterator], Any], steps_per_execution: int):
+        self.function = function
+        self.consumed = 0
+        self.left = 0
+        self._steps = steps_per_execution
+        self._iterator: Any = None
+        self._ahead = 0
+        self._reads = self._runs_last = False
+        self._logs: Any = None
+
+    def pass_over(self, batches: int, ahead: int, reads: bool, runs_last: bool, logs: Any) -> None:
+        """Lets the next calls return `logs` instead of training, for `batches` batches.
+
+        Args:
+          batches: Of this epoch.
+          ahead: Batches before this epoch, from the same iterator.
+          reads: Whether they have to be read; an input may itself continue where it was.
+          runs_last: Whether the last of them is trained on, for the variables that a step makes.
+          logs: Of the last of them.
+        """
+        self.left, self._ahead, self._reads, self._runs_last, self._logs = batches, ahead, reads, runs_last, logs
+
+    def __call__(self, iterator: Any) -> Any:
+        """Trains for one execution, or passes over its batches."""
+        if iterator is not self._iterator:
+            self._iterator, self.consumed = iterator, 0
+        if self._ahead:
+            self._read(iterator, self._ahead)
+            self._ahead = 0
+        if not self.left:
+            return self._train(iterator)
+        self.left -= self._steps
+        if self._runs_last and not self.left:
+            self._train(iterator)
+        elif self._reads:
+            self._read(iterator, self._steps)
+        else:
+            self.consumed += self._steps
+        return self._logs
+
+    def _train(self, iterator):
+        logs = self.function(iterator)
+        self.consumed += self._steps
+        return logs
+
+    def _read(self, iterator, batches):
+        for _ in range(batches):
+            try:
+                next(iterator)
+            except StopIteration:
+                raise BackupError(
+                    f"The backup was made further on in the input, which now ends after {self.consumed} batches. Give "
+                    "`fit` the data it had, or another backup_dir."
+                ) from None
+            self.consumed += 1
+
+
+def count_steps(model: keras.Model) -> CountedSteps:
+    """Puts `CountedSteps` in the place of the model's train function, unless they are there."""
+    if not isinstance(model.train_function, CountedSteps):
+        model.train_function = CountedSteps(model.train_function, model.steps_per_execution)
+    return model.train_function
+
+
+def uncount_steps(model: keras.Model) -> None:
+    """Puts the train function back."""
+    if isinstance(model.train_function, CountedSteps):
+        model.train_function = model.train_function.function

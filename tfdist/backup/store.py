@@ -1,0 +1,332 @@
+"""Commits in a folder: written whole or not at all, and the newest whole one found again. Knows nothing of training.
+
+    <directory>/
+      lock                        held by the process that writes here
+      step-1200/                  a commit
+        manifest.json               sizes and SHA-256 of all files, and of itself
+        state.*, part-<worker>.*    what each worker wrote
+      step-1300/
+      .half-<run>-step-1400/      being written
+      faulty-step-1250/           found damaged, set aside
+
+A commit is a folder that got its name by one rename, after all in it was flushed. Where a rename is not atomic (object
+stores), files are written in place and the manifest, the last of them, is what makes a commit.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from typing import IO, Any
+
+from absl import logging
+
+from tfdist.backup.files import files_of, is_remote
+from tfdist.errors import BackupError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+LOCK = "lock"
+
+_LOCK_SECONDS = 10.0  # for a killed former run to be gone
+_POLL_SECONDS = 0.1
+_MANIFEST_BYTES = 1 << 28
+_COMMIT = re.compile(r"step-([0-9]{1,18})")
+_HALF = re.compile(r"\.half-[0-9a-f]+-step-[0-9]+(-[0-9]+)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+    """A whole commit.
+
+    Attributes:
+      step: Its number.
+      path: Its folder.
+      manifest: What was said of it when it was made, and its `files`.
+    """
+
+    step: int
+    path: str
+    manifest: Mapping[str, Any]
+
+    def read(self, name: str) -> bytearray:
+        """A file of it.
+
+        Raises:
+          BackupError: If it is not what was written.
+        """
+        try:
+            content = files_of(self.path).read(os.path.join(self.path, name))
+        except OSError as error:
+            raise BackupError(f"Cannot read {name} of backup {self.path} ({error}), which was whole before.") from error
+        if hashlib.sha256(content).hexdigest() != self.manifest["files"][name]["sha256"]:
+            raise BackupError(
+                f"{name} of backup {self.path} is not what was written. If the storage is sound, start again: an older "
+                "backup will be taken."
+            )
+        return content
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A commit that is being written, by as many workers as there are.
+
+    Attributes:
+      directory: Of all commits.
+      run: Who writes: hexadecimal digits that are another run's no more.
+      step: Its number.
+    """
+
+    directory: str
+    run: str
+    step: int
+
+    @property
+    def path(self) -> str:
+        """Where it is written."""
+        name = f"step-{self.step}"
+        return os.path.join(self.directory, name if is_remote(self.directory) else f".half-{self.run}-{name}")
+
+    def write(self, name: str, pieces: Any) -> dict[str, Any]:
+        """Writes one file, flushed; its size and SHA-256, for the manifest.
+
+        Raises:
+          OSError: If it cannot be written.
+        """
+        files = files_of(self.path)
+        files.make_folder(self.path)
+        return files.write(os.path.join(self.path, name), pieces)
+
+
+class Store:
+    """The commits in a directory, for the one process that makes them.
+
+    Args:
+      directory: A folder, or a path with "://" that `tf.io.gfile` knows.
+      keep: How many commits stay.
+    """
+
+    def __init__(self, directory: str, keep: int = 2):
+        self.directory = directory
+        self._keep = keep
+        self._files = files_of(directory)
+        self._lock: IO[str] | None = None
+        self._faulty: list[str] = []
+
+    def claim(self, wait_seconds: float = _LOCK_SECONDS) -> None:
+        """Makes the directory this process's own, proves that it can be written, clears what dead runs left half-made.
+
+        On other storage than a disk there is no lock: two jobs must not be given the same path.
+
+        Raises:
+          BackupError: If it cannot be written, or another process holds it after `wait_seconds`.
+        """
+        try:
+            self._files.make_folder(self.directory)
+            if not is_remote(self.directory):
+                self._lock = self._lock or _take_lock(os.path.join(self.directory, LOCK), wait_seconds)
+            probe_writing(self.directory)
+            for name in self._files.names(self.directory):
+                if self._is_half_made(name):
+                    self._files.remove(os.path.join(self.directory, name))
+        except OSError as error:
+            raise BackupError(_cannot_write(self.directory, error)) from error
+
+    def release(self) -> None:
+        """Lets another process have the directory."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def newest_whole(self) -> Commit | None:
+        """The newest commit of which every byte is as it was written; `None` if there is none.
+
+        What is wrong with newer ones is logged. Costs reading them.
+
+        Raises:
+          BackupError: If it is whole, but of a newer version of tfdist, which this one cannot read.
+        """
+        self._faulty = []
+        for step in sorted(self._steps(), reverse=True):
+            path = os.path.join(self.directory, f"step-{step}")
+            fault = _fault_of(path, step)
+            if isinstance(fault, Commit):
+                return fault
+            logging.warning("Backup %s is skipped: %s.", path, fault)
+            self._faulty.append(path)
+        return None
+
+    def set_faulty_aside(self) -> None:
+        """Renames the commits that `newest_whole` has skipped, which would count as the newest; deletes nothing.
+
+        Raises:
+          OSError: If the disk refuses.
+        """
+        for path in self._faulty:
+            taken = set(self._files.names(self.directory))
+            name = f"faulty-{os.path.basename(path)}"
+            others = [name, *(f"{name}-{i}" for i in range(1, len(taken) + 1))]
+            self._files.move(path, os.path.join(self.directory, next(other for other in others if other not in taken)))
+        self._faulty = []
+
+    def commit(self, draft: Draft, manifest: Mapping[str, Any]) -> Commit:
+        """Turns a draft into a commit, and removes those that are older than the newest `keep`.
+
+        Args:
+          draft: Of which all files are written.
+          manifest: What is to be known of it: JSON. Its `files` are what `Draft.write` gave, by name, and `workers` how
+            many have written them.
+
+        Raises:
+          OSError: If a file is not there as it was written, or the disk refuses; the draft stays, former commits too.
+        """
+        for name, described in manifest["files"].items():
+            size = self._files.size(os.path.join(draft.path, name))
+            if size != described["bytes"]:
+                raise OSError(f"{name} has {size} bytes, but {described['bytes']} were written")
+        content = {**manifest, "format": FORMAT, "step": draft.step}
+        draft.write(MANIFEST, [json.dumps({"manifest": content, "sha256": _digest(content)}).encode()])
+        path = os.path.join(self.directory, f"step-{draft.step}")
+        if draft.path != path:
+            self._files.flush_folder(draft.path)
+            self._files.move(draft.path, path)
+        self._prune()
+        return Commit(draft.step, path, content)
+
+    def discard(self, draft: Draft) -> None:
+        """Removes what was written of a draft, as far as that can be done."""
+        with contextlib.suppress(OSError):
+            self._files.remove(draft.path)
+
+    def delete(self) -> None:
+        """Removes all commits, the oldest first, and the directory if nothing else is in it.
+
+        Raises:
+          OSError: If the disk refuses.
+        """
+        for step in sorted(self._steps()):
+            self._files.remove(os.path.join(self.directory, f"step-{step}"))
+        if self._lock is not None:
+            self._files.remove(os.path.join(self.directory, LOCK))
+        self._files.remove_if_empty(self.directory)
+
+    def _steps(self) -> list[int]:
+        try:
+            names = self._files.names(self.directory)
+        except OSError:
+            return []
+        found = [_COMMIT.fullmatch(name) for name in names]
+        return [int(match[1]) for match in found if match and match[0] == f"step-{int(match[1])}"]
+
+    def _is_half_made(self, name: str) -> bool:
+        if self._files.renames_at_once or not _COMMIT.fullmatch(name):
+            return bool(_HALF.fullmatch(name))
+        return MANIFEST not in self._files.names(os.path.join(self.directory, name))
+
+    def _prune(self) -> None:
+        for step in sorted(self._steps(), reverse=True)[self._keep :]:
+            try:
+                self._files.remove(os.path.join(self.directory, f"step-{step}"))
+            except OSError as error:
+                logging.warning("An old backup stays in %s: %s.", self.directory, error)
+
+
+def probe_writing(directory: str) -> None:
+    """Writes a small file and removes it: what a user may do says the file system alone, as root has all rights.
+
+    Raises:
+      OSError: If it cannot be written.
+    """
+    path = os.path.join(directory, f".half-{os.getpid():x}-step-0")
+    files = files_of(directory)
+    files.write(path, [b"tfdist"])
+    files.remove(path)
+
+
+def _take_lock(path: str, wait_seconds: float) -> IO[str]:
+    """Locks a file as long as it is open; the kernel unlocks it when this process dies, whatever it has forked."""
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        file = open(path, "a+")  # noqa: SIM115 (stays open)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                file.flush()
+                return file
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                file.close()
+                raise
+        file.seek(0)
+        holder = file.read(1000) or "another process"
+        file.close()
+        if time.monotonic() > deadline:
+            raise BackupError(
+                f"One backup_dir serves one job at a time, and {holder} is using {os.path.dirname(path)}. Let it "
+                "finish or end it, or give this job a backup_dir of its own."
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _cannot_write(directory: str, error: OSError) -> str:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return (
+        f"Backups are to be written to {directory}, but {'the disk is full' if full else 'that cannot be done'} "
+        f"({error}). {'Make room' if full else 'Let this user write there'}, or give another backup_dir."
+    )
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _fault_of(path: str, step: int) -> Commit | str:
+    """A commit if all of it is as it was written, else what is wrong with it."""
+    files = files_of(path)
+    try:
+        manifest = _checked_manifest(files, os.path.join(path, MANIFEST))
+        if manifest["step"] != step:
+            return f"its manifest is of step {manifest['step']}"
+        if manifest["format"] > FORMAT:
+            raise BackupError(
+                f"{path} was written by tfdist {manifest.get('versions', {}).get('tfdist')} in format "
+                f"{manifest['format']}; this version knows formats up to {FORMAT}. Update tfdist, or give another "
+                "backup_dir."
+            )
+        for name, described in manifest["files"].items():
+            file = os.path.join(path, name)
+            size = files.size(file)
+            if size != described["bytes"]:
+                return f"{name} has {size} bytes instead of {described['bytes']}"
+            if files.digest(file) != described["sha256"]:
+                return f"{name} has other bytes than were written"
+    except OSError as error:
+        return f"it cannot be read ({error})"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"its manifest is damaged ({error!r})"
+    return Commit(step, path, manifest)
+
+
+def _checked_manifest(files: Any, path: str) -> dict[str, Any]:
+    if files.size(path) > _MANIFEST_BYTES:
+        raise ValueError("too large")
+    envelope = json.loads(files.read(path))
+    content = envelope["manifest"]
+    if _digest(content) != envelope["sha256"]:
+        raise ValueError("its checksum is another")
+    for key in ("format", "step", "workers"):
+        if type(content[key]) is not int or content[key] < (key != "step"):
+            raise ValueError(f"its {key} is {content[key]!r}")
+    for name in content["files"]:
+        if os.path.basename(name) != name:
+            raise ValueError(f"{name!r} is no name of a file in it")
+    return content

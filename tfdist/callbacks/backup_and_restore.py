@@ -1,0 +1,93 @@
+"""`keras.callbacks.BackupAndRestore` that gives back everything, on any number of workers."""
+
+import datetime
+import os
+from typing import Any
+
+import keras
+
+from tfdist.backup.fit import Options, of_running_fit
+
+
+class BackupAndRestore(keras.callbacks.BackupAndRestore):
+    """Saves a `fit` as it goes, so that the same script, started again, continues as if nothing had happened.
+
+        model.fit(data, epochs=10, callbacks=[tfdist.callbacks.BackupAndRestore("backup", save_freq=50)])
+
+    Saved are weights, optimizer, loss scale, accumulated gradients, metrics in progress, states of random layers, what
+    compression has left behind, the position in the data, Python's and NumPy's global random states, the attributes of
+    the other callbacks that have changed, and the history. A restored `fit` that gets the same data in the same order
+    ends with the bits of an unbroken one.
+
+    - Data: `tfdist.data.BalancedSharding` continues at once. Of any other input, the batches of the epoch that were
+      trained on (under `steps_per_epoch`: all of the fit) are read and dropped. A `tf.data` pipeline that shuffles anew
+      in each epoch counts epochs from the start of the process: it is exact only within its first epoch, or if it does
+      not end (`.repeat()` with `steps_per_epoch`). Arrays come in the same order if a seed is set.
+    - Each commit is a folder `step-<n>`, whole or not at all; its files are compared with their SHA-256 before they
+      count, and a damaged one is skipped, with a warning, for the one before.
+    - Variables are copied out in the step, in microseconds, and written by a thread. Until they are written, TensorFlow
+      keeps a copy of what is overwritten. Training waits only where two saves would overlap, and at its end.
+    - If the disk is full, that is logged, training goes on, and the next save tries again.
+    - Workers write to one `backup_dir`, on storage that all share. Each writes what is its own, the chief what is
+      alike, and commits when all have written. With another number of workers a run continues, but not to the bit.
+    - The other callbacks are told apart by class and order. Attributes are saved that are numbers, text, arrays, and
+      lists, tuples, sets and dicts of them; a callback with `get_state` and `set_state` says itself. What callbacks
+      write to files is theirs: give `CSVLogger` its `append=True`.
+    - Not saved: tables, `tf.Variable`s and generators that Keras does not know, random operations of TensorFlow
+      without a state.
+    - Several fits in a program, with one `backup_dir` and `delete_checkpoint=False`: those that are done are passed
+      over at a restart. For another model use another `backup_dir`.
+
+    Args:
+      backup_dir: A folder for this job alone, or another path that `tf.io.gfile` knows, such as `gs://…`.
+      save_freq: "epoch"; a number of steps; a `datetime.timedelta`; or `False` to save before preemption only.
+      double_checkpoint: As in Keras; what `keep` does.
+      delete_checkpoint: Whether to remove the backups when `fit` is done.
+      keep: How many commits stay.
+      save_before_preemption: Under strategies of tfdist: whether a signal to end (SIGTERM) saves first.
+      timeout_seconds: How long workers wait for each other's parts of a save.
+
+    Raises:
+      ValueError: If an argument is not among these, or the model is not built.
+      BackupError: Before training, if `backup_dir` cannot be written, another job uses it, or it has a backup of
+        another model or a newer format.
+    """
+
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike,
+        save_freq: Any = "epoch",
+        double_checkpoint: bool = False,
+        delete_checkpoint: bool = True,
+        *,
+        keep: int = 2,
+        save_before_preemption: bool = True,
+        timeout_seconds: float = 600.0,
+    ):
+        is_steps = type(save_freq) is int and save_freq > 0
+        is_time = isinstance(save_freq, datetime.timedelta) and save_freq > datetime.timedelta()
+        if not (save_freq == "epoch" or save_freq is False or is_steps or is_time):
+            raise ValueError(
+                "`save_freq` is 'epoch', a positive number of steps, a positive datetime.timedelta, or False, not "
+                f"{save_freq!r}."
+            )
+        if keep < 1:
+            raise ValueError(f"`keep` is how many commits stay, at least 1, not {keep!r}.")
+        directory = os.fspath(backup_dir)
+        super().__init__(directory, "epoch", double_checkpoint, delete_checkpoint)
+        self.save_freq = save_freq
+        keep = max(keep, 1 + double_checkpoint)
+        self._options = Options(directory, save_freq, keep, delete_checkpoint, save_before_preemption, timeout_seconds)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Hands over to a callback at the end of the list, which sees what all others have done."""
+        of_running_fit(self._options, self.model)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Nothing; see `on_train_begin`."""
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Nothing; see `on_train_begin`."""
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Nothing; see `on_train_begin`."""
