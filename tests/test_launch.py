@@ -1,9 +1,7 @@
 """`tfdist run` starts workers that know each other, and whatever happens it leaves none behind."""
 
-import contextlib
 import json
 import os
-import pathlib
 import pty
 import signal
 import subprocess
@@ -13,93 +11,16 @@ import time
 
 import pytest
 
-from tfdist.cluster import ClusterSpec
+from launched import ARRIVE, DEADLINE_SECONDS, nothing_left
+from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
 from tfdist.launch import WorkerGroup
-
-DEADLINE_SECONDS = 30
-
-# Every worker leaves its process number in the directory of the test.
-PREAMBLE = """
-import json, os, pathlib, signal, subprocess, sys, time
-worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-here = pathlib.Path(__file__).parent
-def leave(name, pid):
-    (here / "writing").mkdir(exist_ok=True)
-    (here / "writing" / name).write_text(str(pid))
-    (here / "writing" / name).rename(here / name)
-"""
-ARRIVE = 'leave(f"pid-{worker}", os.getpid())\n'
-
-
-class Run:
-    """The command in a process of its own, with a script made for the test."""
-
-    def __init__(self, directory):
-        self.directory = directory
-        (directory / "tmp").mkdir()
-
-    def script(self, body):
-        path = self.directory / "script.py"
-        path.write_text(PREAMBLE + textwrap.dedent(body) + "\n")
-        return str(path)
-
-    def start(self, *arguments, env=(), **options):
-        def undisturbed():  # a test run in the background may have these ignored
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-        command = [sys.executable, "-m", "tfdist.launch.cli", "run", *map(str, arguments)]
-        environ = {**os.environ, "TMPDIR": str(self.directory / "tmp"), **dict(env)}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": undisturbed}
-        return subprocess.Popen(command, env=environ, cwd=self.directory, **{**pipes, **options})
-
-    def finish(self, *arguments, **options):
-        with self.start(*arguments, **options) as process:
-            try:
-                out, err = process.communicate(timeout=DEADLINE_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise
-        return process.returncode, out, err
-
-    def pids(self):
-        return {path.name: int(path.read_text()) for path in self.directory.glob("pid-*")}
-
-    def wait_for_pids(self, count):
-        assert eventually(lambda: len(self.pids()) == count), self.pids()
-        return self.pids()
-
-    def log_dirs(self):
-        return list((self.directory / "tmp").iterdir())
-
-    def gone(self):
-        return eventually(lambda: not any(is_alive(pid) for pid in self.pids().values()), 5)
 
 
 @pytest.fixture
 def run(tmp_path):
-    run = Run(tmp_path)
-    yield run
-    left = [pid for pid in run.pids().values() if is_alive(pid)]
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert left == []
-
-
-def is_alive(pid):
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def eventually(condition, seconds=DEADLINE_SECONDS):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
+    with nothing_left(tmp_path) as run:
+        yield run
 
 
 def test_each_worker_gets_its_own_place_in_one_cluster(run):
@@ -141,9 +62,18 @@ def test_the_chief_speaks_here_and_the_others_in_their_logs(run):
     logs = run.directory / "new" / "logs"
     code, out, err = run.finish("--workers", 3, "--log-dir", logs, script)
     assert code == 0 and out == "I am 0\n" and "complaint 0" in err and str(logs) in err
-    assert {path.name: path.read_text() for path in logs.iterdir()} == {
-        f"worker-{index}.log": f"I am {index}\ncomplaint {index}\n" for index in (1, 2)
+    assert {path.name: sorted(path.read_text().splitlines()) for path in (logs / "attempt-0").iterdir()} == {
+        f"worker-{index}.log": [f"I am {index}", f"complaint {index}"] for index in range(3)
     }
+
+
+def test_the_bytes_of_the_chief_arrive_as_they_are(run):
+    script = run.script(r"""os.write(1, b"50 %\rdone \xff\n" * 30000)""")
+    logs = run.directory / "logs"
+    with (run.directory / "out").open("wb") as out:
+        assert run.start("--workers", 1, "--log-dir", logs, script, stdout=out).wait(DEADLINE_SECONDS) == 0
+    expected = b"50 %\rdone \xff\n" * 30000
+    assert (run.directory / "out").read_bytes() == (logs / "attempt-0" / "worker-0.log").read_bytes() == expected
 
 
 def test_tee_prints_every_line_with_the_name_of_its_worker(run):
@@ -154,12 +84,13 @@ def test_tee_prints_every_line_with_the_name_of_its_worker(run):
         lines = [*(f"line {i}" for i in range(200)), "no end"]
         mine = [line for line in out.splitlines() if line.startswith(f"[worker {index}] ")]
         assert mine == [f"[worker {index}] {line}" for line in lines]
-        assert (run.directory / "logs" / f"worker-{index}.log").read_text() == "\n".join(lines)
+        assert (run.directory / "logs" / "attempt-0" / f"worker-{index}.log").read_text() == "\n".join(lines)
 
 
-def test_tee_survives_a_reader_that_leaves(run):
+@pytest.mark.parametrize("tee", [(), ("--tee",)], ids=["plain", "tee"])
+def test_workers_survive_a_reader_that_leaves(run, tee):
     script = run.script('for i in range(20000): print("line", i)\nleave(f"done-{worker}", 0)')
-    with run.start("--workers", 2, "--tee", script) as process:
+    with run.start("--workers", 2, *tee, script) as process:
         process.stdout.readline()
         process.stdout.close()
         assert process.wait(DEADLINE_SECONDS) == 0, process.stderr.read()
@@ -201,12 +132,12 @@ time.sleep(60)
     assert "line 99" in err and "line 60\n" not in err
     assert run.gone()
     (log_dir,) = run.log_dirs()  # kept, and told where
-    assert str(log_dir) in err and "line 0\n" in (log_dir / "worker-1.log").read_text()
+    assert str(log_dir) in err and "line 0\n" in (log_dir / "attempt-0" / "worker-1.log").read_text()
 
 
 def test_a_failing_chief_is_told_too(run):
     code, _, err = run.finish("--workers", 2, run.script("sys.exit(4 if worker == 0 else time.sleep(60))"))
-    assert code == 4 and "worker 0 ended with exit code 4, its output is above; ending worker 1" in err
+    assert code == 4 and "worker 0 ended with exit code 4, its output is above; ended worker 1" in err
 
 
 def test_a_killed_worker_is_the_first_though_its_peers_fail_after_it(run):
@@ -325,6 +256,9 @@ WRONG = {
     "zero devices": (["--workers", 1, "--devices-per-worker", 0, "script.py"], "from 1 up, got 0"),
     "negative grace": (["--workers", 1, "--grace-seconds", -1, "script.py"], "from 0 up, got -1"),
     "grace without end": (["--workers", 1, "--grace-seconds", "nan", "script.py"], "got nan"),
+    "fewer than none": (["--workers", 2, "--min-workers", 0, "script.py"], "from 1 up, got 0"),
+    "more than all": (["--workers", 2, "--min-workers", 3, "script.py"], "--min-workers needs a number from 1 to"),
+    "restarts": (["--workers", 2, "--max-restarts", -1, "script.py"], "from 0 up, got -1"),
     "missing script": (["--workers", 2, "nowhere.py"], "no script 'nowhere.py'"),
     "missing module": (["--workers", 2, "-m", "nowhere.train"], "no module 'nowhere.train'"),
     "log dir is a file": (["--workers", 2, "--log-dir", "script.py", "script.py"], "--log-dir script.py"),
@@ -359,7 +293,8 @@ def test_help_does_not_load_tensorflow(arguments):
 
 
 def test_a_group_that_cannot_start_leaves_nothing_running(tmp_path):
-    group = WorkerGroup([str(tmp_path / "no-such-program")], 2, log_dir=tmp_path)
+    specs = [ClusterSpec.local(2, index, free_ports(2)) for index in range(2)]
+    group = WorkerGroup([str(tmp_path / "no-such-program")], specs, log_dir=tmp_path)
     with pytest.raises(ClusterError, match="could not be started"):
         group.start()
-    assert group.running == ()
+    assert group.running == () and group.not_started == 0

@@ -1,4 +1,4 @@
-"""Workers started on this machine: `tfdist run` and the group of processes behind it."""
+"""Workers started on this machine: `tfdist run`, the supervisor behind it and its group of processes."""
 
 from tfdist.launch.group import WorkerExit, WorkerGroup
 

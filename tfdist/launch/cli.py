@@ -23,12 +23,10 @@ from absl import flags, logging
 import tfdist
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import TfdistError
-from tfdist.launch.group import WorkerExit, WorkerGroup
+from tfdist.launch.supervisor import Options, Supervisor
 
 __all__ = ["main"]
 
-_TAIL_LINES = 30
-_TAIL_BYTES = 1 << 16
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _COUNTS = {"k": 10**3, "M": 10**6, "B": 10**9}
@@ -75,7 +73,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=_positive_int, required=True, metavar="N", help="how many processes to start")
+    parser.add_argument(
+        "--workers",
+        type=_positive_int,
+        metavar="N",
+        help="how many processes to start (default: the one that TF_CONFIG names, where every host starts the same "
+        "command)",
+    )
+    parser.add_argument(
+        "--min-workers",
+        type=_positive_int,
+        metavar="M",
+        help="go on with fewer workers, M at least, when some cannot come back (default: as many as --workers)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=_count,
+        default=3,
+        metavar="R",
+        help="how many restarts without a commit in between, before the job has failed for good (default: 3)",
+    )
+    parser.add_argument(
+        "--restart-window-seconds",
+        type=_seconds,
+        default=600.0,
+        metavar="S",
+        help="after which time a restart counts no more (default: 600)",
+    )
+    parser.add_argument(
+        "--regrow-seconds",
+        type=_seconds,
+        default=300.0,
+        metavar="S",
+        help="how long a job with fewer workers runs before all are tried again (default: 300)",
+    )
     parser.add_argument(
         "--devices-per-worker",
         type=_positive_int,
@@ -86,7 +117,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--log-dir",
         type=pathlib.Path,
         metavar="DIR",
-        help="where the output of workers 1 and up goes, as worker-1.log and so on "
+        help="the folder of this run: attempt-0/worker-0.log and so on, and failure.json "
         "(default: a temporary directory, kept if a worker fails)",
     )
     parser.add_argument(
@@ -97,7 +128,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=10.0,
         metavar="S",
-        help="how long workers may take to end by themselves before they are killed (default: 10)",
+        help="how long workers may take to save and leave when asked to, before they are killed (default: 10)",
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as `python -m` does")
     parser.add_argument("script", metavar="script.py", help="what each worker runs")
@@ -106,21 +137,52 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     command = _worker_command(args)
-    log_dir = _make_log_dir(args)
-    if "TF_CONFIG" in os.environ:
-        logging.info("TF_CONFIG is set; each worker gets its own instead")
-    group = WorkerGroup(
-        command, args.workers, log_dir=log_dir, devices_per_worker=args.devices_per_worker, tee=args.tee
-    )
-    exit_code = 0
+    spec = _own_place(args)
+    options = _run_options(args)
+    run_dir = _make_run_dir(args, spec)
+    exit_code, attempts = 1, 0
     try:
         with _caught_signals() as caught:
-            exit_code = _supervise(group, args, log_dir, caught)
+            supervisor = Supervisor(command, options, run_dir=run_dir, caught=caught, spec=spec)
+            exit_code = supervisor.run()
+            attempts = len(supervisor.attempts)
     finally:
-        group.kill()
-        if args.log_dir is None and exit_code == 0:
-            shutil.rmtree(log_dir, ignore_errors=True)
+        if args.log_dir is None and exit_code == 0 and attempts == 1:
+            shutil.rmtree(run_dir, ignore_errors=True)
     return exit_code
+
+
+def _own_place(args: argparse.Namespace) -> ClusterSpec | None:
+    """The place in TF_CONFIG's cluster of the worker to start; None if all workers are started here."""
+    if args.workers is not None:
+        if "TF_CONFIG" in os.environ:
+            logging.info("TF_CONFIG is set; each worker gets its own instead")
+        return None
+    spec = ClusterSpec.from_env()
+    if spec is None:
+        args.parser.error(
+            "give --workers 2 to start two workers on this machine; or, to start one worker on each host, set TF_CONFIG"
+        )
+    return spec
+
+
+def _run_options(args: argparse.Namespace) -> Options:
+    workers = args.workers or 1
+    least = args.min_workers or workers
+    if args.min_workers and args.workers is None:
+        args.parser.error("--min-workers needs --workers: under TF_CONFIG the number of workers is given")
+    if least > workers:
+        args.parser.error(f"--min-workers needs a number from 1 to --workers {workers}, got {least}")
+    return Options(
+        workers=workers,
+        min_workers=least,
+        max_restarts=args.max_restarts,
+        restart_window_seconds=args.restart_window_seconds,
+        grace_seconds=args.grace_seconds,
+        regrow_seconds=args.regrow_seconds,
+        devices_per_worker=args.devices_per_worker,
+        tee=args.tee,
+    )
 
 
 def _worker_command(args: argparse.Namespace) -> list[str]:
@@ -139,50 +201,24 @@ def _worker_command(args: argparse.Namespace) -> list[str]:
     return [sys.executable, args.script, *args.script_args]
 
 
-def _make_log_dir(args: argparse.Namespace) -> pathlib.Path:
+def _make_run_dir(args: argparse.Namespace, spec: ClusterSpec | None) -> pathlib.Path:
+    """The folder of this run, empty of what an earlier run left, which would mislead."""
     if args.log_dir is None:
         return pathlib.Path(tempfile.mkdtemp(prefix="tfdist-run-"))
+    # Hosts may share a disk, but not a run's folder.
+    run_dir: pathlib.Path = args.log_dir.absolute() / (f"worker-{spec.worker_id}" if spec else "")
     try:
-        args.log_dir.mkdir(parents=True, exist_ok=True)
-        for index in range(args.workers):
-            (args.log_dir / f"worker-{index}.log").unlink(missing_ok=True)  # an earlier run's, which would mislead
-        tempfile.TemporaryFile(dir=args.log_dir).close()
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for pattern in ("attempt-*/worker-*.log", "attempt-*/failure-*.json", "failure.json", "committed"):
+            for path in run_dir.glob(pattern):
+                path.unlink()
+        for path in run_dir.glob("attempt-*"):
+            with contextlib.suppress(OSError):  # not empty: what else is in it is not ours
+                path.rmdir()
+        tempfile.TemporaryFile(dir=run_dir).close()
     except OSError as error:
         args.parser.error(f"--log-dir {args.log_dir} cannot be written to: {error}")
-    return args.log_dir
-
-
-def _supervise(group: WorkerGroup, args: argparse.Namespace, log_dir: pathlib.Path, caught: list[int]) -> int:
-    """Runs the group until it is done, one worker fails or a signal comes; returns the exit code."""
-    group.start()
-    where = f"; logs in {log_dir}" if args.tee or args.workers > 1 else ""
-    logging.info("%d worker%s on this machine%s", args.workers, "s" if args.workers > 1 else "", where)
-    failure = group.wait(until=lambda: bool(caught))
-    if caught:
-        signum = caught[0]
-        exit_code = 128 + signum
-        logging.info("%s: ending the workers; once more to kill them at once", signal.Signals(signum).name)
-    elif failure:
-        signum = signal.SIGTERM
-        exit_code = failure.exit_code
-        _report(failure, group)
-    else:
-        return 0
-    seen = len(caught)
-    group.stop(signum, grace_seconds=args.grace_seconds, hurry=lambda: len(caught) > seen)
-    return exit_code
-
-
-def _report(failure: WorkerExit, group: WorkerGroup) -> None:
-    others = f"; ending {', '.join(f'worker {index}' for index in group.running)}" if group.running else ""
-    path = group.log_path(failure.index)
-    if path is None:
-        logging.error("%s, its output is above%s", failure.describe(), others)
-        return
-    with path.open("rb") as log:
-        log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        tail = log.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
-    logging.error("%s%s; the end of %s:\n%s", failure.describe(), others, path, "\n".join(tail) or "(empty)")
+    return run_dir
 
 
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -242,7 +278,8 @@ def _bench(args: argparse.Namespace) -> int:
         except OSError as error:
             args.parser.error(f"--json {args.json} cannot be written: {error}")
     if spec is None:
-        return main(["run", "--workers", str(args.workers), "-m", "tfdist.launch.cli", *args.argv])
+        in_workers = ["-m", "tfdist.launch.cli", *args.argv]
+        return main(["run", "--workers", str(args.workers), "--max-restarts", "0", *in_workers])
     deadline = time.monotonic() + args.timeout
     with _end_after(args.timeout):
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the table is what is to be read
@@ -324,6 +361,13 @@ def _positive_int(text: str) -> int:
     return value
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"needs a whole number from 0 up, got {text}")
+    return value
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
@@ -358,7 +402,7 @@ def _parameters(text: str) -> int:
 
 
 _COMMANDS = (
-    _Command("run", "start a script in several workers on this machine", _add_run_arguments, _run),
+    _Command("run", "start a script in several workers, and again after a failure", _add_run_arguments, _run),
     _Command("bench", "measure the exchange between workers, by size", _add_bench_arguments, _bench),
 )
 

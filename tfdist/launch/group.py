@@ -2,26 +2,26 @@
 
 import ctypes
 import dataclasses
+import functools
 import os
 import pathlib
 import signal
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO
 
-from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec, free_ports
+from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
+from tfdist.launch.guard import Guard
+from tfdist.launch.output import Output
 
-__all__ = ["WorkerExit", "WorkerGroup", "describe_exit"]
+__all__ = ["WorkerExit", "WorkerGroup", "describe_exit", "log_path"]
 
 _POLL_SECONDS = 0.05
 _DRAIN_SECONDS = 1.0
+_KILL_SECONDS = 60.0
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded here, since between fork and exec little may be done
-_terminal = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,52 +31,49 @@ class WorkerExit:
     Attributes:
       index: Which worker.
       returncode: Its exit code, or minus the number of the signal that killed it.
+      pid: The number of its process.
+      time: When its end was noticed, in seconds since the epoch.
     """
 
     index: int
     returncode: int
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code as a shell gives it: 128 + n for signal n."""
-        return self.returncode if self.returncode >= 0 else 128 - self.returncode
-
-    def describe(self) -> str:
-        """Says how it ended: "worker 1 was killed by SIGKILL"."""
-        return f"worker {self.index} {describe_exit(self.returncode)}"
+    pid: int
+    time: float
 
 
 class WorkerGroup:
     """Processes that run one command, each a member of one TF_CONFIG cluster.
 
-    A worker leads a session of its own, so that what it starts ends with it; a worker whose parent is killed is killed
-    by the kernel. Standard input is closed to all workers.
+    A worker leads a session of its own, so that what it starts ends with it. Should this process be killed, the kernel
+    kills the workers, and a guard what they started. Standard input is closed to all workers.
 
     Args:
       command: What each worker runs.
-      num_workers: How many workers.
-      log_dir: Where `worker-<index>.log` files go. Worker 0 writes to this process's own output instead, unless `tee`.
-      devices_per_worker: Logical devices that the strategy makes in each worker; None leaves the environment as it is.
-      tee: Whether to print all workers' lines, with "[worker <index>] " before each, beside the log files.
+      specs: The cluster, seen from each worker to be started here.
+      log_dir: Where `worker-<index>.log` files go. The first worker's output is shown by this process too.
+      env: What is added to the environment of each.
+      tee: Whether to print all workers' lines, with "[worker <index>] " before each.
     """
 
     def __init__(
         self,
         command: Sequence[str],
-        num_workers: int,
+        specs: Sequence[ClusterSpec],
         *,
         log_dir: pathlib.Path,
-        devices_per_worker: int | None = None,
+        env: Mapping[str, str] | None = None,
         tee: bool = False,
     ):
         self._command = list(command)
-        self._num_workers = num_workers
+        self._specs = list(specs)
         self._log_dir = log_dir
-        self._devices_per_worker = devices_per_worker
+        self._env = dict(env or {})
         self._tee = tee
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._pumps: dict[int, threading.Thread] = {}
-        self._first_failure: WorkerExit | None = None
+        self._outputs: dict[int, Output] = {}
+        self._guard: Guard | None = None
+        self._exits: list[WorkerExit] = []
+        self._not_started: int | None = None
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -84,13 +81,14 @@ class WorkerGroup:
         return tuple(self._running)
 
     @property
-    def first_failure(self) -> WorkerExit | None:
-        """The failure that came first; those after it may be its consequences."""
-        return self._first_failure
+    def exits(self) -> tuple[WorkerExit, ...]:
+        """The workers that had ended at the last `poll`, as they were noticed."""
+        return tuple(self._exits)
 
-    def log_path(self, index: int) -> pathlib.Path | None:
-        """The log file of a worker, None if its output goes straight to this process's."""
-        return self._log_dir / f"worker-{index}.log" if index > 0 or self._tee else None
+    @property
+    def not_started(self) -> int | None:
+        """The worker that `start` failed at, if it did."""
+        return self._not_started
 
     def start(self) -> None:
         """Starts all workers.
@@ -98,63 +96,46 @@ class WorkerGroup:
         Call it in the main thread: the kernel ends the workers with the thread that started them.
 
         Raises:
-          OSError: If a log file cannot be written.
-          ClusterError: If a process cannot be started, or there are no free ports.
+          ClusterError: If a process cannot be started, or a log file cannot be written.
         """
-        ports = free_ports(self._num_workers)
-        paths = [self.log_path(index) for index in range(self._num_workers)]
-        logs: list[IO[bytes] | None] = []
+        self._guard = Guard()
         try:
-            logs = [path.open("wb") if path else None for path in paths]
-            for index, log in enumerate(logs):
-                self._start_worker(index, ClusterSpec.local(self._num_workers, index, ports), log)
+            for spec in self._specs:
+                self._not_started = spec.worker_id
+                self._start_worker(spec)
+                self._guard.watch(process.pid for process in self._running.values())
+            self._not_started = None
         except BaseException:
             self.kill()
             raise
-        finally:
-            if not self._tee:
-                for log in logs:
-                    if log:
-                        log.close()  # the worker has its own copy
-        if self._tee:  # after the last start: forking while threads run is not safe
-            for index, log in enumerate(logs):
-                self._start_pump(index, log)
+        for output in self._outputs.values():  # after the last start: forking while threads run is not safe
+            output.begin()
 
-    def poll(self) -> WorkerExit | None:
-        """Takes note of workers that ended since, and ends what they left running.
+    def poll(self) -> None:
+        """Takes note of workers that ended since, and ends what they left running."""
+        for index in list(self._running):
+            if _has_ended(self._running[index]):
+                self._reap(index)
 
-        Returns:
-          The first failure so far, if any.
-        """
-        ended = [self._reap(index) for index in list(self._running) if _has_ended(self._running[index])]
-        failed = [each for each in ended if each.returncode != 0]
-        if failed and self._first_failure is None:
-            self._first_failure = min(failed, key=_doubt)
-        return self._first_failure
-
-    def wait(self, until: Callable[[], bool] = lambda: False) -> WorkerExit | None:
-        """Waits until all workers ended, one failed, or `until()` is true.
-
-        Returns:
-          The first failure, if any.
-        """
-        while self.poll() is None and self._running and not until():
+    def wait(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Waits until all workers ended, one with another exit code than 0, or `until()` is true."""
+        self.poll()
+        while self._running and not any(each.returncode for each in self._exits) and not until():
             time.sleep(_POLL_SECONDS)
-        return self._first_failure
+            self.poll()
 
-    def stop(
-        self, signum: int = signal.SIGTERM, *, grace_seconds: float, hurry: Callable[[], bool] = lambda: False
-    ) -> None:
+    def stop(self, signum: int | None, *, grace_seconds: float, hurry: Callable[[], bool] = lambda: False) -> None:
         """Ends all workers: a signal, a grace, then SIGKILL, since SIGTERM alone does not end a TensorFlow worker.
 
         Args:
-          signum: The signal to start with.
+          signum: The signal to start with; None sends none, to workers that are about to end.
           grace_seconds: How long a worker may take to end by itself.
           hurry: Asked again and again; once true, the grace is over.
         """
         deadline = time.monotonic() + grace_seconds
-        for process in self._running.values():
-            os.killpg(process.pid, signum)
+        if signum is not None:
+            for process in self._running.values():
+                os.killpg(process.pid, signum)
         self.poll()
         while self._running and time.monotonic() < deadline and not hurry():
             time.sleep(_POLL_SECONDS)
@@ -167,45 +148,55 @@ class WorkerGroup:
             os.killpg(process.pid, signal.SIGKILL)
         for index in list(self._running):
             self._reap(index)
+        for index in list(self._outputs):  # of one that could not be started
+            self._outputs.pop(index).finish(0)
+        if self._guard:
+            self._guard.close()
+            self._guard = None
 
-    def _start_worker(self, index: int, spec: ClusterSpec, log: IO[bytes] | None) -> None:
-        output = subprocess.PIPE if self._tee else log
+    def _start_worker(self, spec: ClusterSpec) -> None:
+        index = spec.worker_id
+        is_first = index == self._specs[0].worker_id
+        show = "by line" if self._tee else "as it is" if is_first else "no"
+        # Unbuffered, so that a killed worker's last words are in its log.
+        env = {"PYTHONUNBUFFERED": "1", **os.environ, **self._env, "TF_CONFIG": spec.to_json()}
         try:
+            output = self._outputs[index] = Output(log_path(self._log_dir, index), show=show, name=f"[worker {index}]")
             self._running[index] = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT if output else None,
-                env=_worker_env(os.environ, spec, self._devices_per_worker),
+                stdout=output.stdout,
+                stderr=output.stderr,
+                env=env,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=functools.partial(_die_with_parent, os.getpid()),
             )
         except (OSError, subprocess.SubprocessError) as error:
             raise ClusterError(
-                f"Worker {index} of {self._num_workers} could not be started as {self._command}: {error}. "
-                f"Use fewer workers, or raise the limits of this machine (`ulimit -a`)."
+                f"Worker {index} could not be started as {self._command} with its log in {self._log_dir}: {error}. "
+                f"Use fewer workers, or raise the limits of this machine (`ulimit -a`, `df {self._log_dir}`)."
             ) from error
 
-    def _start_pump(self, index: int, log: IO[bytes] | None) -> None:
-        source = self._running[index].stdout
-        if source is None or log is None:
-            raise ClusterError(f"Worker {index} has no output to read. This is a bug in tfdist.")
-        self._pumps[index] = threading.Thread(target=_pump, args=(index, source, log), daemon=True)
-        self._pumps[index].start()
-
-    def _reap(self, index: int) -> WorkerExit:
+    def _reap(self, index: int) -> None:
         process = self._running.pop(index)
         # Before its end is taken note of, the number of its group cannot belong to anyone else.
         os.killpg(process.pid, signal.SIGKILL)
-        returncode = process.wait()
-        if index in self._pumps:
-            self._pumps.pop(index).join(_DRAIN_SECONDS)
-        return WorkerExit(index, returncode)
+        try:
+            returncode = process.wait(_KILL_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise ClusterError(
+                f"Worker {index}, process {process.pid}, did not end within {_KILL_SECONDS:g} s of SIGKILL. The kernel "
+                f"holds it, often in a file system that does not answer: `cat /proc/{process.pid}/stack` says where."
+            ) from error
+        if self._guard:
+            self._guard.watch(each.pid for each in self._running.values())
+        self._exits.append(WorkerExit(index, returncode, process.pid, time.time()))
+        self._outputs.pop(index).finish(_DRAIN_SECONDS)
 
 
-def _doubt(failure: WorkerExit) -> bool:
-    """Whether a failure may be the consequence of another seen with it: a killed worker fails or aborts the others."""
-    return failure.returncode > 0 or failure.returncode == -signal.SIGABRT
+def log_path(log_dir: pathlib.Path, index: int) -> pathlib.Path:
+    """The log file of a worker."""
+    return log_dir / f"worker-{index}.log"
 
 
 def describe_exit(returncode: int) -> str:
@@ -218,34 +209,12 @@ def describe_exit(returncode: int) -> str:
         return f"was killed by signal {-returncode}"
 
 
-def _worker_env(environ: Mapping[str, str], spec: ClusterSpec, devices_per_worker: int | None) -> dict[str, str]:
-    # Unbuffered, so that a killed worker's last words are in its log.
-    env = {"PYTHONUNBUFFERED": "1", **environ, "TF_CONFIG": spec.to_json()}
-    if devices_per_worker is not None:
-        env[DEVICES_PER_WORKER] = str(devices_per_worker)
-    return env
-
-
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # gone before the kernel was asked
+        os._exit(1)
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
     """Whether the process is gone, without taking note: its number stays reserved."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-
-
-def _pump(index: int, source: IO[bytes], log: IO[bytes]) -> None:
-    """Copies a worker's lines to its log file and, with its name before each, to the terminal."""
-    terminal: IO[bytes] | None = sys.stdout.buffer
-    with source, log:
-        for line in source:
-            log.write(line)
-            log.flush()
-            try:
-                if terminal:
-                    with _terminal:
-                        terminal.write(b"[worker %d] " % index + line.rstrip(b"\n") + b"\n")
-                        terminal.flush()
-            except OSError:
-                terminal = None  # the reader is gone (`| head`), but the worker must not block on a full pipe

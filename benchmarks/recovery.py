@@ -1,0 +1,238 @@
+"""From `kill -9` of a worker to the first step after: under `tfdist run`, and under `torchrun` with a DDP job.
+
+    python -m benchmarks.recovery                        # about 3 minutes on 2 cores
+    python -m benchmarks.recovery --json recovery.json
+
+Two workers train the same dense network of 1 M parameters, restored from a backup that is made every 10 steps: here by
+`tfdist.callbacks.BackupAndRestore`, there by `torch.save` on rank 0 and `torch.load` on all. In step 25 the other
+worker is killed. Each worker writes down when it gets how far, and a recovery falls into
+
+- notice: until the first process of the next attempt is there;
+- restart: until all have loaded their library and have joined the cluster, if need be in another attempt;
+- restore: until all have completed a step.
+
+Both start what they start from a warm disk cache. `torchrun` is used as it comes, with `--max-restarts 3`.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import rich.console
+import rich.table
+from absl import app, flags
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("repeats", 3, "Recoveries of each.", 1)
+flags.DEFINE_list("systems", ["tfdist run", "torchrun"], "Which to measure.")
+flags.DEFINE_string("json", None, "A file for the results.")
+
+WORKERS, STEPS, KILL_STEP, SAVE_STEPS = 2, 60, 25, 10
+_FEATURES, _HIDDEN, _CLASSES, _ROWS = 256, 640, 10, 64
+_STEP_SECONDS = 0.02  # besides the computation, so that a kill finds its step
+_DEADLINE_SECONDS = 180.0
+PHASES = ("notice", "restart", "restore")
+_EVENTS, _WORKER = "RECOVERY_EVENTS", "RECOVERY_WORKER"
+_LAUNCHERS = {
+    "tfdist run": ["-m", "tfdist.launch.cli", "run", "--workers", str(WORKERS)],
+    "torchrun": [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(WORKERS),
+        "--max-restarts",
+        "3",
+    ],
+}
+
+
+def main(_) -> None:
+    rows = []
+    for _ in range(FLAGS.repeats):
+        rows += [{"system": system, **measure(system)} for system in FLAGS.systems]
+    table = rich.table.Table(title="From a kill to the first step after: seconds, medians")
+    for column in ("", *PHASES, "all", "restarts", "of"):
+        table.add_column(column, justify="left" if not column else "right")
+    for system in FLAGS.systems:
+        own = [row for row in rows if row["system"] == system]
+        medians = [statistics.median(row[phase] for row in own) for phase in (*PHASES, "all")]
+        restarts = ", ".join(sorted({str(row["restarts"]) for row in own}))
+        table.add_row(system, *(f"{seconds:.2f}" for seconds in medians), restarts, str(len(own)))
+    rich.console.Console().print(table)
+    if FLAGS.json:
+        pathlib.Path(FLAGS.json).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def measure(system: str) -> dict[str, float]:
+    """The seconds of each phase of one recovery.
+
+    Raises:
+      RuntimeError: If the job does not get there; it holds the output.
+    """
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="recovery-"))
+    env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    env |= {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    env |= {_EVENTS: str(folder), _WORKER: system}
+    command = [sys.executable, *_LAUNCHERS[system], str(pathlib.Path(__file__).resolve())]
+    try:
+        with (folder / "output").open("wb") as output:
+            job = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
+        deadline = time.monotonic() + _DEADLINE_SECONDS
+        try:
+            victim = _wait(lambda: _events(folder, 0, f"step {KILL_STEP}").get(1), job, deadline)
+            killed = time.time()
+            os.kill(int(victim["pid"]), signal.SIGKILL)
+            if _wait(lambda: [job.poll()] if job.poll() is not None else None, job, deadline) != [0]:
+                raise RuntimeError("The job failed.")
+        except RuntimeError as error:
+            raise RuntimeError(f"{system}: {error}\n{(folder / 'output').read_text()[-5000:]}") from error
+        finally:
+            _end(job, folder)
+        # A restart may itself fail and be followed by another.
+        last = max(int(path.suffixes[0][1:]) for path in folder.glob("first-step.*"))
+        began = min(each["time"] for each in _events(folder, 1, "began").values())
+        joined = max(each["time"] for each in _events(folder, last, "joined").values())
+        stepped = max(each["time"] for each in _events(folder, last, "first step").values())
+        return {
+            "notice": began - killed,
+            "restart": joined - began,
+            "restore": stepped - joined,
+            "all": stepped - killed,
+            "restarts": last,
+        }
+    finally:
+        shutil.rmtree(folder)
+
+
+def _wait(ask: Callable[[], object], job: subprocess.Popen, deadline: float):
+    while not (answer := ask()):
+        if job.poll() not in (None, 0) or time.monotonic() > deadline:
+            raise RuntimeError(f"The job ended with {job.poll()}, or not within {_DEADLINE_SECONDS:g} s.")
+        time.sleep(0.01)
+    return answer
+
+
+def _events(folder: pathlib.Path, attempt: int, name: str) -> dict[int, dict[str, float]]:
+    """What the workers of an attempt wrote down under `name`, by worker."""
+    paths = folder.glob(f"{name.replace(' ', '-')}.{attempt}.*")
+    return {int(path.suffix[1:]): json.loads(path.read_text()) for path in paths}
+
+
+def _end(job: subprocess.Popen, folder: pathlib.Path) -> None:
+    """Ends the job and all its workers, which may lead sessions of their own."""
+    for path in folder.glob("began.*"):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # gone
+            pid = json.loads(path.read_text())["pid"]
+            if str(folder).encode() in pathlib.Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
+
+
+# From here: run in the workers.
+
+
+class Diary:
+    """What a worker writes down: files, each whole or not at all."""
+
+    def __init__(self, attempt: int, worker: int):
+        self._folder = pathlib.Path(os.environ[_EVENTS])
+        self._attempt, self._worker = attempt, worker
+        self._has_stepped = False
+        self.write("began")
+
+    def write(self, name: str) -> None:
+        """Got as far as `name`."""
+        path = self._folder / f"{name.replace(' ', '-')}.{self._attempt}.{self._worker}"
+        partial = path.with_name(f".{path.name}")
+        partial.write_text(json.dumps({"time": time.time(), "pid": os.getpid()}))
+        partial.rename(path)
+
+    def step(self, number: int) -> None:
+        """One more step is done, `number` since the beginning of the training."""
+        if not self._has_stepped:
+            self._has_stepped = True
+            self.write("first step")
+        if number == KILL_STEP:
+            self.write(f"step {number}")
+        time.sleep(_STEP_SECONDS)
+
+
+def train_with_tfdist(folder: pathlib.Path) -> None:
+    diary = Diary(int(os.environ["TFDIST_ATTEMPT"]), json.loads(os.environ["TF_CONFIG"])["task"]["index"])
+    import keras
+    import numpy as np
+
+    import tfdist
+
+    strategy = tfdist.MultiWorkerMirroredStrategy()
+    diary.write("joined")
+
+    class Steps(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            diary.step(int(keras.ops.convert_to_numpy(self.model.optimizer.iterations)))
+
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        hidden = [keras.layers.Dense(_HIDDEN, activation="relu") for _ in range(3)]
+        model = keras.Sequential([keras.Input((_FEATURES,)), *hidden, keras.layers.Dense(_CLASSES)])
+        model.compile(keras.optimizers.SGD(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    rng = np.random.default_rng(0)
+    rows = WORKERS * _ROWS * STEPS
+    data = rng.normal(size=(rows, _FEATURES)).astype("float32"), rng.integers(_CLASSES, size=rows)
+    sharding = tfdist.data.BalancedSharding(data, global_batch_size=WORKERS * _ROWS, seed=0)
+    backup = tfdist.callbacks.BackupAndRestore(folder / "backup", save_freq=SAVE_STEPS)
+    model.fit(strategy.distribute_datasets_from_function(sharding), callbacks=[backup, Steps()], verbose=0)
+
+
+def train_with_torch(folder: pathlib.Path) -> None:
+    rank = int(os.environ["RANK"])
+    diary = Diary(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), rank)
+    import torch
+    import torch.distributed
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    sizes = [_FEATURES, _HIDDEN, _HIDDEN, _HIDDEN]
+    hidden = [part for i in range(3) for part in (torch.nn.Linear(sizes[i], sizes[i + 1]), torch.nn.ReLU())]
+    network = DistributedDataParallel(torch.nn.Sequential(*hidden, torch.nn.Linear(_HIDDEN, _CLASSES)))
+    diary.write("joined")
+    optimizer = torch.optim.SGD(network.parameters(), 0.01)
+    done, path = 0, folder / "checkpoint.pt"
+    if path.exists():
+        saved = torch.load(path)
+        network.load_state_dict(saved["network"])
+        optimizer.load_state_dict(saved["optimizer"])
+        done = saved["done"]
+    for number in range(done + 1, STEPS + 1):
+        features, labels = torch.randn(_ROWS, _FEATURES), torch.randint(_CLASSES, (_ROWS,))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(network(features), labels).backward()
+        optimizer.step()
+        if rank == 0 and number % SAVE_STEPS == 0:
+            partial = path.with_suffix(".partial")
+            torch.save({"network": network.state_dict(), "optimizer": optimizer.state_dict(), "done": number}, partial)
+            partial.rename(path)
+        diary.step(number)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if _WORKER in os.environ:
+        train = train_with_tfdist if os.environ[_WORKER] == "tfdist run" else train_with_torch
+        train(pathlib.Path(os.environ[_EVENTS]))
+    else:
+        app.run(main)

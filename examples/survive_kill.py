@@ -1,0 +1,89 @@
+"""A worker is killed in the middle of training, and the weights are those of a run in which nothing happened.
+
+2 workers on this machine, one of which kills itself (a minute on 2 cores):
+    tfdist run --workers 2 examples/survive_kill.py
+
+Any other, by hand: give --kill_step -1, and `kill -9` one of the processes while it trains, as often as you like.
+"""
+
+import os
+import pathlib
+import signal
+
+import keras
+import numpy as np
+from absl import app, flags
+from common import is_chief, make_strategy
+
+import tfdist
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("epochs", 3, "Passes over the training data.", 1)
+flags.DEFINE_integer("kill_step", 40, "The step in which the last worker kills itself, once; -1: never.")
+flags.DEFINE_integer("save_steps", 10, "Steps between two saves: what a failure can cost.", 1)
+flags.DEFINE_string("backup_dir", None, "Where backups go, on a disk of all workers. By default the folder of the run.")
+
+
+class KillOnce(keras.callbacks.Callback):
+    """Ends this process in a step, without a word, if it is the last worker and was not started again."""
+
+    def __init__(self, last: bool):
+        super().__init__()
+        self._armed = last and os.environ.get("TFDIST_ATTEMPT") == "0"
+        self._steps = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Counts, and kills."""
+        self._steps += 1
+        if self._armed and self._steps == FLAGS.kill_step:
+            print(f"step {self._steps}: kill -9 {os.getpid()}", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(strategy, callbacks=(), verbose=0) -> list[np.ndarray]:
+    """The weights after training, which depend on nothing but the seeds."""
+    keras.utils.set_random_seed(0)
+    digits, labels = make_digits()
+    with strategy.scope():
+        layers = [keras.layers.Dense(128, activation="relu"), keras.layers.Dropout(0.2), keras.layers.Dense(10)]
+        model = keras.Sequential([keras.Input(digits.shape[1:]), *layers])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
+    # Equal shares: who trains on which row decides how sums are rounded.
+    rows = tfdist.data.BalancedSharding((digits, labels), global_batch_size=64, seed=0, policy="equal")
+    model.fit(
+        strategy.distribute_datasets_from_function(rows),
+        epochs=FLAGS.epochs,
+        callbacks=list(callbacks),
+        verbose=verbose,
+    )
+    return model.get_weights()
+
+
+def make_digits() -> tuple[np.ndarray, np.ndarray]:
+    train = tfdist.data.load("digits", "train")
+    digits, labels = zip(*train.as_numpy_iterator(), strict=True)
+    return np.stack(digits).reshape(len(digits), -1).astype("float32") / 255, np.array(labels)
+
+
+def main(_) -> None:
+    strategy = make_strategy()
+    chief = is_chief(strategy)
+    spec = tfdist.cluster.ClusterSpec.from_env()
+    backup_dir = FLAGS.backup_dir or pathlib.Path(os.environ.get("TFDIST_RUN_DIR", "."), "backup")
+    callbacks = [
+        tfdist.callbacks.BackupAndRestore(backup_dir, save_freq=FLAGS.save_steps),
+        KillOnce(last=spec is not None and spec.worker_id == spec.num_workers - 1),
+    ]
+    weights = train(strategy, callbacks, verbose=2 if chief else 0)
+    unbroken = train(strategy)
+    equal = all(np.array_equal(mine, other) for mine, other in zip(weights, unbroken, strict=True))
+    if chief:
+        restarts = os.environ.get("TFDIST_ATTEMPT", "0")
+        print(f"restarts: {restarts}; weights equal an unbroken run's, bit for bit: {equal}", flush=True)
+    if not equal:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    app.run(main)

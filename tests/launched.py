@@ -1,0 +1,95 @@
+"""`tfdist run` in a process of its own, with a script made for the test; and nothing is left of it."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+DEADLINE_SECONDS = 60
+
+# Every worker leaves its process number in the directory of the test.
+PREAMBLE = """
+import json, os, pathlib, signal, subprocess, sys, time
+worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+here = pathlib.Path(__file__).parent
+def leave(name, pid):
+    (here / "writing").mkdir(exist_ok=True)
+    (here / "writing" / name).write_text(str(pid))
+    (here / "writing" / name).rename(here / name)
+"""
+ARRIVE = 'leave(f"pid-{worker}", os.getpid())\n'
+
+
+class Run:
+    """The command in a process of its own, with a script made for the test."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        (directory / "tmp").mkdir()
+
+    def script(self, body):
+        path = self.directory / "script.py"
+        path.write_text(PREAMBLE + textwrap.dedent(body) + "\n")
+        return str(path)
+
+    def start(self, *arguments, env=(), restarts=0, **options):
+        def undisturbed():  # a test run in the background may have these ignored
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+        command = [sys.executable, "-m", "tfdist.launch.cli", "run", f"--max-restarts={restarts}", *map(str, arguments)]
+        environ = {**os.environ, "TMPDIR": str(self.directory / "tmp"), **dict(env)}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": undisturbed}
+        return subprocess.Popen(command, env=environ, cwd=self.directory, **{**pipes, **options})
+
+    def finish(self, *arguments, **options):
+        with self.start(*arguments, **options) as process:
+            try:
+                out, err = process.communicate(timeout=DEADLINE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+        return process.returncode, out, err
+
+    def pids(self):
+        return {path.name: int(path.read_text()) for path in self.directory.glob("pid-*")}
+
+    def wait_for_pids(self, count):
+        assert eventually(lambda: len(self.pids()) == count), self.pids()
+        return self.pids()
+
+    def log_dirs(self):
+        return list((self.directory / "tmp").iterdir())
+
+    def gone(self):
+        return eventually(lambda: not any(is_alive(pid) for pid in self.pids().values()), 5)
+
+
+@contextlib.contextmanager
+def nothing_left(directory):
+    """A Run whose workers are all gone at the end."""
+    run = Run(directory)
+    yield run
+    left = [pid for pid in run.pids().values() if is_alive(pid)]
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert left == []
+
+
+def is_alive(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def eventually(condition, seconds=DEADLINE_SECONDS):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()

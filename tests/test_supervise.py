@@ -1,0 +1,554 @@
+"""A job under `tfdist run` is started again until it is done, and when it is not, it says what came first."""
+
+import contextlib
+import itertools
+import json
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from launched import DEADLINE_SECONDS, eventually, nothing_left
+from tfdist.cluster import ClusterSpec, free_ports
+from tfdist.launch.restarts import Restarts, Size
+
+PREEMPTED = 75
+TENSORFLOW_SECONDS = 120
+
+# What a worker of any attempt needs. `meet` waits for the others of its attempt.
+ATTEMPT = """
+attempt, run_dir = int(os.environ["TFDIST_ATTEMPT"]), pathlib.Path(os.environ["TFDIST_RUN_DIR"])
+cluster = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
+def meet():
+    leave(f"pid-{attempt}-{worker}", os.getpid())
+    while len(list(here.glob(f"pid-{attempt}-*"))) < len(cluster): time.sleep(0.01)
+def commit(step):
+    (run_dir / f"committing-{worker}").write_text(str(step))
+    (run_dir / f"committing-{worker}").rename(run_dir / "committed")
+def on_sigterm(act):
+    signal.signal(signal.SIGTERM, lambda *_: act())
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    with nothing_left(tmp_path) as run:
+        run.logs = tmp_path / "logs"
+        yield run
+
+
+def script(run, body):
+    return run.script(ATTEMPT + textwrap.dedent(body))
+
+
+def finish(run, workers, body, *options, restarts=3):
+    """Exit code and standard error of a run."""
+    options = ["--workers", workers, "--log-dir", run.logs, *options]
+    code, _, err = run.finish(*options, script(run, body), restarts=restarts)
+    return code, err
+
+
+def attempts(run):
+    """How many workers each attempt had."""
+    folders = sorted(run.logs.glob("attempt-*"), key=lambda path: int(path.name.partition("-")[2]))
+    return [len(list(folder.glob("worker-*.log"))) for folder in folders]
+
+
+def failure(run):
+    return json.loads((run.logs / "failure.json").read_text())
+
+
+# Starting again.
+
+
+def test_a_failed_group_is_started_again_on_fresh_ports(run):
+    code, err = finish(
+        run,
+        2,
+        """
+        print("attempt", attempt, "worker", worker)
+        (here / f"cluster-{attempt}-{worker}").write_text(str(cluster))
+        meet()
+        if attempt == 0: time.sleep(60) if worker == 0 else die()
+        """,
+    )
+    assert code == 0 and attempts(run) == [2, 2]
+    clusters = [{(run.directory / f"cluster-{k}-{i}").read_text() for i in range(2)} for k in range(2)]
+    assert [len(each) for each in clusters] == [1, 1] and clusters[0] != clusters[1]
+    for k, i in itertools.product(range(2), range(2)):
+        assert (run.logs / f"attempt-{k}" / f"worker-{i}.log").read_text() == f"attempt {k} worker {i}\n"
+    assert "attempt 0: 2 workers" in err and "failed: worker 1 was killed by SIGKILL" in err
+    assert [each["outcome"] for each in failure(run)["attempts"]] == ["failed", "done"]
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_without_a_commit_there_are_no_more_restarts_than_allowed(run, restarts):
+    code, err = finish(run, 2, "meet()\nsys.exit(3) if worker == 1 else time.sleep(60)", restarts=restarts)
+    assert code == 3 and attempts(run) == [2] * (restarts + 1)
+    assert "failed for good" in err and str(run.logs) in err
+    assert failure(run)["outcome"] == "failed" and failure(run)["run_exit_code"] == 3
+
+
+def test_a_job_that_commits_goes_on_however_often_it_is_killed(run):
+    body = "commit(attempt * 10)\nif attempt < 8: die()"
+    code, err = finish(run, 1, body, restarts=1)
+    assert code == 0 and attempts(run) == [1] * 9
+    assert [each["committed"] for each in failure(run)["attempts"]] == [k * 10 for k in range(9)]
+    assert " in " not in "".join(line for line in err.splitlines() if "starting again" in line)  # no pauses
+
+
+def test_an_old_commit_is_no_progress(run):
+    code, _ = finish(run, 1, "commit(10)\nsys.exit(4)", restarts=1)
+    assert code == 4 and attempts(run) == [1] * 2
+
+
+def test_what_an_earlier_run_left_in_the_log_dir_is_gone(run):
+    assert finish(run, 3, "commit(5)\nsys.exit(1)", restarts=0)[0] == 1
+    (run.logs / "attempt-0" / "mine.txt").write_text("kept")
+    assert finish(run, 1, "print((run_dir / 'committed').exists())")[0] == 0
+    assert sorted(path.name for path in run.logs.rglob("*")) == ["attempt-0", "mine.txt", "worker-0.log"]
+    assert (run.logs / "attempt-0" / "worker-0.log").read_text() == "False\n"
+
+
+def test_a_stopped_worker_does_not_hold_up_the_restart(run):
+    body = "meet()\nif attempt == 0: os.kill(os.getpid(), signal.SIGSTOP) if worker == 0 else die()"
+    code, _ = finish(run, 2, body, "--grace-seconds", 600)
+    assert code == 0 and attempts(run) == [2, 2]
+    assert failure(run)["attempts"][0]["seconds"] < 10
+
+
+def test_a_run_folder_that_vanishes_does_not_end_the_job(run):
+    code, _ = finish(run, 1, "import shutil\nif attempt == 0: shutil.rmtree(run_dir); die()")
+    assert code == 0
+
+
+# What came first.
+
+NAMED = """
+import atexit
+class UnavailableError(Exception): pass
+"""
+
+# What workers do, by worker; which failed first, its exit code, and words that describe it.
+FIRST = {
+    "killed, and its peers raise": (
+        ["time.sleep(0.2); raise UnavailableError()", "time.sleep(0.2); raise UnavailableError()", "die()"],
+        (2, 137, "was killed by SIGKILL"),
+    ),
+    "killed, and its peers abort": (["os.abort()", "die()", "os.abort()"], (1, 137, "was killed by SIGKILL")),
+    "raises, and takes long to end": (
+        [
+            "time.sleep(0.4); raise UnavailableError('peer is gone')",
+            "atexit.register(time.sleep, 1); raise ValueError('the cause')",
+        ],
+        (1, 1, "raised ValueError: the cause"),
+    ),
+    "all raise": (
+        ["raise UnavailableError()", "time.sleep(0.02); raise KeyError('later')", "raise UnavailableError()"],
+        (1, 1, "raised KeyError: 'later'"),
+    ),
+    "exits without a word": (["time.sleep(0.5); raise UnavailableError()", "sys.exit(9)"], (1, 9, "exit code 9")),
+    "raises where there is no tfdist": (
+        ["del sys.modules['tfdist']; sys.excepthook = sys.__excepthook__; 1 / 0"],
+        (0, 1, ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_the_first_failure_is_the_cause_of_the_others(run, name):
+    faults, (worker, exit_code, words) = FIRST[name]
+    cases = "\n".join(f"elif worker == {i}: {fault}" for i, fault in enumerate(faults))
+    code, err = finish(run, len(faults), f"import tfdist\n{NAMED}\nmeet()\nif False: pass\n{cases}", restarts=0)
+    first = failure(run)
+    assert code == exit_code == first["exit_code"] and first["worker"] == worker
+    assert f"worker {worker} " in err and words in err
+
+
+def test_an_exception_is_reported_whole(run):
+    code, err = finish(
+        run,
+        2,
+        """
+        import tfdist
+        before, told = sys.excepthook, []
+        sys.excepthook = lambda *error: (print("my own hook", error[0].__name__), before(*error))
+        def inner(): raise OSError(28, "no room")
+        if worker == 1: inner()
+        time.sleep(60)
+        """,
+        restarts=0,
+    )
+    first = failure(run)
+    assert (first["worker"], first["attempt"], first["kind"], first["exception"]) == (1, 0, "exception", "OSError")
+    assert first["message"] == "[Errno 28] no room" and first["host"] == socket.gethostname()
+    assert "in inner" in first["stack"] and "script.py" in first["stack"]
+    assert first["signal"] is None and abs(time.time() - first["time"]) < DEADLINE_SECONDS
+    assert first["log"] == str(run.logs / "attempt-0" / "worker-1.log")
+    assert "my own hook OSError" in first["output"] and "my own hook OSError" in err
+    assert code == 1 and first["attempts"][0]["failure"]["stack"] == first["stack"]
+
+
+def test_only_the_end_of_the_worker_itself_is_reported(run):
+    code, _ = finish(
+        run,
+        1,
+        """
+        import tfdist, threading
+        code = "import tfdist; raise ValueError('of a child')"
+        assert subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 1
+        thread = threading.Thread(target=lambda: 1 / 0)
+        thread.start(); thread.join()
+        sys.exit(6)
+        """,
+        restarts=0,
+    )
+    assert code == 6 and (failure(run)["kind"], failure(run)["exception"]) == ("exit", None)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1, "time": 0}', '{"pid": PID, "time": "now"}'])
+def test_a_report_that_makes_no_sense_is_passed_over(run, text):
+    body = f"""
+        text = {text!r}.replace("PID", str(os.getpid()))
+        (run_dir / f"attempt-{{attempt}}" / "failure-0.json").write_text(text)
+        sys.exit(5)
+    """
+    assert finish(run, 1, body, restarts=0)[0] == 5
+    assert failure(run)["kind"] == "exit"
+
+
+def test_a_stall_names_its_suspect(run):
+    body = """
+        from tfdist.failure_report import write_report
+        meet()
+        if worker == 0:
+            write_report("stall", message="no step for 20 s", stack="...", suspect=1, step=7, section="exchange")
+            os._exit(76)
+        time.sleep(60)
+    """
+    code, err = finish(run, 2, body, restarts=0)
+    first = failure(run)
+    assert code == 76 and (first["kind"], first["suspect"], first["step"]) == ("stall", 1, 7)
+    assert "worker 0 ended by stall, probably because of worker 1: no step for 20 s" in err
+
+
+def test_a_worker_that_reports_does_not_load_tensorflow(run):
+    code, _ = finish(run, 1, "import tfdist, tfdist.failure_report\nsys.exit('tensorflow' in sys.modules)")
+    assert code == 0
+
+
+# Preemption.
+
+
+def test_a_group_that_saved_and_left_is_started_again_without_counting(run):
+    body = """
+        meet()
+        if attempt < 2:
+            if worker == 0:  # the last to leave
+                time.sleep(0.5)
+                commit(attempt)
+            sys.exit(75)
+    """
+    code, err = finish(run, 2, body, restarts=0)
+    assert code == 0 and attempts(run) == [2, 2, 2] and err.count("preempted") == 2
+    assert not (run.logs / "failure.json").exists()
+
+
+def test_one_that_leaves_again_and_again_without_saving_is_given_up(run):
+    code, err = finish(run, 1, "sys.exit(75)", restarts=1)
+    assert code == PREEMPTED and attempts(run) == [1, 1] and "without a commit" in err
+
+
+# What worker 1 does of two, of which the other saves; and the exit code.
+SAVES = "on_sigterm(lambda: (commit(7), os._exit(75))); meet(); time.sleep(60)"
+ENDS = {
+    "saves too": (SAVES, PREEMPTED),
+    "had finished": ("meet(); sys.exit()", PREEMPTED),
+    "fails to save": ("on_sigterm(lambda: os._exit(1)); meet(); time.sleep(60)", 143),
+    "is deaf": ("on_sigterm(lambda: None); meet(); time.sleep(60)", 143),
+    "knows nothing of it": ("meet(); time.sleep(60)", 143),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_asked_to_end_it_waits_for_all_to_save_and_says_whether_they_did(run, name):
+    act, expected = ENDS[name]
+    body = f"if worker == 1: {act}\nelse: {SAVES}"
+    options = ["--workers", 2, "--grace-seconds", 1, "--log-dir", run.logs]
+    with run.start(*options, script(run, body), restarts=3) as process:
+        run.wait_for_pids(2)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == expected and run.gone() and attempts(run) == [2]
+
+
+def test_asked_to_end_in_a_pause_it_ends(run):
+    with run.start("--workers", 1, "--log-dir", run.logs, script(run, "sys.exit(1)"), restarts=20) as process:
+        assert eventually(lambda: len(attempts(run)) == 4)  # then comes one of 4 s
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(2) == 143
+    assert attempts(run) == [1] * 4
+
+
+# Fewer workers, and more.
+
+
+def test_it_goes_on_with_fewer_workers_and_then_with_all_again(run):
+    body = """
+        (here / f"size-{attempt}-{worker}").write_text(str(len(cluster)))
+        on_sigterm(lambda: os._exit(75))
+        meet()
+        if attempt < 2: die() if worker == 3 else time.sleep(60)
+        if attempt == 2:
+            if worker == 0: commit(1)
+            time.sleep(60)
+    """
+    code, err = finish(run, 4, body, "--min-workers", 3, "--regrow-seconds", 0.5, restarts=2)
+    assert code == 0 and attempts(run) == [4, 4, 3, 4], err
+    assert {(run.directory / f"size-2-{worker}").read_text() for worker in range(3)} == {"3"}
+    assert "worker 3 does not come back; going on with 3 workers" in err
+    assert [each["outcome"] for each in failure(run)["attempts"]] == ["failed", "failed", "resized", "done"]
+
+
+def test_it_does_not_go_below_the_least(run):
+    body = "meet()\ndie() if worker == 0 else time.sleep(60)"
+    assert finish(run, 3, body, "--min-workers", 2, restarts=2)[0] == 137
+    assert attempts(run)[:3] == [3, 3, 2] and min(attempts(run)) == 2
+
+
+def test_all_workers_stay_unless_it_may_do_with_fewer(run):
+    assert finish(run, 2, "meet()\ndie() if worker == 1 else time.sleep(60)", restarts=2)[0] == 137
+    assert attempts(run) == [2, 2, 2]
+
+
+# Several hosts.
+
+
+@contextlib.contextmanager
+def on_hosts(run, body, restarts):
+    """One `tfdist run` for each of two hosts, which are both this machine."""
+    ports = free_ports(2)
+    specs = [ClusterSpec.local(2, index, ports) for index in range(2)]
+    command = ["--log-dir", run.logs, script(run, body)]
+    with contextlib.ExitStack() as stack:
+        starts = [run.start(*command, env={"TF_CONFIG": spec.to_json()}, restarts=restarts) for spec in specs]
+        yield ports, [stack.enter_context(start) for start in starts]
+
+
+def finished(processes, seconds=DEADLINE_SECONDS):
+    """Exit code and standard error of each."""
+    try:
+        errors = [process.communicate(timeout=seconds)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], "\n".join(errors)
+
+
+SERVES = """
+import socket
+host, _, port = cluster[worker].rpartition(":")
+server = socket.create_server((host, int(port)))
+"""
+
+
+def test_each_host_starts_its_own_worker_again_at_the_address_of_tf_config(run):
+    body = (
+        SERVES
+        + """
+meet()
+if attempt == 0:
+    if worker == 1: die()
+    while pathlib.Path(f"/proc/{(here / 'pid-0-1').read_text()}").exists(): time.sleep(0.01)
+    raise ConnectionError("peer is gone")
+(here / f"done-{worker}").write_text(port)
+"""
+    )
+    with on_hosts(run, body, restarts=1) as (ports, processes):
+        codes, errors = finished(processes)
+    assert codes == [0, 0], errors
+    assert [(run.directory / f"done-{worker}").read_text() for worker in range(2)] == [str(port) for port in ports]
+    for worker, words in enumerate(["peer is gone", "was killed by SIGKILL"]):
+        folder = run.logs / f"worker-{worker}"
+        assert json.loads((folder / "failure.json").read_text())["worker"] == worker
+        assert (folder / "attempt-1" / f"worker-{worker}.log").exists()
+        assert f"worker {worker}" in errors and words in errors
+
+
+def test_a_port_that_is_taken_is_waited_for(run):
+    (port,) = free_ports(1)
+    with socket.create_server(("127.0.0.1", port)) as other:
+        threading.Timer(1, other.close).start()
+        code, _, err = run.finish(script(run, SERVES), env={"TF_CONFIG": ClusterSpec.local(1, 0, [port]).to_json()})
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("text", ["", "{}", "nonsense"])
+def test_without_a_number_of_workers_there_must_be_a_cluster(run, text):
+    code, _, err = run.finish(script(run, ""), env={"TF_CONFIG": text})
+    assert code in (1, 2) and "TF_CONFIG" in err and "Traceback" not in err
+
+
+# Its own death.
+
+
+def test_workers_and_what_they_started_end_with_a_killed_supervisor(run):
+    body = """
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(signum, signal.SIG_IGN)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        leave(f"pid-child-{worker}", child.pid)
+        meet()
+        if attempt == 0: die() if worker == 1 else time.sleep(60)
+        leave(f"pid-ready-{worker}", os.getpid())
+        time.sleep(60)
+    """
+    with run.start("--workers", 2, script(run, body), restarts=1) as process:
+        assert eventually(lambda: len(list(run.directory.glob("pid-ready-*"))) == 2)
+        process.kill()
+        process.communicate(timeout=DEADLINE_SECONDS)
+        assert run.gone()
+
+
+def test_the_guard_forgets_a_worker_that_is_gone(run):
+    """By then its number may be another's."""
+    sleepers = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2)]
+    gone, here = (sleeper.pid for sleeper in sleepers)
+    code = f"""
+        import os
+        from tfdist.launch.guard import Guard
+        guard = Guard()
+        guard.watch([{gone}, {here}])
+        guard.watch([{here}])
+        os.kill(os.getpid(), 9)
+    """
+    try:
+        subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=DEADLINE_SECONDS)
+        assert sleepers[1].wait(DEADLINE_SECONDS) == -signal.SIGKILL
+        assert sleepers[0].poll() is None
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait()
+
+
+# With TensorFlow.
+
+TRAINS = """
+os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", CUDA_VISIBLE_DEVICES="-1")
+import tensorflow as tf, tfdist
+strategy = tfdist.MultiWorkerMirroredStrategy()
+leave(f"pid-{attempt}-{worker}", os.getpid())
+def total(): return float(strategy.reduce("SUM", strategy.run(lambda: tf.ones([])), axis=None))
+"""
+
+
+def test_a_killed_worker_of_tensorflow_is_the_first_failure_and_the_job_goes_on(run):
+    body = (
+        TRAINS
+        + """
+for step in range(20):
+    assert total() == 2
+    if attempt == 0 and worker == 1 and step == 5: die()
+    if attempt == 0: time.sleep(0.1)
+"""
+    )
+    with run.start("--workers", 2, "--log-dir", run.logs, script(run, body), restarts=1) as process:
+        codes, errors = finished([process], TENSORFLOW_SECONDS)
+    assert codes == [0], errors
+    assert (failure(run)["worker"], failure(run)["signal"]) == (1, "SIGKILL")
+
+
+def test_two_hosts_with_tensorflow_meet_again(run):
+    body = (
+        TRAINS + "for step in range(20):\n    assert total() == 2\n    if (attempt, worker, step) == (0, 0, 5): die()"
+    )
+    with on_hosts(run, body, restarts=2) as (_, processes):
+        codes, errors = finished(processes, TENSORFLOW_SECONDS)
+    assert codes == [0, 0], errors
+
+
+def test_workers_in_a_collective_end_with_a_killed_supervisor(run):
+    body = TRAINS + "total()\nleave(f'pid-in-{worker}', os.getpid())\nif worker == 1: time.sleep(60)\ntotal()"
+    with run.start("--workers", 2, script(run, body)) as process:
+        assert eventually(lambda: len(list(run.directory.glob("pid-in-*"))) == 2, TENSORFLOW_SECONDS)
+        time.sleep(0.5)
+        process.kill()
+        process.communicate(timeout=DEADLINE_SECONDS)
+        assert run.gone()
+
+
+def test_the_example_ends_with_the_weights_of_an_unbroken_run(run):
+    example = pathlib.Path(__file__).parent.parent / "examples" / "survive_kill.py"
+    env = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    with run.start("--workers", 2, "--log-dir", run.logs, example, env=env, restarts=1) as process:
+        output, errors = process.communicate(timeout=TENSORFLOW_SECONDS)
+    assert process.returncode == 0, errors
+    assert "restarts: 1; weights equal an unbroken run's, bit for bit: True" in output
+    assert failure(run)["signal"] == "SIGKILL"
+
+
+# The rules by themselves.
+
+
+def test_pauses_double_and_end_with_the_limit():
+    restarts = Restarts(8, 600)
+    assert [restarts.pause(now=0) for _ in range(10)] == [0, 1, 2, 4, 8, 16, 30, 30, None, None]
+
+
+def test_progress_forgets():
+    restarts = Restarts(1, 600)
+    for now in range(20):
+        assert restarts.pause(now) == 0
+        restarts.progress()
+
+
+def test_only_restarts_in_the_window_count():
+    restarts = Restarts(2, 600)
+    assert [restarts.pause(now) for now in (0, 100, 650, 660, 1300)] == [0, 1, 1, None, 0]
+
+
+def test_the_same_exception_from_the_same_line_counts_for_ever():
+    restarts = Restarts(2, 600)
+    assert [restarts.pause(now, "line 3") for now in (0, 1000, 2000)] == [0, 1, None]
+    restarts = Restarts(2, 600)
+    assert [restarts.pause(1000 * i, place) for i, place in enumerate(["a", "a", "b", "a", None, "a"])] == [
+        0,
+        1,
+        0,
+        0,
+        0,
+        0,
+    ]
+
+
+def test_size_follows_who_fails():
+    size = Size(4, 2, regrow_seconds=300)
+    assert not size.failed(3, started=True, progressed=False)
+    assert not size.failed(1, started=True, progressed=False)  # another one
+    assert size.failed(1, started=True, progressed=False) and size.current == 3
+    assert size.failed(2, started=False, progressed=False) and size.current == 2  # could not even be started
+    for _ in range(5):
+        assert not size.failed(0, started=True, progressed=False)
+    assert size.current == 2
+    assert not size.failed(0, started=True, progressed=True) and size.current == 4
+
+
+def test_each_vain_try_with_all_workers_makes_the_next_come_later():
+    size = Size(2, 1, regrow_seconds=300)
+    waits = []
+    for _ in range(3):
+        size.failed(1, started=False, progressed=False)
+        waits.append(next(seconds for seconds in itertools.count(0, 100) if size.is_due(seconds)))
+        size.regrow()
+        assert not size.is_due(1e9)
+    assert waits == [300, 600, 1200]

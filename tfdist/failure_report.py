@@ -1,0 +1,113 @@
+"""What a worker of `tfdist run` leaves behind when it fails: one JSON file, for the supervisor that started it.
+
+Without `tfdist run` nothing is written. Loads neither TensorFlow nor, before a failure, anything beside the standard
+library.
+"""
+
+import json
+import os
+import pathlib
+import socket
+import sys
+import time
+import traceback
+from types import TracebackType
+
+__all__ = ["ATTEMPT", "RUN_DIR", "install_hook", "report_path", "write_report", "write_whole"]
+
+RUN_DIR = "TFDIST_RUN_DIR"
+"""The environment variable with the folder of this run, shared by all its attempts on this host."""
+
+ATTEMPT = "TFDIST_ATTEMPT"
+"""The environment variable with the number of restarts so far."""
+
+
+def install_hook() -> None:
+    """Reports the exception that ends this process, if it is a worker of `tfdist run`. A user's own hook still runs."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            if not isinstance(error, KeyboardInterrupt):  # asked to end
+                stack = "".join(traceback.format_exception(kind, error, trace))
+                write_report("exception", exception=kind.__name__, message=str(error), stack=stack)
+        finally:
+            before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def write_report(
+    kind: str,
+    *,
+    exception: str | None = None,
+    message: str | None = None,
+    stack: str | None = None,
+    suspect: int | None = None,
+    step: int | None = None,
+    section: str | None = None,
+) -> bool:
+    """Says why this worker ends. The first report of a process counts, later ones are dropped.
+
+    Args:
+      kind: "exception", "stall", or another word.
+      exception: The name of its class.
+      message: What it says.
+      stack: Where this worker was.
+      suspect: The worker that is believed to be the cause, if another.
+      step: The step this worker was in.
+      section: The part of that step.
+
+    Returns:
+      Whether this process is a worker of `tfdist run`; no file is written elsewhere.
+
+    Raises:
+      OSError: If the file cannot be written.
+    """
+    # A worker leads its session. What it starts has the same environment, but its end is the worker's to judge.
+    if RUN_DIR not in os.environ or os.getsid(0) != os.getpid():
+        return False
+    from tfdist.cluster import ClusterSpec  # takes time that `import tfdist` need not
+
+    spec = ClusterSpec.from_env()
+    worker = spec.worker_id if spec else 0
+    path = report_path(pathlib.Path(os.environ[RUN_DIR]), int(os.environ[ATTEMPT]), worker)
+    if not path.exists():
+        report = {
+            "worker": worker,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "time": time.time(),
+            "kind": kind,
+            "exception": exception,
+            "message": message,
+            "stack": stack,
+            "suspect": suspect,
+            "step": step,
+            "section": section,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(report, indent=1))
+    return True
+
+
+def report_path(run_dir: pathlib.Path, attempt: int, worker: int) -> pathlib.Path:
+    """The file of a worker's report."""
+    return run_dir / f"attempt-{attempt}" / f"failure-{worker}.json"
+
+
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Writes a file whole or not at all.
+
+    Raises:
+      OSError: If it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

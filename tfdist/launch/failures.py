@@ -1,0 +1,174 @@
+"""Which of a group's failures came first, and what is known of it."""
+
+import dataclasses
+import json
+import pathlib
+import re
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfdist.exit_codes import PREEMPTED, STALLED
+from tfdist.failure_report import report_path
+from tfdist.launch.group import WorkerExit, describe_exit, log_path
+
+__all__ = ["Failure", "first_failure", "not_started"]
+
+_TAIL_LINES = 30
+_TAIL_BYTES = 1 << 16
+_FROM_REPORT = ("exception", "message", "stack", "suspect", "step", "section")
+# What TensorFlow raises in a worker whose peer is gone.
+_CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError")
+_CONSEQUENCE_TEXT = "Collective ops is aborted"
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """How a worker failed, from its exit and, where it left one, its own report.
+
+    Attributes:
+      attempt: In which attempt.
+      worker: Which worker, None if the group could not be started for another reason.
+      host: The name of its machine.
+      time: When, in seconds since the epoch.
+      kind: "exception", "stall" (or another word of the report), "signal", "exit", "start".
+      exit_code: As a shell gives it: 128 + n for signal n.
+      signal: The name of the signal that killed it.
+      exception: The name of the exception's class.
+      message: What it says.
+      stack: Where the worker was.
+      suspect: The worker that it believes to be the cause.
+      step: The step it was in.
+      section: The part of that step.
+      log: Its log file.
+      output: The end of that file.
+    """
+
+    attempt: int
+    worker: int | None
+    host: str
+    time: float
+    kind: str
+    exit_code: int
+    signal: str | None = None
+    exception: str | None = None
+    message: str | None = None
+    stack: str | None = None
+    suspect: int | None = None
+    step: int | None = None
+    section: str | None = None
+    log: str | None = None
+    output: str = ""
+
+    @property
+    def culprit(self) -> int | None:
+        """The worker to do without, if this goes on."""
+        return self.worker if self.suspect is None else self.suspect
+
+    @property
+    def doubt(self) -> int:
+        """How likely it is the mere consequence of another: a killed worker fails or aborts the others."""
+        if self.exception in _CONSEQUENCES or _CONSEQUENCE_TEXT in (self.message or ""):
+            return 2
+        return 1 if self.kind == "exit" or self.signal == "SIGABRT" else 0
+
+    @property
+    def place(self) -> str | None:
+        """Exception and line, equal if the same thing happens again; None if others may be the cause."""
+        lines = re.findall(r'^ *File ".*", line \d+.*$', self.stack or "", re.MULTILINE)
+        return (
+            f"{self.exception} {lines[-1].strip()}" if self.kind == "exception" and self.doubt == 0 and lines else None
+        )
+
+    def describe(self) -> str:
+        """Says in a line what happened: "worker 1 was killed by SIGKILL"."""
+        if self.worker is None or self.kind == "start":
+            return self.message or "the workers could not be started"
+        if self.kind == "exception":
+            first_line = (self.message or "").strip().partition("\n")[0]
+            return f"worker {self.worker} raised {self.exception}: {first_line}"
+        if self.kind == "exit":
+            return f"worker {self.worker} {describe_exit(self.exit_code)}"
+        if self.signal:
+            return f"worker {self.worker} was killed by {self.signal}"
+        because = "" if self.suspect is None else f", probably because of worker {self.suspect}"
+        return f"worker {self.worker} ended by {self.kind}{because}: {self.message or describe_exit(self.exit_code)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As `failure.json` has it."""
+        return dataclasses.asdict(self)
+
+
+def first_failure(
+    run_dir: pathlib.Path, attempt: int, by_themselves: Sequence[WorkerExit], asked: Sequence[WorkerExit], since: float
+) -> Failure:
+    """The failure that is most likely the cause of the others; the earliest, if several are.
+
+    Args:
+      run_dir: The folder of the run.
+      attempt: Which attempt.
+      by_themselves: The workers that ended before any was asked to, one of them with a failure.
+      asked: Those that ended after that. They failed by themselves only if they had reported so before.
+      since: When they were asked to end, in seconds since the epoch.
+    """
+    failures = [
+        _failure(run_dir, attempt, each, each.returncode, _report(run_dir, attempt, each))
+        for each in by_themselves
+        if each.returncode not in (0, PREEMPTED)
+    ]
+    for each in asked:
+        report = _report(run_dir, attempt, each)
+        if report and report["time"] <= since:
+            # What its exit code would have been, had it got that far.
+            returncode = STALLED if report.get("kind") == "stall" else 1
+            failures.append(_failure(run_dir, attempt, each, returncode, report))
+    return min(failures, key=lambda failure: (failure.doubt, failure.time))
+
+
+def not_started(attempt: int, worker: int | None, error: Exception, time: float) -> Failure:
+    """The failure of a group that could not be started, because of one worker or in general."""
+    return Failure(attempt, worker, socket.gethostname(), time, "start", 1, None, type(error).__name__, str(error))
+
+
+def _failure(
+    run_dir: pathlib.Path, attempt: int, ended: WorkerExit, returncode: int, report: Mapping[str, Any]
+) -> Failure:
+    path = log_path(run_dir / f"attempt-{attempt}", ended.index)
+    return Failure(
+        attempt=attempt,
+        worker=ended.index,
+        host=report.get("host") or socket.gethostname(),
+        time=report.get("time", ended.time),
+        kind=report.get("kind") or ("signal" if returncode < 0 else "stall" if returncode == STALLED else "exit"),
+        exit_code=returncode if returncode >= 0 else 128 - returncode,
+        signal=_signal_name(-returncode) if returncode < 0 else None,
+        log=str(path),
+        output=_tail(path),
+        **{name: report.get(name) for name in _FROM_REPORT},
+    )
+
+
+def _report(run_dir: pathlib.Path, attempt: int, ended: WorkerExit) -> Mapping[str, Any]:
+    """A worker's report; empty if there is none that is whole and its own."""
+    try:
+        report = json.loads(report_path(run_dir, attempt, ended.index).read_text())
+        return report if report["pid"] == ended.pid and isinstance(report["time"], int | float) else {}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {number}"
+
+
+def _tail(path: pathlib.Path) -> str:
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+    except OSError:
+        return ""

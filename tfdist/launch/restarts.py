@@ -1,0 +1,101 @@
+"""Whether a job that failed is started again, when, and with how many workers. No processes and no clock in here."""
+
+__all__ = ["Restarts", "Size"]
+
+_LONGEST_PAUSE_SECONDS = 30.0
+
+
+class Restarts:
+    """How often, and after which pauses, to start again.
+
+    The first restart comes at once, the next after 1 s, 2 s, 4 s and so on up to 30 s, the same on all hosts of a job.
+    Restarts count from the last `progress`, those of the window; an exception that comes again and again from the same
+    line counts however long that takes, since waiting will not mend it.
+
+    Args:
+      limit: How many restarts may count.
+      window_seconds: After which time a restart counts no more.
+    """
+
+    def __init__(self, limit: int, window_seconds: float):
+        self._limit = limit
+        self._window_seconds = window_seconds
+        self._failures: list[tuple[float, str | None]] = []
+
+    def progress(self) -> None:
+        """Starts to count anew."""
+        self._failures = []
+
+    def pause(self, now: float, place: str | None = None) -> float | None:
+        """Takes note of a failure.
+
+        Args:
+          now: When it was, in seconds.
+          place: The line it came from, None if that says nothing.
+
+        Returns:
+          Seconds to wait before the next start; None if there is to be none.
+        """
+        recent = sum(now - then < self._window_seconds for then, _ in self._failures)
+        count = max(recent, self._repeats(place))
+        self._failures.append((now, place))
+        if count >= self._limit:
+            return None
+        return 0.0 if count == 0 else min(2.0 ** (count - 1), _LONGEST_PAUSE_SECONDS)
+
+    def _repeats(self, place: str | None) -> int:
+        """How many failures came from this place, without another in between."""
+        others = [number for number, (_, before) in enumerate(self._failures) if place is None or before != place]
+        return len(self._failures) - (others[-1] + 1 if others else 0)
+
+
+class Size:
+    """How many workers the next attempt has.
+
+    One fewer when a worker cannot come back: it was the first failure twice in a row with no commit in between, or its
+    process could not be started. All again at the next restart after a commit.
+
+    Args:
+      full: How many there are to be.
+      least: How many there must be.
+      regrow_seconds: How long a reduced job runs before all are tried again. Twice as long after each time that failed.
+    """
+
+    def __init__(self, full: int, least: int, regrow_seconds: float):
+        self._full = full
+        self._least = least
+        self._regrow_seconds = regrow_seconds
+        self._shrunk = 0  # how often all were too many
+        self._culprit: int | None = None
+        self.current = full
+
+    def failed(self, culprit: int | None, *, started: bool, progressed: bool) -> bool:
+        """Takes note of a failed attempt.
+
+        Args:
+          culprit: The worker that failed first, None if not known.
+          started: Whether its process ran.
+          progressed: Whether the attempt committed.
+
+        Returns:
+          Whether the next attempt has one worker fewer.
+        """
+        is_lost = culprit is not None and not progressed and (not started or culprit == self._culprit)
+        if progressed:
+            self.current = self._full
+        if not is_lost or self.current == self._least:
+            self._culprit = culprit
+            return False
+        self._shrunk += self.current == self._full
+        self._culprit = None
+        self.current -= 1
+        return True
+
+    def regrow(self) -> None:
+        """Has all workers in the next attempt."""
+        self._culprit = None
+        self.current = self._full
+
+    def is_due(self, seconds: float) -> bool:
+        """Whether an attempt that has run and committed for `seconds` is to make room for one with all workers."""
+        return self.current < self._full and seconds >= self._regrow_seconds * 2 ** (self._shrunk - 1)

@@ -1,0 +1,324 @@
+"""Runs a job until it is done: attempts of a group of workers, each after the failure of the one before."""
+
+import dataclasses
+import json
+import pathlib
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+from absl import logging
+
+from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec, check_bindable, free_ports
+from tfdist.errors import TFConfigError, TfdistError
+from tfdist.exit_codes import PREEMPTED
+from tfdist.failure_report import ATTEMPT, RUN_DIR, write_whole
+from tfdist.launch.failures import Failure, first_failure, not_started
+from tfdist.launch.group import WorkerGroup
+from tfdist.launch.restarts import Restarts, Size
+
+__all__ = ["Attempt", "Options", "Supervisor"]
+
+_FAILURE_GRACE_SECONDS = 2.0
+_PORT_SECONDS = 10.0
+_POLL_SECONDS = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a job is supervised.
+
+    Attributes:
+      workers: How many workers to start here.
+      min_workers: With how many to go on if others cannot come back.
+      max_restarts: How many restarts without a commit in between.
+      restart_window_seconds: After which time a restart counts no more.
+      grace_seconds: How long workers may take to save and leave.
+      regrow_seconds: How long a reduced job runs before all workers are tried again.
+      devices_per_worker: Logical devices that the strategy makes in each worker; None leaves the environment as it is.
+      tee: Whether to print all workers' lines, with the worker's name in front.
+    """
+
+    workers: int
+    min_workers: int
+    max_restarts: int = 3
+    restart_window_seconds: float = 600.0
+    grace_seconds: float = 10.0
+    regrow_seconds: float = 300.0
+    devices_per_worker: int | None = None
+    tee: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """One start of the workers, and what came of it.
+
+    Attributes:
+      number: How many came before.
+      workers: How many workers were started here.
+      time: When they were, in seconds since the epoch.
+      seconds: How long it took.
+      outcome: "done", "failed", "preempted" (saved, and to be started again), "resized" (saved, to go on with more
+        workers), "stopped" (by a signal).
+      exit_code: What it would be to a shell.
+      committed: The step of the newest commit, None before the first.
+      progressed: Whether there was a commit in this attempt.
+      failure: The first failure, of one that failed.
+    """
+
+    number: int
+    workers: int
+    time: float
+    seconds: float
+    outcome: str
+    exit_code: int
+    committed: int | None
+    progressed: bool
+    failure: Failure | None = None
+
+    def describe(self) -> str:
+        """The attempt in a line."""
+        workers = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
+        committed = "" if self.committed is None else f", committed step {self.committed}"
+        why = f": {self.failure.describe()}" if self.failure else ""
+        return f"attempt {self.number}: {workers}, {self.seconds:.1f} s{committed}, {self.outcome}{why}"
+
+
+class Supervisor:
+    """Starts workers, and starts them again.
+
+    Args:
+      command: What each worker runs.
+      options: How.
+      run_dir: The folder of this run: logs and reports of each attempt, the step of the newest commit, `failure.json`.
+      caught: The signals that asked this process to end, as they come.
+      spec: The place of the one worker to start here in a cluster of several hosts; None if all workers are started
+        here, on ports that are free.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        options: Options,
+        *,
+        run_dir: pathlib.Path,
+        caught: Sequence[int],
+        spec: ClusterSpec | None = None,
+    ):
+        self._command = command
+        self._options = options
+        self._run_dir = run_dir
+        self._caught = caught
+        self._spec = spec
+        self._restarts = Restarts(options.max_restarts, options.restart_window_seconds)
+        self._size = Size(options.workers, options.min_workers, options.regrow_seconds)
+        self._attempts: list[Attempt] = []
+
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        """What was tried so far."""
+        return tuple(self._attempts)
+
+    def run(self) -> int:
+        """Runs the job until it is done, failed for good or stopped by a signal.
+
+        Call it in the main thread.
+
+        Returns:
+          0 if it is done; `tfdist.exit_codes.PREEMPTED` if it was asked to end and saved, or if the workers leave again
+          and again as if they had; 128 + n if it was ended by signal n and did not save; else the exit code of the
+          last attempt's first failure.
+
+        Raises:
+          ClusterError: If a worker cannot be ended.
+        """
+        while True:
+            attempt = self._run_attempt(len(self._attempts))
+            self._attempts.append(attempt)
+            pause = self._pause_after(attempt)
+            if pause is None:
+                return self._finish(attempt.exit_code)
+            self._write_failures("running", None)
+            _sleep(pause, until=lambda: bool(self._caught))
+            if self._caught:
+                return self._finish(PREEMPTED if attempt.outcome != "failed" else 128 + self._caught[0])
+
+    def _run_attempt(self, number: int) -> Attempt:
+        """Starts the workers and sees them to their end."""
+        directory, workers, before = self._run_dir / f"attempt-{number}", self._size.current, self._committed()
+        start = time.time()
+
+        def ended(outcome: str, exit_code: int = 0, failure: Failure | None = None) -> Attempt:
+            now, committed = time.time(), self._committed()
+            progressed = committed is not None and committed != before
+            return Attempt(number, workers, start, now - start, outcome, exit_code, committed, progressed, failure)
+
+        group: WorkerGroup | None = None
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            group = WorkerGroup(
+                self._command, self._specs(workers), log_dir=directory, env=self._env(number), tee=self._options.tee
+            )
+            group.start()
+        except (OSError, TfdistError) as error:
+            failure = not_started(number, group.not_started if group else None, error, time.time())
+            logging.error("%s", failure.describe())
+            return ended("failed", failure.exit_code, failure)
+        self._tell_start(number, workers, directory)
+        try:
+            return self._watch(group, number, start, before, ended)
+        finally:
+            group.kill()
+
+    def _watch(
+        self, group: WorkerGroup, number: int, start: float, before: int | None, ended: Callable[..., Attempt]
+    ) -> Attempt:
+        options, caught = self._options, self._caught
+
+        def has_room() -> bool:
+            return self._size.is_due(time.time() - start) and self._committed() not in (None, before)
+
+        group.wait(until=lambda: bool(caught) or has_room())
+        codes = {each.returncode for each in group.exits}
+        if caught:
+            return ended("stopped", self._stop_by_signal(group))
+        if codes <= {0}:
+            if group.running:
+                logging.info("a try with %d workers again: asking the others to save", options.workers)
+                group.stop(signal.SIGTERM, grace_seconds=options.grace_seconds, hurry=lambda: len(caught) > 1)
+                finished = all(each.returncode == 0 for each in group.exits)
+                return ended("done") if finished else ended("resized", PREEMPTED)
+            return ended("done")
+        if codes <= {0, PREEMPTED}:  # they save and leave together; one is only the first
+            group.stop(None, grace_seconds=options.grace_seconds, hurry=lambda: len(caught) > 1)
+            return ended("preempted", PREEMPTED)
+        by_themselves, others, since = group.exits, group.running, time.time()
+        # Short: most are stuck in an exchange with the one that failed, and nobody can save any more.
+        grace_seconds = min(options.grace_seconds, _FAILURE_GRACE_SECONDS)
+        group.stop(signal.SIGTERM, grace_seconds=grace_seconds, hurry=lambda: bool(caught))
+        asked = group.exits[len(by_themselves) :]
+        failure = first_failure(self._run_dir, number, by_themselves, asked, since)
+        self._tell_failure(failure, others)
+        return ended("failed", failure.exit_code, failure)
+
+    def _stop_by_signal(self, group: WorkerGroup) -> int:
+        """Passes a signal on, waits for the workers to save, and gives the exit code."""
+        signum, seen = self._caught[0], len(self._caught)
+        logging.info("%s: ending the workers; once more to kill them at once", signal.Signals(signum).name)
+        group.stop(signum, grace_seconds=self._options.grace_seconds, hurry=lambda: len(self._caught) > seen)
+        codes = {each.returncode for each in group.exits}
+        return PREEMPTED if PREEMPTED in codes and codes <= {0, PREEMPTED} else 128 + signum
+
+    def _pause_after(self, attempt: Attempt) -> float | None:
+        """Seconds until the next attempt; None if there is none."""
+        if attempt.progressed:
+            self._restarts.progress()
+        if attempt.outcome in ("done", "stopped"):
+            return None
+        if attempt.outcome == "resized":
+            self._size.regrow()
+            return 0.0
+        failure = attempt.failure
+        if failure is None:  # preempted
+            if attempt.progressed:
+                self._size.regrow()
+                return 0.0
+            pause = self._restarts.pause(time.time())
+        else:
+            started = failure.kind != "start"
+            if self._size.failed(failure.culprit, started=started, progressed=attempt.progressed):
+                logging.warning(
+                    "worker %d does not come back; going on with %d workers", failure.culprit, self._size.current
+                )
+                self._restarts.progress()  # another job, in a way: it deserves tries of its own
+            pause = self._restarts.pause(time.time(), failure.place)
+        if pause is not None:
+            logging.info("starting again%s", f" in {pause:g} s" if pause else "")
+        return pause
+
+    def _specs(self, workers: int) -> list[ClusterSpec]:
+        """The cluster as each worker to be started here sees it."""
+        if self._spec:
+            _wait_for_port(self._spec)
+            return [self._spec]
+        ports = free_ports(workers)
+        return [ClusterSpec.local(workers, index, ports) for index in range(workers)]
+
+    def _env(self, number: int) -> dict[str, str]:
+        env = {RUN_DIR: str(self._run_dir), ATTEMPT: str(number)}
+        if self._options.devices_per_worker is not None:
+            env[DEVICES_PER_WORKER] = str(self._options.devices_per_worker)
+        return env
+
+    def _committed(self) -> int | None:
+        """The step of the newest commit, as the workers wrote it."""
+        try:
+            return int((self._run_dir / "committed").read_text())
+        except (OSError, ValueError):
+            return None
+
+    def _tell_start(self, number: int, workers: int, directory: pathlib.Path) -> None:
+        what = f"{workers} worker{'s' if workers > 1 else ''} on this machine"
+        if self._spec:
+            what = self._spec.describe()
+        logging.info("%s%s; logs in %s", f"attempt {number}: " if number else "", what, directory)
+
+    def _tell_failure(self, failure: Failure, others: Sequence[int]) -> None:
+        first = self._spec.worker_id if self._spec else 0
+        ended = f"; ended {', '.join(f'worker {index}' for index in others)}" if others else ""
+        if failure.worker == first and not self._options.tee:
+            logging.error("%s, its output is above%s", failure.describe(), ended)
+        else:
+            output = failure.output or "(empty)"
+            logging.error("%s%s; the end of %s:\n%s", failure.describe(), ended, failure.log, output)
+
+    def _finish(self, exit_code: int) -> int:
+        """Sums the run up, if there was more than one attempt or a failure."""
+        last = self._attempts[-1]
+        outcome = "stopped" if self._caught else last.outcome
+        self._write_failures(outcome, exit_code)
+        if len(self._attempts) > 1 or last.failure:
+            for attempt in self._attempts:
+                logging.info("%s", attempt.describe())
+            words = {
+                "failed": f"failed for good: {len(self._attempts) - 1} restarts",
+                "preempted": f"gave up: {len(self._attempts) - 1} restarts, and the last ones without a commit",
+            }
+            logging.info("%s; logs and failure.json in %s", words.get(outcome, outcome), self._run_dir)
+        return exit_code
+
+    def _write_failures(self, outcome: str, exit_code: int | None) -> None:
+        """Writes `failure.json`, if there was a failure: that of the last attempt that failed, and all attempts."""
+        failures = [attempt.failure for attempt in self._attempts if attempt.failure]
+        if not failures:
+            return
+        run = {"outcome": outcome, "run_exit_code": exit_code}
+        attempts = [dataclasses.asdict(attempt) for attempt in self._attempts]
+        try:
+            text = json.dumps({**run, **failures[-1].to_json(), "attempts": attempts}, indent=1)
+            write_whole(self._run_dir / "failure.json", text)
+        except OSError as error:
+            logging.error("failure.json could not be written: %s", error)  # no reason to end the job
+
+
+def _wait_for_port(spec: ClusterSpec) -> None:
+    """Waits until this worker's port is free again after the one before it.
+
+    Raises:
+      TFConfigError: If it is not, or the host name does not resolve.
+    """
+    deadline = time.monotonic() + _PORT_SECONDS
+    while True:
+        try:
+            check_bindable(spec)
+            return
+        except TFConfigError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_POLL_SECONDS)
+
+
+def _sleep(seconds: float, until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + seconds
+    while not until() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
