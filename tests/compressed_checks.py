@@ -89,10 +89,10 @@ def train(placement, codec, mode="plain", epochs=5):
 
 
 def unbroken_and_resumed(placement, codec, folder):
-    """Weights of 6 epochs, and of 3 and 3 with a restart of everything between."""
+    """Weights of 4 epochs, and of 2 and 2 with a restart of everything between."""
     x, y = data()
     results = []
-    for epochs in ([6], [3, 3]):
+    for epochs in ([4], [2, 2]):
         path = None
         for part in epochs:
             # A new strategy: what it keeps comes from the checkpoint alone.
@@ -109,8 +109,11 @@ def unbroken_and_resumed(placement, codec, folder):
     return results
 
 
-def exchanged(placement, codec, gradients, steps=1, poisoned_step=None):
-    """Sums of `gradients`, a list for each replica, as an optimizer exchanges them; and what is kept."""
+def exchanged(placement, codec, gradients, factors):
+    """Sums of `gradients`, a list for each replica, as an optimizer exchanges them; and what is kept.
+
+    Each step multiplies them by another of `factors`. NaN instead of one stands for 1 and a NaN on the last replica.
+    """
     strategy = strategy_of(placement, CODECS[codec])
     with strategy.scope():
         variables = [tf.Variable(tf.zeros(g.shape)) for g in gradients[0]]
@@ -119,22 +122,25 @@ def exchanged(placement, codec, gradients, steps=1, poisoned_step=None):
     everyone = [tf.stack(same) for same in zip(*gradients, strict=True)]
 
     @tf.function
-    def step(poison):
+    def step(factor):
+        poisoned = tf.math.is_nan(factor)
+        scale = tf.where(poisoned, 1.0, factor)
+
         def on_replica():
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            own = [whole[replica] for whole in everyone]
-            # Of one element on the last replica.
-            bad = tf.logical_and(replica == strategy.num_replicas_in_sync - 1, tf.math.is_nan(poison))
-            own[0] = tf.where(bad, tf.tensor_scatter_nd_update(own[0], [[0] * own[0].shape.rank], [poison]), own[0])
+            own = [whole[replica] * scale for whole in everyone]
+            # Of one element.
+            bad = tf.logical_and(replica == strategy.num_replicas_in_sync - 1, poisoned)
+            own[0] = tf.where(bad, tf.tensor_scatter_nd_update(own[0], [[0] * own[0].shape.rank], [factor]), own[0])
             optimizer.apply(own, variables)
 
         strategy.run(on_replica)
 
     norms, moved = [], []
-    for number in range(steps):
+    for factor in factors:
         for variable in variables:
             variable.assign(tf.zeros(variable.shape))
-        step(float("nan") if number == poisoned_step else 0.0)
+        step(tf.constant(factor, tf.float32))
         norms.append([state.numpy() for states in strategy.communication.exchanges[-1].states for state in states])
         moved.append([[-copy.numpy() for copy in variable.values] for variable in variables])
     return moved, norms

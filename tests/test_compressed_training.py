@@ -39,13 +39,18 @@ def test_every_keras_feature_under_int8(name, pools, tmp_path):
     assert_agree(pools("2x1").run(run_row, name, "2x1", str(tmp_path), INT8))
 
 
+def assert_learns(workers):
+    assert workers[0]["sent_bytes"] < workers[0]["raw_bytes"]
+    assert workers[0]["history"]["loss"][-1] < 0.8 * workers[0]["history"]["loss"][0]
+
+
+@pytest.mark.exhaustive  # of mixtures of all codecs it is asked below
 @pytest.mark.parametrize("codec", ["float16", "sign", "topk_momentum", "powersgd"])
 def test_it_learns(codec, pools):
     workers = pools("1x2").run(checks.train, "1x2", codec)
 
     assert_agree(workers)
-    assert workers[0]["sent_bytes"] < workers[0]["raw_bytes"]
-    assert workers[0]["history"]["loss"][-1] < 0.8 * workers[0]["history"]["loss"][0]
+    assert_learns(workers)
 
 
 @pytest.fixture(scope="session")
@@ -63,8 +68,9 @@ def trained(pools):
         *(pytest.param("1x4", mixture, marks=pytest.mark.exhaustive) for mixture in MIXTURES),
     ],
 )
-def test_replicas_agree_after_50_steps(placement, mixture, trained):
+def test_replicas_agree_after_50_steps_and_have_learnt(placement, mixture, trained):
     assert_agree(trained(placement, mixture))
+    assert_learns(trained(placement, mixture))
 
 
 @pytest.mark.parametrize(
@@ -85,8 +91,13 @@ def test_devices_are_the_rehearsal_of_workers(workers, devices, mixture, trained
 @pytest.mark.parametrize(
     ("placement", "codec", "mode"),
     [
-        *(("1x2", "others", mode) for mode in ("steps_per_execution", "mixed_bfloat16", "eager")),
-        *(("2x2", "int8", mode) for mode in ("accumulation", "mixed_float16")),
+        *(("1x2", "others", mode) for mode in ("steps_per_execution", "mixed_bfloat16")),
+        *(("1x2", "int8", mode) for mode in ("accumulation", "mixed_float16")),
+        pytest.param("1x2", "others", "eager", marks=pytest.mark.exhaustive),  # `run_eagerly` above is
+        *(
+            pytest.param("2x2", "int8", mode, marks=pytest.mark.exhaustive)
+            for mode in ("accumulation", "mixed_float16")
+        ),
     ],
 )
 def test_modes_of_keras(placement, codec, mode, pools):
@@ -98,7 +109,10 @@ def test_modes_of_keras(placement, codec, mode, pools):
 
 @pytest.mark.parametrize(
     ("placement", "mixture"),
-    [("1x2", "words"), ("1x2", "others"), pytest.param("2x2", "late", marks=pytest.mark.exhaustive)],
+    [
+        ("1x2", "others"),  # all kinds of state
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("1x2", "words"), ("2x2", "late"))),
+    ],
 )
 def test_a_resumed_run_has_the_bits_of_an_unbroken_one(placement, mixture, pools, tmp_path):
     for unbroken, resumed in pools(placement).run(checks.unbroken_and_resumed, placement, mixture, str(tmp_path)):
@@ -106,8 +120,12 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(placement, mixture, pools
             np.testing.assert_array_equal(one, other)
 
 
+MORE_ROWS = (("1x2", "int8"), ("2x2", "bfloat16"))
+
+
 @pytest.mark.parametrize(
-    ("placement", "codec"), [("1x2", "int8"), ("1x2", "sign"), ("2x1", "int4"), ("2x2", "bfloat16")]
+    ("placement", "codec"),
+    [("1x2", "sign"), ("2x1", "int4"), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE_ROWS)],
 )
 def test_embeddings_agree(placement, codec, pools):
     workers = pools(placement).run(checks.sparse, placement, codec)
@@ -125,6 +143,23 @@ def gradients(replicas=3, scale=1.0):
     ]
 
 
+# The factors of an exchange that lives through everything: nothing to send, gradients, a NaN, gradients.
+ZEROS, NAN, STEPS = (0, 1), 3, 60
+LIFE = [0.0, 0.0, 1.0, float("nan"), *[1.0] * (STEPS - 4)]
+
+
+@pytest.fixture(scope="session")
+def lived(pools):
+    """`lived(placement, codec, scale)` gives what each worker exchanged and kept in each step of `LIFE`; run once."""
+
+    @functools.cache
+    def live(placement, codec, scale):
+        replicas = {"1x3": 3, "2x2": 4}[placement]
+        return pools(placement).run(checks.exchanged, placement, codec, gradients(replicas, np.float32(scale)), LIFE)
+
+    return live
+
+
 @pytest.mark.parametrize(
     ("codec", "scale"),
     [
@@ -132,37 +167,35 @@ def gradients(replicas=3, scale=1.0):
         *((name, scale) for name in ("int8", "powersgd") for scale in (1e-12, 1e12)),
     ],
 )
-def test_nothing_is_lost_only_delayed(codec, scale, pools):
-    own = gradients(scale=np.float32(scale))
-    steps = 60
-    moved, _ = pools("1x3").run(checks.exchanged, "1x3", codec, own, steps)[0]
+def test_nothing_is_lost_only_delayed(codec, scale, lived):
+    moved, _ = lived("1x3", codec, scale)[0]
+    given = [step for step in range(STEPS) if step not in (*ZEROS, NAN)]
 
-    for position, same in enumerate(zip(*own, strict=True)):
-        total = np.sum([step[position][0] for step in moved], axis=0, dtype=np.float64)
-        wanted = steps * np.sum(same, axis=0, dtype=np.float64)
+    for position, same in enumerate(zip(*gradients(scale=np.float32(scale)), strict=True)):
+        total = np.sum([moved[step][position][0] for step in given], axis=0, dtype=np.float64)
+        wanted = len(given) * np.sum(same, axis=0, dtype=np.float64)
         # What is still delayed is bounded, whatever the number of steps.
         assert np.linalg.norm(total - wanted) < 0.2 * np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize(
-    ("placement", "replicas", "codec"),
-    [*(("1x3", 3, name) for name in CODECS), ("2x2", 4, "int8"), ("2x2", 4, "powersgd")],
+    ("placement", "codec"), [*(("1x3", name) for name in CODECS), ("2x2", "int8"), ("2x2", "powersgd")]
 )
-def test_a_nan_on_one_replica_reaches_all_and_leaves_residuals_as_they_were(placement, replicas, codec, pools):
-    for moved, kept in pools(placement).run(checks.exchanged, placement, codec, gradients(replicas), 3, 1):
-        for replica in range(len(moved[1][0])):
-            assert not all(np.all(np.isfinite(copies[replica])) for copies in moved[1]), "a replica did not see it"
-        for before, after in zip(kept[0], kept[1], strict=True):
+def test_a_nan_on_one_replica_reaches_all_and_leaves_residuals_as_they_were(placement, codec, lived):
+    for moved, kept in lived(placement, codec, 1.0):
+        for replica in range(len(moved[NAN][0])):
+            assert not all(np.all(np.isfinite(copies[replica])) for copies in moved[NAN]), "a replica did not see it"
+        for before, after in zip(kept[NAN - 1], kept[NAN], strict=True):
             np.testing.assert_array_equal(before, after)
-        assert all(np.all(np.isfinite(copy)) for copies in moved[2] for copy in copies), "the next step is poisoned"
+        assert all(np.all(np.isfinite(copy)) for copies in moved[NAN + 1] for copy in copies), "the next is poisoned"
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_zeros_stay_zeros(codec, pools):
-    moved, _ = pools("1x3").run(checks.exchanged, "1x3", codec, gradients(scale=np.float32(0)), 2)[0]
+def test_zeros_stay_zeros(codec, lived):
+    moved, _ = lived("1x3", codec, 1.0)[0]
 
-    for step in moved:
-        for copies in step:
+    for step in ZEROS:
+        for copies in moved[step]:
             np.testing.assert_array_equal(copies, np.zeros_like(copies))
 
 

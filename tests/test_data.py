@@ -101,7 +101,7 @@ def test_preparing_twice_writes_the_same_files(data_dir, tmp_path):
 
 
 def test_processes_that_start_together_prepare_once(start, tmp_path):
-    workers = [start(LOAD, tmp_path / "data") for _ in range(3)]
+    workers = [start(LOAD, tmp_path / "data") for _ in range(2)]
     for process, path in workers:
         assert process.wait(DEADLINE_SECONDS) == 0, path.read_text()
         assert "1433 rows" in path.read_text()

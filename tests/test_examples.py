@@ -37,7 +37,10 @@ def by_hand(script, flags):
     return [([sys.executable, script, *flags], {"TF_CONFIG": config}) for config in configs]
 
 
-WAYS = [one_process, two_devices, launcher, by_hand]
+def by_default(*ways):
+    """All ways, `exhaustive` but for these: the digits go all ways, the others to workers and to one process."""
+    every = (one_process, two_devices, launcher, by_hand)
+    return [pytest.param(way, marks=() if way in ways else pytest.mark.exhaustive) for way in every]
 
 
 @pytest.fixture
@@ -98,7 +101,7 @@ def data_dir(tmp_path_factory):
     return str(tmp_path_factory.mktemp("data"))
 
 
-@pytest.mark.parametrize("way", [one_process, two_devices, by_hand])
+@pytest.mark.parametrize("way", [two_devices, by_hand])
 def test_digits_learns(run, way, data_dir):
     text = run(way, "digits.py", "--epochs", "4", "--data_dir", data_dir)
     assert printed("test accuracy", text) > 0.85
@@ -111,21 +114,21 @@ def test_digits_at_full_length_on_two_workers(run, data_dir, tmp_path):
     assert model.exists()
 
 
-def test_digits_fails_below_the_accuracy_asked_for(run, data_dir):
-    with pytest.raises(AssertionError, match="test accuracy"):
-        run(one_process, "digits.py", "--epochs", "1", "--data_dir", data_dir, "--min_accuracy", "1")
+def test_digits_learns_in_one_process_and_fails_below_the_accuracy_asked_for(run, data_dir):
+    with pytest.raises(AssertionError, match=r"test accuracy: 0\.(8[5-9]|9)"):
+        run(one_process, "digits.py", "--epochs", "4", "--data_dir", data_dir, "--min_accuracy", "1")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", by_default(two_devices, launcher))
 def test_custom_loop_learns(run, way, data_dir):
     text = run(way, "custom_loop.py", "--epochs", "3", "--data_dir", data_dir)
     assert printed("test accuracy", text) > 0.9
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", by_default(one_process, launcher))
 def test_char_lm_beats_the_unigram_entropy(run, way):
-    text = run(way, "char_lm.py", "--steps", "60", "--width", "64", "--blocks", "1")
-    assert printed("validation loss", text) < printed("unigram entropy", text) - 0.2
+    text = run(way, "char_lm.py", "--steps", "30", "--width", "64", "--blocks", "1")
+    assert printed("validation loss", text) < printed("unigram entropy", text) - 0.1
 
 
 def test_the_tutorial_of_tensorflow_runs_unchanged(run, tmp_path):

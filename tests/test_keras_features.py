@@ -5,6 +5,36 @@ import pytest
 
 from keras_features import ROWS, run_row
 
+# Where devices of a worker and workers meet in ways of their own; under 2x2 the others are `exhaustive`.
+HIERARCHY = (
+    "fit_numpy",
+    "evaluate_uneven",
+    "input_last_batch_of_one_row",
+    "input_unequal_rows_per_worker",
+    "optimizer_adam_gradient_accumulation_steps_global_clipnorm",
+    "loss_scaling_skips_inf",
+    "batch_normalization",
+    "dropout",
+    "embedding_adam_sparse",
+    "custom_loop_clips_and_scales",
+)
+# Replicas meet before the update, which is each optimizer's own: on two devices the others are `exhaustive`.
+OPTIMIZERS = (
+    "optimizer_adam",
+    "optimizer_sgd_gradient_accumulation_steps",
+    "optimizer_adam_gradient_accumulation_steps_global_clipnorm",
+    "optimizer_sgd_clipvalue",
+    "optimizer_sgd_global_clipnorm",
+    "optimizer_multi",
+)
+assert {*HIERARCHY, *OPTIMIZERS} <= ROWS.keys()
+DEVICES = [name for name in ROWS if name in OPTIMIZERS or not name.startswith("optimizer_")]
+
+
+def by_default(names, of=tuple(ROWS)):
+    """Rows `of` the table, `exhaustive` but for `names`."""
+    return [pytest.param(name, marks=() if name in names else pytest.mark.exhaustive) for name in of]
+
 
 @pytest.fixture(scope="session")
 def results(pools, tmp_path_factory):
@@ -20,9 +50,7 @@ def results(pools, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("placement", ["1x2", "2x1", "2x2"])
-def test_replicas_equal_one_device(name, placement, results):
+def assert_equals_one_device(name, placement, results):
     workers = results(name, placement)
 
     assert all(result["replicas_agree"] for result in workers), "devices of a worker differ"
@@ -33,7 +61,22 @@ def test_replicas_equal_one_device(name, placement, results):
         assert_same(workers[0], results(name, "single")[0], ROWS[name].tolerance)
 
 
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.same_bits])
+@pytest.mark.parametrize("name", ROWS)
+def test_two_workers_equal_one_device(name, results):
+    assert_equals_one_device(name, "2x1", results)
+
+
+@pytest.mark.parametrize("name", by_default(DEVICES))
+def test_two_devices_equal_one_device(name, results):
+    assert_equals_one_device(name, "1x2", results)
+
+
+@pytest.mark.parametrize("name", by_default(HIERARCHY))
+def test_two_workers_of_two_devices_equal_one_device(name, results):
+    assert_equals_one_device(name, "2x2", results)
+
+
+@pytest.mark.parametrize("name", by_default(DEVICES, [name for name, row in ROWS.items() if row.same_bits]))
 def test_two_workers_and_two_devices_give_the_same_bits(name, results):
     two_workers, two_devices = results(name, "2x1")[0], results(name, "1x2")[0]
 

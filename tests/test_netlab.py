@@ -225,6 +225,7 @@ def test_killed_runs_are_cleaned_up():
     assert leftovers() == []
 
 
+@pytest.mark.exhaustive  # `test_benchmarks.py` trains over a link and counts its bytes
 def test_two_workers_on_two_hosts_reduce_over_the_link(lab, tmp_path):
     cluster = {"worker": [f"{host.address}:2222" for host in lab.hosts]}
     before = [host.counters() for host in lab.hosts]

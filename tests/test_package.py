@@ -25,6 +25,7 @@ HOUSE = {"tfdist": "tfdist", "strategies": "tfdist/strategies", "data": "tfdist/
 
 PUBLIC = {
     "tfdist": [
+        "FaultTolerance",
         "MirroredStrategy",
         "MultiWorkerMirroredStrategy",
         "callbacks",
@@ -34,7 +35,15 @@ PUBLIC = {
         "errors",
         "testing",
     ],
-    "tfdist.callbacks": ["BackupAndRestore", "CSVLogger", "ChiefOnly", "ModelCheckpoint", "TensorBoard", "Traffic"],
+    "tfdist.callbacks": [
+        "BackupAndRestore",
+        "Balance",
+        "CSVLogger",
+        "ChiefOnly",
+        "ModelCheckpoint",
+        "TensorBoard",
+        "Traffic",
+    ],
     "tfdist.cluster": ["DEVICES_PER_WORKER", "ClusterSpec", "check_bindable", "free_ports", "is_chief"],
     "tfdist.compression": [
         "BFloat16",
@@ -47,8 +56,9 @@ PUBLIC = {
         "TopK",
         "uncompressed",
     ],
-    "tfdist.data": ["BalancedSharding", "Digits", "load"],
+    "tfdist.data": ["Audit", "BalancedSharding", "Digits", "load"],
     "tfdist.errors": [
+        "AuditError",
         "BackupError",
         "ClusterError",
         "CompiledCollectivesError",
@@ -62,7 +72,17 @@ PUBLIC = {
         "WorkerTimeoutError",
     ],
     "tfdist.strategies": ["MirroredStrategy", "MultiWorkerMirroredStrategy"],
-    "tfdist.testing": ["WorkerPool", "run_workers", "virtual_devices"],
+    "tfdist.testing": ["Fault", "WorkerPool", "faults", "run_workers", "virtual_devices"],
+    "tfdist.testing.faults": [
+        "Slowdown",
+        "corrupt",
+        "cut_network",
+        "fill_disk",
+        "freeze",
+        "kill",
+        "small_disk",
+        "thaw",
+    ],
 }
 
 PRIVATE = ("tensorflow.python", "tensorflow.compiler", "tensorflow.core", "keras.src")

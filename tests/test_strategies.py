@@ -31,7 +31,7 @@ def test_workers_that_seed_differently_start_from_the_same_weights(pools):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", [pytest.param("1x2", marks=pytest.mark.exhaustive), "2x1"])
 def test_an_unseeded_shuffled_epoch_has_each_row_once(placement):
     workers, devices = PLACEMENT_SIZES[placement]
     for seen in run_workers(checks.rows_of_an_epoch, workers, args=(placement,), devices_per_worker=devices):
@@ -86,7 +86,9 @@ def test_workers_may_hand_their_own_rows_to_train_on_batch(pools):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("placement", "replicas"), [("1x2", 2), ("2x1", 2), ("2x2", 4)])
+@pytest.mark.parametrize(
+    ("placement", "replicas"), [("1x2", 2), ("2x1", 2), pytest.param("2x2", 4, marks=pytest.mark.exhaustive)]
+)
 def test_custom_loops_and_fit_take_turns(placement, replicas, pools):
     for totals in pools(placement).run(checks.loop_and_fit_in_turns, placement):
         assert totals == [replicas] * 4

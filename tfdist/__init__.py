@@ -5,16 +5,19 @@ Change `tf.distribute.` to `tfdist.` and Keras 3 trains on many workers. Names a
 """
 
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tfdist import callbacks, cluster, compression, data, errors, testing
+    from tfdist.faults import FaultTolerance
     from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FaultTolerance",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "callbacks",
@@ -31,6 +34,8 @@ _MODULES = ("callbacks", "cluster", "compression", "data", "errors", "testing")
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"tfdist.{name}")
+    if name == "FaultTolerance":
+        return importlib.import_module("tfdist.faults").FaultTolerance
     if name in __all__:
         if name == "MultiWorkerMirroredStrategy" and "tensorflow" not in sys.modules:
             importlib.import_module(
@@ -42,3 +47,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+if "TFDIST_RUN_DIR" in os.environ:  # a worker of `tfdist run`, which asks why it failed
+    importlib.import_module("tfdist.failure_report").install_hook()

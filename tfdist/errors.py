@@ -5,6 +5,7 @@ what came, and the way out.
 """
 
 __all__ = [
+    "AuditError",
     "BackupError",
     "ClusterError",
     "CompiledCollectivesError",
@@ -24,6 +25,10 @@ class TfdistError(Exception):
 
     # Autograph raises errors again from converted code, as their own type only if they are made like this.
     __init__ = Exception.__init__
+
+
+class AuditError(TfdistError, RuntimeError):
+    """Examples were missed or repeated in an epoch that should have each once."""
 
 
 class BackupError(TfdistError, RuntimeError):
