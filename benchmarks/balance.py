@@ -36,7 +36,7 @@ from tfdist.testing import WorkerPool
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("parts", ["1", "0.5", "0.25"], "The part of its time that each worker gets.")
-flags.DEFINE_integer("rows", 240, "The global batch.", 1)
+flags.DEFINE_integer("rows", 3072, "The global batch.", 1)
 flags.DEFINE_integer("width", 384, "Of the two hidden layers.", 1)
 flags.DEFINE_integer("steps", 40, "Before, and after the change.", 25)
 flags.DEFINE_integer("rounds", 3, "Turns of each way.", 1)
@@ -44,7 +44,7 @@ flags.DEFINE_integer("period_ms", 8, "Of stopping and continuing.", 1)
 flags.DEFINE_bool("quick", False, "25 steps, 1 round.")
 
 _SETTLED = 20  # steps after a start or a change
-_FEATURES, _CLASSES, _EXAMPLES = 256, 10, 20_000
+_FEATURES, _CLASSES, _STEPS_PER_EPOCH = 256, 10, 8
 _THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
 _WAYS = ["equal", "oracle", "speed", "DYNAMIC"]
 
@@ -75,15 +75,17 @@ def make_model(width: int) -> tuple[tfdist.MultiWorkerMirroredStrategy, keras.Mo
 
 
 @functools.cache
-def make_examples() -> tuple[np.ndarray, np.ndarray]:
+def make_examples(rows: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
-    return rng.standard_normal((_EXAMPLES, _FEATURES), dtype=np.float32), rng.integers(_CLASSES, size=_EXAMPLES)
+    number = _STEPS_PER_EPOCH * rows
+    return rng.standard_normal((number, _FEATURES), dtype=np.float32), rng.integers(_CLASSES, size=number)
 
 
 def make_data(way: str, rows: int, weights: Sequence[float], service: str | None, width: int):
     """What `fit` takes."""
     strategy, _ = make_model(width)
-    examples = tf.data.Dataset.from_tensor_slices(make_examples()).shuffle(_EXAMPLES, seed=0).repeat()
+    examples = tf.data.Dataset.from_tensor_slices(make_examples(rows))
+    examples = examples.shuffle(_STEPS_PER_EPOCH * rows, seed=0).repeat()
     if way == "DATA":
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
@@ -94,7 +96,7 @@ def make_data(way: str, rows: int, weights: Sequence[float], service: str | None
         return strategy.distribute_datasets_from_function(lambda _: batches.prefetch(1))
     policy = list(weights) if way == "oracle" else way
     return strategy.distribute_datasets_from_function(
-        tfdist.data.BalancedSharding(make_examples(), rows, policy=policy, repeat=True)
+        tfdist.data.BalancedSharding(make_examples(rows), rows, policy=policy, repeat=True)
     )
 
 
@@ -236,8 +238,8 @@ def planning(replicas: int, rows: int, steps: int = 500) -> None:
     from tfdist.data.speed import SpeedModel
 
     shares, at_most = split(rows, [1] * replicas), [rows] * replicas
-    plan, model = Plan(_EXAMPLES, rows, Shuffled(_EXAMPLES, 0)), SpeedModel(replicas)
-    handout = Handout(plan, 0, 0, shares, at_most, repeat=True, lead=4)
+    plan, model = Plan(steps * rows, rows, Shuffled(steps * rows, 0)), SpeedModel(replicas)
+    handout = Handout(plan, 0, 0, shares, at_most, repeat=False, lead=4)
     batches = handout.indices([0], range(replicas))
     rng = np.random.default_rng(0)
     start = time.thread_time()
@@ -248,7 +250,9 @@ def planning(replicas: int, rows: int, steps: int = 500) -> None:
         if handout.may_change():
             model.proposal(shares, at_most)
         handout.decide(shares)
-    print(f"\nPlanning, handing out and deciding: {1e6 * (time.thread_time() - start) / steps:.0f} us a step.")
+    print(
+        f"\nPlanning, handing out and deciding: {1e6 * (time.thread_time() - start) / steps:.0f} us a step.", flush=True
+    )
 
 
 def main(_) -> None:

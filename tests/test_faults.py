@@ -617,7 +617,7 @@ def test_a_link_is_cut_in_its_namespace():
     code = """
     import subprocess, sys
     from tfdist.testing import faults
-    for command in ("add one type dummy", "set dev one up"):
+    for command in ("add one type veth peer name two", "set dev one up"):
         if subprocess.run(["ip", "link", *command.split()]).returncode:
             sys.exit(77)
     is_up = lambda: "UP" in subprocess.run(["ip", "link", "show", "one"], capture_output=True, text=True).stdout

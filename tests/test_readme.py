@@ -46,6 +46,15 @@ def test_the_balanced_script_runs_on_two_workers(tmp_path):
     assert "(2, 0) Statistics(rows=" in run([TFDIST, "run", "--workers", "2", "train.py"], tmp_path)
 
 
+def test_the_killed_script_ends_by_itself(tmp_path):
+    (tmp_path / "train.py").write_text(block("faults"))
+
+    out = run([TFDIST, "run", "--workers", "2", "train.py"], tmp_path)
+
+    assert "worker 1 was killed by SIGKILL" in out
+    assert "attempt 1: 2 workers" in out
+
+
 def test_the_test_helper_runs(tmp_path):
     (tmp_path / "check.py").write_text(block("testing"))
 

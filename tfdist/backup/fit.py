@@ -57,6 +57,9 @@ class _Process:
 _processes: dict[str, _Process] = {}
 
 
+Part = tuple[Mapping[str, np.ndarray], Any]  # of one worker: arrays, and JSON
+
+
 @dataclasses.dataclass
 class _Loaded:
     """A commit, read."""
@@ -64,7 +67,7 @@ class _Loaded:
     commit: Commit
     plain: dict[str, Any]
     shared: Mapping[str, np.ndarray]
-    parts: list[tuple[Mapping[str, np.ndarray], Any]]  # this worker's, or all if there were others
+    parts: list[Part]  # this worker's, or all if there were others
     is_alike: bool  # whether it was made by as many workers and replicas as there are now
 
 
@@ -180,7 +183,13 @@ class FitBackup(keras.callbacks.Callback):
         now = (self._agreement.workers, self._strategy.num_replicas_in_sync)
         is_alike = now == (before, plain["replicas"])
         which = [self._agreement.own] if is_alike else range(before)
-        return _Loaded(commit, plain, shared, [read_part(commit, f"part-{worker}") for worker in which], is_alike)
+        parts: list[Part] = [read_part(commit, f"part-{worker}") for worker in which]
+        if not is_alike:
+            parts = [
+                ({**arrays, **read_part(commit, f"late-{worker}")[0]}, own)
+                for worker, (arrays, own) in enumerate(parts)
+            ]
+        return _Loaded(commit, plain, shared, parts, is_alike)
 
     # -- restoring
 

@@ -6,23 +6,24 @@ import os
 import pathlib
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tfdist import failure_report
 from tfdist.backup.agreement import Agreement
-from tfdist.backup.plain import pack, unpack
+from tfdist.backup.plain import Packed, pack, unpack
 from tfdist.backup.store import Commit, Draft, Store
 
-Arrays = Mapping[str, Any]
+Arrays = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """What a commit is made of, on one worker.
+    """What a commit is made of, on one worker. Emptied when it is copied.
 
     Attributes:
       step: The number of the commit.
@@ -59,6 +60,7 @@ class Saver:
         self._run = run
         self._agreement = agreement
         self._store = store
+        self._buffers: dict[str, np.ndarray] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -105,9 +107,18 @@ class Saver:
     def _write(self, draft: Draft, snapshot: Snapshot) -> dict[str, Any]:
         own = self._agreement.own
         try:
-            files = write_part(draft, f"part-{own}", {**snapshot.own, **snapshot.late()}, snapshot.own_plain)
+            # First of all, so that training overwrites no variable whose value a tensor still holds.
+            shared = pack(snapshot.shared if self._agreement.is_chief else {}, self._buffers)
+            snapshot.shared.clear()
+            index, pieces = pack(snapshot.own, self._buffers)
+            snapshot.own.clear()
+            late = pack(snapshot.late(), self._buffers)
+            files = {
+                **write_part(draft, f"part-{own}", (index, pieces), snapshot.own_plain),
+                **write_part(draft, f"late-{own}", late, None),
+            }
             if self._agreement.is_chief:
-                files.update(write_part(draft, "state", snapshot.shared, snapshot.plain))
+                files.update(write_part(draft, "state", shared, snapshot.plain))
             return {"files": files}
         except Exception as error:
             if not isinstance(error, OSError):
@@ -131,9 +142,9 @@ class Saver:
         return refusals
 
 
-def write_part(draft: Draft, name: str, arrays: Arrays, plain: Any) -> dict[str, Any]:
+def write_part(draft: Draft, name: str, packed: Packed, plain: Any) -> dict[str, Any]:
     """Writes arrays and JSON as two files; what `Draft.write` gave, by file."""
-    index, pieces = pack(arrays)
+    index, pieces = packed
     text = json.dumps({"arrays": index, "plain": plain}).encode()
     return {f"{name}.bin": draft.write(f"{name}.bin", pieces), f"{name}.json": draft.write(f"{name}.json", [text])}
 

@@ -25,8 +25,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
       not end (`.repeat()` with `steps_per_epoch`). Arrays come in the same order if a seed is set.
     - Each commit is a folder `step-<n>`, whole or not at all; its files are compared with their SHA-256 before they
       count, and a damaged one is skipped, with a warning, for the one before.
-    - Variables are copied out in the step, in microseconds, and written by a thread. Until they are written, TensorFlow
-      keeps a copy of what is overwritten. Training waits only where two saves would overlap, and at its end.
+    - A step that saves hands its variables over in microseconds; a thread copies and writes them, which takes the
+      memory of one copy. Training waits only where two saves would overlap, and at its end.
     - If the disk is full, that is logged, training goes on, and the next save tries again.
     - Workers write to one `backup_dir`, on storage that all share. Each writes what is its own, the chief what is
       alike, and commits when all have written. With another number of workers a run continues, but not to the bit.
