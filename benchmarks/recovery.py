@@ -59,7 +59,9 @@ _LAUNCHERS = {
 def main(_) -> None:
     rows = []
     for _ in range(FLAGS.repeats):
-        rows += [{"system": system, **measure(system)} for system in FLAGS.systems]
+        for system in FLAGS.systems:
+            rows.append({"system": system, **measure(system)})
+            print(rows[-1], flush=True)
     table = rich.table.Table(title="From a kill to the first step after: seconds, medians")
     for column in ("", *PHASES, "all", "restarts", "of"):
         table.add_column(column, justify="left" if not column else "right")

@@ -222,6 +222,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         rows = tf.size(indices)
         some = tf.cond(rows > 0, lambda: indices, lambda: tf.zeros([1], tf.int64))  # No dataset of nothing.
         mapped = self._mapped(some).ignore_errors()
+        _check_specs(mapped.element_spec)
         nothing = tf.data.Dataset.from_tensors(tf.nest.map_structure(_no_rows, mapped.element_spec))
         batch = mapped.batch(tf.size(some, tf.int64)).concatenate(nothing).take(1).get_single_element()
         first = tf.nest.flatten(batch, expand_composites=True)[0]
@@ -241,7 +242,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
                     for _ in self._mapped(tf.constant([index], tf.int64)):
                         pass
                 except Exception as error:
-                    raise self.source.failure(index, f"could not be mapped: {error}. Mend it, or map_fn.") from error
+                    problem = str(getattr(error, "message", error)).partition("\n")[0].rpartition("}} ")[2]
+                    raise self.source.failure(index, f"could not be mapped: {problem}. Mend it, or map_fn.") from error
             raise self.source.failure(indices[0], "or one after it was mapped at the second try only. Mend map_fn.")
 
         with tf.control_dependencies(tf.nest.flatten([tf.numpy_function(explain, [indices], [])])):
@@ -437,6 +439,15 @@ def _checked_policy(policy: str | Sequence[float]) -> str | tuple[float, ...]:
 def _check_positive(name: str, value: int) -> None:
     if isinstance(value, bool) or int(value) != value or value < 1:
         raise ValueError(f"{name} must be a whole number from 1, not {value!r}.")
+
+
+def _check_specs(structure: Any) -> None:
+    for spec in tf.nest.flatten(structure):
+        if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
+            raise ValueError(
+                f"Examples are batched, so map_fn must give dense tensors of known rank and equal shapes, not {spec}. "
+                "Use tf.ensure_shape, or to_tensor and padding."
+            )
 
 
 def _no_rows(spec: tf.TensorSpec) -> tf.Tensor:

@@ -273,7 +273,7 @@ def audited(placement, broken=False):
 
 
 def fail_in_training(kind, path=None):
-    """Trains on two workers an epoch that has one bad example, number 41."""
+    """Trains on two workers until one cannot read on: example 41 is bad, or the file is cut short meanwhile."""
     strategy = tfdist.MultiWorkerMirroredStrategy()
     model = prepared(strategy)
 
@@ -286,17 +286,25 @@ def fail_in_training(kind, path=None):
         return tf.ensure_shape(example, [6]), tf.constant(1)
 
     x, _ = arrays(96)
-    source, map_fn = {"map_fn": ((x, np.arange(96)), divide), "record": (path, parse)}[kind]
+    source, map_fn = {"map_fn": ((x, np.arange(96)), divide), "file": (path, parse)}[kind]
     _, data = distributed(strategy, source, 8, shuffle=False, map_fn=map_fn)
-    model.fit(data, epochs=1, verbose=0)
+    model.fit(data, epochs=9, verbose=0, callbacks=[CutShort(path, 3)])
 
 
-def write_records(path, broken):
-    """96 records of 6 floats, one of which has another byte than its checksum says."""
+def write_records(path):
+    """96 records of 6 floats."""
     with tf.io.TFRecordWriter(path) as writer:
         for row in arrays(96)[0]:
             writer.write(tf.io.serialize_tensor(row).numpy())
-    size = os.path.getsize(path) // 96
-    with open(path, "r+b") as file:
-        file.seek(broken * size + size - 8)
-        file.write(b"\x55")
+
+
+class CutShort(keras.callbacks.Callback):
+    """Cuts off the end of a file after a few steps."""
+
+    def __init__(self, path, steps):
+        super().__init__()
+        self.path, self.steps = path, steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.steps:
+            os.truncate(self.path, 50 * 47)

@@ -18,6 +18,11 @@ from tfdist.data import BalancedSharding
 
 STEPS = 9  # of an epoch
 SHARES = {"2x1": (5, 11), "1x3": (1, 2, 5), "3x1": (1, 2, 5)}
+BY_DEFAULT = {
+    "2x1": ["plain", "steps_per_execution", "weights_and_regularisers", "batch_normalization"],
+    "1x3": ["plain", "accumulation", "masks"],
+    "3x1": ["plain"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +42,13 @@ def assert_agree(workers):
     assert len({result["digest"] for result in workers}) == 1, "workers differ"
 
 
-@pytest.mark.parametrize(
-    ("placement", "case"),
-    [*((place, case) for case in checks.CASES for place in ("2x1", "1x3")), ("3x1", "plain")],
-)
+def placed_cases():
+    for placement, chosen in BY_DEFAULT.items():
+        for case in checks.CASES:
+            yield pytest.param(placement, case, marks=() if case in chosen else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(("placement", "case"), placed_cases())
 def test_unequal_shares_equal_one_device(placement, case, pools, one_device):
     workers = pools(placement).run(checks.train, placement, case, SHARES[placement])
 
@@ -52,7 +60,7 @@ def test_unequal_shares_equal_one_device(placement, case, pools, one_device):
     assert (len(rows), workers[0]["position"]) == (checks.EPOCHS * STEPS, (checks.EPOCHS, 0))
 
 
-@pytest.mark.parametrize("placement", ["2x1", "1x2", "2x2"])
+@pytest.mark.parametrize("placement", ["2x1", "1x2", pytest.param("2x2", marks=pytest.mark.exhaustive)])
 def test_evaluate_and_predict_take_each_example_once_in_its_order(placement, pools):
     for evaluated, predicted, expected in pools(placement).run(checks.evaluate_and_predict, placement):
         np.testing.assert_allclose(*evaluated, rtol=1e-5)
@@ -188,6 +196,14 @@ def test_a_position_of_other_global_batches_is_refused(other, words):
     assert [word for word in words if word not in str(raised.value)] == []
 
 
+def test_what_cannot_be_batched_is_named():
+    def of_unknown_rank(x):
+        return tf.numpy_function(lambda x: x, [x], tf.int64)
+
+    with pytest.raises(ValueError, match=r"known rank .*<unknown>.*ensure_shape"):
+        BalancedSharding(np.arange(8), 4, map_fn=of_unknown_rank)()
+
+
 @pytest.mark.parametrize("state", ["", "{}", "[]", '{"epoch": "x"}'])
 def test_what_is_no_position_is_refused(state):
     with pytest.raises(tfdist.errors.PositionError, match="Not a position"):
@@ -236,10 +252,10 @@ def start(tmp_path):
         process.wait()
 
 
-@pytest.mark.parametrize("kind", ["map_fn", "record"])
+@pytest.mark.parametrize("kind", ["map_fn", "file"])
 def test_a_bad_example_is_named_by_its_worker_and_ends_the_other(kind, start, tmp_path):
     path = tmp_path / "rows.tfrecord"
-    checks.write_records(str(path), broken=41)
+    checks.write_records(str(path))
 
     workers = start(f"import balanced_checks; balanced_checks.fail_in_training({kind!r}, {str(path)!r})")
     deadline = time.monotonic() + 120
@@ -247,5 +263,6 @@ def test_a_bad_example_is_named_by_its_worker_and_ends_the_other(kind, start, tm
     outputs = [path.read_text() for _, path in workers]
 
     assert 0 not in codes
-    words = ["Example 41 (", "of 2", {"map_fn": "could not be mapped", "record": str(path)}[kind]]
-    assert any(all(word in output for word in words) for output in outputs), "\n".join(outputs)
+    words = {"map_fn": ["Example 41 (row 41", "could not be mapped"], "file": ["Example ", f"of {path})"]}[kind]
+    told = [all(word in output for word in [*words, f"worker {i} of 2"]) for i, output in enumerate(outputs)]
+    assert any(told), "\n".join(outputs)

@@ -250,7 +250,6 @@ class OutOfOrder:
         (["a.tfrecord", "b.array_record"], ValueError, ["a.tfrecord", "b.array_record"]),
         ([os.path.dirname(__file__)], ValueError, ["is a folder"]),
     ],
-    ids=str,
 )
 def test_what_is_no_source_is_refused_with_the_reason(given, error, said):
     with pytest.raises(error) as caught:
