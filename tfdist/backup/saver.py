@@ -101,6 +101,8 @@ class Saver:
                     snapshot.step,
                     "; ".join(refusals),
                 )
+            else:
+                _tell_supervisor(snapshot.step)
         except BaseException as error:
             self._error = error
 
@@ -134,7 +136,6 @@ class Saver:
             manifest = {"workers": self._agreement.workers, "versions": _versions(), "files": files}
             try:
                 self._store.commit(draft, manifest)
-                _tell_supervisor(draft.step)
                 return []
             except OSError as error:
                 refusals = [f"the chief on {socket.gethostname()}: {error}"]
@@ -167,7 +168,7 @@ def _versions() -> dict[str, str]:
 
 
 def _tell_supervisor(step: int) -> None:
-    """Lets `tfdist run` see that there is progress."""
+    """Lets the `tfdist run` of this host see that there is progress."""
     folder = os.environ.get(failure_report.RUN_DIR)
     if folder:
         try:

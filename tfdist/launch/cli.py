@@ -126,9 +126,9 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grace-seconds",
         type=_seconds,
-        default=10.0,
+        default=30.0,
         metavar="S",
-        help="how long workers may take to save and leave when asked to, before they are killed (default: 10)",
+        help="how long workers may take to save and leave when asked to, before they are killed (default: 30)",
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as `python -m` does")
     parser.add_argument("script", metavar="script.py", help="what each worker runs")

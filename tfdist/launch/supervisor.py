@@ -43,7 +43,7 @@ class Options:
     min_workers: int
     max_restarts: int = 3
     restart_window_seconds: float = 600.0
-    grace_seconds: float = 10.0
+    grace_seconds: float = 30.0
     regrow_seconds: float = 300.0
     devices_per_worker: int | None = None
     tee: bool = False
