@@ -14,7 +14,10 @@ PLACEMENTS = {
     **{"1x3": (1, 3), "1x4": (1, 4), "3x1": (3, 1)},
 }
 # Dealt out in this order by `--no-loadscope-reorder`, before all others.
-LONGEST = ("test_keras_features", "test_compressed_training", "test_examples", "test_strategies", "test_compression")
+LONGEST = (
+    *("test_keras_features", "test_compressed_training", "test_supervise", "test_balanced", "test_watchdog"),
+    *("test_backup_and_restore", "test_examples", "test_faults", "test_readme", "test_strategies", "test_compression"),
+)
 
 
 def pytest_collection_modifyitems(items):
