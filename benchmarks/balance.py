@@ -37,14 +37,14 @@ from tfdist.testing import WorkerPool
 FLAGS = flags.FLAGS
 flags.DEFINE_list("parts", ["1", "0.5", "0.25"], "The part of its time that each worker gets.")
 flags.DEFINE_integer("rows", 3072, "The global batch.", 1)
-flags.DEFINE_integer("width", 384, "Of the two hidden layers.", 1)
+flags.DEFINE_integer("width", 1024, "Of the two hidden layers.", 1)
 flags.DEFINE_integer("steps", 40, "Before, and after the change.", 25)
 flags.DEFINE_integer("rounds", 3, "Turns of each way.", 1)
 flags.DEFINE_integer("period_ms", 8, "Of stopping and continuing.", 1)
 flags.DEFINE_bool("quick", False, "25 steps, 1 round.")
 
 _SETTLED = 20  # steps after a start or a change
-_FEATURES, _CLASSES, _STEPS_PER_EPOCH = 256, 10, 8
+_FEATURES, _CLASSES, _STEPS_PER_EPOCH = 64, 10, 8
 _THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
 _WAYS = ["equal", "oracle", "speed", "DYNAMIC"]
 

@@ -265,7 +265,7 @@ def audited(placement, broken=False):
     callbacks = [tfdist.data.Audit(sharding), tfdist.callbacks.Balance()]
     try:
         history = model.fit(data, epochs=1, verbose=0, callbacks=callbacks).history
-        for step in (3, 5):
+        for step in (3, 6):
             model.fit(data, epochs=1, verbose=0, callbacks=[*callbacks, StopAfter(step)])
     except tfdist.errors.AuditError as error:
         return str(error), None, sharding.position

@@ -48,7 +48,7 @@ def placed_cases():
             yield pytest.param(placement, case, marks=() if case in chosen else pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize(("placement", "case"), placed_cases())
+@pytest.mark.parametrize(("placement", "case"), list(placed_cases()))
 def test_unequal_shares_equal_one_device(placement, case, pools, one_device):
     workers = pools(placement).run(checks.train, placement, case, SHARES[placement])
 
@@ -114,7 +114,7 @@ def test_all_workers_give_a_slow_one_less_at_the_same_step(pools):
     assert first == second
     assert state == other_state
     assert first[0] == (16, 16)
-    fast, slow = statistics.rows
+    fast, slow = first[-2]  # The last one is short.
     assert fast > 2 * slow >= 2
     assert len(set(first)) <= 8 + 1, "and the last, short batches"
     assert statistics.changes >= 1 and statistics.rows_per_second > 0 and statistics.imbalance >= 1
