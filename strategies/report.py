@@ -50,6 +50,9 @@ class StepReports:
       num_replicas: R.
     """
 
+    newest: "StepReports | None" = None
+    """Those of the strategy that has trained last in this process."""
+
     def __init__(self, devices: Sequence[str], num_replicas: int):
         self.listeners: list[Callable[[StepReport], None]] = []
         self.feeder: Callable[[StepReport], None] | None = None
@@ -92,6 +95,7 @@ class StepReports:
     def _take(self, totals: np.ndarray) -> None:
         rows, seconds = totals[: self.num_replicas], totals[self.num_replicas : -1]
         number = self.latest.number + 1 if self.latest else 1
+        StepReports.newest = self
         self.latest = StepReport(number, np.rint(rows).astype(np.int64), seconds, bool(totals[-1] > 0))
         for listener in [self.feeder, *self.listeners]:
             if listener is not None:

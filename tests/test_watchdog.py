@@ -173,10 +173,11 @@ def test_an_endless_loop_on_one_worker_ends_the_job_with_its_name_and_stack(tmp_
     codes, outputs, reports = train(tmp_path, fault=True, sleep=0, stall_seconds=4)
     assert STALLED in codes and 0 not in codes, outputs
     stalls = [report for report in reports if report["kind"] == "stall"]
-    assert stalls and all(report["suspect"] == 1 for report in stalls), reports
+    assert stalls, reports
     assert all((tmp_path / f"run/attempt-3/failure-{report['worker']}.json").exists() for report in reports)
     # Either worker may be first to say so, after which the other knows from the end of its peer.
     first = min(stalls, key=lambda report: report["time"])
+    assert first["suspect"] == 1, reports
     assert first["step"] == 30 and first["message"] in outputs[first["worker"]]
     assert "on_train_batch_end" in first["stack"] or first["worker"] == 0
     assert "most recent call first" in outputs[first["worker"]]

@@ -3,8 +3,11 @@
 Each line says why the name is needed and what breaks if it goes. `setup.cfg` bounds the versions to those tested.
 """
 
+import faulthandler
 import inspect
+import re
 import sys
+import tempfile
 from types import FrameType
 from typing import Any
 
@@ -120,24 +123,25 @@ def keras_is_evaluating() -> bool:
     return any(_frame_of(inspect.unwrap(method)) for method in (trainer.evaluate, trainer.predict))
 
 
-def keras_fit_activity(strategy: Any) -> str | None:
-    """What Keras' `fit` of a strategy does, in whichever thread: "training", "callback" or "validation"; else `None`.
+def keras_fit_activity() -> str | None:
+    """What Keras' `fit` does, in whichever thread: "training", "callback" or "validation"; else `None`.
 
-    A watchdog asks from outside, when the thread may be stuck anywhere.
+    A watchdog asks from outside, when the thread may be stuck anywhere. The stacks are read as faulthandler writes
+    them, all at once: frames of a thread that runs on must not be walked from Python.
     """
-    trainer = keras_trainer.TensorFlowTrainer
-    fit, evaluate = (inspect.unwrap(method).__code__ for method in (trainer.fit, trainer.evaluate))
-    for innermost in sys._current_frames().values():
-        frame: FrameType | None = innermost
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        threads = file.read().decode(errors="replace").split("\n\n")
+    for thread in threads:  # Innermost call first.
         activity = "training"
-        while frame is not None:
-            if frame.f_code is fit and frame.f_locals["self"].distribute_strategy is strategy:
-                return activity
-            if frame.f_code is evaluate:
-                activity = "validation"
-            elif frame.f_globals.get("__name__") == keras_callback_list.__name__:
+        for path, function in re.findall(r'File "(.*)", line \d+ in (.*)', thread):
+            if path == keras_callback_list.__file__:
                 activity = "callback"
-            frame = frame.f_back
+            elif path == keras_trainer.__file__ and function == "evaluate":
+                activity = "validation"
+            elif path == keras_trainer.__file__ and function == "fit":
+                return activity
     return None
 
 

@@ -254,7 +254,9 @@ class Watchdog:
         if strategy is None:
             self._stopping.set()
             return
-        activity = _tf.keras_fit_activity(strategy)
+        # `faults` knows no strategies, so the newest reports are found by their class.
+        newest = type(strategy.reports).newest
+        activity = _tf.keras_fit_activity() if newest in (None, strategy.reports) else None
         step, part = strategy.reports.position()
         if activity is not None and _sections:
             activity = _sections[-1]
