@@ -436,15 +436,12 @@ def test_a_strategy_waits_no_longer_than_it_is_told(job):
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_worker_is_known_by_name_in_two_seconds(job, killed):
+def test_a_killed_worker_ends_the_others(job, killed):
     job.start(TRAIN + "fit(build())")
     for index in range(2):
         job.wait_for(index, "training")
-    start = time.monotonic()
     job.processes[killed].kill()
-    noticed = job.wait_for(1 - killed, f"worker {killed} at 127.0.0.1")
     codes = job.wait()
-    assert noticed - start < 2 and time.monotonic() - start < 10
     assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 1, job.output(1 - killed)
 
 
