@@ -1,8 +1,8 @@
 """How fast each codec is: GB of float32 a second, on one core, compiled by XLA.
 
-    taskset -c 0 python benchmarks/codec_throughput.py                      # about a minute
-    taskset -c 0 python benchmarks/codec_throughput.py --sizes 1048576      # only pieces of 4 MiB, as a step uses them
-    taskset -c 0 python benchmarks/codec_throughput.py --json codecs.json
+    taskset -c 0 python -m benchmarks.codec_throughput                      # about a minute
+    taskset -c 0 python -m benchmarks.codec_throughput --sizes 1048576      # only pieces of 4 MiB, as a step uses them
+    taskset -c 0 python -m benchmarks.codec_throughput --json codecs.json
 
 Measured is one row of float32: encoded; compressed, that is encoded with the residual added and the new one kept; and
 decoded. Beside it stands what the machine can do at best: a tensor that is read, multiplied and written; two that are
@@ -20,7 +20,6 @@ import json
 import math
 import os
 import pathlib
-import platform
 import random
 import statistics
 import time
@@ -35,6 +34,7 @@ import rich.table
 import tensorflow as tf
 from absl import app, flags
 
+from benchmarks.record import describe_run
 from tfdist.strategies.compression import NAMES, Codec, PowerSGD, WordCodec
 
 FLAGS = flags.FLAGS
@@ -151,22 +151,12 @@ def print_table(elements: int, results: list[dict]) -> None:
     rich.console.Console(width=120).print(table)
 
 
-def describe_machine() -> dict:
-    cpus = [line for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": cpus[0].partition(":")[2].strip() if cpus else platform.machine(),
-        "cores_used": len(os.sched_getaffinity(0)),
-        "load": round(os.getloadavg()[0], 2),
-        "tensorflow": tf.__version__,
-    }
-
-
 def main(_) -> None:
     unknown = sorted(set(FLAGS.codecs) - set(NAMES))
     if unknown:
         raise app.UsageError(f"--codecs takes {', '.join(NAMES)}, got {', '.join(unknown)}.")
     codecs = [NAMES[name]() for name in FLAGS.codecs]
-    machine = describe_machine()
+    machine = describe_run()
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     results = []
     for elements in map(int, FLAGS.sizes):

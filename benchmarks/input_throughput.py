@@ -1,8 +1,8 @@
 """How fast `tfdist.data.sources` reads, beside plain `tf.data` on the same files.
 
-    python benchmarks/input_throughput.py                                 # all sizes, about two minutes
-    python benchmarks/input_throughput.py --sizes 1024 --batches 64,512   # small records, two batch sizes
-    python benchmarks/input_throughput.py --json input.json
+    python -m benchmarks.input_throughput                                 # all sizes, about two minutes
+    python -m benchmarks.input_throughput --sizes 1024 --batches 64,512   # small records, two batch sizes
+    python -m benchmarks.input_throughput --json input.json
 
 Read is a set of TFRecord files that fits the page cache, so what is compared is work, not a disk. For every record size
 and order, `Source.read` is mapped over batches of indices and prefetched; beside it stands what one writes with plain
@@ -17,7 +17,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import platform
 import random
 import statistics
 import tempfile
@@ -29,6 +28,7 @@ import rich.table
 import tensorflow as tf
 from absl import app, flags
 
+from benchmarks.record import describe_run
 from tfdist.data.sources import Source, as_source
 
 FLAGS = flags.FLAGS
@@ -164,18 +164,8 @@ def print_table(results: list[dict], size: int, batch: int) -> None:
     rich.console.Console(width=120).print(table)
 
 
-def describe_machine() -> dict:
-    cpus = [line for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": cpus[0].partition(":")[2].strip() if cpus else platform.machine(),
-        "cores_used": len(os.sched_getaffinity(0)),
-        "load": round(os.getloadavg()[0], 2),
-        "tensorflow": tf.__version__,
-    }
-
-
 def main(_) -> None:
-    machine = describe_machine()
+    machine = describe_run()
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     results = []
     for size in map(int, FLAGS.sizes):

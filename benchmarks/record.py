@@ -79,20 +79,31 @@ class Record:
 
 def describe_place() -> dict[str, Any]:
     """The commit, machine and versions that something is measured on."""
-    cpus = [line for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     versions = {"python": platform.python_version()}
     for name in _VERSIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
+    return {"commit": describe_commit(), "machine": describe_machine(), "versions": versions}
+
+
+def describe_machine() -> dict[str, Any]:
+    """The processor, memory and kernel."""
+    cpus = [line for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
-        "commit": describe_commit(),
-        "machine": {
-            "cpu": cpus[0].partition(":")[2].strip() if cpus else platform.machine(),
-            "cores": os.cpu_count(),
-            "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-            "kernel": platform.release(),
-        },
-        "versions": versions,
+        "cpu": cpus[0].partition(":")[2].strip() if cpus else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "kernel": platform.release(),
+    }
+
+
+def describe_run() -> dict[str, Any]:
+    """What makes one run unlike another on the same machine: the cores it may use, the load, TensorFlow."""
+    return {
+        **describe_machine(),
+        "cores_used": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 2),
+        "tensorflow": importlib.metadata.version("tensorflow"),
     }
 
 

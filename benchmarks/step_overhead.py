@@ -1,8 +1,8 @@
 """What a training step takes longer under tfdist than under the strategy of TensorFlow that it stands for.
 
-    python benchmarks/step_overhead.py                        # about 8 minutes on 2 cores
-    python benchmarks/step_overhead.py --quick                # a minute or two, coarse
-    python benchmarks/step_overhead.py --json overhead.json
+    python -m benchmarks.step_overhead                        # about 8 minutes on 2 cores
+    python -m benchmarks.step_overhead --quick                # a minute or two, coarse
+    python -m benchmarks.step_overhead --json overhead.json
 
 A dense network is trained by a custom loop, on the same rows in every step so that no input pipeline is timed:
 
@@ -21,9 +21,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
 import pathlib
-import platform
 import random
 import statistics
 import time
@@ -38,6 +36,7 @@ import tensorflow as tf
 from absl import app, flags
 
 import tfdist
+from benchmarks.record import describe_run
 from tfdist.testing import WorkerPool
 
 FLAGS = flags.FLAGS
@@ -245,20 +244,6 @@ def measure(workload: Workload, starts: int, rounds: int, steps: int) -> list[di
     ]
 
 
-def describe_machine() -> dict:
-    cpus = [line for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": cpus[0].partition(":")[2].strip() if cpus else platform.machine(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 2),
-        "threads": _THREADS,
-        "python": platform.python_version(),
-        "tensorflow": tf.__version__,
-        "keras": keras.__version__,
-        "tfdist": tfdist.__version__,
-    }
-
-
 def print_table(comparisons: list[dict]) -> None:
     table = rich.table.Table("b / a", "a, ms", "b, ms", "ratio")
 
@@ -275,7 +260,7 @@ def print_table(comparisons: list[dict]) -> None:
 def main(_) -> None:
     workload = Workload(tuple(int(size) for size in FLAGS.hidden), FLAGS.batch_size)
     starts, rounds = (2, 5) if FLAGS.quick else (FLAGS.starts, FLAGS.rounds)
-    machine = describe_machine()
+    machine = {**describe_run(), "threads": _THREADS, "keras": keras.__version__, "tfdist": tfdist.__version__}
     parameters = build_model(workload).count_params()
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     setting = {"parameters": parameters, **dataclasses.asdict(workload)}

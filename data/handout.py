@@ -64,13 +64,13 @@ class Handout:
           places: By replica of all, which part of a global batch it gets, counted from its beginning.
         """
         number, first = 0, self._first_step
+        by_place = np.argsort(places)
         while True:
             for step in range(first, self._plan.steps_per_epoch):
                 rows = self._rows(number, step)
                 if rows is None:
                     return
                 batch = self._plan.batch(self.epoch, step)
-                by_place = np.argsort(places)
                 ends = np.cumsum(np.asarray(rows)[by_place])
                 for replica in replicas:
                     end = int(ends[places[replica]])

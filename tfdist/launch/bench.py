@@ -5,7 +5,6 @@ through the strategy first: a worker that repeated once less than the others wou
 """
 
 import dataclasses
-import json
 import math
 import os
 import pathlib
@@ -40,7 +39,6 @@ __all__ = [
     "predict",
     "print_tables",
     "report",
-    "write_json",
 ]
 
 _LEAST_REPETITIONS, _MOST_REPETITIONS = 3, 50
@@ -383,23 +381,6 @@ def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
     for column in columns:
         table.add_column(column, justify="left" if column == "codec" else "right")
     return table
-
-
-def write_json(path: pathlib.Path, content: Mapping) -> None:
-    """Writes a file whole or not at all.
-
-    Raises:
-      OSError: If it cannot be written.
-    """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("w") as file:
-            file.write(json.dumps(content, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def measure_aloud(plan: Plan, spec: ClusterSpec) -> list[Row]:

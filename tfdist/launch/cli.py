@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import importlib.machinery
 import importlib.util
+import json
 import logging as std_logging
 import os
 import pathlib
@@ -23,6 +24,7 @@ from absl import flags, logging
 import tfdist
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import TfdistError
+from tfdist.failure_report import write_whole
 from tfdist.launch.supervisor import Options, Supervisor
 
 __all__ = ["main"]
@@ -294,7 +296,7 @@ def _bench(args: argparse.Namespace) -> int:
             report = bench.report(rows, spec, command, args.parameters, args.compute_ms)
             bench.print_tables(rows, report["expectations"])
             if args.json:
-                bench.write_json(args.json, report)
+                write_whole(args.json, json.dumps(report, indent=2) + "\n")
     return 0
 
 

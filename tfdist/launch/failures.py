@@ -13,7 +13,7 @@ from tfdist.exit_codes import PREEMPTED, STALLED
 from tfdist.failure_report import report_path
 from tfdist.launch.group import WorkerExit, describe_exit, log_path
 
-__all__ = ["Failure", "first_failure", "not_started"]
+__all__ = ["Failure", "first_failure", "is_consequence", "not_started"]
 
 _TAIL_LINES = 30
 _TAIL_BYTES = 1 << 16
@@ -21,6 +21,11 @@ _FROM_REPORT = ("exception", "message", "stack", "suspect", "step", "section")
 # What TensorFlow raises in a worker whose peer is gone.
 _CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError")
 _CONSEQUENCE_TEXT = "Collective ops is aborted"
+
+
+def is_consequence(exception: str | None, message: str) -> bool:
+    """Whether TensorFlow raises this exception, by its name, in a worker whose peer has failed."""
+    return exception in _CONSEQUENCES or _CONSEQUENCE_TEXT in message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +74,7 @@ class Failure:
     @property
     def doubt(self) -> int:
         """How likely it is the mere consequence of another: a killed worker fails or aborts the others."""
-        if self.exception in _CONSEQUENCES or _CONSEQUENCE_TEXT in (self.message or ""):
+        if is_consequence(self.exception, self.message or ""):
             return 2
         return 1 if self.kind == "exit" or self.signal == "SIGABRT" else 0
 

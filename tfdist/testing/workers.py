@@ -33,6 +33,7 @@ from typing import IO, Any, TypeVar
 
 from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec, free_ports
 from tfdist.errors import WorkerError, WorkerTimeoutError
+from tfdist.launch.failures import is_consequence
 from tfdist.launch.group import describe_exit
 
 __all__ = ["WorkerPool", "run_workers"]
@@ -44,9 +45,6 @@ _GRACE_SECONDS = 1.0  # after the first failure, for others that may hold its ca
 _POLL_SECONDS = 0.25
 _DUMP_SECONDS = 0.5  # for a worker to write its stacks
 _PR_SET_PDEATHSIG = 1
-# What a worker raises because another one failed.
-_CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError")
-_CONSEQUENCE_TEXT = "Collective ops is aborted"
 
 
 def run_workers(
@@ -289,7 +287,7 @@ _Reply = _Returned | _Raised | _Died
 
 def _doubt(failure: _Raised | _Died) -> int:
     """How likely a failure is the mere consequence of another."""
-    if isinstance(failure, _Raised) and (failure.kind in _CONSEQUENCES or _CONSEQUENCE_TEXT in failure.summary):
+    if isinstance(failure, _Raised) and is_consequence(failure.kind, failure.summary):
         return 2
     # TensorFlow aborts a process in which nobody is there to hear that a peer is gone.
     return 1 if isinstance(failure, _Died) and failure.returncode == -signal.SIGABRT else 0
