@@ -60,7 +60,7 @@ class Audit(keras.callbacks.Callback):
         strategy = self.model.distribute_strategy
         devices = len(strategy.extended.worker_devices)
 
-        def of_replica(context: tf.distribute.InputContext) -> tf.Tensor:
+        def of_replica(context: Any) -> tf.Tensor:
             first = context.replica_id_in_sync_group % devices == 0  # The worker's counts are of all its replicas.
             return tf.constant(own if first else np.zeros_like(own))
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfdist.data.handout import Handout
 from tfdist.data.order import BlockShuffled, Order, Shuffled, Stratified, Unshuffled
 from tfdist.data.plan import Plan, split
+from tfdist.data.reading import Reader
 from tfdist.data.sources import Source, as_source
 from tfdist.data.speed import SpeedModel
 from tfdist.errors import PositionError
@@ -117,7 +118,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
         _check_positive("global_batch_size", global_batch_size)
         _check_positive("num_parallel_calls", num_parallel_calls)
         self._seed, self._repeat, self._num_parallel_calls = int(seed), repeat, num_parallel_calls
-        self._map_fn, self._policy, self._max_rows = map_fn, _checked_policy(policy), max_rows
+        self._policy, self._max_rows = _checked_policy(policy), max_rows
+        self._reader = Reader(self.source, map_fn)
         order = _order(len(self.source), self._seed, shuffle, block_size, stratify_by)
         self.plan = Plan(len(self.source), int(global_batch_size), order, drop_remainder)
         if not self.plan.steps_per_epoch:
@@ -161,7 +163,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         batches = tf.data.Dataset.from_generator(
             self._indices, output_signature=tf.TensorSpec([None], tf.int64, "indices")
         )
-        batches = batches.map(self._read, num_parallel_calls=self._num_parallel_calls, deterministic=True)
+        batches = batches.map(self._reader, num_parallel_calls=self._num_parallel_calls, deterministic=True)
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         return batches.prefetch(len(self._own_replicas)).with_options(options)
@@ -218,39 +220,6 @@ class BalancedSharding(tf.train.experimental.PythonState):
         with self._lock:
             if handout is self._unreported and epoch > self._epoch:
                 self._epoch, self._step = epoch, 0
-
-    def _read(self, indices: tf.Tensor) -> Any:
-        if not self.source.decodes and self._map_fn is None:
-            return self.source.read(indices)
-        rows = tf.size(indices)
-        some = tf.cond(rows > 0, lambda: indices, lambda: tf.zeros([1], tf.int64))  # No dataset of nothing.
-        mapped = self._mapped(some).ignore_errors()
-        _check_specs(mapped.element_spec)
-        nothing = tf.data.Dataset.from_tensors(tf.nest.map_structure(_no_rows, mapped.element_spec))
-        batch = mapped.batch(tf.size(some, tf.int64)).concatenate(nothing).take(1).get_single_element()
-        first = tf.nest.flatten(batch, expand_composites=True)[0]
-        with tf.control_dependencies([tf.cond(tf.shape(first)[0] < tf.size(some), lambda: self._fail(some), tf.no_op)]):
-            return tf.nest.map_structure(lambda leaf: tf.identity(leaf)[:rows], batch)
-
-    def _mapped(self, indices: tf.Tensor) -> tf.data.Dataset:
-        examples = tf.data.Dataset.from_tensor_slices(self.source.read(indices))
-        if self.source.decodes:
-            examples = examples.map(lambda *example: self.source.decode(_unpacked(example)), tf.data.AUTOTUNE)
-        return examples if self._map_fn is None else examples.map(self._map_fn, tf.data.AUTOTUNE)
-
-    def _fail(self, indices: tf.Tensor) -> tf.Operation:
-        def explain(indices):
-            for index in indices.tolist():
-                try:
-                    for _ in self._mapped(tf.constant([index], tf.int64)):
-                        pass
-                except Exception as error:
-                    problem = str(getattr(error, "message", error)).partition("\n")[0].rpartition("}} ")[2]
-                    raise self.source.failure(index, f"could not be mapped: {problem}. Mend it, or map_fn.") from error
-            raise self.source.failure(indices[0], "or one after it was mapped at the second try only. Mend map_fn.")
-
-        with tf.control_dependencies(tf.nest.flatten([tf.numpy_function(explain, [indices], [])])):
-            return tf.no_op()
 
     # What training says.
 
@@ -442,20 +411,3 @@ def _checked_policy(policy: str | Sequence[float]) -> str | tuple[float, ...]:
 def _check_positive(name: str, value: int) -> None:
     if isinstance(value, bool) or int(value) != value or value < 1:
         raise ValueError(f"{name} must be a whole number from 1, not {value!r}.")
-
-
-def _check_specs(structure: Any) -> None:
-    for spec in tf.nest.flatten(structure):
-        if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
-            raise ValueError(
-                f"Examples are batched, so map_fn must give dense tensors of known rank and equal shapes, not {spec}. "
-                "Use tf.ensure_shape, or to_tensor and padding."
-            )
-
-
-def _no_rows(spec: tf.TensorSpec) -> tf.Tensor:
-    return tf.zeros([0, *(size or 0 for size in spec.shape)], spec.dtype)
-
-
-def _unpacked(example: tuple[Any, ...]) -> Any:
-    return example[0] if len(example) == 1 else example

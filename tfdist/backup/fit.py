@@ -1,14 +1,12 @@
-"""One `fit` that is backed up: when to save, what a commit says of the fit, and how a new `fit` takes it up."""
+"""One `fit` that is backed up: what a commit says of it, and how a new `fit` takes it up."""
 
 import dataclasses
-import datetime
 import inspect
 import math
 import os
 import random
 import secrets
 import socket
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,11 +20,11 @@ from tfdist.backup.callbacks import CallbackStates
 from tfdist.backup.files import files_of, is_remote
 from tfdist.backup.plain import decode, encode
 from tfdist.backup.saver import Saver, Snapshot, read_part
+from tfdist.backup.schedule import Schedule
 from tfdist.backup.steps import count_steps, uncount_steps
 from tfdist.backup.store import LOCK, Commit, Store, probe_writing
 from tfdist.errors import BackupError, PositionError
-
-_PACE_STEPS = 10  # before the duration of a step is known
+from tfdist.faults import preemption
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +113,7 @@ class FitBackup(keras.callbacks.Callback):
         if commit is not None and self._is_wanted():
             self._apply()
             self._take_position()
-        self._saved_at = self._process.steps
-        self._pace_begin()
+        self._schedule = Schedule(self._options.save_freq, self._agreement, self._process.steps)
         self._install_preemption()
         if self.model.train_function is not None:
             count_steps(self.model)
@@ -318,7 +315,7 @@ class FitBackup(keras.callbacks.Callback):
         self._batch, self._logs = batch + 1, logs
         if self._asked_to_stop:
             self._leave()
-        if self._is_due():
+        if self._schedule.is_due(self._process.steps):
             self._save()
         else:
             self._saver.check()
@@ -359,7 +356,7 @@ class FitBackup(keras.callbacks.Callback):
     def _save(self) -> None:
         """Copies out what there is, and has it written."""
         self._saver.wait()
-        self._saved_at = self._process.steps
+        self._schedule.saved(self._process.steps)
         slots = variables.slots_of(self.model)
         shared, own = variables.capture(slots)
         communication = getattr(self._strategy, "communication", None)
@@ -429,42 +426,11 @@ class FitBackup(keras.callbacks.Callback):
             files_of(self._residual_files).remove(self._residual_files)
             self._residual_files = ""
 
-    # -- when
-
-    def _is_due(self) -> bool:
-        frequency = self._options.save_freq
-        if isinstance(frequency, datetime.timedelta):
-            return self._process.steps >= self._look_at_clock and self._is_time()
-        return type(frequency) is int and self._process.steps - self._saved_at >= frequency
-
-    def _pace_begin(self) -> None:
-        self._look_at_clock = self._process.steps + _PACE_STEPS
-        self._seconds_saved = self._seconds_looked = time.monotonic()
-        self._looked_at = self._process.steps
-
-    def _is_time(self) -> bool:
-        """Asks the chief, whose clock counts, whether to save after this step, and when to ask again."""
-        steps = self._process.steps
-        answer = self._agreement.settle("fit", None, lambda _: self._look(steps))
-        self._look_at_clock = steps + answer["steps"]
-        return answer["save"]
-
-    def _look(self, steps: int) -> dict[str, Any]:
-        now, interval = time.monotonic(), self._options.save_freq.total_seconds()
-        step_seconds = (now - self._seconds_looked) / max(steps - self._looked_at, 1)
-        self._seconds_looked, self._looked_at = now, steps
-        left = self._seconds_saved + interval - now
-        save = left < step_seconds
-        if save:
-            self._seconds_saved, left = now, interval
-        return {"save": save, "steps": max(1, int(left / max(step_seconds, 1e-6)))}
-
     # -- preemption
 
     def _install_preemption(self) -> None:
         reports = getattr(self._strategy, "reports", None)
-        preemption = _preemption()
-        if not self._options.preemption or reports is None or preemption is None:
+        if not self._options.preemption or reports is None:
             return
         preemption.install(self._strategy)
         self._remove_listener()
@@ -476,8 +442,7 @@ class FitBackup(keras.callbacks.Callback):
             self._asked_to_stop = True
 
     def _uninstall_preemption(self) -> None:
-        preemption = _preemption()
-        if self._process.listener is not None and preemption is not None:
+        if self._process.listener is not None:
             preemption.uninstall()  # nothing would answer a signal any more
         self._remove_listener()
 
@@ -492,9 +457,7 @@ class FitBackup(keras.callbacks.Callback):
         """Saves, then ends the process; the exit code says that it may be started again."""
         self._save()
         self._saver.wait()
-        preemption = _preemption()
-        if preemption is not None:
-            preemption.leave()
+        preemption.leave()
 
 
 def of_running_fit(options: Options, model: keras.Model) -> FitBackup:
@@ -575,11 +538,3 @@ def _encoded_logs(logs: Any) -> Any:
 
 def _text(serialized: Any) -> str:
     return serialized.decode() if isinstance(serialized, bytes) else serialized
-
-
-def _preemption() -> Any:
-    try:
-        from tfdist.faults import preemption
-    except ImportError:
-        return None
-    return preemption

@@ -1,0 +1,82 @@
+"""From the numbers of examples to a batch of tensors: read, decoded and mapped inside `tf.data`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.data.sources import Source
+
+
+class Reader:
+    """Makes a batch of a vector of numbers; an example that fails is named.
+
+    Args:
+      source: What is read.
+      map_fn: What to make of an example, as for `tf.data.Dataset.map`, in parallel.
+    """
+
+    def __init__(self, source: Source, map_fn: Callable[..., Any] | None):
+        self._source, self._map_fn = source, map_fn
+
+    def __call__(self, indices: tf.Tensor) -> Any:
+        """Reads examples in a `tf.data` graph.
+
+        Args:
+          indices: int64 [b], b from 0.
+
+        Returns:
+          What `map_fn` makes of an example, each tensor with a leading dimension b.
+
+        Raises:
+          ValueError: If `map_fn` gives what cannot be batched.
+          tf.errors.OpError: While the graph runs, with the message of a `SourceError`, if an example cannot be read.
+        """
+        if not self._source.decodes and self._map_fn is None:
+            return self._source.read(indices)
+        rows = tf.size(indices)
+        some = tf.cond(rows > 0, lambda: indices, lambda: tf.zeros([1], tf.int64))  # No dataset of nothing.
+        mapped = self._mapped(some).ignore_errors()
+        _check_specs(mapped.element_spec)
+        nothing = tf.data.Dataset.from_tensors(tf.nest.map_structure(_no_rows, mapped.element_spec))
+        batch = mapped.batch(tf.size(some, tf.int64)).concatenate(nothing).take(1).get_single_element()
+        first = tf.nest.flatten(batch, expand_composites=True)[0]
+        with tf.control_dependencies([tf.cond(tf.shape(first)[0] < tf.size(some), lambda: self._fail(some), tf.no_op)]):
+            return tf.nest.map_structure(lambda leaf: tf.identity(leaf)[:rows], batch)
+
+    def _mapped(self, indices: tf.Tensor) -> tf.data.Dataset:
+        examples = tf.data.Dataset.from_tensor_slices(self._source.read(indices))
+        if self._source.decodes:
+            examples = examples.map(lambda *example: self._source.decode(_unpacked(example)), tf.data.AUTOTUNE)
+        return examples if self._map_fn is None else examples.map(self._map_fn, tf.data.AUTOTUNE)
+
+    def _fail(self, indices: tf.Tensor) -> tf.Operation:
+        def explain(indices):
+            for index in indices.tolist():
+                try:
+                    for _ in self._mapped(tf.constant([index], tf.int64)):
+                        pass
+                except Exception as error:
+                    problem = str(getattr(error, "message", error)).partition("\n")[0].rpartition("}} ")[2]
+                    raise self._source.failure(index, f"could not be mapped: {problem}. Mend it, or map_fn.") from error
+            raise self._source.failure(indices[0], "or one after it was mapped at the second try only. Mend map_fn.")
+
+        with tf.control_dependencies(tf.nest.flatten([tf.numpy_function(explain, [indices], [])])):
+            return tf.no_op()
+
+
+def _check_specs(structure: Any) -> None:
+    for spec in tf.nest.flatten(structure):
+        if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
+            raise ValueError(
+                f"Examples are batched, so map_fn must give dense tensors of known rank and equal shapes, not {spec}. "
+                "Use tf.ensure_shape, or to_tensor and padding."
+            )
+
+
+def _no_rows(spec: tf.TensorSpec) -> tf.Tensor:
+    return tf.zeros([0, *(size or 0 for size in spec.shape)], spec.dtype)
+
+
+def _unpacked(example: tuple[Any, ...]) -> Any:
+    return example[0] if len(example) == 1 else example
