@@ -56,9 +56,9 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     Global batch k of an epoch is the same set of examples, in the same order, for any number of workers, since it
     depends on the seed, the epoch, k and the batch size only; workers merely split it. Each example comes once in an
-    epoch. Weights, losses and metrics are those of one device on the same global batches, whatever the shares, but for
-    masks that reach the loss: Keras takes such means on each replica. Under "speed" shares follow the clock, so two
-    runs differ by rounding; under "equal" and fixed weights they have the same bits.
+    epoch. Weights, losses and metrics are those of one device on the same global batches, whatever the shares. Under
+    "speed" shares follow the clock, so two runs differ by rounding; under "equal" and fixed weights they have the same
+    bits.
 
     It is at the same time what a checkpoint keeps of it, less than 1 KB: `tf.train.Checkpoint(data=sharding)`. After
     `restore`, on any number of workers, training continues with the next global batch that was not trained on; what was

@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.errors import CompiledCollectivesError, LossScaleError, ScopeError
+from tfdist.strategies import losses, variables
 from tfdist.strategies import optimizer as optimizers
 from tfdist.strategies import step as steps
-from tfdist.strategies import variables
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.communication import Communication, is_uncompressed, policy_of
@@ -48,7 +48,7 @@ class ReplicatedStrategy:
             return super().run(_lone_step(fn, self.reports) if is_keras_step else fn, args, kwargs, options)
         if is_keras_step:
             self._check_scope(fn.__self__)
-            with optimizers.distributed_optimizers(fn.__self__):
+            with optimizers.distributed_optimizers(fn.__self__), losses.global_losses(fn.__self__):
                 return super().run(_keras_step(fn, self.reports), args, kwargs, options)
         if _tf.called_by_keras_trainer() and fn.__name__ == _KERAS_PREDICT_STEP:
             args, fn = self._split_plain_batch(args), _predict_step(fn)

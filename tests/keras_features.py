@@ -387,6 +387,34 @@ def sample_weight(place):
     return outcome(model, fit(model, x, y, sample_weight=np.linspace(0, 2, 36)))
 
 
+@row()
+def masks_that_reach_the_loss(place):
+    def tagger():
+        tokens = layers.Input((7,))
+        hidden = layers.Embedding(20, 4, mask_zero=True)(tokens)
+        return keras.Model(tokens, {"tag": layers.Dense(3, name="tag")(hidden), "value": layers.Dense(1)(hidden)})
+
+    x, _ = tokens(36)
+    x *= np.arange(7) < np.arange(36)[:, None] % 7 + 1  # Sentences of unlike length, padded.
+    y = {"tag": x % 3, "value": x[..., None] / 20.0}
+    losses = {"tag": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "value": "mse"}
+    weights = {"tag": np.linspace(0, 2, 36 * 7).reshape(36, 7), "value": np.linspace(1, 0, 36)[:, None]}
+    model = built(place, tagger, loss=losses, metrics={"tag": "accuracy", "value": "mae"})
+    return outcome(model, fit(model, x, y, sample_weight=weights, epochs=2))
+
+
+@row()
+def losses_by_sums_and_by_weights(place):
+    x, y = data(36)
+    label_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
+    losses = {"label": label_loss, "value": keras.losses.MeanSquaredError(reduction="sum")}
+    model = built(place, two_towers, optimizer=lambda: keras.optimizers.SGD(0.01), loss=losses, metrics=None)
+    inputs, targets = {"a": x, "b": x[:, ::-1]}, {"label": y, "value": x[:, :1]}
+    weights = {"label": np.linspace(0, 2, 36), "value": np.linspace(1, 0, 36)}
+    history = fit(model, inputs, targets, sample_weight=weights, validation_data=(inputs, targets, weights))
+    return outcome(model, history)
+
+
 # Optimizers.
 
 

@@ -67,6 +67,9 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 # `evaluate` crosses the network, generators lose batches, and vector metrics are collapsed in the logs of batches.
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
+# The mask that layers attach to an output. Without it: masked losses are means over each replica's unmasked places.
+from keras.src.backend.common.masking import get_keras_mask
+
 # Its code runs all callbacks. Without it: a callback that takes minutes, say to save, is taken for a stuck step.
 from keras.src.callbacks import callback_list as keras_callback_list
 
@@ -89,6 +92,7 @@ __all__ = [
     "coordination_config_pb2",
     "deciding_loss_scaler",
     "get_current_replica_id_as_int",
+    "get_keras_mask",
     "keras_callers",
     "keras_fit_activity",
     "keras_is_evaluating",

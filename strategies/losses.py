@@ -1,0 +1,117 @@
+"""Losses taken over the global batch where Keras takes them over each replica's rows."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import _tf
+from tfdist.strategies.step import Step, current_step
+
+_MEAN, _SUM, _WEIGHTED_MEAN = "mean", "sum", "mean_with_sample_weight"
+_NAMES = {"sum_over_batch_size": _MEAN, "mean": _MEAN, "sum": _SUM, "mean_with_sample_weight": _WEIGHTED_MEAN}
+
+
+@contextmanager
+def global_losses(model: keras.Model) -> Iterator[None]:
+    """Makes `model.compute_loss` equal to one device, while a step is traced or run.
+
+    A replica's loss is weighted by its rows, which is right for plain means over rows. Three kinds need more, and get
+    it through the sample weights that their `keras.losses.Loss` is given:
+
+    - a mask: Keras divides by the unmasked places among the replica's rows, of which replicas have unlike parts;
+    - `reduction="sum"`, which no number of rows may weight;
+    - `reduction="mean_with_sample_weight"`, for which Keras divides by the sum of the replica's own weights.
+
+    Costs an exchange of two numbers for each output of the first and the last kind. A model whose class has a
+    `compute_loss` of its own is left as it is.
+    """
+    if type(model).compute_loss is not keras.Model.compute_loss:
+        yield
+        return
+    compute_loss = model.compute_loss
+
+    def compute(x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        outputs = keras.tree.flatten(y_pred)
+        losses = [(loss, _reduction(loss)) for loss in _loss_of_each(model, y_pred)]
+        given = _weight_of_each(sample_weight, len(outputs))
+        step = current_step()
+        with ExitStack() as stack:
+            weights = [_global_weight(step, stack, *each) for each in zip(losses, outputs, given, strict=True)]
+            if all(weight is old for weight, old in zip(weights, given, strict=True)):
+                return compute_loss(x, y, y_pred, sample_weight, training)
+            unmasked = keras.tree.map_structure(tf.identity, y_pred)  # The mask is in the weights.
+            return compute_loss(x, y, unmasked, keras.tree.pack_sequence_as(y_pred, weights), training)
+
+    object.__setattr__(model, "compute_loss", compute)
+    try:
+        yield
+    finally:
+        object.__delattr__(model, "compute_loss")
+
+
+def _loss_of_each(model: keras.Model, y_pred: Any) -> list[Any]:
+    """The loss of each output, in the order in which Keras flattens them."""
+    losses, count = getattr(model, "loss", None), len(keras.tree.flatten(y_pred))
+    if isinstance(losses, dict) and isinstance(y_pred, list | tuple):
+        losses = [losses.get(name) for name in model.output_names]
+    if not isinstance(losses, dict | list | tuple):
+        return [losses] * count
+    each = keras.tree.flatten(losses)
+    return each if len(each) == count else [None] * count
+
+
+def _weight_of_each(sample_weight: Any, count: int) -> list[Any]:
+    each = [None] if sample_weight is None else keras.tree.flatten(sample_weight)
+    return each * count if len(each) == 1 else each
+
+
+def _reduction(loss: Any) -> str | None:
+    """How Keras reduces it; functions and names stand for means."""
+    return _NAMES.get(loss.reduction) if isinstance(loss, keras.losses.Loss) else _MEAN
+
+
+def _global_weight(step: Step, stack: ExitStack, loss: tuple, output: tf.Tensor, weight: Any) -> Any:
+    """Sample weights with which a loss of this replica, weighted by `step.share`, adds up to that of all replicas."""
+    mask = _tf.get_keras_mask(output)
+    loss, reduction = loss
+    if reduction == _SUM:
+        return _unshared(step, _product(mask, weight))
+    if reduction == _WEIGHTED_MEAN and weight is not None:
+        weight = _product(mask, weight)
+        stack.callback(setattr, loss, "reduction", loss.reduction)
+        loss.reduction = _SUM  # The division is done here.
+        (total,) = _totals(step, weight)
+        return _unshared(step, tf.math.divide_no_nan(weight, total))
+    if mask is None or reduction is None:
+        return weight
+    mask = tf.cast(mask, tf.float32)
+    places, unmasked = _totals(step, tf.ones_like(mask), mask)
+    return _product(mask * tf.math.divide_no_nan(places, unmasked), weight)
+
+
+def _product(mask: Any, weight: Any) -> tf.Tensor:
+    """Sample weights [B, ...], of a mask and of sample weights that may lack its last dimensions or have 1 more."""
+    if mask is None or weight is None:
+        return tf.cast(1 if mask is weight else weight if mask is None else mask, tf.float32)
+    mask, weight = tf.cast(mask, tf.float32), tf.cast(weight, tf.float32)
+    if weight.shape.rank == mask.shape.rank + 1 and weight.shape[-1] == 1:
+        weight = tf.squeeze(weight, -1)
+    while weight.shape.rank < mask.shape.rank:
+        weight = weight[..., None]
+    return mask * weight
+
+
+def _totals(step: Step, *values: tf.Tensor) -> list[tf.Tensor]:
+    """Sums over all places of all replicas."""
+    own = tf.stack([tf.reduce_sum(value) for value in values]) * tf.cast(step.has_rows, tf.float32)
+    return tf.unstack(step.all_reduce(tf.distribute.ReduceOp.SUM, own), num=len(values))
+
+
+def _unshared(step: Step, weight: tf.Tensor) -> tf.Tensor:
+    """`weight`, but for the replica's share, by which its loss will be multiplied."""
+    if step.share is None:
+        step.exchange_rows()
+    return weight if step.share is None else tf.math.divide_no_nan(weight, step.share)
