@@ -8,17 +8,39 @@ from keras_features import ROWS, run_row
 # Where devices of a worker and workers meet in ways of their own; under 2x2 the others are `exhaustive`.
 HIERARCHY = (
     "fit_numpy",
-    "evaluate_uneven",
     "input_last_batch_of_one_row",
     "input_unequal_rows_per_worker",
     "optimizer_adam_gradient_accumulation_steps_global_clipnorm",
-    "loss_scaling_skips_inf",
     "batch_normalization",
     "dropout",
     "embedding_adam_sparse",
-    "custom_loop_clips_and_scales",
 )
-# Replicas meet before the update, which is each optimizer's own: on two devices the others are `exhaustive`.
+# Where replicas in one graph, or one after another, do not go the way of processes; on two devices the others are
+# `exhaustive`.
+IN_ONE_PROCESS = (
+    "fit_numpy",
+    "evaluate_uneven",
+    "on_batch",
+    "run_eagerly",
+    "steps_per_execution",
+    "input_last_batch_of_one_row",
+    "input_unequal_rows_per_worker",
+    "input_generator",
+    "optimizer_adam_gradient_accumulation_steps_global_clipnorm",
+    "loss_scaling_skips_inf",
+    "custom_train_step",
+    "add_loss_and_regularizers",
+    "batch_normalization_synchronized",
+    "dropout",
+    "embedding_adam_sparse",
+    "embedding_sgd_sparse_clipped",
+    "masks_that_reach_the_loss",
+    "metrics_with_state",
+    "custom_loop_clips_and_scales",
+    "custom_loop_with_a_traced_step",
+    "predict_other_than_rows",
+)
+# Replicas meet before the update, which is each optimizer's own; the others are `exhaustive`.
 OPTIMIZERS = (
     "optimizer_adam",
     "optimizer_sgd_gradient_accumulation_steps",
@@ -27,8 +49,8 @@ OPTIMIZERS = (
     "optimizer_sgd_global_clipnorm",
     "optimizer_multi",
 )
-assert {*HIERARCHY, *OPTIMIZERS} <= ROWS.keys()
-DEVICES = [name for name in ROWS if name in OPTIMIZERS or not name.startswith("optimizer_")]
+assert {*HIERARCHY, *IN_ONE_PROCESS, *OPTIMIZERS} <= ROWS.keys()
+WORKERS = [name for name in ROWS if name in OPTIMIZERS or not name.startswith("optimizer_")]
 
 
 def by_default(names, of=tuple(ROWS)):
@@ -61,12 +83,12 @@ def assert_equals_one_device(name, placement, results):
         assert_same(workers[0], results(name, "single")[0], ROWS[name].tolerance)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", by_default(WORKERS))
 def test_two_workers_equal_one_device(name, results):
     assert_equals_one_device(name, "2x1", results)
 
 
-@pytest.mark.parametrize("name", by_default(DEVICES))
+@pytest.mark.parametrize("name", by_default(IN_ONE_PROCESS))
 def test_two_devices_equal_one_device(name, results):
     assert_equals_one_device(name, "1x2", results)
 
@@ -76,7 +98,7 @@ def test_two_workers_of_two_devices_equal_one_device(name, results):
     assert_equals_one_device(name, "2x2", results)
 
 
-@pytest.mark.parametrize("name", by_default(DEVICES, [name for name, row in ROWS.items() if row.same_bits]))
+@pytest.mark.parametrize("name", by_default(IN_ONE_PROCESS, [name for name, row in ROWS.items() if row.same_bits]))
 def test_two_workers_and_two_devices_give_the_same_bits(name, results):
     two_workers, two_devices = results(name, "2x1")[0], results(name, "1x2")[0]
 
