@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import random
 import weakref
 from typing import Any
 
@@ -165,6 +166,7 @@ class ReplicatedExtended:
     """The inner half: mixed into a subclass of `tf.distribute.StrategyExtended`."""
 
     communication: Communication | None = None
+    _own_seed_generator: keras.random.SeedGenerator | None = None
 
     def compress(self, compression):
         """Sets how gradients travel from now on; see `policy_of`."""
@@ -218,7 +220,20 @@ class ReplicatedExtended:
             return self._traced(fn)(*args, **kwargs)
         if not tf.executing_eagerly():
             fn = _tf.tf_convert(fn, _tf.control_status_ctx())
-        return super()._call_for_each_replica(_in_step(fn), args, kwargs)
+        return super()._call_for_each_replica(_in_step(fn, self._seed_generator()), args, kwargs)
+
+    def _seed_generator(self):
+        """What Keras' unseeded random operations draw from; made here, as a step cannot make variables."""
+        strategy = self._container_strategy()
+        known = _tf.global_seed_generator() if _tf.has_global_seed_generator() else None
+        if known is None or getattr(known.state.value, "distribute_strategy", None) is not strategy:
+            if known is None or self._own_seed_generator is None:
+                before = random.getstate()
+                with tf.init_scope(), strategy.scope():
+                    self._own_seed_generator = keras.random.SeedGenerator()
+                random.setstate(before)  # Whoever draws nothing shall not notice.
+            _tf.set_global_seed_generator(self._own_seed_generator)
+        return _tf.global_seed_generator()
 
     def _traced(self, fn):
         """`fn`, a `tf.function`, with its arguments and options, but traced once for all replicas."""
@@ -313,11 +328,12 @@ def _check_loss_scaling():
         )
 
 
-def _in_step(fn):
+def _in_step(fn, seed_generator):
     """`fn`, run in a `Step` of its own unless it has opened one."""
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(*args, **kwargs):
+        _tf.set_global_seed_generator(seed_generator)  # A replica may have a thread of its own.
         with steps.running(None) as step:
             result = fn(*args, **kwargs)
             _average_statistics(step)

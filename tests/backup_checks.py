@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
+from keras_features import Noise
 from tfdist import compression
 from tfdist.callbacks import BackupAndRestore
 
@@ -68,7 +69,7 @@ def data():
     return x, (x @ rng.normal(size=(9, 4))).argmax(1)
 
 
-def build(strategy, seed=1, width=16, optimizer="adam", accumulate=None, scaled=False, steps=1, jit=False):
+def build(strategy, seed=1, width=16, optimizer="adam", accumulate=None, scaled=False, steps=1, jit=False, noise=False):
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)
     with strategy.scope() if strategy else contextlib.nullcontext():
@@ -77,7 +78,7 @@ def build(strategy, seed=1, width=16, optimizer="adam", accumulate=None, scaled=
                 layers.Input((9,)),
                 layers.Dense(width, activation="tanh"),
                 layers.BatchNormalization(),
-                layers.Dropout(0.2),
+                Noise() if noise else layers.Dropout(0.2),
                 layers.Dense(4),
             ]
         )

@@ -588,6 +588,19 @@ def dropout(place):
     return outcome(model, history, predicted=model.predict(data(5)[0], verbose=0))
 
 
+class Noise(layers.Layer):
+    """Draws without a seed, from what Keras has for the whole program."""
+
+    def call(self, x, training=False):
+        return x + keras.random.normal(keras.ops.shape(x)) if training else x
+
+
+@row(exempt="each replica draws its own noise")
+def unseeded_noise(place):
+    model = built(place, lambda: keras.Sequential([layers.Input((6,)), Noise(), layers.Dense(3)]))
+    return outcome(model, fit(model))
+
+
 def tokens(rows=36, length=7):
     rng = np.random.default_rng(1)
     return rng.integers(1, 20, (rows, length)), rng.integers(0, 3, rows)

@@ -32,6 +32,7 @@ IN_ONE_PROCESS = (
     "add_loss_and_regularizers",
     "batch_normalization_synchronized",
     "dropout",
+    "unseeded_noise",
     "embedding_adam_sparse",
     "embedding_sgd_sparse_clipped",
     "masks_that_reach_the_loss",

@@ -63,6 +63,9 @@ from keras.src.backend.common import global_state
 # it: a custom loop in which one replica overflows waits for ever instead of failing.
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
+# What unseeded random operations draw from. Without it: they draw anew after a restore.
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+
 # The module of Keras' `fit`, to know its calls of the strategy from a user's. Without it: one batch a `fit` and
 # `evaluate` crosses the network, generators lose batches, and vector metrics are collapsed in the logs of batches.
 from keras.src.backend.tensorflow import trainer as keras_trainer
@@ -93,6 +96,8 @@ __all__ = [
     "deciding_loss_scaler",
     "get_current_replica_id_as_int",
     "get_keras_mask",
+    "global_seed_generator",
+    "has_global_seed_generator",
     "keras_callers",
     "keras_fit_activity",
     "keras_is_evaluating",
@@ -101,6 +106,7 @@ __all__ = [
     "multi_worker_util",
     "regroup",
     "set_cardinality",
+    "set_global_seed_generator",
     "tf_convert",
 ]
 
@@ -114,6 +120,16 @@ def keras_callers() -> list:
     """The Keras objects whose name scopes are open, innermost first."""
     stack = global_state.get_global_attribute("name_scope_stack") or []
     return [scope.caller for scope in reversed(stack) if scope.caller is not None]
+
+
+def has_global_seed_generator() -> bool:
+    """Whether an unseeded random operation of Keras has been called; it makes the generator."""
+    return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is not None
+
+
+def set_global_seed_generator(generator) -> None:
+    """Lets this thread's unseeded random operations draw from `generator`; Keras has one for each thread."""
+    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
 
 
 def keras_is_peeking() -> bool:

@@ -205,6 +205,7 @@ class FitBackup(keras.callbacks.Callback):
         assert self._loaded is not None
         plain, parts, is_alike = self._loaded.plain, self._loaded.parts, self._loaded.is_alike
         everyone = [arrays for arrays, _ in parts]
+        variables.make_random(plain["variables"], self._strategy)
         slots = variables.slots_of(self.model)
         variables.restore(slots, plain["variables"], self._loaded.shared, everyone, self._agreement.is_chief)
         self._restore_residuals(everyone, is_alike)

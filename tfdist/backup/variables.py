@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tfdist import _tf
 from tfdist.errors import BackupError
 from tfdist.strategies.variables import OptimizerVariable, RandomStateVariable, StatisticVariable
 
@@ -21,7 +22,7 @@ class Slot:
     """One variable of a run.
 
     Attributes:
-      key: "weight/3": its kind and position.
+      key: "weight/3": its kind and position. Those of kinds "metric" and "random" may come and go.
       name: Its path, without Keras' counters.
       variable: The Keras variable.
       own: Whether each replica has a value of its own, as metrics in progress and accumulated gradients do.
@@ -51,13 +52,27 @@ def slots_of(model: keras.Model) -> list[Slot]:
         "weight": [variable for variable in model.variables if id(variable) not in metrics],
         "optimizer": [variable for optimizer in _optimizers(model) for variable in optimizer.variables],
         "metric": model.metrics_variables,
+        "random": [_tf.global_seed_generator().state] if _tf.has_global_seed_generator() else [],
     }
     return [
-        Slot(f"{kind}/{i}", _COUNTED.sub("", variable.path), variable, _is_own(variable, kind))
+        # The layer that first draws from the global generator gives its name to the path.
+        Slot(
+            f"{kind}/{i}",
+            _COUNTED.sub("", variable.path) if kind != "random" else variable.name,
+            variable,
+            _is_own(variable, kind),
+        )
         for kind, variables in kinds.items()
         for i, variable in enumerate(variables)
         if variable.dtype != "string"
     ]
+
+
+def make_random(described: Mapping[str, Sequence[Any]], strategy: tf.distribute.Strategy) -> None:
+    """Makes Keras' global seed generator if the saved run had one, as its first unseeded operation would."""
+    if any(key.startswith("random/") for key in described):
+        with strategy.scope():
+            _tf.global_seed_generator()
 
 
 def build_optimizer(model: keras.Model) -> None:
@@ -89,8 +104,9 @@ def check_same(slots: Sequence[Slot], described: Mapping[str, Sequence[Any]], pa
     Raises:
       BackupError: If one differs.
     """
-    here = {slot.key: slot.described for slot in slots if not slot.key.startswith("metric/")}
-    there = {key: list(value) for key, value in described.items() if not key.startswith("metric/")}
+    passing = ("metric/", "random/")
+    here = {slot.key: slot.described for slot in slots if not slot.key.startswith(passing)}
+    there = {key: list(value) for key, value in described.items() if not key.startswith(passing)}
     for key in [*here, *there]:
         if here.get(key) != there.get(key):
             raise BackupError(
@@ -179,6 +195,8 @@ def _is_own(variable: keras.Variable, kind: str) -> bool:
     value = variable.value
     if not isinstance(value, tf.distribute.DistributedValues):
         return False
+    if kind == "random":  # without an order of draws, each replica goes its own way
+        return True
     if isinstance(value, OptimizerVariable | StatisticVariable | RandomStateVariable):
         return kind == "optimizer" and "gradient_accumulator" in variable.path
     return not value.trainable  # as it was made: one that was frozen since is alike everywhere
