@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist.strategies.collectives.buckets import BUCKET_BYTES, Bucket, fill_buckets, join, separate
 from tfdist.strategies.collectives.low_rank import all_reduce_low_rank
-from tfdist.strategies.collectives.two_shot import all_reduce_encoded, sent_words, state_shapes
+from tfdist.strategies.collectives.two_shot import all_reduce_encoded, in_two_shots, sent_words, state_shapes
 from tfdist.strategies.compression import PowerSGD, WordCodec
 
 Gradient: TypeAlias = Any  # tf.Tensor | tf.IndexedSlices; TensorFlow has no types that a checker could use.
@@ -22,7 +22,7 @@ class Words:
         self._like = like = [tf.TensorSpec(gradients[i].shape, tf.float32) for i in positions]
         self._granule = codec.granule
         spread, ranks = collectives.spread, collectives.ranks
-        self._multiple = codec.granule * spread * (ranks if codec.two_shot else 1)
+        self._multiple = codec.granule * spread * (ranks if in_two_shots(codec, ranks) else 1)
         self._buckets: list[Bucket] = fill_buckets(like, BUCKET_BYTES, codec.granule)
         padded = [sum(segment.padded(codec.granule) for segment in bucket) for bucket in self._buckets]
         self._elements = [-(-size // self._multiple) * self._multiple for size in padded]

@@ -1,4 +1,4 @@
-"""All-reduce of a bucket that travels encoded: chunks to their owners, sums back to all."""
+"""All-reduce of a bucket that travels encoded: chunks to their owners, sums back to all; or all of it to the other."""
 
 import functools
 
@@ -12,9 +12,14 @@ State = tuple[tf.Tensor, ...]
 _COMPILED_ELEMENTS = 1 << 14
 
 
+def in_two_shots(codec: WordCodec, ranks: int) -> bool:
+    """Whether sums travel too. Between two ranks all buckets to the other are no more bytes, in half the passes."""
+    return codec.two_shot and ranks > 2
+
+
 def state_shapes(codec: WordCodec, elements: int, ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Shapes of the float32 tensors that a bucket keeps from step to step: of the first encoding, and of the second."""
-    if not codec.two_shot:
+    if not in_two_shots(codec, ranks):
         return [(1, elements)] * codec.states, []
     chunk = elements // ranks
     return [(ranks, chunk)] * codec.states, [(1, chunk)] * codec.states
@@ -22,7 +27,7 @@ def state_shapes(codec: WordCodec, elements: int, ranks: int) -> tuple[list[tupl
 
 def sent_words(codec: WordCodec, elements: int, ranks: int) -> int:
     """int32 words that one rank sends."""
-    if not codec.two_shot:
+    if not in_two_shots(codec, ranks):
         return (ranks - 1) * codec.words(elements)
     return 2 * (ranks - 1) * codec.words(elements // ranks)
 
@@ -34,8 +39,9 @@ def all_reduce_encoded(
 
     A rank owns one chunk. It gets that chunk from all, encoded; sums in float32, in the order of ranks; and sends the
     sum to all, encoded again. The owner too decodes what it has sent, so all hold the same bits. What an encoding loses
-    stays behind as residual, on both stages. Traffic a rank: 2 (ranks - 1) / ranks of the encoded bucket. A codec that
-    is not `two_shot` (sparse) sends everything to everyone once: (ranks - 1) encoded buckets.
+    stays behind as residual, on both stages. Traffic a rank: 2 (ranks - 1) / ranks of the encoded bucket. Between two
+    ranks, and by a codec that is not `two_shot` (sparse), everything goes to everyone once, without a second stage:
+    (ranks - 1) encoded buckets.
 
     Args:
       codec: How rows are encoded.
@@ -54,11 +60,12 @@ def all_reduce_encoded(
       1-bit SGD's residuals on both ways: Seide et al., 2014. The two-shot form: Tang et al., DoubleSqueeze, 2019,
       https://arxiv.org/abs/1905.05957
     """
-    rows = ranks if codec.two_shot else 1
+    two_shots = in_two_shots(codec, ranks)
+    rows = ranks if two_shots else 1
     compiled = bucket.shape[0] >= _COMPILED_ELEMENTS
     words, first = _encode(codec, compiled)(tf.reshape(bucket, [rows, -1]), first)
     chunk = bucket.shape[0] // rows
-    if not codec.two_shot:
+    if not two_shots:
         received = tf.ensure_shape(launcher.all_gather_rows(words, options), [ranks, words.shape[1]])
         total, finite = _sum(codec, compiled)(received, chunk)
         return tf.reshape(total, [-1]), first, second, finite
