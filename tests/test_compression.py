@@ -173,6 +173,32 @@ def test_the_largest_numbers_stay_finite(codec, mode):
     assert np.abs(decoded).max() == pytest.approx(largest, rel=2**-8)
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("name", TABLE)
+def test_no_decoded_value_exceeds_the_bound(name, scale):
+    codec = TABLE[name].codec
+    elements = 4 * codec.granule
+    values = tf.constant(scale * np.random.default_rng(0).normal(size=(3, elements)), tf.float32)
+    words = codec.encode(values)
+    bound = codec.bound(words, elements)
+
+    if bound is not None:
+        decoded = tf.reshape(tf.abs(codec.decode(words, elements)), [*bound.shape, -1])
+        assert np.all(np.isfinite(bound)) and np.all(decoded <= (1 + 1e-6) * bound[..., tf.newaxis])
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("name", TABLE)
+def test_the_bound_tells_what_is_not_finite(name, bad):
+    codec = TABLE[name].codec
+    elements = 4 * codec.granule
+    values = np.ones((2, elements), np.float32)
+    values[1, 3] = bad
+    bound = codec.bound(codec.encode(tf.constant(values)), elements)
+
+    assert bound is None or not np.all(np.isfinite(bound))
+
+
 @pytest.mark.parametrize("name", LIGHT)
 def test_residuals_do_not_drift(name):
     codec, steps = TABLE[name].codec, 2000

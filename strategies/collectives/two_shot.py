@@ -91,16 +91,27 @@ def _sum_and_encode(codec: WordCodec, compiled: bool):
 
 @functools.cache
 def _sum(codec: WordCodec, compiled: bool):
-    return _function(lambda words, elements: _checked(_sum_rows(codec, words, elements)), compiled)
+    return _function(
+        lambda words, elements: _checked(codec, _sum_rows(codec, words, elements), words, elements), compiled
+    )
 
 
 @functools.cache
 def _decode(codec: WordCodec, compiled: bool):
-    return _function(lambda words, elements: _checked(codec.decode(words, elements)), compiled)
+    return _function(lambda words, elements: _checked(codec, codec.decode(words, elements), words, elements), compiled)
 
 
-def _checked(total):
-    return total, tf.reduce_all(tf.math.is_finite(total))
+def _checked(codec, total, words, elements):
+    """`total`, and whether it is finite; it is only looked at, one more pass, if a bound cannot tell."""
+
+    def look():
+        return tf.reduce_all(tf.math.is_finite(total))
+
+    bound = codec.bound(words, elements)
+    if bound is None:
+        return total, look()
+    is_bounded = tf.reduce_all(tf.math.is_finite(tf.reduce_sum(bound, axis=0)))
+    return total, tf.cond(is_bounded, lambda: True, look)
 
 
 def _function(function, compiled):

@@ -92,6 +92,14 @@ class WordCodec(Codec):
         """
         raise NotImplementedError
 
+    def bound(self, words: tf.Tensor, elements: int) -> tf.Tensor | None:
+        """Float32 [rows, ...], the sum of whose rows no sum of decoded rows exceeds; `None` if only decoding can tell.
+
+        Not finite if a value of what was encoded was not, so that all need not be looked at to find that they are.
+        """
+        del words, elements
+        return None
+
     def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
         """Encodes, and keeps what was lost.
 

@@ -71,3 +71,8 @@ class Float16(WordCodec):
         scales = from_bits(words[:, elements // 2 :])
         blocks = split_blocks(tf.cast(unpack(words[:, : elements // 2], tf.float16), tf.float32), self.block_size)
         return tf.reshape(blocks * scales[:, :, tf.newaxis], [rows_of(words), elements])
+
+    def bound(self, words: tf.Tensor, elements: int) -> tf.Tensor:
+        """The largest half times the scale of each block, float32 [rows, blocks]."""
+        # The scale that Inf and NaN get, and numbers within a factor of 2 of them, times this is Inf.
+        return from_bits(words[:, elements // 2 :]) * tf.float16.max.astype("float32")

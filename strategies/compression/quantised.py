@@ -37,6 +37,10 @@ class Quantised(WordCodec):
         blocks = split_blocks(tf.cast(codes, tf.float32), self.block_size)
         return tf.reshape(blocks * scales[:, :, tf.newaxis], [rows_of(words), elements])
 
+    def bound(self, words: tf.Tensor, elements: int) -> tf.Tensor:
+        """The largest magnitude of each block, float32 [rows, blocks]."""
+        return self._unpack(words, elements)[1] * self.largest
+
     def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
         """Encodes `values` plus the residual, and keeps what was lost; see `WordCodec`."""
         if not self.error_feedback:

@@ -71,6 +71,10 @@ class Sign(WordCodec):
         scales = from_bits(words[:, elements // 32 :])[:, :, tf.newaxis, tf.newaxis]
         return tf.reshape(tf.where(positive, scales, -scales), [rows_of(words), elements])
 
+    def bound(self, words: tf.Tensor, elements: int) -> tf.Tensor:
+        """The magnitude of each block, float32 [rows, blocks]."""
+        return from_bits(words[:, elements // 32 :])
+
     def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
         """Encodes `values` plus the residual, and keeps what was lost; see `WordCodec`."""
         if not self.error_feedback:
