@@ -28,7 +28,7 @@ def global_losses(model: keras.Model) -> Iterator[None]:
     Costs an exchange of two numbers for each output of the first and the last kind. A model whose class has a
     `compute_loss` of its own is left as it is.
     """
-    if type(model).compute_loss is not keras.Model.compute_loss:
+    if type(model).compute_loss is not keras.Model.compute_loss or "compute_loss" in vars(model):
         yield
         return
     compute_loss = model.compute_loss
@@ -37,6 +37,8 @@ def global_losses(model: keras.Model) -> Iterator[None]:
         outputs = keras.tree.flatten(y_pred)
         losses = [(loss, _reduction(loss)) for loss in _loss_of_each(model, y_pred)]
         given = _weight_of_each(sample_weight, len(outputs))
+        if len(given) != len(outputs):  # Weights of some outputs; Keras finds out which.
+            return compute_loss(x, y, y_pred, sample_weight, training)
         step = current_step()
         with ExitStack() as stack:
             weights = [_global_weight(step, stack, *each) for each in zip(losses, outputs, given, strict=True)]
@@ -73,10 +75,12 @@ def _reduction(loss: Any) -> str | None:
     return _NAMES.get(loss.reduction) if isinstance(loss, keras.losses.Loss) else _MEAN
 
 
-def _global_weight(step: Step, stack: ExitStack, loss: tuple, output: tf.Tensor, weight: Any) -> Any:
+def _global_weight(
+    step: Step, stack: ExitStack, reduced: tuple[Any, str | None], output: tf.Tensor, weight: Any
+) -> Any:
     """Sample weights with which a loss of this replica, weighted by `step.share`, adds up to that of all replicas."""
     mask = _tf.get_keras_mask(output)
-    loss, reduction = loss
+    loss, reduction = reduced
     if reduction == _SUM:
         return _unshared(step, _product(mask, weight))
     if reduction == _WEIGHTED_MEAN and weight is not None:
