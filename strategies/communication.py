@@ -82,7 +82,7 @@ class Communication(tf.Module):
         tf.train.Checkpoint(communication=strategy.communication).write(f"state-{worker}")
 
     Memory: what `memory_bytes` says. With error feedback that is a float32 copy of the compressed gradients for each
-    replica, and one more divided by the number of workers.
+    replica and, from three workers on, one more divided by their number.
     """
 
     def __init__(self, policy: Policy, collectives: Callable[[], Any]):

@@ -17,6 +17,7 @@ from tfdist import failure_report
 from tfdist.backup.agreement import Agreement
 from tfdist.backup.plain import Packed, pack, unpack
 from tfdist.backup.store import Commit, Draft, Store
+from tfdist.faults import watchdog
 
 Arrays = dict[str, Any]
 
@@ -79,7 +80,8 @@ class Saver:
     def wait(self) -> None:
         """Waits until what was saved is committed; raises like `save`."""
         if self._thread is not None:
-            self._thread.join()
+            with watchdog.section("save"):
+                self._thread.join()
             self._thread = None
         self.check()
 

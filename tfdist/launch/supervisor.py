@@ -20,6 +20,7 @@ from tfdist.launch.restarts import Restarts, Size
 __all__ = ["Attempt", "Options", "Supervisor"]
 
 _FAILURE_GRACE_SECONDS = 2.0
+_CAUSE_SECONDS = 1.5
 _PORT_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 
@@ -192,6 +193,7 @@ class Supervisor:
         if codes <= {0, PREEMPTED}:  # they save and leave together; one is only the first
             group.stop(None, grace_seconds=options.grace_seconds, hurry=lambda: len(caught) > 1)
             return ended("preempted", PREEMPTED)
+        self._wait_for_the_cause(group, number)
         by_themselves, others, since = group.exits, group.running, time.time()
         # Short: most are stuck in an exchange with the one that failed, and nobody can save any more.
         grace_seconds = min(options.grace_seconds, _FAILURE_GRACE_SECONDS)
@@ -200,6 +202,15 @@ class Supervisor:
         failure = first_failure(self._run_dir, number, by_themselves, asked, since)
         self._tell_failure(failure, others)
         return ended("failed", failure.exit_code, failure)
+
+    def _wait_for_the_cause(self, group: WorkerGroup, number: int) -> None:
+        """If all failures may come of another, a moment for that one: a large process takes longer to be gone."""
+        deadline = time.monotonic() + _CAUSE_SECONDS
+        while group.running and not self._caught and time.monotonic() < deadline:
+            if not first_failure(self._run_dir, number, group.exits, [], time.time()).doubt:
+                return
+            time.sleep(_POLL_SECONDS)
+            group.poll()
 
     def _stop_by_signal(self, group: WorkerGroup) -> int:
         """Passes a signal on, waits for the workers to save, and gives the exit code."""
