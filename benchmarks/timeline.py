@@ -100,7 +100,7 @@ def read_steps(folder: pathlib.Path) -> list[dict[str, list[Span]]]:
 
 
 def _kind(name: str) -> str | None:
-    if name.startswith("__inference_multi_step_on_iterator"):
+    if name.startswith("EagerLocalExecute: __inference_multi_step_on_iterator"):
         return "step"
     return next((kind for kind, parts in _KINDS.items() if any(part in name for part in parts)), None)
 
