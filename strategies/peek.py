@@ -6,7 +6,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.strategies.release import released_aside
 
 
 class PeekableDataset(tf.distribute.DistributedDataset):
@@ -22,7 +21,7 @@ class PeekableDataset(tf.distribute.DistributedDataset):
     def __iter__(self):
         if _tf.keras_is_peeking() and _has_ranks(self):
             return iter([_example(self)])
-        return released_aside(iter(self._dataset))
+        return iter(self._dataset)
 
     @property
     def element_spec(self):
@@ -49,7 +48,7 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
         handout = self._sharding.start(training=not evaluating, reported=fitting)  # Custom loops report nothing.
         iterator = super().__iter__()
         weakref.finalize(iterator, handout.close)  # TensorFlow waits for whoever is still to hand out.
-        return released_aside(iterator)
+        return iterator
 
     @property
     def cardinality(self) -> int:

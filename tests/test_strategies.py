@@ -1,15 +1,10 @@
 """What the strategies promise beside equality with one device."""
 
-import gc
-import queue
-import threading
-
 import numpy as np
 import pytest
 
 import strategy_checks as checks
 from conftest import PLACEMENTS as PLACEMENT_SIZES
-from tfdist.strategies.release import released_aside
 from tfdist.testing import run_workers
 
 PLACEMENTS = ["1x2", "2x1"]
@@ -145,20 +140,3 @@ def test_a_mistake_is_named_on_every_worker(placement, mistake, error, words, po
     for kind, message in pools(placement).run(checks.message_of, placement, mistake):
         assert kind == error
         assert words in message
-
-
-def test_an_iterator_is_taken_apart_by_nobody_that_waits():
-    class Iterator:
-        def __init__(self, inner):
-            self._iterators = [inner]
-
-    class Inner:
-        def __del__(self):
-            taken_apart_by.put(threading.current_thread().name)
-
-    taken_apart_by = queue.SimpleQueue()
-    iterator = released_aside(Iterator(Inner()))
-    del iterator
-    gc.collect()
-
-    assert taken_apart_by.get(timeout=20) == "tfdist-release"

@@ -98,7 +98,6 @@ __all__ = [
     "get_keras_mask",
     "global_seed_generator",
     "has_global_seed_generator",
-    "iterators_inside",
     "keras_callers",
     "keras_fit_activity",
     "keras_is_evaluating",
@@ -191,11 +190,6 @@ def clone_function(function: Function, python_function) -> Function:
     Without it: a step that is a `tf.function` is traced with TensorFlow's own replica code, outside of ours.
     """
     return function._clone(python_function=python_function)
-
-
-def iterators_inside(iterator) -> list:
-    """What a distributed iterator reads from, by worker. Without it: `fit` may return a minute late."""
-    return list(iterator._iterators)
 
 
 def set_cardinality(dataset, batches: int) -> None:
