@@ -2,7 +2,7 @@
 
     python -m benchmarks.drill                          # 2 workers, 20 kills: about 8 minutes on 2 cores
     python -m benchmarks.drill --workers 4
-    python -m benchmarks.drill --signals KILL,STOP,TERM
+    python -m benchmarks.drill --signals KILL,STOP      # killed and frozen in turn
 
 Both runs train the same network, with BatchNormalization and dropout, on a `BalancedSharding` of fixed weights under
 `compression="int8"`, with EarlyStopping and ReduceLROnPlateau, and save every few steps. One is left alone. In the
@@ -11,6 +11,7 @@ steps and saves, but every fourth time while it still starts. Nobody lends a han
 Weights, optimizer and history must be the same bits. Exits with 1 if they are not, or if the run failed.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 
 import numpy as np
 from absl import app, flags
@@ -28,7 +30,7 @@ from absl import app, flags
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("workers", 2, "Workers.", 1)
 flags.DEFINE_integer("kills", 20, "Signals sent, at most: fewer if the training ends before.", 1)
-flags.DEFINE_list("signals", ["KILL"], "What is sent in turn: KILL, STOP, TERM.")
+flags.DEFINE_list("signals", ["KILL"], "What is sent in turn: KILL, STOP.")
 flags.DEFINE_integer("epochs", 60, "Epochs of 32 steps.", 1)
 flags.DEFINE_string("save_freq", "7", "Steps between saves, or epoch.")
 flags.DEFINE_integer("seed", 0, "Of the moments and victims.")
@@ -44,11 +46,12 @@ def main(_) -> None:
     unbroken, broken = folder / "unbroken", folder / "broken"
     try:
         began = time.monotonic()
-        finish(start(unbroken), unbroken)
+        with started(unbroken):
+            pass
         print(f"unbroken: {time.monotonic() - began:.0f} s", flush=True)
-        began, job = time.monotonic(), start(broken)
-        sent = disturb(job, broken)
-        finish(job, broken)
+        began = time.monotonic()
+        with started(broken) as job:
+            sent = disturb(job, broken)
         seconds = time.monotonic() - began
         differing = differences(unbroken, broken)
         print(f"{sent} signals to {FLAGS.workers} workers: done in {seconds:.0f} s, ", end="")
@@ -58,22 +61,20 @@ def main(_) -> None:
         shutil.rmtree(folder)
 
 
-def start(out: pathlib.Path) -> subprocess.Popen:
-    """Starts a run whose workers leave everything in `out`."""
+@contextlib.contextmanager
+def started(out: pathlib.Path) -> Iterator[subprocess.Popen]:
+    """A run whose workers leave everything in `out`; waits for its end, which must be a good one."""
     out.mkdir()
     env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     env |= {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2", _OUT: str(out)}
     script = [str(pathlib.Path(__file__).resolve()), str(FLAGS.epochs), FLAGS.save_freq]
     command = ["run", "--workers", str(FLAGS.workers), "--max-restarts", "20", "--log-dir", str(out / "logs"), *script]
     with (out / "output").open("wb") as output:
-        return subprocess.Popen(
+        job = subprocess.Popen(
             [sys.executable, "-m", "tfdist.launch.cli", *command], env=env, stdout=output, stderr=output
         )
-
-
-def finish(job: subprocess.Popen, out: pathlib.Path) -> None:
-    """Waits for the end of a run, which must be a good one."""
     try:
+        yield job
         job.wait(_DEADLINE_SECONDS)
     finally:
         job.terminate()
@@ -90,7 +91,7 @@ def disturb(job: subprocess.Popen, out: pathlib.Path) -> int:
     for number in range(FLAGS.kills):
         pids = {}
         while len(pids) < FLAGS.workers or seen & set(pids.values()):
-            if job.poll() is not None:
+            if job.poll() is not None or time.monotonic() - began > _DEADLINE_SECONDS:
                 return number
             time.sleep(0.05)
             pids = {int(path.suffix[1:]): int(path.read_text()) for path in out.glob("pid.*")}

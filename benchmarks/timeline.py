@@ -60,7 +60,7 @@ def main(_) -> None:
 def record(folder: pathlib.Path) -> None:
     """Trains on two workers, of which the first leaves a profile in `folder`."""
     from benchmarks.netlab import Netlab
-    from tfdist.cluster import ClusterSpec, free_ports
+    from tfdist.cluster import free_ports
 
     with contextlib.ExitStack() as stack:
         lab = None if FLAGS.nolab else stack.enter_context(Netlab(hosts=2, rate=FLAGS.rate))
@@ -70,7 +70,6 @@ def record(folder: pathlib.Path) -> None:
         for index in range(2):
             command = [sys.executable, "-m", "benchmarks.timeline", FLAGS.compression]
             config = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
-            ClusterSpec.from_json(config)
             env = {**os.environ, **_THREADS, "TF_CONFIG": config, "TF_CPP_MIN_LOG_LEVEL": "2", _FOLDER: str(folder)}
             processes.append(subprocess.Popen(lab.hosts[index].command(command) if lab else command, env=env))
             stack.callback(processes[-1].wait)
@@ -90,9 +89,10 @@ def read_steps(folder: pathlib.Path) -> list[dict[str, list[Span]]]:
     for plane in space.planes:
         for line in plane.lines:
             for event in line.events:
-                begin = line.timestamp_ns / 1e6 + event.offset_ps / 1e9
-                name = plane.event_metadata[event.metadata_id].name
-                spans[_kind(name)].append((begin, begin + event.duration_ps / 1e9)) if _kind(name) else None
+                kind = _kind(plane.event_metadata[event.metadata_id].name)
+                if kind is not None:
+                    begin = line.timestamp_ns / 1e6 + event.offset_ps / 1e9
+                    spans[kind].append((begin, begin + event.duration_ps / 1e9))
     steps = sorted({(round(begin, 3), end) for begin, end in spans.pop("step")})[1:]  # the first finds nothing ready
     return [
         {kind: [span for span in own if step[0] <= span[0] < step[1]] for kind, own in spans.items()} for step in steps

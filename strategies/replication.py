@@ -220,10 +220,10 @@ class ReplicatedExtended:
             return self._traced(fn)(*args, **kwargs)
         if not tf.executing_eagerly():
             fn = _tf.tf_convert(fn, _tf.control_status_ctx())
-        return super()._call_for_each_replica(_in_step(fn, self._seed_generator()), args, kwargs)
+        return super()._call_for_each_replica(_in_step(fn, self.seed_generator()), args, kwargs)
 
-    def _seed_generator(self):
-        """What Keras' unseeded random operations draw from; made here, as a step cannot make variables."""
+    def seed_generator(self):
+        """What Keras' unseeded random operations draw from; made out of the step, which cannot make variables."""
         strategy = self._container_strategy()
         known = _tf.global_seed_generator() if _tf.has_global_seed_generator() else None
         if known is None or getattr(known.state.value, "distribute_strategy", None) is not strategy:

@@ -173,8 +173,11 @@ def test_the_largest_numbers_stay_finite(codec, mode):
     assert np.abs(decoded).max() == pytest.approx(largest, rel=2**-8)
 
 
+BOUNDED = [name for name in TABLE if name.split()[0] in ("float16", "int8", "int4", "sign")]
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", BOUNDED)
 def test_no_decoded_value_exceeds_the_bound(name, scale):
     codec = TABLE[name].codec
     elements = 4 * codec.granule
@@ -182,13 +185,12 @@ def test_no_decoded_value_exceeds_the_bound(name, scale):
     words = codec.encode(values)
     bound = codec.bound(words, elements)
 
-    if bound is not None:
-        decoded = tf.reshape(tf.abs(codec.decode(words, elements)), [*bound.shape, -1])
-        assert np.all(np.isfinite(bound)) and np.all(decoded <= (1 + 1e-6) * bound[..., tf.newaxis])
+    decoded = tf.reshape(tf.abs(codec.decode(words, elements)), [*bound.shape, -1])
+    assert np.all(np.isfinite(bound)) and np.all(decoded <= (1 + 1e-6) * bound[..., tf.newaxis])
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", BOUNDED)
 def test_the_bound_tells_what_is_not_finite(name, bad):
     codec = TABLE[name].codec
     elements = 4 * codec.granule
@@ -196,7 +198,7 @@ def test_the_bound_tells_what_is_not_finite(name, bad):
     values[1, 3] = bad
     bound = codec.bound(codec.encode(tf.constant(values)), elements)
 
-    assert bound is None or not np.all(np.isfinite(bound))
+    assert not np.all(np.isfinite(bound))
 
 
 @pytest.mark.parametrize("name", LIGHT)

@@ -69,10 +69,9 @@ def slots_of(model: keras.Model) -> list[Slot]:
 
 
 def make_random(described: Mapping[str, Sequence[Any]], strategy: tf.distribute.Strategy) -> None:
-    """Makes Keras' global seed generator if the saved run had one, as its first unseeded operation would."""
+    """Makes Keras' global seed generator if the saved run had one, as its first step or unseeded operation would."""
     if any(key.startswith("random/") for key in described):
-        with strategy.scope():
-            _tf.global_seed_generator()
+        getattr(strategy.extended, "seed_generator", _tf.global_seed_generator)()
 
 
 def build_optimizer(model: keras.Model) -> None:
