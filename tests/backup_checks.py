@@ -72,6 +72,8 @@ def data():
 def build(strategy, seed=1, width=16, optimizer="adam", accumulate=None, scaled=False, steps=1, jit=False, noise=False):
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)
+    if noise:
+        keras.random.normal((1,))  # outside the scope: makes a generator that a strategy cannot use
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = keras.Sequential(
             [
