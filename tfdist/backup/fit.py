@@ -1,13 +1,11 @@
 """One `fit` that is backed up: what a commit says of it, and how a new `fit` takes it up."""
 
 import dataclasses
-import inspect
 import math
 import os
 import random
 import secrets
 import socket
-from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -18,12 +16,13 @@ from tfdist.backup import residuals, variables
 from tfdist.backup.agreement import Agreement
 from tfdist.backup.callbacks import CallbackStates
 from tfdist.backup.files import files_of, is_remote
+from tfdist.backup.loaded import Loaded, load
 from tfdist.backup.plain import decode, encode
-from tfdist.backup.saver import Saver, Snapshot, read_part
+from tfdist.backup.saver import Saver, Snapshot
 from tfdist.backup.schedule import Schedule
 from tfdist.backup.steps import count_steps, uncount_steps
 from tfdist.backup.store import LOCK, Commit, Store, probe_writing
-from tfdist.errors import BackupError, PositionError
+from tfdist.errors import BackupError
 from tfdist.faults import preemption
 
 
@@ -55,20 +54,6 @@ class _Process:
 _processes: dict[str, _Process] = {}
 
 
-Part = tuple[Mapping[str, np.ndarray], Any]  # of one worker: arrays, and JSON
-
-
-@dataclasses.dataclass
-class _Loaded:
-    """A commit, read."""
-
-    commit: Commit
-    plain: dict[str, Any]
-    shared: Mapping[str, np.ndarray]
-    parts: list[Part]  # this worker's, or all if there were others
-    is_alike: bool  # whether it was made by as many workers and replicas as there are now
-
-
 class FitBackup(keras.callbacks.Callback):
     """Backs up one `fit`, as the last of its callbacks, so that the state of the others is that of the same moment.
 
@@ -85,7 +70,7 @@ class FitBackup(keras.callbacks.Callback):
         self._list = callbacks
         self._others: list[keras.callbacks.Callback] = []
         self._streams = streams
-        self._loaded: _Loaded | None = None
+        self._loaded: Loaded | None = None
         self._residual_files = ""
         self._passing_over = False
         self._is_done_before = False
@@ -136,7 +121,7 @@ class FitBackup(keras.callbacks.Callback):
         try:
             self._check_place(chosen["holder"])
             if commit is not None:
-                self._loaded = self._load(commit)
+                self._loaded = load(commit, self.model, self._agreement)
         except (BackupError, OSError) as error:
             fault = f"worker {self._agreement.own} on {socket.gethostname()}: {error}"
         faults = self._agreement.settle("fit", fault, lambda said: [one for one in said if one])
@@ -167,27 +152,6 @@ class FitBackup(keras.callbacks.Callback):
             )
         probe_writing(directory)
 
-    def _load(self, commit: Commit) -> _Loaded:
-        shared, plain = read_part(commit, "state")
-        variables.check_same(variables.slots_of(self.model), plain["variables"], commit.path)
-        steps = self.model.steps_per_execution
-        if plain["batch"] % steps:
-            raise BackupError(
-                f"The backup {commit.path} was made after batch {plain['batch']} of an epoch, where "
-                f"steps_per_execution={steps} cannot begin. Compile with {plain['steps_per_execution']}, as before."
-            )
-        before = commit.manifest["workers"]
-        now = (self._agreement.workers, self._strategy.num_replicas_in_sync)
-        is_alike = now == (before, plain["replicas"])
-        which = [self._agreement.own] if is_alike else range(before)
-        parts: list[Part] = [read_part(commit, f"part-{worker}") for worker in which]
-        if not is_alike:
-            parts = [
-                ({**arrays, **read_part(commit, f"late-{worker}")[0]}, own)
-                for worker, (arrays, own) in enumerate(parts)
-            ]
-        return _Loaded(commit, plain, shared, parts, is_alike)
-
     # -- restoring
 
     def _is_wanted(self) -> bool:
@@ -201,47 +165,10 @@ class FitBackup(keras.callbacks.Callback):
         return True
 
     def _apply(self) -> None:
-        """Gives back everything that is saved."""
         assert self._loaded is not None
-        plain, parts, is_alike = self._loaded.plain, self._loaded.parts, self._loaded.is_alike
-        everyone = [arrays for arrays, _ in parts]
-        variables.make_random(plain["variables"], self._strategy)
-        slots = variables.slots_of(self.model)
-        variables.restore(slots, plain["variables"], self._loaded.shared, everyone, self._agreement.is_chief)
-        self._restore_residuals(everyone, is_alike)
-        self._restore_shardings(plain["shardings"], plain["read"])
-        own_place = self._agreement.own
-        arrays, own = parts[own_place if not is_alike and own_place < len(parts) else 0]
-        if is_alike:
-            random.setstate(decode(own["python_random"], []))
-            np.random.set_state(decode(own["numpy_random"], [arrays["numpy_random"]]))
-        if self._is_done_before:
-            self._states.restore(_without_arrays(plain["histories"][self._process.finished]))
-        else:
-            self._states.restore(_callback_states(own["callbacks"], arrays))
-
-    def _restore_shardings(self, texts: list[str], read: list[bool]) -> None:
-        """From the last on, as a program that fits again has those of before at the beginning."""
-        shardings = getattr(self._strategy, "shardings", [])
-        for sharding, text, is_read in zip(reversed(shardings), reversed(texts), reversed(read), strict=False):
-            try:
-                sharding.deserialize(text)
-            except PositionError:
-                if is_read:
-                    raise
-
-    def _restore_residuals(self, parts: list[Mapping[str, np.ndarray]], is_alike: bool) -> None:
-        assert self._loaded is not None
-        communication = getattr(self._strategy, "communication", None)
-        kept = [_prefixed(part, "residuals/") for part in parts]
-        if communication is None or not any(kept):
-            return
-        if not is_alike:
-            residuals.redistribute(communication, [_prefixed(part, "pending/") for part in parts])
-            return
         name = f".half-{self._run}-step-{self._loaded.commit.step}-{self._agreement.own}"
         folder = os.path.join(self._options.directory, name)
-        if residuals.restore(communication, kept[0], folder):
+        if self._loaded.give_back(self.model, self._agreement, self._states, self._process.finished, folder):
             self._residual_files = folder
 
     def _take_position(self) -> None:
@@ -461,41 +388,6 @@ class FitBackup(keras.callbacks.Callback):
         preemption.leave()
 
 
-def of_running_fit(options: Options, model: keras.Model) -> FitBackup:
-    """Adds a `FitBackup` to the list of callbacks that is just beginning.
-
-    The list is found on the stack of calls, since Keras shows it to no callback.
-
-    Raises:
-      BackupError: If no `keras.callbacks.CallbackList` is calling.
-    """
-    frame = inspect.currentframe()
-    callbacks, streams = None, False
-    while frame is not None:
-        caller = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
-        if callbacks is None and isinstance(caller, keras.callbacks.CallbackList):
-            callbacks = caller
-        elif callbacks is not None and caller is model and "steps_per_epoch" in frame.f_code.co_varnames:
-            streams = frame.f_locals["steps_per_epoch"] is not None
-            break
-        frame = frame.f_back
-    if callbacks is None:
-        raise BackupError(
-            "BackupAndRestore saves the state of all callbacks, and is called by none that holds them. Use `fit`, or, "
-            "in a loop of your own, keras.callbacks.CallbackList."
-        )
-    former = [callback for callback in callbacks.callbacks if isinstance(callback, FitBackup)]
-    if any(not one.has_begun for one in former):
-        raise BackupError("A `fit` takes one BackupAndRestore, but its callbacks have two. Leave one out.")
-    for one in former:  # of a `fit` with the same list that was broken off
-        callbacks.callbacks.remove(one)
-    backup = FitBackup(options, callbacks, streams)
-    backup.set_params(callbacks.params)
-    backup.set_model(model)
-    callbacks.callbacks.append(backup)  # the list is being gone through: its `on_train_begin` comes last
-    return backup
-
-
 def _choose(store: Store | None) -> dict[str, Any]:
     """On the chief: owns the directory and picks the commit."""
     assert store is not None
@@ -510,24 +402,6 @@ def _choose(store: Store | None) -> dict[str, Any]:
 
 def _key(directory: str) -> str:
     return directory if is_remote(directory) else os.path.realpath(directory)
-
-
-def _prefixed(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-
-
-def _callback_states(saved: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    return {
-        name: {
-            key: (node, [arrays[f"callbacks/{name}/{key}/{i}"] for i in range(count)])
-            for key, (node, count) in attributes.items()
-        }
-        for name, attributes in saved.items()
-    }
-
-
-def _without_arrays(history: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: {key: (node, []) for key, node in attributes.items()} for name, attributes in history.items()}
 
 
 def _encoded_logs(logs: Any) -> Any:

@@ -6,7 +6,8 @@ from typing import Any
 
 import keras
 
-from tfdist.backup.fit import Options, of_running_fit
+from tfdist.backup.fit import Options
+from tfdist.backup.running import of_running_fit
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):

@@ -1,0 +1,133 @@
+"""A commit that has been read, and how it is given back to a model, its callbacks and its data."""
+
+import dataclasses
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.backup import residuals, variables
+from tfdist.backup.agreement import Agreement
+from tfdist.backup.callbacks import CallbackStates
+from tfdist.backup.plain import decode
+from tfdist.backup.saver import read_part
+from tfdist.backup.store import Commit
+from tfdist.errors import BackupError, PositionError
+
+Part = tuple[Mapping[str, np.ndarray], Any]  # of one worker: arrays, and JSON
+
+
+@dataclasses.dataclass
+class Loaded:
+    """A commit, read.
+
+    Attributes:
+      commit: Where it lies.
+      plain: What all workers share, but for arrays.
+      shared: Arrays that all workers share.
+      parts: This worker's, or all if there were others.
+      is_alike: Whether it was made by as many workers and replicas as there are now.
+    """
+
+    commit: Commit
+    plain: dict[str, Any]
+    shared: Mapping[str, np.ndarray]
+    parts: list[Part]
+    is_alike: bool
+
+    def give_back(
+        self, model: keras.Model, agreement: Agreement, states: CallbackStates, finished: int, folder: str
+    ) -> bool:
+        """Gives back everything that is saved.
+
+        Args:
+          model: That trains.
+          agreement: Of the workers that there are now.
+          states: Of the callbacks.
+          finished: How many times this process has fitted before.
+          folder: Where files may lie until a step has read them.
+
+        Returns:
+          Whether files lie in `folder` now.
+        """
+        strategy = model.distribute_strategy
+        everyone = [arrays for arrays, _ in self.parts]
+        variables.make_random(self.plain["variables"], strategy)
+        slots = variables.slots_of(model)
+        variables.restore(slots, self.plain["variables"], self.shared, everyone, agreement.is_chief)
+        has_files = self._restore_residuals(getattr(strategy, "communication", None), everyone, folder)
+        self._restore_shardings(getattr(strategy, "shardings", []))
+        arrays, own = self.parts[agreement.own if not self.is_alike and agreement.own < len(self.parts) else 0]
+        if self.is_alike:
+            random.setstate(decode(own["python_random"], []))
+            np.random.set_state(decode(own["numpy_random"], [arrays["numpy_random"]]))
+        if self.plain["fit"] > finished:
+            states.restore(_without_arrays(self.plain["histories"][finished]))
+        else:
+            states.restore(_callback_states(own["callbacks"], arrays))
+        return has_files
+
+    def _restore_shardings(self, shardings: list[Any]) -> None:
+        """From the last on, as a program that fits again has those of before at the beginning."""
+        texts, read = self.plain["shardings"], self.plain["read"]
+        for sharding, text, is_read in zip(reversed(shardings), reversed(texts), reversed(read), strict=False):
+            try:
+                sharding.deserialize(text)
+            except PositionError:
+                if is_read:
+                    raise
+
+    def _restore_residuals(self, communication: Any, parts: list[Mapping[str, np.ndarray]], folder: str) -> bool:
+        kept = [_prefixed(part, "residuals/") for part in parts]
+        if communication is None or not any(kept):
+            return False
+        if not self.is_alike:
+            residuals.redistribute(communication, [_prefixed(part, "pending/") for part in parts])
+            return False
+        return residuals.restore(communication, kept[0], folder)
+
+
+def load(commit: Commit, model: keras.Model, agreement: Agreement) -> Loaded:
+    """Reads a commit and compares it with the model.
+
+    Raises:
+      BackupError: If it is of another model or optimizer, or begins where this model cannot; if a file is damaged.
+    """
+    shared, plain = read_part(commit, "state")
+    variables.check_same(variables.slots_of(model), plain["variables"], commit.path)
+    steps = model.steps_per_execution
+    if plain["batch"] % steps:
+        raise BackupError(
+            f"The backup {commit.path} was made after batch {plain['batch']} of an epoch, where "
+            f"steps_per_execution={steps} cannot begin. Compile with {plain['steps_per_execution']}, as before."
+        )
+    before = commit.manifest["workers"]
+    is_alike = (agreement.workers, model.distribute_strategy.num_replicas_in_sync) == (before, plain["replicas"])
+    parts: list[Part] = [
+        read_part(commit, f"part-{worker}") for worker in ([agreement.own] if is_alike else range(before))
+    ]
+    if not is_alike:
+        parts = [
+            ({**arrays, **read_part(commit, f"late-{worker}")[0]}, own) for worker, (arrays, own) in enumerate(parts)
+        ]
+    return Loaded(commit, plain, shared, parts, is_alike)
+
+
+def _prefixed(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def _callback_states(saved: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    return {
+        name: {
+            key: (node, [arrays[f"callbacks/{name}/{key}/{i}"] for i in range(count)])
+            for key, (node, count) in attributes.items()
+        }
+        for name, attributes in saved.items()
+    }
+
+
+def _without_arrays(history: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: {key: (node, []) for key, node in attributes.items()} for name, attributes in history.items()}

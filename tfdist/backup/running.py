@@ -1,0 +1,43 @@
+"""The `fit` that is running: found, since Keras shows it to no callback."""
+
+import inspect
+
+import keras
+
+from tfdist.backup.fit import FitBackup, Options
+from tfdist.errors import BackupError
+
+
+def of_running_fit(options: Options, model: keras.Model) -> FitBackup:
+    """Adds a `FitBackup` to the list of callbacks that is just beginning.
+
+    The list is found on the stack of calls, since Keras shows it to no callback.
+
+    Raises:
+      BackupError: If no `keras.callbacks.CallbackList` is calling.
+    """
+    frame = inspect.currentframe()
+    callbacks, streams = None, False
+    while frame is not None:
+        caller = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
+        if callbacks is None and isinstance(caller, keras.callbacks.CallbackList):
+            callbacks = caller
+        elif callbacks is not None and caller is model and "steps_per_epoch" in frame.f_code.co_varnames:
+            streams = frame.f_locals["steps_per_epoch"] is not None
+            break
+        frame = frame.f_back
+    if callbacks is None:
+        raise BackupError(
+            "BackupAndRestore saves the state of all callbacks, and is called by none that holds them. Use `fit`, or, "
+            "in a loop of your own, keras.callbacks.CallbackList."
+        )
+    former = [callback for callback in callbacks.callbacks if isinstance(callback, FitBackup)]
+    if any(not one.has_begun for one in former):
+        raise BackupError("A `fit` takes one BackupAndRestore, but its callbacks have two. Leave one out.")
+    for one in former:  # of a `fit` with the same list that was broken off
+        callbacks.callbacks.remove(one)
+    backup = FitBackup(options, callbacks, streams)
+    backup.set_params(callbacks.params)
+    backup.set_model(model)
+    callbacks.callbacks.append(backup)  # the list is being gone through: its `on_train_begin` comes last
+    return backup
