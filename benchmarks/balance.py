@@ -4,8 +4,9 @@
     python benchmarks/balance.py --quick          # fewer steps and rounds
 
 Workers on this machine are slowed by stopping and continuing them (SIGSTOP, SIGCONT) many times a second, so that each
-gets the given part of its time; in the middle of a run the parts change places. All ways to share a global batch run in
-turns on the same workers:
+gets the given part of its time; in the middle of a run the parts change places. The model computes much and exchanges
+little, so that a step takes what its shares make it take. All ways to share a global batch run in turns on the same
+workers:
 
 - equal shares; the weights that are right for the speeds (the oracle, told of the change); balanced by measured speed;
 - tf.data service in DYNAMIC mode, where whoever asks gets the next batch.
@@ -36,15 +37,15 @@ from tfdist.testing import WorkerPool
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("parts", ["1", "0.5", "0.25"], "The part of its time that each worker gets.")
-flags.DEFINE_integer("rows", 3072, "The global batch.", 1)
-flags.DEFINE_integer("width", 1024, "Of the two hidden layers.", 1)
+flags.DEFINE_integer("rows", 240, "The global batch.", 1)
+flags.DEFINE_integer("filters", 32, "Of each of the three convolutions.", 1)
 flags.DEFINE_integer("steps", 40, "Before, and after the change.", 25)
 flags.DEFINE_integer("rounds", 3, "Turns of each way.", 1)
 flags.DEFINE_integer("period_ms", 8, "Of stopping and continuing.", 1)
 flags.DEFINE_bool("quick", False, "25 steps, 1 round.")
 
 _SETTLED = 20  # steps after a start or a change
-_FEATURES, _CLASSES, _STEPS_PER_EPOCH = 64, 10, 8
+_SIDE, _CLASSES, _STEPS_PER_EPOCH = 24, 10, 8
 _THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
 _WAYS = ["equal", "oracle", "speed", "DYNAMIC"]
 
@@ -64,12 +65,15 @@ class Counted(keras.layers.Layer):
 
 
 @functools.cache
-def make_model(width: int) -> tuple[tfdist.MultiWorkerMirroredStrategy, keras.Model]:
+def make_model(filters: int) -> tuple[tfdist.MultiWorkerMirroredStrategy, keras.Model]:
     strategy = tfdist.MultiWorkerMirroredStrategy()
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        hidden = [keras.layers.Dense(width, activation="relu") for _ in range(2)]
-        model = keras.Sequential([keras.Input((_FEATURES,)), Counted(), *hidden, keras.layers.Dense(_CLASSES)])
+        hidden = [keras.layers.Conv2D(filters, 3, padding="same", activation="relu") for _ in range(3)]
+        pool = keras.layers.GlobalAveragePooling2D()
+        model = keras.Sequential(
+            [keras.Input((_SIDE, _SIDE, 1)), Counted(), *hidden, pool, keras.layers.Dense(_CLASSES)]
+        )
         model.compile(keras.optimizers.SGD(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return strategy, model
 
@@ -78,12 +82,12 @@ def make_model(width: int) -> tuple[tfdist.MultiWorkerMirroredStrategy, keras.Mo
 def make_examples(rows: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     number = _STEPS_PER_EPOCH * rows
-    return rng.standard_normal((number, _FEATURES), dtype=np.float32), rng.integers(_CLASSES, size=number)
+    return rng.standard_normal((number, _SIDE, _SIDE, 1), dtype=np.float32), rng.integers(_CLASSES, size=number)
 
 
-def make_data(way: str, rows: int, weights: Sequence[float], service: str | None, width: int):
+def make_data(way: str, rows: int, weights: Sequence[float], service: str | None, filters: int):
     """What `fit` takes."""
-    strategy, _ = make_model(width)
+    strategy, _ = make_model(filters)
     examples = tf.data.Dataset.from_tensor_slices(make_examples(rows))
     examples = examples.shuffle(_STEPS_PER_EPOCH * rows, seed=0).repeat()
     if way == "DATA":
@@ -103,11 +107,11 @@ def make_data(way: str, rows: int, weights: Sequence[float], service: str | None
 _data: dict[str, object] = {}
 
 
-def train(way: str, steps: int, fresh: bool, rows: int, weights: Sequence[float], service: str | None, width: int):
+def train(way: str, steps: int, fresh: bool, rows: int, weights: Sequence[float], service: str | None, filters: int):
     """Times of steps in seconds [steps]; and each one's rows and compute times by replica; and traces."""
-    strategy, model = make_model(width)
+    strategy, model = make_model(filters)
     if fresh or way == "oracle":
-        _data[way] = make_data(way, rows, weights, service, width)
+        _data[way] = make_data(way, rows, weights, service, filters)
     ends, reports = [], []
     strategy.reports.listeners.append(reports.append)
     clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter()))
@@ -258,7 +262,7 @@ def planning(replicas: int, rows: int, steps: int = 500) -> None:
 def main(_) -> None:
     parts = [float(part) for part in FLAGS.parts]
     steps, rounds = (25, 1) if FLAGS.quick else (FLAGS.steps, FLAGS.rounds)
-    setting = {"rows": FLAGS.rows, "width": FLAGS.width}
+    setting = {"rows": FLAGS.rows, "filters": FLAGS.filters}
     print(f"{setting}, {steps} steps, {rounds} rounds, load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
     planning(len(parts), FLAGS.rows)
     unequal(parts, setting, rounds, steps, FLAGS.period_ms / 1e3)

@@ -3,12 +3,14 @@
     python -m benchmarks.drill                          # 2 workers, 20 kills: about 8 minutes on 2 cores
     python -m benchmarks.drill --workers 4
     python -m benchmarks.drill --signals KILL,STOP      # killed and frozen in turn
+    python -m benchmarks.drill --signals CUT --kills 3  # workers on hosts of their own, which lose their link (as root)
 
 Both runs train the same network, with BatchNormalization and dropout, on a `BalancedSharding` of fixed weights under
 `compression="int8"`, with EarlyStopping and ReduceLROnPlateau, and save every few steps. One is left alone. In the
 other a worker, also the chief, is sent a signal: mostly some time after the attempt has taken its first step, so during
-steps and saves, but every fourth time while it still starts. Nobody lends a hand: `tfdist run` brings it to its end.
-Weights, optimizer and history must be the same bits. Exits with 1 if they are not, or if the run failed.
+steps and saves, but every fourth time while it still starts. With CUT the link of its host is taken down for some
+seconds instead. Nobody lends a hand: `tfdist run` brings it to its end, on each host if there are hosts. Weights,
+optimizer and history must be the same bits. Exits with 1 if they are not, or if the run failed.
 """
 
 import contextlib
@@ -22,15 +24,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from absl import app, flags
 
+from benchmarks.netlab import Host, Netlab
+
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("workers", 2, "Workers.", 1)
 flags.DEFINE_integer("kills", 20, "Signals sent, at most: fewer if the training ends before.", 1)
-flags.DEFINE_list("signals", ["KILL"], "What is sent in turn: KILL, STOP.")
+flags.DEFINE_list("signals", ["KILL"], "What is sent in turn: KILL, STOP; or CUT alone.")
 flags.DEFINE_integer("epochs", 60, "Epochs of 32 steps.", 1)
 flags.DEFINE_string("save_freq", "7", "Steps between saves, or epoch.")
 flags.DEFINE_integer("seed", 0, "Of the moments and victims.")
@@ -38,23 +42,30 @@ flags.DEFINE_integer("seed", 0, "Of the moments and victims.")
 _DEADLINE_SECONDS = 3600.0
 _ROWS, _BATCH, _FEATURES = 1000, 32, 64
 _STEP_SECONDS = 0.03  # Besides the computation, so that a run lasts.
+_CUT_SECONDS = 20.0  # until a silent worker is taken for gone, and a while
+_PORT = 2222
 _OUT = "TFDIST_DRILL_OUT"
 
 
 def main(_) -> None:
+    cuts = FLAGS.signals == ["CUT"]
+    if "CUT" in FLAGS.signals and not cuts:
+        sys.exit("CUT comes alone in --signals, since it needs hosts.")
     folder = pathlib.Path(tempfile.mkdtemp(prefix="tfdist-drill-"))
     unbroken, broken = folder / "unbroken", folder / "broken"
     try:
-        began = time.monotonic()
-        with started(unbroken):
-            pass
-        print(f"unbroken: {time.monotonic() - began:.0f} s", flush=True)
-        began = time.monotonic()
-        with started(broken) as job:
-            sent = disturb(job, broken)
-        seconds = time.monotonic() - began
+        with Netlab(FLAGS.workers, None) if cuts else contextlib.nullcontext() as lab:
+            hosts = lab.hosts if lab else []
+            began = time.monotonic()
+            with started(unbroken, hosts):
+                pass
+            print(f"unbroken: {time.monotonic() - began:.0f} s", flush=True)
+            began = time.monotonic()
+            with started(broken, hosts) as jobs:
+                sent = disturb(jobs, broken, hosts)
+            seconds = time.monotonic() - began
         differing = differences(unbroken, broken)
-        print(f"{sent} signals to {FLAGS.workers} workers: done in {seconds:.0f} s, ", end="")
+        print(f"{sent} x {', '.join(FLAGS.signals)} to {FLAGS.workers} workers: done in {seconds:.0f} s, ", end="")
         print("equal to the bit" if not differing else f"unlike: {', '.join(differing)}")
         sys.exit(bool(differing))
     finally:
@@ -62,54 +73,83 @@ def main(_) -> None:
 
 
 @contextlib.contextmanager
-def started(out: pathlib.Path) -> Iterator[subprocess.Popen]:
+def started(out: pathlib.Path, hosts: Sequence[Host]) -> Iterator[list[subprocess.Popen]]:
     """A run whose workers leave everything in `out`; waits for its end, which must be a good one."""
     out.mkdir()
     env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     env |= {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2", _OUT: str(out)}
-    script = [str(pathlib.Path(__file__).resolve()), str(FLAGS.epochs), FLAGS.save_freq]
-    command = ["run", "--workers", str(FLAGS.workers), "--max-restarts", "20", "--log-dir", str(out / "logs"), *script]
-    with (out / "output").open("wb") as output:
-        job = subprocess.Popen(
-            [sys.executable, "-m", "tfdist.launch.cli", *command], env=env, stdout=output, stderr=output
-        )
+    jobs = []
     try:
-        yield job
-        job.wait(_DEADLINE_SECONDS)
+        with (out / "output").open("wb") as output:
+            for command, extra in commands(out, hosts):
+                jobs.append(subprocess.Popen(command, env=env | extra, stdout=output, stderr=output))
+        yield jobs
+        for job in jobs:
+            job.wait(_DEADLINE_SECONDS)
     finally:
-        job.terminate()
-        job.wait()
-    if job.returncode:
-        sys.exit(f"The run ended with {job.returncode}:\n{(out / 'output').read_text()[-5000:]}")
+        for job in jobs:
+            job.terminate()
+        for job in jobs:
+            job.wait()
+    if any(job.returncode for job in jobs):
+        codes = [job.returncode for job in jobs]
+        sys.exit(f"The run ended with {codes}:\n{(out / 'output').read_text()[-5000:]}")
 
 
-def disturb(job: subprocess.Popen, out: pathlib.Path) -> int:
+def commands(out: pathlib.Path, hosts: Sequence[Host]) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """What to start, and its environment: all workers on this machine, or one on each host."""
+    launch = [sys.executable, "-m", "tfdist.launch.cli", "run", "--max-restarts", "20", "--log-dir", str(out / "logs")]
+    script = ["-m", "benchmarks.drill", str(FLAGS.epochs), FLAGS.save_freq]
+    if not hosts:
+        yield [*launch, "--workers", str(FLAGS.workers), *script], {}
+    cluster = {"worker": [f"{host.address}:{_PORT}" for host in hosts]}
+    for index, host in enumerate(hosts):
+        config = {"cluster": cluster, "task": {"type": "worker", "index": index}}
+        yield host.command([*launch, *script]), {"TF_CONFIG": json.dumps(config)}
+
+
+def disturb(jobs: Sequence[subprocess.Popen], out: pathlib.Path, hosts: Sequence[Host]) -> int:
     """Sends the signals; how many were sent."""
     rng = random.Random(FLAGS.seed)
     began = time.monotonic()
     seen: set[int] = set()
+
+    def is_over() -> bool:
+        return all(job.poll() is not None for job in jobs) or time.monotonic() - began > _DEADLINE_SECONDS
+
     for number in range(FLAGS.kills):
-        pids = {}
+        pids: dict[int, int] = {}
         while len(pids) < FLAGS.workers or seen & set(pids.values()):
-            if job.poll() is not None or time.monotonic() - began > _DEADLINE_SECONDS:
+            if is_over():
                 return number
             time.sleep(0.05)
             pids = {int(path.suffix[1:]): int(path.read_text()) for path in out.glob("pid.*")}
         starting = number % 4 == 3
-        while not starting and not (out / f"trains.{pids[0]}").exists() and job.poll() is None:
+        while not starting and not (out / f"trains.{pids[0]}").exists() and not is_over():
             time.sleep(0.05)
         time.sleep(rng.uniform(0, 6))
         victim = rng.choice(sorted(pids))
         name = FLAGS.signals[number % len(FLAGS.signals)]
         step = (out / "step").read_text() if (out / "step").exists() else "0"
+        when = f"{time.monotonic() - began:6.1f} s"
         try:
-            os.kill(pids[victim], getattr(signal, f"SIG{name}"))
+            if hosts:
+                cut(hosts[victim])
+            else:
+                os.kill(pids[victim], getattr(signal, f"SIG{name}"))
         except ProcessLookupError:
             return number
         seen |= set(pids.values())
-        when = "while it starts" if starting else "in training"
-        print(f"{time.monotonic() - began:6.1f} s: SIG{name} to worker {victim} {when}, about step {step}", flush=True)
+        moment = "while it starts" if starting else "in training"
+        print(f"{when}: {name} to worker {victim} {moment}, about step {step}", flush=True)
     return FLAGS.kills
+
+
+def cut(host: Host) -> None:
+    """Takes the host's link down for a while."""
+    for state in ("down", "up"):
+        subprocess.run(["ip", "-n", host.name, "link", "set", host.interface, state], check=True)
+        time.sleep(_CUT_SECONDS if state == "down" else 0)
 
 
 def differences(one: pathlib.Path, other: pathlib.Path) -> list[str]:
