@@ -24,12 +24,26 @@ def distributed(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optim
     return optimizer if isinstance(optimizer, _Weigh) else _view(optimizer, _Weigh, _exchange_of(optimizer))
 
 
+def noting(clock: report.Clock) -> Callable[[Any], Any]:
+    """Makes views of optimizers that note when the gradients of an only replica are there."""
+
+    def view(optimizer):
+        class Noting(type(optimizer)):
+            def apply(self, grads, trainable_variables=None):
+                clock.mark(report.GRADIENTS, grads)
+                return super().apply(grads, trainable_variables)
+
+        return _as(Noting, optimizer)
+
+    return view
+
+
 @contextmanager
-def distributed_optimizers(model: keras.Model) -> Iterator[None]:
-    """Gives `model`, and models inside it, distributed views of their optimizers while a step is traced or run."""
+def viewed_optimizers(model: keras.Model, view: Callable[[Any], Any]) -> Iterator[None]:
+    """Gives `model`, and models inside it, views of their optimizers while a step is traced or run."""
     places = list(_optimizers_in(model, seen=set()))
     for put, optimizer in places:
-        put(distributed(optimizer))
+        put(view(optimizer))
     try:
         yield
     finally:
@@ -60,8 +74,11 @@ def _exchange_of(optimizer: keras.optimizers.Optimizer) -> type:
 
 
 def _view(optimizer: keras.optimizers.Optimizer, *mixins: type) -> Any:
-    base: Any = type(optimizer)
-    view: Any = object.__new__(_view_class(base, mixins))
+    return _as(_view_class(type(optimizer), mixins), optimizer)
+
+
+def _as(view_class: Any, optimizer: keras.optimizers.Optimizer) -> Any:
+    view = object.__new__(view_class)
     object.__setattr__(view, "__dict__", optimizer.__dict__)  # Keras' own refuses all before `__init__`.
     return view
 

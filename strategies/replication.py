@@ -49,7 +49,7 @@ class ReplicatedStrategy:
             return super().run(_lone_step(fn, self.reports) if is_keras_step else fn, args, kwargs, options)
         if is_keras_step:
             self._check_scope(fn.__self__)
-            with optimizers.distributed_optimizers(fn.__self__), losses.global_losses(fn.__self__):
+            with optimizers.viewed_optimizers(fn.__self__, optimizers.distributed), losses.global_losses(fn.__self__):
                 return super().run(_keras_step(fn, self.reports), args, kwargs, options)
         if _tf.called_by_keras_trainer() and fn.__name__ == _KERAS_PREDICT_STEP:
             args, fn = self._split_plain_batch(args), _predict_step(fn)
@@ -374,8 +374,9 @@ def _lone_step(fn, reports):
             return fn(data)
         clock = reports.clock(0)
         data = clock.begin(data)
-        logs = fn(data)
-        clock.mark(GRADIENTS, logs)
+        with optimizers.viewed_optimizers(fn.__self__, optimizers.noting(clock)):
+            logs = fn(data)
+        clock.mark(GRADIENTS, logs)  # Again: what is noted of one clock is noted in order.
         reports.tell(0, reports.of_replica(clock, 0, steps.count_rows(data)))
         return logs
 

@@ -18,6 +18,9 @@ import numpy as np
 import tensorflow as tf
 
 BEGIN, LOSS, SHARE, GRADIENTS, END = range(5)
+# Grappler regroups products of constants, and gives the name of a factor that nobody else reads to something else: a
+# number that a moment waits for is read, into this place, so that it stays what it is.
+_SEEN = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +75,7 @@ class StepReports:
         "input" is all that is outside of a step: data, callbacks, validation. May be called in any thread.
         """
         number = self.latest.number if self.latest else 0
-        begin, _, _, gradients, end = self._clocks[0].times.numpy()
+        begin, _, _, gradients, end, _ = self._clocks[0].times.numpy()
         if begin <= end:
             return number, "input"
         return number, "compute" if gradients < begin else "exchange"
@@ -108,7 +111,7 @@ class Clock:
     def __init__(self, device: str):
         self._host = _host_of(device)
         with tf.device(self._host):
-            self.times = tf.Variable(tf.zeros([5], tf.float64), trainable=False)
+            self.times = tf.Variable(tf.zeros([6], tf.float64), trainable=False)
 
     def begin(self, data: Any) -> Any:
         """Notes the time at which `data` are there; returns them for what is to begin then."""
@@ -121,13 +124,16 @@ class Clock:
         after = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in tf.nest.flatten(after)]
         after = [leaf for leaf in after if isinstance(leaf, tf.Tensor)]
         with tf.device(self._host):
-            which = tf.constant(moment)  # Not below, where it would take the dependencies to itself and be folded away.
+            numbers = [tf.cast(leaf, tf.float64) for leaf in after if leaf.shape.rank == 0]
+            seen = numbers[0] if numbers else tf.constant(0.0, tf.float64)
+            # Not below, where it would take the dependencies to itself and be folded away.
+            which = tf.constant([moment, _SEEN])
             with tf.control_dependencies(after):
-                return _mark(self.times.handle, which)
+                return _mark(self.times.handle, which, seen)
 
     def compute_seconds(self) -> tf.Tensor:
         """What the replica took for its own computation, float32 []."""
-        begin, loss, share, gradients, _ = tf.unstack(self.times.read_value())
+        begin, loss, share, gradients, _, _ = tf.unstack(self.times.read_value())
         waited = tf.where(loss >= begin, tf.maximum(share - loss, 0), 0)
         return tf.cast(gradients - begin - waited, tf.float32)
 
@@ -146,9 +152,9 @@ def _host_of(device: str) -> str:
 
 
 @tf.function
-def _mark(clock, moment):
-    tf.raw_ops.ResourceScatterUpdate(resource=clock, indices=moment, updates=tf.timestamp())
-    return moment
+def _mark(clock, which, seen):
+    tf.raw_ops.ResourceScatterUpdate(resource=clock, indices=which, updates=tf.stack([tf.timestamp(), seen]))
+    return which
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import keras
 import numpy as np
@@ -338,3 +339,45 @@ def one_device_on_batch():
     x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
     model.train_on_batch(x, x[:, :1])
     return model.get_weights()
+
+
+class Delayed(layers.Layer):
+    """Takes a time on its way forward, and as long on its way back, on the last worker."""
+
+    seconds = 0.2
+
+    def __init__(self, workers):
+        super().__init__()
+        self.workers = workers
+
+    def call(self, x):
+        is_last = own_index() == self.workers - 1
+
+        def wait(x):
+            time.sleep(self.seconds if is_last else 0)
+            return x
+
+        @tf.custom_gradient
+        def both_ways(x):
+            return waited(x), waited
+
+        def waited(x):
+            return tf.ensure_shape(tf.numpy_function(wait, [x], x.dtype), x.shape)
+
+        return both_ways(x)
+
+
+def compute_seconds(placement):
+    """Of each step, by replica."""
+    keras.utils.set_random_seed(1)
+    place = strategy(placement) or tfdist.MirroredStrategy(["CPU:0"])
+    with place.scope():
+        delayed = Delayed(place.num_replicas_in_sync)
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(4), delayed, layers.Dense(3)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    seconds = []
+    listener = lambda report: seconds.append(report.compute_seconds)  # noqa: E731
+    place.reports.listeners.append(listener)
+    model.fit(np.ones((24, 4), "float32"), np.zeros(24), batch_size=8, verbose=0)
+    place.reports.listeners.remove(listener)
+    return np.array(seconds), 2 * Delayed.seconds

@@ -101,6 +101,13 @@ def test_the_states_of_rows_stay_on_their_replica(placement, pools):
     assert not np.allclose(states[0], states[1])
 
 
+@pytest.mark.parametrize("placement", ["single", "2x1"])
+def test_a_replica_reports_what_it_took_forward_and_back_and_not_its_waiting(placement, pools):
+    for seconds, delay in pools(placement).run(checks.compute_seconds, placement):
+        assert np.all(seconds[:, -1] >= delay)
+        assert np.all(seconds[1:, :-1] < delay), "waiting for the last replica is not computing"
+
+
 def test_only_the_chief_runs_the_hooks_of_a_callback(pools):
     assert pools("2x1").run(checks.hooks_run_by, "2x1") == [[0, "end"], []]
 
