@@ -3,8 +3,8 @@
     python benchmarks/balance.py                  # about 10 minutes on 2 cores
     python benchmarks/balance.py --quick          # fewer steps and rounds
 
-Workers on this machine are slowed by stopping and continuing them (SIGSTOP, SIGCONT) many times a second, so that each
-gets the given part of its time; in the middle of a run the parts change places. The model computes much and exchanges
+Workers on this machine are slowed by a quota of CPU time each (control groups, as root), together less than the machine
+has; in the middle of a run the parts change places. The model computes much and exchanges
 little, so that a step takes what its shares make it take. All ways to share a global batch run in turns on the same
 workers:
 
@@ -21,9 +21,8 @@ import contextlib
 import functools
 import itertools
 import os
-import signal
+import pathlib
 import statistics
-import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -36,16 +35,16 @@ import tfdist
 from tfdist.testing import WorkerPool
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("parts", ["1", "0.5", "0.25"], "The part of its time that each worker gets.")
+flags.DEFINE_list("parts", ["0.8", "0.4", "0.2"], "The part of a core that each worker gets.")
 flags.DEFINE_integer("rows", 240, "The global batch.", 1)
 flags.DEFINE_integer("filters", 32, "Of each of the three convolutions.", 1)
 flags.DEFINE_integer("steps", 40, "Before, and after the change.", 25)
 flags.DEFINE_integer("rounds", 3, "Turns of each way.", 1)
-flags.DEFINE_integer("period_ms", 8, "Of stopping and continuing.", 1)
 flags.DEFINE_bool("quick", False, "25 steps, 1 round.")
 
 _SETTLED = 20  # steps after a start or a change
 _SIDE, _CLASSES, _STEPS_PER_EPOCH = 24, 10, 8
+_PERIOD_MICROSECONDS = 10_000
 _THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
 _WAYS = ["equal", "oracle", "speed", "DYNAMIC"]
 
@@ -124,35 +123,42 @@ def train(way: str, steps: int, fresh: bool, rows: int, weights: Sequence[float]
 # From here: run in the process that was started.
 
 
-class Slowness:
-    """Lets processes run for a part of their time; the parts may change meanwhile."""
+class Quotas:
+    """Lets each process have a part of a core, by control groups; the parts may be set anew meanwhile.
 
-    def __init__(self, processes: Sequence[int], period_seconds: float):
-        self.parts = [1.0] * len(processes)
-        self._processes, self._period = processes, period_seconds
-        self._ended = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(len(processes))]
+    Needs root, and the cpu controller of control groups in version 1 or 2.
+    """
+
+    def __init__(self, processes: Sequence[int]):
+        version_1 = pathlib.Path("/sys/fs/cgroup/cpu")
+        self._root = version_1 if version_1.exists() else pathlib.Path("/sys/fs/cgroup")
+        self._is_version_1 = version_1.exists()
+        self._processes = processes
+        self._groups = [self._root / f"tfdist-balance-{process}" for process in processes]
 
     def __enter__(self):
-        for thread in self._threads:
-            thread.start()
+        if not self._is_version_1:
+            (self._root / "cgroup.subtree_control").write_text("+cpu")
+        for group, process in zip(self._groups, self._processes, strict=True):
+            group.mkdir()
+            (group / "cgroup.procs").write_text(str(process))
         return self
 
     def __exit__(self, *_):
-        self._ended.set()
-        for thread in self._threads:
-            thread.join()
+        for group, process in zip(self._groups, self._processes, strict=True):
+            with contextlib.suppress(ProcessLookupError):
+                (self._root / "cgroup.procs").write_text(str(process))
+            group.rmdir()
 
-    def _run(self, number):
-        process = self._processes[number]
-        with contextlib.suppress(ProcessLookupError):
-            while not self._ended.is_set():
-                part = self.parts[number]
-                if part < 1:
-                    os.kill(process, signal.SIGSTOP)
-                    time.sleep(self._period * (1 - part))
-                    os.kill(process, signal.SIGCONT)
-                time.sleep(self._period * part)
+    def set(self, parts: Sequence[float | None]) -> None:
+        """A part of a core for each process; `None` for all that it can get."""
+        for group, part in zip(self._groups, parts, strict=True):
+            quota = None if part is None else round(part * _PERIOD_MICROSECONDS)
+            if self._is_version_1:
+                (group / "cpu.cfs_period_us").write_text(str(_PERIOD_MICROSECONDS))
+                (group / "cpu.cfs_quota_us").write_text(str(quota or -1))
+            else:
+                (group / "cpu.max").write_text(f"{quota or 'max'} {_PERIOD_MICROSECONDS}")
 
 
 @contextlib.contextmanager
@@ -180,23 +186,21 @@ def settled(result) -> dict[str, float]:
     }
 
 
-def unequal(parts: list[float], setting: dict, rounds: int, steps: int, period_seconds: float) -> None:
+def unequal(parts: list[float], setting: dict, rounds: int, steps: int) -> None:
     found: dict[tuple[str, str], list[dict]] = {}
     with WorkerPool(len(parts), env=_THREADS, timeout_seconds=600) as pool, input_service() as service:
         setting = {**setting, "service": service}
         for way in _WAYS:  # traces, and warms up
             pool.run(train, way, 3, True, weights=parts, **setting)
-        with Slowness(pool.run(os.getpid), period_seconds) as slowness:
+        with Quotas(pool.run(os.getpid)) as quotas:
             for _ in range(rounds):
                 for way in _WAYS:
                     for phase, now in (("start", parts), ("change", [*parts[1:], parts[0]])):
-                        slowness.parts = now
+                        quotas.set(now)
                         results = pool.run(train, way, steps, phase == "start", weights=now, **setting)
                         found.setdefault((way, phase), []).append(settled(results[0]))
-                    slowness.parts = [1.0] * len(parts)
-    print(
-        f"\nWorkers that get {parts} of their time, in turn; steps {_SETTLED} and on after the start and the change.\n"
-    )
+                    quotas.set([None] * len(parts))
+    print(f"\nWorkers that get {parts} of a core, in turn; steps {_SETTLED} and on after the start and the change.\n")
     print("| shares | step, ms | slowest computes, ms | ideal, ms | computes / ideal | step / oracle's step |")
     print("|---|---|---|---|---|---|")
     for phase in ("start", "change"):
@@ -265,7 +269,7 @@ def main(_) -> None:
     setting = {"rows": FLAGS.rows, "filters": FLAGS.filters}
     print(f"{setting}, {steps} steps, {rounds} rounds, load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
     planning(len(parts), FLAGS.rows)
-    unequal(parts, setting, rounds, steps, FLAGS.period_ms / 1e3)
+    unequal(parts, setting, rounds, steps)
     equal(2, setting, rounds, steps)
 
 
