@@ -166,6 +166,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         batches = batches.map(self._reader, num_parallel_calls=self._num_parallel_calls, deterministic=True)
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+        options.autotune.enabled = False  # There is nothing to tune, and `fit` would wait for the end of the tuner.
         return batches.prefetch(len(self._own_replicas)).with_options(options)
 
     @property

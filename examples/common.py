@@ -37,4 +37,5 @@ def batches(dataset: tf.data.Dataset, batch_size: int, seed: int | None = None) 
     dataset = dataset.batch(batch_size, drop_remainder=seed is not None).prefetch(tf.data.AUTOTUNE)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    options.autotune.enabled = False  # Nothing to tune, and TensorFlow may take long to end the tuner.
     return dataset.with_options(options)

@@ -17,7 +17,7 @@ from tfdist.strategies import step as steps
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.communication import Communication, is_uncompressed, policy_of
-from tfdist.strategies.peek import BalancedDataset, PeekableDataset
+from tfdist.strategies.peek import BalancedDataset, PeekableDataset, untuned
 from tfdist.strategies.report import GRADIENTS, StepReports
 
 _KERAS_STEPS = ("train_step", "test_step")
@@ -57,9 +57,11 @@ class ReplicatedStrategy:
 
     def experimental_distribute_dataset(self, dataset, options=None):
         """Splits `dataset` among the replicas; see `tf.distribute.Strategy.experimental_distribute_dataset`."""
-        distributed = super().experimental_distribute_dataset(dataset, options)
         if not _tf.called_by_keras_trainer():
-            return distributed
+            return super().experimental_distribute_dataset(dataset, options)
+        if _tf.keras_made_dataset():
+            dataset = untuned(dataset)
+        distributed = super().experimental_distribute_dataset(dataset, options)
         if not _tf.keras_is_evaluating():
             self.reports.feeder = None
         return PeekableDataset(distributed)

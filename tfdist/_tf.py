@@ -70,6 +70,10 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_g
 # `evaluate` crosses the network, generators lose batches, and vector metrics are collapsed in the logs of batches.
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
+# What Keras wraps a user's dataset in, to tell it from those of its own making. Without it: `fit` on arrays returns a
+# minute late, or a user's pipeline is not tuned.
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+
 # The mask that layers attach to an output. Without it: masked losses are means over each replica's unmasked places.
 from keras.src.backend.common.masking import get_keras_mask
 
@@ -103,6 +107,7 @@ __all__ = [
     "keras_is_evaluating",
     "keras_is_fitting",
     "keras_is_peeking",
+    "keras_made_dataset",
     "multi_worker_util",
     "regroup",
     "set_cardinality",
@@ -135,6 +140,12 @@ def set_global_seed_generator(generator) -> None:
 def keras_is_peeking() -> bool:
     """Whether Keras asks on its way to build a model from the first batch."""
     return _frame_of(keras_trainer.TensorFlowTrainer._maybe_symbolic_build) is not None
+
+
+def keras_made_dataset() -> bool:
+    """Whether Keras is handing over a dataset of its own making, of arrays or a generator, and not the user's."""
+    frame = _frame_of(keras_trainer.TFEpochIterator.__init__)
+    return frame is not None and not isinstance(frame.f_locals["self"].data_adapter, TFDatasetAdapter)
 
 
 def keras_is_evaluating() -> bool:
