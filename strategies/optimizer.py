@@ -74,7 +74,8 @@ def _exchange_of(optimizer: keras.optimizers.Optimizer) -> type:
 
 
 def _view(optimizer: keras.optimizers.Optimizer, *mixins: type) -> Any:
-    return _as(_view_class(type(optimizer), mixins), optimizer)
+    base: Any = type(optimizer)
+    return _as(_view_class(base, mixins), optimizer)
 
 
 def _as(view_class: Any, optimizer: keras.optimizers.Optimizer) -> Any:
