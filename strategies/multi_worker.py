@@ -14,8 +14,8 @@ from tfdist.faults.leaving import leave_together
 from tfdist.faults.lifelines import Lifelines
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.communication import policy_of
+from tfdist.strategies.datasets import BalancedDataset
 from tfdist.strategies.devices import make_virtual_devices
-from tfdist.strategies.peek import BalancedDataset
 from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy
 
 _CONNECT_SECONDS = 10  # At least, for TensorFlow to connect workers that are all there.

@@ -17,7 +17,7 @@ from tfdist.strategies import step as steps
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.communication import Communication, is_uncompressed, policy_of
-from tfdist.strategies.peek import BalancedDataset, PeekableDataset, untuned
+from tfdist.strategies.datasets import BalancedDataset, PeekableDataset, untuned
 from tfdist.strategies.report import GRADIENTS, StepReports
 
 _KERAS_STEPS = ("train_step", "test_step")

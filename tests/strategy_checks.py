@@ -11,6 +11,7 @@ from keras import layers
 
 import tfdist
 from keras_features import strategy_of as strategy
+from tfdist import _tf
 
 
 def own_index():
@@ -92,6 +93,15 @@ def saved_weights(placement, folder):
     model.save(path)  # The chief too: whoever saves alone must not wait for others.
     loaded = keras.models.load_model(path)
     return [np.asarray(variable) for variable in loaded.variables + loaded.optimizer.variables]
+
+
+def is_tuned(kind):
+    """Whether the pipeline of what `fit` is given is tuned."""
+    arrays = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+    given = tf.data.Dataset.from_tensor_slices(arrays).batch(4) if kind == "dataset" else arrays[0]
+    more = {} if kind == "dataset" else {"y": arrays[1], "batch_size": 4}
+    taken = _tf.keras_trainer.TFEpochIterator(x=given, distribute_strategy=strategy("1x2"), **more)
+    return taken._distributed_dataset._dataset._original_dataset.options().autotune.enabled
 
 
 def only_chief_saves(placement, folder):

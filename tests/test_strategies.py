@@ -101,6 +101,11 @@ def test_the_states_of_rows_stay_on_their_replica(placement, pools):
     assert not np.allclose(states[0], states[1])
 
 
+@pytest.mark.parametrize(("kind", "tuned"), [("arrays", False), ("dataset", None)])
+def test_pipelines_that_keras_makes_are_not_tuned_and_those_of_users_as_they_say(kind, tuned, pools):
+    assert pools("1x2").run(checks.is_tuned, kind) == [tuned]
+
+
 @pytest.mark.parametrize("placement", ["single", "2x1"])
 def test_a_replica_reports_what_it_took_forward_and_back_and_not_its_waiting(placement, pools):
     for seconds, delay in pools(placement).run(checks.compute_seconds, placement):

@@ -1,4 +1,4 @@
-"""Datasets that `fit` can look into without reading from them, and one that knows for what it is read."""
+"""Datasets as Keras takes them: looked into without reading from them, knowing for what they are read, not tuned."""
 
 import weakref
 from typing import Any
