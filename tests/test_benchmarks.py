@@ -244,6 +244,16 @@ def test_short_run_in_the_lab_reports_all_and_leaves_nothing(tmp_path):
     assert not children_left()
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("flags", [["--signals=CUT"], ["--workers=4", "--shrink", "--epochs=16"]])
+def test_a_drill_ends_as_the_unbroken_run(flags):
+    if flags == ["--signals=CUT"] and (why := netlab.why_not()):
+        pytest.skip(why)
+    command = [sys.executable, "-m", "benchmarks.drill", "--kills=1", "--epochs=12", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS)
+    assert done.returncode == 0 and "equal to" in done.stdout, done.stdout + done.stderr
+
+
 def test_killed_run_leaves_no_workers():
     with run("--nolab", "--quick", "--variants=stock") as process:
         started = eventually(lambda: len(children_left()) == 2)
