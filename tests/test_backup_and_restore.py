@@ -27,7 +27,7 @@ def by_default(rows, names):
 # In one process, broken off by an exception, and begun again with a model made anew.
 ROWS = {
     "epochs": {"breaks": [8, 15], "save_freq": "epoch", "model": {"jit": True}},
-    "steps": {"breaks": [5, 10, 21], "save_freq": 4, "model": {"jit": True}},
+    "steps": {"breaks": [5, 10], "save_freq": 4, "model": {"jit": True}},
     "each step, and at the end of an epoch": {"breaks": [6, 7, 12, 18], "save_freq": 1},
     "last in the list": {"breaks": [10, 14], "save_freq": 4, "position": "last"},
     "monitors, epochs": {"breaks": [7, 13], "save_freq": "epoch", "monitors": True},
@@ -39,7 +39,7 @@ ROWS = {
     "endless dataset, epochs": {"breaks": [8, 19], "save_freq": "epoch", "data_kind": "endless"},
     "unseeded noise": {"breaks": [9, 15], "save_freq": 4, "model": {"noise": True}},
     "steps_per_execution": {"breaks": [8, 14], "save_freq": 4, "model": {"steps": 2}},
-    "accumulation": {"breaks": [4, 9], "save_freq": 3, "model": {"accumulate": 2}},
+    "accumulation": {"breaks": [4], "save_freq": 3, "model": {"accumulate": 2}},
     "loss scale": {"breaks": [9, 15], "save_freq": 4, "model": {"scaled": True}},
 }
 
@@ -62,7 +62,7 @@ REPLICATED = {
     "accumulation": {"breaks": [4, 9], "save_freq": 3, "model": {"accumulate": 2}},
     "unseeded noise": {"breaks": [9, 15], "save_freq": 4, "model": {"noise": True}},
     "residuals": {"breaks": [3, 8, 15], "save_freq": 3, "compressed": "int8"},
-    "balanced": {"breaks": [3, 8, 15], "save_freq": 4, "data_kind": "balanced", "compressed": "powersgd"},
+    "balanced": {"breaks": [8, 15], "save_freq": 4, "data_kind": "balanced", "compressed": "powersgd"},
     "balanced, epochs": {"breaks": [8, 15], "save_freq": "epoch", "data_kind": "balanced"},
 }
 
@@ -80,11 +80,9 @@ KILLED = {
     "a process": ("plain", 1, 1, [[0, 9], [0, 15]], {"save_freq": 4, "monitors": True}),
     "in the second fit": ("plain", 1, 1, [[0, 9], [0, 29]], {"save_freq": 4, **FITS}),
     "two devices": ("1x2", 1, 2, [[0, 9], [0, 15]], {"save_freq": 4, "data_kind": "balanced", "compressed": "int8"}),
-    "two workers": (
-        "2x1",
-        2,
-        1,
-        [[0, 9], [1, 15]],
+    "two workers": ("2x1", 2, 1, [[0, 9]], {"save_freq": 4, "data_kind": "balanced", "compressed": "int8"}),
+    "two workers, both": (
+        *("2x1", 2, 1, [[0, 9], [1, 15]]),
         {"save_freq": 4, "data_kind": "balanced", "compressed": "int8"},
     ),
 }

@@ -103,8 +103,8 @@ def data_dir(tmp_path_factory):
 
 @pytest.mark.parametrize("way", by_default(by_hand))
 def test_digits_learns(run, way, data_dir):
-    text = run(way, "digits.py", "--epochs", "4", "--data_dir", data_dir)
-    assert printed("test accuracy", text) > 0.85
+    text = run(way, "digits.py", "--epochs", "3", "--data_dir", data_dir)
+    assert printed("test accuracy", text) > 0.8
 
 
 def test_digits_at_full_length_on_two_workers(run, data_dir, tmp_path):

@@ -9,8 +9,6 @@ from keras_features import ROWS, run_row
 HIERARCHY = (
     "fit_numpy",
     "input_last_batch_of_one_row",
-    "input_unequal_rows_per_worker",
-    "optimizer_adam_gradient_accumulation_steps_global_clipnorm",
     "batch_normalization",
     "dropout",
     "embedding_adam_sparse",
@@ -19,25 +17,15 @@ HIERARCHY = (
 # `exhaustive`.
 IN_ONE_PROCESS = (
     "fit_numpy",
-    "evaluate_uneven",
-    "on_batch",
     "run_eagerly",
     "steps_per_execution",
     "input_last_batch_of_one_row",
     "input_unequal_rows_per_worker",
-    "input_generator",
     "optimizer_adam_gradient_accumulation_steps_global_clipnorm",
     "loss_scaling_skips_inf",
-    "custom_train_step",
-    "add_loss_and_regularizers",
-    "batch_normalization_synchronized",
     "dropout",
     "unseeded_noise",
     "embedding_adam_sparse",
-    "embedding_sgd_sparse_clipped",
-    "masks_that_reach_the_loss",
-    "metrics_with_state",
-    "custom_loop_clips_and_scales",
     "custom_loop_with_a_traced_step",
     "predict_other_than_rows",
 )
@@ -46,8 +34,6 @@ OPTIMIZERS = (
     "optimizer_adam",
     "optimizer_sgd_gradient_accumulation_steps",
     "optimizer_adam_gradient_accumulation_steps_global_clipnorm",
-    "optimizer_sgd_clipvalue",
-    "optimizer_sgd_global_clipnorm",
     "optimizer_multi",
 )
 assert {*HIERARCHY, *IN_ONE_PROCESS, *OPTIMIZERS} <= ROWS.keys()
