@@ -40,7 +40,7 @@ flags.DEFINE_integer("rows", 240, "The global batch.", 1)
 flags.DEFINE_integer("filters", 32, "Of each of the three convolutions.", 1)
 flags.DEFINE_integer("steps", 40, "Before, and after the change.", 25)
 flags.DEFINE_integer("rounds", 3, "Turns of each way.", 1)
-flags.DEFINE_bool("quick", False, "25 steps, 1 round.")
+flags.DEFINE_bool("quick", False, "25 steps, 1 round, unless other flags say otherwise.")
 
 _SETTLED = 20  # steps after a start or a change
 _SIDE, _CLASSES, _STEPS_PER_EPOCH = 24, 10, 8
@@ -131,24 +131,31 @@ class Quotas:
 
     def __init__(self, processes: Sequence[int]):
         version_1 = pathlib.Path("/sys/fs/cgroup/cpu")
-        self._root = version_1 if version_1.exists() else pathlib.Path("/sys/fs/cgroup")
         self._is_version_1 = version_1.exists()
+        self._root = version_1 if self._is_version_1 else pathlib.Path("/sys/fs/cgroup")
         self._processes = processes
-        self._groups = [self._root / f"tfdist-balance-{process}" for process in processes]
+        self._groups: list[pathlib.Path] = []
 
     def __enter__(self):
-        if not self._is_version_1:
-            (self._root / "cgroup.subtree_control").write_text("+cpu")
-        for group, process in zip(self._groups, self._processes, strict=True):
-            group.mkdir()
-            (group / "cgroup.procs").write_text(str(process))
+        with contextlib.ExitStack() as undo:
+            if not self._is_version_1:
+                (self._root / "cgroup.subtree_control").write_text("+cpu")
+            for process in self._processes:
+                group = self._root / f"tfdist-balance-{process}"
+                group.mkdir()
+                undo.callback(group.rmdir)
+                (group / "cgroup.procs").write_text(str(process))
+                undo.callback(self._release, process)
+                self._groups.append(group)
+            self._undo = undo.pop_all()
         return self
 
     def __exit__(self, *_):
-        for group, process in zip(self._groups, self._processes, strict=True):
-            with contextlib.suppress(ProcessLookupError):
-                (self._root / "cgroup.procs").write_text(str(process))
-            group.rmdir()
+        self._undo.close()
+
+    def _release(self, process):
+        with contextlib.suppress(ProcessLookupError):
+            (self._root / "cgroup.procs").write_text(str(process))
 
     def set(self, parts: Sequence[float | None]) -> None:
         """A part of a core for each process; `None` for all that it can get."""
@@ -265,7 +272,8 @@ def planning(replicas: int, rows: int, steps: int = 500) -> None:
 
 def main(_) -> None:
     parts = [float(part) for part in FLAGS.parts]
-    steps, rounds = (25, 1) if FLAGS.quick else (FLAGS.steps, FLAGS.rounds)
+    steps = 25 if FLAGS.quick and not FLAGS["steps"].present else FLAGS.steps
+    rounds = 1 if FLAGS.quick and not FLAGS["rounds"].present else FLAGS.rounds
     setting = {"rows": FLAGS.rows, "filters": FLAGS.filters}
     print(f"{setting}, {steps} steps, {rounds} rounds, load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
     planning(len(parts), FLAGS.rows)

@@ -24,18 +24,9 @@ def distributed(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optim
     return optimizer if isinstance(optimizer, _Weigh) else _view(optimizer, _Weigh, _exchange_of(optimizer))
 
 
-def noting(clock: report.Clock) -> Callable[[Any], Any]:
-    """Makes views of optimizers that note when the gradients of an only replica are there."""
-
-    def view(optimizer):
-        class Noting(type(optimizer)):
-            def apply(self, grads, trainable_variables=None):
-                clock.mark(report.GRADIENTS, grads)
-                return super().apply(grads, trainable_variables)
-
-        return _as(Noting, optimizer)
-
-    return view
+def noting(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """A view of `optimizer` that notes when the gradients of an only replica are there."""
+    return _view(optimizer, _Note)
 
 
 @contextmanager
@@ -75,11 +66,7 @@ def _exchange_of(optimizer: keras.optimizers.Optimizer) -> type:
 
 def _view(optimizer: keras.optimizers.Optimizer, *mixins: type) -> Any:
     base: Any = type(optimizer)
-    return _as(_view_class(base, mixins), optimizer)
-
-
-def _as(view_class: Any, optimizer: keras.optimizers.Optimizer) -> Any:
-    view = object.__new__(view_class)
+    view: Any = object.__new__(_view_class(base, mixins))
     object.__setattr__(view, "__dict__", optimizer.__dict__)  # Keras' own refuses all before `__init__`.
     return view
 
@@ -87,6 +74,16 @@ def _as(view_class: Any, optimizer: keras.optimizers.Optimizer) -> Any:
 @functools.cache
 def _view_class(base: Any, mixins: tuple[type, ...]) -> type:
     return type(f"Distributed{base.__name__}", (*mixins, base), {})
+
+
+class _Note:
+    """Notes when the gradients of an only replica are there."""
+
+    def apply(self, grads, trainable_variables=None):
+        step = current_step()
+        if step is not None:
+            step.mark(report.GRADIENTS, grads)
+        return super().apply(grads, trainable_variables)
 
 
 class _Weigh:

@@ -376,7 +376,8 @@ def _lone_step(fn, reports):
             return fn(data)
         clock = reports.clock(0)
         data = clock.begin(data)
-        with optimizers.viewed_optimizers(fn.__self__, optimizers.noting(clock)):
+        with steps.running(None) as step, optimizers.viewed_optimizers(fn.__self__, optimizers.noting):
+            step.clock = clock
             logs = fn(data)
         clock.mark(GRADIENTS, logs)  # Again: what is noted of one clock is noted in order.
         reports.tell(0, reports.of_replica(clock, 0, steps.count_rows(data)))

@@ -19,7 +19,8 @@ import tensorflow as tf
 
 BEGIN, LOSS, SHARE, GRADIENTS, END = range(5)
 # Grappler regroups products of constants, and gives the name of a factor that nobody else reads to something else: a
-# number that a moment waits for is read, into this place, so that it stays what it is.
+# number that a moment waits for is read, into this place, so that it stays what it is. Of several the first: LOSS waits
+# for one, and of GRADIENTS most are no numbers.
 _SEEN = 5
 
 
@@ -124,8 +125,8 @@ class Clock:
         after = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in tf.nest.flatten(after)]
         after = [leaf for leaf in after if isinstance(leaf, tf.Tensor)]
         with tf.device(self._host):
-            numbers = [tf.cast(leaf, tf.float64) for leaf in after if leaf.shape.rank == 0]
-            seen = numbers[0] if numbers else tf.constant(0.0, tf.float64)
+            numbers = [leaf for leaf in after if leaf.shape.rank == 0 and leaf.dtype.is_floating]
+            seen = tf.cast(numbers[0], tf.float64) if numbers else tf.constant(0.0, tf.float64)
             # Not below, where it would take the dependencies to itself and be folded away.
             which = tf.constant([moment, _SEEN])
             with tf.control_dependencies(after):

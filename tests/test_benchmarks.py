@@ -250,8 +250,14 @@ def test_a_drill_ends_as_the_unbroken_run(flags):
     if flags == ["--signals=CUT"] and (why := netlab.why_not()):
         pytest.skip(why)
     command = [sys.executable, "-m", "benchmarks.drill", "--kills=1", "--epochs=12", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS)
-    assert done.returncode == 0 and "equal to" in done.stdout, done.stdout + done.stderr
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, MARK: str(os.getpid())}, **pipes) as process:
+        try:
+            out, _ = process.communicate(timeout=RUN_SECONDS)
+        finally:
+            process.terminate()  # which ends what it started
+    assert process.returncode == 0 and "equal to" in out, out
+    assert not children_left()
 
 
 def test_killed_run_leaves_no_workers():

@@ -145,7 +145,8 @@ def keras_is_peeking() -> bool:
 def keras_made_dataset() -> bool:
     """Whether Keras is handing over a dataset of its own making, of arrays or a generator, and not the user's."""
     frame = _frame_of(keras_trainer.TFEpochIterator.__init__)
-    return frame is not None and not isinstance(frame.f_locals["self"].data_adapter, TFDatasetAdapter)
+    adapter = frame and getattr(frame.f_locals.get("self"), "data_adapter", None)
+    return adapter is not None and not isinstance(adapter, TFDatasetAdapter)
 
 
 def keras_is_evaluating() -> bool:
