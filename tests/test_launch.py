@@ -58,7 +58,8 @@ def test_a_module_runs_by_name(run):
 
 
 def test_the_chief_speaks_here_and_the_others_in_their_logs(run):
-    script = run.script('print("I am", worker); print("complaint", worker, file=sys.stderr)')
+    # Each line in one piece, as pieces of two streams may come in any order.
+    script = run.script(r'sys.stdout.write(f"I am {worker}\n"); sys.stderr.write(f"complaint {worker}\n")')
     logs = run.directory / "new" / "logs"
     code, out, err = run.finish("--workers", 3, "--log-dir", logs, script)
     assert code == 0 and out == "I am 0\n" and "complaint 0" in err and str(logs) in err
