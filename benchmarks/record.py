@@ -24,7 +24,7 @@ _MEASURED = ("tfdist", "strategies", "data", "examples", "benchmarks/models.py")
 class Record:
     """Rows that are comparable, in a JSON file that is written whole after each addition.
 
-    A file holds rows of one commit, machine and setting: a file of others is begun anew.
+    A file holds rows of one commit, machine and setting: a file of others is set aside, and begun anew.
 
     Args:
       path: The file, which may exist; None keeps rows in memory.
@@ -71,7 +71,10 @@ class Record:
     def _take_over(self, earlier: Mapping[str, Any]) -> None:
         other = [name for name, value in self._about.items() if earlier.get(name) != value]
         if other:
-            logging.warning("%s is of another %s, and is begun anew.", self._path, ", ".join(other))
+            assert self._path is not None
+            aside = self._path.with_name(f"{self._path.stem}.before{self._path.suffix}")
+            self._path.replace(aside)
+            logging.warning("%s is of another %s; it is %s now.", self._path, ", ".join(other), aside)
             return
         self._commands = list(earlier["commands"])
         self._rows = {tuple(row[name] for name in self._key): row for row in earlier["rows"]}
