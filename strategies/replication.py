@@ -46,7 +46,11 @@ class ReplicatedStrategy:
         self._check_compiled()
         is_keras_step = _is_keras_step(fn, args, kwargs)
         if self.num_replicas_in_sync == 1:
-            return super().run(_lone_step(fn, self.reports) if is_keras_step else fn, args, kwargs, options)
+            if is_keras_step and _is_compiled():
+                self._check_nobody_waits_for_reports()
+            elif is_keras_step:
+                fn = _lone_step(fn, self.reports)
+            return super().run(fn, args, kwargs, options)
         if is_keras_step:
             self._check_scope(fn.__self__)
             with optimizers.viewed_optimizers(fn.__self__, optimizers.distributed), losses.global_losses(fn.__self__):
@@ -154,14 +158,24 @@ class ReplicatedStrategy:
         self._collective_key_base = next(_strategies_made) * _KEYS_PER_STRATEGY
 
     def _check_compiled(self):
-        compiled = not tf.executing_eagerly() and _tf.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
         devices = self.extended.worker_devices
-        if compiled and self.num_replicas_in_sync > 1 and not all("GPU" in device for device in devices):
+        if _is_compiled() and self.num_replicas_in_sync > 1 and not all("GPU" in device for device in devices):
             raise CompiledCollectivesError(
                 "jit_compile=True compiles the whole step, and XLA has no collectives for CPU devices. Got "
                 f"{self.num_replicas_in_sync} replicas, here on {', '.join(devices)}. "
                 "Pass jit_compile=False to `compile` (or `tf.function`); `predict` and single layers may stay compiled."
             )
+
+    def _check_nobody_waits_for_reports(self):
+        if self.reports.feeder is not None:
+            raise CompiledCollectivesError(
+                "jit_compile=True compiles the whole step, which then cannot report that it is done, and "
+                "BalancedSharding hands out by these reports. Pass jit_compile=False to `compile`."
+            )
+
+
+def _is_compiled():
+    return not tf.executing_eagerly() and _tf.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 class ReplicatedExtended:

@@ -44,7 +44,8 @@ class StepReport:
 class StepReports:
     """The reports of a strategy, as `strategy.reports`; of Keras' training steps, not of custom loops.
 
-    Costs a few timestamps and one callback into Python a step, and 2 R + 1 numbers in an exchange for R replicas.
+    Costs a few timestamps and one callback into Python a step, and 2 R + 1 numbers in an exchange for R replicas. A
+    step that XLA compiles for a lone replica reports nothing.
 
     Attributes:
       listeners: Functions that take each `StepReport` on every worker, in the order of the steps, before the step ends.
@@ -52,6 +53,7 @@ class StepReports:
       feeder: Takes each report before the listeners, of the dataset that feeds the present training; else `None`.
       latest: The newest report, `None` before the first step.
       num_replicas: R.
+      asked_here: Whether this process was asked to stop.
     """
 
     newest: "StepReports | None" = None
@@ -62,12 +64,14 @@ class StepReports:
         self.feeder: Callable[[StepReport], None] | None = None
         self.latest: StepReport | None = None
         self.num_replicas = num_replicas
+        self.asked_here = False
         with tf.device(_host_of(devices[0])):
             self._stop = tf.Variable(0.0, trainable=False)
         self._clocks = [Clock(device) for device in devices]
 
     def ask_to_stop(self) -> None:
         """Lets the report of a step to come say `stop`, of the same step on all workers; callable in any thread."""
+        self.asked_here = True
         self._stop.assign(1.0)
 
     def position(self) -> tuple[int, str]:

@@ -1,5 +1,6 @@
 """What the tests of the strategies run in worker processes."""
 
+import contextlib
 import json
 import os
 import time
@@ -102,6 +103,28 @@ def is_tuned(kind):
     more = {} if kind == "dataset" else {"y": arrays[1], "batch_size": 4}
     taken = _tf.keras_trainer.TFEpochIterator(x=given, distribute_strategy=strategy("1x2"), **more)
     return taken._distributed_dataset._dataset._original_dataset.options().autotune.enabled
+
+
+def compiled_alone():
+    """The same training compiled by XLA, without a strategy and under one replica; what balanced data say to it."""
+    x = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+
+    def trained(place, data):
+        keras.utils.set_random_seed(1)
+        with place.scope() if place else contextlib.nullcontext():
+            model = keras.Sequential([layers.Input((4,)), layers.Dense(4), layers.Dense(1)])
+            model.compile("adam", "mse", jit_compile=True)
+        model.fit(*data, batch_size=None if place and len(data) == 1 else 8, verbose=0, shuffle=False)
+        return [np.asarray(weight) for weight in model.get_weights()]
+
+    place = tfdist.MirroredStrategy(["CPU:0"])
+    results = [trained(where, (x, x[:, :1])) for where in (None, place)]
+    sharding = tfdist.data.BalancedSharding((x, x[:, :1]), 8)
+    try:
+        trained(place, (place.distribute_datasets_from_function(sharding),))
+    except tfdist.errors.CompiledCollectivesError as error:
+        return results, str(error)
+    return results, ""
 
 
 def only_chief_saves(placement, folder):

@@ -101,6 +101,14 @@ def test_the_states_of_rows_stay_on_their_replica(placement, pools):
     assert not np.allclose(states[0], states[1])
 
 
+def test_a_lone_replica_may_be_compiled_unless_its_data_need_reports(pools):
+    ((alone, under_strategy), error) = pools("single").run(checks.compiled_alone)[0]
+
+    for one, other in zip(alone, under_strategy, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+    assert "jit_compile=False" in error and "BalancedSharding" in error
+
+
 @pytest.mark.parametrize(("kind", "tuned"), [("arrays", False), ("dataset", None)])
 def test_pipelines_that_keras_makes_are_not_tuned_and_those_of_users_as_they_say(kind, tuned, pools):
     assert pools("1x2").run(checks.is_tuned, kind) == [tuned]

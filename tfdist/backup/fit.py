@@ -241,7 +241,7 @@ class FitBackup(keras.callbacks.Callback):
         self._remove_residual_files()
         self._process.steps += batch + 1 - self._batch
         self._batch, self._logs = batch + 1, logs
-        if self._asked_to_stop:
+        if self._asked_to_stop or self._is_asked_alone():
             self._leave()
         if self._schedule.is_due(self._process.steps):
             self._save()
@@ -368,6 +368,12 @@ class FitBackup(keras.callbacks.Callback):
     def _hear(self, report: Any) -> None:
         if report.stop:
             self._asked_to_stop = True
+
+    def _is_asked_alone(self) -> bool:
+        """Whether this process, the only one, was asked: its step may be one that does not report."""
+        if self._process.listener is None or self._strategy.num_replicas_in_sync > 1:
+            return False
+        return self._strategy.reports.asked_here
 
     def _uninstall_preemption(self) -> None:
         if self._process.listener is not None:
