@@ -4,9 +4,8 @@
     python benchmarks/balance.py --quick          # fewer steps and rounds
 
 Workers on this machine are slowed by a quota of CPU time each (control groups, as root), together less than the machine
-has; in the middle of a run the parts change places. The model computes much and exchanges
-little, so that a step takes what its shares make it take. All ways to share a global batch run in turns on the same
-workers:
+has; in the middle of a run the parts change places. The model computes much and exchanges little, so that a step takes
+what its shares make it take. All ways to share a global batch run in turns on the same workers:
 
 - equal shares; the weights that are right for the speeds (the oracle, told of the change); balanced by measured speed;
 - tf.data service in DYNAMIC mode, where whoever asks gets the next batch.

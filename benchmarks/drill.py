@@ -14,8 +14,8 @@ seconds instead. Nobody lends a hand: `tfdist run` brings it to its end, on each
 optimizer and history must be the same bits. Exits with 1 if they are not, or if the run failed.
 
 With `--shrink` the last worker is killed, cannot start again, and comes back later. What depends on the number of
-workers by its nature is left out (rounding by a codec, BatchNormalization, dropout), and all must be equal to a part of
-1e-4. An example that was trained on twice or left out would show.
+workers by its nature is left out (rounding by a codec, BatchNormalization, dropout), and all must be equal to a
+relative 1e-4. An example that was trained on twice or left out would show.
 """
 
 import collections

@@ -21,11 +21,11 @@ def distributed(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optim
     instance of its class; only the moment of the exchange differs. Keras' `fit` gets it by itself; a custom loop that
     clips or scales its loss asks for it by `strategy.distributed_optimizer`.
     """
-    return optimizer if isinstance(optimizer, _Weigh) else _view(optimizer, _Weigh, _exchange_of(optimizer))
+    return optimizer if isinstance(optimizer, _Weigh) else _view(optimizer, _Note, _Weigh, _exchange_of(optimizer))
 
 
 def noting(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """A view of `optimizer` that notes when the gradients of an only replica are there."""
+    """A view of `optimizer` that notes when gradients are there, which is all that a lone replica needs."""
     return _view(optimizer, _Note)
 
 
@@ -77,7 +77,7 @@ def _view_class(base: Any, mixins: tuple[type, ...]) -> type:
 
 
 class _Note:
-    """Notes when the gradients of an only replica are there."""
+    """Notes when the gradients of a replica are there."""
 
     def apply(self, grads, trainable_variables=None):
         step = current_step()
@@ -101,8 +101,6 @@ class _Weigh:
 
     def apply(self, grads, trainable_variables=None):
         step = current_step()
-        if step is not None:
-            step.mark(report.GRADIENTS, grads)
         if step is not None and step.share is not None:
             if id(self.__dict__) not in step.scaled_losses:
                 grads = [_times(grad, step.share) for grad in grads]

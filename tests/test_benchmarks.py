@@ -19,6 +19,7 @@ sys.path.append(str(ROOT))  # benchmarks are not installed; behind all else, sin
 from benchmarks import accuracy, models, netlab, record, report, train_step  # noqa: E402
 from benchmarks.peers.group import Group, GroupError  # noqa: E402
 from benchmarks.peers.messages import Answer  # noqa: E402
+from launched import eventually  # noqa: E402
 from tfdist.cluster import free_ports  # noqa: E402
 
 RUN_SECONDS = 300
@@ -282,10 +283,3 @@ def children_left():
         if b"benchmarks.peers.worker" in command and f"{MARK}={os.getpid()}".encode() in environ.split(b"\0"):
             found.append(path.name)
     return found
-
-
-def eventually(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return condition()

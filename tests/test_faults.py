@@ -2,27 +2,23 @@
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
-import pathlib
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 
 import pytest
 
 import tfdist
+from launched import eventually
 from tfdist.cluster import ClusterSpec, free_ports
-from tfdist.errors import ClusterError
 from tfdist.exit_codes import PREEMPTED
-from tfdist.faults import FaultTolerance, meeting
+from tfdist.faults import FaultTolerance
 from tfdist.faults.lifelines import Lifelines
-from tfdist.testing import faults
 
 DEADLINE_SECONDS = 90
 START_SECONDS = 3
@@ -62,7 +58,7 @@ class Job:
         return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
 
     def wait_for(self, index, words):
-        assert eventually(lambda: words in self.output(index)), self.output(index)
+        assert eventually(lambda: words in self.output(index), DEADLINE_SECONDS), self.output(index)
         return time.monotonic()
 
     def kill(self):
@@ -77,13 +73,6 @@ def job(tmp_path):
     job = Job(tmp_path)
     yield job
     job.kill()
-
-
-def eventually(condition, seconds=DEADLINE_SECONDS):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 # Options.
@@ -120,156 +109,6 @@ def test_the_environment_comes_before_the_script():
 def test_a_wrong_environment_is_refused_by_name(text):
     with pytest.raises(ValueError, match="TFDIST_HEARTBEAT_TIMEOUT_SECONDS.*" + text):
         FaultTolerance().with_environment({"TFDIST_HEARTBEAT_TIMEOUT_SECONDS": text})
-
-
-# Start-up.
-
-
-class Meeting:
-    """Workers that meet, each in a thread."""
-
-    def __init__(self, seconds=DEADLINE_SECONDS):
-        self.seconds = seconds
-        self.results = {}
-        self.threads = []
-
-    def add(self, name, cluster):
-        def meet():
-            start = time.monotonic()
-            try:
-                self.results[name] = meeting.meet(cluster, self.seconds)
-            except ClusterError as error:
-                self.results[name] = str(error)
-            self.results[name] = self.results[name], time.monotonic() - start
-
-        self.threads.append(threading.Thread(target=meet))
-        self.threads[-1].start()
-
-    def end(self):
-        for thread in self.threads:
-            thread.join(DEADLINE_SECONDS)
-        results = {name: result for name, (result, _) in self.results.items()}
-        for lines in results.values():
-            for line in lines.values() if not isinstance(lines, str) else ():
-                line.close()
-        return results
-
-
-def clusters(workers):
-    ports = free_ports(workers)
-    return [ClusterSpec.local(workers, index, ports) for index in range(workers)]
-
-
-def test_workers_meet_in_any_order_and_keep_their_lines():
-    group, specs = Meeting(), clusters(4)
-    for index in (2, 0, 3):
-        group.add(index, specs[index])
-    time.sleep(0.5)
-    assert group.results == {}
-    group.add(1, specs[1])
-    results = group.end()
-    assert {index: sorted(lines) for index, lines in results.items()} == {0: [1, 2, 3], 1: [0], 2: [0], 3: [0]}
-
-
-def test_a_chief_comes_first():
-    ports = free_ports(2)
-    jobs = {"chief": [f"127.0.0.1:{ports[0]}"], "worker": [f"127.0.0.1:{ports[1]}"]}
-    group = Meeting()
-    group.add("worker", ClusterSpec(jobs, "worker", 0))
-    group.add("chief", ClusterSpec(jobs, "chief", 0))
-    assert {name: sorted(lines) for name, lines in group.end().items()} == {"chief": [1], "worker": [0]}
-
-
-@pytest.mark.parametrize("missing", [0, 2])
-def test_who_is_missing_is_named_by_all_who_came_within_the_deadline(missing):
-    group, specs = Meeting(START_SECONDS), clusters(4)
-    for index in {0, 1, 2, 3} - {missing}:
-        group.add(index, specs[index])
-    results = group.end()
-    assert len(results) == 3
-    for result, seconds in group.results.values():
-        assert f"worker {missing} at {specs[missing].address}" in result
-        assert START_SECONDS - 1 < seconds < START_SECONDS + 3
-
-
-def test_who_is_waited_for_is_logged(job):
-    job.start(
-        """
-        import os
-        from tfdist.cluster import ClusterSpec
-        from tfdist.faults import meeting
-        meeting.meet(ClusterSpec.from_env(), 7)
-        """,
-        workers=3,
-        which=[0, 1],
-    )
-    assert job.wait() == [1, 1]
-    for index in (0, 1):
-        waiting, error = job.output(index).splitlines()[0], job.output(index).splitlines()[-1]
-        assert "2 of 3 workers have come" in waiting and "worker 2 at 127.0.0.1:" in waiting
-        assert error.startswith("tfdist.errors.ClusterError") and "worker 2 at 127.0.0.1:" in error
-
-
-def test_who_has_left_again_is_missing():
-    group, specs = Meeting(START_SECONDS), clusters(3)
-    group.add(0, specs[0])
-    with guest(specs[0], meeting._introduction(specs[1])):
-        time.sleep(0.5)
-    group.add(2, specs[2])
-    results = group.end()
-    assert "missing: worker 1" in results[0] and "missing: worker 1" in results[2]
-
-
-@contextlib.contextmanager
-def guest(chief, introduction):
-    host, port = chief.address.split(":")
-    assert eventually(lambda: connects(host, int(port)))
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(json.dumps(introduction).encode() + b"\n")
-        yield connection
-
-
-def connects(host, port):
-    with contextlib.suppress(OSError), socket.create_connection((host, port)):
-        return True
-    return False
-
-
-def test_strangers_at_the_door_do_no_harm():
-    group, specs = Meeting(), clusters(2)
-    group.add(0, specs[0])
-    for words in ("GET / HTTP/1.1", [1], {}, "\u2620"):
-        with guest(specs[0], words):
-            pass
-    group.add(1, specs[1])
-    assert {index: sorted(lines) for index, lines in group.end().items()} == {0: [1], 1: [0]}
-
-
-def test_another_cluster_is_named_on_all_workers_at_once():
-    group, specs = Meeting(), clusters(3)
-    other = ClusterSpec({"worker": [*specs[0].jobs["worker"], "127.0.0.1:9"]}, "worker", 2)
-    group.add(0, specs[0])
-    group.add(1, specs[1])
-    time.sleep(0.5)
-    group.add(2, other)
-    results = group.end()
-    for index in range(3):
-        assert "the same cluster" in results[index] and "worker 0 has 3 workers" in results[index]
-        assert "worker 2" in results[index] and "127.0.0.1:9" in results[index] and group.results[index][1] < 10
-
-
-def test_other_versions_and_two_of_one_index_are_named():
-    for change, words in (
-        ({"versions": "tfdist 0.0.1"}, "tfdist 0.0.1"),
-        ({"worker": 1}, "say that they are worker 1"),
-    ):
-        group, specs = Meeting(), clusters(3)
-        group.add(0, specs[0])
-        group.add(1, specs[1])
-        time.sleep(0.5)
-        with guest(specs[0], {**meeting._introduction(specs[2]), **change}):
-            results = group.end()
-        assert all(words in results[index] for index in (0, 1)), results
 
 
 # The end of a process.
@@ -429,6 +268,24 @@ def fit(model, *callbacks, epochs=1000):
 """
 
 
+def test_who_is_waited_for_is_logged(job):
+    job.start(
+        """
+        import os
+        from tfdist.cluster import ClusterSpec
+        from tfdist.faults import meeting
+        meeting.meet(ClusterSpec.from_env(), 7)
+        """,
+        workers=3,
+        which=[0, 1],
+    )
+    assert job.wait() == [1, 1]
+    for index in (0, 1):
+        waiting, error = job.output(index).splitlines()[0], job.output(index).splitlines()[-1]
+        assert "2 of 3 workers have come" in waiting and "worker 2 at 127.0.0.1:" in waiting
+        assert error.startswith("tfdist.errors.ClusterError") and "worker 2 at 127.0.0.1:" in error
+
+
 def test_a_strategy_waits_no_longer_than_it_is_told(job):
     job.start(TRAIN, workers=2, which=[1], TFDIST_START_TIMEOUT_SECONDS=str(START_SECONDS))
     assert job.wait() == [1]
@@ -521,139 +378,3 @@ def test_another_model_is_named_on_all_workers(job):
     assert job.wait() == [1, 1]
     for index in range(2):
         assert "All workers must make the same variables" in job.output(index), job.output(index)
-
-
-# Faults for drills.
-
-
-@pytest.fixture
-def busy():
-    """A process that computes."""
-    code = "import os\nprint(os.getpid(), flush=True)\nwhile True: pass"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        yield process
-        process.kill()
-
-
-def state(process):
-    return pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def speed(process, seconds=1.5):
-    """Seconds of computation in a second."""
-
-    def computed():
-        return sum(map(int, pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
-
-    before, start = computed(), time.monotonic()
-    time.sleep(seconds)
-    return (computed() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - start)
-
-
-def test_a_frozen_process_lives_and_goes_on(busy):
-    faults.freeze(busy.pid)
-    assert eventually(lambda: state(busy) == "T", 2)
-    faults.thaw(busy.pid)
-    assert eventually(lambda: state(busy) == "R", 2)
-    faults.kill(busy.pid)
-    assert busy.wait(5) == -signal.SIGKILL
-
-
-def test_a_slow_process_computes_less_and_goes_on(busy):
-    with faults.Slowdown(busy.pid, 1) as slowdown:
-        full = speed(busy)
-        slowdown.change(5)
-        slow = speed(busy)
-    assert slow < 0.5 * full
-    assert eventually(lambda: state(busy) == "R", 2)
-    with pytest.raises(ValueError, match="from 1 up"):
-        faults.Slowdown(busy.pid, 0.5)
-
-
-def test_a_slow_process_may_end_first():
-    with subprocess.Popen(["sleep", "60"]) as process:
-        with faults.Slowdown(process.pid, 3) as slowdown:
-            process.kill()
-            process.wait()
-            time.sleep(0.3)
-            slowdown.change(2)
-
-
-def test_writes_fail_beyond_a_size(tmp_path):
-    code = """
-    import errno, pathlib, sys
-    from tfdist.testing import faults
-    faults.fill_disk(1000)
-    pathlib.Path(sys.argv[1]).write_bytes(bytes(1000))
-    try:
-        pathlib.Path(sys.argv[1]).write_bytes(bytes(2000))
-    except OSError as error:
-        sys.exit(error.errno != errno.EFBIG)
-    sys.exit(2)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "file")]
-    assert subprocess.run(command, timeout=DEADLINE_SECONDS).returncode == 0
-
-
-@pytest.mark.privileged
-def test_a_small_disk_is_soon_full(tmp_path):
-    if os.geteuid() != 0:
-        pytest.skip("needs root to mount")
-    try:
-        with faults.small_disk(tmp_path, 1 << 16):
-            with pytest.raises(OSError, match="No space left"):
-                (tmp_path / "file").write_bytes(bytes(1 << 20))
-    except PermissionError as error:
-        pytest.skip(str(error))
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.privileged
-def test_a_link_is_cut_in_its_namespace():
-    code = """
-    import subprocess, sys
-    from tfdist.testing import faults
-    for command in ("add one type veth peer name two", "set dev one up"):
-        if subprocess.run(["ip", "link", *command.split()]).returncode:
-            sys.exit(77)
-    is_up = lambda: "UP" in subprocess.run(["ip", "link", "show", "one"], capture_output=True, text=True).stdout
-    before = is_up()
-    faults.cut_network("one")
-    sys.exit(not (before and not is_up()))
-    """
-    command = ["unshare", "--net", sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, timeout=DEADLINE_SECONDS, capture_output=True, text=True)
-    if done.returncode == 77 or "unshare" in done.stderr:
-        pytest.skip(f"needs root and network namespaces: {done.stderr}")
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_link_that_is_not_there_is_named():
-    with pytest.raises(PermissionError, match="nowhere0"):
-        faults.cut_network("nowhere0")
-
-
-def test_corruption_is_repeatable_and_real(tmp_path):
-    content = bytes(range(200))
-    done = {}
-    for how in ("truncate", "flip", "remove"):
-        results = []
-        for seed in (1, 1, 2):
-            (tmp_path / "file").write_bytes(content)
-            told = faults.corrupt(tmp_path / "file", seed, how)
-            assert str(tmp_path / "file") in told
-            results.append((tmp_path / "file").read_bytes() if (tmp_path / "file").exists() else None)
-        assert results[0] == results[1] != content
-        done[how] = results[0]
-    assert len(done["truncate"]) < 200 and content.startswith(done["truncate"]) and done["remove"] is None
-    assert sum((a ^ b).bit_count() for a, b in zip(content, done["flip"], strict=True)) == 1
-    kinds = set()
-    for seed in range(20):
-        (tmp_path / "file").write_bytes(content)
-        kinds.add(faults.corrupt(tmp_path / "file", seed).split()[0])
-    assert kinds == {"truncated", "flipped", "removed"}
-    (tmp_path / "file").write_bytes(b"")
-    for arguments, words in (((1,), "empty"), ((1, "burn"), "burn")):
-        with pytest.raises(ValueError, match=words):
-            faults.corrupt(tmp_path / "file", *arguments)

@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from launched import eventually
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError, WorkerError, WorkerTimeoutError
 from tfdist.testing import WorkerPool, run_workers
@@ -134,13 +135,6 @@ def is_alive(pid):
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def eventually(condition, seconds=10):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])

@@ -1,0 +1,147 @@
+"""Faults for drills do what they say: stop, slow and kill processes, refuse writes, cut links, spoil files."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from launched import DEADLINE_SECONDS, eventually
+from tfdist.testing import faults
+
+
+@pytest.fixture
+def busy():
+    """A process that computes."""
+    code = "import os\nprint(os.getpid(), flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def state(process):
+    return pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def speed(process, seconds=1.5):
+    """Seconds of computation in a second."""
+
+    def computed():
+        return sum(map(int, pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+
+    before, start = computed(), time.monotonic()
+    time.sleep(seconds)
+    return (computed() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - start)
+
+
+def test_a_frozen_process_lives_and_goes_on(busy):
+    faults.freeze(busy.pid)
+    assert eventually(lambda: state(busy) == "T", 2)
+    faults.thaw(busy.pid)
+    assert eventually(lambda: state(busy) == "R", 2)
+    faults.kill(busy.pid)
+    assert busy.wait(5) == -signal.SIGKILL
+
+
+def test_a_slow_process_computes_less_and_goes_on(busy):
+    with faults.Slowdown(busy.pid, 1) as slowdown:
+        full = speed(busy)
+        slowdown.change(5)
+        slow = speed(busy)
+    assert slow < 0.5 * full
+    assert eventually(lambda: state(busy) == "R", 2)
+    with pytest.raises(ValueError, match="from 1 up"):
+        faults.Slowdown(busy.pid, 0.5)
+
+
+def test_a_slow_process_may_end_first():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        with faults.Slowdown(process.pid, 3) as slowdown:
+            process.kill()
+            process.wait()
+            time.sleep(0.3)
+            slowdown.change(2)
+
+
+def test_writes_fail_beyond_a_size(tmp_path):
+    code = """
+    import errno, pathlib, sys
+    from tfdist.testing import faults
+    faults.fill_disk(1000)
+    pathlib.Path(sys.argv[1]).write_bytes(bytes(1000))
+    try:
+        pathlib.Path(sys.argv[1]).write_bytes(bytes(2000))
+    except OSError as error:
+        sys.exit(error.errno != errno.EFBIG)
+    sys.exit(2)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "file")]
+    assert subprocess.run(command, timeout=DEADLINE_SECONDS).returncode == 0
+
+
+@pytest.mark.privileged
+def test_a_small_disk_is_soon_full(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount")
+    try:
+        with faults.small_disk(tmp_path, 1 << 16):
+            with pytest.raises(OSError, match="No space left"):
+                (tmp_path / "file").write_bytes(bytes(1 << 20))
+    except PermissionError as error:
+        pytest.skip(str(error))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.privileged
+def test_a_link_is_cut_in_its_namespace():
+    code = """
+    import subprocess, sys
+    from tfdist.testing import faults
+    for command in ("add one type veth peer name two", "set dev one up"):
+        if subprocess.run(["ip", "link", *command.split()]).returncode:
+            sys.exit(77)
+    is_up = lambda: "UP" in subprocess.run(["ip", "link", "show", "one"], capture_output=True, text=True).stdout
+    before = is_up()
+    faults.cut_network("one")
+    sys.exit(not (before and not is_up()))
+    """
+    command = ["unshare", "--net", sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, timeout=DEADLINE_SECONDS, capture_output=True, text=True)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"needs root and network namespaces: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_link_that_is_not_there_is_named():
+    with pytest.raises(PermissionError, match="nowhere0"):
+        faults.cut_network("nowhere0")
+
+
+def test_corruption_is_repeatable_and_real(tmp_path):
+    content = bytes(range(200))
+    done = {}
+    for how in ("truncate", "flip", "remove"):
+        results = []
+        for seed in (1, 1, 2):
+            (tmp_path / "file").write_bytes(content)
+            told = faults.corrupt(tmp_path / "file", seed, how)
+            assert str(tmp_path / "file") in told
+            results.append((tmp_path / "file").read_bytes() if (tmp_path / "file").exists() else None)
+        assert results[0] == results[1] != content
+        done[how] = results[0]
+    assert len(done["truncate"]) < 200 and content.startswith(done["truncate"]) and done["remove"] is None
+    assert sum((a ^ b).bit_count() for a, b in zip(content, done["flip"], strict=True)) == 1
+    kinds = set()
+    for seed in range(20):
+        (tmp_path / "file").write_bytes(content)
+        kinds.add(faults.corrupt(tmp_path / "file", seed).split()[0])
+    assert kinds == {"truncated", "flipped", "removed"}
+    (tmp_path / "file").write_bytes(b"")
+    for arguments, words in (((1,), "empty"), ((1, "burn"), "burn")):
+        with pytest.raises(ValueError, match=words):
+            faults.corrupt(tmp_path / "file", *arguments)
