@@ -46,6 +46,8 @@ class ReplicatedStrategy:
         self._check_compiled()
         is_keras_step = _is_keras_step(fn, args, kwargs)
         if self.num_replicas_in_sync == 1:
+            if is_keras_step and fn.__name__ == "train_step":
+                self._check_owned(fn.__self__, _optimizer_variables(fn.__self__))  # Weights may lie anywhere.
             if is_keras_step and _is_compiled():
                 self._check_nobody_waits_for_reports()
             elif is_keras_step:
@@ -117,9 +119,10 @@ class ReplicatedStrategy:
         return optimizers.distributed(optimizer)
 
     def _check_scope(self, model):
-        optimizer = getattr(model, "optimizer", None)
-        owned = [*model.variables, *(optimizer.variables if optimizer else [])]
-        for variable in owned:
+        self._check_owned(model, [*model.variables, *_optimizer_variables(model)])
+
+    def _check_owned(self, model, variables):
+        for variable in variables:
             if getattr(variable.value, "distribute_strategy", None) is not self:
                 raise ScopeError(
                     f"Model {model.name!r} and its optimizer must be made inside `with strategy.scope():`, but the "
@@ -172,6 +175,11 @@ class ReplicatedStrategy:
                 "jit_compile=True compiles the whole step, which then cannot report that it is done, and "
                 "BalancedSharding hands out by these reports. Pass jit_compile=False to `compile`."
             )
+
+
+def _optimizer_variables(model):
+    optimizer = getattr(model, "optimizer", None)
+    return optimizer.variables if optimizer else []
 
 
 def _is_compiled():

@@ -222,6 +222,14 @@ def _outside_scope(placement):
     wrapped.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
 
 
+def _optimizer_outside_scope(placement):
+    with strategy(placement).scope() if placement != "single" else tfdist.MirroredStrategy(["CPU:0"]).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.compile("sgd", "mse")
+    model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+
+
 def _compression(placement):
     (tfdist.MirroredStrategy if placement == "1x2" else tfdist.MultiWorkerMirroredStrategy)(compression="int9")
 
@@ -249,6 +257,7 @@ mistakes = {
     "loss scaling": _loss_scaling,
     "jit_compile": _compiled,
     "outside scope": _outside_scope,
+    "optimizer outside scope": _optimizer_outside_scope,
     "compression": _compression,
 }
 

@@ -349,6 +349,24 @@ fit(build(), Backup(), tfdist.testing.Fault("preempt", worker=1, step=15))
     assert len(steps) == 1 and 15 <= int(steps.pop()) < 20
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_lone_worker_saves_and_leaves_also_if_its_step_is_compiled(job, compiled):
+    job.start(
+        TRAIN
+        + f"""
+with strategy.scope():
+    model = build()
+    model.compile("sgd", "mse", jit_compile={compiled})
+backup = tfdist.callbacks.BackupAndRestore(here / "backup", save_freq=10**6)
+preempt = tfdist.testing.Fault("preempt", worker=0, step=15)
+model.fit(x, x[:, :1], batch_size=8, epochs=1000, verbose=0, callbacks=[backup, preempt])
+""",
+        workers=1,
+    )
+    assert job.wait() == [PREEMPTED], job.output(0)
+    assert len(list((job.directory / "backup").glob("step-*"))) == 1
+
+
 def test_workers_that_are_done_leave_together(job):
     job.start(
         TRAIN

@@ -160,3 +160,9 @@ def test_a_mistake_is_named_on_every_worker(placement, mistake, error, words, po
     for kind, message in pools(placement).run(checks.message_of, placement, mistake):
         assert kind == error
         assert words in message
+
+
+@pytest.mark.parametrize("placement", ["single", "1x2"])
+def test_an_optimizer_made_outside_the_scope_is_named(placement, pools):
+    ((kind, message),) = pools(placement).run(checks.message_of, placement, "optimizer outside scope")
+    assert kind == "ScopeError" and "strategy.scope()" in message
