@@ -244,7 +244,14 @@ class ReplicatedExtended:
             return self._traced(fn)(*args, **kwargs)
         if not tf.executing_eagerly():
             fn = _tf.tf_convert(fn, _tf.control_status_ctx())
+            if isinstance(self._cross_device_ops, Collectives):
+                self._cross_device_ops.count_alike(self._symbolic((args, kwargs)))
         return super()._call_for_each_replica(_in_step(fn, self.seed_generator()), args, kwargs)
+
+    def _symbolic(self, values):
+        """The tensors of all local replicas in `values` that the present function has yet to compute."""
+        local = [self._local_results(leaf) for leaf in tf.nest.flatten(values)]
+        return [leaf for leaf in tf.nest.flatten(local, expand_composites=True) if tf.is_symbolic_tensor(leaf)]
 
     def seed_generator(self):
         """What Keras' unseeded random operations draw from; made out of the step, which cannot make variables."""

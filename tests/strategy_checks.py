@@ -285,6 +285,43 @@ def loop_and_fit_in_turns(placement):
     return totals
 
 
+def counts_around_the_end_of_data(placement):
+    """Keys of each local replica, before and after a step of ten collectives that finds its data at an end."""
+    place = strategy(placement)
+    data = place.distribute_datasets_from_function(tfdist.data.BalancedSharding((np.ones((8, 1), "float32"),), 8))
+
+    def on_replica(rows):
+        total = tf.reduce_sum(rows[0])
+        for _ in range(10):
+            total = tf.distribute.get_replica_context().all_reduce("SUM", tf.tanh(total))
+        return total
+
+    @tf.function
+    def step(iterator):
+        return place.run(on_replica, args=(next(iterator),))
+
+    iterator, counts = iter(data), []
+    step(iterator)
+    for _ in range(2):
+        counts.append([int(launcher.count) for launcher in place.extended._cross_device_ops._launchers])
+        with contextlib.suppress(tf.errors.OutOfRangeError):
+            step(iterator)
+    return counts
+
+
+def reductions_after_unequal_counts(placement):
+    """What a step that failed halfway leaves behind, then reductions outside of a step and in one."""
+    place = strategy(placement)
+    first = place.extended._cross_device_ops._launchers[0]
+    totals = []
+    for step in (lambda run: run(), tf.function(lambda run: run())):
+        first.count.assign_add(3)
+        totals.append(float(step(lambda: place.reduce("SUM", place.run(lambda: tf.ones([])), axis=None))))
+    first.count.assign_add(3)
+    in_step = place.run(tf.function(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([]))))
+    return [*totals, float(place.experimental_local_results(in_step)[0])]
+
+
 def states_of_rows(placement):
     """The state that a stateful layer keeps on each local replica."""
     keras.utils.set_random_seed(1)

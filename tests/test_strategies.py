@@ -94,6 +94,19 @@ def test_custom_loops_and_fit_take_turns(placement, replicas, pools):
         assert totals == [replicas] * 4
 
 
+@pytest.mark.parametrize("placement", ["1x2", "2x1", "2x2"])
+def test_a_step_that_finds_no_data_counts_no_collectives(placement, pools):
+    for before, after in pools(placement).run(checks.counts_around_the_end_of_data, placement):
+        assert len(set(before)) == len(set(after)) == 1
+        assert after[0] - before[0] <= 1, "but for the workers' agreement that none has data, which all wait for"
+
+
+@pytest.mark.parametrize(("placement", "replicas"), [("1x2", 2), ("2x2", 4)])
+def test_replicas_meet_again_after_a_step_that_failed_halfway(placement, replicas, pools):
+    for totals in pools(placement).run(checks.reductions_after_unequal_counts, placement):
+        assert totals == [replicas] * 3
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_states_of_rows_stay_on_their_replica(placement, pools):
     states = [state for worker in pools(placement).run(checks.states_of_rows, placement) for state in worker]

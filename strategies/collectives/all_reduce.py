@@ -1,5 +1,7 @@
 """The all-reduce of both strategies: dense tensors in buckets, sparse ones by rows."""
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 from tfdist import _tf
@@ -42,6 +44,7 @@ class Collectives(_tf.CollectiveAllReduce):
             return [Launcher(key, size, collective_keys, device, options) for key, device in placed]
 
         self._launchers = launchers([group_key] * self.replicas, group_size)
+        self._across, self._within = [], []
         if self.spread > 1:
             first = group_key + _HIERARCHY_KEYS
             self._across = launchers([first + i for i in range(self.replicas)], self.ranks)
@@ -75,6 +78,19 @@ class Collectives(_tf.CollectiveAllReduce):
         """Whether it is the first replica of all workers."""
         return self._worker == 0 and replica == 0
 
+    def count_alike(self, data: Sequence[tf.Tensor] = ()) -> None:
+        """Lets the replicas of this worker count on from one number, and not before `data` are there.
+
+        Counting needs no data and would begin with the function. A step that finds no more data, or fails halfway,
+        would then count more collectives on one replica than on another, and the next collective of the two, under
+        different keys, wait for ever.
+        """
+        for launchers in filter(None, (self._launchers, self._across, self._within)):
+            with tf.control_dependencies(data):
+                highest = tf.reduce_max(tf.stack([launcher.count for launcher in launchers]))
+            for launcher in launchers:
+                launcher.count.assign(highest, read_value=False)
+
     def launcher(self, replica: int) -> Launcher:
         """The launcher among all replicas."""
         return self._launchers[replica]
@@ -106,6 +122,10 @@ class Collectives(_tf.CollectiveAllReduce):
     def all_reduce_rows(self, slices: tf.IndexedSlices, replica: int, options, codec) -> tf.IndexedSlices:
         """Joins the `slices` of all replicas, their values encoded by `codec`."""
         return all_reduce_sparse(slices, self._launchers[replica], self._group_size, options, codec)
+
+    def _all_reduce_per_replica_values(self, *args):
+        self.count_alike()
+        return super()._all_reduce_per_replica_values(*args)
 
     def _all_reduce(self, reduce_op, value, replica_id, options):
         """Reduces a nest of tensors and `IndexedSlices`, called once for each local replica."""

@@ -20,13 +20,16 @@ class Launcher(_tf.CollectiveReplicaLauncher):
 
     Costs one integer addition a collective. The collectives themselves run side by side, except on GPUs, where NCCL
     needs an order.
+
+    Attributes:
+      count: The key of the collective that was launched last, int32 [].
     """
 
     def __init__(self, group_key, group_size, collective_keys, device, options):
         super().__init__(group_key, group_size, collective_keys, device, options)
         host = tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0)
         with tf.init_scope(), tf.device(host.to_string()):
-            self._count = tf.Variable(_FIRST_INSTANCE_KEY, dtype=tf.int32, trainable=False, name="collectives_launched")
+            self.count = tf.Variable(_FIRST_INSTANCE_KEY, dtype=tf.int32, trainable=False, name="collectives_launched")
 
     def _use_ordering_token(self):
         return "GPU" in self._device
@@ -39,7 +42,7 @@ class Launcher(_tf.CollectiveReplicaLauncher):
         return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name="unordered")
 
     def _next_instance_key(self):
-        return self._count.assign_add(1)
+        return self.count.assign_add(1)
 
     def all_gather_rows(self, tensor: tf.Tensor, options) -> tf.Tensor:
         """Joins tensors of equal shape along their first axis: [n, ...] -> [replicas * n, ...]."""
