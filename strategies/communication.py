@@ -51,11 +51,17 @@ class Traffic:
       steps: Exchanges; those that were opted out of do not count.
       raw_bytes: What uncompressed rings would have sent.
       sent_bytes: What was sent: values, scales, indices and padding.
+      encode_seconds: What a replica has spent on encoding and decoding, with sums and residuals; a mean over the
+        replicas of this worker, added up over buckets, of which several may be under way at once.
+      exchange_seconds: The same of the collectives between, from their launch to the arrival: sending, and waiting for
+        others that are not as far.
     """
 
     steps: int
     raw_bytes: int
     sent_bytes: int
+    encode_seconds: float
+    exchange_seconds: float
 
     def __sub__(self, before: "Traffic") -> "Traffic":
         """What was sent since `before`."""
@@ -150,7 +156,9 @@ class Communication(tf.Module):
         counts = [count.numpy() for exchange in self.exchanges for count in exchange.counts]
         steps = sum(int(exchange.counts[0].numpy()[STEPS]) for exchange in self.exchanges)
         raw, sent = (sum(int(count[which]) for count in counts) for which in (RAW_BYTES, SENT_BYTES))
-        return Traffic(steps, raw, sent)
+        times = [replica.numpy() for exchange in self.exchanges for replica in exchange.times.of_replicas]
+        encoding, exchanging = np.sum(times, axis=0) / self._make_collectives().replicas if times else (0.0, 0.0)
+        return Traffic(steps, raw, sent, float(encoding), float(exchanging))
 
     def residual_norm(self) -> float:
         """The Euclidean norm of all that this worker's replicas have left behind, to be sent later."""

@@ -1,7 +1,10 @@
 """What the tests of compressed training run in worker processes."""
 
 import functools
+import json
 import logging
+import os
+import time
 
 import keras
 import numpy as np
@@ -193,6 +196,29 @@ def what_is_compressed(placement):
     own, total = sent(reduce_own)
     total = strategy.experimental_local_results(total)[0]
     return compressed, plain, own, exact, bool(np.allclose(total, gradient * replicas, atol=1e-5))
+
+
+def traffic_with_a_late_worker(codec, late_seconds, steps=3):
+    """What each of two workers sends in some steps if the second has its gradients late; and how late in all."""
+    strategy = strategy_of("2x1", policy(codec))
+    with strategy.scope():
+        weight = tf.Variable(tf.ones([64, 64]))
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([weight])
+    is_late = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1
+
+    def apply():
+        gradient = tf.random.stateless_normal([64, 64], [1, 2])
+        if is_late:
+            gradient = tf.numpy_function(lambda value: (time.sleep(late_seconds), value)[1], [gradient], tf.float32)
+        optimizer.apply([tf.ensure_shape(gradient, [64, 64])], [weight])
+
+    step = tf.function(lambda: strategy.run(apply))
+    step()
+    before = strategy.communication.traffic()
+    for _ in range(steps):
+        step()
+    return strategy.communication.traffic() - before, steps * late_seconds
 
 
 def sparse(placement, codec):

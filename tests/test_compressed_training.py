@@ -207,6 +207,16 @@ def test_a_codec_that_an_optimizer_cannot_bear_is_warned_of(codec, optimizer, wa
         assert any("keras.optimizers.SGD" in message for message in messages) == warns
 
 
+@pytest.mark.parametrize("codec", ["int8", "powersgd"])
+def test_waiting_for_gradients_of_others_counts_as_exchange_and_not_as_coding(codec, pools):
+    (early, late), (delay, _) = zip(*pools("2x1").run(checks.traffic_with_a_late_worker, codec, 0.2), strict=True)
+
+    assert early.steps == late.steps == 3
+    assert early.exchange_seconds > delay
+    assert 0 < late.exchange_seconds < early.exchange_seconds - delay / 2
+    assert all(0 < each.encode_seconds < early.exchange_seconds for each in (early, late))
+
+
 @pytest.mark.parametrize("placement", ["1x2", "2x1", "2x2"])
 def test_only_gradients_are_compressed(placement, pools):
     for compressed, plain, own, opt_out_is_exact, reduction_is_exact in pools(placement).run(

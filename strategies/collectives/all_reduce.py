@@ -8,6 +8,7 @@ from tfdist import _tf
 from tfdist.strategies.collectives.buckets import BUCKET_BYTES, fill_buckets, join, separate
 from tfdist.strategies.collectives.launcher import Launcher
 from tfdist.strategies.collectives.sparse import all_reduce_sparse
+from tfdist.strategies.collectives.stopwatch import Stopwatch
 
 # Far from the group keys that a strategy's other collectives have.
 _HIERARCHY_KEYS = 1 << 10
@@ -119,9 +120,14 @@ class Collectives(_tf.CollectiveAllReduce):
         total, *rest = exchange(part, self._across[replica], self.ranks)
         return tf.ensure_shape(within.all_gather_rows(total, options), bucket.shape), *rest
 
-    def all_reduce_rows(self, slices: tf.IndexedSlices, replica: int, options, codec) -> tf.IndexedSlices:
-        """Joins the `slices` of all replicas, their values encoded by `codec`."""
-        return all_reduce_sparse(slices, self._launchers[replica], self._group_size, options, codec)
+    def all_reduce_rows(
+        self, slices: tf.IndexedSlices, replica: int, options, codec
+    ) -> tuple[tf.IndexedSlices, tf.Tensor]:
+        """Joins the `slices` of all replicas, their values encoded by `codec`; also `Stopwatch.seconds`."""
+        watch = Stopwatch()
+        launcher = watch.of_collectives(self._launchers[replica])
+        joined = watch.end(all_reduce_sparse(watch.begin(slices), launcher, self._group_size, options, codec))
+        return joined, watch.seconds()
 
     def _all_reduce_per_replica_values(self, *args):
         self.count_alike()

@@ -15,6 +15,14 @@ from tfdist.strategies.compression import Codec, PowerSGD, WordCodec
 # Of a replica, since the strategy was made: exchanges, bytes as float32 would send them, bytes sent. All across the
 # network only, if workers have several devices.
 STEPS, RAW_BYTES, SENT_BYTES = range(3)
+_NO_TIME = np.zeros([2])
+
+
+class Times:
+    """What each replica of this worker has spent, as `Stopwatch.seconds`; apart from what checkpoints see."""
+
+    def __init__(self):
+        self.of_replicas: list[tf.Variable] = []
 
 
 class Exchange(tf.Module):
@@ -42,6 +50,7 @@ class Exchange(tf.Module):
         # Of each replica of this worker: what its parts keep, and its counts.
         self.states: list[list[tf.Variable]] = []
         self.counts: list[tf.Variable] = []
+        self.times = Times()
         # Not in the thread of a replica, whose strategy would make variables of all replicas, nor in its graph.
         with ThreadPoolExecutor(1) as pool:
             pool.submit(self._make_variables).result()
@@ -65,13 +74,15 @@ class Exchange(tf.Module):
         old = list(self.states[replica])
         new: list[tf.Tensor] = []
         finite: list[tf.Tensor] = []
+        seconds: list[tf.Tensor] = []
         with tf.device(collectives.device(replica)):
             for part in self._parts:
                 members = [gradients[i] for i in part.positions]
                 states = [tf.convert_to_tensor(variable) for variable in old[len(new) : len(new) + part.num_states]]
-                sums, states, is_finite = _from_step(part, done, members, states, replica, collectives, options)
+                sums, states, is_finite, spent = _from_step(part, done, members, states, replica, collectives, options)
                 new += states
                 finite.append(is_finite)
+                seconds.append(spent)
                 for i, total in zip(part.positions, sums, strict=True):
                     totals[i] = total
             raw = collectives._all_reduce(
@@ -80,7 +91,8 @@ class Exchange(tf.Module):
             for i, total in zip(self._raw, raw, strict=True):
                 totals[i] = total
             for i, codec in self._sparse_codecs.items():
-                totals[i] = _rows_from_step(codec, done, gradients[i], replica, collectives, options)
+                totals[i], spent = _rows_from_step(codec, done, gradients[i], replica, collectives, options)
+                seconds.append(spent)
             if new:
                 # Float32 sums of float16 gradients may leave the range of these.
                 unseen = [
@@ -89,6 +101,7 @@ class Exchange(tf.Module):
                 finite += [_is_finite(totals[i]) for i in unseen]
                 tf.cond(tf.reduce_all(finite), lambda: _assign(old, new), lambda: tf.constant(False))
             self._count(replica, gradients, totals, done)
+            self.times.of_replicas[replica].assign_add(tf.add_n(seconds) if seconds else _NO_TIME)
         return totals
 
     def eagerly(self, gradients: list[list[Gradient]], done: tf.Tensor) -> list[list[Gradient]]:
@@ -159,6 +172,7 @@ class Exchange(tf.Module):
             )
             with tf.device(host.to_string()):
                 self.counts.append(tf.Variable(tf.zeros([3], tf.int64), trainable=False, name="counts"))
+                self.times.of_replicas.append(tf.Variable(_NO_TIME, trainable=False, name="times"))
 
     def _count(self, replica, gradients, totals, done):
         """Adds to the counts of a replica; of sparse rows nearly what is sent, as each replica pads to the longest."""
@@ -211,7 +225,7 @@ def _from_step(part, done, gradients, states, replica, collectives, options):
 
     def raw():
         sums = collectives._all_reduce(tf.distribute.ReduceOp.SUM, list(gradients), replica, options)
-        return sums, list(states), tf.reduce_all([_is_finite(total) for total in sums])
+        return sums, list(states), tf.reduce_all([_is_finite(total) for total in sums]), tf.constant(_NO_TIME)
 
     return encoded() if part.codec.start_step == 0 else tf.cond(done >= part.codec.start_step, encoded, raw)
 
@@ -223,7 +237,8 @@ def _rows_from_step(codec, done, slices, replica, collectives, options):
         return collectives.all_reduce_rows(slices, replica, options, codec)
 
     def raw():
-        return collectives.all_reduce_rows(slices, replica, options, None)
+        total, _ = collectives.all_reduce_rows(slices, replica, options, None)
+        return total, tf.constant(_NO_TIME)
 
     return encoded() if codec.start_step == 0 else tf.cond(done >= codec.start_step, encoded, raw)
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdist.strategies.collectives.buckets import BUCKET_BYTES, Bucket, fill_buckets, join, separate
 from tfdist.strategies.collectives.low_rank import all_reduce_low_rank
+from tfdist.strategies.collectives.stopwatch import Stopwatch
 from tfdist.strategies.collectives.two_shot import all_reduce_encoded, in_two_shots, sent_words, state_shapes
 from tfdist.strategies.compression import PowerSGD, WordCodec
 
@@ -45,28 +46,36 @@ class Words:
         return sum(4 * sent_words(self.codec, part, collectives.ranks) for part in parts)
 
     def exchange(self, gradients, states, replica, collectives, options):
-        """Gradients and states -> their sums, the new states, and whether the sums are finite."""
-        totals, kept, finite = [], [], []
+        """Gradients and states -> their sums, the new states, whether the sums are finite, and `Stopwatch.seconds`."""
+        totals, kept, finite, watch = [], [], [], Stopwatch()
         members = [tf.cast(gradient, tf.float32) for gradient in gradients]
         rest = list(states)
         for bucket, (first, second) in zip(self._buckets, self._splits, strict=True):
             own, rest = rest[: first + second], rest[first + second :]
-            joined = join(bucket, members, self._granule, self._multiple)
+            joined = watch.begin(join(bucket, members, self._granule, self._multiple))
             total, new_first, new_second, is_finite = collectives.across_workers(
                 joined,
                 replica,
                 options,
                 lambda shard, launcher, ranks, own=own, first=first: all_reduce_encoded(
-                    self.codec, shard, tuple(own[:first]), tuple(own[first:]), launcher, ranks, options
+                    self.codec,
+                    shard,
+                    tuple(own[:first]),
+                    tuple(own[first:]),
+                    watch.of_collectives(launcher),
+                    ranks,
+                    options,
                 ),
             )
-            totals.append(total)
             if not self.codec.keeps_zeros:
                 new_first, new_second = self._without_padding(bucket, new_first, new_second, replica, collectives)
+            total, new_first, new_second = watch.end([total, new_first, new_second])
+            totals.append(total)
             kept += [*new_first, *new_second]
             # Each device of a worker has seen its part of the bucket only.
             finite.append(is_finite if collectives.spread == 1 else tf.reduce_all(tf.math.is_finite(total)))
-        return separate(self._buckets, totals, gradients, self._granule), kept, tf.reduce_all(finite)
+        sums = separate(self._buckets, totals, gradients, self._granule)
+        return sums, kept, tf.reduce_all(finite), watch.seconds()
 
     def _without_padding(self, bucket, first, second, replica, collectives):
         """States with zeros where the bucket is padded."""
@@ -141,14 +150,14 @@ class Matrices:
         return collectives.ring * sum(4 * self.codec.rank * (rows + cols) for rows, cols in self._shapes)
 
     def exchange(self, gradients, states, replica, collectives, options):
-        """Gradients and states -> their sums, the new states, and whether the sums are finite."""
+        """As `Words.exchange`."""
         count = len(self._shapes)
         residuals, factors = list(states[: self.num_states - count]), list(states[self.num_states - count :])
         totals: list[Any] = [None] * count
-        finite = []
-        launcher = collectives.launcher(replica)
+        finite, watch = [], Stopwatch()
+        launcher = watch.of_collectives(collectives.launcher(replica))
         for group in self._groups:
-            matrices = [tf.reshape(tf.cast(gradients[i], tf.float32), self._shapes[i]) for i in group]
+            matrices = watch.begin([tf.reshape(tf.cast(gradients[i], tf.float32), self._shapes[i]) for i in group])
             sums, kept, new_factors, is_finite = all_reduce_low_rank(
                 self.codec,
                 matrices,
@@ -157,13 +166,14 @@ class Matrices:
                 launcher,
                 options,
             )
+            sums, kept, new_factors = watch.end([sums, kept, new_factors])
             finite.append(is_finite)
             for place, i in enumerate(group):
                 totals[i] = tf.cast(tf.reshape(sums[place], gradients[i].shape), gradients[i].dtype)
                 factors[i] = new_factors[place]
                 if residuals:
                     residuals[i] = kept[place]
-        return totals, [*residuals, *factors], tf.reduce_all(finite)
+        return totals, [*residuals, *factors], tf.reduce_all(finite), watch.seconds()
 
     def pending(self, states, replica, collectives):
         """As `Words.pending`; factors are the same on all replicas, and count as pending on the first alone."""
