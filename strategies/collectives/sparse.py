@@ -5,7 +5,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.strategies.collectives.launcher import Launcher
 from tfdist.strategies.compression import WordCodec
 
 
@@ -19,7 +18,7 @@ def sum_duplicates(slices: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.Index
 
 
 def all_reduce_sparse(
-    slices: tf.IndexedSlices, launcher: Launcher, group_size: int, options, codec: WordCodec | None = None
+    slices: tf.IndexedSlices, launcher, group_size: int, options, codec: WordCodec | None = None
 ) -> tf.IndexedSlices:
     """Joins the `slices` of all replicas; each may hold another number of rows, also none.
 
