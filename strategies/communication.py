@@ -88,7 +88,7 @@ class Communication(tf.Module):
         tf.train.Checkpoint(communication=strategy.communication).write(f"state-{worker}")
 
     Memory: what `memory_bytes` says. With error feedback that is a float32 copy of the compressed gradients for each
-    replica and, from three workers on, one more divided by their number.
+    replica and, from three workers on, one more divided by their number. It is freed with the optimizer.
     """
 
     def __init__(self, policy: Policy, collectives: Callable[[], Any]):
@@ -112,7 +112,7 @@ class Communication(tf.Module):
                 with ThreadPoolExecutor(1) as pool:  # Out of the graph that is being built.
                     pool.submit(self._inherit, made, len(self.exchanges) - 1).result()
                 self._known.exchanges[key] = made
-                weakref.finalize(anchor, self._known.exchanges.pop, key, None)
+                weakref.finalize(anchor, self._known.forget, key).atexit = False
             return self._known.exchanges[key]
 
     def state(self) -> dict[str, np.ndarray]:
@@ -206,6 +206,10 @@ class _Known:
         self.lock = threading.Lock()
         self.exchanges: dict[Any, Exchange] = {}
         self.inherited: dict[str, np.ndarray] = {}
+
+    def forget(self, key: Any) -> None:
+        """Frees what is kept for an optimizer that is gone; its exchange stays, for its place and its counts."""
+        self.exchanges.pop(key).release()
 
 
 def policy_of(compression: Any) -> Policy | None:

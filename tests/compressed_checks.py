@@ -1,6 +1,7 @@
 """What the tests of compressed training run in worker processes."""
 
 import functools
+import gc
 import json
 import logging
 import os
@@ -196,6 +197,21 @@ def what_is_compressed(placement):
     own, total = sent(reduce_own)
     total = strategy.experimental_local_results(total)[0]
     return compressed, plain, own, exact, bool(np.allclose(total, gradient * replicas, atol=1e-5))
+
+
+def memory_of_two_models(placement):
+    """Bytes that codecs keep: with one model, with two, and with the first one gone; and the steps of both."""
+    strategy = strategy_of(placement, CODECS["int8"])
+    models, kept = [], []
+    for _ in range(2):
+        models.append(build(strategy))
+        models[-1].fit(*data(), batch_size=BATCH, epochs=1, verbose=0)
+        kept.append(strategy.communication.memory_bytes())
+    del models[0]
+    keras.backend.clear_session()
+    gc.collect()
+    models[0].fit(*data(), batch_size=BATCH, epochs=1, verbose=0)
+    return [*kept, strategy.communication.memory_bytes()], strategy.communication.traffic().steps
 
 
 def traffic_with_a_late_worker(codec, late_seconds, steps=3):

@@ -207,6 +207,13 @@ def test_a_codec_that_an_optimizer_cannot_bear_is_warned_of(codec, optimizer, wa
         assert any("keras.optimizers.SGD" in message for message in messages) == warns
 
 
+@pytest.mark.parametrize("placement", ["1x2", "2x1"])
+def test_what_is_kept_for_a_model_is_freed_with_it(placement, pools):
+    for (one, two, without_first), steps in pools(placement).run(checks.memory_of_two_models, placement):
+        assert two == 2 * one and without_first == one
+        assert steps == 30, "what was sent stays counted"
+
+
 @pytest.mark.parametrize("codec", ["int8", "powersgd"])
 def test_waiting_for_gradients_of_others_counts_as_exchange_and_not_as_coding(codec, pools):
     (early, late), (delay, _) = zip(*pools("2x1").run(checks.traffic_with_a_late_worker, codec, 0.2), strict=True)

@@ -114,6 +114,10 @@ class Exchange(tf.Module):
             )
         return self._function(gradients, done)
 
+    def release(self) -> None:
+        """Frees what is kept; nobody exchanges by it again."""
+        self.states = []
+
     def residuals(self) -> list[tf.Variable]:
         """What all replicas of this worker have left behind."""
         kinds = [is_residual for part in self._parts for is_residual in part.is_residual]
