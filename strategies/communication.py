@@ -52,7 +52,8 @@ class Traffic:
       raw_bytes: What uncompressed rings would have sent.
       sent_bytes: What was sent: values, scales, indices and padding.
       encode_seconds: What a replica has spent on encoding and decoding, with sums and residuals; a mean over the
-        replicas of this worker, added up over buckets, of which several may be under way at once.
+        replicas of this worker, added up over buckets, of which several may be under way at once. Of what travels
+        encoded only: buckets that do not, and steps before a codec's `start_step`, take no part.
       exchange_seconds: The same of the collectives between, from their launch to the arrival: sending, and waiting for
         others that are not as far.
     """

@@ -15,6 +15,7 @@ from tfdist.strategies import losses, variables
 from tfdist.strategies import optimizer as optimizers
 from tfdist.strategies import step as steps
 from tfdist.strategies.collectives import Collectives
+from tfdist.strategies.collectives.all_reduce import symbolic_tensors
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.communication import Communication, is_uncompressed, policy_of
 from tfdist.strategies.datasets import BalancedDataset, PeekableDataset, untuned
@@ -245,13 +246,9 @@ class ReplicatedExtended:
         if not tf.executing_eagerly():
             fn = _tf.tf_convert(fn, _tf.control_status_ctx())
             if isinstance(self._cross_device_ops, Collectives):
-                self._cross_device_ops.count_alike(self._symbolic((args, kwargs)))
+                local = [self._local_results(leaf) for leaf in tf.nest.flatten((args, kwargs))]
+                self._cross_device_ops.count_alike(symbolic_tensors(local))
         return super()._call_for_each_replica(_in_step(fn, self.seed_generator()), args, kwargs)
-
-    def _symbolic(self, values):
-        """The tensors of all local replicas in `values` that the present function has yet to compute."""
-        local = [self._local_results(leaf) for leaf in tf.nest.flatten(values)]
-        return [leaf for leaf in tf.nest.flatten(local, expand_composites=True) if tf.is_symbolic_tensor(leaf)]
 
     def seed_generator(self):
         """What Keras' unseeded random operations draw from; made out of the step, which cannot make variables."""

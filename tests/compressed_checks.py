@@ -2,9 +2,7 @@
 
 import functools
 import gc
-import json
 import logging
-import os
 import time
 
 import keras
@@ -214,26 +212,44 @@ def memory_of_two_models(placement):
     return [*kept, strategy.communication.memory_bytes()], strategy.communication.traffic().steps
 
 
-def traffic_with_a_late_worker(codec, late_seconds, steps=3):
-    """What each of two workers sends in some steps if the second has its gradients late; and how late in all."""
-    strategy = strategy_of("2x1", policy(codec))
+class LateBack(layers.Layer):
+    """Passes gradients on unchanged, those of the last replica late."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def call(self, x):
+        context = tf.distribute.get_replica_context()
+        if context is None:  # Keras asks for the shape.
+            return x
+        is_last = context.replica_id_in_sync_group == context.num_replicas_in_sync - 1
+
+        def wait(gradient, is_last):
+            time.sleep(self.seconds if is_last else 0)
+            return gradient
+
+        @tf.custom_gradient
+        def same(x):
+            return tf.identity(x), lambda gradient: tf.ensure_shape(
+                tf.numpy_function(wait, [gradient, is_last], gradient.dtype), gradient.shape
+            )
+
+        return same(x)
+
+
+def traffic_with_a_late_replica(placement, codec, kind, late_seconds, steps=3):
+    """What a worker sends in some steps if the last of all replicas has its gradients late; and how late in all."""
+    strategy = strategy_of(placement, policy(codec))
     with strategy.scope():
-        weight = tf.Variable(tf.ones([64, 64]))
-        optimizer = keras.optimizers.SGD(1.0)
-        optimizer.build([weight])
-    is_late = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1
-
-    def apply():
-        gradient = tf.random.stateless_normal([64, 64], [1, 2])
-        if is_late:
-            gradient = tf.numpy_function(lambda value: (time.sleep(late_seconds), value)[1], [gradient], tf.float32)
-        optimizer.apply([tf.ensure_shape(gradient, [64, 64])], [weight])
-
-    step = tf.function(lambda: strategy.run(apply))
-    step()
+        first = layers.Embedding(50, 32) if kind == "rows" else layers.Dense(32)
+        model = keras.Sequential([first, layers.Flatten(), LateBack(late_seconds), layers.Dense(3)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, y = np.ones((12, 8), "int32" if kind == "rows" else "float32"), np.zeros(12)
+    model.train_on_batch(x, y)
     before = strategy.communication.traffic()
     for _ in range(steps):
-        step()
+        model.train_on_batch(x, y)
     return strategy.communication.traffic() - before, steps * late_seconds
 
 

@@ -530,6 +530,27 @@ def custom_train_step(place):
     return outcome(model, history)
 
 
+class InPython(layers.Layer):
+    """Three times its input, by Python functions forward and back."""
+
+    def call(self, x):
+        def by_python(x):
+            return tf.ensure_shape(tf.numpy_function(lambda x: 3 * x, [x], x.dtype), x.shape)
+
+        @tf.custom_gradient
+        def triple(x):
+            return by_python(x), by_python
+
+        return triple(x)
+
+
+# TensorFlow runs Python functions one after another, also those of two replicas in one graph.
+@row()
+def python_functions(place):
+    model = built(place, lambda: keras.Sequential([layers.Input((6,)), layers.Dense(5), InPython(), layers.Dense(3)]))
+    return outcome(model, fit(model, epochs=2))
+
+
 class AddLoss(layers.Layer):
     def call(self, x):
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))

@@ -285,8 +285,8 @@ def loop_and_fit_in_turns(placement):
     return totals
 
 
-def counts_around_the_end_of_data(placement):
-    """Keys of each local replica, before and after a step of ten collectives that finds its data at an end."""
+def counts_around_the_end_of_data(placement, kind):
+    """Keys of each local replica, before and after a step, of ten collectives or one, that finds no more data."""
     place = strategy(placement)
     data = place.distribute_datasets_from_function(tfdist.data.BalancedSharding((np.ones((8, 1), "float32"),), 8))
 
@@ -296,10 +296,11 @@ def counts_around_the_end_of_data(placement):
             total = tf.distribute.get_replica_context().all_reduce("SUM", tf.tanh(total))
         return total
 
-    @tf.function
-    def step(iterator):
-        return place.run(on_replica, args=(next(iterator),))
-
+    steps = {
+        "run": lambda iterator: place.run(on_replica, args=(next(iterator),)),
+        "reduce": lambda iterator: place.reduce("SUM", next(iterator)[0], axis=0),
+    }
+    step = tf.function(steps[kind])
     iterator, counts = iter(data), []
     step(iterator)
     for _ in range(2):
@@ -319,7 +320,16 @@ def reductions_after_unequal_counts(placement):
         totals.append(float(step(lambda: place.reduce("SUM", place.run(lambda: tf.ones([])), axis=None))))
     first.count.assign_add(3)
     in_step = place.run(tf.function(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([]))))
-    return [*totals, float(place.experimental_local_results(in_step)[0])]
+    first.count.assign_add(3)
+    gathered = place.gather(place.run(lambda: tf.ones([1])), axis=0)
+    return [*totals, float(place.experimental_local_results(in_step)[0]), float(tf.reduce_sum(gathered))]
+
+
+def captured_by_a_lone_replica():
+    """Variables that a function takes into itself by running something on the only replica."""
+    place = tfdist.MirroredStrategy(["CPU:0"])
+    function = tf.function(lambda value: place.run(lambda own: own * 2, args=(value,)))
+    return [capture.name for capture in function.get_concrete_function(tf.ones([])).captured_inputs]
 
 
 def states_of_rows(placement):

@@ -27,6 +27,7 @@ IN_ONE_PROCESS = (
     "unseeded_noise",
     "embedding_adam_sparse",
     "custom_loop_with_a_traced_step",
+    "python_functions",
     "predict_other_than_rows",
 )
 # Replicas meet before the update, which is each optimizer's own; the others are `exhaustive`.

@@ -94,9 +94,10 @@ def test_custom_loops_and_fit_take_turns(placement, replicas, pools):
         assert totals == [replicas] * 4
 
 
+@pytest.mark.parametrize("kind", ["run", "reduce"])
 @pytest.mark.parametrize("placement", ["1x2", "2x1", "2x2"])
-def test_a_step_that_finds_no_data_counts_no_collectives(placement, pools):
-    for before, after in pools(placement).run(checks.counts_around_the_end_of_data, placement):
+def test_a_step_that_finds_no_data_counts_no_collectives(placement, kind, pools):
+    for before, after in pools(placement).run(checks.counts_around_the_end_of_data, placement, kind):
         assert len(set(before)) == len(set(after)) == 1
         assert after[0] - before[0] <= 1, "but for the workers' agreement that none has data, which all wait for"
 
@@ -104,7 +105,11 @@ def test_a_step_that_finds_no_data_counts_no_collectives(placement, pools):
 @pytest.mark.parametrize(("placement", "replicas"), [("1x2", 2), ("2x2", 4)])
 def test_replicas_meet_again_after_a_step_that_failed_halfway(placement, replicas, pools):
     for totals in pools(placement).run(checks.reductions_after_unequal_counts, placement):
-        assert totals == [replicas] * 3
+        assert totals == [replicas] * 4
+
+
+def test_a_lone_replica_counts_nothing(pools):
+    assert pools("single").run(checks.captured_by_a_lone_replica) == [[]]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -86,6 +86,8 @@ class Collectives(_tf.CollectiveAllReduce):
         would then count more collectives on one replica than on another, and the next collective of the two, under
         different keys, wait for ever.
         """
+        if self._group_size == 1:
+            return
         for launchers in filter(None, (self._launchers, self._across, self._within)):
             with tf.control_dependencies(data):
                 highest = tf.reduce_max(tf.stack([launcher.count for launcher in launchers]))
@@ -96,7 +98,7 @@ class Collectives(_tf.CollectiveAllReduce):
         """The launcher among all replicas."""
         return self._launchers[replica]
 
-    def across_workers(self, bucket: tf.Tensor, replica: int, options, exchange) -> tuple:
+    def across_workers(self, bucket: tf.Tensor, replica: int, options, exchange, watch: Stopwatch) -> tuple:
         """Sums a bucket by an `exchange` between workers, each of which takes part once.
 
         Several devices of a worker first sum in full precision, each one part of the bucket: [elements] -> [elements /
@@ -108,30 +110,39 @@ class Collectives(_tf.CollectiveAllReduce):
           replica: Of this worker.
           options: Communication options.
           exchange: A function of (part, launcher, ranks) -> (sum of the part, ...).
+          watch: Times the collectives.
 
         Returns:
           The sum [elements], and what else `exchange` returns.
         """
         if self.spread == 1:
-            return exchange(bucket, self._launchers[replica], self.ranks)
-        within = self._within[replica]
+            return exchange(bucket, watch.of_collectives(self._launchers[replica]), self.ranks)
+        within = watch.of_collectives(self._within[replica])
         parts = within.all_to_all(tf.reshape(bucket, [self.spread, -1]), options)
         part = tf.ensure_shape(tf.add_n(tf.unstack(parts, num=self.spread)), [bucket.shape[0] // self.spread])
-        total, *rest = exchange(part, self._across[replica], self.ranks)
+        total, *rest = exchange(part, watch.of_collectives(self._across[replica]), self.ranks)
         return tf.ensure_shape(within.all_gather_rows(total, options), bucket.shape), *rest
 
-    def all_reduce_rows(
-        self, slices: tf.IndexedSlices, replica: int, options, codec
-    ) -> tuple[tf.IndexedSlices, tf.Tensor]:
-        """Joins the `slices` of all replicas, their values encoded by `codec`; also `Stopwatch.seconds`."""
-        watch = Stopwatch()
-        launcher = watch.of_collectives(self._launchers[replica])
-        joined = watch.end(all_reduce_sparse(watch.begin(slices), launcher, self._group_size, options, codec))
-        return joined, watch.seconds()
+    def all_reduce_rows(self, slices: tf.IndexedSlices, replica: int, options, codec, watch=None) -> tf.IndexedSlices:
+        """Joins the `slices` of all replicas, their values encoded by `codec`; times those of values on a `watch`."""
+        launcher = self._launchers[replica]
+        if watch is None:
+            return all_reduce_sparse(slices, launcher, self._group_size, options, codec)
+        timed, slices = watch.of_collectives(launcher), watch.begin(slices)
+        joined = all_reduce_sparse(slices, timed, self._group_size, options, codec, beside=launcher)
+        return tf.IndexedSlices(watch.end(joined.values), joined.indices, joined.dense_shape)
 
-    def _all_reduce_per_replica_values(self, *args):
-        self.count_alike()
-        return super()._all_reduce_per_replica_values(*args)
+    def _all_reduce_per_replica_values(self, reduce_op, per_replica_values, options):
+        self._count_alike_before(per_replica_values)
+        return super()._all_reduce_per_replica_values(reduce_op, per_replica_values, options)
+
+    def _batch_all_gather(self, per_replica_values, axis, options):
+        self._count_alike_before(per_replica_values)
+        return super()._batch_all_gather(per_replica_values, axis, options)
+
+    def _count_alike_before(self, per_replica_values):
+        with self._lock:  # Another thread may be in the middle of an eager reduction.
+            self.count_alike(symbolic_tensors([value.values for value in per_replica_values]))
 
     def _all_reduce(self, reduce_op, value, replica_id, options):
         """Reduces a nest of tensors and `IndexedSlices`, called once for each local replica."""
@@ -161,6 +172,11 @@ class Collectives(_tf.CollectiveAllReduce):
             for i, total in zip(group, separate(buckets, reduced, members), strict=True):
                 totals[i] = total
         return totals
+
+
+def symbolic_tensors(values) -> list[tf.Tensor]:
+    """The tensors in a nest that the present function has yet to compute."""
+    return [leaf for leaf in tf.nest.flatten(values, expand_composites=True) if tf.is_symbolic_tensor(leaf)]
 
 
 def _divide(total, count):

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdist import _tf
 from tfdist.strategies.collectives.parts import Gradient, Matrices, Words
 from tfdist.strategies.collectives.sparse import sparse_row_bytes
+from tfdist.strategies.collectives.stopwatch import Stopwatch
 from tfdist.strategies.compression import Codec, PowerSGD, WordCodec
 
 # Of a replica, since the strategy was made: exchanges, bytes as float32 would send them, bytes sent. All across the
@@ -238,11 +239,11 @@ def _rows_from_step(codec, done, slices, replica, collectives, options):
     """The same of sparse rows."""
 
     def encoded():
-        return collectives.all_reduce_rows(slices, replica, options, codec)
+        watch = Stopwatch(collectives.launcher(replica))
+        return collectives.all_reduce_rows(slices, replica, options, codec, watch), watch.seconds()
 
     def raw():
-        total, _ = collectives.all_reduce_rows(slices, replica, options, None)
-        return total, tf.constant(_NO_TIME)
+        return collectives.all_reduce_rows(slices, replica, options, None), tf.constant(_NO_TIME)
 
     return encoded() if codec.start_step == 0 else tf.cond(done >= codec.start_step, encoded, raw)
 

@@ -23,6 +23,7 @@ class Launcher(_tf.CollectiveReplicaLauncher):
 
     Attributes:
       count: The key of the collective that was launched last, int32 [].
+      untouched: A variable that nobody reads or writes, on a CPU.
     """
 
     def __init__(self, group_key, group_size, collective_keys, device, options):
@@ -30,6 +31,8 @@ class Launcher(_tf.CollectiveReplicaLauncher):
         host = tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0)
         with tf.init_scope(), tf.device(host.to_string()):
             self.count = tf.Variable(_FIRST_INSTANCE_KEY, dtype=tf.int32, trainable=False, name="collectives_launched")
+        with tf.init_scope(), tf.device(device if "CPU" in device else host.to_string()):
+            self.untouched = tf.Variable(0.0, trainable=False, name="untouched")
 
     def _use_ordering_token(self):
         return "GPU" in self._device
@@ -37,9 +40,10 @@ class Launcher(_tf.CollectiveReplicaLauncher):
     def _get_ordering_token(self):
         if self._use_ordering_token() or tf.executing_eagerly():
             return super()._get_ordering_token()
-        # TensorFlow runs stateful operations that share no resource one after another, also those of two replicas that
-        # wait for each other. A resource of its own, which nobody opens, takes a collective out of that order.
-        return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name="unordered")
+        # TensorFlow runs stateful operations that have no resource one after another, also those of two replicas that
+        # wait for each other, and those that share one. A handle that it takes for another resource each time keeps a
+        # collective out of both orders. (A VarHandleOp each time would not: it is of the first kind itself.)
+        return tf.raw_ops.Reshape(tensor=self.untouched.handle, shape=tf.constant([], tf.int32))
 
     def _next_instance_key(self):
         return self.count.assign_add(1)

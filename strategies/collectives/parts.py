@@ -47,7 +47,8 @@ class Words:
 
     def exchange(self, gradients, states, replica, collectives, options):
         """Gradients and states -> their sums, the new states, whether the sums are finite, and `Stopwatch.seconds`."""
-        totals, kept, finite, watch = [], [], [], Stopwatch()
+        totals, kept, finite = [], [], []
+        watch = Stopwatch(collectives.launcher(replica))
         members = [tf.cast(gradient, tf.float32) for gradient in gradients]
         rest = list(states)
         for bucket, (first, second) in zip(self._buckets, self._splits, strict=True):
@@ -58,14 +59,9 @@ class Words:
                 replica,
                 options,
                 lambda shard, launcher, ranks, own=own, first=first: all_reduce_encoded(
-                    self.codec,
-                    shard,
-                    tuple(own[:first]),
-                    tuple(own[first:]),
-                    watch.of_collectives(launcher),
-                    ranks,
-                    options,
+                    self.codec, shard, tuple(own[:first]), tuple(own[first:]), launcher, ranks, options
                 ),
+                watch,
             )
             if not self.codec.keeps_zeros:
                 new_first, new_second = self._without_padding(bucket, new_first, new_second, replica, collectives)
@@ -154,7 +150,8 @@ class Matrices:
         count = len(self._shapes)
         residuals, factors = list(states[: self.num_states - count]), list(states[self.num_states - count :])
         totals: list[Any] = [None] * count
-        finite, watch = [], Stopwatch()
+        finite = []
+        watch = Stopwatch(collectives.launcher(replica))
         launcher = watch.of_collectives(collectives.launcher(replica))
         for group in self._groups:
             matrices = watch.begin([tf.reshape(tf.cast(gradients[i], tf.float32), self._shapes[i]) for i in group])

@@ -18,13 +18,21 @@ def sum_duplicates(slices: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.Index
 
 
 def all_reduce_sparse(
-    slices: tf.IndexedSlices, launcher, group_size: int, options, codec: WordCodec | None = None
+    slices: tf.IndexedSlices, launcher, group_size: int, options, codec: WordCodec | None = None, beside=None
 ) -> tf.IndexedSlices:
     """Joins the `slices` of all replicas; each may hold another number of rows, also none.
 
     Rows of equal index stay apart, as they are on one device: Keras' adaptive optimizers square each by itself. With a
     codec the rows of one replica are added up first, values travel encoded, row by row, and indices exact.
     Traffic a replica: (replicas - 1) times the rows of the longest.
+
+    Args:
+      slices: Of this replica.
+      launcher: Of the group of replicas.
+      group_size: Of that group.
+      options: Communication options.
+      codec: How values travel; uncompressed if None.
+      beside: Of the same group, for what travels while the values do; by default `launcher` too.
 
     Returns:
       Slices in the order of replicas, the same on all.
@@ -34,15 +42,15 @@ def all_reduce_sparse(
     lengths = launcher.all_gather_rows(tf.shape(slices.indices), options)  # [replicas]
     longest = tf.reduce_max(lengths)
 
-    def gather(rows: tf.Tensor) -> tf.Tensor:  # [own rows, ...] -> [all rows, ...]
+    def gather(rows: tf.Tensor, launcher) -> tf.Tensor:  # [own rows, ...] -> [all rows, ...]
         # The collective needs equal shapes, so shorter replicas pad; what is padded is masked away on arrival.
         padding = [[0, longest - tf.shape(rows)[0]]] + [[0, 0]] * (rows.shape.rank - 1)
         everyone = launcher.all_gather_rows(tf.pad(rows, padding), options)
         return tf.boolean_mask(everyone, tf.reshape(tf.sequence_mask(lengths, longest), [group_size * longest]))
 
     travel, arrive = _float32(slices.values) if codec is None else _encoded(slices.values, codec)
-    values = tf.ensure_shape(arrive(gather(travel)), [None, *slices.values.shape[1:]])
-    return tf.IndexedSlices(values, gather(slices.indices), slices.dense_shape)
+    values = tf.ensure_shape(arrive(gather(travel, launcher)), [None, *slices.values.shape[1:]])
+    return tf.IndexedSlices(values, gather(slices.indices, beside or launcher), slices.dense_shape)
 
 
 def sparse_row_bytes(slices: tf.IndexedSlices, codec: WordCodec | None = None) -> int:

@@ -1,5 +1,6 @@
 """How long a replica's exchange takes, told apart: collectives, and what stands between them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -10,76 +11,80 @@ from tfdist.strategies.collectives.launcher import Launcher
 class Stopwatch:
     """Adds up times of one step, as the graph runs it; each of the parts of an exchange has its own.
 
-    Costs two timestamps a collective and two more. GPUs are told ahead of time what to do; of them these are the times
-    at which they are told.
+    Costs two timestamps a collective, and two for each `begin` and `end`, which wait for all that they are given. GPUs
+    are told ahead of time what to do; of them these are the times at which they are told.
+
+    Args:
+      launcher: Of the replica whose times are taken.
     """
 
-    def __init__(self):
+    def __init__(self, launcher: Launcher):
+        self._apart = launcher.untouched
         self._begun: list[tf.Tensor] = []
-        self._ended: list[tf.Tensor] = []
+        self._whole: list[tf.Tensor] = []
         self._exchanging: list[tf.Tensor] = []
 
     def of_collectives(self, launcher: Launcher) -> "_TimedLauncher":
-        """A launcher whose collectives count as exchanging, from their launch to their arrival."""
-        return _TimedLauncher(launcher, self._exchanging)
+        """A launcher whose collectives count as exchanging, from launch to arrival; they must not run side by side."""
+        return _TimedLauncher(launcher, self)
+
+    def exchanged(self, collective: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
+        """What a collective makes of a tensor; that counts as exchanging."""
+        begun, tensor = self._noted(tensor)
+        ended, result = self._noted(collective(tensor))
+        self._exchanging.append(_difference(ended, begun))
+        return result
 
     def begin(self, tensors: Any) -> Any:
         """Takes note that a nest of tensors is there, from which something is made until `end`; returns it for that."""
-        return _noted(tensors, self._begun)
+        now, tensors = self._noted(tensors)
+        self._begun.append(now)
+        return tensors
 
     def end(self, tensors: Any) -> Any:
-        """Takes note that what was made is there; returns it."""
-        return _noted(tensors, self._ended)
+        """Takes note that what was made since the last `begin` is there; returns it."""
+        now, tensors = self._noted(tensors)
+        self._whole.append(_difference(now, self._begun.pop()))
+        return tensors
+
+    def _noted(self, tensors: Any) -> tuple[tf.Tensor, Any]:
+        """When `tensors` are there, in seconds since the epoch; and `tensors`, for what is to come after that."""
+        leaves = tf.nest.flatten(tensors, expand_composites=True)
+        with tf.device(self._apart.device), tf.control_dependencies(leaves):
+            now = _timestamp(self._apart.handle)
+        with tf.control_dependencies([now]):
+            leaves = tf.identity_n(leaves)  # `tf.identity` would take whole numbers from a GPU to the host and back.
+        return now, tf.nest.pack_sequence_as(tensors, leaves, expand_composites=True)
 
     def seconds(self) -> tf.Tensor:
         """Spent on coding (encoding, decoding, sums, residuals), and on exchanging, float64 [2]."""
-        exchanging = tf.add_n(self._exchanging)
-        return tf.stack([tf.add_n(self._ended) - tf.add_n(self._begun) - exchanging, exchanging])
+        with tf.device("CPU:0"):
+            exchanging = tf.add_n(self._exchanging)
+            return tf.stack([tf.add_n(self._whole) - exchanging, exchanging])
 
 
 class _TimedLauncher:
-    def __init__(self, launcher: Launcher, spent: list[tf.Tensor]):
-        self._launcher, self._spent = launcher, spent
+    def __init__(self, launcher: Launcher, watch: Stopwatch):
+        self._launcher, self._watch = launcher, watch
 
     def all_reduce(self, tensor, options):
-        return self._timed(lambda own: self._launcher.all_reduce(own, options=options), tensor)
+        return self._watch.exchanged(lambda own: self._launcher.all_reduce(own, options=options), tensor)
 
     def all_gather_rows(self, tensor, options):
-        return self._timed(lambda own: self._launcher.all_gather_rows(own, options), tensor)
+        return self._watch.exchanged(lambda own: self._launcher.all_gather_rows(own, options), tensor)
 
     def all_to_all(self, rows, options):
-        return self._timed(lambda own: self._launcher.all_to_all(own, options), rows)
-
-    def _timed(self, collective, tensor):
-        begun: list[tf.Tensor] = []
-        ended: list[tf.Tensor] = []
-        result = _noted(collective(_noted(tensor, begun)), ended)
-        self._spent.append(ended[0] - begun[0])
-        return result
+        return self._watch.exchanged(lambda own: self._launcher.all_to_all(own, options), rows)
 
 
-def _noted(tensors: Any, times: list[tf.Tensor]) -> Any:
-    """`tensors`, for what is to come after the time at which they are there, which goes to `times`."""
-    leaves = tf.nest.flatten(tensors, expand_composites=True)
-    now = _now(leaves)
-    times.append(now)
-    with tf.control_dependencies([now]):
-        leaves = [tf.identity(leaf) for leaf in leaves]
-    return tf.nest.pack_sequence_as(tensors, leaves, expand_composites=True)
-
-
-def _now(after: list[tf.Tensor]) -> tf.Tensor:
-    """The time at which the tensors in `after` are there, seconds since the epoch, float64 []."""
+def _difference(later: tf.Tensor, earlier: tf.Tensor) -> tf.Tensor:
     with tf.device("CPU:0"):
-        # Not below, where it would take the dependencies to itself, and the function none.
-        apart = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name="unordered")
-        with tf.control_dependencies(after):
-            return _timestamp(apart)
+        return later - earlier
 
 
 @tf.function
 def _timestamp(apart):
-    # TensorFlow runs stateful operations that share no resource one after another: this has one of its own, which
-    # nobody opens.
+    # TensorFlow runs stateful operations that have no resource one after another; those that only read one, in any
+    # order, and so it takes a function that has no use for it.
     del apart
     return tf.timestamp()
