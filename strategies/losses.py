@@ -1,7 +1,7 @@
 """Losses taken over the global batch where Keras takes them over each replica's rows."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -39,12 +39,13 @@ def global_losses(model: keras.Model) -> Iterator[None]:
         given = _weight_of_each(sample_weight, len(outputs))
         if len(given) != len(outputs):  # Weights of some outputs; Keras finds out which.
             return compute_loss(x, y, y_pred, sample_weight, training)
-        step = current_step()
-        with ExitStack() as stack:
-            weights = [_global_weight(step, stack, *each) for each in zip(losses, outputs, given, strict=True)]
-            if all(weight is old for weight, old in zip(weights, given, strict=True)):
-                return compute_loss(x, y, y_pred, sample_weight, training)
-            unmasked = keras.tree.map_structure(tf.identity, y_pred)  # The mask is in the weights.
+        step, reductions = current_step(), [reduction for _, reduction in losses]
+        weights = [_global_weight(step, *each) for each in zip(reductions, outputs, given, strict=True)]
+        if all(weight is old for weight, old in zip(weights, given, strict=True)):
+            return compute_loss(x, y, y_pred, sample_weight, training)
+        unmasked = keras.tree.map_structure(tf.identity, y_pred)  # The mask is in the weights.
+        divided = [loss for (loss, reduction), own in zip(losses, given, strict=True) if _is_divided(reduction, own)]
+        with _summed(divided):
             return compute_loss(x, y, unmasked, keras.tree.pack_sequence_as(y_pred, weights), training)
 
     object.__setattr__(model, "compute_loss", compute)
@@ -75,18 +76,31 @@ def _reduction(loss: Any) -> str | None:
     return _NAMES.get(loss.reduction) if isinstance(loss, keras.losses.Loss) else _MEAN
 
 
-def _global_weight(
-    step: Step, stack: ExitStack, reduced: tuple[Any, str | None], output: tf.Tensor, weight: Any
-) -> Any:
+def _is_divided(reduction: str | None, weight: Any) -> bool:
+    """Whether a loss is divided by the sum of its weights; `_global_weight` does it for Keras."""
+    return reduction == _WEIGHTED_MEAN and weight is not None
+
+
+@contextmanager
+def _summed(losses: list[Any]) -> Iterator[None]:
+    """Makes losses sums, for as long as nothing is exchanged: other replicas of the process share them."""
+    before = [loss.reduction for loss in losses]
+    try:
+        for loss in losses:
+            loss.reduction = _SUM
+        yield
+    finally:
+        for loss, reduction in zip(losses, before, strict=True):
+            loss.reduction = reduction
+
+
+def _global_weight(step: Step, reduction: str | None, output: tf.Tensor, weight: Any) -> Any:
     """Sample weights with which a loss of this replica, weighted by `step.share`, adds up to that of all replicas."""
     mask = _tf.get_keras_mask(output)
-    loss, reduction = reduced
     if reduction == _SUM:
         return _unshared(step, _product(mask, weight))
-    if reduction == _WEIGHTED_MEAN and weight is not None:
+    if _is_divided(reduction, weight):
         weight = _product(mask, weight)
-        stack.callback(setattr, loss, "reduction", loss.reduction)
-        loss.reduction = _SUM  # The division is done here.
         (total,) = _totals(step, weight)
         return _unshared(step, tf.math.divide_no_nan(weight, total))
     if mask is None or reduction is None:

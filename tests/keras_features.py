@@ -405,10 +405,21 @@ def masks_that_reach_the_loss(place):
 
 @row()
 def losses_by_sums_and_by_weights(place):
+    return _losses_by_sums_and_by_weights(place)
+
+
+# Replicas of a process take turns at each exchange.
+@row()
+def losses_by_sums_and_by_weights_eagerly(place):
+    return _losses_by_sums_and_by_weights(place, run_eagerly=True)
+
+
+def _losses_by_sums_and_by_weights(place, **arguments):
     x, y = data(36)
     label_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
     losses = {"label": label_loss, "value": keras.losses.MeanSquaredError(reduction="sum")}
-    model = built(place, two_towers, optimizer=lambda: keras.optimizers.SGD(0.01), loss=losses, metrics=None)
+    optimizer = lambda: keras.optimizers.SGD(0.01)  # noqa: E731
+    model = built(place, two_towers, optimizer=optimizer, loss=losses, metrics=None, **arguments)
     inputs, targets = {"a": x, "b": x[:, ::-1]}, {"label": y, "value": x[:, :1]}
     weights = {"label": np.linspace(0, 2, 36), "value": np.linspace(1, 0, 36)}
     history = fit(model, inputs, targets, sample_weight=weights, validation_data=(inputs, targets, weights))

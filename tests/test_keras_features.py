@@ -23,6 +23,7 @@ IN_ONE_PROCESS = (
     "input_unequal_rows_per_worker",
     "optimizer_adam_gradient_accumulation_steps_global_clipnorm",
     "loss_scaling_skips_inf",
+    "losses_by_sums_and_by_weights_eagerly",
     "dropout",
     "unseeded_noise",
     "embedding_adam_sparse",
