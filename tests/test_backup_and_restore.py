@@ -44,7 +44,7 @@ ROWS = {
 }
 
 
-SOME_ROWS = ["steps", "monitors, steps", "endless dataset", "accumulation", "unseeded noise"]
+SOME_ROWS = ["steps", "monitors, steps", "endless dataset", "accumulation"]
 
 
 @pytest.mark.parametrize("row", by_default(ROWS, SOME_ROWS))

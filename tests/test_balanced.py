@@ -19,8 +19,8 @@ from tfdist.data import BalancedSharding
 STEPS = 9  # of an epoch
 SHARES = {"2x1": (5, 11), "1x3": (1, 2, 5), "3x1": (1, 2, 5)}
 BY_DEFAULT = {
-    "2x1": ["steps_per_execution", "weights_and_regularisers", "batch_normalization"],
-    "1x3": ["accumulation", "masks"],
+    "2x1": ["steps_per_execution", "masks", "batch_normalization"],
+    "1x3": ["accumulation"],
     "3x1": ["plain"],
 }
 

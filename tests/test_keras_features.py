@@ -38,8 +38,36 @@ OPTIMIZERS = (
     "optimizer_adam_gradient_accumulation_steps_global_clipnorm",
     "optimizer_multi",
 )
-assert {*HIERARCHY, *IN_ONE_PROCESS, *OPTIMIZERS} <= ROWS.keys()
-WORKERS = [name for name in ROWS if name in OPTIMIZERS or not name.startswith("optimizer_")]
+# Between workers what these do is what others do, or differs before anything is exchanged; `exhaustive` as well.
+ALIKE_ON_WORKERS = (
+    "fit_shuffled_two_epochs",
+    "input_tf_data",
+    "input_tf_data_infinite",
+    "input_last_batch_short",
+    "input_first_batch_does_not_divide",
+    "input_py_dataset",
+    "input_nested",
+    "validation_split",
+    "class_weight",
+    "sample_weight",
+    "learning_rate_schedule",
+    "loss_scaling",
+    "mixed_bfloat16",
+    "losses_by_sums_and_by_weights_eagerly",
+    "functional",
+    "subclassed",
+    "python_functions",
+    "recurrent_over_embedding",
+    "embedding_sgd_sparse_clipped",
+    "metrics_with_state",
+    "custom_loop_clips_and_scales",
+    "weight_constraints",
+    "two_models",
+)
+assert {*HIERARCHY, *IN_ONE_PROCESS, *OPTIMIZERS, *ALIKE_ON_WORKERS} <= ROWS.keys()
+WORKERS = [
+    name for name in ROWS if name in OPTIMIZERS or (not name.startswith("optimizer_") and name not in ALIKE_ON_WORKERS)
+]
 
 
 def by_default(names, of=tuple(ROWS)):
