@@ -239,7 +239,7 @@ def _rows_from_step(codec, done, slices, replica, collectives, options):
     """The same of sparse rows."""
 
     def encoded():
-        watch = Stopwatch(collectives.launcher(replica))
+        watch = Stopwatch(collectives.launcher(replica), collectives.timed)
         return collectives.all_reduce_rows(slices, replica, options, codec, watch), watch.seconds()
 
     def raw():

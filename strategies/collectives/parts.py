@@ -48,7 +48,7 @@ class Words:
     def exchange(self, gradients, states, replica, collectives, options):
         """Gradients and states -> their sums, the new states, whether the sums are finite, and `Stopwatch.seconds`."""
         totals, kept, finite = [], [], []
-        watch = Stopwatch(collectives.launcher(replica))
+        watch = Stopwatch(collectives.launcher(replica), collectives.timed)
         members = [tf.cast(gradient, tf.float32) for gradient in gradients]
         rest = list(states)
         for bucket, (first, second) in zip(self._buckets, self._splits, strict=True):
@@ -151,7 +151,7 @@ class Matrices:
         residuals, factors = list(states[: self.num_states - count]), list(states[self.num_states - count :])
         totals: list[Any] = [None] * count
         finite = []
-        watch = Stopwatch(collectives.launcher(replica))
+        watch = Stopwatch(collectives.launcher(replica), collectives.timed)
         launcher = watch.of_collectives(collectives.launcher(replica))
         for group in self._groups:
             matrices = watch.begin([tf.reshape(tf.cast(gradients[i], tf.float32), self._shapes[i]) for i in group])

@@ -11,15 +11,17 @@ from tfdist.strategies.collectives.launcher import Launcher
 class Stopwatch:
     """Adds up times of one step, as the graph runs it; each of the parts of an exchange has its own.
 
-    Costs two timestamps a collective, and two for each `begin` and `end`, which wait for all that they are given. GPUs
-    are told ahead of time what to do; of them these are the times at which they are told.
+    Costs a lot: what follows waits for each timestamp. On two cores and a link of 1 Gbit/s a step under float16 took
+    366 ms instead of 282, under int8 239 instead of 224. GPUs are told ahead of time what to do; of them these are the
+    times at which they are told.
 
     Args:
       launcher: Of the replica whose times are taken.
+      is_on: Whether they are taken at all; all times are 0 otherwise, and nothing is added to the graph.
     """
 
-    def __init__(self, launcher: Launcher):
-        self._apart = launcher.untouched
+    def __init__(self, launcher: Launcher, is_on: bool):
+        self._apart, self._is_on = launcher.untouched, is_on
         self._begun: list[tf.Tensor] = []
         self._whole: list[tf.Tensor] = []
         self._exchanging: list[tf.Tensor] = []
@@ -49,6 +51,8 @@ class Stopwatch:
 
     def _noted(self, tensors: Any) -> tuple[tf.Tensor, Any]:
         """When `tensors` are there, in seconds since the epoch; and `tensors`, for what is to come after that."""
+        if not self._is_on:
+            return tf.constant(0.0, tf.float64), tensors
         leaves = tf.nest.flatten(tensors, expand_composites=True)
         with tf.device(self._apart.device), tf.control_dependencies(leaves):
             now = _timestamp(self._apart.handle)

@@ -10,8 +10,8 @@ class Traffic(keras.callbacks.Callback):
 
     - `sent_bytes`: what this worker sent for gradients in a step, a mean over the epoch
     - `compression_ratio`: how many times less that is than uncompressed
-    - `encode_seconds`, `exchange_seconds`: what a replica spent on coding and on exchanging in a step, a mean over the
-      epoch, added up over buckets; see `strategy.communication.traffic`
+    - `encode_seconds`, `exchange_seconds`, if `strategy.communication.timed` was set before the first step: what a
+      replica spent on coding and on exchanging in a step, a mean over the epoch, added up over buckets
     - `residual_norm`: the Euclidean norm of what this worker has left behind, to be sent later; costs a pass over it
 
     Under a strategy without `compression` it adds nothing.
@@ -30,8 +30,9 @@ class Traffic(keras.callbacks.Callback):
         traffic = communication.traffic() - self._before
         logs["sent_bytes"] = traffic.sent_bytes_per_step
         logs["compression_ratio"] = traffic.ratio
-        logs["encode_seconds"] = traffic.encode_seconds / max(traffic.steps, 1)
-        logs["exchange_seconds"] = traffic.exchange_seconds / max(traffic.steps, 1)
+        if communication.timed:
+            logs["encode_seconds"] = traffic.encode_seconds / max(traffic.steps, 1)
+            logs["exchange_seconds"] = traffic.exchange_seconds / max(traffic.steps, 1)
         logs["residual_norm"] = communication.residual_norm()
 
     def _communication(self) -> Any:
