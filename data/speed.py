@@ -23,7 +23,7 @@ class SpeedModel:
 
     A moving average over the last few steps; a single outlier is left out, a repeated one starts the average anew.
     All arithmetic is on numbers that all workers have alike, in float64 and a fixed order, so all decide alike. In
-    plain numbers, which of few replicas is several times faster than arrays: about 3 microseconds a replica and step.
+    plain numbers, which is several times faster than arrays of a few replicas.
 
     References:
       Chen et al., Semi-Dynamic Load Balancing (LB-BSP), 2020, https://arxiv.org/abs/1806.02508

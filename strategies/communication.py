@@ -103,8 +103,7 @@ class Communication(tf.Module):
     def timed(self) -> bool:
         """Whether `traffic` tells what coding and exchanging took; False unless set, before the first step.
 
-        It slows steps down (under float16, on two cores and a link of 1 Gbit/s, from 282 to 366 ms): to look for where
-        the time goes, not for every run.
+        It slows steps down, those of quick codecs most: to look for where the time goes, not for every run.
         """
         return getattr(self._make_collectives(), "timed", False)  # A lone replica may have others.
 
