@@ -90,26 +90,19 @@ class Communication(tf.Module):
 
     Memory: what `memory_bytes` says. With error feedback that is a float32 copy of the compressed gradients for each
     replica and, from three workers on, one more divided by their number. It is freed with the optimizer.
+
+    Attributes:
+      timed: Whether `traffic` tells what coding and exchanging took; set it before the first step. It slows steps down,
+        those of quick codecs most: to look for where the time goes, not for every run.
     """
 
     def __init__(self, policy: Policy, collectives: Callable[[], Any]):
         super().__init__(name="communication")
+        self.timed = False
         self._policy = policy
         self._make_collectives = collectives
         self.exchanges: list[Exchange] = []
         self._known = _Known()
-
-    @property
-    def timed(self) -> bool:
-        """Whether `traffic` tells what coding and exchanging took; False unless set, before the first step.
-
-        It slows steps down, those of quick codecs most: to look for where the time goes, not for every run.
-        """
-        return getattr(self._make_collectives(), "timed", False)  # A lone replica may have others.
-
-    @timed.setter
-    def timed(self, timed: bool) -> None:
-        self._make_collectives().timed = timed
 
     def exchange_of(self, optimizer: Any, gradients: Sequence[Gradient]) -> Exchange:
         """The exchange of these gradients; made when they come for the first time."""
@@ -120,7 +113,7 @@ class Communication(tf.Module):
             if key not in self._known.exchanges:
                 codecs = [self._codec_of(gradient, position) for position, gradient in enumerate(gradients)]
                 _warn_of(codecs, optimizer)
-                made = Exchange(gradients, codecs, self._make_collectives(), len(self.exchanges))
+                made = Exchange(gradients, codecs, self._make_collectives(), len(self.exchanges), self.timed)
                 self.exchanges.append(made)
                 with ThreadPoolExecutor(1) as pool:  # Out of the graph that is being built.
                     pool.submit(self._inherit, made, len(self.exchanges) - 1).result()

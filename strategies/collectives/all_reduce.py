@@ -30,7 +30,6 @@ class Collectives(_tf.CollectiveAllReduce):
       ranks: How many take part in an encoded exchange: workers, or replicas if each has one device.
       spread: Over how many devices of a worker an encoded exchange is spread; 1 if each has one,
         or there is one worker.
-      timed: Whether encoded exchanges that are traced from now on tell their times; see `Stopwatch`.
     """
 
     def __init__(self, devices, group_size, options, collective_keys, worker=0):
@@ -38,7 +37,6 @@ class Collectives(_tf.CollectiveAllReduce):
         group_key = collective_keys.get_group_key(self._devices)
         self.replicas = len(self._devices)
         self._worker = worker
-        self.timed = False
         self.spread = self.replicas if 1 < self.replicas < group_size else 1
         self.ranks = group_size // self.spread
 

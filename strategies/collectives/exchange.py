@@ -34,11 +34,19 @@ class Exchange(tf.Module):
       codecs: For each gradient how it travels, or `None` for uncompressed.
       collectives: Of the strategy.
       position: How many exchanges the strategy has made before; seeds what codecs draw.
+      timed: Whether steps tell what they spend; see `Stopwatch`.
     """
 
-    def __init__(self, gradients: Sequence[Gradient], codecs: Sequence[Codec | None], collectives: Any, position: int):
+    def __init__(
+        self,
+        gradients: Sequence[Gradient],
+        codecs: Sequence[Codec | None],
+        collectives: Any,
+        position: int,
+        timed: bool = False,
+    ):
         super().__init__(name=f"exchange_{position}")
-        self._collectives = collectives
+        self._collectives, self._timed = collectives, timed
         parts = _parts(gradients, codecs, collectives, position)
         # Padding to whole blocks for each rank can outweigh what a codec saves.
         self._parts = [
@@ -80,7 +88,9 @@ class Exchange(tf.Module):
             for part in self._parts:
                 members = [gradients[i] for i in part.positions]
                 states = [tf.convert_to_tensor(variable) for variable in old[len(new) : len(new) + part.num_states]]
-                sums, states, is_finite, spent = _from_step(part, done, members, states, replica, collectives, options)
+                sums, states, is_finite, spent = _from_step(
+                    part, done, members, states, replica, collectives, options, self._timed
+                )
                 new += states
                 finite.append(is_finite)
                 seconds.append(spent)
@@ -92,7 +102,9 @@ class Exchange(tf.Module):
             for i, total in zip(self._raw, raw, strict=True):
                 totals[i] = total
             for i, codec in self._sparse_codecs.items():
-                totals[i], spent = _rows_from_step(codec, done, gradients[i], replica, collectives, options)
+                totals[i], spent = _rows_from_step(
+                    codec, done, gradients[i], replica, collectives, options, self._timed
+                )
                 seconds.append(spent)
             if new:
                 # Float32 sums of float16 gradients may leave the range of these.
@@ -222,11 +234,12 @@ def _raw_bytes(part, gradients, collectives) -> float:
     return collectives.ring * sum(_bytes(gradients[i]) for i in part.positions)
 
 
-def _from_step(part, done, gradients, states, replica, collectives, options):
+def _from_step(part, done, gradients, states, replica, collectives, options, timed):
     """The exchange of one part, uncompressed until its codec's `start_step`."""
 
     def encoded():
-        return part.exchange(gradients, states, replica, collectives, options)
+        watch = Stopwatch(collectives.launcher(replica), timed)
+        return *part.exchange(gradients, states, replica, collectives, options, watch), watch.seconds()
 
     def raw():
         sums = collectives._all_reduce(tf.distribute.ReduceOp.SUM, list(gradients), replica, options)
@@ -235,11 +248,11 @@ def _from_step(part, done, gradients, states, replica, collectives, options):
     return encoded() if part.codec.start_step == 0 else tf.cond(done >= part.codec.start_step, encoded, raw)
 
 
-def _rows_from_step(codec, done, slices, replica, collectives, options):
+def _rows_from_step(codec, done, slices, replica, collectives, options, timed):
     """The same of sparse rows."""
 
     def encoded():
-        watch = Stopwatch(collectives.launcher(replica), collectives.timed)
+        watch = Stopwatch(collectives.launcher(replica), timed)
         return collectives.all_reduce_rows(slices, replica, options, codec, watch), watch.seconds()
 
     def raw():

@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from tfdist.strategies.collectives.buckets import BUCKET_BYTES, Bucket, fill_buckets, join, separate
 from tfdist.strategies.collectives.low_rank import all_reduce_low_rank
-from tfdist.strategies.collectives.stopwatch import Stopwatch
 from tfdist.strategies.collectives.two_shot import all_reduce_encoded, in_two_shots, sent_words, state_shapes
 from tfdist.strategies.compression import PowerSGD, WordCodec
 
@@ -45,10 +44,9 @@ class Words:
         parts = [elements // collectives.spread for elements in self._elements]
         return sum(4 * sent_words(self.codec, part, collectives.ranks) for part in parts)
 
-    def exchange(self, gradients, states, replica, collectives, options):
-        """Gradients and states -> their sums, the new states, whether the sums are finite, and `Stopwatch.seconds`."""
+    def exchange(self, gradients, states, replica, collectives, options, watch):
+        """Gradients and states -> their sums, the new states, and whether the sums are finite; timed by a `watch`."""
         totals, kept, finite = [], [], []
-        watch = Stopwatch(collectives.launcher(replica), collectives.timed)
         members = [tf.cast(gradient, tf.float32) for gradient in gradients]
         rest = list(states)
         for bucket, (first, second) in zip(self._buckets, self._splits, strict=True):
@@ -71,7 +69,7 @@ class Words:
             # Each device of a worker has seen its part of the bucket only.
             finite.append(is_finite if collectives.spread == 1 else tf.reduce_all(tf.math.is_finite(total)))
         sums = separate(self._buckets, totals, gradients, self._granule)
-        return sums, kept, tf.reduce_all(finite), watch.seconds()
+        return sums, kept, tf.reduce_all(finite)
 
     def _without_padding(self, bucket, first, second, replica, collectives):
         """States with zeros where the bucket is padded."""
@@ -145,13 +143,12 @@ class Matrices:
         """What a replica sends in a step."""
         return collectives.ring * sum(4 * self.codec.rank * (rows + cols) for rows, cols in self._shapes)
 
-    def exchange(self, gradients, states, replica, collectives, options):
+    def exchange(self, gradients, states, replica, collectives, options, watch):
         """As `Words.exchange`."""
         count = len(self._shapes)
         residuals, factors = list(states[: self.num_states - count]), list(states[self.num_states - count :])
         totals: list[Any] = [None] * count
         finite = []
-        watch = Stopwatch(collectives.launcher(replica), collectives.timed)
         launcher = watch.of_collectives(collectives.launcher(replica))
         for group in self._groups:
             matrices = watch.begin([tf.reshape(tf.cast(gradients[i], tf.float32), self._shapes[i]) for i in group])
@@ -170,7 +167,7 @@ class Matrices:
                 factors[i] = new_factors[place]
                 if residuals:
                     residuals[i] = kept[place]
-        return totals, [*residuals, *factors], tf.reduce_all(finite), watch.seconds()
+        return totals, [*residuals, *factors], tf.reduce_all(finite)
 
     def pending(self, states, replica, collectives):
         """As `Words.pending`; factors are the same on all replicas, and count as pending on the first alone."""
