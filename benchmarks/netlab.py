@@ -22,57 +22,43 @@ and gaps): a full link carries 1448/1514 = 95.6 % payload.
 
 import argparse
 import atexit
-import concurrent.futures
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import pathlib
 import re
-import shlex
-import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
 import warnings
-from collections.abc import Iterable, Sequence
+
+from benchmarks.netlab_slots import (
+    COMMAND_SECONDS,
+    Counters,
+    Host,
+    NetlabError,
+    Slot,
+    check_tools,
+    owner_of,
+    run_command,
+    sweep,
+)
 
 __all__ = ["Counters", "Host", "Netlab", "NetlabError", "Speed", "why_not"]
 
 TOLERANCE = 0.05
 
-_OURS = re.compile(r"tfd(\d+)(-switch|-host\d+|\.lock)")  # namespaces, and locks in /run
-_LOCKS = pathlib.Path("/run")
-_STANDING = b"standing"
-_SLOTS = 100
 _MAX_HOSTS = 200
-_COMMAND_SECONDS = 10.0
-_ORPHAN_SECONDS = 2.0  # for an `ip` whose parent was killed to end
 _ATTEMPTS = 5
-_PORT = 5201
 _FRAME_BYTES = 1514
 # Smaller, and the bucket would cut the kernel's large packets into frames, at the cost of processor time.
 _MIN_BURST_BYTES = 70_000
 _BURST_SECONDS = 0.004  # how late a busy machine may be without losing rate; so much passes unshaped after a rest
-
-
-class NetlabError(RuntimeError):
-    """The lab cannot be put up, or a link does not have the rate that was asked for."""
+_STREAM = pathlib.Path(__file__).with_name("netlab_stream.py")
 
 
 class BusyError(NetlabError):
     """A link carries less than was asked for, as it does when other programs take the processor."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Counters:
-    """Bytes that passed an interface since it was made, Ethernet headers included."""
-
-    sent_bytes: int
-    received_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,28 +70,6 @@ class Speed:
 
     goodput: float
     wire: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Host:
-    """One host: a network namespace with the loopback and one interface."""
-
-    name: str
-    address: str
-    interface: str = "eth0"
-
-    def command(self, arguments: Sequence[str]) -> list[str]:
-        """The command line that runs `arguments` on this host."""
-        return ["ip", "netns", "exec", self.name, *arguments]
-
-    def counters(self) -> Counters:
-        """Reads the interface. Costs a process, some 5 ms.
-
-        Raises:
-          NetlabError: If the host is gone.
-        """
-        (link,) = json.loads(_run("ip", "-n", self.name, "-s", "-j", "link", "show", "dev", self.interface))
-        return Counters(link["stats64"]["tx"]["bytes"], link["stats64"]["rx"]["bytes"])
 
 
 class Netlab:
@@ -146,16 +110,16 @@ class Netlab:
         self.machine_limit: float | None = None
         self._count = hosts
         self._shaped = False
-        self._slot: _Slot | None = None
+        self._slot: Slot | None = None
 
     def __enter__(self) -> "Netlab":
         if self._slot is not None:
             raise NetlabError("This lab is up already. Make another Netlab.")
-        _check_tools()
-        _sweep()
+        check_tools()
+        sweep()
         atexit.register(self.close)
         try:
-            self._slot = _Slot.claim_free()
+            self._slot = Slot.claim_free()
             self.hosts = self._slot.build(self._count)
             self.shape(self.rate)
         except BaseException:
@@ -249,17 +213,17 @@ class Netlab:
     def _measure(self, asked: float | None, sender: int, receiver: int) -> Speed:
         slot, to = self._owned(), self.hosts[receiver]
         settle, window = _durations(asked)
-        ours = [sys.executable, "-I", "-S", __file__]
+        ours = [sys.executable, "-I", "-S", str(_STREAM)]
         source = subprocess.Popen(self.hosts[sender].command([*ours, "source", to.address]), stderr=subprocess.DEVNULL)
         try:
             sink = ["sink", to.address, slot.switch, f"port{receiver}", str(settle), str(window)]
-            answer = _run(*to.command([*ours, *sink]), seconds=_COMMAND_SECONDS + settle + window)
+            answer = run_command(*to.command([*ours, *sink]), seconds=COMMAND_SECONDS + settle + window)
         finally:
             source.kill()
             source.wait()
         return Speed(**json.loads(answer))
 
-    def _owned(self) -> "_Slot":
+    def _owned(self) -> Slot:
         if self._slot is None:
             raise NetlabError("This lab is not up. Use it inside `with Netlab(...) as lab:`.")
         return self._slot
@@ -271,8 +235,8 @@ def why_not() -> str | None:
     Tries it, which takes about 0.2 s: makes the namespaces, links, bridge and token bucket of a lab and removes them.
     """
     try:
-        _check_tools()
-        with contextlib.closing(_Slot.claim_free()) as slot:
+        check_tools()
+        with contextlib.closing(Slot.claim_free()) as slot:
             try:
                 (host,) = slot.build(1)
                 slot.run("tc", "-n", host.name, "qdisc", "replace", "dev", host.interface, "root", *_bucket(1e8))
@@ -281,170 +245,6 @@ def why_not() -> str | None:
     except NetlabError as error:
         return str(error)
     return None
-
-
-class _Slot:
-    """A lab's number, owned by whoever holds the lock on its file: nobody else touches the namespaces of that number.
-
-    The kernel gives the lock back when its holder dies, however that happens.
-    """
-
-    def __init__(self, number: int, lock: int, path: pathlib.Path):
-        self.number, self._lock, self._path = number, lock, path
-        self.switch = f"tfd{number}-switch"
-
-    @classmethod
-    def claim(cls, number: int) -> "_Slot | None":
-        """Takes the number, unless it has an owner."""
-        path = _lock_path(number)
-        deadline = time.monotonic() + _ORPHAN_SECONDS
-        while True:
-            try:
-                lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-            except OSError as error:
-                raise NetlabError(f"A lab keeps its lock in {path}, which cannot be opened: {error}.") from error
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(lock)
-                if _owner_of(number) is not None or time.monotonic() > deadline:
-                    return None
-                time.sleep(0.01)
-                continue
-            if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, str(os.getpid()).encode(), 0)
-                return cls(number, lock, path)
-            os.close(lock)  # its owner removed the file in between
-
-    @classmethod
-    def claim_free(cls) -> "_Slot":
-        """Takes the first number under which no lab stands."""
-        taken = _numbers(_namespaces())
-        for number in range(_SLOTS):
-            slot = None if number in taken else cls.claim(number)
-            if slot is not None:
-                return slot
-        raise NetlabError(f"At most {_SLOTS} labs can stand at once. Remove one.")
-
-    def close(self, standing: bool = False) -> None:
-        """Gives the number back, or leaves a mark that its lab has no owner but is to stand."""
-        if standing:
-            os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, _STANDING, 0)
-        else:
-            self._path.unlink(missing_ok=True)
-        os.close(self._lock)
-
-    def run(self, *command: str) -> str:
-        """Runs a command that holds the lock too, so that it is not overtaken if this process is killed meanwhile."""
-        return _run(*command, pass_fds=[self._lock])
-
-    def build(self, count: int) -> list[Host]:
-        """Makes the switch and the hosts, with links between them, unshaped."""
-        hosts = [Host(f"tfd{self.number}-host{index}", f"10.77.{self.number}.{index + 1}") for index in range(count)]
-        self._add_namespace(self.switch)
-        self.run("ip", "-n", self.switch, "link", "add", "bridge", "type", "bridge")
-        self.run("ip", "-n", self.switch, "link", "set", "bridge", "up")
-        for index, host in enumerate(hosts):
-            self._add_namespace(host.name)
-            in_host, in_switch, port = ("ip", "-n", host.name), ("ip", "-n", self.switch), f"port{index}"
-            peer = ("peer", "name", port, "netns", self.switch)  # made over there: the machine itself never sees it
-            self.run(*in_host, "link", "add", host.interface, "type", "veth", *peer)
-            self.run(*in_switch, "link", "set", port, "master", "bridge", "up")
-            self.run(*in_host, "address", "add", f"{host.address}/24", "dev", host.interface)
-            self.run(*in_host, "link", "set", host.interface, "up")
-        return hosts
-
-    def _add_namespace(self, name: str) -> None:
-        self.run("ip", "netns", "add", name)
-        self.run("ip", "-n", name, "link", "set", "lo", "up")
-
-    def clear(self) -> None:
-        """Removes the namespaces of this number, and with them their links; kills what runs in them.
-
-        Raises:
-          NetlabError: If a process does not die.
-        """
-        mine = [name for name in _namespaces() if name.startswith(f"tfd{self.number}-")]
-        for name in mine:
-            deadline = time.monotonic() + _COMMAND_SECONDS
-            while pids := self.run("ip", "netns", "pids", name).split():
-                if time.monotonic() > deadline:
-                    raise NetlabError(f"Processes in {name} do not end when killed: {', '.join(pids)}.")
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(pid), signal.SIGKILL)
-                time.sleep(0.01)
-            self.run("ip", "netns", "delete", name)
-
-
-def _lock_path(number: int) -> pathlib.Path:
-    return _LOCKS / f"tfd{number}.lock"
-
-
-def _is_standing(number: int) -> bool:
-    try:
-        return _lock_path(number).read_bytes() == _STANDING
-    except FileNotFoundError:
-        return False
-
-
-def _owner_of(number: int) -> int | None:
-    """The living process that wrote itself down as the owner of a lab."""
-    try:
-        pid = int(_lock_path(number).read_text())
-    except (OSError, ValueError):
-        return None
-    return pid if pathlib.Path(f"/proc/{pid}").exists() else None
-
-
-def _namespaces() -> list[str]:
-    """The namespaces of all labs."""
-    lines = _run("ip", "netns", "list").splitlines()
-    return [line.split()[0] for line in lines if line.strip() and _OURS.fullmatch(line.split()[0])]
-
-
-def _numbers(names: Iterable[str]) -> set[int]:
-    return {int(match[1]) for match in map(_OURS.fullmatch, names) if match}
-
-
-def _sweep(standing: bool = False) -> list[int]:
-    """Removes the labs without an owner, on demand also those that are to stand; returns the numbers of the others."""
-    kept = []
-    for number in sorted(_numbers([*_namespaces(), *os.listdir(_LOCKS)])):
-        slot = _Slot.claim(number) if standing or not _is_standing(number) else None
-        if slot is None:
-            kept.append(number)
-            continue
-        with contextlib.closing(slot):
-            slot.clear()
-    return kept
-
-
-def _check_tools() -> None:
-    if not sys.platform.startswith("linux"):
-        raise NetlabError(f"A lab is made of Linux network namespaces, but this is {sys.platform}. Use Linux.")
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if missing:
-        raise NetlabError(f"A lab needs the command {' and '.join(missing)}: apt-get install iproute2.")
-    if os.geteuid() != 0:
-        raise NetlabError("Only root may make network namespaces. Run as root (sudo).")
-
-
-def _run(*command: str, seconds: float = _COMMAND_SECONDS, pass_fds: Iterable[int] = ()) -> str:
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, pass_fds=tuple(pass_fds)
-        )
-    except subprocess.TimeoutExpired as error:
-        raise NetlabError(f"`{shlex.join(command)}` did not end in {seconds:g} s.") from error
-    if done.returncode != 0:
-        way_out = ""
-        if "not permitted" in done.stderr or "denied" in done.stderr:
-            way_out = " In a container, root needs CAP_SYS_ADMIN and CAP_NET_ADMIN: docker run --privileged."
-        raise NetlabError(f"`{shlex.join(command)}` failed: {done.stderr.strip()}.{way_out}")
-    return done.stdout
 
 
 def _parse_rate(rate: str | None) -> float | None:
@@ -479,74 +279,10 @@ def _megabits(bits_per_second: float | None) -> str:
     return "unknown" if bits_per_second is None else f"{bits_per_second / 1e6:.1f} Mbit/s"
 
 
-# From here: run on the hosts.
-
-
-def _go_first() -> None:
-    """Runs this process before all that is not real-time, since the link is to be measured and not the other load."""
-    with contextlib.suppress(PermissionError):  # a container may lack CAP_SYS_NICE
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-
-
-def send_forever(address: str) -> None:
-    """Sends to the sink, once it is there, until it has enough."""
-    _go_first()
-    deadline = time.monotonic() + _COMMAND_SECONDS
-    while True:
-        try:
-            connection = socket.create_connection((address, _PORT), timeout=_COMMAND_SECONDS)
-            break
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
-    with connection, contextlib.suppress(OSError):
-        while True:
-            connection.sendall(bytes(1 << 18))
-
-
-def receive(address: str, switch: str, port: str, settle: float, window: float) -> None:
-    """Prints the speed of a stream, leaving out its first seconds."""
-    _go_first()
-    buffer = bytearray(1 << 20)
-    with socket.create_server((address, _PORT)) as server:
-        server.settimeout(_COMMAND_SECONDS)
-        connection, _ = server.accept()
-
-    def drain(seconds: float) -> float:
-        """Payload a second."""
-        received, start = 0, time.perf_counter()
-        while time.perf_counter() < start + seconds:
-            received += connection.recv_into(buffer)
-        return received * 8 / (time.perf_counter() - start)
-
-    # A thread asks for the frames, since the stream would stop if nobody read it meanwhile.
-    with connection, concurrent.futures.ThreadPoolExecutor() as threads:
-        connection.settimeout(_COMMAND_SECONDS)
-        drain(settle)
-        first = threads.submit(count_frames, switch, port)
-        goodput = drain(window)
-        last = threads.submit(count_frames, switch, port)
-        while not last.done():
-            drain(0.001)
-    (start, before), (end, after) = first.result(), last.result()
-    print(json.dumps({"goodput": goodput, "wire": (after - before) * 8 / (end - start)}))
-
-
-def count_frames(switch: str, port: str) -> tuple[float, int]:
-    """When, and how many bytes the bucket of a port had let through; 0 if it has none."""
-    start = time.perf_counter()
-    (bucket,) = json.loads(_run("tc", "-n", switch, "-s", "-j", "qdisc", "show", "dev", port))
-    return (start + time.perf_counter()) / 2, bucket["bytes"]
-
-
-# From here: the command line.
-
-
 def up(hosts: int, rate: str | None) -> None:
     lab = Netlab(hosts, rate)
-    _check_tools()
-    _sweep(standing=True)
+    check_tools()
+    sweep(standing=True)
     with lab:
         for host in lab.hosts:
             print(host.name, host.address)
@@ -556,9 +292,9 @@ def up(hosts: int, rate: str | None) -> None:
 
 
 def down() -> None:
-    _check_tools()
-    for number in _sweep(standing=True):
-        print(f"Left tfd{number}: process {_owner_of(number)} is using it, and removes it when it ends.")
+    check_tools()
+    for number in sweep(standing=True):
+        print(f"Left tfd{number}: process {owner_of(number)} is using it, and removes it when it ends.")
 
 
 def main() -> None:
@@ -571,26 +307,15 @@ def main() -> None:
     parse_exec = commands.add_parser("exec", help="run a command on a host")
     parse_exec.add_argument("host")
     parse_exec.add_argument("arguments", nargs=argparse.REMAINDER)
-    parse_source = commands.add_parser("source")
-    parse_source.add_argument("address")
-    parse_sink = commands.add_parser("sink")
-    for name, kind in (("address", str), ("switch", str), ("port", str), ("settle", float), ("window", float)):
-        parse_sink.add_argument(name, type=kind)
-    options = vars(parser.parse_args())
-    command = options.pop("command")
+    options = parser.parse_args()
     try:
-        if command == "up":
-            up(options["hosts"], None if options["rate"] == "none" else options["rate"])
-        elif command == "down":
+        if options.command == "up":
+            up(options.hosts, None if options.rate == "none" else options.rate)
+        elif options.command == "down":
             down()
-        elif command == "exec":
-            arguments = options["arguments"][options["arguments"][:1] == ["--"] :]
-            argv = Host(options["host"], "").command(arguments)
-            os.execvp(argv[0], argv)
-        elif command == "source":
-            send_forever(**options)
         else:
-            receive(**options)
+            argv = Host(options.host, "").command(options.arguments[options.arguments[:1] == ["--"] :])
+            os.execvp(argv[0], argv)
     except (NetlabError, ValueError) as error:
         sys.exit(f"netlab: {error}")
 
