@@ -1,50 +1,35 @@
 """Functions run in many worker processes on this machine, each a member of one TF_CONFIG cluster.
 
-The parent starts a fresh interpreter for each worker and talks to it over a socket pair:
+The parent starts a fresh interpreter for each worker (`worker_process`) and talks to it over a socket pair:
 
-    parent                                worker
+    parent                                worker (`serving`)
       how this program was started   →     import the main module, make the devices
       pickled (fn, args, kwargs)     →     call
-                                     ←     _Returned, or _Raised
+                                     ←     Returned, or Raised
 
-A worker that loses its parent ends itself. All its output goes to a nameless file, which needs no clean-up.
+A worker that loses its parent ends itself.
 """
 
-import contextlib
-import ctypes
-import dataclasses
-import faulthandler
-import functools
-import multiprocessing.spawn
-import os
 import pickle
-import queue
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import wait
 from types import TracebackType
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
-from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec, free_ports
+from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import WorkerError, WorkerTimeoutError
-from tfdist.launch.failures import is_consequence
 from tfdist.launch.group import describe_exit
+from tfdist.testing.replies import Died, Raised, Reply, Returned, doubt
+from tfdist.testing.serving import is_importing_main
+from tfdist.testing.worker_process import GRACE_SECONDS, WorkerProcess
 
 __all__ = ["WorkerPool", "run_workers"]
 
 T = TypeVar("T")
 
-_OUTPUT_LINES = 100
-_GRACE_SECONDS = 1.0  # after the first failure, for others that may hold its cause
 _POLL_SECONDS = 0.25
 _DUMP_SECONDS = 0.5  # for a worker to write its stacks
-_PR_SET_PDEATHSIG = 1
 
 
 def run_workers(
@@ -125,7 +110,7 @@ class WorkerPool:
         self._devices_per_worker = devices_per_worker
         self._timeout_seconds = timeout_seconds
         self._env = dict(env or {})
-        self._workers: list[_Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._closed = False
 
     def __enter__(self) -> "WorkerPool":
@@ -163,9 +148,9 @@ class WorkerPool:
             for worker in self._workers:
                 worker.send(call)
             replies = self._gather(deadline)
-            returned = [reply for reply in replies if isinstance(reply, _Returned)]
+            returned = [reply for reply in replies if isinstance(reply, Returned)]
             if len(returned) < len(replies):
-                raise self._error([reply for reply in replies if not isinstance(reply, _Returned)])
+                raise self._error([reply for reply in replies if not isinstance(reply, Returned)])
             if len(returned) < self._num_workers:
                 raise self._timeout_error({reply.index for reply in returned})
             return [reply.load() for reply in sorted(returned, key=lambda reply: reply.index)]
@@ -179,7 +164,7 @@ class WorkerPool:
         self._kill()
 
     def _start(self) -> None:
-        if _importing_main:
+        if is_importing_main():
             raise WorkerError(
                 "A worker may not start workers while it imports the main module. In the script that was started, put "
                 'the call under `if __name__ == "__main__":`, as every worker imports that script.'
@@ -187,7 +172,7 @@ class WorkerPool:
         ports = free_ports(self._num_workers)
         for index in range(self._num_workers):
             spec = ClusterSpec.local(self._num_workers, index, ports)
-            self._workers.append(_Worker(spec, self._devices_per_worker, self._env))
+            self._workers.append(WorkerProcess(spec, self._devices_per_worker, self._env))
 
     def _kill(self) -> None:
         for worker in self._workers:
@@ -196,9 +181,9 @@ class WorkerPool:
             worker.close()
         self._workers = []
 
-    def _gather(self, deadline: float) -> list["_Reply"]:
+    def _gather(self, deadline: float) -> list[Reply]:
         """Waits for a reply of every worker, until the deadline or a grace after the first failure."""
-        replies: list[_Reply] = []
+        replies: list[Reply] = []
         waiting = list(self._workers)
         while waiting and (remaining := deadline - time.monotonic()) > 0:
             ready = wait([worker.connection for worker in waiting], min(remaining, _POLL_SECONDS))
@@ -208,15 +193,15 @@ class WorkerPool:
                     reply = worker.receive()
                     replies.append(reply)
                     waiting.remove(worker)
-                    if not isinstance(reply, _Returned):
-                        deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                    if not isinstance(reply, Returned):
+                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return replies
 
-    def _error(self, failures: list["_Raised | _Died"]) -> WorkerError:
+    def _error(self, failures: list[Raised | Died]) -> WorkerError:
         """The error for the failure that is most likely the cause of the others; the earliest, if several are."""
-        first = min(failures, key=_doubt)
+        first = min(failures, key=doubt)
         cause: BaseException | None = None
-        if isinstance(first, _Raised):
+        if isinstance(first, Raised):
             what = f"raised {first.summary}\n\n--- traceback of worker {first.index}\n{first.trace.rstrip()}"
             cause = first.load()
         else:
@@ -243,129 +228,6 @@ class WorkerPool:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Returned:
-    index: int
-    value: bytes
-
-    def load(self) -> Any:
-        """The value, rebuilt in this process."""
-        try:
-            return pickle.loads(self.value)
-        except Exception as error:
-            raise WorkerError(
-                f"What worker {self.index} returned cannot be rebuilt in this process: {error!r}. "
-                f"Return plain values or arrays."
-            ) from error
-
-
-@dataclasses.dataclass(frozen=True)
-class _Raised:
-    index: int
-    kind: str
-    summary: str
-    trace: str
-    error: bytes | None
-
-    def load(self) -> BaseException | None:
-        """What the worker raised, if it survives the way here."""
-        try:
-            error = pickle.loads(self.error) if self.error else None
-        except Exception:  # an exception class may do anything when it is rebuilt; the traceback is there as text
-            return None
-        return error if isinstance(error, BaseException) else None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Died:
-    index: int
-    returncode: int
-
-
-_Reply = _Returned | _Raised | _Died
-
-
-def _doubt(failure: _Raised | _Died) -> int:
-    """How likely a failure is the mere consequence of another."""
-    if isinstance(failure, _Raised) and is_consequence(failure.kind, failure.summary):
-        return 2
-    # TensorFlow aborts a process in which nobody is there to hear that a peer is gone.
-    return 1 if isinstance(failure, _Died) and failure.returncode == -signal.SIGABRT else 0
-
-
-class _Worker:
-    """The parent's side of one worker process."""
-
-    def __init__(self, spec: ClusterSpec, num_devices: int, env: Mapping[str, str]):
-        self.index = spec.worker_id
-        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
-        self.connection, remote = Pipe()
-        with remote:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _start_code(remote.fileno(), num_devices)],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[remote.fileno()],
-                start_new_session=True,  # Ctrl-C is the parent's; and one kill reaches what the worker started
-                env=_worker_env(spec, num_devices, env),
-            )
-        program = multiprocessing.spawn.get_preparation_data(f"worker {self.index}")
-        program.pop("authkey")  # refuses to be pickled outside multiprocessing's own start
-        if not os.path.exists(program.get("init_main_from_path", "")):  # standard input: nothing to import
-            program.pop("init_main_from_path", None)
-        self.send(pickle.dumps(program))
-
-    def send(self, message: bytes) -> None:
-        with contextlib.suppress(OSError):  # the worker is gone; `receive` says how
-            self.connection.send_bytes(message)
-
-    def receive(self) -> _Reply:
-        """The worker's reply, or how it died."""
-        with contextlib.suppress(EOFError, OSError):
-            if self.connection.poll():
-                reply: _Reply = pickle.loads(self.connection.recv_bytes())
-                return reply
-        self.kill(after_seconds=_GRACE_SECONDS)
-        return _Died(self.index, self.process.wait())
-
-    def has_ended(self) -> bool:
-        """Whether the worker is gone, without taking note: its number stays reserved, so that `kill` is safe."""
-        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-
-    def dump_stacks(self) -> None:
-        """Lets the worker write where each of its threads is."""
-        os.kill(self.process.pid, signal.SIGUSR1)
-
-    def output_tail(self) -> str:
-        size = os.fstat(self._output.fileno()).st_size
-        # Not `seek`: the position is shared with the worker, which writes there.
-        tail = os.pread(self._output.fileno(), 1 << 16, max(0, size - (1 << 16)))
-        return "\n".join(tail.decode(errors="replace").splitlines()[-_OUTPUT_LINES:])
-
-    def kill(self, after_seconds: float = 0.0) -> None:
-        """Kills the worker and all that it started, unless it ends by itself in time."""
-        if self.process.returncode is not None:
-            return
-        deadline = time.monotonic() + after_seconds
-        while not self.has_ended() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        os.killpg(self.process.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        self.process.wait()
-        self.connection.close()
-        self._output.close()
-
-
-def _worker_env(spec: ClusterSpec, num_devices: int, more: Mapping[str, str]) -> dict[str, str]:
-    env = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", **os.environ}
-    env.pop(DEVICES_PER_WORKER, None)  # meant for this process, not for those it starts
-    if num_devices > 1:
-        env[DEVICES_PER_WORKER] = str(num_devices)
-    return {**env, **more, "TF_CONFIG": spec.to_json()}
-
-
 def _pickled_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
     name = getattr(fn, "__qualname__", repr(fn))
     try:
@@ -381,103 +243,4 @@ def _pickled_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         raise TypeError(
             f"The arguments of {name} cannot be sent to a worker: {error}. Hand over plain values or arrays, and make "
             f"the rest inside the function."
-        ) from error
-
-
-# From here on: the worker's side.
-
-_importing_main = False
-
-
-def _start_code(fd: int, num_devices: int) -> str:
-    deadly_parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
-    # The parent's path first, since tfdist may be found only through it.
-    return (
-        f"import sys; sys.path[:] = {[str(path) for path in sys.path]!r}; from tfdist.testing import workers; "
-        f"workers._serve({fd}, {num_devices}, {deadly_parent})"
-    )
-
-
-def _serve(fd: int, num_devices: int, deadly_parent: int | None) -> None:
-    """Runs a worker: prepares the process, then answers calls until the parent is gone."""
-    os.set_inheritable(fd, False)
-    connection = Connection(fd)
-    _die_with_parent(deadly_parent)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_receive_calls, args=(connection, calls), name="tfdist-parent", daemon=True).start()
-    index = ClusterSpec.from_json(os.environ["TF_CONFIG"]).worker_id
-    reply = _answer(index, lambda: _prepare(calls.get(), num_devices))
-    while True:
-        message = calls.get()
-        if isinstance(reply, _Returned):  # else this process could not be prepared, which is the answer to any call
-            reply = _answer(index, functools.partial(_call, message))
-        connection.send_bytes(pickle.dumps(reply))
-
-
-def _die_with_parent(parent: int | None) -> None:
-    """Asks the kernel to kill this process with the thread that started it.
-
-    Losing the pipe says the same, but needs the interpreter's lock to be heard, and TensorFlow holds that while a
-    strategy waits for its peers. Only for a main thread: any other may end while its pool lives.
-    """
-    if parent is not None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os.killpg(0, signal.SIGKILL)
-
-
-def _receive_calls(connection: Connection, calls: queue.SimpleQueue[bytes]) -> None:
-    try:
-        while True:
-            calls.put(connection.recv_bytes())
-    except (EOFError, OSError):
-        os.killpg(0, signal.SIGKILL)
-
-
-def _prepare(program: bytes, num_devices: int) -> None:
-    """Makes this process look like the parent: path, arguments, main module; then makes the devices."""
-    global _importing_main
-    _importing_main = True
-    multiprocessing.spawn.prepare(pickle.loads(program))
-    _importing_main = False
-    if num_devices > 1:
-        from tfdist.testing.devices import virtual_devices
-
-        virtual_devices(num_devices)
-
-
-def _call(message: bytes) -> Any:
-    fn_alone, args, kwargs = pickle.loads(message)
-    try:
-        fn = pickle.loads(fn_alone)
-    except Exception as error:
-        raise TypeError(
-            f"A worker could not import the function to run: {error!r}. Define it in a module that a fresh interpreter "
-            f"can import: not in a notebook, `python -c` or standard input."
-        ) from error
-    return fn(*args, **kwargs)
-
-
-def _answer(index: int, call: Callable[[], Any]) -> _Returned | _Raised:
-    try:
-        return _Returned(index, _pickled_value(call()))
-    except BaseException as error:  # SystemExit too: the parent must hear of it
-        try:
-            pickled = pickle.dumps(error)
-        except Exception:
-            pickled = None
-        trace = "".join(traceback.format_exception(error))
-        summary = "".join(traceback.format_exception_only(error)).strip()
-        return _Raised(index, type(error).__name__, summary, trace, pickled)
-
-
-def _pickled_value(value: Any) -> bytes:
-    try:
-        return pickle.dumps(value)
-    except Exception as error:
-        raise TypeError(
-            f"A worker's function must return what can be pickled, got {type(value).__name__}: {error}. "
-            f"Return plain values or arrays."
         ) from error
