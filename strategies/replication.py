@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.errors import CompiledCollectivesError, LossScaleError, ScopeError
-from tfdist.strategies import losses, variables
+from tfdist.strategies import keras_steps, losses, variables
 from tfdist.strategies import optimizer as optimizers
 from tfdist.strategies import step as steps
 from tfdist.strategies.collectives import Collectives
@@ -19,9 +19,8 @@ from tfdist.strategies.collectives.all_reduce import symbolic_tensors
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.communication import Communication, is_uncompressed, policy_of
 from tfdist.strategies.datasets import BalancedDataset, PeekableDataset, untuned
-from tfdist.strategies.report import GRADIENTS, StepReports
+from tfdist.strategies.report import StepReports
 
-_KERAS_STEPS = ("train_step", "test_step")
 _KERAS_PREDICT_STEP = "one_step_on_data"
 
 _strategies_made = itertools.count()
@@ -45,21 +44,21 @@ class ReplicatedStrategy:
           CompiledCollectivesError: If `fn` is compiled by XLA and the devices have no compiled collectives.
         """
         self._check_compiled()
-        is_keras_step = _is_keras_step(fn, args, kwargs)
+        of_keras = keras_steps.is_keras_step(fn, args, kwargs)
         if self.num_replicas_in_sync == 1:
-            if is_keras_step and fn.__name__ == "train_step":
+            if of_keras and fn.__name__ == "train_step":
                 self._check_owned(fn.__self__, _optimizer_variables(fn.__self__))  # Weights may lie anywhere.
-            if is_keras_step and _is_compiled():
+            if of_keras and _is_compiled():
                 self._check_nobody_waits_for_reports()
-            elif is_keras_step:
-                fn = _lone_step(fn, self.reports)
+            elif of_keras:
+                fn = keras_steps.lone_step(fn, self.reports)
             return super().run(fn, args, kwargs, options)
-        if is_keras_step:
+        if of_keras:
             self._check_scope(fn.__self__)
             with optimizers.viewed_optimizers(fn.__self__, optimizers.distributed), losses.global_losses(fn.__self__):
-                return super().run(_keras_step(fn, self.reports), args, kwargs, options)
+                return super().run(keras_steps.keras_step(fn, self.reports), args, kwargs, options)
         if _tf.called_by_keras_trainer() and fn.__name__ == _KERAS_PREDICT_STEP:
-            args, fn = self._split_plain_batch(args), _predict_step(fn)
+            args, fn = self._split_plain_batch(args), keras_steps.predict_step(fn)
         return super().run(fn, args, kwargs, options)
 
     def experimental_distribute_dataset(self, dataset, options=None):
@@ -100,7 +99,7 @@ class ReplicatedStrategy:
             if axis is None:
                 return tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
             local = self.experimental_local_results(value)[0]
-            if _is_float(local):
+            if keras_steps.is_float(local):
                 return local
             axis = None
         return super().reduce(reduce_op, value, axis)
@@ -220,6 +219,7 @@ class ReplicatedExtended:
         done = tf.convert_to_tensor(optimizer.iterations)
         if tf.executing_eagerly():
             return tf.distribute.get_replica_context().merge_call(_exchange_eagerly, (exchange, gradients, done))
+        _take_turns(steps.current_step())
         return exchange(_tf.get_current_replica_id_as_int(), gradients, done)
 
     @property
@@ -248,7 +248,7 @@ class ReplicatedExtended:
             if isinstance(self._cross_device_ops, Collectives):
                 local = [self._local_results(leaf) for leaf in tf.nest.flatten((args, kwargs))]
                 self._cross_device_ops.count_alike(symbolic_tensors(local))
-        return super()._call_for_each_replica(_in_step(fn, self.seed_generator()), args, kwargs)
+        return super()._call_for_each_replica(keras_steps.in_step(fn, self.seed_generator()), args, kwargs)
 
     def seed_generator(self):
         """What Keras' unseeded random operations draw from; made out of the step, which cannot make variables."""
@@ -291,6 +291,7 @@ class ReplicatedExtended:
         if tf.executing_eagerly() or not isinstance(self._cross_device_ops, Collectives):
             # Replicas run one after another, or others' code wants the values of all: leave the step for it.
             return tf.distribute.StrategyExtended._replica_ctx_all_reduce(self, reduce_op, value, options)
+        _take_turns(step)
         replica = _tf.get_current_replica_id_as_int()
         total = self._cross_device_ops._all_reduce(reduce_op, value, replica, options or _tf.CommunicationOptions())
         return self._scattered(optimizer, total)
@@ -331,18 +332,26 @@ def _shaped(gradient, shape):
     return tf.IndexedSlices(values, gradient.indices, tf.constant(list(shape), gradient.indices.dtype))
 
 
+def _take_turns(step):
+    """Lets the other replicas of this worker trace what comes before an exchange, before this one traces what follows.
+
+    TensorFlow runs operations that are stateful but hold no variable, such as `tf.numpy_function`, in the order in
+    which they were traced. One that waits for the exchange must not come before one on another replica that leads to
+    it.
+    """
+    if step is not None and step.is_at_top:
+        tf.distribute.get_replica_context().merge_call(_nothing)
+
+
+def _nothing(strategy):
+    """Merged by replicas only to meet."""
+
+
 def _exchange_eagerly(strategy, exchange, gradients, done):
     """An exchange in the step of the strategy, for replicas that run one after another."""
     local = [strategy.experimental_local_results(gradient) for gradient in gradients]
     done = strategy.experimental_local_results(done)[0]
     return _tf.regroup(exchange.eagerly([list(own) for own in zip(*local, strict=True)], done))
-
-
-def _is_keras_step(fn, args, kwargs):
-    """Whether `fn` is the `train_step` or `test_step` that Keras calls, of a compiled model."""
-    model = getattr(fn, "__self__", None)
-    called_as_by_keras = len(args) == 1 and not kwargs and getattr(fn, "__name__", "") in _KERAS_STEPS
-    return called_as_by_keras and isinstance(model, keras.Model) and getattr(model, "compiled", False)
 
 
 def _check_loss_scaling():
@@ -354,101 +363,3 @@ def _check_loss_scaling():
             "exchanged. In a custom loop, call `apply` on `strategy.distributed_optimizer(optimizer)` instead, inside "
             "strategy.run; it decides on the gradients of all replicas."
         )
-
-
-def _in_step(fn, seed_generator):
-    """`fn`, run in a `Step` of its own unless it has opened one."""
-
-    @tf.autograph.experimental.do_not_convert
-    def on_replica(*args, **kwargs):
-        _tf.set_global_seed_generator(seed_generator)  # A replica may have a thread of its own.
-        with steps.running(None) as step:
-            result = fn(*args, **kwargs)
-            _average_statistics(step)
-        return result
-
-    return on_replica
-
-
-def _keras_step(fn, reports):
-    """`fn`, a Keras step, with rows counted, statistics and logs averaged, and reported if it trains."""
-
-    @tf.autograph.experimental.do_not_convert
-    def on_replica(data):
-        with steps.running(steps.count_rows(data)) as step:
-            if fn.__name__ != "train_step":
-                return _average_statistics(step, fn(steps.at_least_one_row(data, step.rows)))
-            context = tf.distribute.get_replica_context()
-            replica, local = context.replica_id_in_sync_group, _tf.get_current_replica_id_as_int()
-            step.clock = reports.clock(local)
-            data = step.clock.begin(data)
-            step.exchange_rows()
-            logs = fn(steps.at_least_one_row(data, step.rows))
-            step.mark(GRADIENTS, logs)  # Where no optimizer has taken any.
-            own = reports.of_replica(step.clock, replica, step.rows)
-            logs, total = _average_statistics(step, (logs, own * reports.num_replicas))
-            reports.tell(local, total)
-            return logs
-
-    return on_replica
-
-
-def _lone_step(fn, reports):
-    """`fn`, a Keras step of the only replica, reported if it trains."""
-
-    @tf.autograph.experimental.do_not_convert
-    def on_replica(data):
-        if fn.__name__ != "train_step":
-            return fn(data)
-        clock = reports.clock(0)
-        data = clock.begin(data)
-        with steps.running(None) as step, optimizers.viewed_optimizers(fn.__self__, optimizers.noting):
-            step.clock = clock
-            logs = fn(data)
-        clock.mark(GRADIENTS, logs)  # Again: what is noted of one clock is noted in order.
-        reports.tell(0, reports.of_replica(clock, 0, steps.count_rows(data)))
-        return logs
-
-    return on_replica
-
-
-def _predict_step(fn):
-    """`fn`, Keras' step of `predict`, on replicas that may be left without rows."""
-
-    @tf.autograph.experimental.do_not_convert
-    def on_replica(data):
-        rows = steps.count_rows(data)
-        return steps.only_rows(fn(steps.at_least_one_row(data, rows)), rows)
-
-    return on_replica
-
-
-def _average_statistics(step: steps.Step, logs: Any = None) -> Any:
-    """Averages the statistics that a step has assigned, weighted by rows, and float logs, in one exchange."""
-    leaves = [_as_tensor(leaf) for leaf in tf.nest.flatten(logs)]
-    floats = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
-    values = [_weighted(statistic.read_value(), step) for statistic in step.statistics]
-    if not values and not floats:
-        return tf.nest.pack_sequence_as(logs, leaves)
-    values += [leaves[i] for i in floats]
-    averages = step.all_reduce(tf.distribute.ReduceOp.MEAN, values)
-    for statistic, average in zip(step.statistics, averages, strict=False):
-        statistic.values[_tf.get_current_replica_id_as_int()].assign(average)
-    for i, average in zip(floats, averages[len(step.statistics) :], strict=True):
-        leaves[i] = average
-    return tf.nest.pack_sequence_as(logs, leaves)
-
-
-def _weighted(value: tf.Tensor, step: steps.Step) -> tf.Tensor:
-    return value if step.share is None else value * tf.cast(step.share, value.dtype)
-
-
-def _as_tensor(leaf: Any) -> Any:
-    """What a log is worth: of a variable its value, of a truth 1 or 0."""
-    if isinstance(leaf, tf.Variable | keras.Variable):
-        leaf = tf.convert_to_tensor(leaf)
-    return tf.cast(leaf, tf.float32) if isinstance(leaf, tf.Tensor) and leaf.dtype == tf.bool else leaf
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating

@@ -36,6 +36,12 @@ class Step:
         self.in_own_exchange = False
         self.clock: Clock | None = None
         self._marked: set[int] = set()
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+    @property
+    def is_at_top(self) -> bool:
+        """Whether what is traced now belongs to the step itself, not to a branch, a loop or a function in it."""
+        return self._graph is not None and tf.compat.v1.get_default_graph() is self._graph
 
     def mark(self, moment: int, after: Any) -> None:
         """Notes when the tensors in `after` are there, the first time that `moment` comes in a step."""

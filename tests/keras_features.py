@@ -562,6 +562,18 @@ def python_functions(place):
     return outcome(model, fit(model, epochs=2))
 
 
+# One before the exchange in the middle of the model, one that needs what comes out of it.
+@row()
+def python_functions_around_an_exchange(place):
+    def make():
+        exchange = layers.BatchNormalization(synchronized=True)
+        middle = [layers.Dense(5, use_bias=False), InPython(), exchange, InPython()]
+        return keras.Sequential([layers.Input((6,)), *middle, layers.Dense(3)])
+
+    model = built(place, make)
+    return outcome(model, fit(model, epochs=2))
+
+
 class AddLoss(layers.Layer):
     def call(self, x):
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))

@@ -28,7 +28,7 @@ IN_ONE_PROCESS = (
     "unseeded_noise",
     "embedding_adam_sparse",
     "custom_loop_with_a_traced_step",
-    "python_functions",
+    "python_functions_around_an_exchange",
     "predict_other_than_rows",
 )
 # Replicas meet before the update, which is each optimizer's own; the others are `exhaustive`.
@@ -57,6 +57,7 @@ ALIKE_ON_WORKERS = (
     "functional",
     "subclassed",
     "python_functions",
+    "python_functions_around_an_exchange",
     "recurrent_over_embedding",
     "embedding_sgd_sparse_clipped",
     "metrics_with_state",
