@@ -15,6 +15,7 @@ from tfdist.data.handout import Handout
 from tfdist.data.order import BlockShuffled, Order, Shuffled, Stratified, Unshuffled
 from tfdist.data.plan import Plan, split
 from tfdist.data.reading import Reader
+from tfdist.data.service import Service
 from tfdist.data.sources import Source, as_source
 from tfdist.data.speed import SpeedModel
 from tfdist.errors import PositionError
@@ -85,6 +86,9 @@ class BalancedSharding(tf.train.experimental.PythonState):
       drop_remainder: Whether to leave out a short last batch.
       repeat: Whether epochs follow each other without end, for `fit(steps_per_epoch=...)`.
       num_parallel_calls: Batches that are read and decoded at once.
+      service: The address of a tf.data service, such as "node0:5050", whose servers read, decode and map where that
+        outgrows the workers; see `tfdist.data.service`. Batches are the same. They are asked for long before they are
+        trained on, so shares cannot follow the clock: needs another policy than "speed".
 
     Attributes:
       source: What is read.
@@ -95,7 +99,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
     Raises:
       ValueError: If an argument is out of range, or there are fewer examples in a global batch than replicas.
       TypeError: If `source` is nothing that can be read from.
-      SourceError: If the source cannot be read.
+      SourceError: If the source cannot be read, or no service answers.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         drop_remainder: bool = False,
         repeat: bool = False,
         num_parallel_calls: int = 2,
+        service: str | None = None,
     ):
         self.source: Source = as_source(source)
         _check_positive("global_batch_size", global_batch_size)
@@ -120,6 +125,12 @@ class BalancedSharding(tf.train.experimental.PythonState):
         self._seed, self._repeat, self._num_parallel_calls = int(seed), repeat, num_parallel_calls
         self._policy, self._max_rows = _checked_policy(policy), max_rows
         self._reader = Reader(self.source, map_fn)
+        if service is not None and policy == "speed":
+            raise ValueError(
+                'A tf.data service is asked for batches long before they are trained on, so policy="speed" has no say. '
+                'Give policy="equal", or a weight for each replica.'
+            )
+        self._service = Service(service, self.source, map_fn) if service is not None else None
         order = _order(len(self.source), self._seed, shuffle, block_size, stratify_by)
         self.plan = Plan(len(self.source), int(global_batch_size), order, drop_remainder)
         if not self.plan.steps_per_epoch:
@@ -160,10 +171,12 @@ class BalancedSharding(tf.train.experimental.PythonState):
         """
         context = context or tf.distribute.InputContext()
         self._take_place(context)
-        batches = tf.data.Dataset.from_generator(
-            self._indices, output_signature=tf.TensorSpec([None], tf.int64, "indices")
-        )
-        batches = batches.map(self._reader, num_parallel_calls=self._num_parallel_calls, deterministic=True)
+        if self._service is None:
+            spec = tf.TensorSpec([None], tf.int64, "indices")
+            batches = tf.data.Dataset.from_generator(self._indices, output_signature=spec)
+            batches = batches.map(self._reader, num_parallel_calls=self._num_parallel_calls, deterministic=True)
+        else:
+            batches = tf.data.Dataset.from_generator(self._served, output_signature=self._service.element_spec)
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         options.autotune.enabled = False  # There is nothing to tune, and `fit` would wait for the end of the tuner.
@@ -204,18 +217,35 @@ class BalancedSharding(tf.train.experimental.PythonState):
     # What the pipeline calls.
 
     def _indices(self) -> Iterator[np.ndarray]:
+        handout = self._latest_handout()
+        for batch in handout.indices(self._own_replicas, self._places):
+            self._hand_out(handout, handout.epoch, batch)
+            yield batch
+        if handout.finished:
+            self._count_read(handout, handout.epoch + 1)
+
+    def _served(self) -> Iterator[Any]:
+        assert self._service is not None
+        handout = self._latest_handout()
+        asked = ((handout.epoch, indices) for indices in handout.indices(self._own_replicas, self._places))
+        for epoch, indices, batch in self._service.batches(asked):
+            self._hand_out(handout, epoch, indices)
+            yield batch
+        if handout.finished:
+            self._count_read(handout, handout.epoch + 1)
+
+    def _latest_handout(self) -> Handout:
         with self._lock:
             # Of the iterators that nobody has read from, the newest: Keras makes some that it drops.
             waiting = [handout for handout in self._begun if not handout.closed]
             handout = waiting[-1] if waiting else self.start(training=True, reported=False)
             self._begun = waiting[:-1]
-        for batch in handout.indices(self._own_replicas, self._places):
-            self._count_read(handout, handout.epoch)
-            if self.visitors:
-                handout.handed_out.append(batch)
-            yield batch
-        if handout.finished:
-            self._count_read(handout, handout.epoch + 1)
+            return handout
+
+    def _hand_out(self, handout: Handout, epoch: int, indices: np.ndarray) -> None:
+        self._count_read(handout, epoch)
+        if self.visitors:
+            handout.handed_out.append(indices)
 
     def _count_read(self, handout: Handout, epoch: int) -> None:
         with self._lock:

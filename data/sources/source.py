@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec
@@ -42,6 +43,13 @@ class Source(abc.ABC):
           tf.errors.OpError: While the graph runs, if an example cannot be read. The message of the `SourceError` that
             names worker, file and example is in its text.
         """
+
+    def read_elsewhere(self, indices: np.ndarray) -> Callable[[tf.Tensor], Any] | None:
+        """How another process reads these examples, int64 [b]: a function of a place in them, int64 [], for a graph.
+
+        None if it cannot.
+        """
+        return None
 
     def decode(self, example: Any) -> Any:
         """Makes of one example, as `read` gives it, what the user sees; in a graph, in parallel."""

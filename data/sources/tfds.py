@@ -1,8 +1,10 @@
 """Examples of a dataset of TensorFlow Datasets."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
@@ -43,6 +45,9 @@ class TfdsSource(Source):
 
     def read(self, indices: tf.Tensor) -> tf.Tensor:  # noqa: D102
         return self._records.read(indices)
+
+    def read_elsewhere(self, indices: np.ndarray) -> Callable[[tf.Tensor], Any] | None:  # noqa: D102
+        return self._records.read_elsewhere(indices)
 
     def decode(self, example: tf.Tensor) -> Any:
         """The features of one serialized example."""

@@ -25,6 +25,7 @@ import tfdist
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import TfdistError
 from tfdist.failure_report import write_whole
+from tfdist.launch import data_service
 from tfdist.launch.supervisor import Options, Supervisor
 
 __all__ = ["main"]
@@ -406,6 +407,12 @@ def _parameters(text: str) -> int:
 _COMMANDS = (
     _Command("run", "start a script in several workers, and again after a failure", _add_run_arguments, _run),
     _Command("bench", "measure the exchange between workers, by size", _add_bench_arguments, _bench),
+    _Command(
+        "data-service",
+        "start servers that read, decode and map examples for the workers",
+        data_service.add_arguments,
+        data_service.run,
+    ),
 )
 
 if __name__ == "__main__":

@@ -1,0 +1,201 @@
+"""Batches that the servers of a tf.data service decode and map: those that a worker would make itself, in its order."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfdist.data.reading import Reader
+from tfdist.data.sources import Source
+from tfdist.data.sources.source import this_worker
+from tfdist.errors import SourceError
+
+Tag = TypeVar("Tag")
+
+_PROTOCOL = "grpc://"
+_CONNECT_SECONDS = 5.0
+_CHUNK_ROWS = 1 << 16
+_HELD = 16  # Batches that wait here while the next one is there, before servers are given a rest.
+
+
+class Service:
+    """A tf.data service to which a worker sends numbers of examples, and from which it gets batches of them.
+
+    Each worker asks for its own batches, by number, some ten thousand examples at a time, and puts them in order. What
+    the servers do thus never shows in the data: a server may come, go or be slow. What they do not give in time the
+    worker makes itself, and says so.
+
+    The servers read the source's files themselves, under the same paths. The dispatcher keeps 16 bytes of each example
+    that was ever asked for, in its folder. Each chunk takes about a second to begin, beside the one before.
+
+    Args:
+      address: Of the dispatcher, "host:port" or "grpc://host:port"; see `tfdist data-service`.
+      source: What is read.
+      map_fn: What to make of an example, in TensorFlow operations alone: no Python functions, tables or variables.
+      timeout_seconds: How long to wait for a batch.
+
+    Raises:
+      SourceError: If nobody answers there.
+      ValueError: If the address is none, or other processes cannot read the source.
+    """
+
+    def __init__(
+        self, address: str, source: Source, map_fn: Callable[..., Any] | None, *, timeout_seconds: float = 60.0
+    ):
+        if source.read_elsewhere(np.zeros(1, np.int64)) is None:
+            raise ValueError(
+                f"The servers of a tf.data service read TFRecord files, also those of TFDS; they cannot read a "
+                f"{type(source).__name__}. Leave service out, or write the examples to TFRecord files."
+            )
+        self._address = _checked_address(address)
+        self._source, self._map_fn, self._timeout_seconds = source, map_fn, timeout_seconds
+        reader = Reader(source, map_fn)
+        self._make_here = tf.function(reader, input_signature=[tf.TensorSpec([None], tf.int64)])
+        #: Of a batch.
+        self.element_spec = tf.data.Dataset.from_tensors(tf.zeros([0], tf.int64)).map(reader).element_spec
+
+    def batches(self, asked: Iterator[tuple[Tag, np.ndarray]]) -> Iterator[tuple[Tag, np.ndarray, Any]]:
+        """Makes batches.
+
+        Args:
+          asked: What stands for a batch, and the numbers of its examples, int64 [b], b from 0. Read ahead.
+
+        Yields:
+          The same, and the batch: a structure of `element_spec`.
+
+        Raises:
+          tf.errors.OpError: If an example cannot be read or mapped; names it.
+        """
+        begun = map(self._begin, _chunks(asked))
+        chunk = next(begun, None)
+        while chunk is not None:
+            following = next(begun, None)  # The servers begin with it while this one is used.
+            try:
+                yield from self._taken(*chunk)
+            except BaseException:
+                if following is not None:
+                    following[1].close()
+                raise
+            finally:
+                chunk[1].close()
+            chunk = following
+
+    def _begin(self, requests: list[tuple[Tag, np.ndarray]]) -> tuple[list[tuple[Tag, np.ndarray]], "_Delivery"]:
+        return requests, _Delivery(lambda: self._dataset([indices for _, indices in requests]))
+
+    def _taken(self, requests: list[tuple[Tag, np.ndarray]], delivery: "_Delivery") -> Iterator[Any]:
+        patience = self._timeout_seconds
+        for number, (tag, indices) in enumerate(requests):
+            batch = delivery.take(number, patience) if len(indices) else None
+            if batch is None and len(indices) and patience:
+                problem = delivery.problem or f"gave nothing for {patience:g} s"
+                logging.warning(
+                    "The tf.data service at %s %s. %s makes up to %d batches itself before it asks again.",
+                    *(self._address, problem, this_worker(), len(requests) - number),
+                )
+                patience = 0.0  # From here on, only what is there already.
+            yield tag, indices, self._make_here(tf.constant(indices, tf.int64)) if batch is None else batch
+
+    def _dataset(self, batches: list[np.ndarray]) -> tf.data.Dataset:
+        """Those that are not empty, each with its number, as they come."""
+        read = self._source.read_elsewhere(np.concatenate(batches))
+        ends = np.cumsum([len(batch) for batch in batches])
+        starts, wanted = np.append(0, ends[:-1]), [number for number, batch in enumerate(batches) if len(batch)]
+
+        def make_example(place):
+            example = self._source.decode(read(place))
+            if self._map_fn is None:
+                return example
+            return self._map_fn(*example) if isinstance(example, tuple) else self._map_fn(example)
+
+        def make_batch(number):
+            first, last = tf.gather(starts, number), tf.gather(ends, number)
+            examples = tf.data.Dataset.range(first, last).map(make_example, tf.data.AUTOTUNE, deterministic=True)
+            return number, examples.batch(last - first).get_single_element()
+
+        numbers = tf.data.Dataset.from_tensor_slices(np.asarray(wanted, np.int64))
+        made = numbers.map(make_batch, tf.data.AUTOTUNE, deterministic=False)
+        service = tf.data.experimental.service
+        return made.apply(service.distribute(service.ShardingPolicy.DYNAMIC, _PROTOCOL + self._address))
+
+
+class _Delivery:
+    """Numbered batches as they arrive in any order, received by a thread that may be abandoned: no call of it ends."""
+
+    def __init__(self, make_dataset: Callable[[], tf.data.Dataset]):
+        self._make_dataset = make_dataset
+        self._arrived: dict[int, Any] = {}
+        self._next = 0
+        self._ended = False
+        self.problem: str | None = None
+        self._news = threading.Condition()
+        threading.Thread(target=self._receive, name="tfdist-service", daemon=True).start()
+
+    def take(self, number: int, timeout_seconds: float) -> Any:
+        """The batch of that number, for which to wait; None if it does not come."""
+        with self._news:
+            self._next = number
+            self._news.notify_all()
+            self._news.wait_for(lambda: number in self._arrived or self._ended, timeout_seconds)
+            return self._arrived.pop(number, None)
+
+    def close(self) -> None:
+        """Receives no more."""
+        with self._news:
+            self._ended = True
+            self._news.notify_all()
+
+    def _receive(self) -> None:
+        problem = "lost some batches"
+        try:
+            for number, batch in self._make_dataset():
+                if not self._put(int(number), batch):
+                    return
+        except Exception as error:  # Whatever it is, the worker can do without.
+            problem = f"failed: {str(getattr(error, 'message', error)).partition(chr(10))[0]}"
+        with self._news:
+            self.problem, self._ended = problem, True
+            self._news.notify_all()
+
+    def _put(self, number: int, batch: Any) -> bool:
+        """Keeps a batch, and waits while there are enough; False if no more are wanted."""
+        with self._news:
+            self._arrived[number] = batch
+            self._news.notify_all()
+            self._news.wait_for(
+                lambda: self._ended or len(self._arrived) < _HELD or self._next not in self._arrived,
+            )
+            return not self._ended
+
+
+def _chunks(asked: Iterator[tuple[Tag, np.ndarray]]) -> Iterator[list[tuple[Tag, np.ndarray]]]:
+    chunk: list[tuple[Tag, np.ndarray]] = []
+    rows = 0
+    for tag, indices in asked:
+        chunk.append((tag, indices))
+        rows += len(indices)
+        if rows >= _CHUNK_ROWS:
+            yield chunk
+            chunk, rows = [], 0
+    if chunk:
+        yield chunk
+
+
+def _checked_address(address: str) -> str:
+    """`address` as "host:port", at which somebody answers."""
+    plain = address.removeprefix(_PROTOCOL)
+    host, _, port = plain.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f'service is the address of a tf.data service, such as "node0:5050", not {address!r}.')
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise SourceError(
+            f"No tf.data service answers at {plain}: {error}. Asked by {this_worker()}. Start one there, with "
+            f"`tfdist data-service --port {port}`, or leave service out."
+        ) from error
+    return plain

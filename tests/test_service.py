@@ -1,0 +1,210 @@
+"""Batches made by the servers of a tf.data service are those a worker makes itself, whatever becomes of the servers."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from launched import eventually
+from tfdist.cluster import free_ports
+from tfdist.data import BalancedSharding
+from tfdist.data.service import Service
+from tfdist.data.sources import as_source
+from tfdist.data.sources.tfrecord import TFRecordSource
+from tfdist.errors import SourceError
+
+EXAMPLES, BATCH = 101, 12
+RECORD = np.dtype([("x", "<f4", 3), ("y", "<i8")])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("records")
+    examples = np.zeros(EXAMPLES, RECORD)
+    examples["x"], examples["y"] = np.random.default_rng(0).normal(size=(EXAMPLES, 3)), np.arange(EXAMPLES)
+    for number in range(3):
+        with tf.io.TFRecordWriter(str(folder / f"{number}.tfrecord")) as writer:
+            for example in examples[number::3]:
+                writer.write(example.tobytes())
+    return [str(folder / "*.tfrecord")]
+
+
+def parse(record):
+    x = tf.io.decode_raw(tf.strings.substr(record, 0, 12), tf.float32)
+    return 2 * tf.ensure_shape(x, [3]), tf.io.decode_raw(tf.strings.substr(record, 12, 8), tf.int64)[0]
+
+
+@contextlib.contextmanager
+def started(folder, *arguments):
+    """`tfdist data-service` in a process of its own, once it is up."""
+    command = [sys.executable, "-m", "tfdist.launch.cli", "data-service", "--host", "localhost", *arguments]
+    output = folder / f"output-{len(list(folder.iterdir()))}"
+    with output.open("w") as stderr, subprocess.Popen(command, stderr=stderr, cwd=folder) as process:
+        try:
+            assert eventually(lambda: "tf.data service at" in output.read_text() or process.poll() is not None)
+            assert process.poll() is None, output.read_text()
+            yield process
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    """The address of a dispatcher with two servers, in processes of their own."""
+    (port,) = free_ports(1)
+    folder = tmp_path_factory.mktemp("service")
+    with started(folder, "--port", str(port)), started(folder, "--dispatcher", f"localhost:{port}"):
+        yield f"localhost:{port}"
+
+
+def sharding(files, **arguments):
+    defaults = {"global_batch_size": BATCH, "seed": 5, "policy": "equal", "map_fn": parse}
+    return BalancedSharding(files, **{**defaults, **arguments})
+
+
+def read(data, epochs=2, worker=0, workers=1, replicas=3):
+    """All batches of a worker, as arrays."""
+    dataset = data(tf.distribute.InputContext(workers, worker, replicas))
+    return [[part.numpy() for part in batch] for _ in range(epochs) for batch in dataset]
+
+
+def assert_same(some, others):
+    assert len(some) == len(others)
+    for batch, other in zip(some, others, strict=True):
+        for part, other_part in zip(batch, other, strict=True):
+            np.testing.assert_array_equal(part, other_part, strict=True)
+
+
+# The last batch of 101 has 5 for three replicas; that of 26 has 2, and one replica none.
+@pytest.mark.parametrize("parts", [[(None, 0, None)], [("0", 3, 20), ("2", 0, 6)]])
+def test_served_batches_are_those_made_here(parts, files, service):
+    source = TFRecordSource([(files[0].replace("*", number), *part) if number else files[0] for number, *part in parts])
+
+    assert_same(read(sharding(source, service=service)), read(sharding(source)))
+
+
+def test_each_worker_gets_its_own(files, service):
+    for worker in range(2):
+        expected = read(sharding(files, policy=(1, 3)), 1, worker, 2, 2)
+        assert_same(read(sharding(files, policy=(1, 3), service=f"grpc://{service}"), 1, worker, 2, 2), expected)
+
+
+def test_a_restored_position_goes_on_with_the_next_batch(files, service):
+    first = sharding(files)
+    state = first.serialize().replace('"step":0', '"step":4')
+    continued, served = sharding(files), sharding(files, service=service)
+    continued.deserialize(state)
+    served.deserialize(state)
+
+    assert_same(read(served), read(continued))
+
+
+def weights_after_fit(files, service):
+    import keras
+
+    import tfdist
+
+    strategy = tfdist.MirroredStrategy(["CPU:0", "CPU:1"])
+    keras.utils.set_random_seed(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e-4), "mse")
+    data = strategy.distribute_datasets_from_function(sharding(files, service=service))
+    history = model.fit(data, epochs=2, verbose=0)
+    return model.get_weights(), history.history, model.predict(data, verbose=0)
+
+
+def test_fit_and_predict_have_the_same_bits(files, service, pools):
+    ((weights, history, outputs),) = pools("1x2").run(weights_after_fit, files, service)
+    ((expected, expected_history, expected_outputs),) = pools("1x2").run(weights_after_fit, files, None)
+
+    assert history == expected_history
+    np.testing.assert_array_equal(outputs, expected_outputs)
+    for weight, other in zip(weights, expected, strict=True):
+        np.testing.assert_array_equal(weight, other)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_its_servers_a_worker_makes_the_batches_itself(signum, files, tmp_path, caplog):
+    (port,) = free_ports(1)
+    asked = [(number, np.arange(number, number + 40)) for number in range(60)]
+    with started(tmp_path, "--port", str(port)) as process:
+        served = Service(f"localhost:{port}", as_source(files), parse, timeout_seconds=2.0)
+        batches = served.batches(iter(asked))
+        got = [next(batches) for _ in range(2)]
+        os.kill(process.pid, signum)
+        got += batches
+
+    assert [number for number, _, _ in got] == list(range(60))
+    ((_, labels),) = read(sharding(files, shuffle=False, global_batch_size=EXAMPLES), 1, replicas=1)
+    for _, indices, (_, y) in got:
+        np.testing.assert_array_equal(y, labels[indices])
+    assert f"localhost:{port}" in caplog.text
+    assert "itself" in caplog.text
+
+
+def test_what_servers_cannot_run_is_said_and_made_here(files, service, caplog):
+    def in_python(record):
+        x, y = parse(record)
+        return tf.ensure_shape(tf.numpy_function(lambda x: x + 1, [x], x.dtype), [3]), y
+
+    assert_same(read(sharding(files, map_fn=in_python, service=service)), read(sharding(files, map_fn=in_python)))
+    assert "makes up to" in caplog.text
+
+
+def test_a_broken_record_is_named(files, service, tmp_path):
+    path = tmp_path / "broken.tfrecord"
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for number in range(20):
+            writer.write(b"%04d" % number)
+
+    def to_number(record):
+        return tf.strings.to_number(tf.where(record == b"0013", b"unlucky", record), tf.int32)
+
+    with pytest.raises(tf.errors.OpError, match=rf"Example 13 \(record 13 of {path}\)"):
+        for _ in BalancedSharding([str(path)], 5, map_fn=to_number, policy="equal", service=service)():
+            pass
+
+
+def test_what_cannot_be_served_is_said_at_once(files, service):
+    with pytest.raises(ValueError, match="cannot read a ArraysSource"):
+        BalancedSharding(np.zeros([20, 3]), BATCH, policy="equal", service=service)
+    with pytest.raises(ValueError, match='Give policy="equal"'):
+        BalancedSharding(files, BATCH, service=service)
+    with pytest.raises(ValueError, match="node0:5050"):
+        sharding(files, service="node0")
+    (port,) = free_ports(1)
+    with pytest.raises(SourceError, match=f"tfdist data-service --port {port}"):
+        sharding(files, service=f"localhost:{port}")
+
+
+@pytest.mark.parametrize("arguments", [["--port", "{port}"], ["--dispatcher", "localhost:1"], ["--work-dir", "{file}"]])
+def test_a_service_that_cannot_start_says_why(arguments, service, tmp_path):
+    names = {"port": service.rpartition(":")[2], "file": tmp_path / "file"}
+    names["file"].touch()
+    command = [sys.executable, "-m", "tfdist.launch.cli", "data-service", *(each.format(**names) for each in arguments)]
+
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+
+    assert done.returncode == 1
+    assert "Give another --port, --work-dir or --dispatcher" in done.stderr
+
+
+def test_asked_to_stop_it_leaves_nothing(tmp_path):
+    (port,) = free_ports(1)
+    (tmp_path / "tmp").mkdir()
+    command = [sys.executable, "-m", "tfdist.launch.cli", "data-service", "--host", "localhost", "--port", str(port)]
+    environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environ) as process:
+        while "tf.data service at" not in (line := process.stderr.readline()):
+            assert line, "it ended"
+        process.terminate()
+        assert process.wait(60) == 0
+
+    assert list((tmp_path / "tmp").iterdir()) == []

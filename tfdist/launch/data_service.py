@@ -1,0 +1,96 @@
+"""`tfdist data-service`: the servers of a tf.data service, for `BalancedSharding(..., service=...)`."""
+
+import argparse
+import os
+import pathlib
+import signal
+import socket
+import tempfile
+import threading
+
+from absl import logging
+
+from tfdist.errors import ClusterError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of the command."""
+    parser.add_argument(
+        "--port", type=int, default=5050, metavar="P", help="of the dispatcher that is started (default: 5050)"
+    )
+    parser.add_argument(
+        "--dispatcher",
+        metavar="HOST:PORT",
+        help="start no dispatcher but one more server, for the one there (default: a dispatcher and a server)",
+    )
+    parser.add_argument(
+        "--host",
+        default=socket.gethostname(),
+        metavar="NAME",
+        help="the name or address under which others reach this host (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--work-dir",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="where the dispatcher keeps what it is asked for (default: a temporary directory)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until the process is asked to stop.
+
+    Raises:
+      ClusterError: If a server cannot start: a port in use, a dispatcher that does not answer, a folder that cannot be
+        written.
+    """
+    stopped = threading.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda *_: stopped.set())
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+    with tempfile.TemporaryDirectory(prefix="tfdist-service-", ignore_cleanup_errors=True) as temporary:
+        work_dir = args.work_dir or pathlib.Path(temporary)
+        try:
+            _check(args, work_dir)
+            servers = _start(args, work_dir)
+        except (RuntimeError, OSError, ValueError) as error:  # tf.errors are RuntimeErrors
+            where = f"for the dispatcher at {args.dispatcher}" if args.dispatcher else f"on port {args.port}"
+            problem = str(error).partition("\n")[0]
+            raise ClusterError(
+                f"A tf.data service needs a free port, a folder to write to and a dispatcher that answers, but on "
+                f"{args.host} none starts {where}: {problem}. Give another --port, --work-dir or --dispatcher."
+            ) from error
+        while not stopped.wait(1.0):  # In short waits, in which signals are heard.
+            pass
+        logging.info("tf.data service stopped, of %d servers", len(servers))
+    logging.flush()
+    os._exit(0)  # The servers' own farewell may wait for clients, who need none: they make the batches themselves.
+
+
+def _check(args: argparse.Namespace, work_dir: pathlib.Path) -> None:
+    """Tries what the servers will need, which takes less time than to load TensorFlow."""
+    if args.dispatcher is None:
+        socket.create_server(("", args.port)).close()  # gRPC would share the port with whoever has it.
+        work_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=work_dir).close()
+    else:
+        host, _, port = args.dispatcher.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+
+
+def _start(args: argparse.Namespace, work_dir: pathlib.Path) -> list[object]:
+    import tensorflow as tf
+
+    service = tf.data.experimental.service
+    servers: list[object] = []
+    dispatcher = args.dispatcher
+    if dispatcher is None:
+        config = service.DispatcherConfig(port=args.port, work_dir=str(work_dir))
+        servers.append(service.DispatchServer(config))
+        dispatcher = f"{args.host}:{args.port}"
+    # TensorFlow puts the port in.
+    worker = service.WorkerConfig(dispatcher_address=dispatcher, worker_address=f"{args.host}:%port%")
+    servers.append(service.WorkerServer(worker))
+    logging.info("tf.data service at %s, with a server on %s", dispatcher, args.host)
+    return servers
