@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import _tf
+from tfdist.strategies import metrics
 from tfdist.strategies import optimizer as optimizers
 from tfdist.strategies import step as steps
 from tfdist.strategies.report import GRADIENTS
@@ -41,7 +42,8 @@ def keras_step(fn, reports):
     def on_replica(data):
         with steps.running(steps.count_rows(data)) as step:
             if fn.__name__ != "train_step":
-                return _average_statistics(step, fn(steps.at_least_one_row(data, step.rows)))
+                logs = fn(steps.at_least_one_row(data, step.rows))
+                return _average_statistics(step, metrics.global_results(fn.__self__, logs, step))
             context = tf.distribute.get_replica_context()
             replica, local = context.replica_id_in_sync_group, _tf.get_current_replica_id_as_int()
             step.clock = reports.clock(local)
@@ -49,6 +51,7 @@ def keras_step(fn, reports):
             step.exchange_rows()
             logs = fn(steps.at_least_one_row(data, step.rows))
             step.mark(GRADIENTS, logs)  # Where no optimizer has taken any.
+            logs = metrics.global_results(fn.__self__, logs, step)
             own = reports.of_replica(step.clock, replica, step.rows)
             logs, total = _average_statistics(step, (logs, own * reports.num_replicas))
             reports.tell(local, total)

@@ -18,12 +18,14 @@ _NAMES = {"sum_over_batch_size": _MEAN, "mean": _MEAN, "sum": _SUM, "mean_with_s
 def global_losses(model: keras.Model) -> Iterator[None]:
     """Makes `model.compute_loss` equal to one device, while a step is traced or run.
 
-    A replica's loss is weighted by its rows, which is right for plain means over rows. Three kinds need more, and get
-    it through the sample weights that their `keras.losses.Loss` is given:
+    A replica's loss is weighted by its rows, which is right for plain means over rows. Four kinds need more; the first
+    three get it through the sample weights that their `keras.losses.Loss` is given:
 
     - a mask: Keras divides by the unmasked places among the replica's rows, of which replicas have unlike parts;
     - `reduction="sum"`, which no number of rows may weight;
     - `reduction="mean_with_sample_weight"`, for which Keras divides by the sum of the replica's own weights.
+
+    - `reduction="none"`, of which Keras takes the gradient of the sum, and logs the mean.
 
     Costs an exchange of two numbers for each output of the first and the last kind. A model whose class has a
     `compute_loss` of its own is left as it is.
@@ -32,8 +34,13 @@ def global_losses(model: keras.Model) -> Iterator[None]:
         yield
         return
     compute_loss = model.compute_loss
+    is_number_wanted = type(model).train_step is keras.Model.train_step  # Others may reduce it in a way of their own.
 
     def compute(x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = weighted(x, y, y_pred, sample_weight, training)
+        return _number(loss, current_step(), training) if is_number_wanted and loss.shape.rank else loss
+
+    def weighted(x, y, y_pred, sample_weight, training):
         outputs = keras.tree.flatten(y_pred)
         losses = [(loss, _reduction(loss)) for loss in _loss_of_each(model, y_pred)]
         given = _weight_of_each(sample_weight, len(outputs))
@@ -53,6 +60,14 @@ def global_losses(model: keras.Model) -> Iterator[None]:
         yield
     finally:
         object.__delattr__(model, "compute_loss")
+
+
+def _number(loss: tf.Tensor, step: Step, training: bool) -> tf.Tensor:
+    """A loss that was left unreduced, as a number with the gradient of its sum and the value of its mean."""
+    gradient = _unshared(step, tf.reduce_sum(loss)) if training else tf.reduce_sum(loss)
+    # Keras multiplies what it logs by the replicas, as means are divided by them.
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    return gradient + tf.stop_gradient(tf.reduce_mean(loss) / replicas - gradient)
 
 
 def _loss_of_each(model: keras.Model, y_pred: Any) -> list[Any]:

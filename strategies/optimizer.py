@@ -32,7 +32,7 @@ def noting(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
 @contextmanager
 def viewed_optimizers(model: keras.Model, view: Callable[[Any], Any]) -> Iterator[None]:
     """Gives `model`, and models inside it, views of their optimizers while a step is traced or run."""
-    places = list(_optimizers_in(model, seen=set()))
+    places = list(_optimizers_in(model, seen={}))
     for put, optimizer in places:
         put(view(optimizer))
     try:
@@ -42,20 +42,36 @@ def viewed_optimizers(model: keras.Model, view: Callable[[Any], Any]) -> Iterato
             put(optimizer)
 
 
-def _optimizers_in(owner: Any, seen: set[int]) -> Iterator[tuple[Callable[[Any], None], keras.optimizers.Optimizer]]:
-    """Finds the optimizers that a model, list or dict holds: how to put another in its place, and the optimizer."""
+def _optimizers_in(owner: Any, seen: dict[int, Any]) -> Iterator[tuple[Callable[[Any], None], Any]]:
+    """Finds the optimizers that a model or what is in it holds: how to put another in its place, and the optimizer."""
     if id(owner) in seen:
         return
-    seen.add(id(owner))
-    if isinstance(owner, keras.Model):
-        items, put = list(vars(owner).items()), functools.partial(setattr, owner)
-    else:
+    seen[id(owner)] = owner  # Kept, so that nothing else gets its number.
+    if isinstance(owner, list | dict):
         items, put = list(owner.items() if isinstance(owner, dict) else enumerate(owner)), owner.__setitem__
+    else:
+        items, put = list(vars(owner).items()), functools.partial(setattr, owner)
     for key, value in items:
         if isinstance(value, keras.optimizers.Optimizer):
             yield functools.partial(put, key), value
-        elif isinstance(value, keras.Model | list | dict):
+        elif isinstance(value, tuple):
+            members, replace = list(value), functools.partial(_put_tuple, functools.partial(put, key), value.__class__)
+            for put_member, optimizer in _optimizers_in(members, seen):
+                yield functools.partial(replace, members, put_member), optimizer
+        elif isinstance(value, keras.Model | list | dict) or _is_of_user(value):
             yield from _optimizers_in(value, seen)
+
+
+def _put_tuple(put, kind, members, put_member, optimizer):
+    """Puts an optimizer among the members of a tuple, and the tuple of them in its place."""
+    put_member(optimizer)
+    put(kind(*members) if hasattr(kind, "_fields") else tuple(members))
+
+
+def _is_of_user(value: Any) -> bool:
+    """Whether it is an object of a class that neither Python itself nor a library of ours has made."""
+    libraries = {"builtins", "keras", "tensorflow", "numpy", "tfdist"}
+    return hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in libraries
 
 
 def _exchange_of(optimizer: keras.optimizers.Optimizer) -> type:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.errors import CompiledCollectivesError, LossScaleError, ScopeError
-from tfdist.strategies import keras_steps, losses, variables
+from tfdist.strategies import keras_steps, losses, metrics, variables
 from tfdist.strategies import optimizer as optimizers
 from tfdist.strategies import step as steps
 from tfdist.strategies.collectives import Collectives
@@ -55,7 +55,9 @@ class ReplicatedStrategy:
             return super().run(fn, args, kwargs, options)
         if of_keras:
             self._check_scope(fn.__self__)
-            with optimizers.viewed_optimizers(fn.__self__, optimizers.distributed), losses.global_losses(fn.__self__):
+            model = fn.__self__
+            views = optimizers.viewed_optimizers(model, optimizers.distributed)
+            with views, losses.global_losses(model), metrics.noted_results(model):
                 return super().run(keras_steps.keras_step(fn, self.reports), args, kwargs, options)
         if _tf.called_by_keras_trainer() and fn.__name__ == _KERAS_PREDICT_STEP:
             args, fn = self._split_plain_batch(args), keras_steps.predict_step(fn)
@@ -119,14 +121,16 @@ class ReplicatedStrategy:
         return optimizers.distributed(optimizer)
 
     def _check_scope(self, model):
-        self._check_owned(model, [*model.variables, *_optimizer_variables(model)])
+        of_metrics = [variable for metric in model.metrics for variable in metric.variables]
+        self._check_owned(model, [*model.variables, *_optimizer_variables(model), *of_metrics])
 
     def _check_owned(self, model, variables):
         for variable in variables:
             if getattr(variable.value, "distribute_strategy", None) is not self:
                 raise ScopeError(
-                    f"Model {model.name!r} and its optimizer must be made inside `with strategy.scope():`, but the "
-                    f"variable {variable.path!r} was not. Move the lines that build and compile the model there."
+                    f"Model {model.name!r}, its optimizer and its metrics must be made inside `with "
+                    f"strategy.scope():`, but the variable {variable.path!r} was not. Move the lines that build and "
+                    "compile the model there."
                 )
 
     def _split_plain_batch(self, args):
@@ -219,8 +223,9 @@ class ReplicatedExtended:
         done = tf.convert_to_tensor(optimizer.iterations)
         if tf.executing_eagerly():
             return tf.distribute.get_replica_context().merge_call(_exchange_eagerly, (exchange, gradients, done))
-        _take_turns(steps.current_step())
-        return exchange(_tf.get_current_replica_id_as_int(), gradients, done)
+        step = steps.current_step()
+        _take_turns(step)
+        return _in_one_frame(step, functools.partial(exchange, _tf.get_current_replica_id_as_int()), gradients, done)
 
     @property
     def _compresses(self):
@@ -293,7 +298,10 @@ class ReplicatedExtended:
             return tf.distribute.StrategyExtended._replica_ctx_all_reduce(self, reduce_op, value, options)
         _take_turns(step)
         replica = _tf.get_current_replica_id_as_int()
-        total = self._cross_device_ops._all_reduce(reduce_op, value, replica, options or _tf.CommunicationOptions())
+        options = options or _tf.CommunicationOptions()
+        total = _in_one_frame(
+            step, lambda value: self._cross_device_ops._all_reduce(reduce_op, value, replica, options), value
+        )
         return self._scattered(optimizer, total)
 
     def _is_compressed(self, optimizer, reduce_op, step):
@@ -341,6 +349,17 @@ def _take_turns(step):
     """
     if step is not None and step.is_at_top:
         tf.distribute.get_replica_context().merge_call(_nothing)
+
+
+def _in_one_frame(step, exchange, *values):
+    """Calls `exchange` so that its collectives meet those of other replicas.
+
+    TensorFlow tells collectives of one process apart by the loop that they run in, too, and each replica has a loop of
+    its own. In a function that is not inlined they are in none.
+    """
+    if step is None or not step.in_loop:
+        return exchange(*values)
+    return tf.function(exchange, autograph=False, experimental_attributes={"_noinline": True})(*values)
 
 
 def _nothing(strategy):

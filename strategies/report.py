@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.strategies.collectives.stopwatch import present_time
+
 BEGIN, LOSS, SHARE, GRADIENTS, END = range(5)
 # Grappler regroups products of constants, and gives the name of a factor that nobody else reads to something else: a
 # number that a moment waits for is read, into this place, so that it stays what it is. Of several the first: LOSS waits
@@ -158,7 +160,7 @@ def _host_of(device: str) -> str:
 
 @tf.function
 def _mark(clock, which, seen):
-    tf.raw_ops.ResourceScatterUpdate(resource=clock, indices=which, updates=tf.stack([tf.timestamp(), seen]))
+    tf.raw_ops.ResourceScatterUpdate(resource=clock, indices=which, updates=tf.stack([present_time(), seen]))
     return which
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist import _tf
 from tfdist.strategies.report import Clock
 
 _local = threading.local()
@@ -25,6 +26,7 @@ class Step:
       share: The weight of this replica's mean in the mean over the global batch, float32 []; 1 for equal shares.
         `None` until `exchange_rows`.
       clock: Of this replica, in Keras' training steps; else `None`.
+      results: What metrics have given: a tensor, the metric, and where in its result the tensor stands.
     """
 
     def __init__(self, rows: int | tf.Tensor | None):
@@ -35,6 +37,7 @@ class Step:
         self.share: tf.Tensor | None = None
         self.in_own_exchange = False
         self.clock: Clock | None = None
+        self.results: list[tuple[Any, keras.Metric, str]] = []
         self._marked: set[int] = set()
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
@@ -42,6 +45,16 @@ class Step:
     def is_at_top(self) -> bool:
         """Whether what is traced now belongs to the step itself, not to a branch, a loop or a function in it."""
         return self._graph is not None and tf.compat.v1.get_default_graph() is self._graph
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether what is traced now is the body of a `tf.while_loop` in the step."""
+        graph = None if self._graph is None else tf.compat.v1.get_default_graph()
+        while graph is not None and graph is not self._graph:
+            if isinstance(graph, _tf.WhileBodyFuncGraph):
+                return True
+            graph = getattr(graph, "outer_graph", None)
+        return False
 
     def mark(self, moment: int, after: Any) -> None:
         """Notes when the tensors in `after` are there, the first time that `moment` comes in a step."""
@@ -111,12 +124,21 @@ def at_least_one_row(data: Any, rows: int | tf.Tensor | None) -> Any:
         return data
 
     def fill(leaf):
+        if isinstance(leaf, tf.RaggedTensor):
+            return tf.cond(rows > 0, lambda: leaf, lambda: _ragged_row(leaf))
         if not isinstance(leaf, tf.Tensor) or leaf.shape.rank in (0, None):
             return leaf
         filled = tf.cond(rows > 0, lambda: leaf, lambda: tf.zeros(tf.concat([[1], tf.shape(leaf)[1:]], 0), leaf.dtype))
         return tf.ensure_shape(filled, [None, *leaf.shape[1:]])
 
     return keras.tree.map_structure(fill, data)
+
+
+def _ragged_row(like: tf.RaggedTensor) -> tf.RaggedTensor:
+    """One row, of one zero."""
+    zero = tf.zeros([1, *like.flat_values.shape[1:]], like.flat_values.dtype)
+    lengths = [tf.ones([1], like.row_splits.dtype)] * like.ragged_rank
+    return tf.RaggedTensor.from_nested_row_lengths(zero, lengths)
 
 
 def only_rows(outputs: Any, rows: int | tf.Tensor | None) -> Any:

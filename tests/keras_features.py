@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -426,6 +427,17 @@ def _losses_by_sums_and_by_weights(place, **arguments):
     return outcome(model, history)
 
 
+@row()
+def losses_left_unreduced(place):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    model = built(place, loss=loss, optimizer=lambda: keras.optimizers.SGD(0.01))
+    x, y = data(40)
+    weights = np.linspace(0, 2, 40)
+    history = fit(model, x, y, sample_weight=weights, validation_data=(x, y, weights))
+    fit(model, x[:29], y[:29])  # A short last batch.
+    return outcome(model, history)
+
+
 # Optimizers.
 
 
@@ -681,6 +693,25 @@ def embedding_sgd_sparse_clipped(place):
     return outcome(model, fit(model, x, y))
 
 
+class OverRagged(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.out = layers.Dense(3)
+        self.out.build((None, 1))
+        self.built = True
+
+    def call(self, x):
+        return self.out(tf.reduce_mean(tf.cast(x, tf.float32), axis=1, keepdims=True))
+
+
+@row()
+def ragged_input_and_a_replica_without_rows(place):
+    model = built(place, OverRagged)
+    rows = tf.RaggedTensor.from_row_lengths(tf.range(1, 100) % 7, [3] * 33)
+    dataset = tf.data.Dataset.from_tensor_slices((rows, data(33)[1])).batch(BATCH)
+    return outcome(model, model.fit(dataset, verbose=0, epochs=2).history)
+
+
 @row(tolerance=1e-4)
 def convolutions_and_a_replica_without_rows(place):
     """Fused convolutions and reshapes fail on no rows; the last batch has one row."""
@@ -723,7 +754,8 @@ def metrics_with_state(place):
 
 @row()
 def metrics_of_vectors(place):
-    model = built(place, metrics=[keras.metrics.F1Score(average=None)], loss="categorical_crossentropy")
+    with place.scope():
+        model = compiled(mlp(), metrics=[keras.metrics.F1Score(average=None)], loss="categorical_crossentropy")
     x, y = data(40)
     seen = []
     model.fit(
@@ -736,6 +768,29 @@ def metrics_of_vectors(place):
     )
     shapes = [np.shape(log["f1_score"]) for log in seen]
     return outcome(model, shapes=shapes, f1=model.evaluate(x, keras.utils.to_categorical(y, 3), verbose=0)[1])
+
+
+class MoreLogs(Subclassed):
+    """Whose steps return more than Keras knows of, so that it takes logs as they are."""
+
+    def train_step(self, data):
+        return {**super().train_step(data), "extra": tf.constant(1.0)}
+
+    def test_step(self, data):
+        logs = super().test_step(data)
+        return {"error": 1.0 - logs["accuracy"], "area": logs["auc"]}
+
+
+@row()
+def logs_other_than_metrics(place):
+    with place.scope():
+        metrics = ["accuracy", keras.metrics.AUC(name="auc")]
+        model = compiled(MoreLogs(), loss="categorical_crossentropy", metrics=metrics)
+    x, y = data(37)
+    y = keras.utils.to_categorical(y, 3)
+    history = fit(model, x, y, validation_data=(x[:24], y[:24]))
+    history.pop("val_error")  # Computed of a metric's result by the step itself, so a mean over replicas.
+    return outcome(model, history)
 
 
 # Callbacks.
@@ -902,18 +957,21 @@ def custom_loop_with_a_traced_step(place):
 
 
 class SeveralOptimizers(Subclassed):
-    """Applies one optimizer twice a step, one kept in a list, and one in a branch every other step."""
+    """Applies one optimizer twice a step, some that are kept in other things, and one in a branch every other step."""
 
     def compile(self, *args, **kwargs):
         super().compile(*args, **kwargs)
         self.others = [keras.optimizers.SGD(0.1, global_clipnorm=0.1)]
+        self.pair = (keras.optimizers.SGD(0.02, clipnorm=0.05), None)
+        self.held = types.SimpleNamespace(optimizer=keras.optimizers.SGD(0.03, clipvalue=0.01))
         self.seldom = keras.optimizers.SGD(0.05, clipvalue=0.02)
 
     def train_step(self, data):
         x, y = data
         for _ in range(2):
             self.optimizer.apply(*self.gradients(x, y))
-        self.others[0].apply(*self.gradients(x, y))
+        for optimizer in (self.others[0], self.pair[0], self.held.optimizer):
+            optimizer.apply(*self.gradients(x, y))
         gradients, variables = self.gradients(x, y)
         if not self.seldom.built:
             self.seldom.build(variables)
@@ -937,8 +995,35 @@ class SeveralOptimizers(Subclassed):
 def several_optimizers_in_a_custom_step(place):
     model = built(place, SeveralOptimizers, optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.2))
     x, y = data(37)
-    history = fit(model, x, y)
-    return outcome(model, {name: history[name] for name in ("rate", "due")})
+    return outcome(model, fit(model, x, y))
+
+
+class UpdatesInALoop(Subclassed):
+    """Several updates in a step, in a loop of TensorFlow's."""
+
+    def train_step(self, data):
+        x, y = data
+        self(x)
+        if not self.optimizer.built:
+            self.optimizer.build(self.trainable_variables)
+
+        def update(number):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+            variables = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            return [number + 1]
+
+        tf.while_loop(lambda number: number < 3, update, [tf.constant(0)])
+        return self.compute_metrics(x, y, self(x))
+
+
+# Two replicas of a process have a loop each, by which TensorFlow tells collectives apart.
+@row()
+def updates_in_a_loop(place):
+    model = built(place, UpdatesInALoop, optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.2))
+    x, y = data(37)
+    return outcome(model, fit(model, x, y))
 
 
 @row()

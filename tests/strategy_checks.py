@@ -230,6 +230,24 @@ def _optimizer_outside_scope(placement):
     model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
 
 
+def _metric_outside_scope(placement):
+    metric = keras.metrics.MeanAbsoluteError()
+    with strategy(placement).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=[metric])
+    model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+
+
+def deterministic_fit():
+    """The loss of a `fit` on two devices, while TensorFlow refuses whatever might not be deterministic."""
+    tf.config.experimental.enable_op_determinism()
+    keras.utils.set_random_seed(1)
+    with tfdist.MirroredStrategy(["CPU:0", "CPU:1"], compression="int8").scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1, kernel_initializer="ones")])
+        model.compile("sgd", "mse")
+    return model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0).history["loss"]
+
+
 def _compression(placement):
     (tfdist.MirroredStrategy if placement == "1x2" else tfdist.MultiWorkerMirroredStrategy)(compression="int9")
 
@@ -257,6 +275,7 @@ mistakes = {
     "loss scaling": _loss_scaling,
     "jit_compile": _compiled,
     "outside scope": _outside_scope,
+    "metric outside scope": _metric_outside_scope,
     "optimizer outside scope": _optimizer_outside_scope,
     "compression": _compression,
 }

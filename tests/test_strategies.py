@@ -164,12 +164,17 @@ def test_unequal_numbers_of_devices_are_named():
         assert "worker 0 has 1, worker 1 has 2" in message
 
 
+def test_deterministic_operations_alone_suffice():
+    assert run_workers(checks.deterministic_fit, 1, devices_per_worker=2, timeout_seconds=90) == [[9.0]]
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(
     ("mistake", "error", "words"),
     [
         ("jit_compile", "CompiledCollectivesError", "jit_compile=False"),
         ("outside scope", "ScopeError", "strategy.scope()"),
+        ("metric outside scope", "ScopeError", "its metrics must be made inside"),
         ("compression", "ValueError", "'powersgd'"),
         ("loss scaling", "LossScaleError", "strategy.distributed_optimizer"),
     ],

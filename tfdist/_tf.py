@@ -55,6 +55,12 @@ from tensorflow.python.distribute import multi_worker_util
 # Whether a graph is compiled by XLA, where the CPU has no collectives. Without it: TensorFlow's own, unclear error.
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+# What is traced inside a `tf.while_loop`. Without it: an exchange in a loop waits for ever on several devices.
+from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph
+
+# Whether `tf.config.experimental.enable_op_determinism` was called, which bars timestamps. Without it: `fit` fails.
+from tensorflow.python.framework.config import is_op_determinism_enabled
+
 # Keras says by its name scopes which object makes a variable (an optimizer, a seed generator). Without it: optimizer
 # state is taken for layer statistics and averaged needlessly, and random layers are equal on all replicas.
 from keras.src.backend.common import global_state
@@ -92,6 +98,7 @@ __all__ = [
     "MirroredVariable",
     "PerReplicaSpec",
     "SyncOnReadVariable",
+    "WhileBodyFuncGraph",
     "called_by_keras_trainer",
     "clone_function",
     "context",
@@ -102,6 +109,7 @@ __all__ = [
     "get_keras_mask",
     "global_seed_generator",
     "has_global_seed_generator",
+    "is_op_determinism_enabled",
     "keras_callers",
     "keras_fit_activity",
     "keras_is_evaluating",

@@ -1,10 +1,12 @@
 """How long a replica's exchange takes, told apart: collectives, and what stands between them."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist import _tf
 from tfdist.strategies.collectives.launcher import Launcher
 
 
@@ -90,4 +92,11 @@ def _timestamp(apart):
     # TensorFlow runs stateful operations that have no resource one after another; those that only read one, in any
     # order, and so it takes a function that has no use for it.
     del apart
+    return present_time()
+
+
+def present_time() -> tf.Tensor:
+    """Seconds since the epoch when the graph comes to it, float64 []."""
+    if _tf.is_op_determinism_enabled():  # Refuses timestamps, for what a program may do with them.
+        return tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])
     return tf.timestamp()
