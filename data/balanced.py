@@ -125,7 +125,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         self._seed, self._repeat, self._num_parallel_calls = int(seed), repeat, num_parallel_calls
         self._policy, self._max_rows = _checked_policy(policy), max_rows
         self._reader = Reader(self.source, map_fn)
-        if service is not None and policy == "speed":
+        if service is not None and self._policy == "speed":
             raise ValueError(
                 'A tf.data service is asked for batches long before they are trained on, so policy="speed" has no say. '
                 'Give policy="equal", or a weight for each replica.'
@@ -176,7 +176,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
             batches = tf.data.Dataset.from_generator(self._indices, output_signature=spec)
             batches = batches.map(self._reader, num_parallel_calls=self._num_parallel_calls, deterministic=True)
         else:
-            batches = tf.data.Dataset.from_generator(self._served, output_signature=self._service.element_spec)
+            served = functools.partial(self._served, self._service)
+            batches = tf.data.Dataset.from_generator(served, output_signature=self._service.element_spec)
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         options.autotune.enabled = False  # There is nothing to tune, and `fit` would wait for the end of the tuner.
@@ -224,11 +225,10 @@ class BalancedSharding(tf.train.experimental.PythonState):
         if handout.finished:
             self._count_read(handout, handout.epoch + 1)
 
-    def _served(self) -> Iterator[Any]:
-        assert self._service is not None
+    def _served(self, service: Service) -> Iterator[Any]:
         handout = self._latest_handout()
         asked = ((handout.epoch, indices) for indices in handout.indices(self._own_replicas, self._places))
-        for epoch, indices, batch in self._service.batches(asked):
+        for epoch, indices, batch in service.batches(asked, lambda: handout.closed):
             self._hand_out(handout, epoch, indices)
             yield batch
         if handout.finished:

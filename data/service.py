@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -19,7 +20,8 @@ Tag = TypeVar("Tag")
 _PROTOCOL = "grpc://"
 _CONNECT_SECONDS = 5.0
 _CHUNK_ROWS = 1 << 16
-_HELD = 16  # Batches that wait here while the next one is there, before servers are given a rest.
+_HELD = 16  # Batches that wait here, before servers are given a rest; more only while the next one is missing.
+_POLL_SECONDS = 0.5
 
 
 class Service:
@@ -28,6 +30,9 @@ class Service:
     Each worker asks for its own batches, by number, some ten thousand examples at a time, and puts them in order. What
     the servers do thus never shows in the data: a server may come, go or be slow. What they do not give in time the
     worker makes itself, and says so.
+
+    Random operations in `map_fn` draw there what they would draw here, neither of them the same twice. Batches that the
+    worker makes itself it makes one at a time.
 
     The servers read the source's files themselves, under the same paths. The dispatcher keeps 16 bytes of each example
     that was ever asked for, in its folder. Each chunk takes about a second to begin, beside the one before.
@@ -44,7 +49,7 @@ class Service:
     """
 
     def __init__(
-        self, address: str, source: Source, map_fn: Callable[..., Any] | None, *, timeout_seconds: float = 60.0
+        self, address: str, source: Source, map_fn: Callable[..., Any] | None, *, timeout_seconds: float = 15.0
     ):
         if source.read_elsewhere(np.zeros(1, np.int64)) is None:
             raise ValueError(
@@ -53,16 +58,20 @@ class Service:
             )
         self._address = _checked_address(address)
         self._source, self._map_fn, self._timeout_seconds = source, map_fn, timeout_seconds
+        self._is_heard = True
         reader = Reader(source, map_fn)
         self._make_here = tf.function(reader, input_signature=[tf.TensorSpec([None], tf.int64)])
         #: Of a batch.
         self.element_spec = tf.data.Dataset.from_tensors(tf.zeros([0], tf.int64)).map(reader).element_spec
 
-    def batches(self, asked: Iterator[tuple[Tag, np.ndarray]]) -> Iterator[tuple[Tag, np.ndarray, Any]]:
+    def batches(
+        self, asked: Iterator[tuple[Tag, np.ndarray]], is_over: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[Tag, np.ndarray, Any]]:
         """Makes batches.
 
         Args:
           asked: What stands for a batch, and the numbers of its examples, int64 [b], b from 0. Read ahead.
+          is_over: Whether nobody wants any more; asked while it waits.
 
         Yields:
           The same, and the batch: a structure of `element_spec`.
@@ -75,7 +84,7 @@ class Service:
         while chunk is not None:
             following = next(begun, None)  # The servers begin with it while this one is used.
             try:
-                yield from self._taken(*chunk)
+                yield from self._taken(*chunk, is_over)
             except BaseException:
                 if following is not None:
                     following[1].close()
@@ -85,12 +94,21 @@ class Service:
             chunk = following
 
     def _begin(self, requests: list[tuple[Tag, np.ndarray]]) -> tuple[list[tuple[Tag, np.ndarray]], "_Delivery"]:
-        return requests, _Delivery(lambda: self._dataset([indices for _, indices in requests]))
+        batches = [indices for _, indices in requests]
+        first = next((number for number, indices in enumerate(batches) if len(indices)), 0)
+        return requests, _Delivery(lambda: self._dataset(batches), first)
 
-    def _taken(self, requests: list[tuple[Tag, np.ndarray]], delivery: "_Delivery") -> Iterator[Any]:
-        patience = self._timeout_seconds
+    def _taken(
+        self, requests: list[tuple[Tag, np.ndarray]], delivery: "_Delivery", is_over: Callable[[], bool]
+    ) -> Iterator[Any]:
+        # Who has been silent for a whole chunk is not waited for, but heard if it speaks again.
+        patience = self._timeout_seconds if self._is_heard or delivery.has_begun else 0.0
+        self._is_heard = False
         for number, (tag, indices) in enumerate(requests):
-            batch = delivery.take(number, patience) if len(indices) else None
+            batch = delivery.take(number, patience, is_over) if len(indices) else None
+            if is_over():
+                return
+            self._is_heard = self._is_heard or batch is not None
             if batch is None and len(indices) and patience:
                 problem = delivery.problem or f"gave nothing for {patience:g} s"
                 logging.warning(
@@ -126,21 +144,34 @@ class Service:
 class _Delivery:
     """Numbered batches as they arrive in any order, received by a thread that may be abandoned: no call of it ends."""
 
-    def __init__(self, make_dataset: Callable[[], tf.data.Dataset]):
+    def __init__(self, make_dataset: Callable[[], tf.data.Dataset], first: int):
         self._make_dataset = make_dataset
         self._arrived: dict[int, Any] = {}
-        self._next = 0
+        self._next = first
         self._ended = False
         self.problem: str | None = None
         self._news = threading.Condition()
         threading.Thread(target=self._receive, name="tfdist-service", daemon=True).start()
 
-    def take(self, number: int, timeout_seconds: float) -> Any:
-        """The batch of that number, for which to wait; None if it does not come."""
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything has arrived."""
+        with self._news:
+            return bool(self._arrived)
+
+    def take(self, number: int, timeout_seconds: float, is_over: Callable[[], bool]) -> Any:
+        """The batch of that number, for which to wait; None if it does not come, or `is_over`. Ask in their order."""
+        deadline = time.monotonic() + timeout_seconds
         with self._news:
             self._next = number
+            for earlier in [each for each in self._arrived if each < number]:  # Came too late.
+                del self._arrived[earlier]
             self._news.notify_all()
-            self._news.wait_for(lambda: number in self._arrived or self._ended, timeout_seconds)
+            while number not in self._arrived and not self._ended and not is_over():
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    break
+                self._news.wait(min(remaining, _POLL_SECONDS))
             return self._arrived.pop(number, None)
 
     def close(self) -> None:
@@ -166,10 +197,11 @@ class _Delivery:
         with self._news:
             self._arrived[number] = batch
             self._news.notify_all()
-            self._news.wait_for(
-                lambda: self._ended or len(self._arrived) < _HELD or self._next not in self._arrived,
-            )
+            self._news.wait_for(lambda: self._ended or len(self._arrived) < self._most_held())
             return not self._ended
+
+    def _most_held(self) -> int:
+        return _HELD if self._next in self._arrived else 4 * _HELD
 
 
 def _chunks(asked: Iterator[tuple[Tag, np.ndarray]]) -> Iterator[list[tuple[Tag, np.ndarray]]]:
@@ -189,7 +221,7 @@ def _checked_address(address: str) -> str:
     """`address` as "host:port", at which somebody answers."""
     plain = address.removeprefix(_PROTOCOL)
     host, _, port = plain.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(f'service is the address of a tf.data service, such as "node0:5050", not {address!r}.')
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()

@@ -40,7 +40,7 @@ def keras_step(fn, reports):
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(data):
-        with steps.running(steps.count_rows(data)) as step:
+        with steps.running(steps.count_rows(data), fn.__self__) as step:
             if fn.__name__ != "train_step":
                 logs = fn(steps.at_least_one_row(data, step.rows))
                 return _average_statistics(step, metrics.global_results(fn.__self__, logs, step))

@@ -15,26 +15,26 @@ _NAMES = {"sum_over_batch_size": _MEAN, "mean": _MEAN, "sum": _SUM, "mean_with_s
 
 
 @contextmanager
-def global_losses(model: keras.Model) -> Iterator[None]:
-    """Makes `model.compute_loss` equal to one device, while a step is traced or run.
+def global_losses(model: keras.Model, step_name: str) -> Iterator[None]:
+    """Makes `model.compute_loss` equal to one device, while its step of that name is traced or run.
 
     A replica's loss is weighted by its rows, which is right for plain means over rows. Four kinds need more; the first
     three get it through the sample weights that their `keras.losses.Loss` is given:
 
     - a mask: Keras divides by the unmasked places among the replica's rows, of which replicas have unlike parts;
     - `reduction="sum"`, which no number of rows may weight;
-    - `reduction="mean_with_sample_weight"`, for which Keras divides by the sum of the replica's own weights.
-
+    - `reduction="mean_with_sample_weight"`, for which Keras divides by the sum of the replica's own weights;
     - `reduction="none"`, of which Keras takes the gradient of the sum, and logs the mean.
 
-    Costs an exchange of two numbers for each output of the first and the last kind. A model whose class has a
+    Costs an exchange of two numbers for each output of the first and the third kind. A model whose class has a
     `compute_loss` of its own is left as it is.
     """
     if type(model).compute_loss is not keras.Model.compute_loss or "compute_loss" in vars(model):
         yield
         return
     compute_loss = model.compute_loss
-    is_number_wanted = type(model).train_step is keras.Model.train_step  # Others may reduce it in a way of their own.
+    # A step of the user's may reduce it in a way of its own.
+    is_number_wanted = getattr(type(model), step_name) is getattr(keras.Model, step_name)
 
     def compute(x=None, y=None, y_pred=None, sample_weight=None, training=True):
         loss = weighted(x, y, y_pred, sample_weight, training)
@@ -67,7 +67,7 @@ def _number(loss: tf.Tensor, step: Step, training: bool) -> tf.Tensor:
     gradient = _unshared(step, tf.reduce_sum(loss)) if training else tf.reduce_sum(loss)
     # Keras multiplies what it logs by the replicas, as means are divided by them.
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    return gradient + tf.stop_gradient(tf.reduce_mean(loss) / replicas - gradient)
+    return tf.stop_gradient(tf.reduce_mean(loss) / replicas) + (gradient - tf.stop_gradient(gradient))
 
 
 def _loss_of_each(model: keras.Model, y_pred: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """Metrics over the global batch in logs that Keras takes as a step returns them."""
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,39 +11,58 @@ import tensorflow as tf
 from tfdist.strategies.step import Step, current_step
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Result:
+    """What a metric of this replica gave in a step.
+
+    Attributes:
+      metric: That gave it.
+      values: Of the metric's variables then.
+      leaves: Its tensors, by their places in it.
+    """
+
+    metric: keras.Metric
+    values: list[tf.Tensor]
+    leaves: dict[str, Any]
+
+
 @contextmanager
 def noted_results(model: keras.Model) -> Iterator[None]:
-    """Notes in each `Step` which metric of `model` gave which result, while a step is traced or run."""
-    metrics = list(model.metrics)
+    """Notes in each `Step` the results of `model`'s metrics, while a step is traced or run."""
+    metrics = list({id(metric): metric for metric in model.metrics}.values())  # Keras lists some twice.
+    before = [vars(metric).get("result") for metric in metrics]
     for metric in metrics:
         object.__setattr__(metric, "result", _noted(metric))
     try:
         yield
     finally:
-        for metric in metrics:
-            object.__delattr__(metric, "result")
+        for metric, own in zip(metrics, before, strict=True):
+            if own is None:
+                object.__delattr__(metric, "result")
+            else:
+                object.__setattr__(metric, "result", own)
 
 
 def global_results(model: keras.Model, logs: Any, step: Step) -> Any:
     """`logs`, but results of metrics are those of all replicas' rows.
 
     At the end of an epoch Keras asks the metrics themselves, unless the step's logs have other keys than they: then it
-    takes the last step's. Costs nothing in the first case, else an exchange of the metrics' variables.
+    takes the last step's. Costs an exchange of the metrics' variables, and only in the second case.
     """
-    if not isinstance(logs, dict) or logs.keys() == model.get_metrics_result().keys():
+    if not isinstance(logs, dict) or not step.results or logs.keys() == model.get_metrics_result().keys():
         return logs
-    of_metrics: dict[int, dict[str, Any]] = {}
+    merged: dict[int, dict[str, Any]] = {}
 
-    def merged(leaf: Any) -> Any:
-        found = next(((metric, path) for tensor, metric, path in step.results if tensor is leaf), None)
-        if found is None:
-            return leaf
-        metric, path = found
-        if id(metric) not in of_metrics:
-            of_metrics[id(metric)] = _leaves(_merged_result(metric, step))
-        return of_metrics[id(metric)][path]
+    def of_all(leaf: Any) -> Any:
+        for result in step.results:
+            for place, own in result.leaves.items():
+                if own is leaf:
+                    if id(result) not in merged:
+                        merged[id(result)] = _leaves(_merged(result, step))
+                    return merged[id(result)][place]
+        return leaf
 
-    return keras.tree.map_structure(merged, logs)
+    return keras.tree.map_structure(of_all, logs)
 
 
 def _noted(metric: keras.Metric) -> Any:
@@ -51,7 +71,8 @@ def _noted(metric: keras.Metric) -> Any:
     def noted_result(*args: Any, **kwargs: Any) -> Any:
         value, step = result(*args, **kwargs), current_step()
         if step is not None:
-            step.results += [(leaf, metric, path) for path, leaf in _leaves(value).items()]
+            variables = [tf.convert_to_tensor(variable) for variable in metric.variables]
+            step.results.append(Result(metric, variables, _leaves(value)))
         return value
 
     return noted_result
@@ -61,11 +82,11 @@ def _leaves(value: Any) -> dict[str, Any]:
     return {"/".join(map(str, path)): leaf for path, leaf in keras.tree.flatten_with_path(value)}
 
 
-def _merged_result(metric: keras.Metric, step: Step) -> Any:
-    """The result of a metric whose variables are those of all replicas together."""
-    values = [tf.convert_to_tensor(variable) for variable in metric.variables]
-    sums = [i for i, variable in enumerate(metric.variables) if variable.aggregation == "sum"]
+def _merged(result: Result, step: Step) -> Any:
+    """What the metric gives if its variables are those of all replicas together."""
+    values, variables = list(result.values), result.metric.variables
+    sums = [i for i, variable in enumerate(variables) if variable.aggregation == "sum"]
     totals = step.all_reduce(tf.distribute.ReduceOp.SUM, [values[i] for i in sums]) if sums else []
     for i, total in zip(sums, totals, strict=True):
         values[i] = total
-    return metric.stateless_result(values)
+    return result.metric.stateless_result(values)

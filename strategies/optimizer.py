@@ -33,9 +33,9 @@ def noting(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
 def viewed_optimizers(model: keras.Model, view: Callable[[Any], Any]) -> Iterator[None]:
     """Gives `model`, and models inside it, views of their optimizers while a step is traced or run."""
     places = list(_optimizers_in(model, seen={}))
-    for put, optimizer in places:
-        put(view(optimizer))
     try:
+        for put, optimizer in places:
+            put(view(optimizer))
         yield
     finally:
         for put, optimizer in places:
@@ -49,8 +49,10 @@ def _optimizers_in(owner: Any, seen: dict[int, Any]) -> Iterator[tuple[Callable[
     seen[id(owner)] = owner  # Kept, so that nothing else gets its number.
     if isinstance(owner, list | dict):
         items, put = list(owner.items() if isinstance(owner, dict) else enumerate(owner)), owner.__setitem__
-    else:
+    elif isinstance(owner, keras.layers.Layer):
         items, put = list(vars(owner).items()), functools.partial(setattr, owner)
+    else:  # Which may be frozen.
+        items, put = list(vars(owner).items()), vars(owner).__setitem__
     for key, value in items:
         if isinstance(value, keras.optimizers.Optimizer):
             yield functools.partial(put, key), value
@@ -69,7 +71,7 @@ def _put_tuple(put, kind, members, put_member, optimizer):
 
 
 def _is_of_user(value: Any) -> bool:
-    """Whether it is an object of a class that neither Python itself nor a library of ours has made."""
+    """Whether it is an object with attributes, and not of Keras, TensorFlow or ours: such as hold what a user made."""
     libraries = {"builtins", "keras", "tensorflow", "numpy", "tfdist"}
     return hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in libraries
 

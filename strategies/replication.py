@@ -1,5 +1,6 @@
 """What tfdist changes in TensorFlow's synchronous strategies, shared by one worker and many."""
 
+import contextlib
 import functools
 import itertools
 import random
@@ -57,7 +58,7 @@ class ReplicatedStrategy:
             self._check_scope(fn.__self__)
             model = fn.__self__
             views = optimizers.viewed_optimizers(model, optimizers.distributed)
-            with views, losses.global_losses(model), metrics.noted_results(model):
+            with views, losses.global_losses(model, fn.__name__), metrics.noted_results(model):
                 return super().run(keras_steps.keras_step(fn, self.reports), args, kwargs, options)
         if _tf.called_by_keras_trainer() and fn.__name__ == _KERAS_PREDICT_STEP:
             args, fn = self._split_plain_batch(args), keras_steps.predict_step(fn)
@@ -220,11 +221,10 @@ class ReplicatedExtended:
             return steps.current_step().all_reduce(tf.distribute.ReduceOp.SUM, gradients)
         gradients = [_shaped(*pair) for pair in zip(gradients, shapes or [None] * len(gradients), strict=True)]
         exchange = self.communication.exchange_of(optimizer, gradients)
-        done = tf.convert_to_tensor(optimizer.iterations)
+        done, step = tf.convert_to_tensor(optimizer.iterations), steps.current_step()
         if tf.executing_eagerly():
-            return tf.distribute.get_replica_context().merge_call(_exchange_eagerly, (exchange, gradients, done))
-        step = steps.current_step()
-        _take_turns(step)
+            with _losses_kept(step):
+                return tf.distribute.get_replica_context().merge_call(_exchange_eagerly, (exchange, gradients, done))
         return _in_one_frame(step, functools.partial(exchange, _tf.get_current_replica_id_as_int()), gradients, done)
 
     @property
@@ -295,8 +295,8 @@ class ReplicatedExtended:
             return tf.nest.pack_sequence_as(value, self._scattered(optimizer, totals))
         if tf.executing_eagerly() or not isinstance(self._cross_device_ops, Collectives):
             # Replicas run one after another, or others' code wants the values of all: leave the step for it.
-            return tf.distribute.StrategyExtended._replica_ctx_all_reduce(self, reduce_op, value, options)
-        _take_turns(step)
+            with _losses_kept(step):
+                return tf.distribute.StrategyExtended._replica_ctx_all_reduce(self, reduce_op, value, options)
         replica = _tf.get_current_replica_id_as_int()
         options = options or _tf.CommunicationOptions()
         total = _in_one_frame(
@@ -340,15 +340,8 @@ def _shaped(gradient, shape):
     return tf.IndexedSlices(values, gradient.indices, tf.constant(list(shape), gradient.indices.dtype))
 
 
-def _take_turns(step):
-    """Lets the other replicas of this worker trace what comes before an exchange, before this one traces what follows.
-
-    TensorFlow runs operations that are stateful but hold no variable, such as `tf.numpy_function`, in the order in
-    which they were traced. One that waits for the exchange must not come before one on another replica that leads to
-    it.
-    """
-    if step is not None and step.is_at_top:
-        tf.distribute.get_replica_context().merge_call(_nothing)
+def _losses_kept(step):
+    return contextlib.nullcontext() if step is None else step.losses_kept()
 
 
 def _in_one_frame(step, exchange, *values):
@@ -360,10 +353,6 @@ def _in_one_frame(step, exchange, *values):
     if step is None or not step.in_loop:
         return exchange(*values)
     return tf.function(exchange, autograph=False, experimental_attributes={"_noinline": True})(*values)
-
-
-def _nothing(strategy):
-    """Merged by replicas only to meet."""
 
 
 def _exchange_eagerly(strategy, exchange, gradients, done):

@@ -18,6 +18,7 @@ class Step:
     """One run of a step function on one replica.
 
     Attributes:
+      model: Whose step it is, of Keras' steps.
       rows: Rows of the global batch that this replica holds, int or int32 []; `None` outside Keras' own steps.
       statistics: Variables of layer statistics that the step has assigned, in order, without repeats.
       scaled_losses: Optimizers whose loss was already weighted by `share`.
@@ -26,32 +27,27 @@ class Step:
       share: The weight of this replica's mean in the mean over the global batch, float32 []; 1 for equal shares.
         `None` until `exchange_rows`.
       clock: Of this replica, in Keras' training steps; else `None`.
-      results: What metrics have given: a tensor, the metric, and where in its result the tensor stands.
+      results: What metrics have given, see `metrics.Result`.
     """
 
-    def __init__(self, rows: int | tf.Tensor | None):
-        self.rows = rows
+    def __init__(self, rows: int | tf.Tensor | None, model: keras.Model | None = None):
+        self.rows, self.model = rows, model
         self.statistics: list[Any] = []
         self.scaled_losses: set[int] = set()
         self.shapes: list[Any] = []
         self.share: tf.Tensor | None = None
         self.in_own_exchange = False
         self.clock: Clock | None = None
-        self.results: list[tuple[Any, keras.Metric, str]] = []
+        self.results: list[Any] = []
         self._marked: set[int] = set()
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     @property
-    def is_at_top(self) -> bool:
-        """Whether what is traced now belongs to the step itself, not to a branch, a loop or a function in it."""
-        return self._graph is not None and tf.compat.v1.get_default_graph() is self._graph
-
-    @property
     def in_loop(self) -> bool:
-        """Whether what is traced now is the body of a `tf.while_loop` in the step."""
+        """Whether what is traced now belongs to a `tf.while_loop` in the step."""
         graph = None if self._graph is None else tf.compat.v1.get_default_graph()
         while graph is not None and graph is not self._graph:
-            if isinstance(graph, _tf.WhileBodyFuncGraph):
+            if isinstance(graph, _tf.WhileBodyFuncGraph | _tf.WhileCondFuncGraph):
                 return True
             graph = getattr(graph, "outer_graph", None)
         return False
@@ -61,6 +57,19 @@ class Step:
         if self.clock is not None and moment not in self._marked:
             self._marked.add(moment)
             self.clock.mark(moment, after)
+
+    @contextmanager
+    def losses_kept(self) -> Iterator[None]:
+        """Keeps what the model's layers have added to the loss apart from what other replicas of the process add.
+
+        Keras gathers it in lists of the layers, which replicas share; of those that run one after another, others go
+        on while this one waits for them.
+        """
+        kept = [] if self.model is None else _tf.kept_losses(self.model)
+        try:
+            yield
+        finally:
+            _tf.put_losses_back(kept)
 
     @property
     def has_rows(self) -> bool | tf.Tensor:
@@ -98,10 +107,10 @@ def current_step() -> Step | None:
 
 
 @contextmanager
-def running(rows: int | tf.Tensor | None) -> Iterator[Step]:
+def running(rows: int | tf.Tensor | None, model: keras.Model | None = None) -> Iterator[Step]:
     """Opens a `Step` for this thread."""
     before = current_step()
-    _local.step = Step(rows)
+    _local.step = Step(rows, model)
     try:
         yield _local.step
     finally:
@@ -136,7 +145,7 @@ def at_least_one_row(data: Any, rows: int | tf.Tensor | None) -> Any:
 
 def _ragged_row(like: tf.RaggedTensor) -> tf.RaggedTensor:
     """One row, of one zero."""
-    zero = tf.zeros([1, *like.flat_values.shape[1:]], like.flat_values.dtype)
+    zero = tf.zeros(tf.concat([[1], tf.shape(like.flat_values)[1:]], 0), like.flat_values.dtype)
     lengths = [tf.ones([1], like.row_splits.dtype)] * like.ragged_rank
     return tf.RaggedTensor.from_nested_row_lengths(zero, lengths)
 
@@ -147,7 +156,7 @@ def only_rows(outputs: Any, rows: int | tf.Tensor | None) -> Any:
         return outputs
 
     def cut(leaf):
-        if not isinstance(leaf, tf.Tensor) or leaf.shape.rank in (0, None):
+        if not isinstance(leaf, tf.Tensor | tf.RaggedTensor) or leaf.shape.rank in (0, None):
             return leaf
         return tf.cond(rows > 0, lambda: leaf, lambda: leaf[:0])
 

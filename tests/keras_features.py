@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -574,18 +573,6 @@ def python_functions(place):
     return outcome(model, fit(model, epochs=2))
 
 
-# One before the exchange in the middle of the model, one that needs what comes out of it.
-@row()
-def python_functions_around_an_exchange(place):
-    def make():
-        exchange = layers.BatchNormalization(synchronized=True)
-        middle = [layers.Dense(5, use_bias=False), InPython(), exchange, InPython()]
-        return keras.Sequential([layers.Input((6,)), *middle, layers.Dense(3)])
-
-    model = built(place, make)
-    return outcome(model, fit(model, epochs=2))
-
-
 class AddLoss(layers.Layer):
     def call(self, x):
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
@@ -605,6 +592,19 @@ def add_loss_and_regularizers(place):
 
     model = built(place, make)
     x, y = data(40)
+    return outcome(model, fit(model, x, y, epochs=2))
+
+
+# Replicas of a process take turns at each exchange, and Keras gathers losses in lists that they share.
+@row()
+def add_loss_around_exchanges_eagerly(place):
+    def make():
+        exchange = layers.BatchNormalization(synchronized=True)
+        middle = [AddLoss(), layers.Dense(5, use_bias=False), exchange, layers.Dense(4, activity_regularizer="l2")]
+        return keras.Sequential([layers.Input((6,)), *middle, AddLoss(), layers.Dense(3)])
+
+    model = built(place, make, run_eagerly=True)
+    x, y = data(24)
     return outcome(model, fit(model, x, y, epochs=2))
 
 
@@ -771,10 +771,22 @@ def metrics_of_vectors(place):
 
 
 class MoreLogs(Subclassed):
-    """Whose steps return more than Keras knows of, so that it takes logs as they are."""
+    """Whose steps return more than Keras knows of, so that it takes logs as they are; which lists a metric twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = keras.metrics.Mean(name="mean")
+
+    @property
+    def metrics(self):
+        return [*super().metrics, self.mean]
 
     def train_step(self, data):
-        return {**super().train_step(data), "extra": tf.constant(1.0)}
+        self.mean.reset_state()
+        self.mean.update_state(data[0])
+        mean = self.mean.result()
+        self.mean.reset_state()
+        return {**super().train_step(data), "mean_of_step": mean, "extra": tf.constant(1.0)}
 
     def test_step(self, data):
         logs = super().test_step(data)
@@ -956,6 +968,11 @@ def custom_loop_with_a_traced_step(place):
     return outcome(model, losses=losses)
 
 
+@dataclasses.dataclass(frozen=True)
+class Held:
+    optimizer: keras.optimizers.Optimizer
+
+
 class SeveralOptimizers(Subclassed):
     """Applies one optimizer twice a step, some that are kept in other things, and one in a branch every other step."""
 
@@ -963,7 +980,7 @@ class SeveralOptimizers(Subclassed):
         super().compile(*args, **kwargs)
         self.others = [keras.optimizers.SGD(0.1, global_clipnorm=0.1)]
         self.pair = (keras.optimizers.SGD(0.02, clipnorm=0.05), None)
-        self.held = types.SimpleNamespace(optimizer=keras.optimizers.SGD(0.03, clipvalue=0.01))
+        self.held = Held(keras.optimizers.SGD(0.03, clipvalue=0.01))
         self.seldom = keras.optimizers.SGD(0.05, clipvalue=0.02)
 
     def train_step(self, data):

@@ -56,7 +56,7 @@ from tensorflow.python.distribute import multi_worker_util
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 # What is traced inside a `tf.while_loop`. Without it: an exchange in a loop waits for ever on several devices.
-from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph
+from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph, WhileCondFuncGraph
 
 # Whether `tf.config.experimental.enable_op_determinism` was called, which bars timestamps. Without it: `fit` fails.
 from tensorflow.python.framework.config import is_op_determinism_enabled
@@ -99,6 +99,7 @@ __all__ = [
     "PerReplicaSpec",
     "SyncOnReadVariable",
     "WhileBodyFuncGraph",
+    "WhileCondFuncGraph",
     "called_by_keras_trainer",
     "clone_function",
     "context",
@@ -110,6 +111,7 @@ __all__ = [
     "global_seed_generator",
     "has_global_seed_generator",
     "is_op_determinism_enabled",
+    "kept_losses",
     "keras_callers",
     "keras_fit_activity",
     "keras_is_evaluating",
@@ -117,11 +119,23 @@ __all__ = [
     "keras_is_peeking",
     "keras_made_dataset",
     "multi_worker_util",
+    "put_losses_back",
     "regroup",
     "set_cardinality",
     "set_global_seed_generator",
     "tf_convert",
 ]
+
+
+def kept_losses(model: keras_trainer.TensorFlowTrainer) -> list[tuple[Any, list]]:
+    """What `add_loss` has gathered in each layer of a model. Without it: a regularizer is lost, or counted twice."""
+    return [(layer, layer._losses[:]) for layer in model._flatten_layers()]
+
+
+def put_losses_back(kept: list[tuple[Any, list]]) -> None:
+    """Undoes what others have added and cleared since `kept_losses`."""
+    for layer, losses in kept:
+        layer._losses[:] = losses
 
 
 def called_by_keras_trainer() -> bool:

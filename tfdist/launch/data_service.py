@@ -1,16 +1,21 @@
 """`tfdist data-service`: the servers of a tf.data service, for `BalancedSharding(..., service=...)`."""
 
 import argparse
+import contextlib
+import faulthandler
 import os
 import pathlib
 import signal
 import socket
 import tempfile
 import threading
+from collections.abc import Iterator
 
 from absl import logging
 
 from tfdist.errors import ClusterError
+
+_START_SECONDS = 40.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,23 +49,27 @@ def run(args: argparse.Namespace) -> int:
       ClusterError: If a server cannot start: a port in use, a dispatcher that does not answer, a folder that cannot be
         written.
     """
-    stopped = threading.Event()
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, lambda *_: stopped.set())
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+    what = f"a server for the dispatcher at {args.dispatcher}" if args.dispatcher else f"servers on port {args.port}"
     with tempfile.TemporaryDirectory(prefix="tfdist-service-", ignore_cleanup_errors=True) as temporary:
         work_dir = args.work_dir or pathlib.Path(temporary)
         try:
             _check(args, work_dir)
-            servers = _start(args, work_dir)
-        except (RuntimeError, OSError, ValueError) as error:  # tf.errors are RuntimeErrors
-            where = f"for the dispatcher at {args.dispatcher}" if args.dispatcher else f"on port {args.port}"
+            with _deadline(what):
+                servers = _start(args, work_dir)
+        except (OSError, ValueError) as error:
             problem = str(error).partition("\n")[0]
             raise ClusterError(
                 f"A tf.data service needs a free port, a folder to write to and a dispatcher that answers, but on "
-                f"{args.host} none starts {where}: {problem}. Give another --port, --work-dir or --dispatcher."
+                f"{args.host} it cannot start {what}: {problem}. Give another --port, --work-dir or --dispatcher."
             ) from error
+        stopped = threading.Event()
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, lambda *_: stopped.set())
+        logging.info(
+            "tf.data service at %s, with a server on %s", args.dispatcher or f"{args.host}:{args.port}", args.host
+        )
         while not stopped.wait(1.0):  # In short waits, in which signals are heard.
             pass
         logging.info("tf.data service stopped, of %d servers", len(servers))
@@ -71,12 +80,34 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace, work_dir: pathlib.Path) -> None:
     """Tries what the servers will need, which takes less time than to load TensorFlow."""
     if args.dispatcher is None:
+        _check_port(args.port)
         socket.create_server(("", args.port)).close()  # gRPC would share the port with whoever has it.
         work_dir.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=work_dir).close()
     else:
         host, _, port = args.dispatcher.rpartition(":")
+        _check_port(int(port))
         socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+
+
+def _check_port(port: int) -> None:
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"a port is a number from 1 to 65535, not {port}")
+
+
+@contextlib.contextmanager
+def _deadline(what: str) -> Iterator[None]:
+    """Ends this process if the block takes longer: TensorFlow seeks a dispatcher for ever, and holds Python's lock.
+
+    For the same reason Ctrl-C ends it without Python.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    logging.info("starting %s; gives up after %g s", what, _START_SECONDS)
+    faulthandler.dump_traceback_later(_START_SECONDS, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _start(args: argparse.Namespace, work_dir: pathlib.Path) -> list[object]:
@@ -87,10 +118,12 @@ def _start(args: argparse.Namespace, work_dir: pathlib.Path) -> list[object]:
     dispatcher = args.dispatcher
     if dispatcher is None:
         config = service.DispatcherConfig(port=args.port, work_dir=str(work_dir))
-        servers.append(service.DispatchServer(config))
-        dispatcher = f"{args.host}:{args.port}"
+        try:
+            servers.append(service.DispatchServer(config))
+        except tf.errors.OpError as error:
+            raise OSError(error.message) from error
+        dispatcher = f"localhost:{args.port}"
     # TensorFlow puts the port in.
     worker = service.WorkerConfig(dispatcher_address=dispatcher, worker_address=f"{args.host}:%port%")
     servers.append(service.WorkerServer(worker))
-    logging.info("tf.data service at %s, with a server on %s", dispatcher, args.host)
     return servers
