@@ -80,18 +80,16 @@ class Service:
           tf.errors.OpError: If an example cannot be read or mapped; names it.
         """
         begun = map(self._begin, _chunks(asked))
-        chunk = next(begun, None)
-        while chunk is not None:
-            following = next(begun, None)  # The servers begin with it while this one is used.
-            try:
+        chunk, following = next(begun, None), None
+        try:
+            while chunk is not None and not is_over():
+                following = next(begun, None)  # The servers begin with it while this one is used.
                 yield from self._taken(*chunk, is_over)
-            except BaseException:
-                if following is not None:
-                    following[1].close()
-                raise
-            finally:
                 chunk[1].close()
-            chunk = following
+                chunk, following = following, None
+        finally:
+            for left in filter(None, (chunk, following)):
+                left[1].close()
 
     def _begin(self, requests: list[tuple[Tag, np.ndarray]]) -> tuple[list[tuple[Tag, np.ndarray]], "_Delivery"]:
         batches = [indices for _, indices in requests]

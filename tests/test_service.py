@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -147,6 +148,16 @@ def test_without_its_servers_a_worker_makes_the_batches_itself(signum, files, tm
         np.testing.assert_array_equal(y, labels[indices])
     assert f"localhost:{port}" in caplog.text
     assert "itself" in caplog.text
+
+
+def test_nothing_is_received_for_who_has_gone(files, service):
+    before = threading.enumerate()  # Some may still hear of servers that were killed.
+    asked = ((number, np.arange(40)) for number in range(60))
+    batches = Service(service, as_source(files), parse).batches(asked)
+    next(batches)
+    batches.close()
+
+    assert eventually(lambda: all(each in before or each.name != "tfdist-service" for each in threading.enumerate()))
 
 
 def test_what_servers_cannot_run_is_said_and_made_here(files, service, caplog):
