@@ -1,5 +1,6 @@
 """Batches that the servers of a tf.data service decode and map: those that a worker would make itself, in its order."""
 
+import os
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from tfdist.data.reading import Reader
 from tfdist.data.sources import Source
 from tfdist.data.sources.source import this_worker
 from tfdist.errors import SourceError
+from tfdist.failure_report import ATTEMPT
 
 Tag = TypeVar("Tag")
 
@@ -22,6 +24,9 @@ _CONNECT_SECONDS = 5.0
 _CHUNK_ROWS = 1 << 16
 _HELD = 16  # Batches that wait here, before servers are given a rest; more only while the next one is missing.
 _POLL_SECONDS = 0.5
+_REMIND_SECONDS = 60
+
+_answered: set[str] = set()  # Addresses at which this process has found a service.
 
 
 class Service:
@@ -44,7 +49,8 @@ class Service:
       timeout_seconds: How long to wait for a batch.
 
     Raises:
-      SourceError: If nobody answers there.
+      SourceError: If nobody answers there, and nobody has before: neither to this process nor, under `tfdist run`, to
+        an earlier attempt. A service that has gone is warned of.
       ValueError: If the address is none, or other processes cannot read the source.
     """
 
@@ -57,8 +63,9 @@ class Service:
                 f"{type(source).__name__}. Leave service out, or write the examples to TFRecord files."
             )
         self._address = _checked_address(address)
+        self._name = f"The tf.data service at {self._address}"
+        self._is_silent = not _answers(self._address)
         self._source, self._map_fn, self._timeout_seconds = source, map_fn, timeout_seconds
-        self._is_heard = True
         reader = Reader(source, map_fn)
         self._make_here = tf.function(reader, input_signature=[tf.TensorSpec([None], tf.int64)])
         #: Of a batch.
@@ -99,21 +106,25 @@ class Service:
     def _taken(
         self, requests: list[tuple[Tag, np.ndarray]], delivery: "_Delivery", is_over: Callable[[], bool]
     ) -> Iterator[Any]:
-        # Who has been silent for a whole chunk is not waited for, but heard if it speaks again.
-        patience = self._timeout_seconds if self._is_heard or delivery.has_begun else 0.0
-        self._is_heard = False
+        # Who is silent is not waited for again, but heard if it speaks.
+        patience = 0.0 if self._is_silent and not delivery.has_begun else self._timeout_seconds
+        if not patience:
+            logging.log_every_n_seconds(logging.WARNING, "%s still gives nothing.", _REMIND_SECONDS, self._name)
         for number, (tag, indices) in enumerate(requests):
             batch = delivery.take(number, patience, is_over) if len(indices) else None
             if is_over():
                 return
-            self._is_heard = self._is_heard or batch is not None
+            if batch is not None and self._is_silent:
+                self._is_silent = False
+                logging.warning("%s gives batches again.", self._name)
             if batch is None and len(indices) and patience:
                 problem = delivery.problem or f"gave nothing for {patience:g} s"
                 logging.warning(
-                    "The tf.data service at %s %s. %s makes up to %d batches itself before it asks again.",
-                    *(self._address, problem, this_worker(), len(requests) - number),
+                    "%s %s. %s makes up to %d batches itself before it asks again: the same, only slower. See that the "
+                    "service runs, or start it again on the same port.",
+                    *(self._name, problem, this_worker(), len(requests) - number),
                 )
-                patience = 0.0  # From here on, only what is there already.
+                self._is_silent, patience = True, 0.0  # From here on, only what is there already.
             yield tag, indices, self._make_here(tf.constant(indices, tf.int64)) if batch is None else batch
 
     def _dataset(self, batches: list[np.ndarray]) -> tf.data.Dataset:
@@ -221,11 +232,21 @@ def _checked_address(address: str) -> str:
     host, _, port = plain.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(f'service is the address of a tf.data service, such as "node0:5050", not {address!r}.')
+    return plain
+
+
+def _answers(address: str) -> bool:
+    """Whether somebody answers there; raises if nobody ever has, in the first attempt of a job."""
+    host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
     except OSError as error:
-        raise SourceError(
-            f"No tf.data service answers at {plain}: {error}. Asked by {this_worker()}. Start one there, with "
-            f"`tfdist data-service --port {port}`, or leave service out."
-        ) from error
-    return plain
+        way_out = f"Start one there, with `tfdist data-service --port {port}`, or leave service out."
+        if address not in _answered and os.environ.get(ATTEMPT, "0") == "0":
+            raise SourceError(
+                f"No tf.data service answers at {address}: {error}. Asked by {this_worker()}. {way_out}"
+            ) from error
+        logging.warning("The tf.data service at %s is gone: %s. This worker makes batches itself.", address, error)
+        return False
+    _answered.add(address)
+    return True

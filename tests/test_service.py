@@ -148,6 +148,10 @@ def test_without_its_servers_a_worker_makes_the_batches_itself(signum, files, tm
         np.testing.assert_array_equal(y, labels[indices])
     assert f"localhost:{port}" in caplog.text
     assert "itself" in caplog.text
+    if signum == signal.SIGKILL:  # What has answered once may be gone when it is asked for anew.
+        expected = read(sharding(files), 1)
+        assert_same(read(sharding(files, service=f"localhost:{port}"), 1), expected)
+        assert "is gone" in caplog.text
 
 
 def test_nothing_is_received_for_who_has_gone(files, service):
@@ -181,6 +185,14 @@ def test_a_broken_record_is_named(files, service, tmp_path):
     with pytest.raises(tf.errors.OpError, match=rf"Example 13 \(record 13 of {path}\)"):
         for _ in BalancedSharding([str(path)], 5, map_fn=to_number, policy="equal", service=service)():
             pass
+
+
+def test_in_a_later_attempt_a_service_may_be_gone(files, monkeypatch, caplog):
+    (port,) = free_ports(1)
+    monkeypatch.setenv("TFDIST_ATTEMPT", "1")
+
+    assert_same(read(sharding(files, service=f"localhost:{port}"), 1), read(sharding(files), 1))
+    assert "is gone" in caplog.text
 
 
 def test_what_cannot_be_served_is_said_at_once(files, service):
