@@ -40,13 +40,16 @@ class Service:
     worker makes itself it makes one at a time.
 
     The servers read the source's files themselves, under the same paths. The dispatcher keeps 16 bytes of each example
-    that was ever asked for, in its folder. Each chunk takes about a second to begin, beside the one before.
+    that was ever asked for, in its folder.
 
     Args:
       address: Of the dispatcher, "host:port" or "grpc://host:port"; see `tfdist data-service`.
       source: What is read.
       map_fn: What to make of an example, in TensorFlow operations alone: no Python functions, tables or variables.
       timeout_seconds: How long to wait for a batch.
+
+    Attributes:
+      element_spec: Of a batch.
 
     Raises:
       SourceError: If nobody answers there, and nobody has before: neither to this process nor, under `tfdist run`, to
@@ -68,7 +71,6 @@ class Service:
         self._source, self._map_fn, self._timeout_seconds = source, map_fn, timeout_seconds
         reader = Reader(source, map_fn)
         self._make_here = tf.function(reader, input_signature=[tf.TensorSpec([None], tf.int64)])
-        #: Of a batch.
         self.element_spec = tf.data.Dataset.from_tensors(tf.zeros([0], tf.int64)).map(reader).element_spec
 
     def batches(
@@ -181,6 +183,7 @@ class _Delivery:
                 if remaining <= 0:
                     break
                 self._news.wait(min(remaining, _POLL_SECONDS))
+            self._next = number + 1
             return self._arrived.pop(number, None)
 
     def close(self) -> None:
@@ -227,7 +230,7 @@ def _chunks(asked: Iterator[tuple[Tag, np.ndarray]]) -> Iterator[list[tuple[Tag,
 
 
 def _checked_address(address: str) -> str:
-    """`address` as "host:port", at which somebody answers."""
+    """`address` as "host:port"."""
     plain = address.removeprefix(_PROTOCOL)
     host, _, port = plain.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:

@@ -134,7 +134,7 @@ def test_fit_and_predict_have_the_same_bits(files, service, pools):
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_without_its_servers_a_worker_makes_the_batches_itself(signum, files, tmp_path, caplog):
     (port,) = free_ports(1)
-    asked = [(number, np.arange(number, number + 40)) for number in range(60)]
+    asked = [(number, np.arange(number % 60, number % 60 + 40)) for number in range(150)]  # More than are held.
     with started(tmp_path, "--port", str(port)) as process:
         served = Service(f"localhost:{port}", as_source(files), parse, timeout_seconds=2.0)
         batches = served.batches(iter(asked))
@@ -142,7 +142,7 @@ def test_without_its_servers_a_worker_makes_the_batches_itself(signum, files, tm
         os.kill(process.pid, signum)
         got += batches
 
-    assert [number for number, _, _ in got] == list(range(60))
+    assert [number for number, _, _ in got] == list(range(150))
     ((_, labels),) = read(sharding(files, shuffle=False, global_batch_size=EXAMPLES), 1, replicas=1)
     for _, indices, (_, y) in got:
         np.testing.assert_array_equal(y, labels[indices])
