@@ -172,12 +172,13 @@ class BalancedSharding(tf.train.experimental.PythonState):
         context = context or tf.distribute.InputContext()
         self._take_place(context)
         if self._service is None:
-            spec = tf.TensorSpec([None], tf.int64, "indices")
-            batches = tf.data.Dataset.from_generator(self._indices, output_signature=spec)
-            batches = batches.map(self._reader, num_parallel_calls=self._num_parallel_calls, deterministic=True)
+            batches = tf.data.Dataset.from_generator(
+                functools.partial(self._batches, _indices), output_signature=tf.TensorSpec([None], tf.int64, "indices")
+            ).map(self._reader, num_parallel_calls=self._num_parallel_calls, deterministic=True)
         else:
-            served = functools.partial(self._served, self._service)
-            batches = tf.data.Dataset.from_generator(served, output_signature=self._service.element_spec)
+            batches = tf.data.Dataset.from_generator(
+                functools.partial(self._batches, self._service.batches), output_signature=self._service.element_spec
+            )
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         options.autotune.enabled = False  # There is nothing to tune, and `fit` would wait for the end of the tuner.
@@ -217,35 +218,21 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     # What the pipeline calls.
 
-    def _indices(self) -> Iterator[np.ndarray]:
-        handout = self._latest_handout()
-        for batch in handout.indices(self._own_replicas, self._places):
-            self._hand_out(handout, handout.epoch, batch)
-            yield batch
-        if handout.finished:
-            self._count_read(handout, handout.epoch + 1)
-
-    def _served(self, service: Service) -> Iterator[Any]:
-        handout = self._latest_handout()
-        asked = ((handout.epoch, indices) for indices in handout.indices(self._own_replicas, self._places))
-        for epoch, indices, batch in service.batches(asked, lambda: handout.closed):
-            self._hand_out(handout, epoch, indices)
-            yield batch
-        if handout.finished:
-            self._count_read(handout, handout.epoch + 1)
-
-    def _latest_handout(self) -> Handout:
+    def _batches(self, make: Callable[..., Iterator[tuple[int, np.ndarray, Any]]]) -> Iterator[Any]:
+        """What `make` makes of epochs and examples of batches; it also takes a function that says if any are wanted."""
         with self._lock:
             # Of the iterators that nobody has read from, the newest: Keras makes some that it drops.
             waiting = [handout for handout in self._begun if not handout.closed]
             handout = waiting[-1] if waiting else self.start(training=True, reported=False)
             self._begun = waiting[:-1]
-            return handout
-
-    def _hand_out(self, handout: Handout, epoch: int, indices: np.ndarray) -> None:
-        self._count_read(handout, epoch)
-        if self.visitors:
-            handout.handed_out.append(indices)
+        asked = ((handout.epoch, indices) for indices in handout.indices(self._own_replicas, self._places))
+        for epoch, indices, batch in make(asked, lambda: handout.closed):
+            self._count_read(handout, epoch)
+            if self.visitors:
+                handout.handed_out.append(indices)
+            yield batch
+        if handout.finished:
+            self._count_read(handout, handout.epoch + 1)
 
     def _count_read(self, handout: Handout, epoch: int) -> None:
         with self._lock:
@@ -408,6 +395,11 @@ class BalancedSharding(tf.train.experimental.PythonState):
                 f"or one for each replica, but it is {self._max_rows}."
             )
         return [min(int(limit), size) for limit in limits]
+
+
+def _indices(asked: Iterator[tuple[int, np.ndarray]], _: Any) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Batches of numbers of examples, for this worker to read."""
+    return ((epoch, indices, indices) for epoch, indices in asked)
 
 
 def _order(n: int, seed: int, shuffle: bool, block_size: int | None, stratify_by: Any) -> Order:

@@ -1,7 +1,6 @@
 """Batches that the servers of a tf.data service decode and map: those that a worker would make itself, in its order."""
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tfdist.cluster.address import check_answers, split_address
 from tfdist.data.reading import Reader
 from tfdist.data.sources import Source
 from tfdist.data.sources.source import this_worker
@@ -20,7 +20,6 @@ from tfdist.failure_report import ATTEMPT
 Tag = TypeVar("Tag")
 
 _PROTOCOL = "grpc://"
-_CONNECT_SECONDS = 5.0
 _CHUNK_ROWS = 1 << 16
 _HELD = 16  # Batches that wait here, before servers are given a rest; more only while the next one is missing.
 _POLL_SECONDS = 0.5
@@ -68,6 +67,7 @@ class Service:
         self._address = _checked_address(address)
         self._name = f"The tf.data service at {self._address}"
         self._is_silent = not _answers(self._address)
+        self._is_used = False
         self._source, self._map_fn, self._timeout_seconds = source, map_fn, timeout_seconds
         reader = Reader(source, map_fn)
         self._make_here = tf.function(reader, input_signature=[tf.TensorSpec([None], tf.int64)])
@@ -116,9 +116,10 @@ class Service:
             batch = delivery.take(number, patience, is_over) if len(indices) else None
             if is_over():
                 return
-            if batch is not None and self._is_silent:
-                self._is_silent = False
-                logging.warning("%s gives batches again.", self._name)
+            if batch is not None and (self._is_silent or not self._is_used):
+                again = " again" if self._is_silent else ""
+                self._is_silent, self._is_used = False, True
+                logging.warning("%s gives batches%s.", self._name, again)
             if batch is None and len(indices) and patience:
                 problem = delivery.problem or f"gave nothing for {patience:g} s"
                 logging.warning(
@@ -232,18 +233,19 @@ def _chunks(asked: Iterator[tuple[Tag, np.ndarray]]) -> Iterator[list[tuple[Tag,
 def _checked_address(address: str) -> str:
     """`address` as "host:port"."""
     plain = address.removeprefix(_PROTOCOL)
-    host, _, port = plain.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f'service is the address of a tf.data service, such as "node0:5050", not {address!r}.')
+    try:
+        split_address(plain)
+    except ValueError as error:
+        raise ValueError(f'service is the address of a tf.data service, such as "node0:5050": {error}') from error
     return plain
 
 
 def _answers(address: str) -> bool:
     """Whether somebody answers there; raises if nobody ever has, in the first attempt of a job."""
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+        check_answers(address)
     except OSError as error:
+        _, port = split_address(address)
         way_out = f"Start one there, with `tfdist data-service --port {port}`, or leave service out."
         if address not in _answered and os.environ.get(ATTEMPT, "0") == "0":
             raise SourceError(

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
-from keras_features import Noise
+from keras_features.models import Noise
 from tfdist import compression
 from tfdist.callbacks import BackupAndRestore
 

@@ -183,7 +183,10 @@ class FitBackup(keras.callbacks.Callback):
             self.model.stop_training = True
         # The one name with which Keras' own callback tells `fit` where to begin.
         self.model._initial_epoch = epoch
-        logging.info("Restored %s: epoch %d, batch %d.", self._loaded.commit.path, plain["epoch"], plain["batch"])
+        # Not a fault, but absl shows no less by default, and nobody should wonder where the first epochs are.
+        tell = logging.warning if self._agreement.is_chief else logging.info
+        place = plain["batch"], plain["epoch"] + 1
+        tell("Restored %s: goes on after %d batches of epoch %d.", self._loaded.commit.path, *place)
         if self._is_done_before:
             self._loaded = None
 

@@ -6,7 +6,8 @@ import random
 import socket
 import threading
 
-from tfdist.cluster.spec import ClusterSpec, split_address
+from tfdist.cluster.address import split_address
+from tfdist.cluster.spec import ClusterSpec
 from tfdist.errors import ClusterError, TFConfigError
 
 __all__ = ["check_bindable", "free_ports"]

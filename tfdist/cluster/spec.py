@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfdist.cluster.address import is_digits, split_address
 from tfdist.errors import TFConfigError
 
 __all__ = ["DEVICES_PER_WORKER", "ClusterSpec", "is_chief"]
@@ -160,37 +161,6 @@ def is_chief() -> bool:
     return spec is None or spec.is_chief
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Splits "host:port" or "[ipv6]:port", without the brackets.
-
-    Raises:
-      TFConfigError: If it is neither.
-    """
-    host, colon, port = address.rpartition(":")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not colon or not bare or not _is_digits(port) or any(c.isspace() or c in "/@[]" for c in bare):
-        raise TFConfigError(
-            f'TF_CONFIG needs addresses of the form "host:port" (IPv6 as "[::1]:2222"), got {_shown(address)}. '
-            f"Give a host name or IP address and a port, without a scheme or path."
-        )
-    if ":" in bare and bare == host:
-        raise TFConfigError(
-            f"TF_CONFIG needs IPv6 addresses in brackets, got {_shown(address)}. "
-            f"Write it as {_shown(f'[{host}]:{port}')}."
-        )
-    if bare != host and not _is_ipv6(bare):
-        raise TFConfigError(
-            f"TF_CONFIG may have only an IPv6 address in brackets, got {_shown(address)}. "
-            f'Write "[::1]:2222", or a host name without brackets.'
-        )
-    if not 1 <= int(port) <= 65535:
-        raise TFConfigError(
-            f"TF_CONFIG needs ports from 1 to 65535, got {port} in {_shown(address)}. "
-            f"Give each worker a port that is free on its machine."
-        )
-    return bare, int(port)
-
-
 def _parse(text: str) -> dict[str, Any]:
     """The JSON object in `text`, with a `cluster` that is an object (empty if missing)."""
     try:
@@ -220,7 +190,7 @@ def _parse(text: str) -> dict[str, Any]:
 def _parse_index(task: dict[str, Any]) -> int:
     """The index of `task`; digits in quotes count, since that is what environment variables in a manifest give."""
     index = task["index"]
-    if isinstance(index, str) and _is_digits(index):
+    if isinstance(index, str) and is_digits(index):
         return int(index)
     if isinstance(index, int) and not isinstance(index, bool):
         return index
@@ -271,7 +241,10 @@ def _check_addresses(jobs: Mapping[str, tuple[Any, ...]]) -> None:
                     f'TF_CONFIG needs addresses that are strings "host:port", but {name} is {_shown(address)}. '
                     f"Write the host and the port in one string."
                 )
-            host, port = split_address(address)
+            try:
+                host, port = split_address(address)
+            except ValueError as error:
+                raise TFConfigError(f"TF_CONFIG has a faulty {name}: {error}") from error
             if host in ("0.0.0.0", "::"):
                 raise TFConfigError(
                     f"TF_CONFIG needs addresses that the other workers can reach, but {name} is {_shown(address)}, "
@@ -319,17 +292,6 @@ def _check_task(jobs: Mapping[str, tuple[str, ...]], task_type: Any, task_index:
             f"TF_CONFIG names task {task}, but `cluster.{task_type}` has {addresses}. "
             f"Give this process {way_out}, or add its address to every worker's TF_CONFIG."
         )
-
-
-def _is_digits(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 10
-
-
-def _is_ipv6(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).version == 6
-    except ValueError:
-        return False
 
 
 def _is_loopback(host: str) -> bool:

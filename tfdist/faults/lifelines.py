@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from tfdist.cluster.spec import split_address
+from tfdist.cluster.address import split_address
 
 __all__ = ["Lifelines"]
 

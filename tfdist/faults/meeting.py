@@ -25,7 +25,7 @@ from typing import Any
 from absl import logging
 
 from tfdist.cluster import ClusterSpec
-from tfdist.cluster.spec import split_address
+from tfdist.cluster.address import split_address
 from tfdist.errors import ClusterError
 
 __all__ = ["addresses_of", "connecting", "meet"]

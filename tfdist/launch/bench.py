@@ -24,7 +24,7 @@ from absl import logging
 
 import tfdist
 from tfdist.cluster import ClusterSpec
-from tfdist.cluster.spec import split_address
+from tfdist.cluster.address import split_address
 from tfdist.errors import ClusterError
 from tfdist.strategies.compression import NAMES
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from absl import logging
 
+from tfdist.cluster.address import check_answers, checked_port
 from tfdist.errors import ClusterError
 
 _START_SECONDS = 40.0
@@ -67,9 +68,10 @@ def run(args: argparse.Namespace) -> int:
         stopped = threading.Event()
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, lambda *_: stopped.set())
-        logging.info(
-            "tf.data service at %s, with a server on %s", args.dispatcher or f"{args.host}:{args.port}", args.host
-        )
+        if args.dispatcher:
+            logging.info("one more server, on %s, for the tf.data service at %s", args.host, args.dispatcher)
+        else:
+            logging.info("tf.data service at %s:%d, with one server", args.host, args.port)
         while not stopped.wait(1.0):  # In short waits, in which signals are heard.
             pass
         logging.info("tf.data service stopped, of %d servers", len(servers))
@@ -80,19 +82,11 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace, work_dir: pathlib.Path) -> None:
     """Tries what the servers will need, which takes less time than to load TensorFlow."""
     if args.dispatcher is None:
-        _check_port(args.port)
-        socket.create_server(("", args.port)).close()  # gRPC would share the port with whoever has it.
+        socket.create_server(("", checked_port(args.port))).close()  # gRPC would share the port with whoever has it.
         work_dir.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=work_dir).close()
     else:
-        host, _, port = args.dispatcher.rpartition(":")
-        _check_port(int(port))
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
-
-
-def _check_port(port: int) -> None:
-    if not 0 < port < 1 << 16:
-        raise ValueError(f"a port is a number from 1 to 65535, not {port}")
+        check_answers(args.dispatcher)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,179 @@
+"""What a model reads."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+from keras_features.table import BATCH, STEPS, built, compiled, data, fit, outcome, row
+
+
+@row()
+def input_tf_data(place):
+    model = built(place)
+    dataset = tf.data.Dataset.from_tensor_slices(data()).batch(BATCH)
+    return outcome(model, model.fit(dataset, verbose=0).history)
+
+
+@row()
+def input_tf_data_infinite(place):
+    model = built(place)
+    dataset = tf.data.Dataset.from_tensor_slices(data()).repeat().batch(BATCH)
+    return outcome(model, model.fit(dataset, steps_per_epoch=5, epochs=2, verbose=0).history)
+
+
+@row()
+def input_last_batch_short(place):
+    model = built(place)
+    x, y = data(37)
+    history = fit(model, x, y, epochs=2)
+    return outcome(model, history)
+
+
+@row()
+def input_last_batch_of_one_row(place):
+    model = built(place)
+    x, y = data(33)
+    return outcome(model, fit(model, x, y, epochs=2))
+
+
+@row()
+def input_first_batch_does_not_divide(place):
+    model = built(place)
+    x, y = data(35)
+    return outcome(model, model.fit(x, y, batch_size=7, verbose=0, shuffle=False).history)
+
+
+@row()
+def input_unequal_rows_per_worker(place):
+    """One of two replicas reads 3 rows of each 8, the other 5; on one device the same global batches."""
+    model = built(place)
+    x, y = data()
+
+    def dataset_fn(context):
+        sizes = {1: [8], 2: [3, 5], 4: [1, 2, 3, 2]}[context.num_replicas_in_sync]
+        local = len(sizes) // context.num_input_pipelines
+        own = range(context.input_pipeline_id * local, (context.input_pipeline_id + 1) * local)
+
+        def batches():
+            for start in range(0, len(x), BATCH):
+                for replica in own:
+                    low = start + sum(sizes[:replica])
+                    yield x[low : low + sizes[replica]], y[low : low + sizes[replica]]
+
+        spec = (tf.TensorSpec([None, 6], tf.float32), tf.TensorSpec([None], tf.int64))
+        return tf.data.Dataset.from_generator(batches, output_signature=spec)
+
+    if place.strategy:
+        dataset = place.strategy.distribute_datasets_from_function(dataset_fn)
+    else:
+        dataset = dataset_fn(tf.distribute.InputContext())
+    return outcome(model, model.fit(dataset, verbose=0).history)
+
+
+@row(exempt="a worker runs out of rows before the other: one device has no such thing", same_bits=False)
+def input_one_worker_ends_early(place):
+    model = built(place)
+    x, y = data()
+
+    def dataset_fn(context):
+        rows = 40 - 16 * context.input_pipeline_id
+        return tf.data.Dataset.from_tensor_slices((x[:rows], y[:rows])).batch(4)
+
+    dataset = place.strategy.distribute_datasets_from_function(dataset_fn) if place.strategy else (x[:40], y[:40])
+    if not place.strategy:
+        return outcome(model, fit(model, *dataset))
+    history = model.fit(dataset, verbose=0).history
+    if not np.isfinite(history["loss"]).all():
+        raise AssertionError(f"loss {history['loss']}")
+    return outcome(model, history)
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, index):
+        x, y = data()
+        return x[index * BATCH : (index + 1) * BATCH], y[index * BATCH : (index + 1) * BATCH]
+
+
+@row()
+def input_py_dataset(place):
+    model = built(place)
+    return outcome(model, model.fit(Batches(), verbose=0, shuffle=False).history)
+
+
+@row()
+def input_generator(place):
+    model = built(place)
+    x, y = data()
+
+    def batches():
+        while True:
+            for i in range(0, len(x), BATCH):
+                yield x[i : i + BATCH], y[i : i + BATCH]
+
+    return outcome(model, model.fit(batches(), steps_per_epoch=5, epochs=2, verbose=0).history)
+
+
+def two_towers():
+    a, b = layers.Input((6,), name="a"), layers.Input((6,), name="b")
+    hidden = layers.Dense(5, activation="tanh")(layers.Concatenate()([a, b]))
+    outputs = {"label": layers.Dense(3, name="label")(hidden), "value": layers.Dense(1, name="value")(hidden)}
+    return keras.Model({"a": a, "b": b}, outputs)
+
+
+@row()
+def input_dict_several_outputs(place):
+    with place.scope():
+        model = two_towers()
+        model.compile(
+            "sgd",
+            loss={"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "value": "mse"},
+            loss_weights={"label": 1.0, "value": 0.5},
+            metrics={"label": ["accuracy"], "value": ["mae"]},
+        )
+    x, y = data(36)
+    targets = {"label": y, "value": x[:, :1]}
+    history = fit(model, {"a": x, "b": x[:, ::-1]}, targets)
+    predicted = model.predict({"a": x[:9], "b": x[:9]}, verbose=0)
+    return outcome(model, history, label=predicted["label"], value=predicted["value"])
+
+
+@row()
+def input_nested(place):
+    with place.scope():
+        a, b = layers.Input((6,)), layers.Input((6,))
+        model = keras.Model([a, {"b": b}], layers.Dense(3)(layers.Add()([a, b])))
+        compiled(model)
+    x, y = data()
+    dataset = tf.data.Dataset.from_tensor_slices(((x, {"b": x}), y)).batch(BATCH)
+    return outcome(model, model.fit(dataset, verbose=0).history)
+
+
+@row()
+def validation_data(place):
+    model = built(place)
+    x, y = data(37)
+    return outcome(model, fit(model, epochs=2, validation_data=(x, y)))
+
+
+@row()
+def validation_split(place):
+    model = built(place)
+    x, y = data(50)
+    return outcome(model, fit(model, x, y, epochs=2, validation_split=0.25))
+
+
+@row()
+def class_weight(place):
+    model = built(place)
+    return outcome(model, fit(model, class_weight={0: 0.5, 1: 1.0, 2: 3.0}))
+
+
+@row()
+def sample_weight(place):
+    model = built(place, weighted_metrics=["accuracy"])
+    x, y = data(36)
+    return outcome(model, fit(model, x, y, sample_weight=np.linspace(0, 2, 36)))

@@ -1,0 +1,173 @@
+"""Custom loops, steps of the user's own, and more than one model."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+from keras_features.models import Subclassed
+from keras_features.table import BATCH, built, data, fit, mlp, outcome, row
+
+
+@row()
+def custom_loop(place):
+    strategy = place.strategy or tf.distribute.get_strategy()
+    with place.scope():
+        model = mlp()
+        optimizer = keras.optimizers.Adam(0.01)
+        optimizer.build(model.trainable_variables)
+        model.optimizer = optimizer
+    dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(data(36)).batch(BATCH))
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(loss_of(y, model(x, training=True))) / BATCH
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    @tf.function
+    def train(batch):
+        return strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
+
+    losses = [float(train(batch)) for _ in range(2) for batch in dataset]
+    return outcome(model, losses=losses)
+
+
+@row()
+def custom_loop_clips_and_scales(place):
+    strategy = place.strategy or tf.distribute.get_strategy()
+    with place.scope():
+        model = mlp()
+        model.optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, global_clipnorm=0.05))
+        model.optimizer.build(model.trainable_variables)
+    optimizer = place.strategy.distributed_optimizer(model.optimizer) if place.strategy else model.optimizer
+    x, y = data(40)
+    x[20] = np.inf
+    dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH))
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
+
+    @tf.function
+    def train(batch):
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = optimizer.scale_loss(tf.reduce_sum(loss_of(y, model(x))) / BATCH)
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+        strategy.run(step, args=batch)
+
+    for batch in dataset:
+        train(batch)
+    return outcome(model, scale=model.optimizer.dynamic_scale)
+
+
+@row()
+def custom_loop_with_a_traced_step(place):
+    """The step given to `strategy.run` is a `tf.function`, and its `if` is turned into a branch."""
+    strategy = place.strategy or tf.distribute.get_strategy()
+    with place.scope():
+        model = keras.Sequential([layers.Input((6,)), layers.BatchNormalization(synchronized=True), layers.Dense(3)])
+        model.optimizer = keras.optimizers.SGD(0.1, global_clipnorm=0.05)
+        model.optimizer.build(model.trainable_variables)
+    optimizer = place.strategy.distributed_optimizer(model.optimizer) if place.strategy else model.optimizer
+    dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(data(40)).batch(BATCH))
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(loss_of(y, model(x, training=True))) / BATCH
+            if tf.reduce_sum(tf.cast(y, tf.float32)) < -1.0:
+                loss = 0.0 * loss
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    losses = [float(strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)) for batch in dataset]
+    return outcome(model, losses=losses)
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    optimizer: keras.optimizers.Optimizer
+
+
+class SeveralOptimizers(Subclassed):
+    """Applies one optimizer twice a step, some that are kept in other things, and one in a branch every other step."""
+
+    def compile(self, *args, **kwargs):
+        super().compile(*args, **kwargs)
+        self.others = [keras.optimizers.SGD(0.1, global_clipnorm=0.1)]
+        self.pair = (keras.optimizers.SGD(0.02, clipnorm=0.05), None)
+        self.held = Held(keras.optimizers.SGD(0.03, clipvalue=0.01))
+        self.seldom = keras.optimizers.SGD(0.05, clipvalue=0.02)
+
+    def train_step(self, data):
+        x, y = data
+        for _ in range(2):
+            self.optimizer.apply(*self.gradients(x, y))
+        for optimizer in (self.others[0], self.pair[0], self.held.optimizer):
+            optimizer.apply(*self.gradients(x, y))
+        gradients, variables = self.gradients(x, y)
+        if not self.seldom.built:
+            self.seldom.build(variables)
+        due = tf.equal(self.optimizer.iterations.value % 4, 0)
+        tf.cond(due, lambda: self.apply_seldom(gradients, variables), lambda: tf.zeros([]))
+        rate = self.optimizer.learning_rate
+        return {**self.compute_metrics(x, y, self(x)), "rate": rate, "steps": self.optimizer.iterations, "due": due}
+
+    def apply_seldom(self, gradients, variables):
+        self.seldom.apply(gradients, variables)
+        return tf.zeros([])
+
+    def gradients(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        variables = self.trainable_variables
+        return tape.gradient(loss, variables), variables
+
+
+@row()
+def several_optimizers_in_a_custom_step(place):
+    model = built(place, SeveralOptimizers, optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.2))
+    x, y = data(37)
+    return outcome(model, fit(model, x, y))
+
+
+class UpdatesInALoop(Subclassed):
+    """Several updates in a step, in a loop of TensorFlow's."""
+
+    def train_step(self, data):
+        x, y = data
+        self(x)
+        if not self.optimizer.built:
+            self.optimizer.build(self.trainable_variables)
+
+        def update(number):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+            variables = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            return [number + 1]
+
+        tf.while_loop(lambda number: number < 3, update, [tf.constant(0)])
+        return self.compute_metrics(x, y, self(x))
+
+
+# Two replicas of a process have a loop each, by which TensorFlow tells collectives apart.
+@row()
+def updates_in_a_loop(place):
+    model = built(place, UpdatesInALoop, optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.2))
+    x, y = data(37)
+    return outcome(model, fit(model, x, y))
+
+
+@row()
+def two_models(place):
+    first, second = built(place), built(place, Subclassed, optimizer="adam")
+    x, y = data(20)
+    for _ in range(2):
+        fit(first, x, y)
+        history = fit(second, x, y)
+    return outcome(second, history, first=first.get_weights()[0])

@@ -1,0 +1,222 @@
+"""Models and layers."""
+
+import functools
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+from keras_features.table import BATCH, built, data, fit, mlp, outcome, row
+
+
+@row()
+def functional(place):
+    def make():
+        inputs = layers.Input((6,))
+        hidden = layers.Dense(6, activation="tanh")(inputs)
+        return keras.Model(inputs, layers.Dense(3)(layers.Add()([inputs, hidden])))
+
+    model = built(place, make)
+    return outcome(model, fit(model))
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = layers.Dense(5, activation="tanh"), layers.Dense(3)
+
+    def call(self, x):
+        return self.out(self.hidden(x))
+
+
+@row()
+def subclassed(place):
+    model = built(place, Subclassed)
+    return outcome(model, fit(model))
+
+
+class CustomStep(Subclassed):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            prediction = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=prediction)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return self.compute_metrics(x, y, prediction)
+
+
+@row()
+def custom_train_step(place):
+    model = built(place, CustomStep, optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.2))
+    x, y = data(37)
+    history = fit(model, x, y, epochs=2)
+    return outcome(model, history)
+
+
+class InPython(layers.Layer):
+    """Three times its input, by Python functions forward and back."""
+
+    def call(self, x):
+        def by_python(x):
+            return tf.ensure_shape(tf.numpy_function(lambda x: 3 * x, [x], x.dtype), x.shape)
+
+        @tf.custom_gradient
+        def triple(x):
+            return by_python(x), by_python
+
+        return triple(x)
+
+
+# TensorFlow runs Python functions one after another, also those of two replicas in one graph.
+@row()
+def python_functions(place):
+    model = built(place, lambda: keras.Sequential([layers.Input((6,)), layers.Dense(5), InPython(), layers.Dense(3)]))
+    return outcome(model, fit(model, epochs=2))
+
+
+def normalized(**arguments):
+    return keras.Sequential(
+        [
+            layers.Input((6,)),
+            layers.Dense(5, use_bias=False),
+            layers.BatchNormalization(momentum=0.8, **arguments),
+            layers.Dense(3),
+        ]
+    )
+
+
+@row(exempt="each replica normalises its own rows; the moving statistics agree all the same")
+def batch_normalization(place):
+    model = built(place, normalized)
+    x, y = data(36)
+    history = fit(model, x, y, epochs=2)
+    return outcome(model, history, evaluated=model.evaluate(x, y, verbose=0), moving=model.layers[1].moving_mean)
+
+
+@row(tolerance=1e-4)
+def batch_normalization_synchronized(place):
+    model = built(place, functools.partial(normalized, synchronized=True))
+    x, y = data(36)
+    history = fit(model, x, y)
+    return outcome(model, history, evaluated=model.evaluate(x, y, verbose=0))
+
+
+@row(exempt="replicas draw different masks")
+def dropout(place):
+    model = built(
+        place, lambda: keras.Sequential([layers.Input((6,)), layers.Dense(5), layers.Dropout(0.5), layers.Dense(3)])
+    )
+    history = fit(model)
+    return outcome(model, history, predicted=model.predict(data(5)[0], verbose=0))
+
+
+class Noise(layers.Layer):
+    """Draws without a seed, from what Keras has for the whole program."""
+
+    def call(self, x, training=False):
+        return x + keras.random.normal(keras.ops.shape(x)) if training else x
+
+
+@row(exempt="each replica draws its own noise")
+def unseeded_noise(place):
+    model = built(place, lambda: keras.Sequential([layers.Input((6,)), Noise(), layers.Dense(3)]))
+    return outcome(model, fit(model))
+
+
+def tokens(rows=36, length=7):
+    rng = np.random.default_rng(1)
+    return rng.integers(1, 20, (rows, length)), rng.integers(0, 3, rows)
+
+
+@row()
+def recurrent_over_embedding(place):
+    model = built(
+        place, lambda: keras.Sequential([layers.Input((7,)), layers.Embedding(20, 4), layers.LSTM(5), layers.Dense(3)])
+    )
+    x, y = tokens()
+    return outcome(model, fit(model, x, y))
+
+
+@row()
+def embedding_adam_sparse(place):
+    model = built(
+        place,
+        lambda: keras.Sequential([layers.Input((7,)), layers.Embedding(50, 4), layers.Flatten(), layers.Dense(3)]),
+        optimizer=lambda: keras.optimizers.Adam(0.01),
+    )
+    x, y = tokens()
+    return outcome(model, fit(model, x, y, epochs=2))
+
+
+@row()
+def embedding_sgd_sparse_clipped(place):
+    model = built(
+        place,
+        lambda: keras.Sequential([layers.Input((7,)), layers.Embedding(50, 4), layers.Flatten(), layers.Dense(3)]),
+        optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
+    )
+    x, y = tokens()
+    return outcome(model, fit(model, x, y))
+
+
+class OverRagged(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.out = layers.Dense(3)
+        self.out.build((None, 1))
+        self.built = True
+
+    def call(self, x):
+        return self.out(tf.reduce_mean(tf.cast(x, tf.float32), axis=1, keepdims=True))
+
+
+@row()
+def ragged_input_and_a_replica_without_rows(place):
+    model = built(place, OverRagged)
+    rows = tf.RaggedTensor.from_row_lengths(tf.range(1, 100) % 7, [3] * 33)
+    dataset = tf.data.Dataset.from_tensor_slices((rows, data(33)[1])).batch(BATCH)
+    return outcome(model, model.fit(dataset, verbose=0, epochs=2).history)
+
+
+@row(tolerance=1e-4)
+def convolutions_and_a_replica_without_rows(place):
+    """Fused convolutions and reshapes fail on no rows; the last batch has one row."""
+    model = built(
+        place,
+        lambda: keras.Sequential(
+            [
+                layers.Input((8, 8, 1)),
+                layers.Conv2D(4, 3, activation="relu"),
+                layers.Conv2D(4, 3, activation="relu"),
+                layers.BatchNormalization(synchronized=True),
+                layers.Reshape((-1,)),
+                layers.Dense(3),
+            ]
+        ),
+    )
+    rng = np.random.default_rng(2)
+    x, y = rng.normal(size=(33, 8, 8, 1)).astype("float32"), rng.integers(0, 3, 33)
+    history = fit(model, x, y, validation_data=(x, y))
+    return outcome(model, history, predicted=model.predict(x, batch_size=BATCH, verbose=0))
+
+
+@row()
+def predict_other_than_rows(place):
+    """Two rows of output for each of input."""
+    with place.scope():
+        inputs = layers.Input((6,))
+        model = keras.Model(inputs, Halves()(layers.Dense(4)(inputs)))
+    return outcome(model, predicted=model.predict(data(33)[0], batch_size=BATCH, verbose=0))
+
+
+class Halves(layers.Layer):
+    def call(self, x):
+        return tf.reshape(x, [-1, x.shape[1] // 2])
+
+
+@row()
+def weight_constraints(place):
+    model = built(place, functools.partial(mlp, kernel_constraint=keras.constraints.MaxNorm(0.5)))
+    return outcome(model, fit(model))

@@ -1,0 +1,141 @@
+"""A row of the table of Keras features, where it runs, and what rows are made of."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers
+
+import tfdist
+
+STEPS = 10
+BATCH = 8
+ROWS: dict[str, "Row"] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One feature.
+
+    Attributes:
+      run: Trains and returns what it computed.
+      tolerance: Relative difference allowed to one device.
+      exempt: Why the result may differ from one device altogether; replicas must agree all the same.
+      same_bits: Whether two workers and two devices give the same bits.
+    """
+
+    run: Callable[["Place"], dict[str, Any]]
+    tolerance: float = 1e-5
+    exempt: str = ""
+    same_bits: bool = True
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a row runs: its strategy, or `None` for one device, and a folder that all its workers share."""
+
+    strategy: Any
+    folder: str
+    name: str
+
+    def scope(self):
+        return self.strategy.scope() if self.strategy else contextlib.nullcontext()
+
+    @property
+    def is_chief(self) -> bool:
+        return tfdist.cluster.is_chief()
+
+
+def row(**arguments):
+    def add(run):
+        ROWS[run.__name__] = Row(run, **arguments)
+        return run
+
+    return add
+
+
+@functools.cache
+def strategy_of(placement: str, compression: Any = None):
+    if placement == "single":
+        return None
+    if placement.startswith("1x"):
+        return tfdist.MirroredStrategy(compression=compression)
+    return tfdist.MultiWorkerMirroredStrategy(compression=compression)
+
+
+def run_row(name: str, placement: str, folder: str, compression: Any = None) -> dict[str, Any]:
+    """Runs one row in this process; called in every worker of a placement."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(1)
+    keras.mixed_precision.set_global_policy("float32")
+    try:
+        return ROWS[name].run(Place(strategy_of(placement, compression), folder, placement))
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
+def data(rows=STEPS * BATCH, features=6, classes=3):
+    """Rows of unlike mean, so that a step on the wrong share shows."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, features)) + np.linspace(-1, 1, rows)[:, None]
+    return x.astype("float32"), rng.integers(0, classes, rows)
+
+
+def mlp(width=5, **dense):
+    return keras.Sequential(
+        [layers.Input((6,)), layers.Dense(width, activation="tanh", **dense), layers.Dense(3, **dense)]
+    )
+
+
+def compiled(model, optimizer="sgd", loss=None, **kwargs):
+    kwargs.setdefault("metrics", ["accuracy"])
+    model.compile(optimizer, loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True), **kwargs)
+    return model
+
+
+def built(place, make=mlp, **kwargs):
+    with place.scope():
+        if callable(kwargs.get("optimizer")):
+            kwargs["optimizer"] = kwargs["optimizer"]()
+        return compiled(make(), **kwargs)
+
+
+def fit(model, x=None, y=None, **kwargs):
+    if x is None:
+        x, y = data()
+    return model.fit(x, y, batch_size=BATCH, verbose=0, shuffle=False, **kwargs).history
+
+
+def outcome(model, history=None, **values):
+    """What a row returns: numbers to compare with one device, and a digest that must be equal on all workers."""
+    optimizer = getattr(model, "optimizer", None)
+    variables = model.variables + (optimizer.variables if optimizer else [])
+    return {
+        "weights": [np.asarray(weight) for weight in model.get_weights()],
+        "history": {name: np.asarray(numbers, "float64") for name, numbers in (history or {}).items()},
+        "values": {name: np.asarray(value) for name, value in values.items()},
+        "digest": _digest(variables),
+        "replicas_agree": all(_agrees(variable) for variable in variables),
+    }
+
+
+def _copies(variable):
+    value = getattr(variable, "value", variable)
+    return [copy.numpy() for copy in getattr(value, "values", [value])]
+
+
+def _agrees(variable):
+    first, *others = _copies(variable)
+    return all(first.tobytes() == other.tobytes() for other in others)
+
+
+def _digest(variables):
+    digest = hashlib.sha256()
+    for variable in variables:
+        digest.update(_copies(variable)[0].tobytes())
+    return digest.hexdigest()

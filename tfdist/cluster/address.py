@@ -1,0 +1,71 @@
+"""Addresses of processes, "host:port", as people write them."""
+
+import ipaddress
+import json
+import socket
+
+_CONNECT_SECONDS = 5.0
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Splits "host:port" or "[ipv6]:port", without the brackets.
+
+    Raises:
+      ValueError: If it is neither.
+    """
+    host, colon, port = address.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not colon or not bare or not is_digits(port) or any(c.isspace() or c in "/@[]" for c in bare):
+        raise ValueError(
+            f'an address has the form "host:port" (IPv6 "[::1]:2222"), got {json.dumps(address)}. '
+            f"Give a host name or IP address and a port, without a scheme or path."
+        )
+    if ":" in bare and bare == host:
+        raise ValueError(
+            f"an IPv6 address stands in brackets, got {json.dumps(address)}. Write it as "
+            f"{json.dumps(f'[{host}]:{port}')}."
+        )
+    if bare != host and not _is_ipv6(bare):
+        raise ValueError(
+            f"only an IPv6 address stands in brackets, got {json.dumps(address)}. "
+            f'Write "[::1]:2222", or a host name without brackets.'
+        )
+    try:
+        return bare, checked_port(int(port))
+    except ValueError as error:
+        raise ValueError(
+            f"{error}, in {json.dumps(address)}. Give each process a port that is free on its machine."
+        ) from error
+
+
+def checked_port(port: int) -> int:
+    """`port`.
+
+    Raises:
+      ValueError: If there is no such port.
+    """
+    if not 1 <= port <= 65535:
+        raise ValueError(f"a port is a number from 1 to 65535, got {port}")
+    return port
+
+
+def check_answers(address: str) -> None:
+    """Connects to `address`, and leaves.
+
+    Raises:
+      OSError: If nobody answers there within 5 s.
+      ValueError: If it is no address.
+    """
+    socket.create_connection(split_address(address), timeout=_CONNECT_SECONDS).close()
+
+
+def is_digits(text: str) -> bool:
+    """Whether `text` is a whole number that a person would write."""
+    return text.isascii() and text.isdecimal() and len(text) < 10
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
