@@ -66,6 +66,7 @@ _WORKER_BYTES = 1.1e9
 _QUICK_CODECS = ("float16", "int8", "powersgd")
 _MIN_STEPS = 3
 _WARMUP_STEPS = 4  # DDP arranges its buckets anew after the first, PowerSGD starts at the third
+_SETTLE_STEPS = 3  # caches and memory hold what another variant left
 _START_SECONDS = 180.0
 _BLOCK_SECONDS = 300.0
 _PATIENCE_SECONDS = (5.0, 15.0, 45.0)
@@ -244,8 +245,8 @@ class Cast:
             present = [name for name in steps if name in self._groups]
             medians: dict[str, float] = {}
             for name in order.sample(present, len(present)):
-                together = self._train(name, alone=False, warmup=1, steps=steps[name])
-                alone = together and self._train(name, alone=True, warmup=1, steps=steps[name])
+                together = self._train(name, alone=False, warmup=_SETTLE_STEPS, steps=steps[name])
+                alone = together and self._train(name, alone=True, warmup=_SETTLE_STEPS, steps=steps[name])
                 if together and alone:
                     samples = self._found[link, name]
                     samples.add(together, alone, self._network.sharing)
