@@ -18,6 +18,9 @@ from tfdist.strategies.datasets import BalancedDataset
 from tfdist.strategies.devices import make_virtual_devices
 from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy
 
+# TensorFlow packs what it sends into strings of so many bytes, 4096 unless told: see grpc_worker_service.cc. From
+# the 128 KiB of glibc on, the kernel would map and clear each string anew.
+_CHUNK_BYTES = 1 << 16
 _CONNECT_SECONDS = 10  # At least, for TensorFlow to connect workers that are all there.
 
 
@@ -122,6 +125,11 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         if self._num_workers > 1:  # Before the first collective, which would wait for ever.
             self.agreement.on_setup(len(self._devices), _described(self._container_strategy().compression))
         self._install_collectives()
+
+    def _update_config_proto(self, config_proto):
+        config = super()._update_config_proto(config_proto)
+        config.experimental.recv_buf_max_chunk = _CHUNK_BYTES
+        return config
 
     def _install_collectives(self):
         def collectives(devices):
