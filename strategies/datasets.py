@@ -1,6 +1,7 @@
 """Datasets as Keras takes them: looked into without reading from them, knowing for what they are read, not tuned."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -44,13 +45,15 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
     """What a `BalancedSharding` hands out, for what Keras reads it for; it may look into it without loss.
 
     Args:
-      dataset: What the strategy made of the sharding.
+      distribute: What the strategy makes of a dataset function.
       sharding: The sharding.
+      fn: What to make of each batch.
     """
 
-    def __init__(self, dataset: Any, sharding: Any):
+    def __init__(self, distribute: Callable[[Any], Any], sharding: Any, fn: Callable[..., Any] | None = None):
+        dataset = distribute(sharding if fn is None else lambda context: sharding(context).map(fn))
         self.__dict__.update(dataset.__dict__)  # Instead of the parent's `__init__`, which would build it once more.
-        self._sharding = sharding
+        self._distribute, self._sharding = distribute, sharding
 
     def __iter__(self):
         if _tf.keras_is_peeking() and _has_ranks(self):
@@ -60,6 +63,15 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
         iterator = super().__iter__()
         weakref.finalize(iterator, handout.close)  # TensorFlow waits for whoever is still to hand out.
         return iterator
+
+    def map(self, fn: Callable[..., Any]) -> "BalancedDataset":
+        """As a `tf.data.Dataset` has it: Keras calls it for `class_weight`."""
+        return BalancedDataset(self._distribute, self._sharding, fn)
+
+    def prefetch(self, buffer_size: int) -> "BalancedDataset":
+        """Itself, as it reads ahead already."""
+        del buffer_size
+        return self
 
     @property
     def cardinality(self) -> int:

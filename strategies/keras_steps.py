@@ -14,11 +14,12 @@ from tfdist.strategies.report import GRADIENTS
 _KERAS_STEPS = ("train_step", "test_step")
 
 
-def is_keras_step(fn, args, kwargs):
-    """Whether `fn` is the `train_step` or `test_step` that Keras calls, of a compiled model."""
+def name_of_step(fn, args, kwargs):
+    """Which of "train_step" and "test_step" that Keras calls `fn` is, whatever its own name; `None` if none."""
     model = getattr(fn, "__self__", None)
-    called_as_by_keras = len(args) == 1 and not kwargs and getattr(fn, "__name__", "") in _KERAS_STEPS
-    return called_as_by_keras and isinstance(model, keras.Model) and getattr(model, "compiled", False)
+    if len(args) != 1 or kwargs or not isinstance(model, keras.Model) or not getattr(model, "compiled", False):
+        return None
+    return next((name for name in _KERAS_STEPS if fn == getattr(model, name)), None)
 
 
 def in_step(fn, seed_generator):
@@ -35,13 +36,13 @@ def in_step(fn, seed_generator):
     return on_replica
 
 
-def keras_step(fn, reports):
-    """`fn`, a Keras step, with rows counted, statistics and logs averaged, and reported if it trains."""
+def keras_step(fn, name, reports):
+    """`fn`, of that name a Keras step, with rows counted, statistics and logs averaged, and reported if it trains."""
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(data):
         with steps.running(steps.count_rows(data), fn.__self__) as step:
-            if fn.__name__ != "train_step":
+            if name != "train_step":
                 logs = fn(steps.at_least_one_row(data, step.rows))
                 return _average_statistics(step, metrics.global_results(fn.__self__, logs, step))
             context = tf.distribute.get_replica_context()
@@ -60,12 +61,12 @@ def keras_step(fn, reports):
     return on_replica
 
 
-def lone_step(fn, reports):
-    """`fn`, a Keras step of the only replica, reported if it trains."""
+def lone_step(fn, name, reports):
+    """`fn`, of that name a Keras step of the only replica, reported if it trains."""
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(data):
-        if fn.__name__ != "train_step":
+        if name != "train_step":
             return fn(data)
         clock = reports.clock(0)
         data = clock.begin(data)

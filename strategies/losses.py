@@ -75,6 +75,8 @@ def _loss_of_each(model: keras.Model, y_pred: Any) -> list[Any]:
     losses, count = getattr(model, "loss", None), len(keras.tree.flatten(y_pred))
     if isinstance(losses, dict) and isinstance(y_pred, list | tuple):
         losses = [losses.get(name) for name in model.output_names]
+    if isinstance(losses, dict) and isinstance(y_pred, dict):
+        losses = {name: losses.get(name) for name in y_pred}  # Some may have none.
     if not isinstance(losses, dict | list | tuple):
         return [losses] * count
     each = keras.tree.flatten(losses)

@@ -13,6 +13,7 @@ from tfdist.faults.board import Board
 from tfdist.faults.leaving import leave_together
 from tfdist.faults.lifelines import Lifelines
 from tfdist.strategies.collectives import Collectives
+from tfdist.strategies.collectives.launcher import carrier_of
 from tfdist.strategies.communication import policy_of
 from tfdist.strategies.datasets import BalancedDataset
 from tfdist.strategies.devices import make_virtual_devices
@@ -100,6 +101,20 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
     def _create_variable(self, next_creator, **kwargs):
         with self.creations.one_more():
             return super()._create_variable(next_creator, **kwargs)
+
+    def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
+        dtype, given = kwargs.get("dtype"), kwargs.get("initial_value")
+        carrier = carrier_of(dtype)
+        if replica_id or carrier is None or self._num_workers == 1:
+            return super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
+
+        def carried():
+            value = given() if callable(given) else given
+            return tf.cast(getattr(value, "wrapped_value", value), carrier)  # Of a checkpoint, it is wrapped.
+
+        kwargs |= {"dtype": carrier, "initial_value": carried}
+        make = super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
+        return lambda: tf.cast(make(), dtype)
 
     def _initialize_local_devices(self, cluster_resolver, worker_device):
         devices, kind = super()._initialize_local_devices(cluster_resolver, worker_device)

@@ -1,5 +1,6 @@
 """How gradients pass from a Keras optimizer to the collectives: reduced before they are clipped, scaled and applied."""
 
+import enum
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,11 @@ def viewed_optimizers(model: keras.Model, view: Callable[[Any], Any]) -> Iterato
             put(optimizer)
 
 
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """The optimizers that a model and what is in it hold, in the order of their attributes."""
+    return list({id(optimizer): optimizer for _, optimizer in _optimizers_in(model, seen={})}.values())
+
+
 def _optimizers_in(owner: Any, seen: dict[int, Any]) -> Iterator[tuple[Callable[[Any], None], Any]]:
     """Finds the optimizers that a model or what is in it holds: how to put another in its place, and the optimizer."""
     if id(owner) in seen:
@@ -73,7 +79,9 @@ def _put_tuple(put, kind, members, put_member, optimizer):
 def _is_of_user(value: Any) -> bool:
     """Whether it is an object with attributes, and not of Keras, TensorFlow or ours: such as hold what a user made."""
     libraries = {"builtins", "keras", "tensorflow", "numpy", "tfdist"}
-    return hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in libraries
+    if isinstance(value, type | enum.Enum) or not isinstance(getattr(value, "__dict__", None), dict):
+        return False
+    return type(value).__module__.split(".")[0] not in libraries
 
 
 def _exchange_of(optimizer: keras.optimizers.Optimizer) -> type:

@@ -45,21 +45,21 @@ class ReplicatedStrategy:
           CompiledCollectivesError: If `fn` is compiled by XLA and the devices have no compiled collectives.
         """
         self._check_compiled()
-        of_keras = keras_steps.is_keras_step(fn, args, kwargs)
+        name = keras_steps.name_of_step(fn, args, kwargs)
         if self.num_replicas_in_sync == 1:
-            if of_keras and fn.__name__ == "train_step":
+            if name == "train_step":
                 self._check_owned(fn.__self__, _optimizer_variables(fn.__self__))  # Weights may lie anywhere.
-            if of_keras and _is_compiled():
+            if name and _is_compiled():
                 self._check_nobody_waits_for_reports()
-            elif of_keras:
-                fn = keras_steps.lone_step(fn, self.reports)
+            elif name:
+                fn = keras_steps.lone_step(fn, name, self.reports)
             return super().run(fn, args, kwargs, options)
-        if of_keras:
+        if name:
             self._check_scope(fn.__self__)
             model = fn.__self__
             views = optimizers.viewed_optimizers(model, optimizers.distributed)
-            with views, losses.global_losses(model, fn.__name__), metrics.noted_results(model):
-                return super().run(keras_steps.keras_step(fn, self.reports), args, kwargs, options)
+            with views, losses.global_losses(model, name), metrics.noted_results(model):
+                return super().run(keras_steps.keras_step(fn, name, self.reports), args, kwargs, options)
         if _tf.called_by_keras_trainer() and fn.__name__ == _KERAS_PREDICT_STEP:
             args, fn = self._split_plain_batch(args), keras_steps.predict_step(fn)
         return super().run(fn, args, kwargs, options)
@@ -90,7 +90,8 @@ class ReplicatedStrategy:
         dataset_fn.attach(self.reports)
         if not any(known is dataset_fn for known in self.shardings):
             self.shardings.append(dataset_fn)
-        return BalancedDataset(super().distribute_datasets_from_function(dataset_fn, options), dataset_fn)
+        make = super().distribute_datasets_from_function
+        return BalancedDataset(lambda function: make(function, options), dataset_fn)
 
     def reduce(self, reduce_op, value, axis):
         """Reduces `value` over all replicas; see `tf.distribute.Strategy.reduce`.

@@ -137,7 +137,10 @@ def at_least_one_row(data: Any, rows: int | tf.Tensor | None) -> Any:
             return tf.cond(rows > 0, lambda: leaf, lambda: _ragged_row(leaf))
         if not isinstance(leaf, tf.Tensor) or leaf.shape.rank in (0, None):
             return leaf
-        filled = tf.cond(rows > 0, lambda: leaf, lambda: tf.zeros(tf.concat([[1], tf.shape(leaf)[1:]], 0), leaf.dtype))
+        # Where a worker has run out, TensorFlow makes dimensions that it does not know 0.
+        least = [int(size is None) for size in leaf.shape[1:]]
+        like = tf.maximum(tf.shape(leaf)[1:], tf.constant(least, tf.int32))
+        filled = tf.cond(rows > 0, lambda: leaf, lambda: tf.zeros(tf.concat([[1], like], 0), leaf.dtype))
         return tf.ensure_shape(filled, [None, *leaf.shape[1:]])
 
     return keras.tree.map_structure(fill, data)

@@ -42,19 +42,43 @@ class BreakOff(keras.callbacks.Callback):
 
 
 class Count(keras.callbacks.Callback):
-    """A user's callback, with state that it changes in every hook."""
+    """A user's callback, with state that it changes in every hook; a list that the user holds; a file that it opens."""
 
-    def __init__(self):
+    def __init__(self, seen):
         super().__init__()
         self.batches, self.epochs = 0, {}
         self.sums = np.zeros(2)
+        self.weight = tf.Variable(0.0)
+        self.seen, self.file = seen, None
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epochs[epoch] = self.epochs.get(epoch, 0) + 1
+        if self.file is None:
+            self.file = open(os.devnull, "w")  # noqa: SIM115
 
     def on_train_batch_end(self, batch, logs=None):
         self.batches += 1
         self.sums = np.add(self.sums, [batch, logs["loss"]])
+        self.weight.assign_add(batch)
+        self.seen.append(batch)
+        self.file.write(str(batch))
+
+    def on_train_end(self, logs=None):
+        self.file.close()
+
+
+class PerClass(keras.metrics.Metric):
+    """A metric that is a vector: rows of each class so far."""
+
+    def __init__(self):
+        super().__init__(name="per_class")
+        self._rows = self.add_weight(shape=(4,), name="rows", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self._rows.assign_add(keras.ops.sum(keras.ops.one_hot(keras.ops.cast(y_true, "int32"), 4), axis=(0, 1)))
+
+    def result(self):
+        return self._rows + 0.0
 
 
 def make_strategy(placement, compressed):
@@ -69,7 +93,19 @@ def data():
     return x, (x @ rng.normal(size=(9, 4))).argmax(1)
 
 
-def build(strategy, seed=1, width=16, optimizer="adam", accumulate=None, scaled=False, steps=1, jit=False, noise=False):
+def build(
+    strategy,
+    seed=1,
+    width=16,
+    optimizer="adam",
+    accumulate=None,
+    scaled=False,
+    steps=1,
+    jit=False,
+    noise=False,
+    vectors=False,
+    second=False,
+):
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)
     if noise:
@@ -89,7 +125,10 @@ def build(strategy, seed=1, width=16, optimizer="adam", accumulate=None, scaled=
         if scaled:
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=5)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer, loss, metrics=["accuracy"], steps_per_execution=steps, jit_compile=jit)
+        metrics = ["accuracy", *([PerClass()] if vectors else [])]
+        model.compile(optimizer, loss, metrics=metrics, steps_per_execution=steps, jit_compile=jit)
+    if second:
+        model.others = (keras.optimizers.SGD(name="second"),)
     return model
 
 
@@ -105,15 +144,17 @@ def inputs(kind, strategy):
         return {"x": dataset.shuffle(50, seed=1, reshuffle_each_iteration=False).batch(BATCH)}
     if kind == "generator":  # of unknown length
         return {"x": dataset.batch(BATCH).filter(lambda *batch: True)}
+    if kind == "known":  # two epochs of each pass
+        return {"x": dataset.batch(BATCH), "steps_per_epoch": STEPS // 2}
     if kind == "endless":
         return {"x": dataset.shuffle(50, seed=1).repeat().batch(BATCH), "steps_per_epoch": STEPS}
     sharding = tfdist.data.BalancedSharding((x, y), BATCH, seed=3, policy="equal")
     return {"x": strategy.distribute_datasets_from_function(sharding)}
 
 
-def callbacks_of(directory, position, broken, monitors, **options):
+def callbacks_of(directory, position, broken, monitors, seen, **options):
     mine = [BackupAndRestore(directory, **options)] if directory else []
-    count = Count()
+    count = Count(seen)
     others = [count]
     if monitors:
         others += [
@@ -150,19 +191,20 @@ def train(
     x, y = data()
     try:
         for _ in range(fits):
-            callbacks, count = callbacks_of(directory, position, broken, monitors, **options)
+            seen = []
+            callbacks, count = callbacks_of(directory, position, broken, monitors, seen, **options)
             validation = {"validation_data": (x[:20], y[:20])} if monitors else {}
             history = model.fit(
                 **inputs(data_kind, strategy), epochs=epochs, callbacks=callbacks, verbose=0, **validation
             )
-            histories.append([history.epoch, history.history])
-            counts.append([count.batches, count.epochs, count.sums.tolist()])
+            histories.append([history.epoch, {name: np.asarray(log).tolist() for name, log in history.history.items()}])
+            counts.append([count.batches, count.epochs, count.sums.tolist(), float(count.weight), seen])
     except BrokenOffError:
         return None
     return {
         "weights": [np.asarray(variable) for variable in model.variables],
         "optimizer": [np.asarray(variable) for variable in model.optimizer.variables],
-        "metrics": model.get_metrics_result(),
+        "metrics": {name: np.asarray(value).tolist() for name, value in model.get_metrics_result().items()},
         "histories": histories,
         "counts": counts,
         "random": np.random.random(),
@@ -197,13 +239,14 @@ def refusals(directory):
         "another shape": lambda: train("plain", directory, model={"width": 17}),
         "another optimizer": lambda: train("plain", directory, model={"optimizer": "sgd"}),
         "not writable": lambda: train("plain", "/proc/backup"),
+        "optimizer not built": lambda: train("plain", directory, model={"second": True}),
         "twice": lambda: build(None).fit(*data(), callbacks=[BackupAndRestore(directory)] * 2, verbose=0),
     }
     said = {}
     for name, run in wrong.items():
         try:
             run()
-        except BackupError as error:
+        except (BackupError, ValueError) as error:
             said[name] = str(error)
     return said, before == _tree(directory)
 

@@ -69,6 +69,7 @@ CASES = {
     "masks": (token_arrays, masked, lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.5), {}, 1e-5),
     "batch_normalization": (arrays, normalised, lambda: keras.optimizers.SGD(0.1), {}, 1e-4),
 }
+FIT_OPTIONS = {"steps_per_execution": {"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}}
 
 
 def prepared(strategy, case="plain"):
@@ -97,7 +98,7 @@ def one_device(case):
     for epoch in range(EPOCHS):
         order = np.concatenate([plan.batch(epoch, step) for step in range(plan.steps_per_epoch)])
         batches = tf.data.Dataset.from_tensor_slices(tuple(array[order] for array in examples)).batch(BATCH)
-        for name, values in model.fit(batches, verbose=0).history.items():
+        for name, values in model.fit(batches, verbose=0, **FIT_OPTIONS.get(case, {})).history.items():
             history.setdefault(name, []).extend(values)
     return outcome(model, history)
 
@@ -110,7 +111,7 @@ def train(placement, case, policy, compression=None):
     listener = lambda report: rows.append(tuple(report.rows.tolist()))  # noqa: E731
     strategy.reports.listeners.append(listener)
     sharding, data = distributed(strategy, CASES[case][0](), policy=policy)
-    history = model.fit(data, epochs=EPOCHS, verbose=0).history
+    history = model.fit(data, epochs=EPOCHS, verbose=0, **FIT_OPTIONS.get(case, {})).history
     strategy.reports.listeners.remove(listener)
     return outcome(model, history) | {"rows": rows, "position": sharding.position}
 

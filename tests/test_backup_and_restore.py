@@ -37,6 +37,9 @@ ROWS = {
     "dataset of unknown length": {"breaks": [4, 15], "save_freq": 4, "data_kind": "generator"},
     "endless dataset": {"breaks": [4, 15, 19], "save_freq": 4, "data_kind": "endless"},
     "endless dataset, epochs": {"breaks": [8, 19], "save_freq": "epoch", "data_kind": "endless"},
+    "epochs shorter than the data": {"breaks": [4, 8, 10], "save_freq": 2, "data_kind": "known"},
+    "epochs shorter than the data, epochs": {"breaks": [5, 8, 10], "save_freq": "epoch", "data_kind": "known"},
+    "metric that is a vector": {"breaks": [5, 8], "save_freq": 4, "model": {"vectors": True}},
     "unseeded noise": {"breaks": [9, 15], "save_freq": 4, "model": {"noise": True}},
     "steps_per_execution": {"breaks": [8, 14], "save_freq": 4, "model": {"steps": 2}},
     "accumulation": {"breaks": [4], "save_freq": 3, "model": {"accumulate": 2}},
@@ -44,7 +47,10 @@ ROWS = {
 }
 
 
-SOME_ROWS = ["steps", "monitors, steps", "endless dataset", "accumulation"]
+SOME_ROWS = [
+    *("steps", "monitors, steps", "endless dataset", "epochs shorter than the data", "metric that is a vector"),
+    "accumulation",
+]
 
 
 @pytest.mark.parametrize("row", by_default(ROWS, SOME_ROWS))
@@ -62,12 +68,13 @@ REPLICATED = {
     "accumulation": {"breaks": [4, 9], "save_freq": 3, "model": {"accumulate": 2}},
     "unseeded noise": {"breaks": [9, 15], "save_freq": 4, "model": {"noise": True}},
     "residuals": {"breaks": [3, 8, 15], "save_freq": 3, "compressed": "int8"},
+    "steps_per_execution that leaves a rest": {"breaks": [10, 16], "save_freq": 4, "model": {"steps": 4}},
     "balanced": {"breaks": [8, 15], "save_freq": 4, "data_kind": "balanced", "compressed": "powersgd"},
     "balanced, epochs": {"breaks": [8, 15], "save_freq": "epoch", "data_kind": "balanced"},
 }
 
 
-@pytest.mark.parametrize("row", by_default(REPLICATED, ["balanced"]))
+@pytest.mark.parametrize("row", by_default(REPLICATED, ["balanced", "steps_per_execution that leaves a rest"]))
 def test_broken_off_and_resumed_on_two_devices(row, pools, tmp_path):
     resumed, unbroken = pools("1x2").run(
         checks.broken_off_and_unbroken, "1x2", str(tmp_path / "backup"), **REPLICATED[row]

@@ -173,7 +173,7 @@ def preempted(body, signum=signal.SIGTERM):
             output, _ = process.communicate(timeout=DEADLINE_SECONDS)
         finally:
             process.kill()
-    return process.returncode, output, time.monotonic() - start
+    return process.returncode, before + output, time.monotonic() - start
 
 
 def test_a_signal_asks_at_once_while_the_main_thread_is_in_native_code():
@@ -225,6 +225,24 @@ def test_a_program_that_does_not_end_after_the_save_is_ended():
         """
     )
     assert code == PREEMPTED and 9 < seconds < 15, output
+
+
+def test_a_forked_child_ends_by_its_own_signal_and_its_parent_does_not_hear_it():
+    code, output, _ = preempted(
+        """
+        import multiprocessing
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+        child.start()
+        time.sleep(0.2)
+        os.kill(child.pid, signal.SIGUSR1)
+        child.join(10)
+        print("child", child.exitcode, "ready")
+        time.sleep(0.2)
+        sys.exit(0)
+        """,
+        signal.SIGCONT,
+    )
+    assert code == 0 and f"child {-signal.SIGUSR1}" in output and "asked" not in output
 
 
 def test_after_uninstall_earlier_handlers_and_defaults_hold_again():

@@ -382,6 +382,11 @@ def test_data_are_not_checked_where_that_is_not_wanted_and_are_afterwards(tmp_pa
         as_source(path)
 
 
+def test_no_records_are_none(tmp_path):
+    source = as_source(write_tfrecord(tmp_path / "a.tfrecord"))
+    assert source.read(tf.zeros([0], tf.int64)).shape == [0]
+
+
 @pytest.mark.parametrize("cut", [1, 5, len(RECORDS[-1]) + 10])
 def test_truncated_file_is_named(cut, tmp_path):
     path = write_tfrecord(tmp_path / "a.tfrecord")

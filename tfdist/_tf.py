@@ -204,6 +204,31 @@ def keras_is_fitting() -> bool:
     return _frame_of(inspect.unwrap(keras_trainer.TensorFlowTrainer.fit)) is not None
 
 
+def call_in_step(callbacks) -> None:
+    """Has a Keras list of callbacks call them within a step.
+
+    A callback that is given to `fit` alone, in no list, is taken for none that needs it, and called in another thread.
+    Without it: such a BackupAndRestore saves variables of a later step, or of half a step.
+    """
+    callbacks._async_train = False
+
+
+def goes_on_with(epochs, iterator) -> bool:
+    """Whether the next epoch of a Keras `EpochIterator` begins where `iterator` stands, and not with a new one.
+
+    Without it: a backup made at the end of the input says that all of it was read, and a new `fit` finds nothing left.
+    """
+    return epochs._current_iterator is iterator
+
+
+def count_as_seen(epochs, batches: int) -> None:
+    """Tells a Keras `EpochIterator` of batches that were taken from its iterator beside it.
+
+    Without it: a `fit` that goes on in the middle of its input does not begin it anew at its end.
+    """
+    epochs._steps_seen += batches
+
+
 def deciding_loss_scaler():
     """The loss scaler that has found this replica's gradients finite and now applies them, or `None`."""
     frame = _frame_of(LossScaleOptimizer._stateful_handle_finite_grads)

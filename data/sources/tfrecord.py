@@ -96,6 +96,8 @@ class TFRecordSource(Source):
         return digest("tfrecord", *zip([i.digest for i in self._indices], self._skips, counts.tolist(), strict=True))
 
     def _read(self, indices: np.ndarray) -> np.ndarray:
+        if not len(indices):
+            return np.empty(0, object)
         order = np.argsort(indices, kind="stable")
         wanted = indices[order]
         places, lengths = self._places[wanted], self._lengths[wanted]

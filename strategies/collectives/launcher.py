@@ -8,6 +8,18 @@ from tfdist import _tf
 _FIRST_INSTANCE_KEY = 1 << 20
 
 
+_CARRIERS = {
+    tf.bfloat16: tf.float32,
+    **dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
+    tf.uint32: tf.int64,
+}
+
+
+def carrier_of(dtype: tf.DType | None) -> tf.DType | None:
+    """A type that collectives know, to which a value of one that they do not can be cast and back; else `None`."""
+    return None if dtype is None else _CARRIERS.get(tf.as_dtype(dtype))
+
+
 class Launcher(_tf.CollectiveReplicaLauncher):
     """A launcher whose instance keys are counted while the step runs.
 
@@ -47,6 +59,13 @@ class Launcher(_tf.CollectiveReplicaLauncher):
 
     def _next_instance_key(self):
         return self.count.assign_add(1)
+
+    def all_gather(self, input_tensor, axis, options=None):
+        """Joins tensors along an axis, on which they may differ in length."""
+        carrier = carrier_of(input_tensor.dtype)
+        if carrier is None:
+            return super().all_gather(input_tensor, axis, options)
+        return tf.cast(super().all_gather(tf.cast(input_tensor, carrier), axis, options), input_tensor.dtype)
 
     def all_gather_rows(self, tensor: tf.Tensor, options) -> tf.Tensor:
         """Joins tensors of equal shape along their first axis: [n, ...] -> [replicas * n, ...]."""

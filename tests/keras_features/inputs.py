@@ -89,6 +89,25 @@ def input_one_worker_ends_early(place):
     return outcome(model, history)
 
 
+@row(exempt="a worker runs out of rows before the other: one device has no such thing", same_bits=False)
+def input_of_unlike_lengths_that_ends_early(place):
+    def dataset_fn(context):
+        def examples():
+            for i in range(40 - 16 * context.input_pipeline_id):
+                yield np.ones(3 + i % 4, "int32"), i % 3
+
+        spec = (tf.TensorSpec([None], tf.int32), tf.TensorSpec([], tf.int64))
+        return tf.data.Dataset.from_generator(examples, output_signature=spec).padded_batch(4)
+
+    model = built(place, lambda: keras.Sequential([layers.Embedding(9, 4), layers.LSTM(5), layers.Dense(3)]))
+    distribute = place.strategy.distribute_datasets_from_function if place.strategy else lambda fn: fn(Context())
+    return outcome(model, model.fit(distribute(dataset_fn), verbose=0).history)
+
+
+class Context:
+    input_pipeline_id = 0
+
+
 class Batches(keras.utils.PyDataset):
     def __len__(self):
         return STEPS

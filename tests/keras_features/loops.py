@@ -1,6 +1,7 @@
 """Custom loops, steps of the user's own, and more than one model."""
 
 import dataclasses
+import enum
 
 import keras
 import numpy as np
@@ -88,6 +89,10 @@ def custom_loop_with_a_traced_step(place):
     return outcome(model, losses=losses)
 
 
+class Kind(enum.Enum):
+    ONE = 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Held:
     optimizer: keras.optimizers.Optimizer
@@ -102,6 +107,7 @@ class SeveralOptimizers(Subclassed):
         self.pair = (keras.optimizers.SGD(0.02, clipnorm=0.05), None)
         self.held = Held(keras.optimizers.SGD(0.03, clipvalue=0.01))
         self.seldom = keras.optimizers.SGD(0.05, clipvalue=0.02)
+        self.kind = Kind.ONE  # Whose class no optimizer is to be sought in.
 
     def train_step(self, data):
         x, y = data

@@ -49,6 +49,14 @@ def _losses_by_sums_and_by_weights(place, **arguments):
 
 
 @row()
+def losses_of_some_outputs(place):
+    losses = {"value": keras.losses.MeanSquaredError(reduction="sum")}
+    model = built(place, two_towers, optimizer=lambda: keras.optimizers.SGD(0.01), loss=losses, metrics=None)
+    x, y = data(33)
+    return outcome(model, fit(model, {"a": x, "b": x[:, ::-1]}, {"label": y, "value": x[:, :1]}))
+
+
+@row()
 def losses_left_unreduced(place):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
     model = built(place, loss=loss, optimizer=lambda: keras.optimizers.SGD(0.01))

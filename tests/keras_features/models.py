@@ -55,6 +55,35 @@ def custom_train_step(place):
     return outcome(model, history)
 
 
+def without_a_name(step):
+    def wrapper(self, data):
+        return step(self, data)
+
+    return wrapper
+
+
+class DecoratedStep(Subclassed):
+    train_step = without_a_name(Subclassed.train_step)
+
+
+@row()
+def step_under_a_decorator(place):
+    model = built(place, DecoratedStep, optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.2))
+    x, y = data(37)
+    return outcome(model, fit(model, x, y))
+
+
+@row(exempt="the rounding of halves")
+def bfloat16_weights_and_small_integers(place):
+    model = built(place, functools.partial(mlp, dtype="bfloat16"))
+    history = fit(model)
+    x, _ = data(9)
+    outputs = model.predict(x, batch_size=BATCH, verbose=0)
+    with place.scope():
+        model.quantize("int8")
+    return outcome(model, history, outputs=outputs.astype("float32"))
+
+
 class InPython(layers.Layer):
     """Three times its input, by Python functions forward and back."""
 

@@ -1,7 +1,7 @@
 """The state of the other callbacks of a `fit`: what a list holds, what of it changes, how it is given back."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import keras
@@ -11,7 +11,7 @@ from tfdist.backup.plain import decode, encode
 
 Plain = tuple[Any, list[np.ndarray]]  # what `encode` gives
 
-_NOT_STATE = ("_model", "params")
+_NOT_STATE = ("_model", "params", "_is_tracing")  # The last is TensorBoard's: a profile is of one process.
 
 
 class CallbackStates:
@@ -19,17 +19,22 @@ class CallbackStates:
 
     What is told to `__init__` of a callback and stays so is not saved: a restarted script may say it anew. A callback
     with both `get_state` and `set_state` says itself what its state is: plain values, see `encode`. An array that is
-    there from the start and changed in place is not noticed.
+    there from the start and changed in place is not noticed. Variables, lists, dicts and sets are given back in place.
 
     Make it when all callbacks have begun.
 
     Args:
       callbacks: All but those that back up.
+      starts: What callbacks held when this process first saw them; gets those that are new. A callback may serve
+        several `fit`s, and what it learnt in the first is told to no later process.
     """
 
-    def __init__(self, callbacks: Sequence[keras.callbacks.Callback]):
+    def __init__(self, callbacks: Sequence[keras.callbacks.Callback], starts: MutableMapping[Any, dict[str, Plain]]):
         self._callbacks = dict(_named(callbacks))
-        self._at_start = {name: dict(_attributes(callback)) for name, callback in self._callbacks.items()}
+        for callback in self._callbacks.values():
+            if callback not in starts:
+                starts[callback] = dict(_attributes(callback))
+        self._at_start = {name: starts[callback] for name, callback in self._callbacks.items()}
 
     def capture(self) -> dict[str, dict[str, Plain]]:
         """What differs from the start, by callback; nothing in it changes any more. Copies the arrays in it."""
@@ -47,12 +52,29 @@ class CallbackStates:
         for name, callback in self._callbacks.items():
             if name not in captured:
                 continue
-            state = {key: decode(*own) for key, own in {**self._at_start[name], **captured[name]}.items()}
+            now = dict(_attributes(callback))  # Without what the new process has opened meanwhile, as a progress bar.
+            at_start = {key: own for key, own in self._at_start[name].items() if key in now}
+            state = {key: decode(*own) for key, own in {**at_start, **captured[name]}.items()}
             if _speaks_for_itself(callback):
                 if "state" in state:
                     callback.set_state(state["state"])
             else:
-                vars(callback).update(state)
+                for key, value in state.items():
+                    _give_back(vars(callback), key, value)
+
+
+def _give_back(attributes: dict[str, Any], key: str, value: Any) -> None:
+    """Puts a value in place, into what is there where others may hold it too."""
+    present: Any = attributes.get(key)
+    if hasattr(present, "assign"):
+        present.assign(value)
+    elif isinstance(value, list) and type(present) is list:
+        present[:] = value
+    elif isinstance(value, dict | set) and type(present) is type(value):
+        present.clear()
+        present.update(value)
+    else:
+        attributes[key] = value
 
 
 def _is_same(now: Plain, start: Plain | None) -> bool:

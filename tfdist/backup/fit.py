@@ -1,17 +1,22 @@
 """One `fit` that is backed up: what a commit says of it, and how a new `fit` takes it up."""
 
 import dataclasses
+import functools
 import math
 import os
 import random
 import secrets
 import socket
+import time
+import weakref
+from collections.abc import MutableMapping
 from typing import Any
 
 import keras
 import numpy as np
 from absl import logging
 
+from tfdist import _tf
 from tfdist.backup import residuals, variables
 from tfdist.backup.agreement import Agreement
 from tfdist.backup.callbacks import CallbackStates
@@ -20,7 +25,7 @@ from tfdist.backup.loaded import Loaded, load
 from tfdist.backup.plain import decode, encode
 from tfdist.backup.saver import Saver, Snapshot
 from tfdist.backup.schedule import Schedule
-from tfdist.backup.steps import count_steps, uncount_steps
+from tfdist.backup.steps import CountedSteps, count_steps, uncount_steps
 from tfdist.backup.store import LOCK, Commit, Store, probe_writing
 from tfdist.errors import BackupError
 from tfdist.faults import preemption
@@ -49,8 +54,10 @@ class _Process:
     saver: Saver | None = None
     store: Store | None = None
     listener: Any = None
+    starts: MutableMapping[Any, dict[str, Any]] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
 
 
+_PLACE_SECONDS = 3.0  # Storage that many hosts share may show a file a little late.
 _processes: dict[str, _Process] = {}
 
 
@@ -60,16 +67,16 @@ class FitBackup(keras.callbacks.Callback):
     Args:
       options: Of the callback that the user has given.
       callbacks: The list that this one has been added to.
-      streams: Whether epochs follow each other in one iterator, as under `steps_per_epoch`.
+      epochs: What makes epochs of one iterator, as under `steps_per_epoch`; `None` if each has its own.
     """
 
-    def __init__(self, options: Options, callbacks: keras.callbacks.CallbackList, streams: bool):
+    def __init__(self, options: Options, callbacks: keras.callbacks.CallbackList, epochs: Any):
         super().__init__()
         self.has_begun = False
         self._options = options
         self._list = callbacks
         self._others: list[keras.callbacks.Callback] = []
-        self._streams = streams
+        self._epochs = epochs
         self._loaded: Loaded | None = None
         self._residual_files = ""
         self._passing_over = False
@@ -92,8 +99,9 @@ class FitBackup(keras.callbacks.Callback):
         self._end_former()
         self._strategy = self.model.distribute_strategy
         self._agreement = Agreement(self._strategy, self._options.timeout_seconds)
-        self._states = CallbackStates([callback for callback in self._list.callbacks if callback is not self])
-        variables.build_optimizer(self.model)
+        others = [callback for callback in self._list.callbacks if callback is not self]
+        self._states = CallbackStates(others, self._process.starts)
+        variables.build_optimizers(self.model)
         commit = self._claim()
         if commit is not None and self._is_wanted():
             self._apply()
@@ -140,11 +148,9 @@ class FitBackup(keras.callbacks.Callback):
         directory = self._options.directory
         if self._agreement.is_chief or is_remote(directory):
             return
-        try:
-            with open(os.path.join(directory, LOCK)) as file:
-                same = file.read() == holder
-        except FileNotFoundError:
-            same = False
+        deadline = time.monotonic() + _PLACE_SECONDS
+        while not (same := _content(os.path.join(directory, LOCK)) == holder) and time.monotonic() < deadline:
+            time.sleep(0.2)
         if not same:
             raise BackupError(
                 f"All workers write to one backup_dir, but {directory} here is not what the chief has there. Give a "
@@ -208,6 +214,7 @@ class FitBackup(keras.callbacks.Callback):
             count_steps(self.model).pass_over(
                 plain["batch"],
                 0 if any(plain["read"]) else plain["consumed"] - plain["batch"],
+                functools.partial(_tf.count_as_seen, self._epochs),
                 reads=not any(plain["read"]),  # it continues by itself
                 runs_last=bool(lacking) and not any(plain["read"]),
                 logs=decode(plain["logs"], []),
@@ -321,8 +328,11 @@ class FitBackup(keras.callbacks.Callback):
         )
 
     def _position(self) -> dict[str, Any]:
-        function = self.model.train_function
-        consumed = getattr(function, "consumed", 0) if self._batch or self._streams else 0
+        function, consumed = self.model.train_function, 0
+        if isinstance(function, CountedSteps):
+            # At the end of its input Keras begins it anew.
+            begins_anew = self._epochs is None or not _tf.goes_on_with(self._epochs, function.iterator)
+            consumed = 0 if not self._batch and begins_anew else function.consumed
         serialized = self._serialized()
         return {
             "fit": self._process.finished,
@@ -409,15 +419,26 @@ def _choose(store: Store | None) -> dict[str, Any]:
     }
 
 
+def _content(path: str) -> str | None:
+    try:
+        with open(path) as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+
+
 def _key(directory: str) -> str:
     return directory if is_remote(directory) else os.path.realpath(directory)
 
 
 def _encoded_logs(logs: Any) -> Any:
+    """The logs of a step, unless they hold arrays, as of a metric for each class: they are only shown."""
+    arrays: list[np.ndarray] = []
     try:
-        return encode(logs, [])
+        node = encode(logs, arrays)
     except TypeError:
         return None
+    return None if arrays else node
 
 
 def _text(serialized: Any) -> str:

@@ -21,8 +21,9 @@ def encode(value: Any, arrays: list[np.ndarray]) -> Any:
     """`value` as JSON; arrays in it are put at the end of `arrays`.
 
     Raises:
-      TypeError: If it holds anything but None, bool, int, float, str, bytes, NumPy arrays and scalars, eager tensors,
-        functions of `keras.ops` and NumPy, and lists, tuples, sets and dicts of these.
+      TypeError: If it holds anything but None, bool, int, float, str, bytes, NumPy arrays and scalars, eager tensors
+        and variables (of which it takes the value), functions of `keras.ops` and NumPy, and lists, tuples, sets and
+        dicts of these.
     """
     kind = type(value)
     if kind in _PLAIN:

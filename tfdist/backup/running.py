@@ -4,6 +4,7 @@ import inspect
 
 import keras
 
+from tfdist import _tf
 from tfdist.backup.fit import FitBackup, Options
 from tfdist.errors import BackupError
 
@@ -17,13 +18,14 @@ def of_running_fit(options: Options, model: keras.Model) -> FitBackup:
       BackupError: If no `keras.callbacks.CallbackList` is calling.
     """
     frame = inspect.currentframe()
-    callbacks, streams = None, False
+    callbacks, epochs = None, None
     while frame is not None:
         caller = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
         if callbacks is None and isinstance(caller, keras.callbacks.CallbackList):
             callbacks = caller
         elif callbacks is not None and caller is model and "steps_per_epoch" in frame.f_code.co_varnames:
-            streams = frame.f_locals["steps_per_epoch"] is not None
+            if frame.f_locals["steps_per_epoch"] is not None:
+                epochs = frame.f_locals.get("epoch_iterator")
             break
         frame = frame.f_back
     if callbacks is None:
@@ -36,7 +38,8 @@ def of_running_fit(options: Options, model: keras.Model) -> FitBackup:
         raise BackupError("A `fit` takes one BackupAndRestore, but its callbacks have two. Leave one out.")
     for one in former:  # of a `fit` with the same list that was broken off
         callbacks.callbacks.remove(one)
-    backup = FitBackup(options, callbacks, streams)
+    _tf.call_in_step(callbacks)
+    backup = FitBackup(options, callbacks, epochs)
     backup.set_params(callbacks.params)
     backup.set_model(model)
     callbacks.callbacks.append(backup)  # the list is being gone through: its `on_train_begin` comes last

@@ -13,7 +13,8 @@ class CountedSteps:
 
     Attributes:
       function: What it stands for.
-      consumed: Batches taken from the iterator at hand, which may be that of an epoch or of the whole `fit`.
+      iterator: At hand, of an epoch or of the whole `fit`.
+      consumed: Batches taken from it.
       left: Batches of this epoch that are still to be passed over.
     """
 
@@ -22,29 +23,35 @@ class CountedSteps:
         self.consumed = 0
         self.left = 0
         self._steps = steps_per_execution
-        self._iterator: Any = None
+        self.iterator: Any = None
         self._ahead = 0
+        self._said_ahead: Callable[[int], None]
         self._reads = self._runs_last = False
         self._logs: Any = None
 
-    def pass_over(self, batches: int, ahead: int, reads: bool, runs_last: bool, logs: Any) -> None:
+    def pass_over(
+        self, batches: int, ahead: int, said_ahead: Callable[[int], None], reads: bool, runs_last: bool, logs: Any
+    ) -> None:
         """Lets the next calls return `logs` instead of training, for `batches` batches.
 
         Args:
           batches: Of this epoch.
           ahead: Batches before this epoch, from the same iterator.
+          said_ahead: Called with their number once they are read.
           reads: Whether they have to be read; an input may itself continue where it was.
           runs_last: Whether the last of them is trained on, for the variables that a step makes.
           logs: Of the last of them.
         """
-        self.left, self._ahead, self._reads, self._runs_last, self._logs = batches, ahead, reads, runs_last, logs
+        self.left, self._ahead, self._said_ahead = batches, ahead, said_ahead
+        self._reads, self._runs_last, self._logs = reads, runs_last, logs
 
     def __call__(self, iterator: Any) -> Any:
         """Trains for one execution, or passes over its batches."""
-        if iterator is not self._iterator:
-            self._iterator, self.consumed = iterator, 0
+        if iterator is not self.iterator:
+            self.iterator, self.consumed = iterator, 0
         if self._ahead:
             self._read(iterator, self._ahead)
+            self._said_ahead(self._ahead)
             self._ahead = 0
         if not self.left:
             return self._train(iterator)
@@ -52,7 +59,7 @@ class CountedSteps:
         if self._runs_last and not self.left:
             self._train(iterator)
         elif self._reads:
-            self._read(iterator, self._steps)
+            self._read(iterator, self._steps, may_end=not self.left)
         else:
             self.consumed += self._steps
         return self._logs
@@ -62,11 +69,13 @@ class CountedSteps:
         self.consumed += self._steps
         return logs
 
-    def _read(self, iterator, batches):
-        for _ in range(batches):
+    def _read(self, iterator, batches, may_end=False):
+        for number in range(batches):
             try:
                 next(iterator)
             except StopIteration:
+                if may_end and number:  # An epoch's last execution may have fewer steps.
+                    return
                 raise BackupError(
                     f"The backup was made further on in the input, which now ends after {self.consumed} batches. Give "
                     "`fit` the data it had, or another backup_dir."

@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import socket
 import time
 from collections.abc import Mapping
@@ -244,7 +245,9 @@ def probe_writing(directory: str) -> None:
     Raises:
       OSError: If it cannot be written.
     """
-    path = os.path.join(directory, f".half-{os.getpid():x}-step-0")
+    path = os.path.join(
+        directory, f".half-{secrets.token_hex(8)}-step-0"
+    )  # Workers of several hosts may have equal pids.
     files = files_of(directory)
     files.write(path, [b"tfdist"])
     files.remove(path)
@@ -261,6 +264,7 @@ def _take_lock(path: str, wait_seconds: float) -> IO[str]:
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}")
                 file.flush()
+                os.fsync(file.fileno())  # Or other hosts may see it much later.
                 return file
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):

@@ -12,6 +12,7 @@ from absl import logging
 
 from tfdist import _tf
 from tfdist.errors import BackupError
+from tfdist.strategies.optimizer import optimizers_of
 from tfdist.strategies.variables import OptimizerVariable, RandomStateVariable, StatisticVariable
 
 _COUNTED = re.compile(r"_[0-9]+(?=$|[/_])")  # Keras numbers the layers of a process; a model built again gets others.
@@ -50,7 +51,7 @@ def slots_of(model: keras.Model) -> list[Slot]:
     metrics = {id(variable) for variable in model.metrics_variables}
     kinds = {
         "weight": [variable for variable in model.variables if id(variable) not in metrics],
-        "optimizer": [variable for optimizer in _optimizers(model) for variable in optimizer.variables],
+        "optimizer": [variable for optimizer in optimizers_of(model) for variable in optimizer.variables],
         "metric": model.metrics_variables,
         "random": [_tf.global_seed_generator().state] if _tf.has_global_seed_generator() else [],
     }
@@ -74,11 +75,22 @@ def make_random(described: Mapping[str, Sequence[Any]], strategy: tf.distribute.
         getattr(strategy.extended, "seed_generator", _tf.global_seed_generator)()
 
 
-def build_optimizer(model: keras.Model) -> None:
-    """Makes the optimizer's variables, which it would make in the first step."""
+def build_optimizers(model: keras.Model) -> None:
+    """Makes the variables of the model's optimizer, which it would make in the first step.
+
+    Raises:
+      ValueError: If the model holds another optimizer without variables: of which weights, its own steps say.
+    """
     if isinstance(model.optimizer, keras.optimizers.Optimizer) and not model.optimizer.built:
         with model.distribute_strategy.scope():
             model.optimizer.build(model.trainable_variables)
+    lacking = [optimizer.name for optimizer in optimizers_of(model) if not optimizer.built]
+    if lacking:
+        raise ValueError(
+            f"BackupAndRestore restores the variables of optimizers that have them, and of those that {model.name!r} "
+            f"holds, {', '.join(lacking)} has none yet. Call its `build` with the weights that it trains, in the scope "
+            "of the strategy, before `fit`."
+        )
 
 
 def capture(slots: Sequence[Slot]) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
@@ -168,26 +180,6 @@ def _spread(slot: Slot, saved: list[np.ndarray], replicas: int, is_first: bool) 
             "%s differs from replica to replica, and there were %d: all get the first one's.", slot.name, len(saved)
         )
     return saved[:1] * replicas
-
-
-def _optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """The optimizers that a model and models inside it hold, in the order of their attributes."""
-    found: dict[int, keras.optimizers.Optimizer] = {}
-    seen: set[int] = set()
-
-    def look(holder: Any) -> None:
-        if id(holder) in seen:
-            return
-        seen.add(id(holder))
-        values = vars(holder).values() if isinstance(holder, keras.Model) else holder
-        for value in values.values() if isinstance(values, dict) else values:
-            if isinstance(value, keras.optimizers.Optimizer):
-                found.setdefault(id(value), value)
-            elif isinstance(value, keras.Model | list | dict):
-                look(value)
-
-    look(model)
-    return list(found.values())
 
 
 def _is_own(variable: keras.Variable, kind: str) -> bool:

@@ -53,6 +53,15 @@ def uninstall() -> None:
         _installed = None
 
 
+def _forget_in_child() -> None:
+    """A forked child hears signals as this process did before; else it would not, and its parent would."""
+    if _installed is not None:
+        _installed.give_back()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
 def leave() -> NoReturn:
     """Leaves the process with `PREEMPTED` after the save.
 
@@ -107,10 +116,13 @@ class _Preemption:
             self._strategy = strategy
             strategy.reports.listeners.append(self._on_report)
 
-    def close(self) -> None:
+    def give_back(self) -> None:
         for signum, handler in self._earlier.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._earlier_fd, warn_on_full_buffer=False)
+
+    def close(self) -> None:
+        self.give_back()
         self._closing = True
         os.write(self._writer, b"\0")
         self._thread.join()
