@@ -119,6 +119,7 @@ def test_what_cannot_be_restored_is_said_before_training_and_stays_as_it_was(poo
     assert "another model or optimizer" in said["another optimizer"]
     assert "/proc/backup" in said["not writable"]
     assert "one BackupAndRestore" in said["twice"]
+    assert "second has none yet" in said["optimizer not built"]
     assert untouched
 
 
