@@ -47,13 +47,14 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
     Args:
       distribute: What the strategy makes of a dataset function.
       sharding: The sharding.
-      fn: What to make of each batch.
+      make: The dataset function, if it is not the sharding itself.
     """
 
-    def __init__(self, distribute: Callable[[Any], Any], sharding: Any, fn: Callable[..., Any] | None = None):
-        dataset = distribute(sharding if fn is None else lambda context: sharding(context).map(fn))
-        self.__dict__.update(dataset.__dict__)  # Instead of the parent's `__init__`, which would build it once more.
-        self._distribute, self._sharding = distribute, sharding
+    def __init__(self, distribute: Callable[[Any], Any], sharding: Any, make: Callable[[Any], Any] | None = None):
+        make = make or sharding
+        # Instead of the parent's `__init__`, which would build it once more.
+        self.__dict__.update(distribute(make).__dict__)
+        self._distribute, self._sharding, self._make = distribute, sharding, make
 
     def __iter__(self):
         if _tf.keras_is_peeking() and _has_ranks(self):
@@ -66,7 +67,7 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
 
     def map(self, fn: Callable[..., Any]) -> "BalancedDataset":
         """As a `tf.data.Dataset` has it: Keras calls it for `class_weight`."""
-        return BalancedDataset(self._distribute, self._sharding, fn)
+        return BalancedDataset(self._distribute, self._sharding, lambda context: self._make(context).map(fn))
 
     def prefetch(self, buffer_size: int) -> "BalancedDataset":
         """Itself, as it reads ahead already."""

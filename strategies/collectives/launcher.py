@@ -6,8 +6,6 @@ from tfdist import _tf
 
 # Away from the keys that TensorFlow gives to the broadcasts of initial values, which count up from 100.
 _FIRST_INSTANCE_KEY = 1 << 20
-
-
 _CARRIERS = {
     tf.bfloat16: tf.float32,
     **dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
@@ -60,12 +58,10 @@ class Launcher(_tf.CollectiveReplicaLauncher):
     def _next_instance_key(self):
         return self.count.assign_add(1)
 
-    def all_gather(self, input_tensor, axis, options=None):
-        """Joins tensors along an axis, on which they may differ in length."""
-        carrier = carrier_of(input_tensor.dtype)
-        if carrier is None:
-            return super().all_gather(input_tensor, axis, options)
-        return tf.cast(super().all_gather(tf.cast(input_tensor, carrier), axis, options), input_tensor.dtype)
+    def _all_gather(self, input_tensor, options):
+        dtype = input_tensor.dtype
+        carrier = carrier_of(dtype) or dtype
+        return tf.cast(super()._all_gather(tf.cast(input_tensor, carrier), options), dtype)
 
     def all_gather_rows(self, tensor: tf.Tensor, options) -> tf.Tensor:
         """Joins tensors of equal shape along their first axis: [n, ...] -> [replicas * n, ...]."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.strategies.collectives.launcher import carrier_of
 from tfdist.strategies.compression import WordCodec
 
 
@@ -48,8 +49,12 @@ def all_reduce_sparse(
         everyone = launcher.all_gather_rows(tf.pad(rows, padding), options)
         return tf.boolean_mask(everyone, tf.reshape(tf.sequence_mask(lengths, longest), [group_size * longest]))
 
-    travel, arrive = _float32(slices.values) if codec is None else _encoded(slices.values, codec)
-    values = tf.ensure_shape(arrive(gather(travel, launcher)), [None, *slices.values.shape[1:]])
+    if codec is None:
+        values = gather(slices.values, launcher)
+    else:
+        words, decode = _encoded(slices.values, codec)
+        values = decode(gather(words, launcher))
+    values = tf.ensure_shape(values, [None, *slices.values.shape[1:]])
     return tf.IndexedSlices(values, gather(slices.indices, beside or launcher), slices.dense_shape)
 
 
@@ -57,16 +62,10 @@ def sparse_row_bytes(slices: tf.IndexedSlices, codec: WordCodec | None = None) -
     """Bytes that one row takes, with its index."""
     width = slices.values.shape[1:].num_elements()
     if codec is None:
-        return width * slices.values.dtype.size + slices.indices.dtype.size
+        dtype = carrier_of(slices.values.dtype) or slices.values.dtype
+        return width * dtype.size + slices.indices.dtype.size
     codec = _fit(codec, width)
     return codec.words(_padded(width, codec)) * 4 + slices.indices.dtype.size
-
-
-def _float32(values: tf.Tensor) -> Any:
-    """All-gather has no bfloat16 kernel."""
-    if values.dtype != tf.bfloat16:
-        return values, lambda rows: rows
-    return tf.cast(values, tf.float32), lambda rows: tf.cast(rows, tf.bfloat16)
 
 
 def _encoded(values: tf.Tensor, codec: WordCodec) -> Any:

@@ -1,8 +1,8 @@
 """The state of the other callbacks of a `fit`: what a list holds, what of it changes, how it is given back."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Optional
 
 import keras
 import numpy as np
@@ -25,16 +25,19 @@ class CallbackStates:
 
     Args:
       callbacks: All but those that back up.
-      starts: What callbacks held when this process first saw them; gets those that are new. A callback may serve
-        several `fit`s, and what it learnt in the first is told to no later process.
+      former: Those of the `fit` before in this process. A callback of both is compared with the start of the first,
+        as nobody tells a new process what it learnt there.
     """
 
-    def __init__(self, callbacks: Sequence[keras.callbacks.Callback], starts: MutableMapping[Any, dict[str, Plain]]):
+    def __init__(self, callbacks: Sequence[keras.callbacks.Callback], former: Optional["CallbackStates"]):
         self._callbacks = dict(_named(callbacks))
-        for callback in self._callbacks.values():
-            if callback not in starts:
-                starts[callback] = dict(_attributes(callback))
-        self._at_start = {name: starts[callback] for name, callback in self._callbacks.items()}
+        # By identity: a callback need not be hashable.
+        known: dict[int, dict[str, Plain]] = former._starts if former else {}
+        self._starts: dict[int, dict[str, Plain]] = {
+            id(callback): known.get(id(callback)) or dict(_attributes(callback))
+            for callback in self._callbacks.values()
+        }
+        self._at_start = {name: self._starts[id(callback)] for name, callback in self._callbacks.items()}
 
     def capture(self) -> dict[str, dict[str, Plain]]:
         """What differs from the start, by callback; nothing in it changes any more. Copies the arrays in it."""

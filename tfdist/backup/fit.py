@@ -1,15 +1,12 @@
 """One `fit` that is backed up: what a commit says of it, and how a new `fit` takes it up."""
 
 import dataclasses
-import functools
 import math
 import os
 import random
 import secrets
 import socket
 import time
-import weakref
-from collections.abc import MutableMapping
 from typing import Any
 
 import keras
@@ -54,7 +51,7 @@ class _Process:
     saver: Saver | None = None
     store: Store | None = None
     listener: Any = None
-    starts: MutableMapping[Any, dict[str, Any]] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
+    states: CallbackStates | None = None
 
 
 _PLACE_SECONDS = 3.0  # Storage that many hosts share may show a file a little late.
@@ -100,7 +97,7 @@ class FitBackup(keras.callbacks.Callback):
         self._strategy = self.model.distribute_strategy
         self._agreement = Agreement(self._strategy, self._options.timeout_seconds)
         others = [callback for callback in self._list.callbacks if callback is not self]
-        self._states = CallbackStates(others, self._process.starts)
+        self._states = self._process.states = CallbackStates(others, self._process.states)
         variables.build_optimizers(self.model)
         commit = self._claim()
         if commit is not None and self._is_wanted():
@@ -214,7 +211,7 @@ class FitBackup(keras.callbacks.Callback):
             count_steps(self.model).pass_over(
                 plain["batch"],
                 0 if any(plain["read"]) else plain["consumed"] - plain["batch"],
-                functools.partial(_tf.count_as_seen, self._epochs),
+                self._count_as_seen,
                 reads=not any(plain["read"]),  # it continues by itself
                 runs_last=bool(lacking) and not any(plain["read"]),
                 logs=decode(plain["logs"], []),
@@ -224,6 +221,10 @@ class FitBackup(keras.callbacks.Callback):
             self._others, self._list.callbacks = self._list.callbacks, [self]
         else:
             self._loaded = None
+
+    def _count_as_seen(self, batches: int) -> None:
+        if self._epochs is not None:
+            _tf.count_as_seen(self._epochs, batches)
 
     def _end_passing_over(self, batch: int) -> None:
         assert self._loaded is not None

@@ -25,7 +25,7 @@ class CountedSteps:
         self._steps = steps_per_execution
         self.iterator: Any = None
         self._ahead = 0
-        self._said_ahead: Callable[[int], None]
+        self._said_ahead: Callable[[int], None] = lambda _: None
         self._reads = self._runs_last = False
         self._logs: Any = None
 

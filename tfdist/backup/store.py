@@ -245,9 +245,8 @@ def probe_writing(directory: str) -> None:
     Raises:
       OSError: If it cannot be written.
     """
-    path = os.path.join(
-        directory, f".half-{secrets.token_hex(8)}-step-0"
-    )  # Workers of several hosts may have equal pids.
+    # Not by pid: those of workers on several hosts may be equal.
+    path = os.path.join(directory, f".half-{secrets.token_hex(8)}-step-0")
     files = files_of(directory)
     files.write(path, [b"tfdist"])
     files.remove(path)
