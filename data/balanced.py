@@ -189,30 +189,32 @@ class BalancedSharding(tf.train.experimental.PythonState):
         """Steps in a whole epoch, or `tf.data.INFINITE_CARDINALITY`."""
         return tf.data.INFINITE_CARDINALITY if self._repeat else self.plan.steps_per_epoch
 
-    def start(self, *, training: bool, reported: bool = True) -> Handout:
+    def start(self, *, training: bool, models: Sequence[Any] = ()) -> Handout:
         """Begins to hand out to the iterator that is made next.
 
         Args:
           training: Whether to go on where training stands, instead of a whole epoch in the order of the source.
-          reported: Whether the strategy reports what was trained on; else what is read counts, once an epoch is over.
+          models: Whose `fit` is under way, innermost first: the strategy reports what that is trained on. If none is,
+            what is read counts, once an epoch is over.
         """
         with self._lock:
             if not training:
                 plan = dataclasses.replace(self.plan, order=Unshuffled())
                 handout = Handout(plan, 0, 0, self._shares, self._at_most, repeat=False)
             else:
-                handout = self._start_training(reported and self._reports is not None)
+                handout = self._start_training(models)
             self._begun = [each for each in self._begun if not each.closed] + [handout]
             return handout
 
-    def _start_training(self, reported: bool) -> Handout:
+    def _start_training(self, models: Sequence[Any]) -> Handout:
+        reported = bool(models) and self._reports is not None
         adapts = reported and self._policy == "speed" and self._replicas > 1
         lead = _LEAD if adapts else None
         position = self._epoch, self._step
         handout = Handout(self.plan, *position, self._shares, self._at_most, repeat=self._repeat, lead=lead)
         self._unreported = None if reported else handout
-        if self._reports is not None:
-            self._reports.feeder = functools.partial(self._take, handout) if reported else None
+        if reported:
+            self._reports.feed(models, functools.partial(self._take, handout))
         self._noted = 0.0
         return handout
 
@@ -223,7 +225,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         with self._lock:
             # Of the iterators that nobody has read from, the newest: Keras makes some that it drops.
             waiting = [handout for handout in self._begun if not handout.closed]
-            handout = waiting[-1] if waiting else self.start(training=True, reported=False)
+            handout = waiting[-1] if waiting else self.start(training=True)
             self._begun = waiting[:-1]
         asked = ((handout.epoch, indices) for indices in handout.indices(self._own_replicas, self._places))
         for epoch, indices, batch in make(asked, lambda: handout.closed):

@@ -59,8 +59,8 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
     def __iter__(self):
         if _tf.keras_is_peeking() and _has_ranks(self):
             return iter([_example(self)])
-        evaluating, fitting = _tf.keras_is_evaluating(), _tf.keras_is_fitting()
-        handout = self._sharding.start(training=not evaluating, reported=fitting)  # Custom loops report nothing.
+        fitting = _tf.keras_fitting_models()  # none in custom loops
+        handout = self._sharding.start(training=not _tf.keras_is_evaluating(), models=fitting)
         iterator = super().__iter__()
         weakref.finalize(iterator, handout.close)  # TensorFlow waits for whoever is still to hand out.
         return iterator

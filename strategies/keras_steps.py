@@ -55,7 +55,7 @@ def keras_step(fn, name, reports):
             logs = metrics.global_results(fn.__self__, logs, step)
             own = reports.of_replica(step.clock, replica, step.rows)
             logs, total = _average_statistics(step, (logs, own * reports.num_replicas))
-            reports.tell(local, total)
+            reports.tell(local, total, fn.__self__)
             return logs
 
     return on_replica
@@ -74,7 +74,7 @@ def lone_step(fn, name, reports):
             step.clock = clock
             logs = fn(data)
         clock.mark(GRADIENTS, logs)  # Again: what is noted of one clock is noted in order.
-        reports.tell(0, reports.of_replica(clock, 0, steps.count_rows(data)))
+        reports.tell(0, reports.of_replica(clock, 0, steps.count_rows(data)), fn.__self__)
         return logs
 
     return on_replica

@@ -50,7 +50,7 @@ class ReplicatedStrategy:
             if name == "train_step":
                 self._check_owned(fn.__self__, _optimizer_variables(fn.__self__))  # Weights may lie anywhere.
             if name and _is_compiled():
-                self._check_nobody_waits_for_reports()
+                self._check_nobody_waits_for_reports(fn.__self__)
             elif name:
                 fn = keras_steps.lone_step(fn, name, self.reports)
             return super().run(fn, args, kwargs, options)
@@ -72,7 +72,7 @@ class ReplicatedStrategy:
             dataset = untuned(dataset)
         distributed = super().experimental_distribute_dataset(dataset, options)
         if not _tf.keras_is_evaluating():
-            self.reports.feeder = None
+            self.reports.feed(_tf.keras_fitting_models(), None)
         return PeekableDataset(distributed)
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
@@ -175,8 +175,8 @@ class ReplicatedStrategy:
                 "Pass jit_compile=False to `compile` (or `tf.function`); `predict` and single layers may stay compiled."
             )
 
-    def _check_nobody_waits_for_reports(self):
-        if self.reports.feeder is not None:
+    def _check_nobody_waits_for_reports(self, model):
+        if model in self.reports.feeders:
             raise CompiledCollectivesError(
                 "jit_compile=True compiles the whole step, which then cannot report that it is done, and "
                 "BalancedSharding hands out by these reports. Pass jit_compile=False to `compile`."

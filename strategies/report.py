@@ -11,6 +11,7 @@ A replica waits for others between LOSS and SHARE, and after GRADIENTS; the rest
 import dataclasses
 import functools
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,7 +53,8 @@ class StepReports:
     Attributes:
       listeners: Functions that take each `StepReport` on every worker, in the order of the steps, before the step ends.
         They run in a thread of TensorFlow; what they raise ends the step.
-      feeder: Takes each report before the listeners, of the dataset that feeds the present training; else `None`.
+      feeders: By model, what takes each report of its steps before the listeners: the dataset that it is trained on, if
+        that asked for it.
       latest: The newest report, `None` before the first step.
       num_replicas: R.
       asked_here: Whether this process was asked to stop.
@@ -63,13 +65,36 @@ class StepReports:
 
     def __init__(self, devices: Sequence[str], num_replicas: int):
         self.listeners: list[Callable[[StepReport], None]] = []
-        self.feeder: Callable[[StepReport], None] | None = None
+        self.feeders: weakref.WeakKeyDictionary[Any, Callable[[StepReport], None]] = weakref.WeakKeyDictionary()
+        self._ends: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
         self.latest: StepReport | None = None
         self.num_replicas = num_replicas
         self.asked_here = False
         with tf.device(_host_of(devices[0])):
             self._stop = tf.Variable(0.0, trainable=False)
         self._clocks = [Clock(device) for device in devices]
+
+    def feed(self, models: Sequence[Any], feeder: Callable[[StepReport], None] | None) -> None:
+        """Notes what is to take the reports of the innermost `fit` under way from now on, if anything.
+
+        Args:
+          models: Whose `fit` is under way, innermost first.
+          feeder: What is to take them.
+
+        Raises:
+          ValueError: If that is a `fit` within a `fit` of the same model, which waits for its own reports.
+        """
+        if not models:
+            return
+        model = models[0]
+        if any(outer is model for outer in models[1:]) and model in self.feeders:
+            raise ValueError(
+                f"A fit of model {model.name!r} was called within its own fit, which trains on a BalancedSharding and "
+                "would wait for what the inner one is told. Call the inner fit with another model, or after the outer."
+            )
+        self.feeders.pop(model, None)
+        if feeder is not None:
+            self.feeders[model] = feeder
 
     def ask_to_stop(self) -> None:
         """Lets the report of a step to come say `stop`, of the same step on all workers; callable in any thread."""
@@ -97,19 +122,22 @@ class StepReports:
         rows = tf.cast(0 if rows is None else rows, tf.float32)
         return tf.concat([own * rows, own * clock.compute_seconds(), [self._stop]], axis=0)
 
-    def tell(self, local: int, totals: tf.Tensor) -> None:
-        """Ends the step of this worker's first replica: hands the sum of what all replicas said to the listeners."""
+    def tell(self, local: int, totals: tf.Tensor, model: Any) -> None:
+        """Ends a step of this worker's first replica: hands the sum of what all replicas said to the listeners."""
         if local == 0:
-            self._clocks[0].end(self._take, totals)
+            if model not in self._ends:  # not anew in each step of an eager run
+                self._ends[model] = _in_order(functools.partial(self._take, weakref.ref(model)))
+            self._clocks[0].end(self._ends[model], totals)
 
-    def _take(self, totals: np.ndarray) -> None:
+    def _take(self, model: weakref.ref, totals: np.ndarray) -> None:
         rows, seconds = totals[: self.num_replicas], totals[self.num_replicas : -1]
         number = self.latest.number + 1 if self.latest else 1
         StepReports.newest = self
         self.latest = StepReport(number, np.rint(rows).astype(np.int64), seconds, bool(totals[-1] > 0))
-        for listener in [self.feeder, *self.listeners]:
-            if listener is not None:
-                listener(self.latest)
+        trained = model()
+        feeder = None if trained is None else self.feeders.get(trained)
+        for listener in self.listeners if feeder is None else [feeder, *self.listeners]:
+            listener(self.latest)
 
 
 class Clock:
@@ -144,10 +172,10 @@ class Clock:
         waited = tf.where(loss >= begin, tf.maximum(share - loss, 0), 0)
         return tf.cast(gradients - begin - waited, tf.float32)
 
-    def end(self, function: Callable[[np.ndarray], None], value: tf.Tensor) -> None:
-        """Calls a Python function with `value`, then notes the end of the step."""
+    def end(self, call: Callable[..., Any], value: tf.Tensor) -> None:
+        """Makes a call that is `_in_order` with `value`, which also notes the end of the step."""
         with tf.device(self._host):
-            _call_in_order(function)(self.times.handle, value)
+            call(self.times.handle, value)
 
 
 def _host_of(device: str) -> str:
@@ -164,8 +192,7 @@ def _mark(clock, which, seen):
     return which
 
 
-@functools.cache
-def _call_in_order(function):
+def _in_order(function):
     def call_and_tell_time(value):
         function(value)
         return time.time()

@@ -189,6 +189,38 @@ def with_itself_as_validation(placement):
     return history, model.evaluate(x, y, verbose=0), positions
 
 
+class FitWithin(keras.callbacks.Callback):
+    """Fits another model on other data amid the first epoch."""
+
+    def __init__(self, inner, inner_data):
+        super().__init__()
+        self.inner, self.inner_data = inner, inner_data
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            for data in self.inner_data:
+                self.inner.fit(data, steps_per_epoch=2, verbose=0)
+            self.inner_data = ()
+
+
+def one_fit_within_another(placement):
+    """Also the positions afterwards, and what a fit of the same model within its own raises."""
+    strategy = strategy_of(placement)
+    model = prepared(strategy)
+    with strategy.scope():
+        inner = dense()
+        inner.compile("sgd", CROSSENTROPY)
+    sharding, data = distributed(strategy, arrays())
+    other_sharding, other_data = distributed(strategy, arrays(37), 8)
+    plain = tf.data.Dataset.from_tensor_slices(arrays(37)).batch(8)
+    history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[FitWithin(inner, [other_data, plain])]).history
+    trained = outcome(model, history) | {"positions": [sharding.position, other_sharding.position]}
+    try:
+        model.fit(data, verbose=0, callbacks=[FitWithin(model, [plain])])
+    except ValueError as error:
+        return trained | {"error": str(error)}
+
+
 def without_end(placement):
     strategy = strategy_of(placement)
     model = prepared(strategy)

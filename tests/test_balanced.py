@@ -103,6 +103,14 @@ def test_one_sharding_for_training_and_validation(pools):
         assert positions == [(0, 3), (0, 6), (1, 0), (1, 3)]
 
 
+@pytest.mark.parametrize("placement", ["1x2", "2x1"])
+def test_a_fit_within_a_fit_leaves_the_outer_one_its_shares_and_position(placement, pools, one_device):
+    for result in pools(placement).run(checks.one_fit_within_another, placement):
+        assert_same(result, one_device("plain"), 1e-5)
+        assert result["positions"] == [(checks.EPOCHS, 0), (0, 2)]
+        assert "within its own fit" in result["error"]
+
+
 def test_epochs_without_end_go_on_where_fit_left_them(pools, one_device):
     for result in pools("2x1").run(checks.without_end, "2x1"):
         assert result["positions"] == [(0, 5), (1, 1), (1, 6)]

@@ -117,8 +117,8 @@ __all__ = [
     "kept_losses",
     "keras_callers",
     "keras_fit_activity",
+    "keras_fitting_models",
     "keras_is_evaluating",
-    "keras_is_fitting",
     "keras_is_peeking",
     "keras_made_dataset",
     "multi_worker_util",
@@ -202,9 +202,15 @@ def keras_fit_activity() -> str | None:
     return None
 
 
-def keras_is_fitting() -> bool:
-    """Whether Keras' `fit` is under way in this thread."""
-    return _frame_of(inspect.unwrap(keras_trainer.TensorFlowTrainer.fit)) is not None
+def keras_fitting_models() -> list[keras_trainer.TensorFlowTrainer]:
+    """The models whose Keras `fit` is under way in this thread, innermost first."""
+    code, models = inspect.unwrap(keras_trainer.TensorFlowTrainer.fit).__code__, []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            models.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return models
 
 
 def call_in_step(callbacks) -> None:
