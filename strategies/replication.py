@@ -216,11 +216,11 @@ class ReplicatedExtended:
         Args:
           optimizer: Whose gradients they are.
           gradients: Tensors and `IndexedSlices`.
-          shapes: Of the variables; gradients may know less of them, and on one worker less than on another.
+          shapes: Of the variables, if known.
         """
+        gradients = _shaped(gradients, shapes)
         if not self._compresses or is_uncompressed():
             return steps.current_step().all_reduce(tf.distribute.ReduceOp.SUM, gradients)
-        gradients = [_shaped(*pair) for pair in zip(gradients, shapes or [None] * len(gradients), strict=True)]
         exchange = self.communication.exchange_of(optimizer, gradients)
         done, step = tf.convert_to_tensor(optimizer.iterations), steps.current_step()
         if tf.executing_eagerly():
@@ -291,6 +291,8 @@ class ReplicatedExtended:
         if step is not None and reduce_op == tf.distribute.ReduceOp.SUM:
             value = tf.nest.pack_sequence_as(value, step.or_zeros(tf.nest.flatten(value)))
         optimizer = next(iter(_tf.keras_callers()), None)
+        if variables := _tf.variables_of_summed_gradients():
+            value = _shaped(value, [variable.shape for variable in variables])
         if self._is_compressed(optimizer, reduce_op, step):
             totals = self.exchange_gradients(optimizer, tf.nest.flatten(value))
             return tf.nest.pack_sequence_as(value, self._scattered(optimizer, totals))
@@ -330,13 +332,19 @@ class ReplicatedExtended:
         return self._experimental_distribute_values_from_function(lambda context: tf.convert_to_tensor(next(numbers)))
 
 
-def _shaped(gradient, shape):
-    """`gradient`, with the static shape of its variable where that is known."""
+def _shaped(gradients, shapes):
+    """`gradients` with the static shapes of their variables, if those are known.
+
+    Gradients may know less, and on one replica less than on another: what Keras makes of a batch whose number of rows
+    is known when it is traced, and of one of any number. Buckets and codecs have to be alike on all.
+    """
+    return gradients if shapes is None else [_of_shape(*pair) for pair in zip(gradients, shapes, strict=True)]
+
+
+def _of_shape(gradient, shape):
     if not isinstance(gradient, tf.IndexedSlices):
         gradient = tf.convert_to_tensor(gradient)
-        return gradient if shape is None else tf.ensure_shape(gradient, shape)
-    if shape is None:
-        return gradient
+        return gradient if gradient.shape.is_fully_defined() else tf.ensure_shape(gradient, shape)
     values = tf.ensure_shape(gradient.values, [None, *shape[1:]])
     return tf.IndexedSlices(values, gradient.indices, tf.constant(list(shape), gradient.indices.dtype))
 

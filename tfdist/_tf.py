@@ -65,6 +65,10 @@ from tensorflow.python.framework.config import is_op_determinism_enabled
 # state is taken for layer statistics and averaged needlessly, and random layers are equal on all replicas.
 from keras.src.backend.common import global_state
 
+# Keras' exchange of gradients, to know whose they are. Without it: custom loops whose replicas know unlike much of the
+# shapes of their batches exchange unlike buckets, and abort or wait for ever.
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+
 # Keras' loss scaler enters the exchange of gradients from one of its branches; its code tells it from others. Without
 # it: a custom loop in which one replica overflows waits for ever instead of failing.
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
@@ -127,6 +131,7 @@ __all__ = [
     "set_cardinality",
     "set_global_seed_generator",
     "tf_convert",
+    "variables_of_summed_gradients",
 ]
 
 
@@ -242,6 +247,12 @@ def deciding_loss_scaler():
     """The loss scaler that has found this replica's gradients finite and now applies them, or `None`."""
     frame = _frame_of(LossScaleOptimizer._stateful_handle_finite_grads)
     return None if frame is None else frame.f_locals["self"]
+
+
+def variables_of_summed_gradients() -> list[Any]:
+    """The variables whose gradients a plain Keras optimizer exchanges now, in their order; none if it does not."""
+    frame = _frame_of(TFOptimizer._all_reduce_sum_gradients)
+    return [] if frame is None else [variable for _, variable in frame.f_locals["filtered_grads_and_vars"]]
 
 
 def _frame_of(function: Any) -> FrameType | None:

@@ -2,7 +2,10 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
+from keras import layers
 
+import tfdist
 from keras_features.metrics import one_output
 from keras_features.table import BATCH, built, data, fit, outcome, row
 
@@ -45,6 +48,45 @@ def on_batch(place):
     trained = [model.train_on_batch(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, 40, BATCH)]
     tested = model.test_on_batch(x[:BATCH], y[:BATCH])
     return outcome(model, trained=trained, tested=tested, predicted=model.predict_on_batch(x[:5]))
+
+
+@row()
+def batches_of_which_replicas_know_unlike_shapes(place):
+    """A replica whose batches have ever other numbers of rows traces for any number, and knows less of its gradients."""
+    strategy = place.strategy or tf.distribute.get_strategy()
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(24, 4, 6)).astype("float32"), rng.integers(0, 3, (24, 4))
+    batches = [(0, 8), (8, 15), (15, 24)]
+    model = built(place, lambda: keras.Sequential([layers.Input((4, 6)), layers.Dense(5, "tanh"), layers.Dense(3)]))
+    with place.scope():
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+
+    def part(array, start, stop, index, parts):
+        edges = [*range(start, start + 2 * parts, 2), stop]  # all but the last have 2 rows each time
+        return array[edges[index] : edges[index + 1]]
+
+    def step(x, y, rows):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x)[:, :, 0] * tf.cast(y, tf.float32)) / tf.cast(rows, tf.float32)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    @tf.function(reduce_retracing=True)
+    def train(x, y, rows):
+        strategy.run(step, (x, y, rows))
+
+    def distributed(array, start, stop):
+        def value(context):
+            return tf.constant(part(array, start, stop, context.replica_id_in_sync_group, strategy.num_replicas_in_sync))
+
+        return strategy.experimental_distribute_values_from_function(value)
+
+    spec = tfdist.cluster.ClusterSpec.from_env() if place.strategy else None
+    worker, workers = (spec.worker_id, spec.num_workers) if spec else (0, 1)
+    for start, stop in batches:
+        model.train_on_batch(*(part(array, start, stop, worker, workers) for array in (x, y)))
+        train(distributed(x, start, stop), distributed(y, start, stop), stop - start)
+    return outcome(model)
 
 
 @row()
