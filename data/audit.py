@@ -33,12 +33,31 @@ class Audit(keras.callbacks.Callback):
         self._visits: dict[int, np.ndarray] = {}  # By epoch of the sharding: how often each example, int32 [n].
         self._first_epoch = 0  # That is trained on from its beginning.
 
+    def get_state(self) -> dict[str, Any]:
+        """What a backup keeps."""
+        return {"workers": self._workers, "visits": self._visits, "first_epoch": self._first_epoch}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on counting; other numbers of workers have other parts of the counts, and begin anew."""
+        if state["workers"] == self._workers:
+            self._visits, self._first_epoch = state["visits"], state["first_epoch"]
+        else:
+            self._begin()
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begins to count."""
-        epoch, step = self._sharding.position
-        self._visits, self._first_epoch = {}, epoch + (step > 0)
+        self._begin()
         if self._count not in self._sharding.visitors:  # Where an earlier `fit` failed it still is.
             self._sharding.visitors.append(self._count)
+
+    @property
+    def _workers(self) -> int:
+        strategy = self.model.distribute_strategy
+        return strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
+
+    def _begin(self) -> None:
+        epoch, step = self._sharding.position
+        self._visits, self._first_epoch = {}, epoch + (step > 0)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Ends it."""

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import numbers
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -146,6 +147,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         self._shares: tuple[int, ...] = ()
         self._reports: Any = None
         self._begun: list[Handout] = []  # For iterators from which nothing was read yet.
+        self._reported: Handout | None = None  # The newest that is, and that is not.
         self._unreported: Handout | None = None
         self._statistics: Statistics | None = None
         self._changes, self._noted = 0, 0.0
@@ -212,9 +214,11 @@ class BalancedSharding(tf.train.experimental.PythonState):
         lead = _LEAD if adapts else None
         position = self._epoch, self._step
         handout = Handout(self.plan, *position, self._shares, self._at_most, repeat=self._repeat, lead=lead)
-        self._unreported = None if reported else handout
         if reported:
             self._reports.feed(models, functools.partial(self._take, handout))
+            self._reported, self._unreported = handout, None
+        elif self._reported is None or self._reported.closed or self._reported.finished:
+            self._unreported = handout  # else a look amid a `fit`, which does not move it
         self._noted = 0.0
         return handout
 
@@ -387,10 +391,9 @@ class BalancedSharding(tf.train.experimental.PythonState):
         return list(self._policy)
 
     def _limits(self, replicas: int) -> list[int]:
-        size, limits = self.plan.global_batch_size, self._max_rows
-        limits = (
-            [size if limits is None else limits] * replicas if limits is None or isinstance(limits, int) else limits
-        )
+        size = self.plan.global_batch_size
+        limits = size if self._max_rows is None else self._max_rows
+        limits = [limits] * replicas if isinstance(limits, numbers.Integral) else list(limits)
         if len(limits) != replicas or min(limits) < 1 or sum(limits) < size:
             raise ValueError(
                 f"max_rows must leave room for a global batch of {size} on {replicas} replicas, one number from 1 up "
@@ -422,7 +425,7 @@ def _order(n: int, seed: int, shuffle: bool, block_size: int | None, stratify_by
 
 
 def _checked_policy(policy: str | Sequence[float]) -> str | tuple[float, ...]:
-    if policy in ("speed", "equal"):
+    if isinstance(policy, str) and policy in ("speed", "equal"):
         return str(policy)
     try:
         weights = () if isinstance(policy, str) else tuple(float(weight) for weight in policy)

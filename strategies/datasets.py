@@ -59,8 +59,10 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
     def __iter__(self):
         if _tf.keras_is_peeking() and _has_ranks(self):
             return iter([_example(self)])
-        fitting = _tf.keras_fitting_models()  # none in custom loops
-        handout = self._sharding.start(training=not _tf.keras_is_evaluating(), models=fitting)
+        made_by_keras = _tf.keras_made_iterator()  # not in custom loops, also those in a callback
+        fitting = _tf.keras_fitting_models() if made_by_keras else ()
+        evaluating = made_by_keras and _tf.keras_is_evaluating()
+        handout = self._sharding.start(training=not evaluating, models=fitting)
         iterator = super().__iter__()
         weakref.finalize(iterator, handout.close)  # TensorFlow waits for whoever is still to hand out.
         return iterator

@@ -1,6 +1,9 @@
 """Keras' own step functions, and any other, as replicas run them: rows counted, statistics and logs averaged."""
 
-from typing import Any
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -14,12 +17,31 @@ from tfdist.strategies.report import GRADIENTS
 _KERAS_STEPS = ("train_step", "test_step")
 
 
-def name_of_step(fn, args, kwargs):
-    """Which of "train_step" and "test_step" that Keras calls `fn` is, whatever its own name; `None` if none."""
-    model = getattr(fn, "__self__", None)
+class KerasStep(NamedTuple):
+    """A step function of a model.
+
+    Attributes:
+      name: "train_step" or "test_step".
+      model: Whose it is.
+      function: What it does with a batch, in Python.
+    """
+
+    name: str
+    model: keras.Model
+    function: Callable[[Any], Any]
+
+
+def keras_step_of(fn, args, kwargs, trainer):
+    """What step `fn` is, whatever its own name, if Keras' `trainer` calls it, or it is a method; `None` if none."""
+    model = getattr(fn, "__self__", trainer)
     if len(args) != 1 or kwargs or not isinstance(model, keras.Model) or not getattr(model, "compiled", False):
         return None
-    return next((name for name in _KERAS_STEPS if fn == getattr(model, name)), None)
+    name = next((name for name in _KERAS_STEPS if fn == getattr(model, name)), None)
+    if name and isinstance(fn, _tf.Function):  # replicas trace it, each by itself
+        _, fn = tf.__internal__.decorator.unwrap(fn.python_function)
+        converted = tf.autograph.to_graph(getattr(fn, "__func__", fn))
+        fn = types.MethodType(converted, model) if inspect.ismethod(fn) else converted
+    return KerasStep(name, model, fn) if name else None
 
 
 def in_step(fn, seed_generator):
@@ -36,15 +58,16 @@ def in_step(fn, seed_generator):
     return on_replica
 
 
-def keras_step(fn, name, reports):
-    """`fn`, of that name a Keras step, with rows counted, statistics and logs averaged, and reported if it trains."""
+def on_one_of_many(called, reports):
+    """A `KerasStep`, with rows counted, statistics and logs averaged, and reported if it trains."""
+    name, model, fn = called
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(data):
-        with steps.running(steps.count_rows(data), fn.__self__) as step:
+        with steps.running(steps.count_rows(data), model) as step:
             if name != "train_step":
                 logs = fn(steps.at_least_one_row(data, step.rows))
-                return _average_statistics(step, metrics.global_results(fn.__self__, logs, step))
+                return _average_statistics(step, metrics.global_results(model, logs, step))
             context = tf.distribute.get_replica_context()
             replica, local = context.replica_id_in_sync_group, _tf.get_current_replica_id_as_int()
             step.clock = reports.clock(local)
@@ -52,17 +75,18 @@ def keras_step(fn, name, reports):
             step.exchange_rows()
             logs = fn(steps.at_least_one_row(data, step.rows))
             step.mark(GRADIENTS, logs)  # Where no optimizer has taken any.
-            logs = metrics.global_results(fn.__self__, logs, step)
+            logs = metrics.global_results(model, logs, step)
             own = reports.of_replica(step.clock, replica, step.rows)
             logs, total = _average_statistics(step, (logs, own * reports.num_replicas))
-            reports.tell(local, total, fn.__self__)
+            reports.tell(local, total, model)
             return logs
 
     return on_replica
 
 
-def lone_step(fn, name, reports):
-    """`fn`, of that name a Keras step of the only replica, reported if it trains."""
+def on_the_only(called, reports):
+    """A `KerasStep` of the only replica, reported if it trains."""
+    name, model, fn = called
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(data):
@@ -70,11 +94,11 @@ def lone_step(fn, name, reports):
             return fn(data)
         clock = reports.clock(0)
         data = clock.begin(data)
-        with steps.running(None) as step, optimizers.viewed_optimizers(fn.__self__, optimizers.noting):
+        with steps.running(None) as step, optimizers.viewed_optimizers(model, optimizers.noting):
             step.clock = clock
             logs = fn(data)
         clock.mark(GRADIENTS, logs)  # Again: what is noted of one clock is noted in order.
-        reports.tell(0, reports.of_replica(clock, 0, steps.count_rows(data)), fn.__self__)
+        reports.tell(0, reports.of_replica(clock, 0, steps.count_rows(data)), model)
         return logs
 
     return on_replica

@@ -131,6 +131,9 @@ class _Weigh:
             if id(self.__dict__) not in step.scaled_losses:
                 grads = [_times(grad, step.share) for grad in grads]
             grads = _to_present(step.or_zeros, grads)
+        if step is not None:
+            of = self._trainable_variables if trainable_variables is None else trainable_variables
+            grads = _largest_of_all(step, list(grads), of)
         return super().apply(grads, trainable_variables)
 
 
@@ -206,6 +209,25 @@ def _to_present(fn, grads: list[Any]) -> list[Any]:
     present = [grad for grad in grads if grad is not None]
     results = iter(fn(present) if present else [])
     return [None if grad is None else next(results) for grad in grads]
+
+
+def _largest_of_all(step, grads, variables):
+    """`grads`, where those that Keras puts in the place of their variables are the largest of all replicas.
+
+    They are the scales of float8 layers and the largest numbers that these have met, which one device would find in
+    the whole batch.
+    """
+    places = [i for i, variable in enumerate(variables) if getattr(variable, "overwrite_with_gradient", False)]
+    places = [i for i in places if grads[i] is not None]
+    if places:
+        context = tf.distribute.get_replica_context()
+        own = tf.concat([tf.reshape(grads[i], [-1]) for i in places], axis=0)
+        row = tf.one_hot(context.replica_id_in_sync_group, context.num_replicas_in_sync, dtype=own.dtype)
+        largest = tf.reduce_max(step.all_reduce(tf.distribute.ReduceOp.SUM, row[:, None] * own), axis=0)
+        sizes = [variables[i].shape.num_elements() for i in places]
+        for i, value in zip(places, tf.split(largest, sizes), strict=True):
+            grads[i] = tf.reshape(value, variables[i].shape)
+    return grads
 
 
 def _times(grad, factor):

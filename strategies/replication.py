@@ -45,22 +45,22 @@ class ReplicatedStrategy:
           CompiledCollectivesError: If `fn` is compiled by XLA and the devices have no compiled collectives.
         """
         self._check_compiled()
-        name = keras_steps.name_of_step(fn, args, kwargs)
-        if self.num_replicas_in_sync == 1:
-            if name == "train_step":
-                self._check_owned(fn.__self__, _optimizer_variables(fn.__self__))  # Weights may lie anywhere.
-            if name and _is_compiled():
-                self._check_nobody_waits_for_reports(fn.__self__)
-            elif name:
-                fn = keras_steps.lone_step(fn, name, self.reports)
-            return super().run(fn, args, kwargs, options)
-        if name:
-            self._check_scope(fn.__self__)
-            model = fn.__self__
-            views = optimizers.viewed_optimizers(model, optimizers.distributed)
-            with views, losses.global_losses(model, name), metrics.noted_results(model):
-                return super().run(keras_steps.keras_step(fn, name, self.reports), args, kwargs, options)
-        if _tf.called_by_keras_trainer() and fn.__name__ == _KERAS_PREDICT_STEP:
+        step = keras_steps.keras_step_of(fn, args, kwargs, _tf.calling_trainer())
+        if step is None:
+            self._check_nobody_waits_for_steps(fn)
+        elif self.num_replicas_in_sync == 1:
+            if step.name == "train_step":
+                self._check_owned(step.model, _optimizer_variables(step.model))  # Weights may lie anywhere.
+            if _is_compiled():
+                self._check_nobody_waits_for_reports(step.model)
+            else:
+                fn = keras_steps.on_the_only(step, self.reports)
+        else:
+            self._check_scope(step.model)
+            views = optimizers.viewed_optimizers(step.model, optimizers.distributed)
+            with views, losses.global_losses(step.model, step.name), metrics.noted_results(step.model):
+                return super().run(keras_steps.on_one_of_many(step, self.reports), args, kwargs, options)
+        if self.num_replicas_in_sync > 1 and _tf.called_by_keras_trainer() and fn.__name__ == _KERAS_PREDICT_STEP:
             args, fn = self._split_plain_batch(args), keras_steps.predict_step(fn)
         return super().run(fn, args, kwargs, options)
 
@@ -175,6 +175,15 @@ class ReplicatedStrategy:
                 "Pass jit_compile=False to `compile` (or `tf.function`); `predict` and single layers may stay compiled."
             )
 
+    def _check_nobody_waits_for_steps(self, fn):
+        model = _tf.keras_model_in_step()
+        if model is not None and model in self.reports.feeders:
+            raise ValueError(
+                "BalancedSharding hands out by what is reported of each training step, and the strategy knows such a "
+                f"step as `model.train_step`, but was given {getattr(fn, '__name__', fn)!r}. Override `train_step`, or "
+                "let `make_train_function` call `strategy.run(self.train_step, args=(data,))`."
+            )
+
     def _check_nobody_waits_for_reports(self, model):
         if model in self.reports.feeders:
             raise CompiledCollectivesError(
@@ -273,9 +282,10 @@ class ReplicatedExtended:
         """`fn`, a `tf.function`, with its arguments and options, but traced once for all replicas."""
         if fn not in self._traced_functions:
             replicate = tf.autograph.experimental.do_not_convert(self._call_for_each_replica)
+            python_function = fn.python_function  # not `fn`, which then would never be let go
 
             def on_all_replicas(*args, **kwargs):
-                return replicate(_tf.tf_convert(fn.python_function, _tf.control_status_ctx()), args, kwargs)
+                return replicate(_tf.tf_convert(python_function, _tf.control_status_ctx()), args, kwargs)
 
             self._traced_functions[fn] = _tf.clone_function(fn, on_all_replicas)
         return self._traced_functions[fn]

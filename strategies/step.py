@@ -129,7 +129,7 @@ def at_least_one_row(data: Any, rows: int | tf.Tensor | None) -> Any:
     A short last batch can leave a replica without rows, and many kernels and layers fail on such input: fused
     convolutions on CPUs, reshapes to (-1, ...). What the row of zeros gives rise to is discarded by `Step`.
     """
-    if rows is None or isinstance(rows, int):
+    if rows is None or (isinstance(rows, int) and rows > 0):
         return data
 
     def fill(leaf):
@@ -155,7 +155,7 @@ def _ragged_row(like: tf.RaggedTensor) -> tf.RaggedTensor:
 
 def only_rows(outputs: Any, rows: int | tf.Tensor | None) -> Any:
     """A model's outputs, but none on a replica without rows, after `at_least_one_row`."""
-    if rows is None or isinstance(rows, int):
+    if rows is None or (isinstance(rows, int) and rows > 0):
         return outputs
 
     def cut(leaf):

@@ -190,14 +190,15 @@ def with_itself_as_validation(placement):
 
 
 class FitWithin(keras.callbacks.Callback):
-    """Fits another model on other data amid the first epoch."""
+    """Looks at the training data and fits another model on other data amid the first epoch."""
 
-    def __init__(self, inner, inner_data):
+    def __init__(self, inner, inner_data, data=()):
         super().__init__()
-        self.inner, self.inner_data = inner, inner_data
+        self.inner, self.inner_data, self.data = inner, inner_data, data
 
     def on_train_batch_end(self, batch, logs=None):
         if batch == 1:
+            next(iter(self.data), None)
             for data in self.inner_data:
                 self.inner.fit(data, steps_per_epoch=2, verbose=0)
             self.inner_data = ()
@@ -213,12 +214,28 @@ def one_fit_within_another(placement):
     sharding, data = distributed(strategy, arrays())
     other_sharding, other_data = distributed(strategy, arrays(37), 8)
     plain = tf.data.Dataset.from_tensor_slices(arrays(37)).batch(8)
-    history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[FitWithin(inner, [other_data, plain])]).history
+    history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[FitWithin(inner, [other_data, plain], data)]).history
     trained = outcome(model, history) | {"positions": [sharding.position, other_sharding.position]}
     try:
         model.fit(data, verbose=0, callbacks=[FitWithin(model, [plain])])
     except ValueError as error:
-        return trained | {"error": str(error)}
+        trained |= {"error": str(error)}
+    with strategy.scope():
+        unknown = StepOfItsOwn(model.inputs, model.outputs)
+        unknown.compile("sgd", CROSSENTROPY)
+    try:
+        unknown.fit(data, verbose=0)
+    except ValueError as error:
+        return trained | {"unknown_step": str(error)}
+
+
+class StepOfItsOwn(keras.Model):
+    def make_train_function(self, force=False):
+        def run_step(batch):
+            return super(StepOfItsOwn, self).train_step(batch)
+
+        strategy = self.distribute_strategy
+        self.train_function = tf.function(lambda iterator: strategy.run(run_step, args=(next(iterator),)))
 
 
 def without_end(placement):

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -109,6 +110,7 @@ def test_a_fit_within_a_fit_leaves_the_outer_one_its_shares_and_position(placeme
         assert_same(result, one_device("plain"), 1e-5)
         assert result["positions"] == [(checks.EPOCHS, 0), (0, 2)]
         assert "within its own fit" in result["error"]
+        assert "'run_step'" in result["unknown_step"]
 
 
 def test_epochs_without_end_go_on_where_fit_left_them(pools, one_device):
@@ -159,6 +161,33 @@ def sharding_of(replicas, size=8, source=None, **options):
     sharding = BalancedSharding(np.arange(20) if source is None else source, size, **options)
     sharding(tf.distribute.InputContext(replicas, 0, replicas))
     return sharding
+
+
+def test_counts_of_other_numbers_of_workers_are_not_taken_for_this_ones():
+    def audit_of(workers):
+        audit = tfdist.data.Audit(sharding)
+        extended = types.SimpleNamespace(worker_devices=["CPU:0"])
+        strategy = types.SimpleNamespace(num_replicas_in_sync=workers, extended=extended)
+        audit.set_model(types.SimpleNamespace(distribute_strategy=strategy))
+        audit.on_train_begin()
+        return audit
+
+    sharding = sharding_of(2)
+    audit = audit_of(2)
+    (count,) = sharding.visitors
+    count(0, np.arange(4))
+    same, other = audit_of(2), audit_of(3)
+    position = json.loads(sharding.serialize())
+    sharding.deserialize(json.dumps(position | {"step": 1}))
+    for each in (same, other):
+        each.set_state(audit.get_state())
+    assert [list(each.get_state()["visits"]) for each in (same, other)] == [[0], []]
+    assert [each.get_state()["first_epoch"] for each in (same, other)] == [0, 1]
+
+
+def test_weights_and_limits_of_numpy_are_taken():
+    sharding = sharding_of(2, policy=np.array([3.0, 1.0]), max_rows=np.int64(6))
+    assert sharding.start(training=True).latest_shares == (6, 2)
 
 
 @pytest.mark.parametrize(

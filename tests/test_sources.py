@@ -309,8 +309,9 @@ class Unlike(list):
         ([{"a": 1}] * 7 + [{"b": 1}] * 2, ["Example 7", "['a']", "['b']"]),
         ([(1, 2)] * 7 + [(1,)] * 2, ["Example 7", "tuple of 2"]),
         (Together([1] * 7 + ["x"]), ["Example 7 (item 7 of Together)", "int64"]),
+        ([{"a": "b"}] * 7 + [{"a": None}] * 2, ["Example 7", "string", "NoneType"]),
     ],
-    ids=["raises", "type", "shape", "keys", "tuple", "together"],
+    ids=["raises", "type", "shape", "keys", "tuple", "together", "none"],
 )
 def test_example_that_is_wrong_is_named(examples, said):
     assert_told(failure_of(as_source(examples), range(8)), *said)
@@ -382,9 +383,10 @@ def test_data_are_not_checked_where_that_is_not_wanted_and_are_afterwards(tmp_pa
         as_source(path)
 
 
-def test_no_records_are_none(tmp_path):
-    source = as_source(write_tfrecord(tmp_path / "a.tfrecord"))
-    assert source.read(tf.zeros([0], tf.int64)).shape == [0]
+@pytest.mark.parametrize("write", [write_tfrecord, write_array_record])
+def test_no_records_are_none(write, tmp_path):
+    source = as_source(write(tmp_path / ("a.tfrecord" if write is write_tfrecord else "a.array_record")))
+    assert tf.function(source.read)(tf.zeros([0], tf.int64)).shape == [0]
 
 
 @pytest.mark.parametrize("cut", [1, 5, len(RECORDS[-1]) + 10])
@@ -433,6 +435,13 @@ def test_index_is_made_once_and_anew_for_a_changed_file(tmp_path, caplog):
     write_tfrecord(path, RECORDS[:4])
     assert read(as_source(path), range(4)) == RECORDS[:4]
     assert "older" in caplog.text
+
+
+def test_a_file_that_took_the_place_of_another_is_read(tmp_path):
+    path = write_tfrecord(tmp_path / "a.tfrecord")
+    assert read(as_source(path), range(4)) == RECORDS[:4]
+    os.replace(write_tfrecord(tmp_path / "b.tfrecord", RECORDS[3:]), path)
+    assert read(as_source(path), range(4)) == RECORDS[3:7]
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", None], ids=["empty", "nonsense", "flipped"])

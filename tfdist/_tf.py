@@ -80,6 +80,10 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_g
 # `evaluate` crosses the network, generators lose batches, and vector metrics are collapsed in the logs of batches.
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
+# What makes the iterators of `fit`, to tell them from a user's. Without it: a batch that a callback looks at leaves the
+# training without a BalancedSharding.
+from keras.src.trainers import epoch_iterator as keras_epoch_iterator
+
 # What Keras wraps a user's dataset in, to tell it from those of its own making. Without it: `fit` on arrays returns a
 # minute late, or a user's pipeline is not tuned.
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
@@ -106,6 +110,7 @@ __all__ = [
     "WhileCondFuncGraph",
     "call_in_step",
     "called_by_keras_trainer",
+    "calling_trainer",
     "clone_function",
     "context",
     "control_status_ctx",
@@ -125,6 +130,8 @@ __all__ = [
     "keras_is_evaluating",
     "keras_is_peeking",
     "keras_made_dataset",
+    "keras_made_iterator",
+    "keras_model_in_step",
     "multi_worker_util",
     "put_losses_back",
     "regroup",
@@ -149,6 +156,12 @@ def put_losses_back(kept: list[tuple[Any, list]]) -> None:
 def called_by_keras_trainer() -> bool:
     """Whether the function that asks was called from the module of Keras' `fit`."""
     return sys._getframe(2).f_globals.get("__name__") == keras_trainer.__name__
+
+
+def calling_trainer() -> keras_trainer.TensorFlowTrainer | None:
+    """The model whose step the module of Keras' `fit` calls, if that called the function that asks."""
+    frame = sys._getframe(2)
+    return frame.f_locals.get("self") if frame.f_globals.get("__name__") == keras_trainer.__name__ else None
 
 
 def keras_callers() -> list:
@@ -177,6 +190,23 @@ def keras_made_dataset() -> bool:
     frame = _frame_of(keras_trainer.TFEpochIterator.__init__)
     adapter = frame and getattr(frame.f_locals.get("self"), "data_adapter", None)
     return adapter is not None and not isinstance(adapter, TFDatasetAdapter)
+
+
+def keras_made_iterator() -> bool:
+    """Whether Keras makes the iterator that `__iter__`, which asks, gives; not a user within a callback."""
+    return sys._getframe(2).f_globals.get("__name__") == keras_epoch_iterator.__name__
+
+
+def keras_model_in_step() -> keras_trainer.TensorFlowTrainer | None:
+    """The model whose `fit` is under way in this thread, but for its callbacks and validation."""
+    trainer = keras_trainer.TensorFlowTrainer
+    fit, *others = (inspect.unwrap(method).__code__ for method in (trainer.fit, trainer.evaluate, trainer.predict))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not fit:
+        if frame.f_code in others or frame.f_globals.get("__name__") == keras_callback_list.__name__:
+            return None
+        frame = frame.f_back
+    return frame and frame.f_locals["self"]
 
 
 def keras_is_evaluating() -> bool:

@@ -134,6 +134,12 @@ class RemoteFile:
 
 
 @functools.lru_cache(maxsize=_OPEN_FILES)
-def open_to_read(path: str) -> LocalFile | RemoteFile:
-    """The file, kept open with others that were read lately."""
+def open_to_read(path: str, made: tuple[int, int]) -> LocalFile | RemoteFile:
+    """The file, kept open with others that were read lately.
+
+    Args:
+      path: Which file.
+      made: Its size and the time of its last change, as it is wanted: another file may have taken its place.
+    """
+    del made
     return LocalFile(path) if is_local(path) else RemoteFile(path)

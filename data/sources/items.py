@@ -71,6 +71,8 @@ class ItemsSource(Source):
         return columns
 
     def _get(self, indices: list[int]) -> list[Any]:
+        if not indices:  # on a replica without rows
+            return []
         with self._lock:
             if len(self._items) != self._length:
                 raise self.failure(
@@ -147,9 +149,11 @@ def _leaves(spec: Any, example: Any, name: str) -> Iterator[np.ndarray]:
             yield from _leaves(part, example[i], f"{name}[{i}]")
     else:
         array = _as_array(example)
-        if array.shape != tuple(spec.shape) or tf.as_dtype(array.dtype) != spec.dtype:
+        of_type = tf.as_dtype(array.dtype) == spec.dtype and (spec.dtype != tf.string or _are_strings(array))
+        if array.shape != tuple(spec.shape) or not of_type:
+            kind = array.dtype if array.dtype != object else f"{_shown(example)} of objects"
             raise ValueError(
-                f"{name} has to be {spec.dtype.name} of shape {list(spec.shape)}, and is {array.dtype} of shape "
+                f"{name} has to be {spec.dtype.name} of shape {list(spec.shape)}, and is {kind} of shape "
                 f"{list(array.shape)}."
             )
         yield array

@@ -148,7 +148,7 @@ class TFRecordSource(Source):
     def _open(self, file: int, index: int) -> LocalFile | RemoteFile:
         made = self._indices[file]
         try:
-            opened = open_to_read(made.path)
+            opened = open_to_read(made.path, (made.size, made.mtime))
         except (OSError, SourceError) as error:
             raise self.failure(index, f"cannot be read: {error}.") from error
         if opened.stat() != (made.size, made.mtime):

@@ -66,11 +66,26 @@ class DecoratedStep(Subclassed):
     train_step = without_a_name(Subclassed.train_step)
 
 
+class TracedStep(Subclassed):
+    @tf.function
+    def train_step(self, data):
+        logs = super().train_step(data)
+        if tf.reduce_mean(data[0]) < 0:
+            logs["steps"] = tf.constant(1.0)
+        else:
+            logs["steps"] = tf.constant(0.0)
+        return logs
+
+
 @row()
 def step_under_a_decorator(place):
-    model = built(place, DecoratedStep, optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.2))
     x, y = data(37)
-    return outcome(model, fit(model, x, y))
+    models = []
+    for make in (DecoratedStep, TracedStep):
+        models.append(built(place, make, optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.2)))
+        history = fit(models[-1], x, y)
+    del history["steps"]  # of one replica
+    return outcome(models[0], history, weights=np.concatenate([each.ravel() for each in models[1].get_weights()]))
 
 
 @row(exempt="the rounding of halves")
@@ -82,6 +97,13 @@ def bfloat16_weights_and_small_integers(place):
     with place.scope():
         model.quantize("int8")
     return outcome(model, history, outputs=outputs.astype("float32"))
+
+
+@row(tolerance=1e-2)  # what is added up in another order may become another float8
+def float8_layers(place):
+    model = built(place, functools.partial(mlp, dtype="float8_from_float32"))
+    x, y = data(33)
+    return outcome(model, fit(model, x * np.linspace(0.1, 3, 33, dtype="float32")[:, None], y))
 
 
 class InPython(layers.Layer):

@@ -18,6 +18,13 @@ class Balance(keras.callbacks.Callback):
     The first step of an epoch is left out. `sharding.statistics()` has the last step by replica.
     """
 
+    def get_state(self) -> dict[str, Any]:
+        """Nothing: moments of one process say nothing to the next, and a backup keeps none."""
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Nothing, likewise."""
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begins to listen to the steps."""
         self._reports = getattr(self.model.distribute_strategy, "reports", None)
