@@ -2,7 +2,9 @@
 
 import itertools
 
-from tfdist.launch.restarts import Restarts, Size
+from tfdist.exit_codes import STALLED
+from tfdist.launch.failures import Failure
+from tfdist.launch.restarts import Commits, Restarts, Size
 
 
 def test_pauses_double_and_end_with_the_limit():
@@ -34,6 +36,47 @@ def test_the_same_exception_from_the_same_line_counts_for_ever():
         0,
         0,
     ]
+
+
+def failed(worker, kind, **more):
+    return Failure(0, worker, "host", 0.0, kind, **{"exit_code": 1, **more})
+
+
+def test_failures_have_a_place_unless_others_may_be_the_cause():
+    alike = [
+        (failed(0, "exit", exit_code=3), failed(1, "exit", exit_code=3)),
+        (failed(1, "signal", signal="SIGKILL", exit_code=137), failed(1, "signal", signal="SIGKILL", exit_code=137)),
+        (failed(0, "stall", step=7, section="input", exit_code=STALLED), failed(1, "stall", step=7, section="input")),
+        (failed(0, "exception", exception="A", stack='  File "a", line 1\n'),) * 2,
+    ]
+    places = [first.place for first, again in alike if first.place == again.place]
+    others = [
+        failed(1, "exit", exit_code=4),
+        failed(0, "signal", signal="SIGKILL", exit_code=137),
+        failed(0, "stall", step=8, section="input"),
+        failed(0, "exception", exception="A", stack='  File "a", line 2\n'),
+    ]
+    assert len({*places, *(other.place for other in others)}) == 8 and None not in places
+    assert failed(0, "exception", exception="UnavailableError", stack='  File "a", line 1\n').place is None
+
+
+def test_commits_of_the_same_steps_do_not_forget_what_fails_at_the_same_place():
+    def seen(before, *steps):
+        commits = Commits(before)
+        for step in steps:
+            commits.see(step)
+        return commits.any, commits.again
+
+    assert seen(None, None) == seen(90, 90) == (False, False)
+    assert seen(None, 10) == seen(90, 90, 100) == (True, False)
+    assert seen(90, 100, 10) == (True, False)  # a second fit
+    assert seen(90, 10, 20, 95) == (True, True)  # the same fit again
+    restarts = Restarts(2, 600)
+    assert [restarts.pause(0, place) for place in ("b", "a")] == [0, 1]
+    restarts.progress(but="a")
+    assert restarts.pause(0, "a") == 1
+    restarts.progress(but="a")
+    assert restarts.pause(0, "a") is None
 
 
 def test_size_follows_who_fails():

@@ -109,6 +109,22 @@ def test_an_old_commit_is_no_progress(run):
     assert code == 4 and attempts(run) == [1] * 2
 
 
+def test_what_fails_at_the_same_place_is_given_up_however_long_it_takes(run):
+    code, _ = finish(run, 1, "sys.exit(4)", "--restart-window-seconds", 0, restarts=2)
+    assert code == 4 and attempts(run) == [1] * 3
+
+
+def test_training_anew_what_was_committed_is_no_progress(run):
+    body = """
+        commit(5)
+        time.sleep(0.5)
+        commit(10 + attempt)
+        sys.exit(4)  # after a fit that removes its backups
+    """
+    code, _ = finish(run, 1, body, restarts=1)
+    assert code == 4 and attempts(run) == [1] * 2
+
+
 def test_what_an_earlier_run_left_in_the_log_dir_is_gone(run):
     assert finish(run, 3, "commit(5)\nsys.exit(1)", restarts=0)[0] == 1
     (run.logs / "attempt-0" / "mine.txt").write_text("kept")

@@ -80,11 +80,15 @@ class Failure:
 
     @property
     def place(self) -> str | None:
-        """Exception and line, equal if the same thing happens again; None if others may be the cause."""
-        lines = re.findall(r'^ *File ".*", line \d+.*$', self.stack or "", re.MULTILINE)
-        return (
-            f"{self.exception} {lines[-1].strip()}" if self.kind == "exception" and self.doubt == 0 and lines else None
-        )
+        """Equal if the same thing happens again; None if others may be the cause."""
+        if self.kind == "exception":
+            lines = re.findall(r'^ *File ".*", line \d+.*$', self.stack or "", re.MULTILINE)
+            return f"{self.exception} {lines[-1].strip()}" if self.doubt == 0 and lines else None
+        if self.kind == "exit":  # what one worker decides, the next may be first to decide
+            return f"exit code {self.exit_code}"
+        if self.signal:
+            return f"{self.signal} of worker {self.worker}"
+        return f"{self.kind} in {self.section} of step {self.step}"
 
     def describe(self) -> str:
         """Says in a line what happened: "worker 1 was killed by SIGKILL"."""

@@ -1,6 +1,6 @@
 """Whether a job that failed is started again, when, and with how many workers. No processes and no clock in here."""
 
-__all__ = ["Restarts", "Size"]
+__all__ = ["Commits", "Restarts", "Size"]
 
 _LONGEST_PAUSE_SECONDS = 30.0
 
@@ -9,8 +9,8 @@ class Restarts:
     """How often, and after which pauses, to start again.
 
     The first restart comes at once, the next after 1 s, 2 s, 4 s and so on up to 30 s, the same on all hosts of a job.
-    Restarts count from the last `progress`, those of the window; an exception that comes again and again from the same
-    line counts however long that takes, since waiting will not mend it.
+    Restarts count from the last `progress`, those of the window; a failure that comes again and again at the same place
+    counts however long that takes, since waiting will not mend it.
 
     Args:
       limit: How many restarts may count.
@@ -22,16 +22,16 @@ class Restarts:
         self._window_seconds = window_seconds
         self._failures: list[tuple[float, str | None]] = []
 
-    def progress(self) -> None:
-        """Starts to count anew."""
-        self._failures = []
+    def progress(self, but: str | None = None) -> None:
+        """Starts to count anew, but for failures at the place `but`."""
+        self._failures = [failure for failure in self._failures if but is not None and failure[1] == but]
 
     def pause(self, now: float, place: str | None = None) -> float | None:
         """Takes note of a failure.
 
         Args:
           now: When it was, in seconds.
-          place: The line it came from, None if that says nothing.
+          place: Where it was, None if that says nothing.
 
         Returns:
           Seconds to wait before the next start; None if there is to be none.
@@ -47,6 +47,38 @@ class Restarts:
         """How many failures came from this place, without another in between."""
         others = [number for number, (_, before) in enumerate(self._failures) if place is None or before != place]
         return len(self._failures) - (others[-1] + 1 if others else 0)
+
+
+class Commits:
+    """The commits of one attempt, as they are seen.
+
+    Args:
+      before: The step of the newest commit of the attempts before, None if there was none.
+    """
+
+    def __init__(self, before: int | None):
+        self._before = before
+        self._first: int | None = None
+        self.newest = before
+
+    def see(self, step: int | None) -> None:
+        """Takes note of the step of the newest commit."""
+        if step is not None and step != self._before and self._first is None:
+            self._first = step
+        self.newest = step
+
+    @property
+    def any(self) -> bool:
+        """Whether there is one of this attempt."""
+        return self.newest is not None and self.newest != self._before
+
+    @property
+    def again(self) -> bool:
+        """Whether they are of steps that an attempt before had committed: what was trained is trained again.
+
+        So it is after a `fit` that was done and has removed its backups.
+        """
+        return self._before is not None and self._first is not None and self._first < self._before
 
 
 class Size:

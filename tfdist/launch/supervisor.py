@@ -15,7 +15,7 @@ from tfdist.exit_codes import PREEMPTED
 from tfdist.failure_report import ATTEMPT, RUN_DIR, write_whole
 from tfdist.launch.failures import Failure, first_failure, not_started
 from tfdist.launch.group import WorkerGroup
-from tfdist.launch.restarts import Restarts, Size
+from tfdist.launch.restarts import Commits, Restarts, Size
 
 __all__ = ["Attempt", "Options", "Supervisor"]
 
@@ -64,6 +64,7 @@ class Attempt:
       exit_code: What it would be to a shell.
       committed: The step of the newest commit, None before the first.
       progressed: Whether there was a commit in this attempt.
+      again: Whether its commits are of steps that were committed before.
       failure: The first failure, of one that failed.
     """
 
@@ -75,6 +76,7 @@ class Attempt:
     exit_code: int
     committed: int | None
     progressed: bool
+    again: bool
     failure: Failure | None = None
 
     def describe(self) -> str:
@@ -146,13 +148,27 @@ class Supervisor:
 
     def _run_attempt(self, number: int) -> Attempt:
         """Starts the workers and sees them to their end."""
-        directory, workers, before = self._run_dir / f"attempt-{number}", self._size.current, self._committed()
+        directory, workers, commits = (
+            self._run_dir / f"attempt-{number}",
+            self._size.current,
+            Commits(self._committed()),
+        )
         start = time.time()
 
         def ended(outcome: str, exit_code: int = 0, failure: Failure | None = None) -> Attempt:
-            now, committed = time.time(), self._committed()
-            progressed = committed is not None and committed != before
-            return Attempt(number, workers, start, now - start, outcome, exit_code, committed, progressed, failure)
+            commits.see(self._committed())
+            return Attempt(
+                number=number,
+                workers=workers,
+                time=start,
+                seconds=time.time() - start,
+                outcome=outcome,
+                exit_code=exit_code,
+                committed=commits.newest,
+                progressed=commits.any,
+                again=commits.again,
+                failure=failure,
+            )
 
         group: WorkerGroup | None = None
         try:
@@ -167,17 +183,18 @@ class Supervisor:
             return ended("failed", failure.exit_code, failure)
         self._tell_start(number, workers, directory)
         try:
-            return self._watch(group, number, start, before, ended)
+            return self._watch(group, number, start, commits, ended)
         finally:
             group.kill()
 
     def _watch(
-        self, group: WorkerGroup, number: int, start: float, before: int | None, ended: Callable[..., Attempt]
+        self, group: WorkerGroup, number: int, start: float, commits: Commits, ended: Callable[..., Attempt]
     ) -> Attempt:
         options, caught = self._options, self._caught
 
         def has_room() -> bool:
-            return self._size.is_due(time.time() - start) and self._committed() not in (None, before)
+            commits.see(self._committed())
+            return commits.any and self._size.is_due(time.time() - start)
 
         group.wait(until=lambda: bool(caught) or has_room())
         codes = {each.returncode for each in group.exits}
@@ -223,7 +240,7 @@ class Supervisor:
     def _pause_after(self, attempt: Attempt) -> float | None:
         """Seconds until the next attempt; None if there is none."""
         if attempt.progressed:
-            self._restarts.progress()
+            self._restarts.progress(but=attempt.failure.place if attempt.failure and attempt.again else None)
         if attempt.outcome in ("done", "stopped"):
             return None
         if attempt.outcome == "resized":
