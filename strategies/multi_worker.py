@@ -1,6 +1,7 @@
 """Many workers, each with one or several devices."""
 
 import functools
+import os
 import time
 
 import tensorflow as tf
@@ -32,7 +33,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     or all its logical CPUs. Every worker must have as many.
 
     Args:
-      cluster_resolver: As in TensorFlow. By default TF_CONFIG says who this process is; without it, one worker.
+      cluster_resolver: As in TensorFlow. By default TF_CONFIG says who this process is; without it, one worker. One
+        that is given sets TF_CONFIG where it is unset, for all that asks the environment who the chief is.
       communication_options: As in TensorFlow.
       compression: How gradients travel between workers: `None`, the name of a codec such as `"int8"`, a codec of
         `tfdist.compression`, or a function of a gradient's (shape, dtype, position) that gives a codec or `None`.
@@ -55,6 +57,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         spec = ClusterSpec.from_env() if cluster_resolver is None else None
         if spec is not None and _tf.context.context().coordination_service is None:
             check_bindable(spec)
+        if cluster_resolver is None and not os.environ.get("TF_CONFIG", "").strip():
+            # TensorFlow's own resolver would read an empty TF_CONFIG as JSON.
+            cluster_resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
         make_virtual_devices()
         self._take_collective_keys()
         options = communication_options or _tf.CommunicationOptions()
@@ -175,6 +180,8 @@ def _join(cluster_resolver, options, connect):
         return
     jobs = _tf.multi_worker_util.normalize_cluster_spec(cluster_resolver.cluster_spec()).as_dict()
     cluster = ClusterSpec(jobs, cluster_resolver.task_type, cluster_resolver.task_id)
+    if not os.environ.get("TF_CONFIG", "").strip():
+        os.environ["TF_CONFIG"] = cluster.to_json()
     deadline = time.monotonic() + options.start_timeout_seconds
     lines = meeting.meet(cluster, options.start_timeout_seconds)
     _set_deadlines(cluster_resolver, options)

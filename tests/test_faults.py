@@ -286,6 +286,26 @@ def fit(model, *callbacks, epochs=1000):
 """
 
 
+def test_a_resolver_stands_in_for_tf_config_and_an_empty_one_trains_alone(job):
+    job.start(
+        """
+        import os
+        from tfdist.cluster import ClusterSpec
+        import tensorflow as tf, tfdist
+
+        spec, resolver = ClusterSpec.from_env(), None
+        os.environ["TF_CONFIG"] = " "
+        if spec.worker_id == 1:
+            one = tf.train.ClusterSpec({"worker": [spec.address]})
+            resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(one, task_type="worker", task_id=0)
+        assert tfdist.MultiWorkerMirroredStrategy(resolver).num_replicas_in_sync == 1
+        found = ClusterSpec.from_env()
+        assert found == (ClusterSpec({"worker": [spec.address]}, "worker", 0) if resolver else None), found
+        """
+    )
+    assert job.wait() == [0, 0], job.output(0) + job.output(1)
+
+
 def test_who_is_waited_for_is_logged(job):
     job.start(
         """
