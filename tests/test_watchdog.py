@@ -1,5 +1,6 @@
 """A job that lives but makes no progress is ended, a healthy one never; who held it up is named."""
 
+import errno
 import json
 import math
 import os
@@ -12,9 +13,11 @@ import time
 
 import pytest
 
+from launched import eventually
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.exit_codes import STALLED
-from tfdist.faults.watchdog import TRAINING, Patience, suspect_of
+from tfdist.faults import FaultTolerance
+from tfdist.faults.watchdog import TRAINING, Creations, Patience, start, suspect_of
 
 DEADLINE_SECONDS = 90
 
@@ -114,8 +117,37 @@ def test_the_suspect_is_who_the_others_wait_for(name):
     assert suspect_of(positions) == expected
 
 
+def test_a_watchdog_that_may_never_judge_or_could_not_look_still_refuses_another_model():
+    class Reports:
+        newest = None
+
+        def position(self):
+            raise OSError(errno.EMFILE, "no file left")
+
+    class Strategy:
+        fault_tolerance = FaultTolerance(stall_timeout_seconds=math.inf, start_timeout_seconds=1.5)
+        reports = Reports()
+
+    class Board:
+        worker, workers, others = 0, 1, ()
+        errors = None
+
+        def say(self, subject, what):
+            pass
+
+        def report_error(self, message):
+            self.errors = message
+
+    strategy, board, creations = Strategy(), Board(), Creations()
+    with creations.one_more():
+        start(strategy, board, creations)
+        assert eventually(lambda: board.errors)
+    assert "All workers must make the same variables" in board.errors
+    assert live(Patience(math.inf), (9, TRAINING, 1), (0, TRAINING, 10**5))
+
+
 SCRIPT = """
-import time
+import tempfile, time
 import keras, numpy as np
 import tfdist
 
@@ -128,6 +160,7 @@ class Slow(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if epoch == 1:
             time.sleep(SLEEP)
+        tempfile.tempdir = "/nowhere"  # what watches needs no disk
         print("epoch", epoch, flush=True)
 
 x = np.ones((64, 8), "float32")

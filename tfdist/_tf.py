@@ -5,9 +5,9 @@ Each line says why the name is needed and what breaks if it goes. `setup.cfg` bo
 
 import faulthandler
 import inspect
+import os
 import re
 import sys
-import tempfile
 from types import FrameType
 from typing import Any
 
@@ -220,8 +220,11 @@ def keras_fit_activity() -> str | None:
 
     A watchdog asks from outside, when the thread may be stuck anywhere. The stacks are read as faulthandler writes
     them, all at once: frames of a thread that runs on must not be walked from Python.
+
+    Raises:
+      OSError: If this process may open no more files.
     """
-    with tempfile.TemporaryFile() as file:
+    with open(os.memfd_create("tfdist-stacks"), "w+b") as file:  # in memory: a disk may be full, or not answer
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         threads = file.read().decode(errors="replace").split("\n\n")

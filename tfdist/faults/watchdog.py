@@ -95,16 +95,14 @@ def start(strategy: Any, board: Board, creations: Creations) -> None:
 
     Costs two messages to worker 0 every two seconds, and a look at the stacks of this process every second.
     """
-    given = strategy.fault_tolerance.stall_timeout_seconds
-    if given != math.inf:
-        Watchdog(strategy, board, Patience(given), creations).start()
+    Watchdog(strategy, board, Patience(strategy.fault_tolerance.stall_timeout_seconds), creations).start()
 
 
 class Patience:
     """How long a worker may stay where it is; the rule, without clocks and threads.
 
     Args:
-      given: The user's number of seconds, `None` to learn it.
+      given: The user's number of seconds, `None` to learn it, infinite to stay for ever.
     """
 
     def __init__(self, given: float | None = None):
@@ -151,7 +149,7 @@ class Patience:
     @property
     def limit_seconds(self) -> float:
         """How long this worker may stay where it is."""
-        if self._state[1] is None:
+        if self._state[1] is None or self._given == math.inf:
             return math.inf
         longest = _LONGEST_STEPS * self._longest
         if self._is_first:
@@ -206,6 +204,7 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Event()
         self._warned = False
+        self._is_blind = False
 
     def start(self) -> None:
         """Starts the threads. They end before TensorFlow takes its runtime apart, which would wait for them."""
@@ -224,15 +223,23 @@ class Watchdog:
         last = time.monotonic()
         while not self._stopping.wait(_POLL_SECONDS):
             now = time.monotonic()
-            # A process that was itself frozen counts the seconds in which it ran.
-            self._look(min(now - last, 2 * _POLL_SECONDS))
+            try:
+                # A process that was itself frozen counts the seconds in which it ran.
+                self._look(min(now - last, 2 * _POLL_SECONDS))
+                if self._patience.is_over:
+                    self._judge()
+            except OSError as error:  # no file is left to open; the next look may find one
+                self._tell_blindness(error)
             last = now
-            if self._patience.is_over:
-                self._judge()
             since = self._creations.since
             if since is not None and now - since > self._start_timeout_seconds:
                 self._refuse_model()
                 return
+
+    def _tell_blindness(self, error: OSError) -> None:
+        if not self._is_blind:
+            self._is_blind = True
+            logging.warning("The watchdog of worker %d could not look: %s. It tries again.", self._board.worker, error)
 
     def _refuse_model(self) -> None:
         """Lets the broadcast fail that this worker waits in, and all other collectives."""
