@@ -256,6 +256,26 @@ def test_after_uninstall_earlier_handlers_and_defaults_hold_again():
     assert preempted(body, signal.SIGUSR1)[0] == -signal.SIGUSR1
 
 
+def test_a_worker_that_is_done_says_for_whom_it_waits_and_whom_it_gives_up(caplog):
+    import tensorflow as tf
+
+    from tfdist.faults.leaving import hear_aloud
+
+    class Silent:
+        worker, heard = 1, 0.0
+
+        def hear(self, subject, worker, timeout_seconds):
+            self.heard += timeout_seconds
+            raise tf.errors.DeadlineExceededError(None, None, subject)
+
+    board = Silent()
+    with pytest.raises(tf.errors.DeadlineExceededError), caplog.at_level("WARNING", logger="absl"):
+        hear_aloud(board, "leave", 0, 60)
+    assert board.heard == 60
+    assert "worker 1 is done, and waits 55 s more for worker 0" in caplog.text
+    assert "worker 1 leaves without worker 0" in caplog.text
+
+
 # Real jobs.
 
 TRAIN = """
@@ -348,13 +368,25 @@ def test_sigterm_ends_a_worker_that_waits_in_a_collective(job):
     assert job.processes[0].wait(5) == -signal.SIGTERM
 
 
-def test_others_hear_of_an_exception_at_once_and_of_what_it_says(job):
-    job.start(TRAIN + 'fit(build(), tfdist.testing.Fault("raise", worker=1, step=12))')
+def test_others_hear_of_an_exception_at_once_and_of_what_it_says_whatever_else_runs(job):
+    job.start(
+        TRAIN
+        + """
+import threading
+def produce():
+    while not (here / "go").exists(): time.sleep(0.01)
+if worker == 1:
+    threading.Thread(target=produce).start()  # keeps the process from its end
+fit(build(), tfdist.testing.Fault("raise", worker=1, step=12))
+"""
+    )
     job.wait_for(1, "tfdist.testing.Fault: raise")
     start = time.monotonic()
-    assert job.wait() == [1, 1]
+    assert job.processes[0].wait(DEADLINE_SECONDS) == 1
     assert time.monotonic() - start < 5
     assert "worker 1 ended by RuntimeError: raised by tfdist.testing.Fault after step 12" in job.output(0)
+    (job.directory / "go").touch()
+    assert job.wait() == [1, 1]
 
 
 def test_all_leave_after_the_same_step_when_one_is_asked_to_go(job):

@@ -16,6 +16,8 @@ import pytest
 
 from launched import DEADLINE_SECONDS, eventually, nothing_left
 from tfdist.cluster import ClusterSpec, free_ports
+from tfdist.launch import WorkerExit
+from tfdist.launch.supervisor import Stragglers
 
 PREEMPTED = 75
 TENSORFLOW_SECONDS = 120
@@ -227,6 +229,29 @@ def test_only_the_end_of_the_worker_itself_is_reported(run):
         restarts=0,
     )
     assert code == 6 and (failure(run)["kind"], failure(run)["exception"]) == ("exit", None)
+
+
+def test_a_worker_that_reports_a_failure_and_does_not_end_has_failed(run):
+    body = """
+        import tfdist, threading
+        meet()
+        if worker == 1:
+            threading.Thread(target=time.sleep, args=(60,)).start()
+            raise ValueError("on purpose")
+        time.sleep(60)
+    """
+    code, err = finish(run, 2, body, "--grace-seconds", 1, restarts=0)
+    assert code == 1 and "worker 1 raised ValueError: on purpose" in err and "but does not" in err
+    assert failure(run)["worker"] == 1 and failure(run)["attempts"][0]["seconds"] < 20
+
+
+def test_workers_that_run_on_while_others_are_done_are_named():
+    stragglers, exits = Stragglers(), [WorkerExit(1, 0, 5, 100.0)]
+    assert stragglers.tell([], [0, 1, 2], 200.0) is None
+    told = [now for now in range(100, 260) if stragglers.tell(exits, [0, 2], now)]
+    assert told == [110, 170, 230] and stragglers.tell(exits, [], 300.0) is None
+    words = stragglers.tell(exits, [0, 2], 300.0)
+    assert words == "worker 1 ended with exit code 0; still running: worker 0, worker 2"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1, "time": 0}', '{"pid": PID, "time": "now"}'])

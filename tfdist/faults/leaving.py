@@ -4,9 +4,13 @@ import atexit
 import contextlib
 import os
 import sys
+import threading
 import time
+from types import TracebackType
+from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from tfdist.faults.board import Board
 from tfdist.faults.ending import end_with
@@ -15,6 +19,7 @@ from tfdist.faults.lifelines import Lifelines
 __all__ = ["leave_together"]
 
 _FAREWELL_SECONDS = 2.0
+_TELL_SECONDS = 5.0
 _LINE_LENGTH = 500
 _installed = False
 
@@ -33,7 +38,47 @@ def leave_together(board: Board, lifelines: Lifelines, timeout_seconds: float) -
     global _installed
     if not _installed:
         _installed = True
+        _tell_of_exceptions(board)
         atexit.register(_leave, board, lifelines, timeout_seconds, os.getpid())
+
+
+def hear_aloud(board: Board, subject: str, worker: int, timeout_seconds: float) -> Any:
+    """What another worker says at its end; says in the log for whom this worker waits, and whom it gives up.
+
+    Raises:
+      tf.errors.OpError: If it says nothing in time, or the service is out of reach.
+    """
+    soon = min(_TELL_SECONDS, timeout_seconds)
+    with contextlib.suppress(tf.errors.DeadlineExceededError):
+        return board.hear(subject, worker, soon)
+    left = timeout_seconds - soon
+    logging.warning("worker %d is done, and waits %.0f s more for worker %d, which is not", board.worker, left, worker)
+    try:
+        return board.hear(subject, worker, left)
+    except tf.errors.DeadlineExceededError:
+        logging.warning("worker %d leaves without worker %d, which did not come to its end", board.worker, worker)
+        raise
+
+
+def _tell_of_exceptions(board: Board) -> None:
+    """Lets others know at once: a thread that does not end keeps this process from its end, and its `atexit`."""
+    before, pid = sys.excepthook, os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            before(kind, error, trace)
+        finally:
+            goes_on = sys.flags.interactive or hasattr(sys, "ps1")
+            if os.getpid() == pid and threading.current_thread() is threading.main_thread() and not goes_on:
+                with contextlib.suppress(tf.errors.OpError):
+                    _report(board, error)
+
+    sys.excepthook = hook
+
+
+def _report(board: Board, error: BaseException) -> None:
+    # Else the others notice by its heartbeats, after seconds.
+    board.report_error(f"worker {board.worker} ended by {type(error).__name__}: {_in_short(str(error))}")
 
 
 def _leave(board: Board, lifelines: Lifelines, timeout_seconds: float, pid: int) -> None:
@@ -42,19 +87,20 @@ def _leave(board: Board, lifelines: Lifelines, timeout_seconds: float, pid: int)
     error = getattr(sys, "last_value", None)
     done = error is None
     with contextlib.suppress(tf.errors.OpError):  # the others are gone, or have failed
-        if not done:
-            # Else they notice by its heartbeats, after seconds.
-            board.report_error(f"worker {board.worker} ended by {type(error).__name__}: {_in_short(str(error))}")
+        if error is not None:
+            _report(board, error)
         board.say("done", done)
         if done and board.worker == 0:
             # Worker 0 keeps the board, so it goes last.
             deadline = time.monotonic() + timeout_seconds
-            together = all(board.hear("done", worker, max(0.1, deadline - time.monotonic())) for worker in board.others)
+            together = all(
+                hear_aloud(board, "done", worker, max(0.1, deadline - time.monotonic())) for worker in board.others
+            )
             board.say("leave", together)
             for worker in board.others if together else ():
                 board.hear("left", worker, _FAREWELL_SECONDS)
         elif done:
-            board.hear("leave", 0, timeout_seconds)
+            hear_aloud(board, "leave", 0, timeout_seconds)
             board.say("left", True)
     lifelines.say_goodbye()
     if not done:

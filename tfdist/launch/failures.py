@@ -13,7 +13,7 @@ from tfdist.exit_codes import PREEMPTED, STALLED
 from tfdist.failure_report import report_path
 from tfdist.launch.group import WorkerExit, describe_exit, log_path
 
-__all__ = ["Failure", "first_failure", "is_consequence", "not_started"]
+__all__ = ["Failure", "first_failure", "is_consequence", "not_started", "reported_since"]
 
 _TAIL_LINES = 30
 _TAIL_BYTES = 1 << 16
@@ -122,17 +122,29 @@ def first_failure(
       since: When they were asked to end, in seconds since the epoch.
     """
     failures = [
-        _failure(run_dir, attempt, each, each.returncode, _report(run_dir, attempt, each))
+        _failure(run_dir, attempt, each, each.returncode, _report(run_dir, attempt, each.index, each.pid))
         for each in by_themselves
         if each.returncode not in (0, PREEMPTED)
     ]
     for each in asked:
-        report = _report(run_dir, attempt, each)
+        report = _report(run_dir, attempt, each.index, each.pid)
         if report and report["time"] <= since:
             # What its exit code would have been, had it got that far.
             returncode = STALLED if report.get("kind") == "stall" else 1
             failures.append(_failure(run_dir, attempt, each, returncode, report))
     return min(failures, key=lambda failure: (failure.doubt, failure.time))
+
+
+def reported_since(run_dir: pathlib.Path, attempt: int, pids: Mapping[int, int]) -> Mapping[int, float]:
+    """When workers reported why they end, in seconds since the epoch, by worker; without those that did not.
+
+    Args:
+      run_dir: The folder of the run.
+      attempt: Which attempt.
+      pids: The numbers of their processes, by worker.
+    """
+    reports = {worker: _report(run_dir, attempt, worker, pid) for worker, pid in pids.items()}
+    return {worker: report["time"] for worker, report in reports.items() if report}
 
 
 def not_started(attempt: int, worker: int | None, error: Exception, time: float) -> Failure:
@@ -158,11 +170,11 @@ def _failure(
     )
 
 
-def _report(run_dir: pathlib.Path, attempt: int, ended: WorkerExit) -> Mapping[str, Any]:
+def _report(run_dir: pathlib.Path, attempt: int, worker: int, pid: int) -> Mapping[str, Any]:
     """A worker's report; empty if there is none that is whole and its own."""
     try:
-        report = json.loads(report_path(run_dir, attempt, ended.index).read_text())
-        return report if report["pid"] == ended.pid and isinstance(report["time"], int | float) else {}
+        report = json.loads(report_path(run_dir, attempt, worker).read_text())
+        return report if report["pid"] == pid and isinstance(report["time"], int | float) else {}
     except (OSError, ValueError, LookupError, TypeError):
         return {}
 

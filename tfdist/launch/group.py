@@ -81,6 +81,11 @@ class WorkerGroup:
         return tuple(self._running)
 
     @property
+    def pids(self) -> Mapping[int, int]:
+        """The numbers of their processes, by worker."""
+        return {index: process.pid for index, process in self._running.items()}
+
+    @property
     def exits(self) -> tuple[WorkerExit, ...]:
         """The workers that had ended at the last `poll`, as they were noticed."""
         return tuple(self._exits)

@@ -13,16 +13,17 @@ from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec, check_bindable, free
 from tfdist.errors import TFConfigError, TfdistError
 from tfdist.exit_codes import PREEMPTED
 from tfdist.failure_report import ATTEMPT, RUN_DIR, write_whole
-from tfdist.launch.failures import Failure, first_failure, not_started
-from tfdist.launch.group import WorkerGroup
+from tfdist.launch.failures import Failure, first_failure, not_started, reported_since
+from tfdist.launch.group import WorkerExit, WorkerGroup
 from tfdist.launch.restarts import Commits, Restarts, Size
 
-__all__ = ["Attempt", "Options", "Supervisor"]
+__all__ = ["Attempt", "Options", "Stragglers", "Supervisor"]
 
 _FAILURE_GRACE_SECONDS = 2.0
 _CAUSE_SECONDS = 1.5
 _PORT_SECONDS = 10.0
 _POLL_SECONDS = 0.05
+_ALONE_SECONDS, _ALONE_AGAIN_SECONDS = 10.0, 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +86,21 @@ class Attempt:
         committed = "" if self.committed is None else f", committed step {self.committed}"
         why = f": {self.failure.describe()}" if self.failure else ""
         return f"attempt {self.number}: {workers}, {self.seconds:.1f} s{committed}, {self.outcome}{why}"
+
+
+class Stragglers:
+    """Workers that still run while others are done: told after 10 s, and then every minute."""
+
+    def __init__(self) -> None:
+        self._due: float | None = None
+
+    def tell(self, exits: Sequence[WorkerExit], running: Sequence[int], now: float) -> str | None:
+        """What is to be said of them now, in seconds since the epoch."""
+        if not exits or not running or now < (self._due or exits[-1].time + _ALONE_SECONDS):
+            return None
+        self._due = now + _ALONE_AGAIN_SECONDS
+        ended = _named([each.index for each in exits])
+        return f"{ended} ended with exit code {exits[-1].returncode}; still running: {_named(running)}"
 
 
 class Supervisor:
@@ -190,27 +206,37 @@ class Supervisor:
     def _watch(
         self, group: WorkerGroup, number: int, start: float, commits: Commits, ended: Callable[..., Attempt]
     ) -> Attempt:
-        options, caught = self._options, self._caught
+        options, caught, stragglers = self._options, self._caught, Stragglers()
 
         def has_room() -> bool:
             commits.see(self._committed())
             return commits.any and self._size.is_due(time.time() - start)
 
-        group.wait(until=lambda: bool(caught) or has_room())
+        def look() -> bool:
+            told = stragglers.tell(group.exits, group.running, time.time())
+            if told:
+                logging.info("%s", told)
+            return bool(caught) or has_room() or bool(self._stuck(group, number))
+
+        group.wait(until=look)
         codes = {each.returncode for each in group.exits}
+        stuck = self._stuck(group, number)
         if caught:
             return ended("stopped", self._stop_by_signal(group))
-        if codes <= {0}:
+        if codes <= {0} and not stuck:
             if group.running:
                 logging.info("a try with %d workers again: asking the others to save", options.workers)
                 group.stop(signal.SIGTERM, grace_seconds=options.grace_seconds, hurry=lambda: len(caught) > 1)
                 finished = all(each.returncode == 0 for each in group.exits)
                 return ended("done") if finished else ended("resized", PREEMPTED)
             return ended("done")
-        if codes <= {0, PREEMPTED}:  # they save and leave together; one is only the first
+        if PREEMPTED in codes and codes <= {0, PREEMPTED}:  # they save and leave together; one is only the first
             group.stop(None, grace_seconds=options.grace_seconds, hurry=lambda: len(caught) > 1)
             return ended("preempted", PREEMPTED)
-        self._wait_for_the_cause(group, number)
+        if stuck:
+            logging.error("%s said why it ends %g s ago, but does not", _named(stuck), options.grace_seconds)
+        else:
+            self._wait_for_the_cause(group, number)
         by_themselves, others, since = group.exits, group.running, time.time()
         # Short: most are stuck in an exchange with the one that failed, and nobody can save any more.
         grace_seconds = min(options.grace_seconds, _FAILURE_GRACE_SECONDS)
@@ -219,6 +245,12 @@ class Supervisor:
         failure = first_failure(self._run_dir, number, by_themselves, asked, since)
         self._tell_failure(failure, others)
         return ended("failed", failure.exit_code, failure)
+
+    def _stuck(self, group: WorkerGroup, number: int) -> list[int]:
+        """The workers that have failed by their own word and still run: a thread, say, that nobody ends."""
+        latest = time.time() - self._options.grace_seconds
+        reports = reported_since(self._run_dir, number, group.pids)
+        return [worker for worker, told in reports.items() if told < latest]
 
     def _wait_for_the_cause(self, group: WorkerGroup, number: int) -> None:
         """If all failures may come of another, a moment for that one: a large process takes longer to be gone."""
@@ -293,7 +325,8 @@ class Supervisor:
 
     def _tell_failure(self, failure: Failure, others: Sequence[int]) -> None:
         first = self._spec.worker_id if self._spec else 0
-        ended = f"; ended {', '.join(f'worker {index}' for index in others)}" if others else ""
+        others = [index for index in others if index != failure.worker]
+        ended = f"; ended {_named(others)}" if others else ""
         if failure.worker == first and not self._options.tee:
             logging.error("%s, its output is above%s", failure.describe(), ended)
         else:
@@ -327,6 +360,10 @@ class Supervisor:
             write_whole(self._run_dir / "failure.json", text)
         except OSError as error:
             logging.error("failure.json could not be written: %s", error)  # no reason to end the job
+
+
+def _named(workers: Sequence[int]) -> str:
+    return ", ".join(f"worker {worker}" for worker in workers)
 
 
 def _wait_for_port(spec: ClusterSpec) -> None:
