@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -44,8 +45,8 @@ def test_an_outer_tf_config_is_replaced_and_told(run):
 
 def test_the_script_gets_its_arguments_and_devices(run):
     script = run.script('print(sys.argv[1:], os.environ.get("TFDIST_DEVICES_PER_WORKER"))')
-    own = ["--workers", "9", "-m", "--", "x y", "--help"]
-    for before in ([script], ["--", script]):
+    many = ["--workers", "9", "-m", "--", "x y", "--help"]
+    for before, own in (([script], many), (["--", script], many), ([script], ["--", "--lr", "--"]), ([script], ["--"])):
         code, out, err = run.finish("--workers", 1, "--devices-per-worker", 4, *before, *own)
         assert (code, out) == (0, f"{own} 4\n"), err
 
@@ -246,6 +247,33 @@ def test_workers_end_with_a_killed_launcher(run, tee):
         process.kill()
         process.communicate(timeout=DEADLINE_SECONDS)
     assert run.gone()
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
+def test_what_workers_print_goes_nowhere_if_the_streams_are_closed(run, closed):
+    """Least of all to the guard, which would kill the process groups of these numbers."""
+    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    script = run.script(
+        f"""
+        child = subprocess.Popen(["sleep", "60"])
+        print({bystander.pid}, file=sys.stderr)
+        print({bystander.pid})
+        leave(f"pid-child-{{worker}}", child.pid)
+        time.sleep(60)
+        """
+    )
+    command = shlex.join([sys.executable, "-m", "tfdist.launch.cli", "run", "--workers", "2", script])
+    env = {**os.environ, "TMPDIR": str(run.directory)}
+    try:
+        with subprocess.Popen(f"exec {command} {closed}", shell=True, env=env, stderr=subprocess.DEVNULL) as process:
+            try:
+                run.wait_for_pids(2)
+            finally:
+                process.kill()
+        assert run.gone() and bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
 
 
 # Arguments, and words that must stand in the refusal.

@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
       SystemExit: With code 2 if the command line is wrong, with 0 after `--help` and `--version`.
     """
+    _open_standard_streams()
     argv = sys.argv[1:] if argv is None else list(argv)
     flags.FLAGS(["tfdist"])  # absl's logging wants its flags parsed; the command line is argparse's
     logging.use_absl_handler()
@@ -73,6 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TfdistError as error:
         logging.error("%s", error)
         return 1
+
+
+def _open_standard_streams() -> None:
+    """Lets nothing else have the descriptors 0 to 2, if they came closed: what is printed would go there."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -198,10 +206,16 @@ def _worker_command(args: argparse.Namespace) -> list[str]:
             args.parser.error(
                 f"there is no module {args.script!r} to run; is it in the current directory or installed?"
             )
-        return [sys.executable, "-m", args.script, *args.script_args]
+        return [sys.executable, "-m", args.script, *_script_args(args)]
     if not os.path.exists(args.script):
         args.parser.error(f"there is no script {args.script!r} to run; to run a module, put -m before its name")
-    return [sys.executable, args.script, *args.script_args]
+    return [sys.executable, args.script, *_script_args(args)]
+
+
+def _script_args(args: argparse.Namespace) -> list[str]:
+    """All that stands after the script, also a `--` next to it, which argparse may take for its own."""
+    before = args.argv[: len(args.argv) - len(args.script_args)]
+    return [*(["--"] if before[-1] == "--" else []), *args.script_args]
 
 
 def _make_run_dir(args: argparse.Namespace, spec: ClusterSpec | None) -> pathlib.Path:
