@@ -40,6 +40,8 @@ WRONG = {
     "address no string": (config({"worker": ["h:1", 2222]}), ["strings", "`cluster.worker[1]`", "2222"]),
     "no port": (config({"worker": ["hostname"]}), ["host:port", '"hostname"']),
     "empty host": (config({"worker": [":2222"]}), ["host:port", '":2222"']),
+    "empty label": (config({"worker": ["a..b:2222"]}), ["host name", '"a..b:2222"', "Correct"]),
+    "long label": (config({"worker": [f"{'a' * 64}.b:2222"]}), ["1 to 63", "aaaa"]),
     "empty address": (config({"worker": [""]}), ["host:port", '""']),
     "port no number": (config({"worker": ["h:http"]}), ["host:port", '"h:http"']),
     "negative port": (config({"worker": ["h:-1"]}), ["host:port", '"h:-1"']),

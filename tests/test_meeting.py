@@ -112,11 +112,28 @@ def connects(host, port):
 def test_strangers_at_the_door_do_no_harm():
     group, specs = Meeting(), clusters(2)
     group.add(0, specs[0])
-    for words in ("GET / HTTP/1.1", [1], {}, "\u2620"):
+    own = meeting._introduction(specs[1])
+    almost = [{**own, "worker": worker} for worker in (0, 2, True, "1", None)]
+    almost += [{**own, "addresses": addresses} for addresses in (None, [1], "all")] + [{**own, "host": None}]
+    for words in ("GET / HTTP/1.1", [1], {}, "\u2620", {"jsonrpc": "2.0"}, {"worker": 1}, *almost):
         with guest(specs[0], words):
             pass
     group.add(1, specs[1])
     assert {index: sorted(lines) for index, lines in group.end().items()} == {0: [1], 1: [0]}
+
+
+def test_a_stranger_in_the_place_of_worker_0_is_no_worker():
+    specs = clusters(2)
+    group = Meeting(START_SECONDS)
+    with socket.create_server(("127.0.0.1", int(specs[0].address.rpartition(":")[2]))) as server:
+        server.settimeout(DEADLINE_SECONDS)
+        group.add(1, specs[1])
+        for words in (b'{"jsonrpc": "2.0"}', b'{"missing": 1}', b'{"missing": [7]}', b"[]"):
+            stranger, _ = server.accept()
+            with stranger:
+                stranger.recv(1)
+                stranger.sendall(words + b"\n")
+        assert "missing: worker 0" in group.end()[1]
 
 
 def test_another_cluster_is_named_on_all_workers_at_once():

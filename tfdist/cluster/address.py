@@ -31,6 +31,13 @@ def split_address(address: str) -> tuple[str, int]:
             f'Write "[::1]:2222", or a host name without brackets.'
         )
     try:
+        bare.encode("idna")  # as it will be looked up
+    except UnicodeError as error:
+        raise ValueError(
+            f"a host name has 1 to 63 letters, digits and hyphens between two dots, got {json.dumps(address)} "
+            f"({error}). Correct the name, or give an IP address."
+        ) from error
+    try:
         return bare, checked_port(int(port))
     except ValueError as error:
         raise ValueError(

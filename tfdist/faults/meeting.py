@@ -167,7 +167,7 @@ class _Desk:
 
     def _introduce(self, guest: socket.socket) -> None:
         introduction = _parse(self._guests[guest])
-        if introduction is None:  # not of ours: a health check, a scanner
+        if introduction is None or not _is_introduction(introduction):  # not of ours: a health check, a scanner
             self._dismiss(guest)
             return
         error = _misfit(self._own, introduction)
@@ -215,6 +215,8 @@ def _report(cluster: ClusterSpec, wait: _Wait) -> Mapping[int, socket.socket]:
                         return {0: connection.dup()}
                     if "error" in message:
                         raise ClusterError(f"{message['error']} (So says worker 0 to {cluster.describe()}.)")
+                    if not _is_status(message, cluster.num_workers):  # not of ours
+                        break
                     wait.check(message["missing"])
         wait.check([0])
         time.sleep(_RETRY_SECONDS)
@@ -236,6 +238,18 @@ def _introduction(cluster: ClusterSpec) -> dict[str, Any]:
         "versions": versions,
         "host": socket.gethostname(),
     }
+
+
+def _is_introduction(message: dict[str, Any]) -> bool:
+    """Whether this is what a worker says, of whatever cluster."""
+    worker, addresses = message.get("worker"), message.get("addresses")
+    texts = [message.get("versions"), message.get("host"), *(addresses if isinstance(addresses, list) else [None])]
+    return type(worker) is int and all(isinstance(text, str) for text in texts) and 0 < worker < len(texts) - 2
+
+
+def _is_status(message: dict[str, Any], workers: int) -> bool:
+    missing = message.get("missing")
+    return isinstance(missing, list) and all(type(worker) is int and 0 < worker < workers for worker in missing)
 
 
 def _misfit(own: dict[str, Any], other: dict[str, Any]) -> str | None:
