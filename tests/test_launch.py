@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import resource
 import shlex
 import signal
 import subprocess
@@ -12,10 +13,11 @@ import time
 
 import pytest
 
-from launched import ARRIVE, DEADLINE_SECONDS, nothing_left
+from launched import ARRIVE, DEADLINE_SECONDS, eventually, nothing_left
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
 from tfdist.launch import WorkerGroup
+from tfdist.launch.output import Lines
 
 
 @pytest.fixture
@@ -87,6 +89,49 @@ def test_tee_prints_every_line_with_the_name_of_its_worker(run):
         mine = [line for line in out.splitlines() if line.startswith(f"[worker {index}] ")]
         assert mine == [f"[worker {index}] {line}" for line in lines]
         assert (run.directory / "logs" / "attempt-0" / f"worker-{index}.log").read_text() == "\n".join(lines)
+
+
+def test_a_line_that_has_not_ended_is_in_the_log_and_a_progress_bar_on_the_screen(run):
+    script = run.script(
+        r"""
+        sys.stdout.write("10 %\r20 %")
+        for _ in range(3000): (here / "go").exists() or time.sleep(0.01)
+        """
+    )
+    with run.start("--workers", 1, "--tee", "--log-dir", run.directory / "logs", script) as process:
+        assert process.stdout.readline() == "[worker 0] 10 %\n"
+        log = run.directory / "logs" / "attempt-0" / "worker-0.log"
+        assert eventually(lambda: log.read_bytes() == b"10 %\r20 %")
+        (run.directory / "go").touch()
+        assert process.communicate(timeout=DEADLINE_SECONDS)[0] == "[worker 0] 20 %\n"
+
+
+# What is read at a time, and the lines that come of it.
+PIECES = {
+    "lines": (["a\n\nb\n", "c"], ["a", "", "b", "c"]),
+    "a line in parts": (["a", "b", "c\nd"], ["abc", "d"]),
+    "other ends": (["a\r\nb\r\n\r\nc\r", "\nd\n"], ["a", "b", "", "c", "d"]),
+    "progress bars": (["\r1 %", "\r2 %\r", "\r3 %\n"], ["1 %", "2 %", "3 %"]),
+    "no end at all": (["x" * 40_000] * 4, ["x" * 65_536] * 2 + ["x" * 28_928]),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_output_is_cut_into_lines(name):
+    chunks, expected = PIECES[name]
+    lines = Lines()
+    found = [line for chunk in chunks for line in lines.split(chunk.encode())] + lines.rest()
+    assert [line.decode() for line in found] == expected
+
+
+def test_a_disk_that_is_full_for_logs_is_no_error_of_a_worker(run):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+
+    script = run.script('for i in range(2000): print("x" * 99)')
+    code, out, err = run.finish("--workers", 2, "--log-dir", run.directory / "logs", script, preexec_fn=limit)
+    assert code == 0 and len(out) == 200_000, err
+    assert (run.directory / "logs" / "attempt-0" / "worker-1.log").stat().st_size == 1 << 16
 
 
 @pytest.mark.parametrize("tee", [(), ("--tee",)], ids=["plain", "tee"])

@@ -8,12 +8,13 @@ import subprocess
 import termios
 import threading
 import tty
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO
 
-__all__ = ["Output"]
+__all__ = ["Lines", "Output"]
 
 _CHUNK_BYTES = 1 << 16
+_LINE_BYTES = 1 << 16
 _STDOUT, _STDERR = 1, 2
 _terminal = threading.Lock()
 
@@ -27,7 +28,7 @@ class Output:
       path: The log file. It is appended to.
       show: "no": only the log. "as it is": its bytes also to this process's own output and error; if that is a
         terminal, the worker has one too, so that progress bars work. "by line": its lines also to this process's own
-        output, after `name`.
+        output, after `name`; a progress bar, which goes back to the start of its line, is a line each time.
       name: What to print before a line.
 
     Raises:
@@ -39,14 +40,15 @@ class Output:
         self._by_line = show == "by line"
         self._log: IO[bytes] = path.open("ab", buffering=0)
         self._ends: list[int] = []  # of the worker
-        self._sources: list[tuple[int, int]] = []  # to read from, and where to show it
+        self._sources: list[tuple[int, int | None]] = []  # to read from, and where to show it
         self._pumps: list[threading.Thread] = []
-        self.stdout: int | IO[bytes] = self._log
         self.stderr: int = subprocess.STDOUT
-        if show != "no":
-            self.stdout = self._open_source(_STDOUT, terminal=show == "as it is" and os.isatty(_STDOUT))
+        # Also what goes to the log alone is copied: a full disk is then no error of the worker.
         if show == "as it is":
+            self.stdout = self._open_source(_STDOUT, terminal=os.isatty(_STDOUT))
             self.stderr = self._open_source(_STDERR, terminal=os.isatty(_STDERR))
+        else:
+            self.stdout = self._open_source(_STDOUT if self._by_line else None, terminal=False)
 
     def begin(self) -> None:
         """Starts to copy, now that the worker has its ends. Starts threads: fork before, not after."""
@@ -70,9 +72,9 @@ class Output:
         if not any(pump.is_alive() for pump in self._pumps):
             self._log.close()
 
-    def _open_source(self, shown: int, *, terminal: bool) -> int:
-        """The worker's end of a new channel whose bytes go to the descriptor `shown`."""
-        if terminal:
+    def _open_source(self, shown: int | None, *, terminal: bool) -> int:
+        """The worker's end of a new channel whose bytes go to the log, and to the descriptor `shown`."""
+        if terminal and shown is not None:
             ours, theirs = pty.openpty()
             tty.setraw(theirs)  # the real terminal does what is to be done about line ends
             with contextlib.suppress(termios.error):
@@ -87,28 +89,65 @@ class Output:
         while self._ends:
             os.close(self._ends.pop())
 
-    def _pump(self, source: int, shown: int) -> None:
+    def _pump(self, source: int, shown: int | None) -> None:
         """Copies until the end. A place that fails is left out from then on: the worker must not block on a full pipe.
 
         A full disk is such a place, or a reader that is gone (`| head`).
         """
-        places = [self._log.fileno(), shown]
+        log: int | None = self._log.fileno()
         with open(source, "rb", buffering=0) as stream:
-            for piece in _lines(stream) if self._by_line else _chunks(stream):
-                for place in list(places):
-                    try:
-                        self._put(place, piece)
-                    except OSError:
-                        places.remove(place)
+            lines = Lines()
+            for chunk in _chunks(stream):
+                log = _put(log, chunk)
+                shown = self._show(shown, lines.split(chunk) if self._by_line else [chunk])
+            self._show(shown, lines.rest())
 
-    def _put(self, place: int, piece: bytes) -> None:
-        if place != self._log.fileno():
-            if self._by_line:
-                piece = self._name + piece.rstrip(b"\n") + b"\n"
-            with _terminal:
-                _write_all(place, piece)
-        else:
-            _write_all(place, piece)
+    def _show(self, place: int | None, pieces: Sequence[bytes]) -> int | None:
+        if place is None:  # nor wait for others at a terminal that does not move
+            return None
+        if self._by_line:
+            pieces = [self._name + line + b"\n" for line in pieces]
+        with _terminal:
+            return _put(place, b"".join(pieces))
+
+
+class Lines:
+    """Cuts bytes into lines as they come, also at carriage returns, and what is longer than 64 KiB."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self._may_go_on = False  # after a carriage return at the end of a chunk
+
+    def split(self, chunk: bytes) -> list[bytes]:
+        """The lines that end with this chunk, without their ends."""
+        if self._may_go_on:
+            chunk = chunk.removeprefix(b"\n")
+        self._may_go_on = chunk.endswith(b"\r")
+        lines = []
+        for piece in chunk.splitlines(keepends=True):
+            line = piece.rstrip(b"\r\n")
+            self._rest += line
+            while len(self._rest) > _LINE_BYTES:
+                lines.append(bytes(self._rest[:_LINE_BYTES]))
+                del self._rest[:_LINE_BYTES]
+            if piece != line and (self._rest or not piece.endswith(b"\r")):  # a bar begins with a return
+                lines += self.rest() or [b""]
+        return lines
+
+    def rest(self) -> list[bytes]:
+        """What came after the last end of a line, as a line if it is not empty."""
+        rest, self._rest = bytes(self._rest), bytearray()
+        return [rest] if rest else []
+
+
+def _put(place: int | None, data: bytes) -> int | None:
+    """Writes to a place; gives it back, or None once it fails."""
+    if place is not None:
+        try:
+            _write_all(place, data)
+        except OSError:
+            return None
+    return place
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -120,13 +159,3 @@ def _chunks(stream: IO[bytes]) -> Iterator[bytes]:
     with contextlib.suppress(OSError):  # how a terminal says that its other end is closed
         while chunk := stream.read(_CHUNK_BYTES):
             yield chunk
-
-
-def _lines(stream: IO[bytes]) -> Iterator[bytes]:
-    rest = b""
-    for chunk in _chunks(stream):
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line + b"\n"
-    if rest:
-        yield rest
