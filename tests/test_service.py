@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -219,14 +221,22 @@ def test_a_service_that_cannot_start_says_why(arguments, service, tmp_path):
     assert "Give another --port, --work-dir or --dispatcher" in done.stderr
 
 
-def test_asked_to_stop_it_leaves_nothing(tmp_path):
+def test_asked_to_stop_it_leaves_nothing_but_what_it_is_to_ignore_it_ignores(tmp_path):
+    def ignore():  # as `nohup`, and a shell with jobs in the background
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
     (port,) = free_ports(1)
     (tmp_path / "tmp").mkdir()
     command = [sys.executable, "-m", "tfdist.launch.cli", "data-service", "--host", "localhost", "--port", str(port)]
     environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environ) as process:
+    pipes = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": ignore}
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, **pipes) as process:
         while "tf.data service at" not in (line := process.stderr.readline()):
             assert line, "it ended"
+        status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
+        ignored = int(re.search(r"SigIgn:\s*([0-9a-f]+)", status)[1], 16)
+        assert all(ignored >> (signum - 1) & 1 for signum in (signal.SIGHUP, signal.SIGINT))
         process.terminate()
         assert process.wait(60) == 0
 

@@ -26,11 +26,11 @@ from tfdist.cluster import ClusterSpec
 from tfdist.errors import TfdistError
 from tfdist.failure_report import write_whole
 from tfdist.launch import data_service
+from tfdist.launch.signals import stop_signals
 from tfdist.launch.supervisor import Options, Supervisor
 
 __all__ = ["main"]
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _COUNTS = {"k": 10**3, "M": 10**6, "B": 10**9}
 
@@ -360,10 +360,7 @@ def _end_after(seconds: float) -> Iterator[None]:
 def _caught_signals() -> Iterator[list[int]]:
     """Collects the signals that ask this process to stop, instead of stopping."""
     caught: list[int] = []
-    before = {}
-    for signum in _STOP_SIGNALS:
-        if signal.getsignal(signum) != signal.SIG_IGN:  # `nohup` and background jobs are not to be disturbed
-            before[signum] = signal.signal(signum, lambda number, frame: caught.append(number))
+    before = {signum: signal.signal(signum, lambda number, _: caught.append(number)) for signum in stop_signals()}
     try:
         yield caught
     finally:

@@ -15,6 +15,7 @@ from absl import logging
 
 from tfdist.cluster.address import check_answers, checked_port
 from tfdist.errors import ClusterError
+from tfdist.launch.signals import stop_signals
 
 _START_SECONDS = 40.0
 
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
                 f"{args.host} it cannot start {what}: {problem}. Give another --port, --work-dir or --dispatcher."
             ) from error
         stopped = threading.Event()
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for signum in stop_signals():
             signal.signal(signum, lambda *_: stopped.set())
         if args.dispatcher:
             logging.info("one more server, on %s, for the tf.data service at %s", args.host, args.dispatcher)
@@ -95,7 +96,8 @@ def _deadline(what: str) -> Iterator[None]:
 
     For the same reason Ctrl-C ends it without Python.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.SIGINT in stop_signals():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     logging.info("starting %s; gives up after %g s", what, _START_SECONDS)
     faulthandler.dump_traceback_later(_START_SECONDS, exit=True)
     try:
