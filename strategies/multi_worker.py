@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.cluster import ClusterSpec, check_bindable
+from tfdist.errors import ClusterError
 from tfdist.faults import FaultTolerance, meeting, preemption, watchdog
 from tfdist.faults.agreement import Agreement
 from tfdist.faults.board import Board
@@ -23,7 +24,9 @@ from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy
 # TensorFlow packs what it sends into strings of so many bytes, 4096 unless told: see grpc_worker_service.cc. From
 # the 128 KiB of glibc on, the kernel would map and clear each string anew.
 _CHUNK_BYTES = 1 << 16
-_CONNECT_SECONDS = 10  # At least, for TensorFlow to connect workers that are all there.
+# TensorFlow connects workers that are all there in seconds. It has what is left of the time to start, at least the one
+# number and at most the other, or a fifth of that time if it is more; after the part it gives up by itself.
+_CONNECT_SECONDS, _REGISTER_PART = (10.0, 60.0), 0.7
 
 
 class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerMirroredStrategy):
@@ -184,9 +187,15 @@ def _join(cluster_resolver, options, connect):
         os.environ["TF_CONFIG"] = cluster.to_json()
     deadline = time.monotonic() + options.start_timeout_seconds
     lines = meeting.meet(cluster, options.start_timeout_seconds)
-    _set_deadlines(cluster_resolver, options)
-    with meeting.connecting(max(_CONNECT_SECONDS, deadline - time.monotonic())):
-        connect(cluster_resolver)
+    least, most = _CONNECT_SECONDS
+    most = max(most, options.start_timeout_seconds / 5)
+    seconds = max(least, min(most, deadline - time.monotonic()))
+    _set_deadlines(cluster_resolver, options, _REGISTER_PART * seconds)
+    with meeting.connecting(cluster, seconds):
+        try:
+            connect(cluster_resolver)
+        except tf.errors.DeadlineExceededError as error:
+            raise ClusterError(meeting.unconnected(cluster, seconds)) from error
     preemption.give_signals_back()
     if cluster.num_workers > 1:
         board = Board(cluster.worker_id, cluster.num_workers)
@@ -195,8 +204,8 @@ def _join(cluster_resolver, options, connect):
         leave_together(board, lifelines, options.shutdown_timeout_seconds)
 
 
-def _set_deadlines(cluster_resolver, options):
-    """Tells TensorFlow how soon a silent worker is given up."""
+def _set_deadlines(cluster_resolver, options, register_seconds):
+    """Tells TensorFlow how soon a worker that does not connect, or is silent, is given up."""
     context = _tf.context.context()
     if context.coordination_service is not None:
         return
@@ -209,7 +218,7 @@ def _set_deadlines(cluster_resolver, options):
     context.configure_coordination_service(
         service_type="standalone",
         service_leader=_tf.multi_worker_util.coordination_leader(spec),
-        cluster_register_timeout_in_ms=round(options.start_timeout_seconds * 1000),
+        cluster_register_timeout_in_ms=round(register_seconds * 1000),
         heartbeat_timeout_in_ms=round(options.heartbeat_timeout_seconds * 1000),
         coordinated_jobs=jobs,
     )

@@ -256,26 +256,6 @@ def test_after_uninstall_earlier_handlers_and_defaults_hold_again():
     assert preempted(body, signal.SIGUSR1)[0] == -signal.SIGUSR1
 
 
-def test_a_worker_that_is_done_says_for_whom_it_waits_and_whom_it_gives_up(caplog):
-    import tensorflow as tf
-
-    from tfdist.faults.leaving import hear_aloud
-
-    class Silent:
-        worker, heard = 1, 0.0
-
-        def hear(self, subject, worker, timeout_seconds):
-            self.heard += timeout_seconds
-            raise tf.errors.DeadlineExceededError(None, None, subject)
-
-    board = Silent()
-    with pytest.raises(tf.errors.DeadlineExceededError), caplog.at_level("WARNING", logger="absl"):
-        hear_aloud(board, "leave", 0, 60)
-    assert board.heard == 60
-    assert "worker 1 is done, and waits 55 s more for worker 0" in caplog.text
-    assert "worker 1 leaves without worker 0" in caplog.text
-
-
 # Real jobs.
 
 TRAIN = """

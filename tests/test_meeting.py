@@ -3,6 +3,9 @@
 import contextlib
 import json
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 
@@ -124,7 +127,7 @@ def test_strangers_at_the_door_do_no_harm():
 
 def test_a_stranger_in_the_place_of_worker_0_is_no_worker():
     specs = clusters(2)
-    group = Meeting(START_SECONDS)
+    group = Meeting(START_SECONDS / 2)
     with socket.create_server(("127.0.0.1", int(specs[0].address.rpartition(":")[2]))) as server:
         server.settimeout(DEADLINE_SECONDS)
         group.add(1, specs[1])
@@ -134,6 +137,24 @@ def test_a_stranger_in_the_place_of_worker_0_is_no_worker():
                 stranger.recv(1)
                 stranger.sendall(words + b"\n")
         assert "missing: worker 0" in group.end()[1]
+
+
+def test_who_came_and_is_not_connected_is_named_before_the_stacks():
+    (spec, other, _) = clusters(3)
+    code = """
+        import sys, time
+        from tfdist.cluster import ClusterSpec
+        from tfdist.faults import meeting
+        with meeting.connecting(ClusterSpec.from_json(sys.argv[1]), 60):
+            pass
+        with meeting.connecting(ClusterSpec.from_json(sys.argv[1]), 2):
+            time.sleep(60)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), spec.to_json()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    words, _, stacks = done.stderr.partition("Timeout")
+    assert done.returncode == 1 and f"worker 1 at {other.address}, worker 2 at" in words and "line 8 in" in stacks
+    assert words.count("tfdist:") == 1 and "worker 0 of 3" in words
 
 
 def test_another_cluster_is_named_on_all_workers_at_once():

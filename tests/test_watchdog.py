@@ -12,11 +12,13 @@ import textwrap
 import time
 
 import pytest
+import tensorflow as tf
 
 from launched import eventually
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.exit_codes import STALLED
 from tfdist.faults import FaultTolerance
+from tfdist.faults.leaving import hear_aloud
 from tfdist.faults.watchdog import TRAINING, Creations, Patience, start, suspect_of
 
 DEADLINE_SECONDS = 90
@@ -144,6 +146,22 @@ def test_a_watchdog_that_may_never_judge_or_could_not_look_still_refuses_another
         assert eventually(lambda: board.errors)
     assert "All workers must make the same variables" in board.errors
     assert live(Patience(math.inf), (9, TRAINING, 1), (0, TRAINING, 10**5))
+
+
+def test_a_worker_that_is_done_says_for_whom_it_waits_and_whom_it_gives_up(caplog):
+    class Silent:
+        worker, heard = 1, 0.0
+
+        def hear(self, subject, worker, timeout_seconds):
+            self.heard += timeout_seconds
+            raise tf.errors.DeadlineExceededError(None, None, subject)
+
+    board = Silent()
+    with pytest.raises(tf.errors.DeadlineExceededError), caplog.at_level("WARNING", logger="absl"):
+        hear_aloud(board, "leave", 0, 60)
+    assert board.heard == 60
+    assert "worker 1 is done, and waits 55 s more for worker 0" in caplog.text
+    assert "worker 1 leaves without worker 0" in caplog.text
 
 
 SCRIPT = """

@@ -18,6 +18,8 @@ import importlib.metadata
 import json
 import selectors
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,12 +30,14 @@ from tfdist.cluster import ClusterSpec
 from tfdist.cluster.address import split_address
 from tfdist.errors import ClusterError
 
-__all__ = ["addresses_of", "connecting", "meet"]
+__all__ = ["addresses_of", "connecting", "meet", "unconnected"]
 
 _STATUS_SECONDS = 1.0
 _LOG_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 _LINE_BYTES = 1 << 20
+_HERALD = "import select, sys; select.select([0], [], [], float(sys.argv[1]))[0] or sys.stderr.write(sys.argv[2])"
+_HERALD_SECONDS = 0.5  # so much earlier than the stacks
 _PACKAGES = ("tfdist", "tensorflow", "keras")
 
 
@@ -57,16 +61,33 @@ def meet(cluster: ClusterSpec, timeout_seconds: float) -> Mapping[int, socket.so
 
 
 @contextlib.contextmanager
-def connecting(timeout_seconds: float) -> Iterator[None]:
-    """Ends this process with the stacks of its threads and exit code 1, unless the block is done in time.
+def connecting(cluster: ClusterSpec, timeout_seconds: float) -> Iterator[None]:
+    """Ends this process with the names of the others, its own stacks and exit code 1, unless the block is done in time.
 
-    For calls that hold the interpreter's lock, where no thread of Python can look at a clock.
+    For calls that hold the interpreter's lock, where no thread of Python can look at a clock. Nor can one speak, so
+    another process does, which ends when it hears that this one is done or gone.
     """
-    faulthandler.dump_traceback_later(timeout_seconds, exit=True, file=2)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    words = f"tfdist: {unconnected(cluster, timeout_seconds)} It ends with exit code 1, here:\n"
+    command = [sys.executable, "-I", "-S", "-c", _HERALD, str(timeout_seconds - _HERALD_SECONDS), words]
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # no room for a process: stacks say enough
+            stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))
+        faulthandler.dump_traceback_later(timeout_seconds, exit=True, file=2)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def unconnected(cluster: ClusterSpec, seconds: float) -> str:
+    """What is to be said when TensorFlow did not connect workers that had all come."""
+    workers = enumerate(addresses_of(cluster))
+    others = ", ".join(f"worker {worker} at {address}" for worker, address in workers if worker != cluster.worker_id)
+    return (
+        f"All {cluster.num_workers} workers have come, and TensorFlow must connect them within {seconds:.0f} s, but "
+        f"this is {cluster.describe()} on {socket.gethostname()}, and one of {others} was not there. See their logs, "
+        f"or set start_timeout_seconds of tfdist.FaultTolerance to more than {5 * seconds:.0f}."
+    )
 
 
 class _Wait:
