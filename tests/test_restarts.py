@@ -83,12 +83,13 @@ def test_size_follows_who_fails():
     size = Size(4, 2, regrow_seconds=300)
     assert not size.failed(3, started=True, progressed=False)
     assert not size.failed(1, started=True, progressed=False)  # another one
-    assert size.failed(1, started=True, progressed=False) and size.current == 3
-    assert size.failed(2, started=False, progressed=False) and size.current == 2  # could not even be started
+    assert size.failed(1, started=True, progressed=False) and size.slots == [0, 2, 3]
+    assert size.failed(1, started=False, progressed=False) and size.slots == [0, 3]  # could not even be started
     for _ in range(5):
         assert not size.failed(0, started=True, progressed=False)
     assert size.current == 2
     assert not size.failed(0, started=True, progressed=True) and size.current == 4
+    assert not any(size.failed(9, started=True, progressed=False) for _ in range(3))  # there is none
 
 
 def test_each_vain_try_with_all_workers_makes_the_next_come_later():

@@ -345,18 +345,19 @@ def test_asked_to_end_in_a_pause_it_ends(run):
 
 def test_it_goes_on_with_fewer_workers_and_then_with_all_again(run):
     body = """
-        (here / f"size-{attempt}-{worker}").write_text(str(len(cluster)))
+        (here / f"slot-{attempt}-{worker}").write_text(os.environ["TFDIST_SLOT"])
         on_sigterm(lambda: os._exit(75))
         meet()
-        if attempt < 2: die() if worker == 3 else time.sleep(60)
+        if attempt < 2: die() if worker == 1 else time.sleep(60)
         if attempt == 2:
             if worker == 0: commit(1)
             time.sleep(60)
     """
     code, err = finish(run, 4, body, "--min-workers", 3, "--regrow-seconds", 0.5, restarts=2)
     assert code == 0 and attempts(run) == [4, 4, 3, 4], err
-    assert {(run.directory / f"size-2-{worker}").read_text() for worker in range(3)} == {"3"}
-    assert "worker 3 does not come back; going on with 3 workers" in err
+    slots = [[(run.directory / f"slot-{k}-{i}").read_text() for i in range(n)] for k, n in enumerate([4, 4, 3, 4])]
+    assert slots[2] == ["0", "2", "3"] and all(slots[k] == ["0", "1", "2", "3"] for k in (0, 1, 3))
+    assert "worker 1 does not come back; going on with 3 workers, TFDIST_SLOT 0, 2, 3" in err
     assert [each["outcome"] for each in failure(run)["attempts"]] == ["failed", "failed", "resized", "done"]
 
 

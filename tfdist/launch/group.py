@@ -15,7 +15,10 @@ from tfdist.errors import ClusterError
 from tfdist.launch.guard import Guard
 from tfdist.launch.output import Output
 
-__all__ = ["WorkerExit", "WorkerGroup", "describe_exit", "log_path"]
+__all__ = ["SLOT", "WorkerExit", "WorkerGroup", "describe_exit", "log_path"]
+
+SLOT = "TFDIST_SLOT"
+"""The environment variable that tells the workers of one machine apart, also when some are left out."""
 
 _POLL_SECONDS = 0.05
 _DRAIN_SECONDS = 1.0
@@ -52,6 +55,7 @@ class WorkerGroup:
       specs: The cluster, seen from each worker to be started here.
       log_dir: Where `worker-<index>.log` files go. The first worker's output is shown by this process too.
       env: What is added to the environment of each.
+      slots: What TFDIST_SLOT is for each; without, it is not set.
       tee: Whether to print all workers' lines, with "[worker <index>] " before each.
     """
 
@@ -62,12 +66,14 @@ class WorkerGroup:
         *,
         log_dir: pathlib.Path,
         env: Mapping[str, str] | None = None,
+        slots: Sequence[int] | None = None,
         tee: bool = False,
     ):
         self._command = list(command)
         self._specs = list(specs)
         self._log_dir = log_dir
         self._env = dict(env or {})
+        self._slots = slots
         self._tee = tee
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._outputs: dict[int, Output] = {}
@@ -105,9 +111,9 @@ class WorkerGroup:
         """
         self._guard = Guard()
         try:
-            for spec in self._specs:
+            for place, spec in enumerate(self._specs):
                 self._not_started = spec.worker_id
-                self._start_worker(spec)
+                self._start_worker(spec, {SLOT: str(self._slots[place])} if self._slots else {})
                 self._guard.watch(process.pid for process in self._running.values())
             self._not_started = None
         except BaseException:
@@ -159,12 +165,12 @@ class WorkerGroup:
             self._guard.close()
             self._guard = None
 
-    def _start_worker(self, spec: ClusterSpec) -> None:
+    def _start_worker(self, spec: ClusterSpec, own_env: Mapping[str, str]) -> None:
         index = spec.worker_id
         is_first = index == self._specs[0].worker_id
         show = "by line" if self._tee else "as it is" if is_first else "no"
         # Unbuffered, so that a killed worker's last words are in its log.
-        env = {"PYTHONUNBUFFERED": "1", **os.environ, **self._env, "TF_CONFIG": spec.to_json()}
+        env = {"PYTHONUNBUFFERED": "1", **os.environ, **self._env, **own_env, "TF_CONFIG": spec.to_json()}
         try:
             output = self._outputs[index] = Output(log_path(self._log_dir, index), show=show, name=f"[worker {index}]")
             self._running[index] = subprocess.Popen(

@@ -82,7 +82,7 @@ class Commits:
 
 
 class Size:
-    """How many workers the next attempt has.
+    """How many workers the next attempt has, and which: each has a slot, a number that it keeps over all attempts.
 
     One fewer when a worker cannot come back: it was the first failure twice in a row with no commit in between, or its
     process could not be started. All again at the next restart after a commit.
@@ -99,34 +99,40 @@ class Size:
         self._regrow_seconds = regrow_seconds
         self._shrunk = 0  # how often all were too many
         self._culprit: int | None = None
-        self.current = full
+        self.slots = list(range(full))
+
+    @property
+    def current(self) -> int:
+        """How many."""
+        return len(self.slots)
 
     def failed(self, culprit: int | None, *, started: bool, progressed: bool) -> bool:
         """Takes note of a failed attempt.
 
         Args:
-          culprit: The worker that failed first, None if not known.
+          culprit: The worker that failed first, by its place in `slots`, None if not known.
           started: Whether its process ran.
           progressed: Whether the attempt committed.
 
         Returns:
           Whether the next attempt has one worker fewer.
         """
-        is_lost = culprit is not None and not progressed and (not started or culprit == self._culprit)
+        # A report may name whomever as the cause.
+        is_lost = culprit in range(self.current) and not progressed and (not started or culprit == self._culprit)
         if progressed:
-            self.current = self._full
-        if not is_lost or self.current == self._least:
+            self.slots = list(range(self._full))
+        if culprit is None or not is_lost or self.current == self._least:
             self._culprit = culprit
             return False
         self._shrunk += self.current == self._full
         self._culprit = None
-        self.current -= 1
+        del self.slots[culprit]
         return True
 
     def regrow(self) -> None:
         """Has all workers in the next attempt."""
         self._culprit = None
-        self.current = self._full
+        self.slots = list(range(self._full))
 
     def is_due(self, seconds: float) -> bool:
         """Whether an attempt that has run and committed for `seconds` is to make room for one with all workers."""

@@ -190,7 +190,12 @@ class Supervisor:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             group = WorkerGroup(
-                self._command, self._specs(workers), log_dir=directory, env=self._env(number), tee=self._options.tee
+                self._command,
+                self._specs(workers),
+                log_dir=directory,
+                env=self._env(number),
+                slots=None if self._spec else self._size.slots,
+                tee=self._options.tee,
             )
             group.start()
         except (OSError, TfdistError) as error:
@@ -288,7 +293,10 @@ class Supervisor:
             started = failure.kind != "start"
             if self._size.failed(failure.culprit, started=started, progressed=attempt.progressed):
                 logging.warning(
-                    "worker %d does not come back; going on with %d workers", failure.culprit, self._size.current
+                    "worker %d does not come back; going on with %d workers, TFDIST_SLOT %s",
+                    failure.culprit,
+                    self._size.current,
+                    ", ".join(map(str, self._size.slots)),
                 )
                 self._restarts.progress()  # another job, in a way: it deserves tries of its own
             pause = self._restarts.pause(time.time(), failure.place)
