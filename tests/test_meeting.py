@@ -136,7 +136,7 @@ def test_a_stranger_in_the_place_of_worker_0_is_no_worker():
             with stranger:
                 stranger.recv(1)
                 stranger.sendall(words + b"\n")
-        assert "missing: worker 0" in group.end()[1]
+    assert "missing: worker 0" in group.end()[1]
 
 
 def test_who_came_and_is_not_connected_is_named_before_the_stacks():
