@@ -392,8 +392,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     def _limits(self, replicas: int) -> list[int]:
         size = self.plan.global_batch_size
-        limits = size if self._max_rows is None else self._max_rows
-        limits = [limits] * replicas if isinstance(limits, numbers.Integral) else list(limits)
+        given: Any = size if self._max_rows is None else self._max_rows
+        limits = [given] * replicas if isinstance(given, numbers.Integral) else list(given)
         if len(limits) != replicas or min(limits) < 1 or sum(limits) < size:
             raise ValueError(
                 f"max_rows must leave room for a global batch of {size} on {replicas} replicas, one number from 1 up "
