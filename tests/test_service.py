@@ -232,12 +232,15 @@ def test_asked_to_stop_it_leaves_nothing_but_what_it_is_to_ignore_it_ignores(tmp
     environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
     pipes = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": ignore}
     with subprocess.Popen(command, cwd=tmp_path, env=environ, **pipes) as process:
-        while "tf.data service at" not in (line := process.stderr.readline()):
-            assert line, "it ended"
-        status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
-        ignored = int(re.search(r"SigIgn:\s*([0-9a-f]+)", status)[1], 16)
-        assert all(ignored >> (signum - 1) & 1 for signum in (signal.SIGHUP, signal.SIGINT))
-        process.terminate()
-        assert process.wait(60) == 0
+        try:
+            while "tf.data service at" not in (line := process.stderr.readline()):
+                assert line, "it ended"
+            status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
+            ignored = int(re.search(r"SigIgn:\s*([0-9a-f]+)", status)[1], 16)
+            assert all(ignored >> (signum - 1) & 1 for signum in (signal.SIGHUP, signal.SIGINT))
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
     assert list((tmp_path / "tmp").iterdir()) == []
