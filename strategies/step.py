@@ -73,8 +73,8 @@ class Step:
 
     @property
     def has_rows(self) -> bool | tf.Tensor:
-        """Whether this replica holds any row, bool or bool []; taken for granted where rows are not known."""
-        return self.rows is None or self.rows > 0
+        """See `_any`."""
+        return _any(self.rows)
 
     def exchange_rows(self) -> None:
         """Finds the `share` of this replica, by an exchange of one number.
@@ -117,6 +117,11 @@ def running(rows: int | tf.Tensor | None, model: keras.Model | None = None) -> I
         _local.step = before
 
 
+def _any(rows: int | tf.Tensor | None) -> bool | tf.Tensor:
+    """Whether there is any row, True or bool []; taken for granted where rows are not known."""
+    return True if rows is None or (isinstance(rows, int) and rows > 0) else tf.convert_to_tensor(rows) > 0
+
+
 def _zeros_like(value):
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(tf.zeros_like(value.values), value.indices, value.dense_shape)
@@ -129,18 +134,19 @@ def at_least_one_row(data: Any, rows: int | tf.Tensor | None) -> Any:
     A short last batch can leave a replica without rows, and many kernels and layers fail on such input: fused
     convolutions on CPUs, reshapes to (-1, ...). What the row of zeros gives rise to is discarded by `Step`.
     """
-    if rows is None or (isinstance(rows, int) and rows > 0):
+    has_rows = _any(rows)
+    if has_rows is True:
         return data
 
     def fill(leaf):
         if isinstance(leaf, tf.RaggedTensor):
-            return tf.cond(rows > 0, lambda: leaf, lambda: _ragged_row(leaf))
+            return tf.cond(has_rows, lambda: leaf, lambda: _ragged_row(leaf))
         if not isinstance(leaf, tf.Tensor) or leaf.shape.rank in (0, None):
             return leaf
         # Where a worker has run out, TensorFlow makes dimensions that it does not know 0.
         least = [int(size is None) for size in leaf.shape[1:]]
         like = tf.maximum(tf.shape(leaf)[1:], tf.constant(least, tf.int32))
-        filled = tf.cond(rows > 0, lambda: leaf, lambda: tf.zeros(tf.concat([[1], like], 0), leaf.dtype))
+        filled = tf.cond(has_rows, lambda: leaf, lambda: tf.zeros(tf.concat([[1], like], 0), leaf.dtype))
         return tf.ensure_shape(filled, [None, *leaf.shape[1:]])
 
     return keras.tree.map_structure(fill, data)
@@ -155,13 +161,14 @@ def _ragged_row(like: tf.RaggedTensor) -> tf.RaggedTensor:
 
 def only_rows(outputs: Any, rows: int | tf.Tensor | None) -> Any:
     """A model's outputs, but none on a replica without rows, after `at_least_one_row`."""
-    if rows is None or (isinstance(rows, int) and rows > 0):
+    has_rows = _any(rows)
+    if has_rows is True:
         return outputs
 
     def cut(leaf):
         if not isinstance(leaf, tf.Tensor | tf.RaggedTensor) or leaf.shape.rank in (0, None):
             return leaf
-        return tf.cond(rows > 0, lambda: leaf, lambda: leaf[:0])
+        return tf.cond(has_rows, lambda: leaf, lambda: leaf[:0])
 
     return keras.tree.map_structure(cut, outputs)
 
