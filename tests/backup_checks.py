@@ -50,6 +50,8 @@ class Count(keras.callbacks.Callback):
         self.sums = np.zeros(2)
         self.weight = tf.Variable(0.0)
         self.seen, self.file = seen, None
+        self.itself = [self.batches]
+        self.itself.append(self.itself)
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epochs[epoch] = self.epochs.get(epoch, 0) + 1
@@ -64,7 +66,16 @@ class Count(keras.callbacks.Callback):
         self.file.write(str(batch))
 
     def on_train_end(self, logs=None):
-        self.file.close()
+        if self.file:  # not of a `fit` that was done before
+            self.file.close()
+
+
+class TrainFunctionAnew(keras.callbacks.Callback):
+    """Has the train function made anew in the second epoch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if keras.ops.convert_to_numpy(self.model.optimizer.iterations) == STEPS + 1:
+            self.model.make_train_function(force=True)
 
 
 class PerClass(keras.metrics.Metric):
@@ -152,10 +163,10 @@ def inputs(kind, strategy):
     return {"x": strategy.distribute_datasets_from_function(sharding)}
 
 
-def callbacks_of(directory, position, broken, monitors, seen, **options):
+def callbacks_of(directory, position, broken, monitors, seen, anew=False, **options):
     mine = [BackupAndRestore(directory, **options)] if directory else []
     count = Count(seen)
-    others = [count]
+    others = [count, *([TrainFunctionAnew()] if anew else [])]
     if monitors:
         others += [
             keras.callbacks.ReduceLROnPlateau(patience=0, min_delta=0.3, factor=0.5),
@@ -300,3 +311,23 @@ def resumed_with_fewer(directory):
     rows = inputs("balanced", alone)
     fit = model.fit(**rows, epochs=EPOCHS, callbacks=[BackupAndRestore(directory, save_freq=4)], verbose=0)
     return fit.epoch, fit.history, int(keras.ops.convert_to_numpy(model.optimizer.iterations))
+
+
+def resumed_with_more(directory):
+    """A training of no strategy, broken off amid an accumulation of gradients and continued by 2 replicas; it whole."""
+    x, y = data()
+
+    def train_on(strategy, *callbacks):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(1)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = keras.Sequential([layers.Input((9,)), layers.Dense(16, activation="tanh"), layers.Dense(4)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=4), loss, metrics=["accuracy"])
+        fit = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, callbacks=callbacks, verbose=0)
+        return [*model.get_weights(), *(np.asarray(fit.history[name]) for name in ("loss", "accuracy"))]
+
+    try:
+        train_on(None, BackupAndRestore(directory, save_freq=3), BreakOff(1, kills=False))
+    except BrokenOffError:
+        return train_on(tfdist.MirroredStrategy(), BackupAndRestore(directory, save_freq=3)), train_on(None)

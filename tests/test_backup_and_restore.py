@@ -1,11 +1,14 @@
 """A training that is killed and started again is, to the bit, the training that was not."""
 
+import datetime
 import pathlib
+import types
 
 import numpy as np
 import pytest
 
 import backup_checks as checks
+from tfdist.backup import schedule, steps
 from tfdist.testing import WorkerPool
 
 
@@ -39,7 +42,8 @@ ROWS = {
     "endless dataset, epochs": {"breaks": [8, 19], "save_freq": "epoch", "data_kind": "endless"},
     "epochs shorter than the data": {"breaks": [4, 8, 10], "save_freq": 2, "data_kind": "known"},
     "epochs shorter than the data, epochs": {"breaks": [5, 8, 10], "save_freq": "epoch", "data_kind": "known"},
-    "metric that is a vector": {"breaks": [5, 8], "save_freq": 4, "model": {"vectors": True}},
+    "metric that is a vector": {"breaks": [8, 11], "save_freq": 3, "model": {"vectors": True}},
+    "train function made anew": {"breaks": [15], "save_freq": 4, "data_kind": "endless", "anew": True},
     "unseeded noise": {"breaks": [9, 15], "save_freq": 4, "model": {"noise": True}},
     "steps_per_execution": {"breaks": [8, 14], "save_freq": 4, "model": {"steps": 2}},
     "accumulation": {"breaks": [4], "save_freq": 3, "model": {"accumulate": 2}},
@@ -85,7 +89,7 @@ def test_broken_off_and_resumed_on_two_devices(row, pools, tmp_path):
 FITS = {"fits": 2, "delete_checkpoint": False}
 KILLED = {
     "a process": ("plain", 1, 1, [[0, 9], [0, 15]], {"save_freq": 4, "monitors": True}),
-    "in the second fit": ("plain", 1, 1, [[0, 9], [0, 29]], {"save_freq": 4, **FITS}),
+    "in the second fit": ("plain", 1, 1, [[0, 9], [0, 29]], {"save_freq": 4, "model": {"vectors": True}, **FITS}),
     "two devices": ("1x2", 1, 2, [[0, 9], [0, 15]], {"save_freq": 4, "data_kind": "balanced", "compressed": "int8"}),
     "two workers": ("2x1", 2, 1, [[0, 13]], {"save_freq": 4, "data_kind": "balanced", "compressed": "int8"}),
     "two workers, both": (
@@ -127,6 +131,33 @@ def test_a_full_disk_costs_a_save_and_nothing_else(pools, tmp_path):
     meanwhile, in_the_end = pools("single").run(checks.full_disk, str(tmp_path / "backup"))[0]
     assert meanwhile == [4]
     assert in_the_end == [16, 18]
+
+
+def test_sums_are_not_taken_once_for_each_replica_that_there_is_more(pools, tmp_path):
+    resumed, alone = pools("1x2").run(checks.resumed_with_more, str(tmp_path / "backup"))[0]
+    for mine, other in zip(resumed, alone, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_time_is_looked_at_also_where_steps_become_slower(monkeypatch):
+    clock = types.SimpleNamespace(now=0.0)
+    monkeypatch.setattr(schedule, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    agreement = types.SimpleNamespace(settle=lambda subject, said, decide: decide(None))
+    due = schedule.Schedule(datetime.timedelta(minutes=10), agreement, 0)
+    saves = []
+    for step in range(1, 4001):  # 0.1 s each, and a validation of 5 minutes after each 100
+        clock.now += 0.1 + (300 if step % 100 == 0 else 0)
+        if due.is_due(step):
+            saves.append(clock.now / 60)
+    assert np.all(np.diff([0, *saves, clock.now / 60]) < 25), saves
+
+
+def test_what_a_broken_off_fit_had_to_pass_over_is_trained_on_by_the_next():
+    counted = steps.CountedSteps(lambda iterator: next(iterator), 1)
+    counted.pass_over(3, 0, lambda _: None, reads=True, runs_last=False, logs=None)
+    first = iter(range(9))
+    assert [counted(first), counted(first)] == [None, None]
+    assert counted(iter(range(9))) == 0
 
 
 def test_another_number_of_replicas_goes_on_with_the_next_global_batch(pools, tmp_path):

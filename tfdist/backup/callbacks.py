@@ -104,10 +104,10 @@ def _speaks_for_itself(callback: Any) -> bool:
 
 def _attributes(callback: Any) -> Iterator[tuple[str, Plain]]:
     attributes = {"state": callback.get_state()} if _speaks_for_itself(callback) else vars(callback)
-    for key, value in attributes.items():
+    for key, value in list(attributes.items()):  # which a thread of the callback's may change
         arrays: list[np.ndarray] = []
         try:
             if key not in _NOT_STATE:
                 yield key, (encode(value, arrays), arrays)
-        except TypeError:
+        except (TypeError, RecursionError):
             continue  # a model, a file, a function: what a new start makes anew

@@ -19,7 +19,7 @@ from tfdist.backup.agreement import Agreement
 from tfdist.backup.callbacks import CallbackStates
 from tfdist.backup.files import files_of, is_remote
 from tfdist.backup.loaded import Loaded, load
-from tfdist.backup.plain import decode, encode
+from tfdist.backup.plain import apart, decode, encode, with_arrays
 from tfdist.backup.saver import Saver, Snapshot
 from tfdist.backup.schedule import Schedule
 from tfdist.backup.steps import CountedSteps, count_steps, uncount_steps
@@ -80,6 +80,7 @@ class FitBackup(keras.callbacks.Callback):
         self._is_done_before = False
         self._logs: Any = None
         self._epoch = self._batch = 0
+        self._counted: CountedSteps | None = None
         self._asked_to_stop = False
 
     # -- the beginning
@@ -105,8 +106,14 @@ class FitBackup(keras.callbacks.Callback):
             self._take_position()
         self._schedule = Schedule(self._options.save_freq, self._agreement, self._process.steps)
         self._install_preemption()
+        uncount_steps(self.model)  # of a `fit` that was broken off
+        self._count_steps()
+
+    def _count_steps(self) -> CountedSteps | None:
+        """Counts the steps of the model's train function, also of one that was made anew; `None` if there is none."""
         if self.model.train_function is not None:
-            count_steps(self.model)
+            self._counted = count_steps(self.model, self._counted)
+        return self._counted
 
     def _end_former(self) -> None:
         """Waits for the last save of a `fit` in this process that was broken off."""
@@ -206,15 +213,16 @@ class FitBackup(keras.callbacks.Callback):
         here = self._serialized()
         before = plain["positions"][-len(here) :] if here else []
         self._positions = [*here[: len(here) - len(before)], *before]
-        if (plain["batch"] or plain["consumed"]) and self.model.train_function is not None:
+        counted = self._count_steps()
+        if (plain["batch"] or plain["consumed"]) and counted is not None:
             lacking = variables.missing(variables.slots_of(self.model), plain["variables"])
-            count_steps(self.model).pass_over(
+            counted.pass_over(
                 plain["batch"],
                 0 if any(plain["read"]) else plain["consumed"] - plain["batch"],
                 self._count_as_seen,
                 reads=not any(plain["read"]),  # it continues by itself
                 runs_last=bool(lacking) and not any(plain["read"]),
-                logs=decode(plain["logs"], []),
+                logs=decode(*apart(plain["logs"])),
             )
         self._passing_over = plain["batch"] > 0
         if self._passing_over:
@@ -232,7 +240,7 @@ class FitBackup(keras.callbacks.Callback):
         self._list.callbacks = self._others
         self._apply()
         self._batch = batch + 1
-        self._logs = decode(self._loaded.plain["logs"], [])
+        self._logs = decode(*apart(self._loaded.plain["logs"]))
         self.model.stop_training = self._loaded.plain["stop"]
         self._loaded = None
 
@@ -240,13 +248,13 @@ class FitBackup(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Counts steps, also of a train function that another callback has made anew."""
-        if self.model.train_function is not None:
-            count_steps(self.model)
+        self._count_steps()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Saves if it is time."""
         if self._passing_over:
-            if not count_steps(self.model).left:
+            counted = self._count_steps()
+            if counted is None or not counted.left:
                 self._end_passing_over(batch)
             return
         self._remove_residual_files()
@@ -356,9 +364,9 @@ class FitBackup(keras.callbacks.Callback):
         return [_text(sharding.serialize()) for sharding in getattr(self._strategy, "shardings", [])]
 
     def _history(self) -> Any:
-        """The history of this `fit`, small."""
+        """The history of this `fit`."""
         return {
-            name: {key: node for key, (node, arrays) in attributes.items() if not arrays}
+            name: {key: with_arrays(*state) for key, state in attributes.items()}
             for name, attributes in self._states.capture().items()
             if "History:" in name
         }
@@ -433,13 +441,15 @@ def _key(directory: str) -> str:
 
 
 def _encoded_logs(logs: Any) -> Any:
-    """The logs of a step, unless they hold arrays, as of a metric for each class: they are only shown."""
+    """The logs of a step; `None` for what cannot be saved, as they are only shown."""
     arrays: list[np.ndarray] = []
-    try:
-        node = encode(logs, arrays)
-    except TypeError:
-        return None
-    return None if arrays else node
+    known = dict(logs) if logs else logs
+    for name in known or ():
+        try:
+            encode(known[name], [])
+        except TypeError:
+            known[name] = None
+    return with_arrays(encode(known, arrays), arrays)
 
 
 def _text(serialized: Any) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from tfdist.backup import residuals, variables
 from tfdist.backup.agreement import Agreement
 from tfdist.backup.callbacks import CallbackStates
-from tfdist.backup.plain import decode
+from tfdist.backup.plain import apart, decode
 from tfdist.backup.saver import read_part
 from tfdist.backup.store import Commit
 from tfdist.errors import BackupError, PositionError
@@ -56,7 +56,9 @@ class Loaded:
         everyone = [arrays for arrays, _ in self.parts]
         variables.make_random(self.plain["variables"], strategy)
         slots = variables.slots_of(model)
-        variables.restore(slots, self.plain["variables"], self.shared, everyone, agreement.is_chief)
+        variables.restore(
+            slots, self.plain["variables"], self.shared, everyone, is_alike=self.is_alike, is_first=agreement.is_chief
+        )
         has_files = self._restore_residuals(getattr(strategy, "communication", None), everyone, folder)
         self._restore_shardings(getattr(strategy, "shardings", []))
         arrays, own = self.parts[agreement.own if not self.is_alike and agreement.own < len(self.parts) else 0]
@@ -64,7 +66,8 @@ class Loaded:
             random.setstate(decode(own["python_random"], []))
             np.random.set_state(decode(own["numpy_random"], [arrays["numpy_random"]]))
         if self.plain["fit"] > finished:
-            states.restore(_without_arrays(self.plain["histories"][finished]))
+            history = self.plain["histories"][finished]
+            states.restore({name: {key: apart(own) for key, own in kept.items()} for name, kept in history.items()})
         else:
             states.restore(_callback_states(own["callbacks"], arrays))
         return has_files
@@ -127,7 +130,3 @@ def _callback_states(saved: Mapping[str, Any], arrays: Mapping[str, np.ndarray])
         }
         for name, attributes in saved.items()
     }
-
-
-def _without_arrays(history: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: {key: (node, []) for key, node in attributes.items()} for name, attributes in history.items()}

@@ -18,7 +18,7 @@ _GROUPS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def encode(value: Any, arrays: list[np.ndarray]) -> Any:
-    """`value` as JSON; arrays in it are put at the end of `arrays`.
+    """`value` as JSON; arrays in it are put at the end of `arrays`. Another thread may change it meanwhile.
 
     Raises:
       TypeError: If it holds anything but None, bool, int, float, str, bytes, NumPy arrays and scalars, eager tensors
@@ -31,10 +31,10 @@ def encode(value: Any, arrays: list[np.ndarray]) -> Any:
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}
     if kind is dict:
-        return {"dict": [[encode(key, arrays), encode(own, arrays)] for key, own in value.items()]}
+        return {"dict": [[encode(key, arrays), encode(own, arrays)] for key, own in list(value.items())]}
     for name, group in _GROUPS.items():
         if kind is group:
-            return {name: [encode(own, arrays) for own in value]}
+            return {name: [encode(own, arrays) for own in list(value)]}
     if tf.is_tensor(value) and hasattr(value, "numpy"):
         value = value.numpy()
     if isinstance(value, np.ndarray | np.generic) and _is_number(value.dtype):
@@ -61,6 +61,20 @@ def decode(node: Any, arrays: Sequence[np.ndarray]) -> Any:
     if kind in _GROUPS:
         return _GROUPS[kind](decode(own, arrays) for own in content)
     return np.array(arrays[content]) if kind == "array" else arrays[content][()]
+
+
+def with_arrays(node: Any, arrays: Sequence[np.ndarray]) -> Any:
+    """What `encode` gave as one piece of JSON, for arrays that are small."""
+    return [node, [[array.dtype.name, array.shape, base64.b64encode(array.tobytes()).decode()] for array in arrays]]
+
+
+def apart(given: Any) -> tuple[Any, list[np.ndarray]]:
+    """What `with_arrays` was given."""
+    node, arrays = given
+    return node, [
+        np.frombuffer(base64.b64decode(text), tf.as_dtype(dtype).as_numpy_dtype).reshape(shape)
+        for dtype, shape, text in arrays
+    ]
 
 
 Packed = tuple[list[Any], list[memoryview]]

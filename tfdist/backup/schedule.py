@@ -45,10 +45,12 @@ class Schedule:
     def _look(self, steps: int, interval_seconds: float) -> dict[str, Any]:
         """On the chief: whether the time has come, and in how many steps to look again."""
         now = time.monotonic()
-        step_seconds = (now - self._seconds_looked) / max(steps - self._looked_at, 1)
+        passed = max(steps - self._looked_at, 1)
+        step_seconds = (now - self._seconds_looked) / passed
         self._seconds_looked, self._looked_at = now, steps
         left = self._seconds_saved + interval_seconds - now
         save = left < step_seconds
         if save:
             self._seconds_saved, left = now, interval_seconds
-        return {"save": save, "steps": max(1, int(left / max(step_seconds, 1e-6)))}
+        # Not much further than what was measured: what comes then, as a validation, may take longer.
+        return {"save": save, "steps": min(max(1, int(left / max(step_seconds, 1e-6))), 2 * passed)}

@@ -48,6 +48,8 @@ class CountedSteps:
     def __call__(self, iterator: Any) -> Any:
         """Trains for one execution, or passes over its batches."""
         if iterator is not self.iterator:
+            if self.iterator is not None:  # a `fit` that was broken off had more to pass over
+                self.left = self._ahead = 0
             self.iterator, self.consumed = iterator, 0
         if self._ahead:
             self._read(iterator, self._ahead)
@@ -83,10 +85,18 @@ class CountedSteps:
             self.consumed += 1
 
 
-def count_steps(model: keras.Model) -> CountedSteps:
-    """Puts `CountedSteps` in the place of the model's train function, unless they are there."""
+def count_steps(model: keras.Model, former: CountedSteps | None = None) -> CountedSteps:
+    """Puts `CountedSteps` in the place of the model's train function, unless they are there.
+
+    Args:
+      model: Whose.
+      former: Those of this `fit` so far, which go on counting if the function was made anew.
+    """
     if not isinstance(model.train_function, CountedSteps):
-        model.train_function = CountedSteps(model.train_function, model.steps_per_execution)
+        if former is None:
+            former = CountedSteps(model.train_function, model.steps_per_execution)
+        former.function = model.train_function
+        model.train_function = former
     return model.train_function
 
 

@@ -138,6 +138,8 @@ def restore(
     described: Mapping[str, Sequence[Any]],
     shared: Mapping[str, np.ndarray],
     own: Sequence[Mapping[str, np.ndarray]],
+    *,
+    is_alike: bool,
     is_first: bool,
 ) -> None:
     """Assigns what was saved, to variables that equal those described; others stay as they are.
@@ -147,18 +149,19 @@ def restore(
       described: What was saved, by key.
       shared: Values that all held alike.
       own: What the replicas of this worker held; if there were others, of each former worker.
+      is_alike: Whether there are as many workers and replicas as there were.
       is_first: Whether this is the first worker, which takes sums over replicas that are no more.
     """
     for slot in slots:
         if list(described.get(slot.key, ())) != slot.described:
             continue
         locals_ = slot.locals()
-        if slot.key in shared:
-            values = [shared[slot.key]] * len(locals_)
-        else:
-            values = [value for part in own for value in _replicas(slot.key, part)]
-            if len(own) > 1 or len(values) != len(locals_):
-                values = _spread(slot, values, len(locals_), is_first)
+        was_shared = slot.key in shared
+        values = [shared[slot.key]] if was_shared else [each for part in own for each in _replicas(slot.key, part)]
+        if not is_alike and (slot.own or not was_shared):
+            values = _spread(slot, values, len(locals_), is_first)
+        elif was_shared:
+            values *= len(locals_)
         for local, value in zip(locals_, values, strict=True):
             local.assign(value)
 
