@@ -147,7 +147,6 @@ class BalancedSharding(tf.train.experimental.PythonState):
         self._shares: tuple[int, ...] = ()
         self._reports: Any = None
         self._begun: list[Handout] = []  # For iterators from which nothing was read yet.
-        self._reported: Handout | None = None  # The newest that is, and that is not.
         self._unreported: Handout | None = None
         self._statistics: Statistics | None = None
         self._changes, self._noted = 0, 0.0
@@ -191,24 +190,24 @@ class BalancedSharding(tf.train.experimental.PythonState):
         """Steps in a whole epoch, or `tf.data.INFINITE_CARDINALITY`."""
         return tf.data.INFINITE_CARDINALITY if self._repeat else self.plan.steps_per_epoch
 
-    def start(self, *, training: bool, models: Sequence[Any] = ()) -> Handout:
+    def start(self, *, training: bool, models: Sequence[Any] = (), counts: bool = True) -> Handout:
         """Begins to hand out to the iterator that is made next.
 
         Args:
           training: Whether to go on where training stands, instead of a whole epoch in the order of the source.
-          models: Whose `fit` is under way, innermost first: the strategy reports what that is trained on. If none is,
-            what is read counts, once an epoch is over.
+          models: Whose `fit` it is for, innermost first: the strategy reports what that is trained on.
+          counts: If it is for none, whether what is read counts, once an epoch is over.
         """
         with self._lock:
             if not training:
                 plan = dataclasses.replace(self.plan, order=Unshuffled())
                 handout = Handout(plan, 0, 0, self._shares, self._at_most, repeat=False)
             else:
-                handout = self._start_training(models)
+                handout = self._start_training(models, counts)
             self._begun = [each for each in self._begun if not each.closed] + [handout]
             return handout
 
-    def _start_training(self, models: Sequence[Any]) -> Handout:
+    def _start_training(self, models: Sequence[Any], counts: bool) -> Handout:
         reported = bool(models) and self._reports is not None
         adapts = reported and self._policy == "speed" and self._replicas > 1
         lead = _LEAD if adapts else None
@@ -216,9 +215,9 @@ class BalancedSharding(tf.train.experimental.PythonState):
         handout = Handout(self.plan, *position, self._shares, self._at_most, repeat=self._repeat, lead=lead)
         if reported:
             self._reports.feed(models, functools.partial(self._take, handout))
-            self._reported, self._unreported = handout, None
-        elif self._reported is None or self._reported.closed or self._reported.finished:
-            self._unreported = handout  # else a look amid a `fit`, which does not move it
+            self._unreported = None
+        elif counts:
+            self._unreported = handout
         self._noted = 0.0
         return handout
 

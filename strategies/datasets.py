@@ -59,10 +59,11 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
     def __iter__(self):
         if _tf.keras_is_peeking() and _has_ranks(self):
             return iter([_example(self)])
-        made_by_keras = _tf.keras_made_iterator()  # not in custom loops, also those in a callback
-        fitting = _tf.keras_fitting_models() if made_by_keras else ()
-        evaluating = made_by_keras and _tf.keras_is_evaluating()
-        handout = self._sharding.start(training=not evaluating, models=fitting)
+        fitting, is_of_fit = _tf.keras_fitting_models(), _tf.keras_made_iterator()
+        if is_of_fit:
+            handout = self._sharding.start(training=not _tf.keras_is_evaluating(), models=fitting)
+        else:  # a custom loop, or a look amid a `fit`, as of a callback
+            handout = self._sharding.start(training=True, counts=not fitting)
         iterator = super().__iter__()
         weakref.finalize(iterator, handout.close)  # TensorFlow waits for whoever is still to hand out.
         return iterator

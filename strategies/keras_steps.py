@@ -1,7 +1,5 @@
 """Keras' own step functions, and any other, as replicas run them: rows counted, statistics and logs averaged."""
 
-import inspect
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,9 +36,7 @@ def keras_step_of(fn, args, kwargs, trainer):
         return None
     name = next((name for name in _KERAS_STEPS if fn == getattr(model, name)), None)
     if name and isinstance(fn, _tf.Function):  # replicas trace it, each by itself
-        _, fn = tf.__internal__.decorator.unwrap(fn.python_function)
-        converted = tf.autograph.to_graph(getattr(fn, "__func__", fn))
-        fn = types.MethodType(converted, model) if inspect.ismethod(fn) else converted
+        fn = _tf.python_function_of(fn, model)
     return KerasStep(name, model, fn) if name else None
 
 

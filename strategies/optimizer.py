@@ -126,15 +126,17 @@ class _Weigh:
         return loss * tf.cast(step.share, loss.dtype)
 
     def apply(self, grads, trainable_variables=None):
-        step = current_step()
+        step, grads = current_step(), list(grads)
+        given = [] if trainable_variables is None else [list(trainable_variables)]
+        trainable_variables = given[0] if given else self._trainable_variables
+        scales = _scales(grads, trainable_variables)
         if step is not None and step.share is not None:
             if id(self.__dict__) not in step.scaled_losses:
-                grads = [_times(grad, step.share) for grad in grads]
+                grads = [grad if i in scales else _times(grad, step.share) for i, grad in enumerate(grads)]
             grads = _to_present(step.or_zeros, grads)
-        if step is not None:
-            of = self._trainable_variables if trainable_variables is None else trainable_variables
-            grads = _largest_of_all(step, list(grads), of)
-        return super().apply(grads, trainable_variables)
+        if step is not None and scales:
+            grads = _largest_of_all(step, grads, scales)
+        return super().apply(grads, *given)
 
 
 class _Exchange:
@@ -211,22 +213,24 @@ def _to_present(fn, grads: list[Any]) -> list[Any]:
     return [None if grad is None else next(results) for grad in grads]
 
 
-def _largest_of_all(step, grads, variables):
-    """`grads`, where those that Keras puts in the place of their variables are the largest of all replicas.
+def _scales(grads, variables):
+    """Which "gradients" are no such thing: Keras puts them in the place of their variables.
 
-    They are the scales of float8 layers and the largest numbers that these have met, which one device would find in
-    the whole batch.
+    They are the scales of float8 layers and the largest numbers that these have met.
     """
-    places = [i for i, variable in enumerate(variables) if getattr(variable, "overwrite_with_gradient", False)]
-    places = [i for i in places if grads[i] is not None]
-    if places:
-        context = tf.distribute.get_replica_context()
-        own = tf.concat([tf.reshape(grads[i], [-1]) for i in places], axis=0)
-        row = tf.one_hot(context.replica_id_in_sync_group, context.num_replicas_in_sync, dtype=own.dtype)
-        largest = tf.reduce_max(step.all_reduce(tf.distribute.ReduceOp.SUM, row[:, None] * own), axis=0)
-        sizes = [variables[i].shape.num_elements() for i in places]
-        for i, value in zip(places, tf.split(largest, sizes), strict=True):
-            grads[i] = tf.reshape(value, variables[i].shape)
+    pairs = enumerate(zip(grads, variables, strict=False))
+    return [i for i, (grad, of) in pairs if grad is not None and getattr(of, "overwrite_with_gradient", False)]
+
+
+def _largest_of_all(step, grads, places):
+    """`grads`, but at these places the largest of all replicas: what one device would find in the whole batch."""
+    context = tf.distribute.get_replica_context()
+    own = tf.concat([tf.reshape(grads[i], [-1]) for i in places], axis=0)
+    row = tf.one_hot(context.replica_id_in_sync_group, context.num_replicas_in_sync, dtype=own.dtype)
+    largest = tf.reduce_max(step.all_reduce(tf.distribute.ReduceOp.SUM, row[:, None] * own), axis=0)
+    grads = list(grads)
+    for i, value in zip(places, tf.split(largest, [tf.size(grads[i]) for i in places]), strict=True):
+        grads[i] = tf.reshape(value, tf.shape(grads[i]))
     return grads
 
 

@@ -147,7 +147,7 @@ def test_who_came_and_is_not_connected_is_named_before_the_stacks():
         from tfdist.faults import meeting
         with meeting.connecting(ClusterSpec.from_json(sys.argv[1]), 60):
             pass
-        with meeting.connecting(ClusterSpec.from_json(sys.argv[1]), 2):
+        with meeting.connecting(ClusterSpec.from_json(sys.argv[1]), 4):
             time.sleep(60)
     """
     command = [sys.executable, "-c", textwrap.dedent(code), spec.to_json()]

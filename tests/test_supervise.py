@@ -119,7 +119,7 @@ def test_what_fails_at_the_same_place_is_given_up_however_long_it_takes(run):
 def test_training_anew_what_was_committed_is_no_progress(run):
     body = """
         commit(5)
-        time.sleep(0.5)
+        time.sleep(3)
         commit(10 + attempt)
         sys.exit(4)  # after a fit that removes its backups
     """

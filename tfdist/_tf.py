@@ -8,7 +8,7 @@ import inspect
 import os
 import re
 import sys
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
 # Strategies extend these two; `tf.distribute` exports the strategies but not their `extended` halves. Without them
@@ -42,6 +42,10 @@ from tensorflow.python.distribute.values_util import get_current_replica_id_as_i
 # Without these two: Python `if` on tensors inside a custom loop's step function is not converted.
 from tensorflow.python.autograph.core.ag_ctx import control_status_ctx
 from tensorflow.python.autograph.impl.api import tf_convert
+
+# A method under `tf.function` is wrapped; see `python_function_of`.
+from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.util import tf_decorator
 
 # `tf.function` objects given to `strategy.run` are traced again inside it. Without it: no detection of them.
 from tensorflow.python.eager.def_function import Function
@@ -80,8 +84,8 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_g
 # `evaluate` crosses the network, generators lose batches, and vector metrics are collapsed in the logs of batches.
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
-# What makes the iterators of `fit`, to tell them from a user's. Without it: a batch that a callback looks at leaves the
-# training without a BalancedSharding.
+# What makes the iterators of `fit`, to tell them from a user's. If that moves, a BalancedSharding takes all for a
+# user's: shares stay as they are, and an evaluation moves the position.
 from keras.src.trainers import epoch_iterator as keras_epoch_iterator
 
 # What Keras wraps a user's dataset in, to tell it from those of its own making. Without it: `fit` on arrays returns a
@@ -134,6 +138,7 @@ __all__ = [
     "keras_model_in_step",
     "multi_worker_util",
     "put_losses_back",
+    "python_function_of",
     "regroup",
     "set_cardinality",
     "set_global_seed_generator",
@@ -294,6 +299,21 @@ def _frame_of(function: Any) -> FrameType | None:
     while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back
     return frame
+
+
+def python_function_of(function: Function, owner: Any) -> Any:
+    """What a `tf.function`, maybe a method of `owner`, does, with its `if`s and loops on tensors turned into graphs.
+
+    TensorFlow wraps a method in decorators that call a stand-in of its object. Without it: a `train_step` under
+    `tf.function` is traced once for all replicas.
+    """
+    _, original = tf_decorator.unwrap(function.python_function)
+    plain = getattr(original, "__func__", original)
+    try:
+        converted = autograph.to_graph(plain)
+    except autograph.ConversionError:  # it has no source, as what is typed in; `tf.function` runs it as it is, too
+        converted = plain
+    return MethodType(converted, owner) if inspect.ismethod(original) else converted
 
 
 def clone_function(function: Function, python_function) -> Function:

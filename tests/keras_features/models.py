@@ -101,9 +101,32 @@ def bfloat16_weights_and_small_integers(place):
 
 @row(tolerance=1e-2)  # what is added up in another order may become another float8
 def float8_layers(place):
-    model = built(place, functools.partial(mlp, dtype="float8_from_float32"))
     x, y = data(33)
-    return outcome(model, fit(model, x * np.linspace(0.1, 3, 33, dtype="float32")[:, None], y))
+    x *= np.linspace(0.1, 3, 33, dtype="float32")[:, None]
+    makes = [functools.partial(mlp, dtype="float8_from_float32"), Float8WithoutScaledLoss]
+    models = [built(place, make) for make in makes]
+    histories = [fit(model, x, y) for model in models]
+    # Of a loss that is not scaled, the gradients that a replica meets are not those of the whole batch.
+    same = [variable for variable in models[1].variables if "outputs_grad" not in variable.path]
+    weights = np.concatenate([np.ravel(variable) for variable in same])
+    return outcome(models[0], histories[0], loss=histories[1]["loss"], weights=weights)
+
+
+class Float8WithoutScaledLoss(Subclassed):
+    """Its step leaves the loss as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = layers.Dense(5, activation="tanh", dtype="float8_from_float32")
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            prediction = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=prediction)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return self.compute_metrics(x, y, prediction)
 
 
 class InPython(layers.Layer):

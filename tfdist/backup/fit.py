@@ -278,6 +278,7 @@ class FitBackup(keras.callbacks.Callback):
         """Waits for the last save; removes the backups if they are not to stay."""
         self.model._initial_epoch = None
         uncount_steps(self.model)
+        self._counted = None
         self._remove_residual_files()
         self._list.callbacks.remove(self)
         self._saver.wait()

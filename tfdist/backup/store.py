@@ -32,7 +32,7 @@ from absl import logging
 from tfdist.backup.files import files_of, is_remote
 from tfdist.errors import BackupError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 LOCK = "lock"
 
@@ -299,11 +299,11 @@ def _fault_of(path: str, step: int) -> Commit | str:
         manifest = _checked_manifest(files, os.path.join(path, MANIFEST))
         if manifest["step"] != step:
             return f"its manifest is of step {manifest['step']}"
-        if manifest["format"] > FORMAT:
+        if manifest["format"] != FORMAT:
+            update = "Update tfdist" if manifest["format"] > FORMAT else "Go on with that version"
             raise BackupError(
                 f"{path} was written by tfdist {manifest.get('versions', {}).get('tfdist')} in format "
-                f"{manifest['format']}; this version knows formats up to {FORMAT}. Update tfdist, or give another "
-                "backup_dir."
+                f"{manifest['format']}; this version knows format {FORMAT}. {update}, or give another backup_dir."
             )
         for name, described in manifest["files"].items():
             file = os.path.join(path, name)

@@ -86,9 +86,10 @@ def _leave(board: Board, lifelines: Lifelines, timeout_seconds: float, pid: int)
         return
     error = getattr(sys, "last_value", None)
     done = error is None
-    with contextlib.suppress(tf.errors.OpError):  # the others are gone, or have failed
-        if error is not None:
+    if error is not None:
+        with contextlib.suppress(tf.errors.OpError):  # it may have been told already
             _report(board, error)
+    with contextlib.suppress(tf.errors.OpError):  # the others are gone, or have failed
         board.say("done", done)
         if done and board.worker == 0:
             # Worker 0 keeps the board, so it goes last.

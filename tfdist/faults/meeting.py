@@ -36,8 +36,11 @@ _STATUS_SECONDS = 1.0
 _LOG_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 _LINE_BYTES = 1 << 20
-_HERALD = "import select, sys; select.select([0], [], [], float(sys.argv[1]))[0] or sys.stderr.write(sys.argv[2])"
-_HERALD_SECONDS = 0.5  # so much earlier than the stacks
+_HERALD = (
+    "import select, sys, time; left = max(0, float(sys.argv[1]) - time.monotonic()); "
+    "select.select([0], [], [], left)[0] or sys.stderr.write(sys.argv[2])"
+)
+_HERALD_SECONDS = 1.0  # so much earlier than the stacks
 _PACKAGES = ("tfdist", "tensorflow", "keras")
 
 
@@ -68,7 +71,8 @@ def connecting(cluster: ClusterSpec, timeout_seconds: float) -> Iterator[None]:
     another process does, which ends when it hears that this one is done or gone.
     """
     words = f"tfdist: {unconnected(cluster, timeout_seconds)} It ends with exit code 1, here:\n"
-    command = [sys.executable, "-I", "-S", "-c", _HERALD, str(timeout_seconds - _HERALD_SECONDS), words]
+    moment = str(time.monotonic() + timeout_seconds - _HERALD_SECONDS)  # of a clock that all processes share
+    command = [sys.executable, "-I", "-S", "-c", _HERALD, moment, words]
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # no room for a process: stacks say enough
             stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))

@@ -87,8 +87,8 @@ class Failure:
         if self.kind == "exit":  # what one worker decides, the next may be first to decide
             return f"exit code {self.exit_code}"
         if self.signal:
-            return f"{self.signal} of worker {self.worker}"
-        return f"{self.kind} in {self.section} of step {self.step}"
+            return None if self.doubt else f"{self.signal} of worker {self.worker}"
+        return f"stall in {self.section} of step {self.step}" if self.kind == "stall" else None
 
     def describe(self) -> str:
         """Says in a line what happened: "worker 1 was killed by SIGKILL"."""

@@ -90,15 +90,14 @@ class Output:
             os.close(self._ends.pop())
 
     def _pump(self, source: int, shown: int | None) -> None:
-        """Copies until the end. A place that fails is left out from then on: the worker must not block on a full pipe.
+        """Copies until the end, whatever fails: the worker must not block on a full pipe.
 
-        A full disk is such a place, or a reader that is gone (`| head`).
+        A reader that is gone (`| head`) is left out from then on; a disk that is full may have room again.
         """
-        log: int | None = self._log.fileno()
         with open(source, "rb", buffering=0) as stream:
             lines = Lines()
             for chunk in _chunks(stream):
-                log = _put(log, chunk)
+                _put(self._log.fileno(), chunk)
                 shown = self._show(shown, lines.split(chunk) if self._by_line else [chunk])
             self._show(shown, lines.rest())
 

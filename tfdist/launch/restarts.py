@@ -98,7 +98,7 @@ class Size:
         self._least = least
         self._regrow_seconds = regrow_seconds
         self._shrunk = 0  # how often all were too many
-        self._culprit: int | None = None
+        self._culprit: int | None = None  # its slot
         self.slots = list(range(full))
 
     @property
@@ -118,15 +118,16 @@ class Size:
           Whether the next attempt has one worker fewer.
         """
         # A report may name whomever as the cause.
-        is_lost = culprit in range(self.current) and not progressed and (not started or culprit == self._culprit)
+        slot = self.slots[culprit] if culprit is not None and culprit in range(self.current) else None
+        is_lost = slot is not None and not progressed and (not started or slot == self._culprit)
         if progressed:
             self.slots = list(range(self._full))
-        if culprit is None or not is_lost or self.current == self._least:
-            self._culprit = culprit
+        if slot is None or not is_lost or self.current == self._least:
+            self._culprit = slot
             return False
         self._shrunk += self.current == self._full
         self._culprit = None
-        del self.slots[culprit]
+        self.slots.remove(slot)
         return True
 
     def regrow(self) -> None:

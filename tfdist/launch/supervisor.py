@@ -22,7 +22,7 @@ __all__ = ["Attempt", "Options", "Stragglers", "Supervisor"]
 _FAILURE_GRACE_SECONDS = 2.0
 _CAUSE_SECONDS = 1.5
 _PORT_SECONDS = 10.0
-_POLL_SECONDS = 0.05
+_POLL_SECONDS, _LOOK_SECONDS = 0.05, 0.2
 _ALONE_SECONDS, _ALONE_AGAIN_SECONDS = 10.0, 60.0
 
 
@@ -211,17 +211,19 @@ class Supervisor:
     def _watch(
         self, group: WorkerGroup, number: int, start: float, commits: Commits, ended: Callable[..., Attempt]
     ) -> Attempt:
-        options, caught, stragglers = self._options, self._caught, Stragglers()
-
-        def has_room() -> bool:
-            commits.see(self._committed())
-            return commits.any and self._size.is_due(time.time() - start)
+        options, caught, stragglers, looked = self._options, self._caught, Stragglers(), 0.0
 
         def look() -> bool:
-            told = stragglers.tell(group.exits, group.running, time.time())
+            nonlocal looked
+            now = time.time()
+            if caught or abs(now - looked) < _LOOK_SECONDS:  # what follows asks the disk
+                return bool(caught)
+            looked = now
+            commits.see(self._committed())
+            told = stragglers.tell(group.exits, group.running, now)
             if told:
                 logging.info("%s", told)
-            return bool(caught) or has_room() or bool(self._stuck(group, number))
+            return (commits.any and self._size.is_due(now - start)) or bool(self._stuck(group, number))
 
         group.wait(until=look)
         codes = {each.returncode for each in group.exits}
