@@ -60,7 +60,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         spec = ClusterSpec.from_env() if cluster_resolver is None else None
         if spec is not None and _tf.context.context().coordination_service is None:
             check_bindable(spec)
-        if cluster_resolver is None and not os.environ.get("TF_CONFIG", "").strip():
+        if cluster_resolver is None and spec is None:
             # TensorFlow's own resolver would read an empty TF_CONFIG as JSON.
             cluster_resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
         make_virtual_devices()
