@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
+from keras_features import start_anew
 from keras_features.models import Noise
 from tfdist import compression
 from tfdist.callbacks import BackupAndRestore
@@ -117,8 +118,7 @@ def build(
     vectors=False,
     second=False,
 ):
-    keras.backend.clear_session()
-    keras.utils.set_random_seed(seed)
+    start_anew(seed)
     if noise:
         keras.random.normal((1,))  # outside the scope: makes a generator that a strategy cannot use
     with strategy.scope() if strategy else contextlib.nullcontext():
@@ -318,8 +318,7 @@ def resumed_with_more(directory):
     x, y = data()
 
     def train_on(strategy, *callbacks):
-        keras.backend.clear_session()
-        keras.utils.set_random_seed(1)
+        start_anew()
         with strategy.scope() if strategy else contextlib.nullcontext():
             model = keras.Sequential([layers.Input((9,)), layers.Dense(16, activation="tanh"), layers.Dense(4)])
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

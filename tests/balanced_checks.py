@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
-from keras_features import Place, outcome, strategy_of
+from keras_features import Place, outcome, start_anew, strategy_of
 from tfdist.data import BalancedSharding
 from tfdist.data.order import Shuffled
 from tfdist.data.plan import Plan
@@ -75,8 +75,7 @@ FIT_OPTIONS = {"steps_per_execution": {"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}
 def prepared(strategy, case="plain"):
     """The model of a case, under a strategy or none."""
     _, make, make_optimizer, options, _ = CASES[case]
-    keras.backend.clear_session()
-    keras.utils.set_random_seed(1)
+    start_anew()
     with Place(strategy, "", "").scope():
         model = make()
         model.compile(make_optimizer(), CROSSENTROPY, **{"metrics": ["accuracy"], **options})

@@ -12,7 +12,7 @@ from absl import logging as absl_logging
 from keras import layers
 
 import tfdist
-from keras_features import outcome, strategy_of
+from keras_features import outcome, start_anew, strategy_of
 from tfdist import compression
 
 # Small enough to test with, and every tensor that has more than one row is compressed.
@@ -50,8 +50,7 @@ def data(rows=BATCH * 10):
 
 
 def build(strategy, accumulate=None, policy="float32", **compile_options):
-    keras.backend.clear_session()
-    keras.utils.set_random_seed(1)
+    start_anew()
     keras.mixed_precision.set_global_policy(policy)
     try:
         with strategy.scope():

@@ -104,7 +104,7 @@ def test_one_sharding_for_training_and_validation(pools):
         assert positions == [(0, 3), (0, 6), (1, 0), (1, 3)]
 
 
-@pytest.mark.parametrize("placement", ["1x2", "2x1"])
+@pytest.mark.parametrize("placement", [pytest.param("1x2", marks=pytest.mark.exhaustive), "2x1"])
 def test_a_fit_within_a_fit_leaves_the_outer_one_its_shares_and_position(placement, pools, one_device):
     for result in pools(placement).run(checks.one_fit_within_another, placement):
         assert_same(result, one_device("plain"), 1e-5)
@@ -139,7 +139,7 @@ def test_a_custom_loop_reads_each_example_once_and_counts_epochs(placement, pool
     assert {tuple(positions) for _, positions in workers} == {((1, 0), (2, 0))}
 
 
-@pytest.mark.parametrize("placement", ["2x1", "1x2"])
+@pytest.mark.parametrize("placement", ["2x1", pytest.param("1x2", marks=pytest.mark.exhaustive)])
 def test_an_audit_of_whole_and_continued_epochs_passes(placement, pools):
     for error, history, position in pools(placement).run(checks.audited, placement):
         assert error is None

@@ -10,7 +10,6 @@ HIERARCHY = (
     "fit_numpy",
     "input_last_batch_of_one_row",
     "batch_normalization",
-    "dropout",
     "embedding_adam_sparse",
 )
 # Where replicas in one graph, or one after another, do not go the way of processes; on two devices the others are

@@ -87,7 +87,8 @@ def test_workers_may_hand_their_own_rows_to_train_on_batch(pools):
 
 
 @pytest.mark.parametrize(
-    ("placement", "replicas"), [("1x2", 2), ("2x1", 2), pytest.param("2x2", 4, marks=pytest.mark.exhaustive)]
+    ("placement", "replicas"),
+    [("1x2", 2), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("2x1", 2), ("2x2", 4)))],
 )
 def test_custom_loops_and_fit_take_turns(placement, replicas, pools):
     for totals in pools(placement).run(checks.loop_and_fit_in_turns, placement):
@@ -143,7 +144,13 @@ def test_only_the_chief_runs_the_hooks_of_a_callback(pools):
     assert pools("2x1").run(checks.hooks_run_by, "2x1") == [[0, "end"], []]
 
 
-@pytest.mark.parametrize(("placement", "kind"), [("1x2", "MirroredStrategy"), ("2x1", "MultiWorkerMirroredStrategy")])
+@pytest.mark.parametrize(
+    ("placement", "kind"),
+    [
+        pytest.param("1x2", "MirroredStrategy", marks=pytest.mark.exhaustive),
+        ("2x1", "MultiWorkerMirroredStrategy"),
+    ],
+)
 def test_two_strategies_in_a_process_keep_apart(placement, kind, pools):
     for totals in pools(placement).run(checks.two_strategies, kind):
         assert totals == [2.0, 2.0, 2.0]

@@ -68,10 +68,15 @@ def strategy_of(placement: str, compression: Any = None):
     return tfdist.MultiWorkerMirroredStrategy(compression=compression)
 
 
+def start_anew(seed: int = 1) -> None:
+    """Keras as in a new process, without the garbage collected: a sixth of a short training's time."""
+    keras.backend.clear_session(free_memory=False)
+    keras.utils.set_random_seed(seed)
+
+
 def run_row(name: str, placement: str, folder: str, compression: Any = None) -> dict[str, Any]:
     """Runs one row in this process; called in every worker of a placement."""
-    keras.backend.clear_session()
-    keras.utils.set_random_seed(1)
+    start_anew()
     keras.mixed_precision.set_global_policy("float32")
     try:
         return ROWS[name].run(Place(strategy_of(placement, compression), folder, placement))
