@@ -123,6 +123,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         self.source: Source = as_source(source)
         _check_positive("global_batch_size", global_batch_size)
         _check_positive("num_parallel_calls", num_parallel_calls)
+        _check_seed(seed)
         self._seed, self._repeat, self._num_parallel_calls = int(seed), repeat, num_parallel_calls
         self._policy, self._max_rows = _checked_policy(policy), max_rows
         self._reader = Reader(self.source, map_fn)
@@ -324,7 +325,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         """
         try:
             state = json.loads(string_value)
-            epoch, step, identity = int(state["epoch"]), int(state["step"]), state["of"]
+            epoch, step, identity = int(state["epoch"]), int(state["step"]), dict(state["of"])
         except (ValueError, KeyError, TypeError) as error:
             raise PositionError(f"Not a position of a BalancedSharding: {string_value!r:.200}.") from error
         if (own := self._identity()) != identity:
@@ -335,6 +336,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
                 f"The saved position belongs to other global batches: {different}. Restore it with the source and "
                 "arguments that it was saved with, or start a new run."
             )
+        if step >= self.plan.steps_per_epoch:  # saved before a short last batch that is left out now
+            epoch, step = epoch + 1, 0
         with self._lock:
             self._epoch, self._step = epoch, step
             if self._policy == "speed" and state.get("shares"):
@@ -344,12 +347,18 @@ class BalancedSharding(tf.train.experimental.PythonState):
             if self._replicas:
                 self._settle_shares()
 
+    def described(self) -> list[str]:
+        """What all workers must have alike, else they would train on other examples than each other think."""
+        alike = {**self._identity(), "policy": self._policy, "max_rows": self._max_rows, "repeat": self._repeat}
+        alike["drop_remainder"] = self.plan.drop_remainder
+        return [f"{name} {value}" for name, value in alike.items()]
+
     def _identity(self) -> dict[str, Any]:
         return {
             "examples": self.plan.num_examples,
             "global_batch_size": self.plan.global_batch_size,
             "seed": self._seed,
-            "order": type(self.plan.order).__name__,
+            "order": repr(self.plan.order),
             "source": self._fingerprint,
         }
 
@@ -392,11 +401,12 @@ class BalancedSharding(tf.train.experimental.PythonState):
     def _limits(self, replicas: int) -> list[int]:
         size = self.plan.global_batch_size
         given: Any = size if self._max_rows is None else self._max_rows
-        limits = [given] * replicas if isinstance(given, numbers.Integral) else list(given)
-        if len(limits) != replicas or min(limits) < 1 or sum(limits) < size:
+        limits = list(given) if isinstance(given, Sequence | np.ndarray) else [given] * replicas
+        whole = all(isinstance(limit, numbers.Integral) for limit in limits)
+        if len(limits) != replicas or not whole or min(limits) < 1 or sum(limits) < size:
             raise ValueError(
-                f"max_rows must leave room for a global batch of {size} on {replicas} replicas, one number from 1 up "
-                f"or one for each replica, but it is {self._max_rows}."
+                f"max_rows must leave room for a global batch of {size} on {replicas} replicas, one whole number "
+                f"from 1 up or one for each replica, but it is {self._max_rows!r}."
             )
         return [min(int(limit), size) for limit in limits]
 
@@ -433,6 +443,11 @@ def _checked_policy(policy: str | Sequence[float]) -> str | tuple[float, ...]:
     if not weights or not all(0 < weight < float("inf") for weight in weights):
         raise ValueError(f'policy is "speed", "equal" or a positive weight for each replica, not {policy!r}.')
     return weights
+
+
+def _check_seed(seed: Any) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise ValueError(f"seed must be a whole number, the same on all workers, not {seed!r}.")
 
 
 def _check_positive(name: str, value: int) -> None:

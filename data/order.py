@@ -1,6 +1,7 @@
 """In which order the examples of a data set come: pure functions from (epoch, positions) to indices."""
 
 import functools
+import hashlib
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,9 @@ class Order(Protocol):
     def __call__(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Which examples stand at `positions` of this epoch, int64 [k] -> int64 [k]."""
 
+    def __repr__(self) -> str:
+        """Tells orders apart, but for their seed and number of examples."""
+
 
 class Unshuffled:
     """As they are stored."""
@@ -24,6 +28,9 @@ class Unshuffled:
     def __call__(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """See `Order`."""
         return positions
+
+    def __repr__(self) -> str:
+        return "Unshuffled"
 
 
 class Shuffled:
@@ -41,6 +48,9 @@ class Shuffled:
             here = numbers == number
             indices[here] = self._chunk(epoch, number)[positions[here] - number * _CHUNK]
         return indices
+
+    def __repr__(self) -> str:
+        return "Shuffled"
 
     def _compute_chunk(self, epoch: int, number: int) -> np.ndarray:
         first = number * _CHUNK
@@ -73,6 +83,9 @@ class BlockShuffled:
                 offsets[here] = within(offsets[here], of_slot[here])
         return of_slot * size + offsets
 
+    def __repr__(self) -> str:
+        return f"BlockShuffled({self._block_size})"
+
 
 class Stratified:
     """Classes come evenly: any run of neighbours has the proportions of the whole, to one or two examples of a class.
@@ -92,6 +105,10 @@ class Stratified:
     def __call__(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """See `Order`."""
         return self._sorted(epoch if self._shuffle else 0)[self._slots[positions]]
+
+    def __repr__(self) -> str:
+        labels = hashlib.sha256(self._classes.astype("<i8").tobytes()).hexdigest()[:8]
+        return f"Stratified({labels}, shuffle={self._shuffle})"
 
     def _sort(self, epoch: int) -> np.ndarray:
         """The examples by class, within it in an order of the epoch, int64 [n]."""

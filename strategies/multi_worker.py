@@ -77,7 +77,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     def distribute_datasets_from_function(self, dataset_fn, options=None):
         """See `ReplicatedStrategy.distribute_datasets_from_function`."""
         dataset = super().distribute_datasets_from_function(dataset_fn, options)
-        if self.extended._num_workers > 1 and not isinstance(dataset, BalancedDataset):
+        if self.extended._num_workers > 1 and isinstance(dataset, BalancedDataset):
+            self.extended.agreement.on_sharding(dataset_fn.described())
+        elif self.extended._num_workers > 1:
             _tf.set_cardinality(dataset, self._longest(int(dataset.cardinality)))
         return dataset
 

@@ -198,6 +198,19 @@ def test_a_damaged_commit_is_set_aside_not_deleted(two):
     assert (two / "faulty-step-12" / "state.json").read_bytes() == b"damaged"
 
 
+@pytest.mark.parametrize(("operation", "call"), [("move", "set_faulty_aside"), ("names", "newest_whole")])
+def test_storage_that_refuses_is_named_and_not_taken_for_empty(operation, call, two, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    (two / "step-12" / "state.json").write_bytes(b"damaged")
+    with owned(two) as store:
+        assert store.newest_whole().step == 3
+        monkeypatch.setattr(store._files, operation, refuse)
+        with pytest.raises(BackupError, match=f"{two}.*Input/output error"):
+            getattr(store, call)()
+
+
 def test_a_newer_format_is_an_error_and_nothing_is_touched(two):
     path = two / "step-12" / MANIFEST
     manifest = {**json.loads(path.read_bytes())["manifest"], "format": 99, "versions": {"tfdist": "9.9"}}

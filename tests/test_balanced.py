@@ -203,6 +203,10 @@ def test_weights_and_limits_of_numpy_are_taken():
         (lambda: sharding_of(2, policy=[1, 2, 3]), ["3 and there are 2 replicas"]),
         (lambda: sharding_of(2, max_rows=3), ["max_rows", "8 on 2 replicas", "3"]),
         (lambda: sharding_of(2, max_rows=[8]), ["max_rows", "[8]"]),
+        (lambda: sharding_of(2, max_rows=4.5), ["max_rows", "4.5"]),
+        (lambda: sharding_of(2, max_rows="8"), ["max_rows", "'8'"]),
+        (lambda: sharding_of(1, seed=None), ["seed", "None"]),
+        (lambda: sharding_of(1, seed=1.5), ["seed", "1.5"]),
         (lambda: sharding_of(1, size=30, drop_remainder=True), ["drop_remainder", "20"]),
         (lambda: sharding_of(1, stratify_by=[1, 2]), ["stratify_by", "[20]", "[2]"]),
         (lambda: sharding_of(1, block_size=0), ["block_size", "0"]),
@@ -225,12 +229,48 @@ def test_bad_arguments_are_named(make, words):
     ],
 )
 def test_a_position_of_other_global_batches_is_refused(other, words):
-    saved = sharding_of(2).serialize()
+    assert_refused({}, other, words)
 
+
+LABELS = np.arange(20) % 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        ({"block_size": 4}, {"block_size": 5}, ["BlockShuffled(4)", "BlockShuffled(5)"]),
+        ({"stratify_by": LABELS}, {"stratify_by": LABELS[::-1]}, ["order was Stratified("]),
+        ({"stratify_by": LABELS}, {"stratify_by": LABELS, "shuffle": False}, ["shuffle=True", "shuffle=False"]),
+    ],
+)
+def test_a_position_in_another_order_is_refused(one, other, words):
+    assert_refused(one, other, words)
+
+
+def assert_refused(one, other, words):
+    saved = sharding_of(2, **one).serialize()
+
+    sharding_of(2, **one).deserialize(saved)
     with pytest.raises(tfdist.errors.PositionError) as raised:
         sharding_of(2, **other).deserialize(saved)
 
     assert [word for word in words if word not in str(raised.value)] == []
+
+
+def test_a_position_before_a_batch_that_is_left_out_is_the_end_of_the_epoch():
+    saved = sharding_of(2).serialize().replace('"step":0', '"step":2')
+    sharding = sharding_of(2, drop_remainder=True)
+
+    sharding.deserialize(saved)
+
+    assert sharding.position == (1, 0)
+
+
+def test_workers_of_unlike_shardings_are_told_at_once(pools):
+    for fewer, seeds, alike in pools("2x1").run(checks.unlike_shardings):
+        assert "worker 0 has examples 20, worker 1 has examples 19" in fewer
+        assert "worker 0 has seed 0, worker 1 has seed 1" in seeds
+        assert alike == "alike"
 
 
 def test_what_cannot_be_batched_is_named():
@@ -241,7 +281,7 @@ def test_what_cannot_be_batched_is_named():
         BalancedSharding(np.arange(8), 4, map_fn=of_unknown_rank)()
 
 
-@pytest.mark.parametrize("state", ["", "{}", "[]", '{"epoch": "x"}'])
+@pytest.mark.parametrize("state", ["", "{}", "[]", '{"epoch": "x"}', '{"epoch": 0, "step": 0, "of": 3}'])
 def test_what_is_no_position_is_refused(state):
     with pytest.raises(tfdist.errors.PositionError, match="Not a position"):
         sharding_of(1).deserialize(state)

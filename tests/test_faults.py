@@ -213,6 +213,12 @@ def test_after_the_save_the_process_leaves_with_its_code_and_runs_what_was_regis
     assert ("earlier" in output) == (signum == signal.SIGTERM)
 
 
+def test_a_process_that_leaves_unsaved_says_so():
+    code, output, _ = preempted("print('ready'); time.sleep(1); preemption.leave(['worker 1: the disk is full'])")
+    assert code == PREEMPTED
+    assert "NOT saved: worker 1: the disk is full" in output and "Saved" not in output
+
+
 def test_a_program_that_does_not_end_after_the_save_is_ended():
     code, output, seconds = preempted(
         """

@@ -317,6 +317,17 @@ def test_example_that_is_wrong_is_named(examples, said):
     assert_told(failure_of(as_source(examples), range(8)), *said)
 
 
+def test_items_may_share_a_buffer():
+    class Reused(list):
+        buffer = np.zeros(2, np.int64)
+
+        def __getitem__(self, index):
+            self.buffer[:] = index
+            return self.buffer
+
+    assert [list(each) for each in read(as_source(Reused([0] * 4)), range(4))] == [[i, i] for i in range(4)]
+
+
 def test_items_asked_for_together_are_named_one_by_one():
     class Broken(Together):
         def __getitem__(self, index):
@@ -444,12 +455,15 @@ def test_a_file_that_took_the_place_of_another_is_read(tmp_path):
     assert read(as_source(path), range(4)) == RECORDS[3:7]
 
 
-@pytest.mark.parametrize("content", [b"", b"nonsense", None], ids=["empty", "nonsense", "flipped"])
+@pytest.mark.parametrize("content", [b"", b"nonsense", None, "encrypted"])
 def test_damaged_index_is_made_anew(content, tmp_path, caplog):
     path = write_tfrecord(tmp_path / "a.tfrecord")
     as_source(path)
     index = tmp_path / f"a.tfrecord{INDEX_SUFFIX}"
     sound = index.read_bytes()
+    if content == "encrypted":  # a flag of a member, in the zip file's list of them
+        content = bytearray(sound)
+        content[sound.index(b"PK\1\2") + 8] |= 1
     index.write_bytes(sound[:-200] if content is None else content)
     assert read(as_source(path), range(COUNT)) == RECORDS
     assert "damaged" in caplog.text

@@ -33,7 +33,7 @@ class ArrayRecordSource(ItemsSource):
         self._ends = np.cumsum([take for _, _, take in parts])
         self._files = [(path, skip) for path, skip, _ in parts]
         self._stats = [stat(path) for path, _ in self._files]
-        if not self._ends[-1]:
+        if not parts or not self._ends[-1]:
             raise ValueError(
                 f"A source needs at least one example, but there are none in {[part[0] for part in parts]}."
             )
@@ -53,7 +53,7 @@ class ArrayRecordSource(ItemsSource):
     def _read(self, indices: np.ndarray) -> list[np.ndarray]:
         self._check_files(indices)
         records = np.empty(len(indices), object)
-        records[:] = self._get(indices.tolist())
+        records[:] = list(self._examples(indices.tolist()))
         return [records]
 
     def _check_files(self, indices: np.ndarray) -> None:

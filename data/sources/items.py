@@ -36,7 +36,7 @@ class ItemsSource(Source):
         self._length = len(items)
         if not self._length:
             raise ValueError(f"A source needs at least one example, but {type(items).__name__} has a length of 0.")
-        self.element_spec = map_leaves(_spec, self._get([0])[0], "example")
+        self.element_spec = map_leaves(_spec, next(self._examples([0])), "example")
 
     def __len__(self) -> int:
         return self._length
@@ -59,30 +59,30 @@ class ItemsSource(Source):
         specs = tf.nest.flatten(self.element_spec)
         columns = [np.empty((len(indices), *spec.shape), spec.dtype.as_numpy_dtype) for spec in specs]
         numbers = indices.tolist()
-        for row, (index, example) in enumerate(zip(numbers, self._get(numbers), strict=True)):
-            try:
-                leaves = list(_leaves(self.element_spec, example, "example"))
-            except (TypeError, ValueError) as error:
-                raise self.failure(
-                    index, f"is unlike example 0: {error} All examples need the same structure, shapes and types."
-                ) from None
-            for column, leaf in zip(columns, leaves, strict=True):
-                column[row] = leaf[()]  # of strings without dimensions, the string itself
+        with self._lock:  # until they are copied: an object may hand out one buffer for all of them
+            for row, (index, example) in enumerate(zip(numbers, self._examples(numbers), strict=True)):
+                try:
+                    leaves = list(_leaves(self.element_spec, example, "example"))
+                except (TypeError, ValueError) as error:
+                    raise self.failure(
+                        index, f"is unlike example 0: {error} All examples need the same structure, shapes and types."
+                    ) from None
+                for column, leaf in zip(columns, leaves, strict=True):
+                    column[row] = leaf[()]  # of strings without dimensions, the string itself
         return columns
 
-    def _get(self, indices: list[int]) -> list[Any]:
+    def _examples(self, indices: list[int]) -> Iterator[Any]:
         if not indices:  # on a replica without rows
-            return []
-        with self._lock:
-            if len(self._items) != self._length:
-                raise self.failure(
-                    indices[0],
-                    f"is not what it was: {type(self._items).__name__} had {self._length} examples when training "
-                    f"began and has {len(self._items)} now. Leave it as it is while it is read.",
-                )
-            if hasattr(self._items, "__getitems__"):
-                return self._get_together(indices)
-            return [self._get_one(index) for index in indices]
+            return iter(())
+        if len(self._items) != self._length:
+            raise self.failure(
+                indices[0],
+                f"is not what it was: {type(self._items).__name__} had {self._length} examples when training "
+                f"began and has {len(self._items)} now. Leave it as it is while it is read.",
+            )
+        if hasattr(self._items, "__getitems__"):
+            return iter(self._get_together(indices))
+        return map(self._get_one, indices)
 
     def _get_one(self, index: int) -> Any:
         try:

@@ -94,7 +94,7 @@ class RemoteFiles:
     def __init__(self):
         import tensorflow as tf  # here, since a local disk needs none of it
 
-        self._gfile, self._error = tf.io.gfile, tf.errors.OpError
+        self._gfile, self._error, self._not_found = tf.io.gfile, tf.errors.OpError, tf.errors.NotFoundError
 
     def make_folder(self, path: str) -> None:
         """See `LocalFiles`."""
@@ -154,7 +154,8 @@ class RemoteFiles:
         try:
             return function(*args)
         except self._error as error:
-            raise OSError(f"{type(error).__name__} {error.message} ({', '.join(map(str, args))})") from error
+            kind = FileNotFoundError if isinstance(error, self._not_found) else OSError
+            raise kind(f"{type(error).__name__} {error.message} ({', '.join(map(str, args))})") from error
 
 
 def files_of(path: str) -> LocalFiles | RemoteFiles:

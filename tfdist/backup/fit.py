@@ -136,13 +136,11 @@ class FitBackup(keras.callbacks.Callback):
                 self._loaded = load(commit, self.model, self._agreement)
         except (BackupError, OSError) as error:
             fault = f"worker {self._agreement.own} on {socket.gethostname()}: {error}"
-        faults = self._agreement.settle("fit", fault, lambda said: [one for one in said if one])
+        faults = self._agreement.settle("fit", fault, lambda said: _decide(store, said))
         if faults:
             if store is not None:
                 store.release()
             raise BackupError("; ".join(faults) if self._agreement.workers > 1 else faults[0].partition(": ")[2])
-        if store is not None:
-            store.set_faulty_aside()
         self._run = chosen["run"]
         self._process.saver = Saver(self._options.directory, self._run, self._agreement, store)
         return commit
@@ -374,7 +372,10 @@ class FitBackup(keras.callbacks.Callback):
 
     def _remove_residual_files(self) -> None:
         if self._residual_files:
-            files_of(self._residual_files).remove(self._residual_files)
+            try:
+                files_of(self._residual_files).remove(self._residual_files)
+            except OSError as error:
+                logging.info("%s stays until the next start: %s.", self._residual_files, error)
             self._residual_files = ""
 
     # -- preemption
@@ -414,7 +415,7 @@ class FitBackup(keras.callbacks.Callback):
         """Saves, then ends the process; the exit code says that it may be started again."""
         self._save()
         self._saver.wait()
-        preemption.leave()
+        preemption.leave(self._saver.refusals)
 
 
 def _choose(store: Store | None) -> dict[str, Any]:
@@ -427,6 +428,15 @@ def _choose(store: Store | None) -> dict[str, Any]:
         "holder": f"process {os.getpid()} on {socket.gethostname()}",
         "commit": commit and [commit.step, commit.path, dict(commit.manifest)],
     }
+
+
+def _decide(store: Store | None, said: list[Any]) -> list[str]:
+    """On the chief: what hinders a worker; else makes room for new commits."""
+    assert store is not None
+    faults = [one for one in said if one]
+    if not faults:
+        store.set_faulty_aside()
+    return faults
 
 
 def _content(path: str) -> str | None:

@@ -57,6 +57,9 @@ class Saver:
       run: Of `Draft`.
       agreement: Among the workers.
       store: On the chief; elsewhere `None`.
+
+    Attributes:
+      refusals: Why the last save failed, if the storage refused it.
     """
 
     def __init__(self, directory: str, run: str, agreement: Agreement, store: Store | None):
@@ -67,6 +70,7 @@ class Saver:
         self._buffers: dict[str, np.ndarray] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self.refusals: list[str] = []
 
     def save(self, snapshot: Snapshot) -> None:
         """Starts to write; first waits for the save before.
@@ -100,13 +104,13 @@ class Saver:
         draft = Draft(self._directory, self._run, snapshot.step)
         try:
             said = self._write(draft, snapshot)
-            refusals = self._agreement.settle("save", said, lambda words: self._commit(draft, words))
-            if refusals:
+            self.refusals = self._agreement.settle("save", said, lambda words: self._commit(draft, words))
+            if self.refusals:
                 logging.error(
                     "The backup of step %d could not be written; training goes on, the backups before stay, and the "
                     "next one tries again. %s",
                     snapshot.step,
-                    "; ".join(refusals),
+                    "; ".join(self.refusals),
                 )
             else:
                 _tell_supervisor(snapshot.step)

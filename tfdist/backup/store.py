@@ -152,10 +152,17 @@ class Store:
         What is wrong with newer ones is logged. Costs reading them.
 
         Raises:
-          BackupError: If it is whole, but of a newer version of tfdist, which this one cannot read.
+          BackupError: If it is whole, but of a newer version of tfdist, which this one cannot read; or if the storage
+            does not say what is there.
         """
         self._faulty = []
-        for step in sorted(self._steps(), reverse=True):
+        try:
+            steps = self._steps()
+        except OSError as error:
+            raise BackupError(
+                f"Which backups are in {self.directory} cannot be seen ({error}). Start again."
+            ) from error
+        for step in sorted(steps, reverse=True):
             path = os.path.join(self.directory, f"step-{step}")
             fault = _fault_of(path, step)
             if isinstance(fault, Commit):
@@ -168,13 +175,20 @@ class Store:
         """Renames the commits that `newest_whole` has skipped, which would count as the newest; deletes nothing.
 
         Raises:
-          OSError: If the disk refuses.
+          BackupError: If the storage refuses.
         """
         for path in self._faulty:
-            taken = set(self._files.names(self.directory))
-            name = f"faulty-{os.path.basename(path)}"
-            others = [name, *(f"{name}-{i}" for i in range(1, len(taken) + 1))]
-            self._files.move(path, os.path.join(self.directory, next(other for other in others if other not in taken)))
+            try:
+                taken = set(self._files.names(self.directory))
+                name = f"faulty-{os.path.basename(path)}"
+                others = [name, *(f"{name}-{i}" for i in range(1, len(taken) + 1))]
+                free = next(other for other in others if other not in taken)
+                self._files.move(path, os.path.join(self.directory, free))
+            except OSError as error:
+                raise BackupError(
+                    f"The damaged backup {path} would count as the newest, and cannot be renamed ({error}). Move it "
+                    "away, or let this user do so."
+                ) from error
         self._faulty = []
 
     def commit(self, draft: Draft, manifest: Mapping[str, Any]) -> Commit:
@@ -221,7 +235,7 @@ class Store:
     def _steps(self) -> list[int]:
         try:
             names = self._files.names(self.directory)
-        except OSError:
+        except FileNotFoundError:
             return []
         found = [_COMMIT.fullmatch(name) for name in names]
         return [int(match[1]) for match in found if match and match[0] == f"step-{int(match[1])}"]
@@ -232,7 +246,12 @@ class Store:
         return MANIFEST not in self._files.names(os.path.join(self.directory, name))
 
     def _prune(self) -> None:
-        for step in sorted(self._steps(), reverse=True)[self._keep :]:
+        try:
+            old = sorted(self._steps(), reverse=True)[self._keep :]
+        except OSError as error:
+            logging.warning("Old backups stay in %s: %s.", self.directory, error)
+            return
+        for step in old:
             try:
                 self._files.remove(os.path.join(self.directory, f"step-{step}"))
             except OSError as error:

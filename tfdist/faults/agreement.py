@@ -58,6 +58,15 @@ class Agreement:
         said = self._exchange("model", [f"the optimizer {optimizer}", *variables])
         self._compare(said, "the same model", "Build it from the same code and settings on each.")
 
+    def on_sharding(self, described: list[str]) -> None:
+        """Compares what a `BalancedSharding` hands out.
+
+        Raises:
+          ClusterError: If it is unlike, or a worker does not come.
+        """
+        said = self._exchange("sharding", described)
+        self._compare(said, "the same BalancedSharding", "Give all the same data, seed and arguments.")
+
     def _exchange(self, subject: str, own: list[str]) -> dict[int, list[str]]:
         said = dict(self._board.exchange(f"{subject}-{next(_compared)}", own, self._timeout_seconds))
         missing = [str(worker) for worker in range(self._board.workers) if worker not in said]

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from absl import logging
@@ -62,14 +62,22 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def leave() -> NoReturn:
-    """Leaves the process with `PREEMPTED` after the save.
+def leave(refusals: Sequence[str] = ()) -> NoReturn:
+    """Leaves the process with `PREEMPTED` after the save, or after it was tried: `refusals` say why it failed.
 
     Calls the handlers of before, then raises `SystemExit`, so that `finally` blocks and `atexit` functions run. After
     10 seconds the process ends without them.
     """
     _after(_LEAVE_SECONDS, lambda: os._exit(PREEMPTED))
-    logging.warning("Saved, and leaving with exit code %d: start again to go on.", PREEMPTED)
+    if refusals:
+        logging.error(
+            "Leaving with exit code %d, and NOT saved: %s. Started again, training goes on from the newest backup "
+            "before; what was done since is lost.",
+            PREEMPTED,
+            "; ".join(refusals),
+        )
+    else:
+        logging.warning("Saved, and leaving with exit code %d: start again to go on.", PREEMPTED)
     if _installed is not None:
         _installed.saved()
     end_with(PREEMPTED)
