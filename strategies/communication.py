@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,22 +105,43 @@ class Communication(tf.Module):
         self.exchanges: list[Exchange] = []
         self._known = _Known()
 
-    def exchange_of(self, optimizer: Any, gradients: Sequence[Gradient]) -> Exchange:
-        """The exchange of these gradients; made when they come for the first time."""
+    def exchange_of(self, optimizer: Any, gradients: Sequence[Gradient], places: Sequence[int] = ()) -> Exchange:
+        """The exchange of these gradients; made when they come for the first time.
+
+        Args:
+          optimizer: Whose they are.
+          gradients: Of a replica.
+          places: Of their variables among those of the optimizer, if known.
+        """
         anchor = optimizer.iterations  # Views of an optimizer share it.
-        signature = tuple((str(g.shape), g.dtype, isinstance(g, tf.IndexedSlices)) for g in gradients)
+        signature = _signature(gradients, places)
         key = (id(anchor), signature)
         with self._known.lock:
             if key not in self._known.exchanges:
                 codecs = [self._codec_of(gradient, position) for position, gradient in enumerate(gradients)]
                 _warn_of(codecs, optimizer)
-                made = Exchange(gradients, codecs, self._make_collectives(), len(self.exchanges), self.timed)
+                made = Exchange(gradients, codecs, self._make_collectives(), int(signature[:6], 16), self.timed)
                 self.exchanges.append(made)
                 with ThreadPoolExecutor(1) as pool:  # Out of the graph that is being built.
-                    pool.submit(self._inherit, made, len(self.exchanges) - 1).result()
+                    pool.submit(self._fill, made, key).result()
                 self._known.exchanges[key] = made
                 weakref.finalize(anchor, self._known.forget, key).atexit = False
             return self._known.exchanges[key]
+
+    def exchanges_of(self, optimizer: Any) -> dict[str, Exchange]:
+        """What carries the gradients of an optimizer, by names that are the same in another run of the program."""
+        anchor = id(optimizer.iterations)
+        with self._known.lock:
+            return {name: exchange for (owner, name), exchange in self._known.exchanges.items() if owner == anchor}
+
+    def hand_over(self, optimizer: Any, name: str, fill: Callable[[Exchange], None]) -> None:
+        """Has an exchange of `exchanges_of` filled, now or once the first step has made it."""
+        exchange = self.exchanges_of(optimizer).get(name)
+        if exchange is None:
+            anchor = optimizer.iterations
+            self._known.awaited[id(anchor), name] = (fill, anchor)  # Kept, so that nothing else gets its number.
+        else:
+            fill(exchange)
 
     def state(self) -> dict[str, np.ndarray]:
         """What this worker's replicas have left behind, in a form for any number of workers.
@@ -144,6 +166,13 @@ class Communication(tf.Module):
         self._known.inherited = {name: np.sum([state[name] for state in states], axis=0) for name in states[0]}
         for number, exchange in enumerate(self.exchanges):
             self._inherit(exchange, number)
+
+    def _fill(self, made: Exchange, key: Any) -> None:
+        """Gives a new exchange what was kept for it."""
+        self._inherit(made, len(self.exchanges) - 1)
+        fill, _ = self._known.awaited.pop(key, (None, None))
+        if fill is not None:
+            fill(made)
 
     def _inherit(self, exchange: Exchange, number: int) -> None:
         names = [name for name in self._known.inherited if name.startswith(f"{number}/")]
@@ -194,6 +223,11 @@ class Communication(tf.Module):
         return codec
 
 
+def _signature(gradients: Sequence[Gradient], places: Sequence[int]) -> str:
+    described = [(str(g.shape), g.dtype.name, isinstance(g, tf.IndexedSlices)) for g in gradients]
+    return hashlib.sha256(repr((described, list(places))).encode()).hexdigest()[:16]
+
+
 def _warn_of(codecs: Sequence[Codec | None], optimizer: keras.optimizers.Optimizer) -> None:
     names = sorted({codec.name for codec in codecs if codec is not None and codec.for_sgd})
     if names and not isinstance(optimizer, keras.optimizers.SGD):
@@ -212,6 +246,7 @@ class _Known:
         self.lock = threading.Lock()
         self.exchanges: dict[Any, Exchange] = {}
         self.inherited: dict[str, np.ndarray] = {}
+        self.awaited: dict[Any, tuple[Callable[[Exchange], None], Any]] = {}
 
     def forget(self, key: Any) -> None:
         """Frees what is kept for an optimizer that is gone; its exchange stays, for its place and its counts."""

@@ -48,6 +48,15 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     return list({id(optimizer): optimizer for _, optimizer in _optimizers_in(model, seen={})}.values())
 
 
+def exchanging_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Those of `optimizers_of`, or inside them, that exchange gradients."""
+    found: list[Any] = []
+    for optimizer in optimizers_of(model):
+        own = vars(optimizer)
+        found += own.get("_inner_optimizers") or [own.get("inner_optimizer", optimizer)]
+    return found
+
+
 def _optimizers_in(owner: Any, seen: dict[int, Any]) -> Iterator[tuple[Callable[[Any], None], Any]]:
     """Finds the optimizers that a model or what is in it holds: how to put another in its place, and the optimizer."""
     if id(owner) in seen:
@@ -145,7 +154,7 @@ class _Exchange:
     def _backend_apply_gradients(self, grads, trainable_variables):
         step = current_step()
         if step is not None:
-            step.shapes = [variable.shape for variable in trainable_variables]
+            step.variables = list(trainable_variables)
         super()._backend_apply_gradients(grads, trainable_variables)
 
     def _clip_gradients(self, grads):
@@ -192,8 +201,8 @@ def _exchange(optimizer: Any, grads: list[Any]) -> list[Any]:
     if step is None:  # Outside `strategy.run` there is one copy of everything.
         return grads
     extended = tf.distribute.get_strategy().extended
-    shapes = [shape for shape, grad in zip(step.shapes, grads, strict=True) if grad is not None]
-    return _to_present(lambda present: extended.exchange_gradients(optimizer, present, shapes), grads)
+    of = [variable for variable, grad in zip(step.variables, grads, strict=True) if grad is not None]
+    return _to_present(lambda present: extended.exchange_gradients(optimizer, present, of), grads)
 
 
 def decides_for_all(scaler: keras.optimizers.LossScaleOptimizer) -> bool:

@@ -219,18 +219,18 @@ class ReplicatedExtended:
             )
         self.communication = Communication(policy, lambda: self._cross_device_ops)
 
-    def exchange_gradients(self, optimizer, gradients, shapes=None):
+    def exchange_gradients(self, optimizer, gradients, of=None):
         """Sums an optimizer's gradients over all replicas, compressed if the strategy is told to.
 
         Args:
           optimizer: Whose gradients they are.
           gradients: Tensors and `IndexedSlices`.
-          shapes: Of the variables, if known.
+          of: Their variables, if known.
         """
-        gradients = _shaped(gradients, shapes)
+        gradients = _shaped(gradients, of)
         if not self._compresses or is_uncompressed():
             return steps.current_step().all_reduce(tf.distribute.ReduceOp.SUM, gradients)
-        exchange = self.communication.exchange_of(optimizer, gradients)
+        exchange = self.communication.exchange_of(optimizer, gradients, _tf.places_in_optimizer(optimizer, of or ()))
         done, step = tf.convert_to_tensor(optimizer.iterations), steps.current_step()
         if tf.executing_eagerly():
             with _losses_kept(step):
@@ -301,11 +301,12 @@ class ReplicatedExtended:
         if step is not None and reduce_op == tf.distribute.ReduceOp.SUM:
             value = tf.nest.pack_sequence_as(value, step.or_zeros(tf.nest.flatten(value)))
         optimizer = next(iter(_tf.keras_callers()), None)
-        if variables := _tf.variables_of_summed_gradients():
-            value = _shaped(value, [variable.shape for variable in variables])
+        of = _tf.variables_of_summed_gradients()
         if self._is_compressed(optimizer, reduce_op, step):
-            totals = self.exchange_gradients(optimizer, tf.nest.flatten(value))
+            totals = self.exchange_gradients(optimizer, tf.nest.flatten(value), of)
             return tf.nest.pack_sequence_as(value, self._scattered(optimizer, totals))
+        if of:
+            value = _shaped(value, of)
         if tf.executing_eagerly() or not isinstance(self._cross_device_ops, Collectives):
             # Replicas run one after another, or others' code wants the values of all: leave the step for it.
             with _losses_kept(step):
@@ -342,13 +343,15 @@ class ReplicatedExtended:
         return self._experimental_distribute_values_from_function(lambda context: tf.convert_to_tensor(next(numbers)))
 
 
-def _shaped(gradients, shapes):
+def _shaped(gradients, variables):
     """`gradients` with the static shapes of their variables, if those are known.
 
     Gradients may know less, and on one replica less than on another: what Keras makes of a batch whose number of rows
     is known when it is traced, and of one of any number. Buckets and codecs have to be alike on all.
     """
-    return gradients if shapes is None else [_of_shape(*pair) for pair in zip(gradients, shapes, strict=True)]
+    if not variables:
+        return gradients
+    return [_of_shape(grad, variable.shape) for grad, variable in zip(gradients, variables, strict=True)]
 
 
 def _of_shape(gradient, shape):

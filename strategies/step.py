@@ -23,7 +23,7 @@ class Step:
       statistics: Variables of layer statistics that the step has assigned, in order, without repeats.
       scaled_losses: Optimizers whose loss was already weighted by `share`.
       in_own_exchange: Whether the step itself exchanges something, in which no gradients are.
-      shapes: Of the variables that an optimizer is about to update, in the order of its gradients.
+      variables: Those that an optimizer is about to update, in the order of its gradients.
       share: The weight of this replica's mean in the mean over the global batch, float32 []; 1 for equal shares.
         `None` until `exchange_rows`.
       clock: Of this replica, in Keras' training steps; else `None`.
@@ -34,7 +34,7 @@ class Step:
         self.rows, self.model = rows, model
         self.statistics: list[Any] = []
         self.scaled_losses: set[int] = set()
-        self.shapes: list[Any] = []
+        self.variables: list[Any] = []
         self.share: tf.Tensor | None = None
         self.in_own_exchange = False
         self.clock: Clock | None = None

@@ -34,9 +34,10 @@ class BreakOff(keras.callbacks.Callback):
     def __init__(self, step, kills):
         super().__init__()
         self._step, self._kills = step, kills
+        self.before = 0  # steps of optimizers that are no more
 
     def on_train_batch_end(self, batch, logs=None):
-        if keras.ops.convert_to_numpy(self.model.optimizer.iterations) == self._step:
+        if keras.ops.convert_to_numpy(self.model.optimizer.iterations) + self.before == self._step:
             if self._kills:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise BrokenOffError
@@ -190,6 +191,7 @@ def train(
     position="first",
     monitors=False,
     model=None,
+    compiled_anew=False,
     **options,
 ):
     """Trains, as far as `break_off` lets it: a step, or [worker, step]. What is left of a training, to the bit."""
@@ -201,7 +203,12 @@ def train(
     np.random.seed(5)
     x, y = data()
     try:
-        for _ in range(fits):
+        for number in range(fits):
+            if compiled_anew and number:
+                for each in broken:
+                    each.before = int(keras.ops.convert_to_numpy(model.optimizer.iterations))
+                with strategy.scope():
+                    model.compile(keras.optimizers.Adam(0.02), model.loss, metrics=["accuracy"])
             seen = []
             callbacks, count = callbacks_of(directory, position, broken, monitors, seen, **options)
             validation = {"validation_data": (x[:20], y[:20])} if monitors else {}

@@ -199,6 +199,7 @@ def what_is_compressed(placement):
 def memory_of_two_models(placement):
     """Bytes that codecs keep: with one model, with two, and with the first one gone; and the steps of both."""
     strategy = strategy_of(placement, CODECS["int8"])
+    gc.collect()  # models of tests before
     models, kept = [], []
     for _ in range(2):
         models.append(build(strategy))

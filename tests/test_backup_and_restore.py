@@ -91,6 +91,10 @@ KILLED = {
     "a process": ("plain", 1, 1, [[0, 9], [0, 15]], {"save_freq": 4, "monitors": True}),
     "in the second fit": ("plain", 1, 1, [[0, 9], [0, 29]], {"save_freq": 4, "model": {"vectors": True}, **FITS}),
     "two devices": ("1x2", 1, 2, [[0, 9], [0, 15]], {"save_freq": 4, "data_kind": "balanced", "compressed": "int8"}),
+    "two devices, in the second fit": (
+        *("1x2", 1, 2, [[0, 29]]),
+        {"save_freq": 4, "data_kind": "balanced", "compressed": "powersgd", "compiled_anew": True, **FITS},
+    ),
     "two workers": ("2x1", 2, 1, [[0, 13]], {"save_freq": 4, "data_kind": "balanced", "compressed": "int8"}),
     "two workers, both": (
         *("2x1", 2, 1, [[0, 9], [1, 15]]),

@@ -137,6 +137,7 @@ __all__ = [
     "keras_made_iterator",
     "keras_model_in_step",
     "multi_worker_util",
+    "places_in_optimizer",
     "put_losses_back",
     "python_function_of",
     "regroup",
@@ -291,6 +292,11 @@ def variables_of_summed_gradients() -> list[Any]:
     """The variables whose gradients a plain Keras optimizer exchanges now, in their order; none if it does not."""
     frame = _frame_of(TFOptimizer._all_reduce_sum_gradients)
     return [] if frame is None else [variable for _, variable in frame.f_locals["filtered_grads_and_vars"]]
+
+
+def places_in_optimizer(optimizer: Any, variables: Any) -> list[int]:
+    """Which of its variables these are. Without it: lists of variables of equal shapes would share residuals."""
+    return [optimizer._get_variable_index(variable) for variable in variables]
 
 
 def _frame_of(function: Any) -> FrameType | None:

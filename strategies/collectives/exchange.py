@@ -33,7 +33,7 @@ class Exchange(tf.Module):
       gradients: The first such list; later ones have the same shapes and dtypes.
       codecs: For each gradient how it travels, or `None` for uncompressed.
       collectives: Of the strategy.
-      position: How many exchanges the strategy has made before; seeds what codecs draw.
+      seed: Of what codecs draw; the same on all workers, and in each run of a program.
       timed: Whether steps tell what they spend; see `Stopwatch`.
     """
 
@@ -42,12 +42,12 @@ class Exchange(tf.Module):
         gradients: Sequence[Gradient],
         codecs: Sequence[Codec | None],
         collectives: Any,
-        position: int,
+        seed: int,
         timed: bool = False,
     ):
-        super().__init__(name=f"exchange_{position}")
+        super().__init__(name="exchange")
         self._collectives, self._timed = collectives, timed
-        parts = _parts(gradients, codecs, collectives, position)
+        parts = _parts(gradients, codecs, collectives, seed)
         # Padding to whole blocks for each rank can outweigh what a codec saves.
         self._parts = [
             part for part in parts if part.sent_bytes(collectives) < _raw_bytes(part, gradients, collectives)
@@ -210,14 +210,14 @@ class Exchange(tf.Module):
         self.counts[replica].assign_add(tf.stack([tf.constant(1, tf.int64), raw, sent]))
 
 
-def _parts(gradients, codecs, collectives, position) -> list[Any]:
+def _parts(gradients, codecs, collectives, seed) -> list[Any]:
     """Dense gradients by codec, the last first."""
     groups: dict[Codec, list[int]] = {}
     for i in reversed(range(len(gradients))):
         if codecs[i] is not None and not isinstance(gradients[i], tf.IndexedSlices):
             groups.setdefault(codecs[i], []).insert(0, i)
     return [
-        Matrices(codec, positions, gradients, codec.seed + 1000 * position)
+        Matrices(codec, positions, gradients, codec.seed + seed)
         if isinstance(codec, PowerSGD)
         else Words(cast(WordCodec, codec), positions, gradients, collectives)
         for codec, positions in groups.items()

@@ -17,7 +17,7 @@ from tfdist import _tf
 from tfdist.backup import residuals, variables
 from tfdist.backup.agreement import Agreement
 from tfdist.backup.callbacks import CallbackStates
-from tfdist.backup.files import files_of, is_remote
+from tfdist.backup.files import is_remote
 from tfdist.backup.loaded import Loaded, load
 from tfdist.backup.plain import apart, decode, encode, with_arrays
 from tfdist.backup.saver import Saver, Snapshot
@@ -26,6 +26,7 @@ from tfdist.backup.steps import CountedSteps, count_steps, uncount_steps
 from tfdist.backup.store import LOCK, Commit, Store, probe_writing
 from tfdist.errors import BackupError
 from tfdist.faults import preemption
+from tfdist.strategies.optimizer import exchanging_optimizers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,6 @@ class FitBackup(keras.callbacks.Callback):
         self._others: list[keras.callbacks.Callback] = []
         self._epochs = epochs
         self._loaded: Loaded | None = None
-        self._residual_files = ""
         self._passing_over = False
         self._is_done_before = False
         self._logs: Any = None
@@ -174,10 +174,7 @@ class FitBackup(keras.callbacks.Callback):
 
     def _apply(self) -> None:
         assert self._loaded is not None
-        name = f".half-{self._run}-step-{self._loaded.commit.step}-{self._agreement.own}"
-        folder = os.path.join(self._options.directory, name)
-        if self._loaded.give_back(self.model, self._agreement, self._states, self._process.finished, folder):
-            self._residual_files = folder
+        self._loaded.give_back(self.model, self._agreement, self._states, self._process.finished)
 
     def _take_position(self) -> None:
         """Lets `fit` begin at the epoch of the commit."""
@@ -255,7 +252,6 @@ class FitBackup(keras.callbacks.Callback):
             if counted is None or not counted.left:
                 self._end_passing_over(batch)
             return
-        self._remove_residual_files()
         self._process.steps += batch + 1 - self._batch
         self._batch, self._logs = batch + 1, logs
         if self._asked_to_stop or self._is_asked_alone():
@@ -277,7 +273,6 @@ class FitBackup(keras.callbacks.Callback):
         self.model._initial_epoch = None
         uncount_steps(self.model)
         self._counted = None
-        self._remove_residual_files()
         self._list.callbacks.remove(self)
         self._saver.wait()
         self._uninstall_preemption()
@@ -306,7 +301,8 @@ class FitBackup(keras.callbacks.Callback):
         slots = variables.slots_of(self.model)
         shared, own = variables.capture(slots)
         communication = getattr(self._strategy, "communication", None)
-        kept = residuals.capture(communication)
+        optimizers = exchanging_optimizers(self.model)
+        kept = residuals.capture(communication, optimizers)
         own_arrays: dict[str, Any] = {**own, **{f"residuals/{name}": tensor for name, tensor in kept.items()}}
         callbacks = self._states.capture()
         for callback, attributes in callbacks.items():
@@ -331,7 +327,10 @@ class FitBackup(keras.callbacks.Callback):
                 own_arrays,
                 {"variables": {slot.key: slot.described for slot in slots}, **self._position()},
                 own_plain,
-                lambda: {f"pending/{name}": array for name, array in residuals.pending(communication, kept).items()},
+                lambda: {
+                    f"pending/{name}": array
+                    for name, array in residuals.pending(communication, optimizers, kept).items()
+                },
             )
         )
 
@@ -369,14 +368,6 @@ class FitBackup(keras.callbacks.Callback):
             for name, attributes in self._states.capture().items()
             if "History:" in name
         }
-
-    def _remove_residual_files(self) -> None:
-        if self._residual_files:
-            try:
-                files_of(self._residual_files).remove(self._residual_files)
-            except OSError as error:
-                logging.info("%s stays until the next start: %s.", self._residual_files, error)
-            self._residual_files = ""
 
     # -- preemption
 

@@ -15,6 +15,7 @@ from tfdist.backup.plain import apart, decode
 from tfdist.backup.saver import read_part
 from tfdist.backup.store import Commit
 from tfdist.errors import BackupError, PositionError
+from tfdist.strategies.optimizer import exchanging_optimizers
 
 Part = tuple[Mapping[str, np.ndarray], Any]  # of one worker: arrays, and JSON
 
@@ -37,9 +38,7 @@ class Loaded:
     parts: list[Part]
     is_alike: bool
 
-    def give_back(
-        self, model: keras.Model, agreement: Agreement, states: CallbackStates, finished: int, folder: str
-    ) -> bool:
+    def give_back(self, model: keras.Model, agreement: Agreement, states: CallbackStates, finished: int) -> None:
         """Gives back everything that is saved.
 
         Args:
@@ -47,10 +46,6 @@ class Loaded:
           agreement: Of the workers that there are now.
           states: Of the callbacks.
           finished: How many times this process has fitted before.
-          folder: Where files may lie until a step has read them.
-
-        Returns:
-          Whether files lie in `folder` now.
         """
         strategy = model.distribute_strategy
         everyone = [arrays for arrays, _ in self.parts]
@@ -59,7 +54,6 @@ class Loaded:
         variables.restore(
             slots, self.plain["variables"], self.shared, everyone, is_alike=self.is_alike, is_first=agreement.is_chief
         )
-        has_files = self._restore_residuals(getattr(strategy, "communication", None), everyone, folder)
         self._restore_shardings(getattr(strategy, "shardings", []))
         arrays, own = self.parts[agreement.own if not self.is_alike and agreement.own < len(self.parts) else 0]
         if self.is_alike:
@@ -70,7 +64,7 @@ class Loaded:
             states.restore({name: {key: apart(own) for key, own in kept.items()} for name, kept in history.items()})
         else:
             states.restore(_callback_states(own["callbacks"], arrays))
-        return has_files
+            self._restore_residuals(model, everyone)
 
     def _restore_shardings(self, shardings: list[Any]) -> None:
         """From the last on, as a program that fits again has those of before at the beginning."""
@@ -82,14 +76,15 @@ class Loaded:
                 if is_read:
                     raise
 
-    def _restore_residuals(self, communication: Any, parts: list[Mapping[str, np.ndarray]], folder: str) -> bool:
-        kept = [_prefixed(part, "residuals/") for part in parts]
-        if communication is None or not any(kept):
-            return False
-        if not self.is_alike:
-            residuals.redistribute(communication, [_prefixed(part, "pending/") for part in parts])
-            return False
-        return residuals.restore(communication, kept[0], folder)
+    def _restore_residuals(self, model: keras.Model, parts: list[Mapping[str, np.ndarray]]) -> None:
+        communication = getattr(model.distribute_strategy, "communication", None)
+        if communication is None:
+            return
+        optimizers = exchanging_optimizers(model)
+        if self.is_alike:
+            residuals.restore(communication, optimizers, _prefixed(parts[0], "residuals/"))
+        else:
+            residuals.redistribute(communication, optimizers, [_prefixed(part, "pending/") for part in parts])
 
 
 def load(commit: Commit, model: keras.Model, agreement: Agreement) -> Loaded:

@@ -32,7 +32,7 @@ from absl import logging
 from tfdist.backup.files import files_of, is_remote
 from tfdist.errors import BackupError
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 LOCK = "lock"
 
@@ -40,7 +40,7 @@ _LOCK_SECONDS = 10.0  # for a killed former run to be gone
 _POLL_SECONDS = 0.1
 _MANIFEST_BYTES = 1 << 28
 _COMMIT = re.compile(r"step-([0-9]{1,18})")
-_HALF = re.compile(r"\.half-[0-9a-f]+-step-[0-9]+(-[0-9]+)?")
+_HALF = re.compile(r"\.half-[0-9a-f]+-step-[0-9]+")
 
 
 @dataclasses.dataclass(frozen=True)
