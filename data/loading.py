@@ -9,6 +9,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from typing import IO
 
 import tensorflow as tf
 import tensorflow_datasets as tfds
@@ -38,6 +39,7 @@ def load(
 
     Raises:
       ConnectionError: If the files must be downloaded and their servers cannot be found.
+      OSError: If the files are missing and `data_dir` cannot be written to.
       TimeoutError: If another process still prepares the dataset after `timeout_seconds`.
     """
     return prepare(name, data_dir, timeout_seconds=timeout_seconds).as_dataset(split=split, as_supervised=True)
@@ -72,13 +74,24 @@ def _lock(builder: tfds.core.DatasetBuilder, timeout_seconds: float) -> Iterator
         yield
         return
     path = pathlib.Path(root, f".{builder.name}.lock")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as file:
+    with _open(path, builder.name) as file:
         _wait_for_lock(file, builder.name, timeout_seconds)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield
+
+
+def _open(path: pathlib.Path, name: str) -> IO[str]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a+")
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"Dataset {name!r} is not in {path.parent} and cannot be prepared there ({error.strerror}). Name a "
+            "data_dir that holds the dataset or can be written to, or set TFDS_DATA_DIR.",
+        ) from error
 
 
 def _wait_for_lock(file, name, timeout_seconds):

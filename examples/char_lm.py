@@ -30,7 +30,8 @@ FLAGS = flags.FLAGS
 flags.DEFINE_integer("steps", 500, "Training steps.", 1)
 flags.DEFINE_integer("batch_size", 32, "Rows in a step, over all workers together.", 1)
 flags.DEFINE_integer("context", 64, "Characters that the model sees.", 1)
-flags.DEFINE_integer("width", 128, "Size of a character's vector.", 1)
+flags.DEFINE_integer("width", 128, "Size of a character's vector, a multiple of 4.", 4)
+flags.register_validator("width", lambda width: width % 4 == 0, "is split among 4 heads: give a multiple of 4")
 flags.DEFINE_integer("blocks", 2, "Transformer blocks.", 1)
 flags.DEFINE_integer("seed", 0, "Seed of the weights and of the order of the data.")
 

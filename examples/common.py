@@ -3,7 +3,7 @@
 import os
 
 import tensorflow as tf
-from absl import flags
+from absl import app, flags
 
 import tfdist
 
@@ -29,6 +29,12 @@ def is_chief(strategy: tf.distribute.Strategy) -> bool:
 
 def batches(dataset: tf.data.Dataset, batch_size: int, seed: int | None = None) -> tf.data.Dataset:
     """Batches of `batch_size` over all workers together, shuffled where a seed is given."""
+    rows = int(dataset.cardinality())  # negative if unknown
+    if seed is not None and 0 <= rows < batch_size:
+        raise app.UsageError(
+            f"Training drops what does not fill a batch: of {rows} rows, --batch_size {batch_size} leaves none. Give a "
+            "smaller one."
+        )
     dataset = dataset.cache()
     if seed is not None:
         # One seed for all workers: each takes its share of the same order, so none is read twice or left out.

@@ -17,10 +17,13 @@ from common import is_chief, make_strategy
 
 import tfdist
 
+BATCH_SIZE = 64
+
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("epochs", 3, "Passes over the training data.", 1)
 flags.DEFINE_integer("kill_step", 40, "The step in which the last worker kills itself, once; -1: never.")
 flags.DEFINE_integer("save_steps", 10, "Steps between two saves: what a failure can cost.", 1)
+flags.DEFINE_string("data_dir", None, "Where the dataset is kept. By default ~/tensorflow_datasets.")
 flags.DEFINE_string("backup_dir", None, "Where backups go, on a disk of all workers. By default the folder of the run.")
 
 
@@ -40,17 +43,16 @@ class KillOnce(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(strategy, callbacks=(), verbose=0) -> list[np.ndarray]:
+def train(strategy, digits, labels, callbacks=(), verbose=0) -> list[np.ndarray]:
     """The weights after training, which depend on nothing but the seeds."""
     keras.utils.set_random_seed(0)
-    digits, labels = make_digits()
     with strategy.scope():
         layers = [keras.layers.Dense(128, activation="relu"), keras.layers.Dropout(0.2), keras.layers.Dense(10)]
         model = keras.Sequential([keras.Input(digits.shape[1:]), *layers])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
     # Equal shares: who trains on which row decides how sums are rounded.
-    rows = tfdist.data.BalancedSharding((digits, labels), global_batch_size=64, seed=0, policy="equal")
+    rows = tfdist.data.BalancedSharding((digits, labels), global_batch_size=BATCH_SIZE, seed=0, policy="equal")
     model.fit(
         strategy.distribute_datasets_from_function(rows),
         epochs=FLAGS.epochs,
@@ -61,7 +63,7 @@ def train(strategy, callbacks=(), verbose=0) -> list[np.ndarray]:
 
 
 def make_digits() -> tuple[np.ndarray, np.ndarray]:
-    train = tfdist.data.load("digits", "train")
+    train = tfdist.data.load("digits", "train", FLAGS.data_dir)
     digits, labels = zip(*train.as_numpy_iterator(), strict=True)
     return np.stack(digits).reshape(len(digits), -1).astype("float32") / 255, np.array(labels)
 
@@ -70,13 +72,20 @@ def main(_) -> None:
     strategy = make_strategy()
     chief = is_chief(strategy)
     spec = tfdist.cluster.ClusterSpec.from_env()
+    digits, labels = make_digits()
+    steps = FLAGS.epochs * -(-len(labels) // BATCH_SIZE)
+    if FLAGS.kill_step != -1 and ("TFDIST_ATTEMPT" not in os.environ or not 1 <= FLAGS.kill_step <= steps):
+        raise app.UsageError(
+            f"Nobody would be killed: that takes `tfdist run`, and a --kill_step of the {steps} steps; got "
+            f"{FLAGS.kill_step}. Give a smaller one or more --epochs, or --kill_step -1 for no kill."
+        )
     backup_dir = FLAGS.backup_dir or pathlib.Path(os.environ.get("TFDIST_RUN_DIR", "."), "backup")
     callbacks = [
         tfdist.callbacks.BackupAndRestore(backup_dir, save_freq=FLAGS.save_steps),
         KillOnce(last=spec is not None and spec.worker_id == spec.num_workers - 1),
     ]
-    weights = train(strategy, callbacks, verbose=2 if chief else 0)
-    unbroken = train(strategy)
+    weights = train(strategy, digits, labels, callbacks, verbose=2 if chief else 0)
+    unbroken = train(strategy, digits, labels)
     equal = all(np.array_equal(mine, other) for mine, other in zip(weights, unbroken, strict=True))
     if chief:
         restarts = os.environ.get("TFDIST_ATTEMPT", "0")

@@ -12,6 +12,7 @@ import sys
 import time
 
 import pytest
+from absl import app
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # benchmarks are not installed; behind all else, since `data` stands there too
@@ -189,6 +190,18 @@ def test_frameworks_train_the_same_number_of_parameters(name):
     network = models.torch_model(name)
     assert isinstance(network, torch.nn.Module)
     assert sum(each.numel() for each in network.parameters()) == pytest.approx(models.MODELS[name].parameters, rel=0.01)
+
+
+def test_a_batch_that_is_never_full_is_refused():
+    import tensorflow as tf
+
+    sys.path.append(str(ROOT / "examples"))
+    import common
+
+    rows = tf.data.Dataset.range(10)
+    assert [len(common.batches(rows, size, seed)) for size, seed in ((10, 0), (11, None))] == [1, 1]
+    with pytest.raises(app.UsageError, match="of 10 rows, --batch_size 11 leaves none"):
+        common.batches(rows, 11, seed=0)
 
 
 def test_failed_group_says_why_in_one_line_and_is_gone():

@@ -145,6 +145,12 @@ def test_a_download_without_a_network_names_the_way_out(monkeypatch, tmp_path):
         tfdist.data.load("mnist", "train", tmp_path)
 
 
+def test_a_place_that_cannot_be_written_to_names_the_way_out(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match=r"Dataset 'digits' is not in .*file.*data_dir.*TFDS_DATA_DIR"):
+        tfdist.data.load("digits", "train", tmp_path / "file" / "data")
+
+
 def test_missing_scikit_learn_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'tfdist\[examples\]'"):

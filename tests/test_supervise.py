@@ -531,7 +531,8 @@ def test_workers_in_a_collective_end_with_a_killed_supervisor(run):
 def test_the_example_ends_with_the_weights_of_an_unbroken_run(run):
     example = pathlib.Path(__file__).parent.parent / "examples" / "survive_kill.py"
     env = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    with run.start("--workers", 2, "--log-dir", run.logs, example, env=env, restarts=1) as process:
+    data = ("--data_dir", run.directory / "data")
+    with run.start("--workers", 2, "--log-dir", run.logs, example, *data, env=env, restarts=1) as process:
         output, errors = process.communicate(timeout=TENSORFLOW_SECONDS)
     assert process.returncode == 0, errors
     assert "restarts: 1; weights equal an unbroken run's, bit for bit: True" in output
