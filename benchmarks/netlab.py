@@ -44,7 +44,7 @@ from benchmarks.netlab_slots import (
     sweep,
 )
 
-__all__ = ["Counters", "Host", "Netlab", "NetlabError", "Speed", "why_not"]
+__all__ = ["Counters", "Host", "Netlab", "NetlabError", "Speed", "parse_rate", "why_not"]
 
 TOLERANCE = 0.05
 
@@ -102,7 +102,7 @@ class Netlab:
     def __init__(self, hosts: int = 2, rate: str | None = "1gbit"):
         if not 2 <= hosts <= _MAX_HOSTS:
             raise ValueError(f"A lab has 2 to {_MAX_HOSTS} hosts, got {hosts}.")
-        _parse_rate(rate)
+        parse_rate(rate)
         self.hosts: list[Host] = []
         self.rate = rate
         self.bits_per_second: float | None = None
@@ -162,7 +162,7 @@ class Netlab:
         Raises:
           NetlabError: If a link is off by more than 5 % though the machine could do better.
         """
-        asked, self.machine_limit = _parse_rate(self.rate), None
+        asked, self.machine_limit = parse_rate(self.rate), None
         links = list(zip(range(self._count), [*range(1, self._count), 0], strict=True))
         speeds = [self._best(asked, *link) for link in links]
         slowest = min(speeds, key=lambda speed: speed.goodput)
@@ -194,7 +194,7 @@ class Netlab:
         )
 
     def _set_rate(self, rate: str | None) -> None:
-        asked, slot = _parse_rate(rate), self._owned()
+        asked, slot = parse_rate(rate), self._owned()
         if asked is None and not self._shaped:
             return
         action, bucket = ("del", []) if asked is None else ("replace", _bucket(asked))
@@ -247,7 +247,12 @@ def why_not() -> str | None:
     return None
 
 
-def _parse_rate(rate: str | None) -> float | None:
+def parse_rate(rate: str | None) -> float | None:
+    """A rate in bit/s; None for unshaped.
+
+    Raises:
+      ValueError: If it is not a rate.
+    """
     if rate is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", rate)

@@ -39,7 +39,7 @@ import rich.text
 from absl import app, flags
 
 from benchmarks.models import MODELS
-from benchmarks.netlab import Netlab, NetlabError, why_not
+from benchmarks.netlab import Netlab, NetlabError, parse_rate, why_not
 from benchmarks.peers.group import THREADS, Group, GroupError, Host
 from benchmarks.peers.messages import Answer
 from benchmarks.record import Record
@@ -50,7 +50,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_bool("quick", False, "The mlp on 2 workers at 1 Gbit/s, unless other flags say otherwise.")
 flags.DEFINE_list("models", None, f"Some of {', '.join(MODELS)}; all by default.")
 flags.DEFINE_list("workers", None, "How many workers; 2,4 by default.")
-flags.DEFINE_list("links", None, "Rates such as 100mbit, or unshaped; 100mbit,1gbit,unshaped by default.")
+flags.DEFINE_list("links", None, "Rates such as 100mbit, or unshaped (also none); 100mbit,1gbit,unshaped by default.")
 flags.DEFINE_list("variants", None, "Who trains; all by default.")
 flags.DEFINE_list("codecs", None, "Codecs of tfdist; all it has by default, with --quick a few.")
 flags.DEFINE_integer("steps", 20, "Steps in a block, at most.", 3)
@@ -181,9 +181,9 @@ class Samples:
         self.traffic.append(busiest(together) / sharing)
 
     def row(self, model: str, workers: int, link: str, variant: str) -> Row:
-        """What is reported of it."""
+        """What is reported of it: what was measured in any start, or else why nothing was."""
         rate = statistics.median(self.rates) if self.rates else None
-        if self.error is not None:
+        if not self.blocks:
             return Row(model, workers, link, variant, rate, self.error)
         low, middle, high = statistics.quantiles([s for block in self.blocks for s in block], n=4, method="inclusive")
         return Row(
@@ -258,7 +258,9 @@ class Cast:
         for name in names:
             samples = self._found[link, name]
             samples.rates += [rate] if rate else []
-            samples.error = samples.error or self._errors.get(name)
+            samples.error = self._errors.get(name, samples.error)
+        for name in steps.keys() & self._errors:
+            self._errors[name] = f"not tried: failed on {link} ({self._errors[name]})"
 
     def skip(self, link: str, names: Collection[str], why: str) -> None:
         """Notes that a link could not be measured."""
@@ -363,11 +365,16 @@ def main(arguments: Sequence[str]) -> None:
     few = make_variants(_QUICK_CODECS if FLAGS.codecs is None else FLAGS.codecs)
     names = chosen("variants", list(everyone), list(few if quick else everyone))
     models = chosen("models", list(MODELS), ["mlp"] if quick else list(MODELS))
+    workers = [int(number) if number.isdecimal() else 0 for number in FLAGS.workers or (["2"] if quick else ["2", "4"])]
+    if min(workers) < 2:
+        raise app.UsageError(f"--workers takes numbers from 2, got {','.join(FLAGS.workers)}.")
+    links = ["unshaped" if link == "none" else link for link in FLAGS.links or []]
+    links = links or (["1gbit"] if quick else ["100mbit", "1gbit", "unshaped"])
     try:
-        workers = [int(number) for number in FLAGS.workers or (["2"] if quick else ["2", "4"])]
+        for link in links:
+            parse_rate(None if link == "unshaped" else link)
     except ValueError as error:
-        raise app.UsageError(f"--workers takes numbers, got {','.join(FLAGS.workers)}.") from error
-    links = FLAGS.links or (["1gbit"] if quick else ["100mbit", "1gbit", "unshaped"])
+        raise app.UsageError(f"--links takes rates, or unshaped. {error}") from error
     plan = Plan(FLAGS.steps, FLAGS.seconds, FLAGS.rounds, FLAGS.starts)
     if FLAGS.nolab:
         links = [_LOOPBACK]

@@ -13,6 +13,7 @@ import time
 
 import pytest
 from absl import app
+from absl.testing import flagsaver
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # benchmarks are not installed; behind all else, since `data` stands there too
@@ -95,6 +96,61 @@ def test_every_cast_has_the_reference_and_what_is_missing():
     assert train_step.casts({"1gbit": ["a", "b"]}, False, 1) == [["a"], ["b"]]
     assert train_step.casts({"1gbit": ["stock"]}, True, 3) == [["stock"]]
     assert train_step.casts({"1gbit": []}, True, 3) == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("workers", "2,1", "from 2, got 2,1"),
+        ("workers", "two", "got two"),
+        ("links", "none,fast", "100mbit; got 'fast'"),
+    ],
+)
+def test_what_no_lab_can_be_is_refused_before_work_begins(flag, value, words):
+    train_step.FLAGS.mark_as_parsed()
+    with flagsaver.flagsaver(codecs=[], **{flag: value.split(",")}), pytest.raises(app.UsageError, match=words):
+        train_step.main(["train_step"])
+
+
+class FakeGroup:
+    """Trains at once; the groups of `failing`, counted as they are made, fail in their first block."""
+
+    failing = ()
+    made = 0
+
+    def __init__(self, *_):
+        self._fails = FakeGroup.made in self.failing
+        FakeGroup.made += 1
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def train(self, model, *, alone, warmup, steps, timeout_seconds):
+        if self._fails and steps > 1:
+            raise GroupError("it broke")
+        return [Answer([0.1] * steps, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("failing", "errors"),
+    [
+        ([0, 1], {"100mbit": "it broke", "1gbit": "not tried: failed on 100mbit (it broke)"}),
+        ([0], {"100mbit": None, "1gbit": None}),
+        ([1], {"100mbit": None, "1gbit": None}),
+    ],
+    ids=["both starts", "the first", "the second"],
+)
+def test_a_failure_is_told_of_the_link_it_came_on_and_only_if_no_start_did_better(failing, errors, monkeypatch):
+    monkeypatch.setattr(train_step, "Group", FakeGroup)
+    monkeypatch.setattr(FakeGroup, "failing", failing)
+    monkeypatch.setattr(FakeGroup, "made", 0)
+    rows = record.Record(None, {}, report.KEY)
+    plan, variants = train_step.Plan(steps=3, seconds=1, rounds=1, starts=2), {"stock": train_step.Variant("none")}
+    train_step.measure(rows, "mlp", train_step.Network(None, 2), variants, list(errors), plan)
+    assert {row["link"]: row["error"] for row in rows.rows} == errors
 
 
 def test_rows_stay_in_order_of_model_workers_and_rate():
