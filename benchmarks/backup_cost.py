@@ -32,7 +32,7 @@ from tfdist.testing import WorkerPool
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("where", "one", ["one", "workers"], "One process under plain `fit`, or 2 workers.")
 flags.DEFINE_enum("model", "mlp", list(models.MODELS), "What is trained.")
-flags.DEFINE_string("compression", None, "Of the strategy of 2 workers.")
+flags.DEFINE_string("compression", None, "Of the strategy of --where workers.")
 flags.DEFINE_integer("save_steps", 50, "Steps between saves.", 1)
 flags.DEFINE_integer("saves", 2, "Saves in a block.", 1)
 flags.DEFINE_integer("rounds", 6, "Blocks of each variant.", 2)
@@ -131,6 +131,8 @@ def print_table(result: dict) -> None:
 
 
 def main(_) -> None:
+    if FLAGS.compression and FLAGS.where == "one":
+        raise app.UsageError("One process exchanges nothing: --compression needs --where workers.")
     saves, rounds = (1, 3) if FLAGS.quick else (FLAGS.saves, FLAGS.rounds)
     setting = (FLAGS.model, FLAGS.where, FLAGS.compression)
     workers = 2 if FLAGS.where == "workers" else 1

@@ -31,6 +31,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_enum("model", "digits", ["digits", "char_lm"], "What is trained; digits reports accuracy, char_lm loss.")
 flags.DEFINE_list("codecs", ["none", *NAMES], "Codecs, `none` for uncompressed; also powersgd(rank=16).")
 flags.DEFINE_list("optimizers", ["sgd", "adam"], "sgd has a momentum of 0.9.")
+flags.register_validator("optimizers", lambda names: set(names) <= {"sgd", "adam"}, "takes sgd and adam")
 flags.DEFINE_list("seeds", ["0", "1", "2"], "Runs of each.")
 flags.DEFINE_integer("min_elements", 256, "Smaller tensors travel as they are; 0 for the codec's default.", 0)
 flags.DEFINE_string("json", None, "A file for the results; tables and curves are written beside it.")

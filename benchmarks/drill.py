@@ -42,6 +42,9 @@ FLAGS = flags.FLAGS
 flags.DEFINE_integer("workers", 2, "Workers.", 1)
 flags.DEFINE_integer("kills", 20, "Signals sent, at most: fewer if the training ends before.", 1)
 flags.DEFINE_list("signals", ["KILL"], "What is sent in turn: KILL, STOP; or CUT alone.")
+flags.register_validator(
+    "signals", lambda names: names and set(names) <= {"KILL", "STOP", "CUT"}, "takes KILL and STOP, or CUT"
+)
 flags.DEFINE_integer("epochs", 60, "Epochs of 32 steps.", 1)
 flags.DEFINE_string("save_freq", "7", "Steps between saves, or epoch.")
 flags.DEFINE_bool("shrink", False, "The last worker stays away for a while, instead of signals.")

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import importlib.metadata
+import itertools
 import json
 import logging
 import os
@@ -17,8 +18,8 @@ from typing import Any
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _VERSIONS = ("tfdist", "tensorflow", "keras", "tf_keras", "torch", "numpy")
-# What is measured; a change elsewhere does not make results those of another tree.
-_MEASURED = ("tfdist", "strategies", "data", "examples", "benchmarks/models.py")
+# What is measured, and how; a change elsewhere does not make results those of another tree.
+_MEASURED = ("tfdist", "strategies", "data", "examples", "setup.cfg", "benchmarks", ":(exclude)benchmarks/results")
 
 
 class Record:
@@ -72,7 +73,8 @@ class Record:
         other = [name for name, value in self._about.items() if earlier.get(name) != value]
         if other:
             assert self._path is not None
-            aside = self._path.with_name(f"{self._path.stem}.before{self._path.suffix}")
+            names = (f"{self._path.stem}.before-{number}{self._path.suffix}" for number in itertools.count(1))
+            aside = next(path for path in map(self._path.with_name, names) if not path.exists())
             self._path.replace(aside)
             logging.warning("%s is of another %s; it is %s now.", self._path, ", ".join(other), aside)
             return

@@ -170,10 +170,13 @@ def test_record_goes_on_where_the_last_ended(tmp_path):
     assert (again.has("a"), again.has("b"), again.has("c")) == (True, False, False)
     again.add({"name": "b", "value": 2}, {"name": "c", "value": 3})
     assert [row.get("value") for row in json.loads(path.read_text())["rows"]] == [1, 2, 3]
-    assert record.Record(path, {"rounds": 3}, ("name",)).rows == []
-    aside = tmp_path / "rows.before.json"
-    assert len(json.loads(aside.read_text())["rows"]) == 3, "hours of work are not lost"
-    assert list(tmp_path.iterdir()) == [aside]
+    for rounds in (3, 4):
+        other = record.Record(path, {"rounds": rounds}, ("name",))
+        assert other.rows == []
+        other.add({"name": "a", "value": rounds})
+    asides = [json.loads((tmp_path / f"rows.before-{number}.json").read_text()) for number in (1, 2)]
+    assert [len(aside["rows"]) for aside in asides] == [3, 1], "hours of work are not lost"
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_slowest_worker_counts_step_by_step_and_the_busiest_by_bytes():
@@ -286,6 +289,12 @@ def test_unknown_names_are_refused_with_those_known():
     with run("--variants", "horse") as process:
         out, _ = process.communicate(timeout=RUN_SECONDS)
     assert process.returncode == 1 and "horse" in out and "tfdist-loop" in out, out
+
+
+def test_an_unknown_signal_is_refused_before_the_unbroken_run():
+    command = [sys.executable, "-m", "benchmarks.drill", "--signals=kill"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS)
+    assert done.returncode == 1 and "takes KILL and STOP, or CUT" in done.stderr, done.stderr
 
 
 def test_short_run_in_the_lab_reports_all_and_leaves_nothing(tmp_path):
