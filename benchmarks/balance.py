@@ -22,6 +22,7 @@ import itertools
 import os
 import pathlib
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 
@@ -45,6 +46,7 @@ _SETTLED = 20  # steps after a start or a change
 _SIDE, _CLASSES, _STEPS_PER_EPOCH = 24, 10, 8
 _PERIOD_MICROSECONDS = 10_000
 _THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
+_GROUP = "tfdist-balance-"
 _WAYS = ["equal", "oracle", "speed", "DYNAMIC"]
 
 
@@ -123,41 +125,47 @@ def train(way: str, steps: int, fresh: bool, rows: int, weights: Sequence[float]
 
 
 class Quotas:
-    """Lets each process have a part of a core, by control groups; the parts may be set anew meanwhile.
+    """Groups of processes that have a part of a core each, by control groups; the parts may be set anew meanwhile.
 
-    Needs root, and the cpu controller of control groups in version 1 or 2.
+    Needs root, and the cpu controller of control groups in version 1 or 2. At the end the processes must be gone.
     """
 
-    def __init__(self, processes: Sequence[int]):
+    def __init__(self, number: int):
         version_1 = pathlib.Path("/sys/fs/cgroup/cpu")
         self._is_version_1 = version_1.exists()
         self._root = version_1 if self._is_version_1 else pathlib.Path("/sys/fs/cgroup")
-        self._processes = processes
-        self._groups: list[pathlib.Path] = []
+        self._groups = [self._root / f"{_GROUP}{os.getpid()}-{i}" for i in range(number)]
 
     def __enter__(self):
+        for left in self._root.glob(f"{_GROUP}*"):  # by a run that was killed
+            with contextlib.suppress(OSError):  # in use
+                left.rmdir()
         with contextlib.ExitStack() as undo:
-            if not self._is_version_1:
-                (self._root / "cgroup.subtree_control").write_text("+cpu")
-            for process in self._processes:
-                group = self._root / f"tfdist-balance-{process}"
-                group.mkdir()
-                undo.callback(group.rmdir)
-                (group / "cgroup.procs").write_text(str(process))
-                undo.callback(self._release, process)
-                self._groups.append(group)
+            try:
+                if not self._is_version_1:
+                    (self._root / "cgroup.subtree_control").write_text("+cpu")
+                for group in self._groups:
+                    group.mkdir()
+                    undo.callback(group.rmdir)
+                self.set([None] * len(self._groups))
+            except OSError as error:
+                sys.exit(
+                    f"Workers are slowed by control groups, which cannot be made here: {error}. Run this as root, in a "
+                    "container with --privileged, on a kernel with the cpu controller."
+                )
             self._undo = undo.pop_all()
         return self
 
     def __exit__(self, *_):
         self._undo.close()
 
-    def _release(self, process):
-        with contextlib.suppress(ProcessLookupError):
-            (self._root / "cgroup.procs").write_text(str(process))
+    def take(self, processes: Sequence[int]) -> None:
+        """Puts a process into each group."""
+        for group, process in zip(self._groups, processes, strict=True):
+            (group / "cgroup.procs").write_text(str(process))
 
     def set(self, parts: Sequence[float | None]) -> None:
-        """A part of a core for each process; `None` for all that it can get."""
+        """A part of a core for each group; `None` for all that it can get."""
         for group, part in zip(self._groups, parts, strict=True):
             quota = None if part is None else round(part * _PERIOD_MICROSECONDS)
             if self._is_version_1:
@@ -194,21 +202,27 @@ def settled(result) -> dict[str, float]:
 
 def unequal(parts: list[float], setting: dict, rounds: int, steps: int) -> None:
     found: dict[tuple[str, str], list[dict]] = {}
-    with WorkerPool(len(parts), env=_THREADS, timeout_seconds=600) as pool, input_service() as service:
+    with (
+        Quotas(len(parts)) as quotas,
+        WorkerPool(len(parts), env=_THREADS, timeout_seconds=600) as pool,
+        input_service() as service,
+    ):
         setting = {**setting, "service": service}
         for way in _WAYS:  # traces, and warms up
             pool.run(train, way, 3, True, weights=parts, **setting)
-        with Quotas(pool.run(os.getpid)) as quotas:
-            for _ in range(rounds):
-                for way in _WAYS:
-                    for phase, now in (("start", parts), ("change", [*parts[1:], parts[0]])):
-                        quotas.set(now)
-                        results = pool.run(train, way, steps, phase == "start", weights=now, **setting)
-                        found.setdefault((way, phase), []).append(settled(results[0]))
-                    quotas.set([None] * len(parts))
+        quotas.take(pool.run(os.getpid))
+        for _ in range(rounds):
+            for way in _WAYS:
+                for phase, now in (("start", parts), ("change", [*parts[1:], parts[0]])):
+                    quotas.set(now)
+                    results = pool.run(train, way, steps, phase == "start", weights=now, **setting)
+                    found.setdefault((way, phase), []).append(settled(results[0]))
+                quotas.set([None] * len(parts))
     print(f"\nWorkers that get {parts} of a core, in turn; steps {_SETTLED} and on after the start and the change.\n")
-    print("| shares | step, ms | slowest computes, ms | ideal, ms | computes / ideal | step / oracle's step |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| shares | step, ms | computes, ms (slowest) | ideal, ms | computes / ideal | step / ideal | step / oracle's |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for phase in ("start", "change"):
         oracle = statistics.median(each["step"] for each in found["oracle", phase])
         for way in _WAYS:
@@ -216,7 +230,8 @@ def unequal(parts: list[float], setting: dict, rounds: int, steps: int) -> None:
                 statistics.median(each[name] for each in found[way, phase]) for name in ("step", "compute", "ideal")
             )
             cells = [f"{1e3 * seconds:.0f}" for seconds in (step, compute, ideal)]
-            print(f"| {way}, {phase} | {' | '.join(cells)} | {compute / ideal:.2f} | {step / oracle:.2f} |")
+            cells += [f"{ratio:.2f}" for ratio in (compute / ideal, step / ideal, step / oracle)]
+            print(f"| {way}, {phase} | {' | '.join(cells)} |")
 
 
 def equal(workers: int, setting: dict, rounds: int, steps: int) -> None:
@@ -236,12 +251,12 @@ def equal(workers: int, setting: dict, rounds: int, steps: int) -> None:
                     rows = [rows for rows, _ in by_replica]
                     changes.append(sum(a != b for a, b in itertools.pairwise(rows)))
             ratios.append(medians["speed"] / medians["DATA"])
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     print(
-        f"\n{workers} equal workers, last step {1e3 * medians['speed']:.1f} ms: balanced / DATA {middle:.3f}", end=" "
+        f"\n{workers} equal workers, last step {1e3 * medians['speed']:.1f} ms: balanced / DATA {middle:.3f} "
+        f"[{low:.3f} to {high:.3f}, of {len(ratios)}]; changes of shares in {steps} steps: {changes}; "
+        f"traces after the first: {traces - before}"
     )
-    print(f"[{low:.3f} to {high:.3f}]; changes of shares in {steps} steps: {changes}; traces after the first:", end=" ")
-    print(traces - before)
 
 
 def planning(replicas: int, rows: int, steps: int = 500) -> None:

@@ -9,12 +9,13 @@ worker is killed. Each worker writes down when it gets how far, and a recovery f
 
 - notice: until the first process of the next attempt is there;
 - restart: until all have loaded their library and have joined the cluster, if need be in another attempt;
-- restore: until all have completed a step.
+- restore: until all have built their model, restored it and completed a step.
 
 Both start what they start from a warm disk cache. `torchrun` is used as it comes, with `--max-restarts 3`.
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -34,6 +35,9 @@ from absl import app, flags
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("repeats", 3, "Recoveries of each.", 1)
 flags.DEFINE_list("systems", ["tfdist run", "torchrun"], "Which to measure.")
+flags.register_validator(
+    "systems", lambda names: names and set(names) <= set(_LAUNCHERS), "takes `tfdist run` and `torchrun`"
+)
 flags.DEFINE_string("json", None, "A file for the results.")
 
 WORKERS, STEPS, KILL_STEP, SAVE_STEPS = 2, 60, 25, 10
@@ -57,19 +61,25 @@ _LAUNCHERS = {
 
 
 def main(_) -> None:
-    rows = []
+    rows, systems = [], list(FLAGS.systems)
+    if "torchrun" in systems and importlib.util.find_spec("torch") is None:
+        print("torchrun is left out: PyTorch is not installed (pip install torch).", flush=True)
+        systems.remove("torchrun")
     for _ in range(FLAGS.repeats):
-        for system in FLAGS.systems:
-            rows.append({"system": system, **measure(system)})
-            print(rows[-1], flush=True)
+        for system in systems:
+            try:
+                rows.append({"system": system, **measure(system)})
+            except RuntimeError as error:  # what has been measured is worth a table all the same
+                rows.append({"system": system, "error": str(error)})
+            print(rows[-1].get("error", rows[-1]), flush=True)
     table = rich.table.Table(title="From a kill to the first step after: seconds, medians")
-    for column in ("", *PHASES, "all", "restarts", "of"):
+    for column in ("", *PHASES, "all", "restarts", "recovered"):
         table.add_column(column, justify="left" if not column else "right")
-    for system in FLAGS.systems:
-        own = [row for row in rows if row["system"] == system]
-        medians = [statistics.median(row[phase] for row in own) for phase in (*PHASES, "all")]
+    for system in systems:
+        own = [row for row in rows if row["system"] == system and "error" not in row]
+        medians = [f"{statistics.median(row[phase] for row in own):.2f}" if own else "" for phase in (*PHASES, "all")]
         restarts = ", ".join(sorted({str(row["restarts"]) for row in own}))
-        table.add_row(system, *(f"{seconds:.2f}" for seconds in medians), restarts, str(len(own)))
+        table.add_row(system, *medians, restarts, f"{len(own)} of {FLAGS.repeats}")
     rich.console.Console().print(table)
     if FLAGS.json:
         pathlib.Path(FLAGS.json).write_text(json.dumps(rows, indent=1) + "\n")
@@ -207,11 +217,11 @@ def train_with_torch(folder: pathlib.Path) -> None:
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
+    diary.write("joined")
     torch.manual_seed(0)
     sizes = [_FEATURES, _HIDDEN, _HIDDEN, _HIDDEN]
     hidden = [part for i in range(3) for part in (torch.nn.Linear(sizes[i], sizes[i + 1]), torch.nn.ReLU())]
     network = DistributedDataParallel(torch.nn.Sequential(*hidden, torch.nn.Linear(_HIDDEN, _CLASSES)))
-    diary.write("joined")
     optimizer = torch.optim.SGD(network.parameters(), 0.01)
     done, path = 0, folder / "checkpoint.pt"
     if path.exists():

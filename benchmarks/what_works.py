@@ -4,7 +4,7 @@
     python benchmarks/what_works.py --json what_works.json    # with the messages of the errors
     python benchmarks/what_works.py --only Dropout        # by a part of the name; may be repeated
 
-Needs `tf_keras` for the column of Keras 2. Each feature is one function that trains a tiny network; the same function
+The column of Keras 2 needs `tf_keras`. Each feature is one function that trains a tiny network; the same function
 runs in all columns, and on one device without a strategy, with the same version of Keras, to say what is right. All
 start from the same weights and read the same rows; `jit_compile` is off, as XLA has no collectives on CPUs.
 
@@ -13,7 +13,8 @@ A cell is one of
 - "works": where one device has nothing to compare with, what the feature is for was found;
 - "wrong: ...": it ran, but did not give that;
 - "fails: ...": the class of the error. A call that takes over a minute fails with `WorkerTimeoutError`;
-- "not offered": this version of Keras has no such thing.
+- "not offered": this version of Keras has no such thing;
+- "not installed": this version of Keras is missing.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import json
 import pathlib
@@ -363,10 +365,16 @@ def run_all(names: list[str]) -> dict[str, dict[str, Cell]]:
     cells: dict[str, dict[str, Cell]] = {name: {} for name in names}
     references = {}
     for keras in dict.fromkeys(setup.keras for setup in SETUPS):
+        if importlib.util.find_spec(keras) is None:
+            continue
         alone = Setup(f"{keras}, one device", keras, None)
         with alone.make_pool() as pool:
             references[keras] = {name: pool.run(run_feature, name, alone)[0] for name in names}
     for setup in SETUPS:
+        if setup.keras not in references:
+            for name in names:
+                cells[name][setup.title] = Cell("not installed")
+            continue
         with setup.make_pool() as pool:
             for name in names:
                 cell = try_feature(name, setup, pool, references[setup.keras][name])
@@ -383,8 +391,11 @@ def print_table(cells: dict[str, dict[str, Cell]]) -> None:
 
 
 def versions() -> dict[str, str]:
-    packages = ("tensorflow", "keras", "tf_keras", "tfdist")
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
+    found = {"python": platform.python_version()}
+    for name in ("tensorflow", "keras", "tf_keras", "tfdist"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def main(_) -> None:

@@ -9,6 +9,7 @@ import re
 import statistics
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -295,6 +296,17 @@ def test_an_unknown_signal_is_refused_before_the_unbroken_run():
     command = [sys.executable, "-m", "benchmarks.drill", "--signals=kill"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS)
     assert done.returncode == 1 and "takes KILL and STOP, or CUT" in done.stderr, done.stderr
+
+
+def test_a_column_whose_keras_is_missing_says_so():
+    code = """
+    from benchmarks import what_works
+    what_works.SETUPS[:] = [what_works.Setup("Keras 9", "no_such_keras", "tfdist")]
+    print(what_works.run_all(["`fit`"])["`fit`"]["Keras 9"].text)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS)
+    assert done.stdout == "not installed\n", done.stderr
 
 
 def test_short_run_in_the_lab_reports_all_and_leaves_nothing(tmp_path):
