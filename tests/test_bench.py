@@ -86,18 +86,20 @@ def test_two_workers_on_this_machine_are_measured(tmp_path):
 
 
 def test_hosts_with_their_own_tf_config_are_measured_and_the_chief_tells(tmp_path):
-    arguments = ("--sizes", "1MiB,1000000GiB", "--compression", "none,int8", "--seconds", 0.1, "--json")
+    arguments = ("--sizes", "1KiB,1MiB,1000000GiB", "--compression", "none,int8", "--seconds", 0.1, "--json")
     chief, other = finish(*on_two_hosts(tmp_path, (*arguments, "chief.json"), (*arguments, "other.json")))
     assert (chief[0], other[0]) == (0, 0), chief[2] + other[2]
     assert "1 MiB" in chief[1] and other[1] == ""
     assert "worker 1 of 2" in other[2] and "takes part" in other[2] and "takes part" not in chief[2]
     assert files(tmp_path) == ["chief.json"]
     rows = json.loads((tmp_path / "chief.json").read_text())["rows"]
-    assert [row["compression"] for row in rows] == ["none", "none", "int8", "int8"]
-    for measured, skipped in (rows[:2], rows[2:]):
+    assert [row["compression"] for row in rows] == ["none"] * 3 + ["int8"] * 3
+    for measured, skipped in (rows[1:3], rows[4:]):
         check_row(measured, KIB**2)
         assert "free memory" in skipped["skipped"] and "seconds" not in skipped
     assert "free memory" in chief[1]
+    check_row(rows[0], KIB)
+    assert "int8 sends so small a tensor as it is" in rows[3]["skipped"] and "seconds" not in rows[3]
 
 
 def test_workers_with_unlike_commands_are_told_instead_of_waiting(tmp_path):
@@ -207,6 +209,28 @@ def rows(*points):
     from tfdist.launch import bench
 
     return [bench.Row("none", size, 2, (seconds,) * 3) for size, seconds in points]
+
+
+@pytest.mark.parametrize(
+    ("folder", "limit", "used", "cached"),
+    [
+        ("", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_files_that_the_kernel_can_forget_are_free_memory_of_a_container(folder, limit, used, cached, tmp_path):
+    from tfdist.launch import bench
+
+    unlimited = bench._free_memory(tmp_path)
+    group = tmp_path / folder
+    group.mkdir(exist_ok=True)
+    for name, text in {limit: "1000", used: "900", "memory.stat": f"anon 500\n{cached} 300"}.items():
+        (group / name).write_text(text + "\n")
+    assert bench._free_memory(tmp_path) == 400 < unlimited
+    if not folder:
+        (group / limit).write_text("max\n")
+        assert bench._free_memory(tmp_path) > 400
 
 
 def test_a_prediction_follows_the_measured_points():

@@ -4,6 +4,7 @@ All workers run the same exchanges in the same order. Whatever a clock or a mach
 through the strategy first: a worker that repeated once less than the others would leave them waiting.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -26,6 +27,7 @@ import tfdist
 from tfdist.cluster import ClusterSpec
 from tfdist.cluster.address import split_address
 from tfdist.errors import ClusterError
+from tfdist.strategies.communication import policy_of
 from tfdist.strategies.compression import NAMES
 
 __all__ = [
@@ -43,6 +45,11 @@ __all__ = [
 
 _LEAST_REPETITIONS, _MOST_REPETITIONS = 3, 50
 COMPRESSIONS = ("none", *NAMES)
+# Of control groups version 2 and 1: the limit, what is used, and how much of that is files the kernel can forget.
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+)
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -150,7 +157,7 @@ def measure(plan: Plan, spec: ClusterSpec) -> Iterator[Row]:
         _check_equal(plan, strategy, spec)
         rows: list[Row] = []
         for size in plan.sizes:
-            reason = _reason_to_skip(size, rows, plan, strategy, spec)
+            reason = _reason_to_skip(size, name, rows, plan, strategy, spec)
             times = () if reason else _time_exchanges(size, name, plan.seconds, strategy, spec)
             rows.append(Row(name, size, strategy.num_replicas_in_sync, times, reason))
             yield rows[-1]
@@ -174,9 +181,12 @@ def _check_equal(plan: Plan, strategy: tf.distribute.Strategy, spec: ClusterSpec
 
 
 def _reason_to_skip(
-    size: int, rows: Sequence[Row], plan: Plan, strategy: tf.distribute.Strategy, spec: ClusterSpec
+    size: int, name: str, rows: Sequence[Row], plan: Plan, strategy: tf.distribute.Strategy, spec: ClusterSpec
 ) -> str:
     """Why this size is not measured, on any worker; empty if it is."""
+    policy = policy_of(None if name == "none" else name)
+    if policy and policy(tf.TensorShape(_shape(size)), tf.float32, 0) is None:
+        return f"{name} sends so small a tensor as it is"
     rooms = _tell_all(_room(strategy, spec), strategy, spec)
     small = [worker for worker, room in enumerate(rooms) if size > room]
     if small:
@@ -194,15 +204,16 @@ def _room(strategy: tf.distribute.Strategy, spec: ClusterSpec) -> int:
     return max(0, _free_memory()) // 8 // replicas_here
 
 
-def _free_memory() -> int:
+def _free_memory(groups: pathlib.Path = pathlib.Path("/sys/fs/cgroup")) -> int:
     """Bytes that are left on this machine, or to the container around this process."""
     lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
     (available,) = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    group = pathlib.Path("/sys/fs/cgroup")
-    try:
-        return min(available, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):  # no container, or one without a limit: "max"
-        return available
+    for limit, used, cached in _MEMORY_FILES:
+        with contextlib.suppress(OSError, ValueError):  # no such container, or one without a limit: "max"
+            room = int((groups / limit).read_text()) - int((groups / used).read_text())
+            counts = dict(map(str.split, (groups / used).with_name("memory.stat").read_text().splitlines()))
+            available = min(available, room + int(counts.get(cached, 0)))
+    return available
 
 
 def _time_exchanges(
@@ -210,15 +221,13 @@ def _time_exchanges(
 ) -> tuple[float, ...]:
     """The seconds of each exchange, after one that is checked and not counted."""
     devices, replicas = strategy.extended.worker_devices, strategy.num_replicas_in_sync
-    elements = size // tf.float32.size
-    columns = math.gcd(elements, 1 << elements.bit_length() // 2)  # near a square: PowerSGD takes matrices
     with strategy.scope():
         optimizer = keras.optimizers.SGD()
 
     def make(context):
         replica = context.replica_id_in_sync_group
         with tf.device(devices[replica % len(devices)]):
-            return tf.fill([elements // columns, columns], float(replica + 1))
+            return tf.fill(_shape(size), float(replica + 1))
 
     @tf.function
     def step(tensor):
@@ -242,6 +251,13 @@ def _time_exchanges(
     repetitions = min(max(int(seconds / times[0]), _LEAST_REPETITIONS), _MOST_REPETITIONS)
     repetitions = _tell_all(repetitions, strategy, spec)[0]
     return (*times, *(timed() for _ in range(repetitions - 1)))
+
+
+def _shape(size: int) -> list[int]:
+    """Of the float32 tensor of so many bytes: near a square, as PowerSGD takes matrices."""
+    elements = size // tf.float32.size
+    columns = math.gcd(elements, 1 << elements.bit_length() // 2)
+    return [elements // columns, columns]
 
 
 def check_sum(total: tf.Tensor, replicas: int, *, exact: bool) -> None:
