@@ -72,8 +72,7 @@ def on_one_of_many(called, reports):
             logs = fn(steps.at_least_one_row(data, step.rows))
             step.mark(GRADIENTS, logs)  # Where no optimizer has taken any.
             logs = metrics.global_results(model, logs, step)
-            own = reports.of_replica(step.clock, replica, step.rows)
-            logs, total = _average_statistics(step, (logs, own * reports.num_replicas))
+            logs, total = _average_statistics(step, logs, reports.of_replica(step.clock, replica, step.rows))
             reports.tell(local, total, model)
             return logs
 
@@ -111,24 +110,43 @@ def predict_step(fn):
     return on_replica
 
 
-def _average_statistics(step: steps.Step, logs: Any = None) -> Any:
-    """Averages the statistics that a step has assigned, weighted by rows, and float logs, in one exchange."""
+def _average_statistics(step: steps.Step, logs: Any = None, report: tf.Tensor | None = None) -> Any:
+    """Averages the statistics that a step has assigned, and float logs, by rows; sums up `report`; in one exchange.
+
+    Returns:
+      The logs, and the sum of the reports if there is one.
+    """
     leaves = [_as_tensor(leaf) for leaf in tf.nest.flatten(logs)]
     floats = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
-    values = [_weighted(statistic.read_value(), step) for statistic in step.statistics]
-    if not values and not floats:
-        return tf.nest.pack_sequence_as(logs, leaves)
-    values += [leaves[i] for i in floats]
-    averages = step.all_reduce(tf.distribute.ReduceOp.MEAN, values)
+    values = [statistic.read_value() for statistic in step.statistics] + [leaves[i] for i in floats]
+    averages, total = _averages(values, step, report)
     for statistic, average in zip(step.statistics, averages, strict=False):
         statistic.values[_tf.get_current_replica_id_as_int()].assign(average)
     for i, average in zip(floats, averages[len(step.statistics) :], strict=True):
         leaves[i] = average
-    return tf.nest.pack_sequence_as(logs, leaves)
+    logs = tf.nest.pack_sequence_as(logs, leaves)
+    return logs if report is None else (logs, total)
 
 
-def _weighted(value: tf.Tensor, step: steps.Step) -> tf.Tensor:
-    return value if step.share is None else value * tf.cast(step.share, value.dtype)
+def _averages(values: list[tf.Tensor], step: steps.Step, report: tf.Tensor | None) -> tuple[list[tf.Tensor], Any]:
+    """`values` averaged over replicas by their rows, where these are known; and the sum of the reports."""
+    if not values and report is None:
+        return [], None
+    weight = step.share
+    if weight is None and step.rows is not None:  # An evaluation has not compared rows before.
+        weight = tf.cast(step.rows, tf.float32)
+    # A replica without rows may have made an Inf or NaN of its row of zeros, and of halves a sum may leave the range.
+    wide = [tf.cast(value, tf.float32) if value.dtype.size < 4 else value for value in values]
+    if weight is not None:
+        wide = [tf.math.multiply_no_nan(value, tf.cast(weight, value.dtype)) for value in wide]
+    reports = [] if report is None else [report]
+    weights = [] if weight is None or step.share is not None else [weight]
+    averages = list(step.all_reduce(tf.distribute.ReduceOp.MEAN, [*wide, *reports, *weights]))
+    if weights:
+        mean = averages.pop()
+        averages = [average / tf.cast(mean, average.dtype) for average in averages]
+    total = averages.pop() * tf.distribute.get_replica_context().num_replicas_in_sync if reports else None
+    return [tf.cast(average, value.dtype) for average, value in zip(averages, values, strict=True)], total
 
 
 def _as_tensor(leaf: Any) -> Any:

@@ -17,6 +17,7 @@ from tfdist.faults.lifelines import Lifelines
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.launcher import carrier_of
 from tfdist.strategies.communication import policy_of
+from tfdist.strategies.compression import Codec
 from tfdist.strategies.datasets import BalancedDataset
 from tfdist.strategies.devices import make_virtual_devices
 from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy
@@ -175,7 +176,12 @@ def _is_local(device, worker_device):
 
 
 def _described(compression):
-    return getattr(compression, "__qualname__", None) or repr(compression)
+    """The same for the same in another process, where functions and objects lie elsewhere."""
+    while isinstance(compression, functools.partial):
+        compression = compression.func
+    if compression is None or isinstance(compression, str | Codec):
+        return repr(compression)
+    return getattr(compression, "__qualname__", type(compression).__qualname__)
 
 
 def _join(cluster_resolver, options, connect):

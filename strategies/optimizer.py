@@ -1,5 +1,6 @@
 """How gradients pass from a Keras optimizer to the collectives: reduced before they are clipped, scaled and applied."""
 
+import collections
 import enum
 import functools
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ def noting(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
 @contextmanager
 def viewed_optimizers(model: keras.Model, view: Callable[[Any], Any]) -> Iterator[None]:
     """Gives `model`, and models inside it, views of their optimizers while a step is traced or run."""
-    places = list(_optimizers_in(model, seen={}))
+    places = list(_optimizers_in(model))
     try:
         for put, optimizer in places:
             put(view(optimizer))
@@ -45,7 +46,7 @@ def viewed_optimizers(model: keras.Model, view: Callable[[Any], Any]) -> Iterato
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """The optimizers that a model and what is in it hold, in the order of their attributes."""
-    return list({id(optimizer): optimizer for _, optimizer in _optimizers_in(model, seen={})}.values())
+    return list({id(optimizer): optimizer for _, optimizer in _optimizers_in(model)}.values())
 
 
 def exchanging_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
@@ -57,31 +58,39 @@ def exchanging_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer
     return found
 
 
-def _optimizers_in(owner: Any, seen: dict[int, Any]) -> Iterator[tuple[Callable[[Any], None], Any]]:
+def _optimizers_in(model: Any) -> Iterator[tuple[Callable[[Any], None], Any]]:
     """Finds the optimizers that a model or what is in it holds: how to put another in its place, and the optimizer."""
-    if id(owner) in seen:
-        return
-    seen[id(owner)] = owner  # Kept, so that nothing else gets its number.
-    if isinstance(owner, list | dict):
-        items, put = list(owner.items() if isinstance(owner, dict) else enumerate(owner)), owner.__setitem__
-    elif isinstance(owner, keras.layers.Layer):
-        items, put = list(vars(owner).items()), functools.partial(setattr, owner)
-    else:  # Which may be frozen.
-        items, put = list(vars(owner).items()), vars(owner).__setitem__
-    for key, value in items:
-        if isinstance(value, keras.optimizers.Optimizer):
-            yield functools.partial(put, key), value
-        elif isinstance(value, tuple):
-            members, replace = list(value), functools.partial(_put_tuple, functools.partial(put, key), value.__class__)
-            for put_member, optimizer in _optimizers_in(members, seen):
-                yield functools.partial(replace, members, put_member), optimizer
-        elif isinstance(value, keras.Model | list | dict) or _is_of_user(value):
-            yield from _optimizers_in(value, seen)
+    seen = {id(model): model}  # Kept, so that nothing else gets its number.
+    ahead = collections.deque([(model, _put_into(model))])
+    while ahead:
+        owner, put = ahead.popleft()
+        for key, value in _items(owner):
+            if isinstance(value, keras.optimizers.Optimizer):
+                yield functools.partial(put, key), value
+            elif isinstance(value, tuple):
+                members = list(value)
+                replace = functools.partial(_put_in_tuple, functools.partial(put, key), type(value), members)
+                ahead.append((members, replace))
+            elif id(value) not in seen and (isinstance(value, keras.Model | list | dict) or _is_of_user(value)):
+                seen[id(value)] = value
+                ahead.append((value, _put_into(value)))
 
 
-def _put_tuple(put, kind, members, put_member, optimizer):
+def _items(owner: Any) -> list[tuple[Any, Any]]:
+    if isinstance(owner, list):
+        return list(enumerate(owner))
+    return list((owner if isinstance(owner, dict) else vars(owner)).items())
+
+
+def _put_into(owner: Any) -> Callable[[Any, Any], None]:
+    if isinstance(owner, keras.layers.Layer):
+        return functools.partial(setattr, owner)
+    return (owner if isinstance(owner, list | dict) else vars(owner)).__setitem__  # An object may be frozen.
+
+
+def _put_in_tuple(put, kind, members, index, optimizer):
     """Puts an optimizer among the members of a tuple, and the tuple of them in its place."""
-    put_member(optimizer)
+    members[index] = optimizer
     put(kind(*members) if hasattr(kind, "_fields") else tuple(members))
 
 
@@ -114,19 +123,19 @@ def _view_class(base: Any, mixins: tuple[type, ...]) -> type:
 class _Note:
     """Notes when the gradients of a replica are there."""
 
-    def apply(self, grads, trainable_variables=None):
+    def apply(self, grads, *args, **kwargs):
         step = current_step()
         if step is not None:
             step.mark(report.GRADIENTS, grads)
-        return super().apply(grads, trainable_variables)
+        return super().apply(grads, *args, **kwargs)
 
 
 class _Weigh:
     """Weights the replica's loss, or, where a custom step leaves the loss unscaled, its gradients."""
 
-    def scale_loss(self, loss):
+    def scale_loss(self, loss, *args, **kwargs):
         step = current_step()
-        loss = super().scale_loss(loss)
+        loss = super().scale_loss(loss, *args, **kwargs)
         if step is None or step.share is None:
             return loss
         step.scaled_losses.add(id(self.__dict__))
@@ -134,18 +143,20 @@ class _Weigh:
         step.mark(report.SHARE, step.share)
         return loss * tf.cast(step.share, loss.dtype)
 
-    def apply(self, grads, trainable_variables=None):
+    def apply(self, grads, trainable_variables=None, *args, **kwargs):
         step, grads = current_step(), list(grads)
-        given = [] if trainable_variables is None else [list(trainable_variables)]
-        trainable_variables = given[0] if given else self._trainable_variables
-        scales = _scales(grads, trainable_variables)
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+        if trainable_variables is not None or args:
+            args = (trainable_variables, *args)
+        scales = _scales(grads, self._trainable_variables if trainable_variables is None else trainable_variables)
         if step is not None and step.share is not None:
             if id(self.__dict__) not in step.scaled_losses:
-                grads = [grad if i in scales else _times(grad, step.share) for i, grad in enumerate(grads)]
+                grads = [grad if i in scales else times(grad, step.share) for i, grad in enumerate(grads)]
             grads = _to_present(step.or_zeros, grads)
         if step is not None and scales:
             grads = _largest_of_all(step, grads, scales)
-        return super().apply(grads, *given)
+        return super().apply(grads, *args, **kwargs)
 
 
 class _Exchange:
@@ -190,9 +201,12 @@ class _GlobalLossScale:
         self.__dict__["inner_optimizer"] = optimizer
 
     def check_finite(self, grads):
-        finite = tf.cast(super().check_finite(grads), tf.float32)
+        step, finite = current_step(), super().check_finite(grads)
+        if step is None:  # Outside `strategy.run` there is one copy of everything.
+            return finite
+        finite = tf.cast(finite, tf.float32)
         replicas = tf.distribute.get_replica_context().num_replicas_in_sync
-        return current_step().all_reduce(tf.distribute.ReduceOp.SUM, finite) > replicas - 0.5
+        return step.all_reduce(tf.distribute.ReduceOp.SUM, finite) > replicas - 0.5
 
 
 def _exchange(optimizer: Any, grads: list[Any]) -> list[Any]:
@@ -243,7 +257,8 @@ def _largest_of_all(step, grads, places):
     return grads
 
 
-def _times(grad, factor):
+def times(grad: Any, factor: tf.Tensor) -> Any:
+    """A gradient, which may be `None` or of rows, times a number."""
     if grad is None:
         return None
     if isinstance(grad, tf.IndexedSlices):

@@ -298,10 +298,12 @@ class ReplicatedExtended:
         if self._num_replicas_in_sync > 1:
             _check_loss_scaling()
         step = steps.current_step()
+        of = _tf.variables_of_summed_gradients()
+        if of and step is not None and step.share is not None:  # Of an optimizer that the model does not hold.
+            value = [optimizers.times(gradient, step.share) for gradient in value]
         if step is not None and reduce_op == tf.distribute.ReduceOp.SUM:
             value = tf.nest.pack_sequence_as(value, step.or_zeros(tf.nest.flatten(value)))
         optimizer = next(iter(_tf.keras_callers()), None)
-        of = _tf.variables_of_summed_gradients()
         if self._is_compressed(optimizer, reduce_op, step):
             totals = self.exchange_gradients(optimizer, tf.nest.flatten(value), of)
             return tf.nest.pack_sequence_as(value, self._scattered(optimizer, totals))

@@ -175,7 +175,10 @@ def only_rows(outputs: Any, rows: int | tf.Tensor | None) -> Any:
 
 def count_rows(data: Any) -> int | tf.Tensor | None:
     """Rows in a batch as Keras counts them: the first dimension of the first input; `None` where it has none."""
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    try:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    except ValueError:  # a batch that only a custom step can take apart
+        x = data
     first = next((leaf for leaf in keras.tree.flatten(x) if leaf is not None), None)
     if first is None:
         return None

@@ -54,7 +54,13 @@ class Exchange(tf.Module):
         ]
         encoded = {i for part in self._parts for i in part.positions}
         self._sparse = [i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
-        self._sparse_codecs = {i: codec.for_rows() for i in self._sparse if (codec := codecs[i]) is not None}
+        rows = {i: codec.for_rows() for i in self._sparse if (codec := codecs[i]) is not None}
+        # So can padding each row to a block.
+        self._sparse_codecs = {
+            i: codec
+            for i, codec in rows.items()
+            if sparse_row_bytes(gradients[i], codec) < sparse_row_bytes(gradients[i])
+        }
         self._raw = [i for i in range(len(gradients)) if i not in encoded and i not in self._sparse_codecs]
         # Of each replica of this worker: what its parts keep, and its counts.
         self.states: list[list[tf.Variable]] = []
@@ -130,6 +136,7 @@ class Exchange(tf.Module):
     def release(self) -> None:
         """Frees what is kept; nobody exchanges by it again."""
         self.states = []
+        self.__dict__.pop("_function", None)  # whose graphs hold it, too
 
     def residuals(self) -> list[tf.Variable]:
         """What all replicas of this worker have left behind."""

@@ -177,3 +177,41 @@ def two_models(place):
         fit(first, x, y)
         history = fit(second, x, y)
     return outcome(second, history, first=first.get_weights()[0])
+
+
+class OfManyParts(Subclassed):
+    """Takes batches apart as only it can; tells one optimizer more than Keras does, and does not hold the other."""
+
+    def __init__(self, elsewhere):
+        super().__init__()
+        self.step_of = lambda gradients, variables: elsewhere.apply(gradients, variables)
+
+    def train_step(self, data):
+        x, y, shift, _ = data
+        variables = self.trainable_variables
+        with tf.GradientTape(persistent=True) as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y, self(x + shift, training=True), from_logits=True)
+            mean = tf.reduce_mean(losses)
+            loss = mean / tf.distribute.get_strategy().num_replicas_in_sync  # as `compute_loss` has it
+        self.optimizer.apply(tape.gradient(loss, variables), variables, loss=loss)
+        self.step_of(tape.gradient(loss, variables), variables)
+        return {"mean": mean}
+
+
+class ToldTheLoss(keras.optimizers.SGD):
+    def apply(self, grads, trainable_variables=None, loss=None):
+        assert loss is not None
+        return super().apply(grads, trainable_variables)
+
+
+@row()
+def batches_of_many_parts(place):
+    with place.scope():
+        elsewhere = keras.optimizers.Adam(0.01)
+        model = OfManyParts(elsewhere)
+        model.compile(ToldTheLoss(0.1))
+        model(np.zeros((1, 6)))
+        elsewhere.build(model.trainable_variables)
+    x, y = data(37)
+    parts = tf.data.Dataset.from_tensor_slices((x, y, 0.1 * x[::-1], y)).batch(BATCH)
+    return outcome(model, model.fit(parts, verbose=0).history)

@@ -285,3 +285,21 @@ class Halves(layers.Layer):
 def weight_constraints(place):
     model = built(place, functools.partial(mlp, kernel_constraint=keras.constraints.MaxNorm(0.5)))
     return outcome(model, fit(model))
+
+
+class Smallest(layers.Layer):
+    def build(self, shape):
+        self.smallest = self.add_weight(shape=(), initializer=keras.initializers.Constant(np.inf), trainable=False)
+
+    def call(self, x):
+        self.smallest.assign(tf.minimum(self.smallest, tf.reduce_min(x)))
+        return x
+
+
+@row(exempt="the mean of what replicas have met is not what one device meets; it is finite, and the same on all")
+def a_statistic_that_begins_at_infinity(place):
+    model = built(place, lambda: keras.Sequential([layers.Input((6,)), Smallest(), layers.Dense(3)]))
+    x, y = data(BATCH + 1)
+    for rows in (1, BATCH + 1):
+        history = fit(model, x[:rows], y[:rows])
+    return outcome(model, history)
