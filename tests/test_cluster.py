@@ -26,6 +26,12 @@ WRONG = {
     "cluster is a list": ('{"cluster": ["a:1"]}', ["`cluster`", "roles", '["a:1"]']),
     "cluster is null": ('{"cluster": null}', ["`cluster`", "null"]),
     "cluster is an empty list": ('{"cluster": []}', ["`cluster`", "[]"]),
+    "index without cluster": ('{"task": {"type": "worker", "index": 1}}', ["`cluster`", '"index": 1', "unset"]),
+    "index in quotes, no cluster": (config({}, index="2"), ["`cluster`", '"index": "2"']),
+    "type without cluster": ('{"task": {"type": "ps", "index": 0}}', ["`cluster`", '"type": "ps"']),
+    "cluster in capitals": ('{"CLUSTER": {}, "task": {"type": "worker", "index": 0}}', ["`cluster`", '"CLUSTER"']),
+    "clusters": ('{"clusters": {}}', ["`cluster`", '"clusters"']),
+    "addresses under another key": ('{"sparseCluster": {"worker": {"0": "h:1"}}}', ["`cluster`", '"sparseCluster"']),
     "no task": (json.dumps({"cluster": TWO}), ["`task`", "null"]),
     "task is a list": (json.dumps({"cluster": TWO, "task": ["worker", 0]}), ["`task`", '["worker", 0]']),
     "task without index": (json.dumps({"cluster": TWO, "task": {"type": "worker"}}), ["index", '{"type": "worker"}']),
@@ -59,6 +65,10 @@ WRONG = {
     ),
     "same address in two roles": (config({"chief": ["h:1"], "worker": ["H:1"]}), ["`cluster.chief[0]`"]),
     "same address, two spellings": (config({"worker": ["localhost:1", "127.0.0.1:1"]}), ["different address"]),
+    "same IPv6 address, two spellings": (config({"worker": ["[2001:db8::1]:1", "[2001:DB8:0::1]:1"]}), ["different"]),
+    "same IPv4 address as IPv6": (config({"worker": ["10.0.0.1:1", "[::ffff:10.0.0.1]:1"]}), ["different address"]),
+    "same port on loopback": (config({"worker": ["127.0.0.1:1", "[::1]:1"]}), ["127.0.0.1:1", "[::1]:1", "own port"]),
+    "any interface, spelled out": (config({"worker": ["[0:0::0]:2222"]}), ["reach", "[0:0::0]:2222"]),
     "loopback beside hosts": (
         config({"worker": ["localhost:1", "10.0.0.2:1"]}),
         ["loopback", "localhost:1", "10.0.0.2:1", "reach"],
@@ -114,7 +124,10 @@ def test_right_tf_config_is_understood_and_survives_a_round_trip(name):
     assert hash(ClusterSpec.from_json(spec.to_json())) == hash(spec)
 
 
-@pytest.mark.parametrize("text", ["", "  ", "{}", '{"cluster": {}}', '{"task": {"type": "worker", "index": 0}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "  ", "{}", '{"cluster": {}}', '{"task": {"type": "worker", "index": 0}}', '{"environment": "cloud"}'],
+)
 def test_no_cluster_is_a_process_that_trains_alone(text, monkeypatch):
     assert ClusterSpec.from_env({"TF_CONFIG": text}) is None
     monkeypatch.setenv("TF_CONFIG", text)

@@ -350,6 +350,12 @@ def test_a_wrong_command_is_refused_before_any_start(run, name):
     assert run.pids() == {} and run.log_dirs() == []
 
 
+def test_a_tf_config_without_a_cluster_is_named(run):
+    alone = '{"task": {"type": "worker", "index": 0}}'
+    code, _, err = run.finish(run.script(ARRIVE), env={"TF_CONFIG": alone})
+    assert code == 1 and "TF_CONFIG names no cluster" in err and run.pids() == {}
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"]], ids=" ".join)
 def test_help_does_not_load_tensorflow(arguments):
     code = textwrap.dedent(

@@ -4,6 +4,7 @@ import dataclasses
 import ipaddress
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -114,7 +115,7 @@ class ClusterSpec:
           The cluster, or None for a process that trains alone: TF_CONFIG is unset, empty or has no cluster.
 
         Raises:
-          TFConfigError: If TF_CONFIG names a cluster that cannot train together.
+          TFConfigError: If TF_CONFIG names a cluster that cannot train together, or none but looks as if it should.
         """
         text = (os.environ if environ is None else environ).get("TF_CONFIG", "")
         if not text.strip():
@@ -179,12 +180,34 @@ def _parse(text: str) -> dict[str, Any]:
             f"TF_CONFIG needs a `cluster` that maps roles to addresses, got {_shown(config['cluster'])}. "
             f"Write it as in {_EXAMPLE}."
         )
+    if not config["cluster"]:
+        _check_alone(config)
     if config.get("rpc_layer", "grpc") != "grpc":
         raise TFConfigError(
             f'TF_CONFIG may have only "grpc" as `rpc_layer`, got {_shown(config["rpc_layer"])}. '
             f"Leave `rpc_layer` out: the workers talk over gRPC."
         )
     return config
+
+
+def _check_alone(config: dict[str, Any]) -> None:
+    """Refuses a TF_CONFIG without a cluster that was meant to have one: each worker would train alone, unnoticed."""
+    task = config["task"] if isinstance(config.get("task"), dict) else {}
+    is_first = task.get("type", "worker") in ("chief", "worker") and str(task.get("index", 0)) == "0"
+    odd = [key for key, value in config.items() if key != "cluster" and _is_like_cluster(key, value)]
+    odd += [] if is_first else ["task"]
+    if odd:
+        raise TFConfigError(
+            f"TF_CONFIG needs every worker's address under `cluster`, which is missing or empty, but has "
+            f"{_shown({odd[0]: config[odd[0]]})}. Write it as in {_EXAMPLE}; to train in a single process, leave "
+            f"TF_CONFIG unset."
+        )
+
+
+def _is_like_cluster(key: str, value: Any) -> bool:
+    """Whether `cluster` was meant: by its name, but for case and plural, or by the addresses in it."""
+    has_addresses = isinstance(value, dict | list) and re.search(r'[^":]:[0-9]+"', json.dumps(value))
+    return key.lower() in ("cluster", "clusters") or bool(has_addresses)
 
 
 def _parse_index(task: dict[str, Any]) -> int:
@@ -245,20 +268,19 @@ def _check_addresses(jobs: Mapping[str, tuple[Any, ...]]) -> None:
                 host, port = split_address(address)
             except ValueError as error:
                 raise TFConfigError(f"TF_CONFIG has a faulty {name}: {error}") from error
+            host = _canonical(host)
             if host in ("0.0.0.0", "::"):
                 raise TFConfigError(
                     f"TF_CONFIG needs addresses that the other workers can reach, but {name} is {_shown(address)}, "
                     f"which means any interface. Give the machine's own name or IP address."
                 )
-            # Different spellings of one address are one address.
-            key = ("127.0.0.1" if host.lower() == "localhost" else host.lower().rstrip("."), port)
-            if key in seen:
+            if (host, port) in seen:
                 raise TFConfigError(
-                    f"TF_CONFIG needs a different address for each task, but {seen[key]} and {name} are both "
-                    f"{address}. Give each process on one machine its own port."
+                    f"TF_CONFIG needs a different address for each task, but {seen[host, port]} and {name} ({address}) "
+                    f"are one. Give each process on one machine its own port."
                 )
-            seen[key] = name
-            loopback[address] = _is_loopback(host)
+            seen[host, port] = f"{name} ({address})"
+            loopback[address] = host == "localhost"
     if any(loopback.values()) and not all(loopback.values()):
         inside = [address for address, is_loopback in loopback.items() if is_loopback]
         outside = [address for address, is_loopback in loopback.items() if not is_loopback]
@@ -294,11 +316,14 @@ def _check_task(jobs: Mapping[str, tuple[str, ...]], task_type: Any, task_index:
         )
 
 
-def _is_loopback(host: str) -> bool:
+def _canonical(host: str) -> str:
+    """One spelling of `host`; "localhost" for all that is loopback, as a port there is one, whatever the address."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        ip = ipaddress.ip_address(host)
     except ValueError:
-        return host.lower().rstrip(".") == "localhost"
+        return host.lower().rstrip(".")
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    return "localhost" if ip.is_loopback else str(ip)
 
 
 def _shown(value: Any) -> str:

@@ -169,12 +169,12 @@ def _own_place(args: argparse.Namespace) -> ClusterSpec | None:
         if "TF_CONFIG" in os.environ:
             logging.info("TF_CONFIG is set; each worker gets its own instead")
         return None
-    spec = ClusterSpec.from_env()
-    if spec is None:
+    text = os.environ.get("TF_CONFIG", "")
+    if not text.strip():
         args.parser.error(
             "give --workers 2 to start two workers on this machine; or, to start one worker on each host, set TF_CONFIG"
         )
-    return spec
+    return ClusterSpec.from_json(text)
 
 
 def _run_options(args: argparse.Namespace) -> Options:
