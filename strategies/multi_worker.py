@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.cluster import ClusterSpec, check_bindable
+from tfdist.cluster.alone import warn_if_one_of_many
 from tfdist.errors import ClusterError
 from tfdist.faults import FaultTolerance, meeting, preemption, watchdog
 from tfdist.faults.agreement import Agreement
@@ -58,10 +59,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         policy_of(compression)  # Before anybody waits for other workers.
         self.fault_tolerance = (fault_tolerance or FaultTolerance()).with_environment()
         self.compression = compression
-        spec = ClusterSpec.from_env() if cluster_resolver is None else None
-        if spec is not None and _tf.context.context().coordination_service is None:
-            check_bindable(spec)
-        if cluster_resolver is None and spec is None:
+        if cluster_resolver is None and ClusterSpec.from_env() is None:
+            warn_if_one_of_many()
             # TensorFlow's own resolver would read an empty TF_CONFIG as JSON.
             cluster_resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
         make_virtual_devices()
@@ -191,6 +190,8 @@ def _join(cluster_resolver, options, connect):
         return
     jobs = _tf.multi_worker_util.normalize_cluster_spec(cluster_resolver.cluster_spec()).as_dict()
     cluster = ClusterSpec(jobs, cluster_resolver.task_type, cluster_resolver.task_id)
+    if _tf.context.context().coordination_service is None:
+        check_bindable(cluster)
     if not os.environ.get("TF_CONFIG", "").strip():
         os.environ["TF_CONFIG"] = cluster.to_json()
     deadline = time.monotonic() + options.start_timeout_seconds

@@ -193,6 +193,28 @@ def test_unknown_host_is_named():
         check_bindable(spec)
 
 
+# The environment of a scheduler's process, and words that must stand in the warning, if there is one.
+STARTED = {
+    "mpirun": ({"OMPI_COMM_WORLD_SIZE": "4"}, ["OMPI_COMM_WORLD_SIZE is 4", "TF_CONFIG", "OMPI_COMM_WORLD_RANK"]),
+    "MPICH": ({"PMI_SIZE": "2", "TF_CONFIG": " "}, ["PMI_SIZE is 2", "PMI_RANK"]),
+    "srun": ({"SLURM_STEP_NUM_TASKS": "3"}, ["SLURM_STEP_NUM_TASKS is 3", "SLURM_PROCID", "cluster_resolver"]),
+    "a batch script": ({"SLURM_NTASKS": "3", "SLURM_PROCID": "0"}, None),
+    "mpirun of one": ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+    "with TF_CONFIG": ({"OMPI_COMM_WORLD_SIZE": "4", "TF_CONFIG": "{}"}, None),
+    "by hand": ({}, None),
+}
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_one_process_of_many_that_would_train_alone_is_told_so_once(name):
+    environ, words = STARTED[name]
+    code = f"from tfdist.cluster.alone import warn_if_one_of_many as warn; warn({environ}); warn({environ})"
+    command = [sys.executable, "-c", code]
+    err = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=True).stderr
+    assert err.count("trains alone") == (words is not None)
+    assert [word for word in words or () if word not in err] == [], err
+
+
 def test_importing_does_not_load_tensorflow():
     code = "import sys, tfdist.cluster; sys.exit('tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

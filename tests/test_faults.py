@@ -295,7 +295,7 @@ def fit(model, *callbacks, epochs=1000):
 def test_a_resolver_stands_in_for_tf_config_and_an_empty_one_trains_alone(job):
     job.start(
         """
-        import os
+        import os, socket
         from tfdist.cluster import ClusterSpec
         import tensorflow as tf, tfdist
 
@@ -304,12 +304,21 @@ def test_a_resolver_stands_in_for_tf_config_and_an_empty_one_trains_alone(job):
         if spec.worker_id == 1:
             one = tf.train.ClusterSpec({"worker": [spec.address]})
             resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(one, task_type="worker", task_id=0)
+            with socket.create_server(("", int(spec.address.rpartition(":")[2]))):
+                try:
+                    tfdist.MultiWorkerMirroredStrategy(resolver)
+                    raise AssertionError("made with a port that is taken")
+                except tfdist.errors.TFConfigError as error:
+                    assert "already taken" in str(error), error
         assert tfdist.MultiWorkerMirroredStrategy(resolver).num_replicas_in_sync == 1
         found = ClusterSpec.from_env()
         assert found == (ClusterSpec({"worker": [spec.address]}, "worker", 0) if resolver else None), found
-        """
+        """,
+        OMPI_COMM_WORLD_SIZE="4",
     )
     assert job.wait() == [0, 0], job.output(0) + job.output(1)
+    assert "each of the 4 processes trains alone" in job.output(0)
+    assert "trains alone" not in job.output(1)  # its resolver says who the others are
 
 
 def test_who_is_waited_for_is_logged(job):

@@ -87,6 +87,27 @@ def test_who_is_missing_is_named_by_all_who_came_within_the_deadline(missing):
         assert START_SECONDS - 1 < seconds < START_SECONDS + 3
 
 
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [("127.0.0.1", "(Connection refused)"), ("no-such-host.invalid", ": correct the name in TF_CONFIG")],
+)
+def test_why_worker_0_cannot_be_reached_is_told(host, why):
+    port, own = free_ports(2)
+    peer = host if host.startswith("127.") else "here"  # loopback may not stand beside other hosts
+    cluster = ClusterSpec({"worker": [f"{host}:{port}", f"{peer}:{own}"]}, "worker", 1)
+    group = Meeting(0.1)
+    group.add(1, cluster)
+    (result,) = group.end().values()
+    assert f"worker 0 at {host}:{port} (" in result and why in result
+
+
+def test_a_port_that_worker_0_cannot_open_is_named():
+    spec, _ = clusters(2)
+    with socket.create_server(("", int(spec.address.rpartition(":")[2]))):
+        with pytest.raises(ClusterError, match=f"worker 0 of 2 at {spec.address}(.|\n)*cannot be opened"):
+            meeting.meet(spec, START_SECONDS)
+
+
 def test_who_has_left_again_is_missing():
     group, specs = Meeting(START_SECONDS), clusters(3)
     group.add(0, specs[0])

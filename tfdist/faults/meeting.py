@@ -103,11 +103,12 @@ class _Wait:
         self._start = time.monotonic()
         self._said = self._start
 
-    def check(self, missing: list[int]) -> None:
-        """Says who is missing from time to time; raises when the time is over."""
+    def check(self, missing: list[int], why: str = "") -> None:
+        """Says who is missing, and why if that is known, from time to time; raises when the time is over."""
         now = time.monotonic()
         come = self._cluster.num_workers - len(missing)
         names = ", ".join(f"worker {worker} at {addresses_of(self._cluster)[worker]}" for worker in missing)
+        names += f" ({why})" if why else ""
         if now - self._start > self._timeout_seconds:
             raise ClusterError(
                 f"All {self._cluster.num_workers} workers must come within {self._timeout_seconds:g} s, but {come} "
@@ -150,7 +151,7 @@ class _Desk:
         self._guests: dict[socket.socket, bytes] = {}
         self.come: dict[int, socket.socket] = {}  # by worker
         self._selector = stack.enter_context(selectors.DefaultSelector())
-        self._listener = stack.enter_context(_listen(split_address(cluster.address)[1]))
+        self._listener = stack.enter_context(_listen(cluster))
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     @property
@@ -214,11 +215,20 @@ class _Desk:
         guest.close()
 
 
-def _listen(port: int) -> socket.socket:
+def _listen(cluster: ClusterSpec) -> socket.socket:
+    port = split_address(cluster.address)[1]
     try:
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
     except (OSError, ValueError):  # a machine without IPv6
+        pass
+    try:
         return socket.create_server(("", port), backlog=1024)
+    except OSError as error:
+        raise ClusterError(
+            f"Worker 0 needs its port to receive the others, but this is {cluster.describe()} on "
+            f"{socket.gethostname()}, where it cannot be opened: {error}. `ss -ltnp 'sport = :{port}'` shows who holds "
+            "it: end that, or give worker 0 another port in every worker's TF_CONFIG."
+        ) from error
 
 
 # The others.
@@ -226,24 +236,28 @@ def _listen(port: int) -> socket.socket:
 
 def _report(cluster: ClusterSpec, wait: _Wait) -> Mapping[int, socket.socket]:
     """Tells worker 0 that this worker is there, until all are."""
+    chief = split_address(addresses_of(cluster)[0])
     while True:
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection(split_address(addresses_of(cluster)[0]), timeout=_STATUS_SECONDS) as connection,
-        ):
-            _send(connection, _introduction(cluster))
-            # Worker 0 speaks every second: who is silent for longer is something else at that address.
-            connection.settimeout(3 * _STATUS_SECONDS)
-            with connection.makefile("rb") as lines:
-                while message := _parse(lines.readline(_LINE_BYTES)):
-                    if "go" in message:
-                        return {0: connection.dup()}
-                    if "error" in message:
-                        raise ClusterError(f"{message['error']} (So says worker 0 to {cluster.describe()}.)")
-                    if not _is_status(message, cluster.num_workers):  # not of ours
-                        break
-                    wait.check(message["missing"])
-        wait.check([0])
+        why = ""
+        try:
+            with socket.create_connection(chief, timeout=_STATUS_SECONDS) as connection:
+                _send(connection, _introduction(cluster))
+                # Worker 0 speaks every second: who is silent for longer is something else at that address.
+                connection.settimeout(3 * _STATUS_SECONDS)
+                with connection.makefile("rb") as lines:
+                    while message := _parse(lines.readline(_LINE_BYTES)):
+                        if "go" in message:
+                            return {0: connection.dup()}
+                        if "error" in message:
+                            raise ClusterError(f"{message['error']} (So says worker 0 to {cluster.describe()}.)")
+                        if not _is_status(message, cluster.num_workers):  # not of ours
+                            break
+                        wait.check(message["missing"])
+        except socket.gaierror as error:
+            why = f"{error.strerror}: correct the name in TF_CONFIG or make it resolve"
+        except OSError as error:
+            why = error.strerror or str(error)
+        wait.check([0], why)
         time.sleep(_RETRY_SECONDS)
 
 
