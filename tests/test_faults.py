@@ -89,6 +89,8 @@ def job(tmp_path):
         {"start_timeout_seconds": "5"},
         {"preemption_signals": (signal.SIGKILL,)},
         {"preemption_signals": (0,)},
+        {"preemption_signals": signal.SIGTERM},
+        {"preemption_signals": ([signal.SIGTERM],)},
     ],
     ids=str,
 )

@@ -49,8 +49,17 @@ class FaultTolerance:
                 raise ValueError(
                     f"FaultTolerance needs a {name} above 0 and up to {_LONGEST_SECONDS} seconds, got {value!r}."
                 )
+        if not isinstance(self.preemption_signals, tuple | list | set | frozenset):
+            raise ValueError(
+                "FaultTolerance needs preemption_signals as a tuple, such as (signal.SIGTERM,), got "
+                f"{self.preemption_signals!r}. Put a comma and parentheses around a single one."
+            )
         for signum in self.preemption_signals:
-            if signum not in signal.valid_signals() or signum in (signal.SIGKILL, signal.SIGSTOP):
+            if (
+                not isinstance(signum, int)
+                or signum not in signal.valid_signals()
+                or signum in (signal.SIGKILL, signal.SIGSTOP)
+            ):
                 raise ValueError(
                     f"FaultTolerance needs preemption_signals that a process can catch, got {signum!r}. Give numbers "
                     "as the module `signal` has them."
