@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from launched import ARRIVE, DEADLINE_SECONDS, eventually, nothing_left
+from launched import ARRIVE, DEADLINE_SECONDS, eventually, is_alive, nothing_left
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
 from tfdist.launch import WorkerGroup
@@ -319,6 +319,37 @@ def test_what_workers_print_goes_nowhere_if_the_streams_are_closed(run, closed):
     finally:
         bystander.kill()
         bystander.wait()
+
+
+def test_a_log_dir_serves_one_run_at_a_time_and_the_next_once_that_is_gone(run):
+    command = ["--workers", 1, "--log-dir", run.directory / "logs", run.script(ARRIVE + "time.sleep(60)")]
+    with run.start(*command) as first:
+        run.wait_for_pids(1)
+        code, _, err = run.finish(*command)
+        assert code == 2 and f"process {first.pid} on " in err and "another --log-dir" in err
+        log = run.directory / "logs" / "attempt-0" / "worker-0.log"
+        assert log.exists() and is_alive(run.pids()["pid-0"])
+        first.kill()
+    code, _, err = run.finish(*command[:-1], run.script('print("next")'))
+    assert code == 0 and log.read_text() == "next\n", err
+    assert [path.name for path in (run.directory / "logs").iterdir()] == ["attempt-0"]
+
+
+def test_hosts_may_share_a_log_dir(run):
+    ports = free_ports(2)
+    script = run.script(ARRIVE + 'while len(list(here.glob("pid-*"))) < 2: time.sleep(0.01)')
+    configs = [ClusterSpec.local(2, index, ports).to_json() for index in range(2)]
+    both = [run.start("--log-dir", run.directory / "logs", script, env={"TF_CONFIG": config}) for config in configs]
+    outputs = [process.communicate(timeout=DEADLINE_SECONDS) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+
+
+def test_without_a_temporary_directory_a_log_dir_is_asked_for(run):
+    program = "import sys, tempfile; tempfile.tempdir = '/proc/here'; from tfdist.launch.cli import main; main()"
+    command = [sys.executable, "-c", program, "run", "--workers", "1", run.script("")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert done.returncode == 2 and "no temporary directory can be written" in done.stderr
+    assert done.stderr.endswith("give --log-dir\n") and "Traceback" not in done.stderr
 
 
 # Arguments, and words that must stand in the refusal.

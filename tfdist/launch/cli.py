@@ -25,6 +25,7 @@ import tfdist
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import TfdistError
 from tfdist.failure_report import write_whole
+from tfdist.held_file import held
 from tfdist.launch import data_service
 from tfdist.launch.signals import stop_signals
 from tfdist.launch.supervisor import Options, Supervisor
@@ -150,16 +151,16 @@ def _run(args: argparse.Namespace) -> int:
     command = _worker_command(args)
     spec = _own_place(args)
     options = _run_options(args)
-    run_dir = _make_run_dir(args, spec)
     exit_code, attempts = 1, 0
-    try:
-        with _caught_signals() as caught:
-            supervisor = Supervisor(command, options, run_dir=run_dir, caught=caught, spec=spec)
-            exit_code = supervisor.run()
-            attempts = len(supervisor.attempts)
-    finally:
-        if args.log_dir is None and exit_code == 0 and attempts == 1:
-            shutil.rmtree(run_dir, ignore_errors=True)
+    with _run_dir(args, spec) as run_dir:
+        try:
+            with _caught_signals() as caught:
+                supervisor = Supervisor(command, options, run_dir=run_dir, caught=caught, spec=spec)
+                exit_code = supervisor.run()
+                attempts = len(supervisor.attempts)
+        finally:
+            if args.log_dir is None and exit_code == 0 and attempts == 1:
+                shutil.rmtree(run_dir, ignore_errors=True)
     return exit_code
 
 
@@ -218,24 +219,37 @@ def _script_args(args: argparse.Namespace) -> list[str]:
     return [*(["--"] if before[-1] == "--" else []), *args.script_args]
 
 
-def _make_run_dir(args: argparse.Namespace, spec: ClusterSpec | None) -> pathlib.Path:
-    """The folder of this run, empty of what an earlier run left, which would mislead."""
+@contextlib.contextmanager
+def _run_dir(args: argparse.Namespace, spec: ClusterSpec | None) -> Iterator[pathlib.Path]:
+    """The folder of this run, this process's own, empty of what an earlier run left, which would mislead."""
     if args.log_dir is None:
-        return pathlib.Path(tempfile.mkdtemp(prefix="tfdist-run-"))
+        try:
+            temporary = pathlib.Path(tempfile.mkdtemp(prefix="tfdist-run-"))
+        except OSError as error:
+            args.parser.error(f"no temporary directory can be written ({error}): give --log-dir")
+        yield temporary
+        return
     # Hosts may share a disk, but not a run's folder.
     run_dir: pathlib.Path = args.log_dir.absolute() / (f"worker-{spec.worker_id}" if spec else "")
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        for pattern in ("attempt-*/worker-*.log", "attempt-*/failure-*.json", "failure.json", "committed"):
-            for path in run_dir.glob(pattern):
-                path.unlink()
-        for path in run_dir.glob("attempt-*"):
-            with contextlib.suppress(OSError):  # not empty: what else is in it is not ours
-                path.rmdir()
-        tempfile.TemporaryFile(dir=run_dir).close()
-    except OSError as error:
-        args.parser.error(f"--log-dir {args.log_dir} cannot be written to: {error}")
-    return run_dir
+    with contextlib.ExitStack() as stack:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(held(run_dir / "lock"))
+            for pattern in ("attempt-*/worker-*.log", "attempt-*/failure-*.json", "failure.json", "committed"):
+                for path in run_dir.glob(pattern):
+                    path.unlink()
+            for path in run_dir.glob("attempt-*"):
+                with contextlib.suppress(OSError):  # not empty: what else is in it is not ours
+                    path.rmdir()
+            tempfile.TemporaryFile(dir=run_dir).close()
+        except BlockingIOError as error:
+            args.parser.error(
+                f"--log-dir {args.log_dir} serves one run at a time, and {error.strerror} is using {run_dir}; let it "
+                "finish or end it, or give another --log-dir"
+            )
+        except OSError as error:
+            args.parser.error(f"--log-dir {args.log_dir} cannot be written to: {error}")
+        yield run_dir
 
 
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
