@@ -344,6 +344,16 @@ def test_hosts_may_share_a_log_dir(run):
     assert [process.returncode for process in both] == [0, 0], outputs
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_end_of_workers_is_noticed_where_it_was_ignored(run, code):
+    def ignore():
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    script = run.script(f"sys.exit({code} if worker else subprocess.run(['false']).returncode - 1)")
+    found, _, err = run.finish("--workers", 2, script, preexec_fn=ignore)
+    assert found == code and "Traceback" not in err, err
+
+
 def test_without_a_temporary_directory_a_log_dir_is_asked_for(run):
     program = "import sys, tempfile; tempfile.tempdir = '/proc/here'; from tfdist.launch.cli import main; main()"
     command = [sys.executable, "-c", program, "run", "--workers", "1", run.script("")]

@@ -282,6 +282,21 @@ def test_functions_of_a_script_run_in_workers(tmp_path):
     assert done.stdout == "['here', 'here']\n", done.stderr
 
 
+def test_the_end_of_workers_is_noticed_where_it_was_ignored(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        import os, signal
+        from tfdist.testing import run_workers
+        if __name__ == "__main__":
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            run_workers(os._exit, 2, args=(7,))
+        """,
+    )
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60)
+    assert "of 2 ended with exit code 7" in done.stderr, done.stderr
+
+
 def test_a_script_without_a_main_guard_is_told_so(tmp_path):
     path = script(
         tmp_path,

@@ -14,6 +14,7 @@ from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
 from tfdist.launch.guard import Guard
 from tfdist.launch.output import Output
+from tfdist.launch.signals import hear_of_children
 
 __all__ = ["SLOT", "WorkerExit", "WorkerGroup", "describe_exit", "log_path"]
 
@@ -109,6 +110,7 @@ class WorkerGroup:
         Raises:
           ClusterError: If a process cannot be started, or a log file cannot be written.
         """
+        hear_of_children()
         self._guard = Guard()
         try:
             for place, spec in enumerate(self._specs):

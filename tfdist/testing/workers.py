@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import WorkerError, WorkerTimeoutError
 from tfdist.launch.group import describe_exit
+from tfdist.launch.signals import hear_of_children
 from tfdist.testing.replies import Died, Raised, Reply, Returned, doubt
 from tfdist.testing.serving import is_importing_main
 from tfdist.testing.worker_process import GRACE_SECONDS, WorkerProcess
@@ -169,6 +170,7 @@ class WorkerPool:
                 "A worker may not start workers while it imports the main module. In the script that was started, put "
                 'the call under `if __name__ == "__main__":`, as every worker imports that script.'
             )
+        hear_of_children()
         ports = free_ports(self._num_workers)
         for index in range(self._num_workers):
             spec = ClusterSpec.local(self._num_workers, index, ports)
