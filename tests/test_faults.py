@@ -264,6 +264,35 @@ def test_after_uninstall_earlier_handlers_and_defaults_hold_again():
     assert preempted(body, signal.SIGUSR1)[0] == -signal.SIGUSR1
 
 
+@pytest.mark.parametrize(("signum", "expected"), [(signal.SIGTERM, 3), (signal.SIGUSR1, -signal.SIGUSR1)])
+def test_a_signal_that_comes_after_the_last_step_is_not_lost(signum, expected):
+    code, output, _ = preempted(
+        """
+        print("ready")
+        while preemption._installed._signum is None: time.sleep(0.01)
+        preemption.uninstall()
+        print("went on", preemption._installed)
+        """,
+        signum,
+    )
+    assert code == expected and "asked" in output and "went on" not in output
+
+
+def test_a_signal_that_was_answered_is_not_raised_again():
+    code, output, _ = preempted(
+        """
+        print("ready")
+        while preemption._installed._signum is None: time.sleep(0.01)
+        try:
+            preemption.leave()
+        except SystemExit as leaving:
+            preemption.uninstall()
+            raise
+        """
+    )
+    assert code == PREEMPTED and output.count("earlier") == 1
+
+
 # Real jobs.
 
 TRAIN = """

@@ -46,11 +46,14 @@ def install(strategy: Any) -> None:
 
 
 def uninstall() -> None:
-    """Gives the signals back to the handlers of before. Call it in the main thread, when there is no more to save."""
+    """Gives the signals back to the handlers of before. Call it in the main thread, when there is no more to save.
+
+    A signal that came too late for all to leave together is theirs too: it is raised again, and may end the process.
+    """
     global _installed
-    if _installed is not None:
-        _installed.close()
-        _installed = None
+    closing, _installed = _installed, None
+    if closing is not None:
+        closing.close()
 
 
 def _forget_in_child() -> None:
@@ -105,7 +108,7 @@ class _Preemption:
         self._strategy: Any = None
         self._timer: threading.Timer | None = None
         self._signum: int | None = None
-        self._closing = False
+        self._is_answered = False
         self.watch(strategy)
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
@@ -131,22 +134,26 @@ class _Preemption:
 
     def close(self) -> None:
         self.give_back()
-        self._closing = True
         os.write(self._writer, b"\0")
         self._thread.join()
         os.close(self._writer)
         os.close(self._reader)
         self._strategy.reports.listeners.remove(self._on_report)
         self._stop_clock()
+        if self._signum is not None and not self._is_answered:
+            signal.raise_signal(self._signum)
 
     def saved(self) -> None:
+        self._is_answered = True
         self._stop_clock()
         self._call_earlier()
 
     def _read(self) -> None:
-        while not self._closing:
+        while True:
             for signum in os.read(self._reader, 64):
-                if self._earlier_fd != -1 and signum:
+                if signum == 0:  # of `close`, after all signals
+                    return
+                if self._earlier_fd != -1:
                     with contextlib.suppress(OSError):
                         os.write(self._earlier_fd, bytes([signum]))
                 if signum in self._options.preemption_signals and self._signum is None:
