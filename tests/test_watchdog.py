@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tensorflow as tf
 
 from launched import eventually
+from tfdist import _tf
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.exit_codes import STALLED
 from tfdist.faults import FaultTolerance
@@ -164,8 +167,37 @@ def test_a_worker_that_is_done_says_for_whom_it_waits_and_whom_it_gives_up(caplo
     assert "worker 1 leaves without worker 0" in caplog.text
 
 
+def in_fit(function):
+    """Calls a function as Keras' `fit` would."""
+    names = {}
+    exec(compile("def fit(function): return function()", _tf.keras_trainer.__file__, "exec"), names)
+    return names["fit"](function)
+
+
+def dive(calls, function):
+    return dive(calls - 1, function) if calls else function()
+
+
+def test_fit_is_seen_among_many_threads_and_not_lost_in_deep_calls():
+    main, done = _tf.main_thread_state(), threading.Event()
+    with ThreadPoolExecutor(121) as pool:
+
+        def look(was_in_fit=False):  # from outside, as the watchdog does
+            return pool.submit(_tf.keras_fit_activity, main, was_in_fit).result()
+
+        waiting = [pool.submit(done.wait) for _ in range(120)]
+        try:
+            assert (look(), in_fit(look)) == (None, TRAINING)
+            assert in_fit(lambda: dive(120, lambda: look(was_in_fit=True))) == "deep"
+            assert in_fit(lambda: dive(120, look)) is None
+            assert look(was_in_fit=True) is None
+        finally:
+            done.set()
+    assert all(each.result() for each in waiting)
+
+
 SCRIPT = """
-import tempfile, time
+import tempfile, threading, time
 import keras, numpy as np
 import tfdist
 
@@ -184,6 +216,8 @@ class Slow(keras.callbacks.Callback):
 x = np.ones((64, 8), "float32")
 callbacks = [Slow()]
 if FAULT:
+    for _ in range(120):  # more than faulthandler writes of
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
     callbacks.append(tfdist.testing.Fault("hang", worker=1, step=30, attempt=3))
 model.fit(x, x[:, :1], batch_size=8, epochs=4, verbose=0, callbacks=callbacks)
 print("finished", flush=True)

@@ -3,11 +3,13 @@
 Each line says why the name is needed and what breaks if it goes. `setup.cfg` bounds the versions to those tested.
 """
 
+import ctypes
 import faulthandler
 import inspect
 import os
 import re
 import sys
+import threading
 from types import FrameType, MethodType
 from typing import Any
 
@@ -136,6 +138,7 @@ __all__ = [
     "keras_made_dataset",
     "keras_made_iterator",
     "keras_model_in_step",
+    "main_thread_state",
     "multi_worker_util",
     "places_in_optimizer",
     "put_losses_back",
@@ -221,17 +224,34 @@ def keras_is_evaluating() -> bool:
     return any(_frame_of(inspect.unwrap(method)) for method in (trainer.evaluate, trainer.predict))
 
 
-def keras_fit_activity() -> str | None:
+def main_thread_state() -> int | None:
+    """Where CPython keeps what `keras_fit_activity` asks of the main thread; `None` if another thread asks."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    get = ctypes.pythonapi.PyThreadState_Get
+    get.restype = ctypes.c_void_p
+    return get()
+
+
+def keras_fit_activity(main_thread: int | None = None, was_in_fit: bool = False) -> str | None:
     """What Keras' `fit` does, in whichever thread: "training", "callback" or "validation"; else `None`.
 
     A watchdog asks from outside, when the thread may be stuck anywhere. The stacks are read as faulthandler writes
-    them, all at once: frames of a thread that runs on must not be walked from Python.
+    them, all at once: frames of a thread that runs on must not be walked from Python. It writes the innermost 100 calls
+    of a thread: where `fit` may stand before them, the answer is "deep".
+
+    Args:
+      main_thread: From `main_thread_state`.
+      was_in_fit: Whether the answer before was not `None`.
 
     Raises:
       OSError: If this process may open no more files.
     """
     with open(os.memfd_create("tfdist-stacks"), "w+b") as file:  # in memory: a disk may be full, or not answer
         faulthandler.dump_traceback(file, all_threads=True)
+        if main_thread is not None:
+            os.write(file.fileno(), b"\n")
+            _write_stack_of(main_thread, file.fileno())
         file.seek(0)
         threads = file.read().decode(errors="replace").split("\n\n")
     for thread in threads:  # Innermost call first.
@@ -243,7 +263,17 @@ def keras_fit_activity() -> str | None:
                 activity = "validation"
             elif path == keras_trainer.__file__ and function == "fit":
                 return activity
-    return None
+    return "deep" if was_in_fit and threads[-1].endswith("  ...\n") else None
+
+
+def _write_stack_of(thread: int, file: int) -> None:
+    """Writes the stack of one thread as faulthandler does, which writes those of the 100 newest only.
+
+    Without it, as from CPython 3.13 on: the `fit` of a main thread with more than 100 others is not watched.
+    """
+    write = getattr(ctypes.pythonapi, "_Py_DumpTraceback", None)
+    if write is not None:
+        write(file, ctypes.c_void_p(thread))
 
 
 def keras_fitting_models() -> list[keras_trainer.TensorFlowTrainer]:
