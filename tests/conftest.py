@@ -19,10 +19,11 @@ PLACEMENTS = {
     **{"single": (1, 1), "1x2": (1, 2), "2x1": (2, 1), "2x2": (2, 2)},
     **{"1x3": (1, 3), "1x4": (1, 4), "3x1": (3, 1)},
 }
-# Dealt out in this order by `--no-loadscope-reorder`, before all others.
+# Dealt out in this order by `--no-loadscope-reorder`, before all others: what computes beside what waits.
 LONGEST = (
-    *("test_keras_features", "test_compressed_training", "test_supervise", "test_balanced", "test_watchdog"),
-    *("test_backup_and_restore", "test_examples", "test_faults", "test_readme", "test_strategies", "test_compression"),
+    *("test_keras_features", "test_supervise", "test_faults", "test_watchdog", "test_compressed_training"),
+    *("test_examples", "test_readme", "test_backup_and_restore", "test_balanced", "test_strategies"),
+    "test_compression",
 )
 
 

@@ -32,13 +32,16 @@ def held(path: str | os.PathLike[str]) -> Iterator[None]:
             if not _is_at(path, file):  # removed by the one before, between the two lines above
                 continue
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            owner = os.getpid()
+            file.write(f"process {owner} on {socket.gethostname()}")
             file.flush()
+            os.fsync(file.fileno())  # or other hosts may see it much later
             try:
                 yield
             finally:
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+                if os.getpid() == owner:  # and not a child that was forked in the block
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
             return
 
 

@@ -16,21 +16,20 @@ stores), files are written in place and the manifest, the last of them, is what 
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
-import socket
 import time
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import Any
 
 from absl import logging
 
 from tfdist.backup.files import files_of, is_remote
 from tfdist.errors import BackupError
+from tfdist.held_file import held
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -118,7 +117,7 @@ class Store:
         self.directory = directory
         self._keep = keep
         self._files = files_of(directory)
-        self._lock: IO[str] | None = None
+        self._holding: contextlib.ExitStack | None = None
         self._faulty: list[str] = []
 
     def claim(self, wait_seconds: float = _LOCK_SECONDS) -> None:
@@ -132,7 +131,7 @@ class Store:
         try:
             self._files.make_folder(self.directory)
             if not is_remote(self.directory):
-                self._lock = self._lock or _take_lock(os.path.join(self.directory, LOCK), wait_seconds)
+                self._holding = self._holding or _hold(self.directory, wait_seconds)
             probe_writing(self.directory)
             for name in self._files.names(self.directory):
                 if self._is_half_made(name):
@@ -142,9 +141,9 @@ class Store:
 
     def release(self) -> None:
         """Lets another process have the directory."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        if self._holding is not None:
+            self._holding.close()
+            self._holding = None
 
     def newest_whole(self) -> Commit | None:
         """The newest commit of which every byte is as it was written; `None` if there is none.
@@ -221,15 +220,14 @@ class Store:
             self._files.remove(draft.path)
 
     def delete(self) -> None:
-        """Removes all commits, the oldest first, and the directory if nothing else is in it.
+        """Removes all commits, the oldest first, lets go of the directory, and removes it if nothing else is in it.
 
         Raises:
           OSError: If the disk refuses.
         """
         for step in sorted(self._steps()):
             self._files.remove(os.path.join(self.directory, f"step-{step}"))
-        if self._lock is not None:
-            self._files.remove(os.path.join(self.directory, LOCK))
+        self.release()
         self._files.remove_if_empty(self.directory)
 
     def _steps(self) -> list[int]:
@@ -271,31 +269,20 @@ def probe_writing(directory: str) -> None:
     files.remove(path)
 
 
-def _take_lock(path: str, wait_seconds: float) -> IO[str]:
-    """Locks a file as long as it is open; the kernel unlocks it when this process dies, whatever it has forked."""
+def _hold(directory: str, wait_seconds: float) -> contextlib.ExitStack:
+    """Holds the directory until what it gives is closed."""
     deadline = time.monotonic() + wait_seconds
+    holding = contextlib.ExitStack()
     while True:
-        file = open(path, "a+")  # noqa: SIM115 (stays open)
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-                file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}")
-                file.flush()
-                os.fsync(file.fileno())  # Or other hosts may see it much later.
-                return file
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                file.close()
-                raise
-        file.seek(0)
-        holder = file.read(1000) or "another process"
-        file.close()
-        if time.monotonic() > deadline:
-            raise BackupError(
-                f"One backup_dir serves one job at a time, and {holder} is using {os.path.dirname(path)}. Let it "
-                "finish or end it, or give this job a backup_dir of its own."
-            )
+            holding.enter_context(held(os.path.join(directory, LOCK)))
+            return holding
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                raise BackupError(
+                    f"One backup_dir serves one job at a time, and {error.strerror} is using {directory}. Let it "
+                    "finish or end it, or give this job a backup_dir of its own."
+                ) from None
         time.sleep(_POLL_SECONDS)
 
 

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import faulthandler
+import functools
 import os
 import pathlib
 import signal
@@ -54,9 +55,10 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
     what = f"a server for the dispatcher at {args.dispatcher}" if args.dispatcher else f"servers on port {args.port}"
-    with tempfile.TemporaryDirectory(prefix="tfdist-service-", ignore_cleanup_errors=True) as temporary:
-        work_dir = args.work_dir or pathlib.Path(temporary)
+    temporary = functools.partial(tempfile.TemporaryDirectory, prefix="tfdist-service-", ignore_cleanup_errors=True)
+    with contextlib.ExitStack() as stack:
         try:
+            work_dir = args.work_dir or pathlib.Path(stack.enter_context(temporary()))
             _check(args, work_dir)
             with _deadline(what):
                 servers = _start(args, work_dir)
