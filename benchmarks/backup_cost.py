@@ -6,8 +6,8 @@
 
 A dense network of 10 M parameters under Adam: 121 MB of variables in a save. Both variants live in the same processes
 and take turns in random order, block by block. A block is long enough for the thread that writes to end within it: what
-that takes from the training counts. Printed are medians and quartiles over the blocks, and of the cost, taken between
-blocks of one round.
+that takes from the training counts. Printed are medians and quartiles over the blocks; and what a save costs: the time of
+half of the steps between two saves, after it, less that of the half before it, so that no drift comes between.
 """
 
 import functools
@@ -74,13 +74,15 @@ def make_model(name: str, where: str, compression: str | None) -> tuple[keras.Mo
 
 
 def train_block(name: str, where: str, compression: str | None, steps: int, save_steps: int, folder: str | None):
-    """Seconds that `steps` steps of `fit` take, and of these those between steps that save and the next."""
+    """Seconds that `steps` steps of `fit` take; between each that saves and the next; and what each save costs."""
     model, data = make_model(name, where, compression)
     clock = Clock()
     backup = [tfdist.callbacks.BackupAndRestore(folder, save_freq=save_steps)] if folder else []
     model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[clock, *backup])
-    pauses = np.subtract(clock.begins[1:], clock.ends[:-1])
-    return clock.ends[-1] - clock.begins[0], float(sum(pauses[save_steps - 1 :: save_steps])) if folder else 0.0
+    pauses, times = np.subtract(clock.begins[1:], clock.ends[:-1]), np.diff(clock.ends)
+    saved, half = range(save_steps - 1, steps - save_steps // 2, save_steps), save_steps // 2
+    costs = [float(sum(times[at : at + half]) - sum(times[at - half : at])) for at in saved]
+    return clock.ends[-1] - clock.begins[0], [float(pauses[at]) for at in saved], costs
 
 
 # From here: run in the process that was started.
@@ -88,29 +90,30 @@ def train_block(name: str, where: str, compression: str | None, steps: int, save
 
 def measure(pool: WorkerPool, setting: tuple, save_steps: int, saves: int, rounds: int, folder: str) -> dict:
     """Seconds of each block, by variant, and those that a save holds up the step after it."""
-    steps = save_steps * saves + save_steps // 2  # time for the last one to be written
+    steps = save_steps * saves + save_steps // 2 + 1  # time for the last one to be written
 
     def block(folder):
-        seconds, pauses = zip(*pool.run(train_block, *setting, steps, save_steps, folder), strict=True)
-        return max(seconds), max(pauses) / saves
+        seconds, pauses, costs = zip(*pool.run(train_block, *setting, steps, save_steps, folder), strict=True)
+        return max(seconds), *(list(map(max, zip(*of_worker, strict=True))) for of_worker in (pauses, costs))
 
     variants = {"without": None, "with": folder}
     for variant in variants.values():
         block(variant)
-    blocks, pauses = {name: [] for name in variants}, []
+    blocks, pauses, costs = {name: [] for name in variants}, [], []
     order = random.Random(0)
     for _ in range(rounds):
         for name in order.sample(list(variants), len(variants)):
-            seconds, pause = block(variants[name])
+            seconds, of_saves, more = block(variants[name])
             blocks[name].append(seconds / steps)
             if variants[name]:
-                pauses.append(pause)
-    more = [(own - other) * steps / saves for own, other in zip(blocks["with"], blocks["without"], strict=True)]
+                pauses += of_saves
+                costs += more
+    step = statistics.median(blocks["without"])
     return {
         "step_seconds": blocks,
-        "seconds_a_save": more,
+        "seconds_a_save": costs,
         "pause_seconds": pauses,
-        "share": [cost / (save_steps * step) for cost, step in zip(more, blocks["without"], strict=True)],
+        "share": [cost / (save_steps * step) for cost in costs],
     }
 
 
