@@ -6,8 +6,8 @@
 
 A dense network of 10 M parameters under Adam: 121 MB of variables in a save. Both variants live in the same processes
 and take turns in random order, block by block. A block is long enough for the thread that writes to end within it: what
-that takes from the training counts. Printed are medians and quartiles over the blocks; and what a save costs: the time of
-half of the steps between two saves, after it, less that of the half before it, so that no drift comes between.
+that takes from the training counts. Printed are medians and quartiles over the blocks; and what a save costs: the
+time of half of the steps between two saves, after it, less that of the half before it, so that no drift comes between.
 """
 
 import functools

@@ -83,6 +83,8 @@ def main(_) -> None:
     rich.console.Console().print(table)
     if FLAGS.json:
         pathlib.Path(FLAGS.json).write_text(json.dumps(rows, indent=1) + "\n")
+    if all("error" in row for row in rows):
+        raise SystemExit("No job has recovered.")
 
 
 def measure(system: str) -> dict[str, float]:

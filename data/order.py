@@ -97,6 +97,7 @@ class Stratified:
     def __init__(self, labels: np.ndarray, seed: int, *, shuffle: bool):
         self._seed, self._shuffle = seed, shuffle
         _, self._classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        self._digest = hashlib.sha256(self._classes.astype("<i8").tobytes()).hexdigest()[:8]
         rank = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
         # Of all examples sorted by class, which one comes at each place of the epoch.
         self._slots = np.argsort((rank + 0.5) / np.repeat(counts, counts), kind="stable")
@@ -107,8 +108,7 @@ class Stratified:
         return self._sorted(epoch if self._shuffle else 0)[self._slots[positions]]
 
     def __repr__(self) -> str:
-        labels = hashlib.sha256(self._classes.astype("<i8").tobytes()).hexdigest()[:8]
-        return f"Stratified({labels}, shuffle={self._shuffle})"
+        return f"Stratified({self._digest}, shuffle={self._shuffle})"
 
     def _sort(self, epoch: int) -> np.ndarray:
         """The examples by class, within it in an order of the epoch, int64 [n]."""

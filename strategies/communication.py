@@ -143,6 +143,11 @@ class Communication(tf.Module):
         else:
             fill(exchange)
 
+    def drop_awaited(self) -> int:
+        """Forgets what was handed over for exchanges that no step has made; how many."""
+        dropped, self._known.awaited = len(self._known.awaited), {}
+        return dropped
+
     def state(self) -> dict[str, np.ndarray]:
         """What this worker's replicas have left behind, in a form for any number of workers.
 
@@ -240,7 +245,7 @@ def _warn_of(codecs: Sequence[Codec | None], optimizer: keras.optimizers.Optimiz
 
 
 class _Known:
-    """Exchanges by optimizer and shapes; apart from what checkpoints see, which takes no such keys."""
+    """Exchanges by optimizer and what it exchanges; apart from what checkpoints see, which takes no such keys."""
 
     def __init__(self):
         self.lock = threading.Lock()

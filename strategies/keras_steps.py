@@ -132,19 +132,24 @@ def _averages(values: list[tf.Tensor], step: steps.Step, report: tf.Tensor | Non
     """`values` averaged over replicas by their rows, where these are known; and the sum of the reports."""
     if not values and report is None:
         return [], None
-    weight = step.share
-    if weight is None and step.rows is not None:  # An evaluation has not compared rows before.
+    weight = None if report is None else step.share
+    if report is None and step.rows is not None:  # An evaluation has not compared rows before.
         weight = tf.cast(step.rows, tf.float32)
     # A replica without rows may have made an Inf or NaN of its row of zeros, and of halves a sum may leave the range.
     wide = [tf.cast(value, tf.float32) if value.dtype.size < 4 else value for value in values]
+    unweighted = wide
     if weight is not None:
         wide = [tf.math.multiply_no_nan(value, tf.cast(weight, value.dtype)) for value in wide]
     reports = [] if report is None else [report]
-    weights = [] if weight is None or step.share is not None else [weight]
+    weights = [weight] if report is None and weight is not None else []
     averages = list(step.all_reduce(tf.distribute.ReduceOp.MEAN, [*wide, *reports, *weights]))
     if weights:
         mean = averages.pop()
-        averages = [average / tf.cast(mean, average.dtype) for average in averages]
+        # Where nobody has rows, all stays as it is.
+        averages = [
+            tf.where(mean > 0, tf.math.divide_no_nan(average, tf.cast(mean, average.dtype)), own)
+            for average, own in zip(averages, unweighted, strict=True)
+        ]
     total = averages.pop() * tf.distribute.get_replica_context().num_replicas_in_sync if reports else None
     return [tf.cast(average, value.dtype) for average, value in zip(averages, values, strict=True)], total
 

@@ -50,12 +50,20 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 
 def exchanging_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Those of `optimizers_of`, or inside them, that exchange gradients."""
-    found: list[Any] = []
-    for optimizer in optimizers_of(model):
-        own = vars(optimizer)
-        found += own.get("_inner_optimizers") or [own.get("inner_optimizer", optimizer)]
-    return found
+    """Those of `optimizers_of`, and inside them, by any of which gradients may be exchanged."""
+    found: dict[int, Any] = {}
+    ahead = collections.deque(optimizers_of(model))
+    while ahead:
+        optimizer = ahead.popleft()
+        if id(optimizer) not in found:
+            found[id(optimizer)] = optimizer
+            inner = [each for value in vars(optimizer).values() for each in (value if _is_list(value) else [value])]
+            ahead.extend(each for each in inner if isinstance(each, keras.optimizers.Optimizer))
+    return list(found.values())
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _optimizers_in(model: Any) -> Iterator[tuple[Callable[[Any], None], Any]]:
@@ -156,7 +164,13 @@ class _Weigh:
             grads = _to_present(step.or_zeros, grads)
         if step is not None and scales:
             grads = _largest_of_all(step, grads, scales)
-        return super().apply(grads, *args, **kwargs)
+        if step is None:
+            return super().apply(grads, *args, **kwargs)
+        before, step.weighs = step.weighs, True
+        try:
+            return super().apply(grads, *args, **kwargs)
+        finally:
+            step.weighs = before
 
 
 class _Exchange:

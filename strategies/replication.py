@@ -299,7 +299,8 @@ class ReplicatedExtended:
             _check_loss_scaling()
         step = steps.current_step()
         of = _tf.variables_of_summed_gradients()
-        if of and step is not None and step.share is not None:  # Of an optimizer that the model does not hold.
+        # Of an optimizer that the model does not hold, which nobody has told of unequal rows.
+        if of and step is not None and step.share is not None and not step.weighs and not step.scaled_losses:
             value = [optimizers.times(gradient, step.share) for gradient in value]
         if step is not None and reduce_op == tf.distribute.ReduceOp.SUM:
             value = tf.nest.pack_sequence_as(value, step.or_zeros(tf.nest.flatten(value)))

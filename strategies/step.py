@@ -22,6 +22,7 @@ class Step:
       rows: Rows of the global batch that this replica holds, int or int32 []; `None` outside Keras' own steps.
       statistics: Variables of layer statistics that the step has assigned, in order, without repeats.
       scaled_losses: Optimizers whose loss was already weighted by `share`.
+      weighs: Whether an optimizer under way has weighted its gradients by `share` already.
       in_own_exchange: Whether the step itself exchanges something, in which no gradients are.
       variables: Those that an optimizer is about to update, in the order of its gradients.
       share: The weight of this replica's mean in the mean over the global batch, float32 []; 1 for equal shares.
@@ -36,6 +37,7 @@ class Step:
         self.scaled_losses: set[int] = set()
         self.variables: list[Any] = []
         self.share: tf.Tensor | None = None
+        self.weighs = False
         self.in_own_exchange = False
         self.clock: Clock | None = None
         self.results: list[Any] = []

@@ -463,6 +463,34 @@ model.fit(x, x[:, :1], batch_size=8, epochs=1000, verbose=0, callbacks=[backup, 
     assert len(list((job.directory / "backup").glob("step-*"))) == 1
 
 
+def test_who_is_asked_after_the_last_step_saves_and_leaves_too_and_is_done_when_started_again(job):
+    script = (
+        TRAIN
+        + """
+class Asked(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not strategy.reports.asked_here:
+                time.sleep(0.01)
+
+with strategy.scope():
+    model = build()
+    model.compile("sgd", "mse")
+backup = tfdist.callbacks.BackupAndRestore(here / "backup", save_freq=10**6)
+done = model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0, callbacks=[Asked(), backup])
+print("epochs", done.epoch, flush=True)
+"""
+    )
+    job.start("import os, signal\n" + script, workers=1)
+    assert job.wait() == [PREEMPTED], job.output(0)
+    assert len(list((job.directory / "backup").glob("step-*"))) == 1
+    job.start("import os, signal\n" + script, workers=1)
+    assert job.wait() == [PREEMPTED, 0], job.output(0)
+    assert "epochs [0, 1]" in job.output(0)
+    assert not (job.directory / "backup").exists()
+
+
 def test_workers_that_are_done_leave_together(job):
     job.start(
         TRAIN

@@ -38,6 +38,7 @@ OPTIMIZERS = (
     "optimizer_sgd_gradient_accumulation_steps",
     "optimizer_adam_gradient_accumulation_steps_global_clipnorm",
     "optimizer_multi",
+    "optimizer_that_delegates",
 )
 # Between workers what these do is what others do, or differs before anything is exchanged; `exhaustive` as well.
 ALIKE_ON_WORKERS = (

@@ -174,23 +174,16 @@ def in_fit(function):
     return names["fit"](function)
 
 
-def dive(calls, function):
-    return dive(calls - 1, function) if calls else function()
-
-
-def test_fit_is_seen_among_many_threads_and_not_lost_in_deep_calls():
+def test_fit_is_seen_among_many_threads():
     main, done = _tf.main_thread_state(), threading.Event()
     with ThreadPoolExecutor(121) as pool:
 
-        def look(was_in_fit=False):  # from outside, as the watchdog does
-            return pool.submit(_tf.keras_fit_activity, main, was_in_fit).result()
+        def look():  # from outside, as the watchdog does
+            return pool.submit(_tf.keras_fit_activity, main).result()
 
         waiting = [pool.submit(done.wait) for _ in range(120)]
         try:
             assert (look(), in_fit(look)) == (None, TRAINING)
-            assert in_fit(lambda: dive(120, lambda: look(was_in_fit=True))) == "deep"
-            assert in_fit(lambda: dive(120, look)) is None
-            assert look(was_in_fit=True) is None
         finally:
             done.set()
     assert all(each.result() for each in waiting)

@@ -233,16 +233,15 @@ def main_thread_state() -> int | None:
     return get()
 
 
-def keras_fit_activity(main_thread: int | None = None, was_in_fit: bool = False) -> str | None:
+def keras_fit_activity(main_thread: int | None = None) -> str | None:
     """What Keras' `fit` does, in whichever thread: "training", "callback" or "validation"; else `None`.
 
     A watchdog asks from outside, when the thread may be stuck anywhere. The stacks are read as faulthandler writes
     them, all at once: frames of a thread that runs on must not be walked from Python. It writes the innermost 100 calls
-    of a thread: where `fit` may stand before them, the answer is "deep".
+    of a thread: a `fit` before them is not seen.
 
     Args:
       main_thread: From `main_thread_state`.
-      was_in_fit: Whether the answer before was not `None`.
 
     Raises:
       OSError: If this process may open no more files.
@@ -263,7 +262,7 @@ def keras_fit_activity(main_thread: int | None = None, was_in_fit: bool = False)
                 activity = "validation"
             elif path == keras_trainer.__file__ and function == "fit":
                 return activity
-    return "deep" if was_in_fit and threads[-1].endswith("  ...\n") else None
+    return None
 
 
 def _write_stack_of(thread: int, file: int) -> None:
@@ -325,8 +324,14 @@ def variables_of_summed_gradients() -> list[Any]:
 
 
 def places_in_optimizer(optimizer: Any, variables: Any) -> list[int]:
-    """Which of its variables these are. Without it: lists of variables of equal shapes would share residuals."""
-    return [optimizer._get_variable_index(variable) for variable in variables]
+    """Which of its variables these are; none if they are of another that it stands for.
+
+    Without it: lists of variables of equal shapes would share residuals.
+    """
+    try:
+        return [optimizer._get_variable_index(variable) for variable in variables]
+    except KeyError:
+        return []
 
 
 def _frame_of(function: Any) -> FrameType | None:

@@ -136,7 +136,8 @@ class Exchange(tf.Module):
     def release(self) -> None:
         """Frees what is kept; nobody exchanges by it again."""
         self.states = []
-        self.__dict__.pop("_function", None)  # whose graphs hold it, too
+        if hasattr(self, "_function"):
+            del self._function  # whose graphs hold it, too
 
     def residuals(self) -> list[tf.Variable]:
         """What all replicas of this worker have left behind."""

@@ -215,3 +215,26 @@ def batches_of_many_parts(place):
     x, y = data(37)
     parts = tf.data.Dataset.from_tensor_slices((x, y, 0.1 * x[::-1], y)).batch(BATCH)
     return outcome(model, model.fit(parts, verbose=0).history)
+
+
+class Delegating(keras.optimizers.SGD):
+    """Has another optimizer do the work, as wrappers do that average weights."""
+
+    def __init__(self, inner):
+        super().__init__(0.1)
+        self.inner = inner
+
+    def build(self, variables):
+        super().build(variables)
+        self.inner.build(variables)
+
+    def apply(self, grads, trainable_variables=None):
+        self.inner.apply(grads, trainable_variables)
+        self.iterations.assign_add(1)
+
+
+@row()
+def optimizer_that_delegates(place):
+    model = built(place, optimizer=lambda: Delegating(keras.optimizers.Adam(0.01)))
+    x, y = data(37)
+    return outcome(model, fit(model, x, y))

@@ -3,10 +3,7 @@
 Whatever goes wrong is an `OSError`.
 """
 
-import errno
-import fcntl
 import hashlib
-import mmap
 import os
 import shutil
 import stat
@@ -40,7 +37,7 @@ class LocalFiles:
 
     def write(self, path: str, pieces: Iterable[Buffer]) -> dict[str, Any]:
         """Writes a file to the disk; its size and SHA-256."""
-        with open(path, "wb", buffering=0, opener=_past_the_cache) as file:
+        with open(path, "wb", buffering=0) as file:
             described = _write_hashed(lambda piece: _write_all(file, piece), pieces)
             os.fsync(file.fileno())
         return described
@@ -180,32 +177,9 @@ def _write_hashed(write: Callable[[memoryview], Any], pieces: Iterable[Buffer]) 
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _past_the_cache(path: str, flags: int) -> int:
-    """Opens a file whose pages the kernel copies nowhere, where the file system can: half of what a write costs."""
-    try:
-        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.open(path, flags, 0o666)
-
-
 def _write_all(file: Any, piece: memoryview) -> None:
     while len(piece):
-        if len(piece) % mmap.PAGESIZE:
-            _take_the_cache(file)  # for what is no whole number of pages
-        try:
-            piece = piece[file.write(piece) :]
-        except OSError as error:
-            if error.errno != errno.EINVAL or not _take_the_cache(file):
-                raise
-
-
-def _take_the_cache(file: Any) -> bool:
-    """Ends what `_past_the_cache` has begun; False if it had not."""
-    flags, direct = fcntl.fcntl(file, fcntl.F_GETFL), getattr(os, "O_DIRECT", 0)
-    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~direct)
-    return bool(flags & direct)
+        piece = piece[file.write(piece) :]
 
 
 def _cut(pieces: Iterable[Buffer]) -> Iterator[memoryview]:

@@ -136,14 +136,21 @@ class FitBackup(keras.callbacks.Callback):
                 self._loaded = load(commit, self.model, self._agreement)
         except (BackupError, OSError) as error:
             fault = f"worker {self._agreement.own} on {socket.gethostname()}: {error}"
-        faults = self._agreement.settle("fit", fault, lambda said: _decide(store, said))
+        try:
+            faults = self._agreement.settle("fit", fault, lambda said: _decide(store, said))
+        except BackupError:
+            self._release(store)
+            raise
         if faults:
-            if store is not None:
-                store.release()
+            self._release(store)
             raise BackupError("; ".join(faults) if self._agreement.workers > 1 else faults[0].partition(": ")[2])
         self._run = chosen["run"]
         self._process.saver = Saver(self._options.directory, self._run, self._agreement, store)
         return commit
+
+    def _release(self, store: Store | None) -> None:
+        if store is not None:
+            store.release()
 
     def _check_place(self, holder: str) -> None:
         """On a worker that is not the chief: whether it can write, and to the same place."""
@@ -275,10 +282,14 @@ class FitBackup(keras.callbacks.Callback):
         self._counted = None
         self._list.callbacks.remove(self)
         self._saver.wait()
-        self._uninstall_preemption()
+        if self._agreement.settle("fit", self._is_asked_now(), any):  # since the last step
+            self._leave()
         self._process.finished += 1
         if not self._is_done_before:
             self._process.histories.append(self._history())
+        communication = getattr(self._strategy, "communication", None)
+        if communication is not None and communication.drop_awaited():
+            logging.warning("What compression had kept of gradients that are not exchanged any more is left out.")
         self._agreement.settle("fit", None, lambda _: None)  # nobody writes any more
         store = self._process.store
         if store is not None:
@@ -288,6 +299,7 @@ class FitBackup(keras.callbacks.Callback):
                 except OSError as error:
                     logging.warning("Backups stay in %s: %s", self._options.directory, error)
             store.release()
+        self._uninstall_preemption()
 
     @property
     def _saver(self) -> Saver:
@@ -389,6 +401,11 @@ class FitBackup(keras.callbacks.Callback):
         if self._process.listener is None or self._strategy.num_replicas_in_sync > 1:
             return False
         return self._strategy.reports.asked_here
+
+    def _is_asked_now(self) -> bool:
+        """Whether this worker was asked, and what it could save is the newest there is."""
+        is_heard = self._process.listener is not None and not self._is_done_before
+        return is_heard and self._strategy.reports.asked_here
 
     def _uninstall_preemption(self) -> None:
         if self._process.listener is not None:

@@ -82,7 +82,7 @@ Packed = tuple[list[Any], list[memoryview]]
 
 
 class Arena:
-    """Memory for what is packed again and again: new memory costs a process several times a copy. Begins at a page."""
+    """Memory for what is packed again and again: new memory costs a process several times a copy."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None

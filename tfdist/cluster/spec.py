@@ -206,7 +206,7 @@ def _check_alone(config: dict[str, Any]) -> None:
 
 def _is_like_cluster(key: str, value: Any) -> bool:
     """Whether `cluster` was meant: by its name, but for case and plural, or by the addresses in it."""
-    has_addresses = isinstance(value, dict | list) and re.search(r'[^":]:[0-9]+"', json.dumps(value))
+    has_addresses = isinstance(value, dict | list) and re.search(r'"[^":/]+:[0-9]+"', json.dumps(value))
     return key.lower() in ("cluster", "clusters") or bool(has_addresses)
 
 

@@ -7,9 +7,8 @@ what it does ("input", "compute" or "exchange" in training; "callback", "save", 
   training and the rest.
 - A step, with its input, may take 20 times the median of the last 64, but at least 60 s and at most 30 minutes; never
   less than three times the longest so far, the first included, which traces.
-- The first step of a `fit`, a callback, a save or a validation may take 30 minutes; so may what is "deep": more than
-  100 calls below `fit`, where nobody sees which of these it is. So it is also where `stall_timeout_seconds` is given,
-  for the first step; for all else that number holds.
+- The first step of a `fit`, a callback, a save or a validation may take 30 minutes. So it is also where
+  `stall_timeout_seconds` is given, for the first step; for all else that number holds.
 - A worker whose clock has run out asks the others where they are. While one of them is in its first step, a callback, a
   save or a validation, whose own clock runs, all wait. Else the suspect is who does not answer, or is behind, or does
   not wait for others.
@@ -265,9 +264,7 @@ class Watchdog:
             return
         # `faults` knows no strategies, so the newest reports are found by their class.
         newest = type(strategy.reports).newest
-        activity = None
-        if newest in (None, strategy.reports):
-            activity = _tf.keras_fit_activity(self._main_thread, self._position["section"] is not None)
+        activity = _tf.keras_fit_activity(self._main_thread) if newest in (None, strategy.reports) else None
         step, part = strategy.reports.position()
         if activity is not None and _sections:
             activity = _sections[-1]

@@ -234,7 +234,7 @@ def _run_dir(args: argparse.Namespace, spec: ClusterSpec | None) -> Iterator[pat
     with contextlib.ExitStack() as stack:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(held(run_dir / "lock"))
+            stack.enter_context(held(run_dir / "tfdist-run.lock"))
             for pattern in ("attempt-*/worker-*.log", "attempt-*/failure-*.json", "failure.json", "committed"):
                 for path in run_dir.glob(pattern):
                     path.unlink()
