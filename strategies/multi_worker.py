@@ -1,7 +1,9 @@
 """Many workers, each with one or several devices."""
 
+import contextlib
 import functools
 import os
+import socket
 import time
 
 import tensorflow as tf
@@ -71,7 +73,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         extended.compress(compression)
         self._make_reports()
         if extended._num_workers > 1:
-            _share_seed(self)
+            with _first_exchange():
+                self.reduce("SUM", tf.ones([]), axis=None)  # Each fetches from another, what a broadcast does not try.
+                _share_seed(self)
             watchdog.start(self, extended.board, extended.creations)
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
@@ -233,14 +237,30 @@ def _set_deadlines(cluster_resolver, options, register_seconds):
     )
 
 
+@contextlib.contextmanager
+def _first_exchange():
+    """Says what it means if the workers' first exchange fails: so far they have talked to worker 0 only."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        cluster = ClusterSpec.from_env()
+        addresses = ", ".join(meeting.addresses_of(cluster))
+        raise ClusterError(
+            f"The workers have met, but their first exchange failed: each must be reachable by all others at its "
+            f"address of TF_CONFIG ({addresses}). This is {cluster.describe()}, on {socket.gethostname()}. Correct the "
+            f"addresses, or open these ports between the hosts. TensorFlow says: {error.message}"
+        ) from error
+
+
 def _share_seed(strategy):
     """Gives all workers the chief's global seed where the user set none, so that they shuffle alike.
 
     Keras and tf.data shuffle before the data is split among the workers. With seeds of their own, workers would split
     different orders, and examples would be seen twice or not at all in an epoch.
     """
-    if tf.compat.v1.random.get_seed(None)[0] is not None:
-        return
+    own, _ = tf.compat.v1.random.get_seed(None)
+    drawn = tf.random.uniform([], maxval=tf.int32.max, dtype=tf.int64) if own is None else tf.constant(own, tf.int64)
     with strategy.scope():
-        seed = tf.Variable(tf.random.uniform([], maxval=tf.int32.max, dtype=tf.int32), trainable=False)
-    tf.random.set_seed(int(seed.numpy()))
+        seed = tf.Variable(drawn, trainable=False)
+    if own is None:
+        tf.random.set_seed(int(seed.numpy()))

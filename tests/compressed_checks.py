@@ -270,3 +270,34 @@ def sparse(placement, codec):
     history = model.fit(x, y, batch_size=12, epochs=4, verbose=0, shuffle=False).history
     traffic = strategy.communication.traffic()
     return outcome(model, history) | {"sent_bytes": traffic.sent_bytes, "raw_bytes": traffic.raw_bytes}
+
+
+def updates_of_unlike_lists(placement):
+    """How far one optimizer moves a variable, and one of equal shape, in turn, whose gradients are zeros."""
+    strategy = strategy_of(placement, tfdist.compression.TopK(0.01, min_elements=1))
+    with strategy.scope():
+        one, other = (keras.Variable(np.zeros((40, 30), "float32")) for _ in range(2))
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([one, other])
+
+    @tf.function
+    def step():
+        strategy.run(lambda: optimizer.apply([tf.ones((40, 30))], [one]))
+        strategy.run(lambda: optimizer.apply([tf.zeros((40, 30))], [other]))
+
+    for _ in range(3):
+        step()
+    return float(np.abs(np.asarray(one)).sum()), float(np.abs(np.asarray(other)).sum())
+
+
+def bytes_of_narrow_rows(placement):
+    """Sent and raw bytes of sparse gradients of one number a row, which a codec would pad to a block."""
+    strategy = strategy_of(placement, tfdist.compression.Int8(min_elements=1))
+    before = strategy.communication.traffic()
+    with strategy.scope():
+        model = keras.Sequential([layers.Input((3,)), layers.Embedding(500, 1), layers.Flatten(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    tokens = np.arange(48).reshape(16, 3)
+    model.fit(tokens, np.ones((16, 1)), batch_size=8, verbose=0)
+    traffic = strategy.communication.traffic() - before
+    return traffic.sent_bytes, traffic.raw_bytes

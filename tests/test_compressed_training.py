@@ -238,3 +238,13 @@ def test_only_gradients_are_compressed(placement, pools):
         assert (plain, own) == (0, 0), "what is not compressed does not count as compressed traffic"
         assert opt_out_is_exact
         assert reduction_is_exact
+
+
+def test_lists_of_equal_shapes_under_one_optimizer_keep_residuals_of_their_own(pools):
+    for moved, still in pools("1x2").run(checks.updates_of_unlike_lists, "1x2"):
+        assert moved > 0 and still == 0
+
+
+def test_rows_that_a_codec_would_make_longer_travel_as_they_are(pools):
+    for sent, raw in pools("1x2").run(checks.bytes_of_narrow_rows, "1x2"):
+        assert 0 < sent <= raw
