@@ -4,7 +4,6 @@ Arrays go to files of raw bytes, one after another; an index says which is where
 """
 
 import base64
-import mmap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,30 +80,24 @@ def apart(given: Any) -> tuple[Any, list[np.ndarray]]:
 Packed = tuple[list[Any], list[memoryview]]
 
 
-class Arena:
-    """Memory for what is packed again and again: new memory costs a process several times a copy."""
+def pack(arrays: Mapping[str, Any], buffers: dict[str, np.ndarray]) -> Packed:
+    """An index of tensors and arrays, and their bytes.
 
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-
-    def room(self, size: int) -> memoryview:
-        """The first `size` bytes, which hold what the time before has left."""
-        if self._memory is None or len(self._memory) < size:
-            self._memory = mmap.mmap(-1, max(size, 1))
-        return memoryview(self._memory)[:size]
-
-
-def pack(arrays: Mapping[str, Any], arena: Arena) -> Packed:
-    """An index of tensors and arrays, and their bytes, copied into `arena`."""
+    Copies them, into the buffers that the time before has left: memory that is new to a process costs several times a
+    copy.
+    """
     index: list[Any] = []
-    room, offset = arena.room(sum(map(_size, arrays.values()))), 0
+    pieces, offset = [], 0
     for name, array in arrays.items():
         dtype, view = _on_host(array)
         index.append([name, dtype, list(view.shape or ()), offset])
-        if view.nbytes:
-            np.copyto(np.frombuffer(room, np.uint8, view.nbytes, offset), np.frombuffer(view, np.uint8))
         offset += view.nbytes
-    return index, [room]
+        if view.nbytes:
+            if name not in buffers or buffers[name].nbytes != view.nbytes:
+                buffers[name] = np.empty([view.nbytes], np.uint8)
+            np.copyto(buffers[name], np.frombuffer(view, np.uint8))
+            pieces.append(buffers[name].data)
+    return index, pieces
 
 
 def unpack(index: Sequence[Any], content: bytearray) -> dict[str, np.ndarray]:
@@ -114,10 +107,6 @@ def unpack(index: Sequence[Any], content: bytearray) -> dict[str, np.ndarray]:
         kind = tf.as_dtype(dtype).as_numpy_dtype
         arrays[name] = np.frombuffer(content, kind, int(np.prod(shape)), offset).reshape(shape)
     return arrays
-
-
-def _size(array: Any) -> int:
-    return array.nbytes if isinstance(array, np.ndarray) else array.shape.num_elements() * array.dtype.size
 
 
 def _on_host(array: Any) -> tuple[str, memoryview]:

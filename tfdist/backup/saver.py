@@ -10,12 +10,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tfdist import failure_report
 from tfdist.backup.agreement import Agreement
-from tfdist.backup.plain import Arena, Packed, pack, unpack
+from tfdist.backup.plain import Packed, pack, unpack
 from tfdist.backup.store import Commit, Draft, Store
 from tfdist.faults import watchdog
 
@@ -66,7 +67,7 @@ class Saver:
         self._run = run
         self._agreement = agreement
         self._store = store
-        self._arenas = {name: Arena() for name in ("shared", "own", "late")}
+        self._buffers: dict[str, np.ndarray] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.refusals: list[str] = []
@@ -98,6 +99,8 @@ class Saver:
             raise error
 
     def _work(self, snapshot: Snapshot) -> None:
+        with contextlib.suppress(OSError):  # Linux takes a thread's number too: training's threads come first.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         draft = Draft(self._directory, self._run, snapshot.step)
         try:
             said = self._write(draft, snapshot)
@@ -117,16 +120,14 @@ class Saver:
     def _write(self, draft: Draft, snapshot: Snapshot) -> dict[str, Any]:
         own = self._agreement.own
         try:
-            # At once, so that training overwrites no variable whose value a tensor still holds.
-            shared = pack(snapshot.shared if self._agreement.is_chief else {}, self._arenas["shared"])
+            # First of all, so that training overwrites no variable whose value a tensor still holds.
+            shared = pack(snapshot.shared if self._agreement.is_chief else {}, self._buffers)
             snapshot.shared.clear()
-            part = pack(snapshot.own, self._arenas["own"])
+            index, pieces = pack(snapshot.own, self._buffers)
             snapshot.own.clear()
-            with contextlib.suppress(OSError):  # Linux takes a thread's number too: now training's threads come first.
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-            late = pack(snapshot.late(), self._arenas["late"])
+            late = pack(snapshot.late(), self._buffers)
             files = {
-                **write_part(draft, f"part-{own}", part, snapshot.own_plain),
+                **write_part(draft, f"part-{own}", (index, pieces), snapshot.own_plain),
                 **write_part(draft, f"late-{own}", late, None),
             }
             if self._agreement.is_chief:
