@@ -282,7 +282,8 @@ class FitBackup(keras.callbacks.Callback):
         self._counted = None
         self._list.callbacks.remove(self)
         self._saver.wait()
-        if self._agreement.settle("fit", self._is_asked_now(), any):  # since the last step
+        # After it nobody writes any more, unless one was asked to go since the last step.
+        if self._agreement.settle("fit", self._is_asked_now(), any):
             self._leave()
         self._process.finished += 1
         if not self._is_done_before:
@@ -290,7 +291,6 @@ class FitBackup(keras.callbacks.Callback):
         communication = getattr(self._strategy, "communication", None)
         if communication is not None and communication.drop_awaited():
             logging.warning("What compression had kept of gradients that are not exchanged any more is left out.")
-        self._agreement.settle("fit", None, lambda _: None)  # nobody writes any more
         store = self._process.store
         if store is not None:
             if self._options.delete and not self._is_done_before:
