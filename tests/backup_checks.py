@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import signal
+import threading
 
 import keras
 import numpy as np
@@ -281,8 +282,10 @@ def full_disk(directory):
         def on_train_batch_begin(self, batch, logs=None):
             step = keras.ops.convert_to_numpy(self.model.optimizer.iterations)
             if step == 7:
+                _await_save()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
             if step == 11:
+                _await_save()
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
                 kept.append(_steps(directory))
 
@@ -291,6 +294,12 @@ def full_disk(directory):
     model.fit(**inputs("arrays", None), epochs=3, callbacks=[backup, Fill()], verbose=0)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return kept[0], _steps(directory)
+
+
+def _await_save():
+    for thread in threading.enumerate():
+        if thread.name == "tfdist-backup":
+            thread.join()
 
 
 def _steps(directory):
