@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import numbers
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +26,10 @@ from tfdist.errors import PositionError
 _FORMAT = 1
 _LEAD = 4  # Steps that reading may be ahead of training while shares change.
 _STATE_CHARACTERS = 1000
+_EXAMPLES_TOGETHER, _SECONDS_TOGETHER = 4096, 0.003  # Handed out at once, as training waits for the first of them.
+
+_Asked = Iterator[tuple[int, np.ndarray]]  # The epoch of a batch, and the numbers of its examples.
+_Made = Iterator[tuple[int, list[np.ndarray], Any]]  # The epoch of some batches, their examples, and what they became.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +75,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
     In a custom loop, or under a strategy that is not of tfdist, nobody says what was trained on: shares stay as they
     are and the position counts whole epochs that were read.
 
-    Costs a permutation of one batch and a callback a step, and no memory but the shuffled batch;
+    Costs a permutation of each batch, and little memory beside the batches that are read ahead;
     `benchmarks/balance.py` measures both.
 
     Args:
@@ -174,12 +180,19 @@ class BalancedSharding(tf.train.experimental.PythonState):
         context = context or tf.distribute.InputContext()
         self._take_place(context)
         if self._service is None:
-            batches = tf.data.Dataset.from_generator(
-                functools.partial(self._batches, _indices), output_signature=tf.TensorSpec([None], tf.int64, "indices")
-            ).map(self._reader, num_parallel_calls=self._num_parallel_calls, deterministic=True)
+            together = tf.TensorSpec([None, None], tf.int64), tf.TensorSpec([None], tf.int64)
+            batches = (
+                tf.data.Dataset.from_generator(functools.partial(self._batches, _together), output_signature=together)
+                .unbatch()
+                .map(
+                    lambda indices, rows: self._reader(indices[:rows]),
+                    num_parallel_calls=self._num_parallel_calls,
+                    deterministic=True,
+                )
+            )
         else:
             batches = tf.data.Dataset.from_generator(
-                functools.partial(self._batches, self._service.batches), output_signature=self._service.element_spec
+                functools.partial(self._batches, self._served), output_signature=self._service.element_spec
             )
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
@@ -224,21 +237,26 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     # What the pipeline calls.
 
-    def _batches(self, make: Callable[..., Iterator[tuple[int, np.ndarray, Any]]]) -> Iterator[Any]:
-        """What `make` makes of epochs and examples of batches; it also takes a function that says if any are wanted."""
+    def _batches(self, make: Callable[[_Asked, Handout], _Made]) -> Iterator[Any]:
+        """What `make` makes of batches, of one or of several of an epoch at once."""
         with self._lock:
             # Of the iterators that nobody has read from, the newest: Keras makes some that it drops.
             waiting = [handout for handout in self._begun if not handout.closed]
             handout = waiting[-1] if waiting else self.start(training=True)
             self._begun = waiting[:-1]
         asked = ((handout.epoch, indices) for indices in handout.indices(self._own_replicas, self._places))
-        for epoch, indices, batch in make(asked, lambda: handout.closed):
+        for epoch, examples, made in make(asked, handout):
             self._count_read(handout, epoch)
             if self.visitors:
-                handout.handed_out.append(indices)
-            yield batch
+                handout.handed_out.extend(examples)
+            yield made
         if handout.finished:
             self._count_read(handout, handout.epoch + 1)
+
+    def _served(self, asked: _Asked, handout: Handout) -> _Made:
+        assert self._service is not None
+        for epoch, indices, batch in self._service.batches(asked, lambda: handout.closed):
+            yield epoch, [indices], batch
 
     def _count_read(self, handout: Handout, epoch: int) -> None:
         with self._lock:
@@ -411,9 +429,31 @@ class BalancedSharding(tf.train.experimental.PythonState):
         return [min(int(limit), size) for limit in limits]
 
 
-def _indices(asked: Iterator[tuple[int, np.ndarray]], _: Any) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Batches of numbers of examples, for this worker to read."""
-    return ((epoch, indices, indices) for epoch, indices in asked)
+def _together(asked: _Asked, handout: Handout) -> _Made:
+    """Batches of an epoch, as many as are decided, together: each call from `tf.data` to Python waits.
+
+    Yields:
+      The epoch, the examples of its batches, and for `tf.data` a row of them for each batch and how many are meant.
+    """
+    for epoch, of_epoch in itertools.groupby(asked, operator.itemgetter(0)):
+        batches: list[np.ndarray] = []
+        examples, began = 0, time.monotonic()
+        for _, indices in of_epoch:
+            batches.append(indices)
+            examples += len(indices)
+            is_enough = examples >= _EXAMPLES_TOGETHER or time.monotonic() >= began + _SECONDS_TOGETHER
+            if is_enough or not handout.is_decided():
+                yield epoch, batches, _as_rows(batches)
+                batches, examples, began = [], 0, time.monotonic()
+        if batches:
+            yield epoch, batches, _as_rows(batches)
+
+
+def _as_rows(batches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    lengths = np.array([len(batch) for batch in batches])
+    rows = np.zeros((len(batches), lengths.max()), np.int64)
+    rows[np.arange(lengths.max()) < lengths[:, np.newaxis]] = np.concatenate(batches)
+    return rows, lengths
 
 
 def _order(n: int, seed: int, shuffle: bool, block_size: int | None, stratify_by: Any) -> Order:

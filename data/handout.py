@@ -54,6 +54,7 @@ class Handout:
         self._decided = dict.fromkeys(range(lead or 0), shares)  # By step since the start; those not yet trained on.
         self._last_change = -_STEPS_BETWEEN_CHANGES
         self.closed = False
+        self._number = 0  # Of the step that is handed out next.
         self._news = threading.Condition()
 
     def indices(self, replicas: Sequence[int], places: Sequence[int]) -> Iterator[np.ndarray]:
@@ -63,11 +64,10 @@ class Handout:
           replicas: Their numbers.
           places: By replica of all, which part of a global batch it gets, counted from its beginning.
         """
-        number, first = 0, self._first_step
-        by_place = np.argsort(places)
+        first, by_place = self._first_step, np.argsort(places)
         while True:
             for step in range(first, self._plan.steps_per_epoch):
-                rows = self._rows(number, step)
+                rows = self._rows(step)
                 if rows is None:
                     return
                 batch = self._plan.batch(self.epoch, step)
@@ -75,11 +75,15 @@ class Handout:
                 for replica in replicas:
                     end = int(ends[places[replica]])
                     yield batch[end - rows[replica] : end]
-                number += 1
             if not self._repeat:
                 break
             self.epoch, first = self.epoch + 1, 0
         self.finished = True
+
+    def is_decided(self) -> bool:
+        """Whether `indices` has more to give without waiting for reports."""
+        with self._news:
+            return self._lead is None or self._number in self._decided
 
     def close(self) -> None:
         """Ends it; whoever waits to hand out more is let go."""
@@ -87,11 +91,13 @@ class Handout:
             self.closed = True
             self._news.notify_all()
 
-    def _rows(self, number: int, step: int) -> tuple[int, ...] | None:
-        """Rows by replica of a step; waits until it is decided. None if closed meanwhile."""
+    def _rows(self, step: int) -> tuple[int, ...] | None:
+        """Rows by replica of the next step; waits until it is decided. None if closed meanwhile."""
         with self._news:
+            number = self._number
             if self._lead is not None:
                 self._news.wait_for(lambda: self.closed or number in self._decided)
+            self._number += 1
             return None if self.closed else self._split(number, step)
 
     def _split(self, number: int, step: int) -> tuple[int, ...]:

@@ -173,6 +173,18 @@ def test_a_reader_waits_for_the_decision_and_close_lets_it_go():
     assert not handout.finished
 
 
+def test_what_is_decided_is_told_before_anybody_waits_for_it():
+    handout = Handout(plan_of(100, 5, 0), 0, 0, (2, 3), [5, 5], repeat=False, lead=LEAD)
+    steps = handout.indices([0], [0, 1])
+    for trained in range(1, 4):
+        while handout.is_decided():
+            next(steps)
+        assert not handout.has_trained(np.array([3, 2])) and not handout.is_decided()
+        assert handout.has_trained(np.array([2, 3]))
+        handout.decide((2, 3))
+        assert handout.is_decided(), f"after {trained} steps"
+
+
 def test_what_is_not_the_next_step_is_not_counted():
     handout = Handout(plan_of(13, 5, 0), 2, 1, (2, 3), [5, 5], repeat=False)
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from array_record.python import array_record_module
 
-from tfdist.data.sources import as_source
+from tfdist.data.sources import as_source, files
 from tfdist.data.sources.items import ItemsSource
 from tfdist.data.sources.tfrecord import TFRecordSource
 from tfdist.data.sources.tfrecord_index import INDEX_SUFFIX
@@ -433,6 +433,19 @@ def test_file_that_changes_while_it_is_read_is_named(write, change, tmp_path):
         os.utime(path, ns=(0, 0))
     else:
         os.remove(path)
+    assert_told(failure_of(source, [4, 7]), f"Example 4 (record 4 of {path})")
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["may write", "may not"])
+def test_a_file_that_is_read_often_is_mapped_if_it_is_known_to_be_in_memory(ours, monkeypatch, tmp_path):
+    path = write_tfrecord(tmp_path / "a.tfrecord")
+    monkeypatch.setattr(files.os, "access", lambda *_: ours)
+    source = as_source(path)
+    for _ in range(5):
+        assert read(source, [7, 2, 3, 7]) == [RECORDS[i] for i in (7, 2, 3, 7)]
+    (found,) = source._indices
+    assert (files.open_to_read(path, (found.size, found.mtime)).mapped is not None) == ours
+    os.truncate(path, offset_of(5) + 3)
     assert_told(failure_of(source, [4, 7]), f"Example 4 (record 4 of {path})")
 
 

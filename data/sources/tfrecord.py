@@ -1,8 +1,7 @@
 """Examples in TFRecord files."""
 
 import concurrent.futures
-import itertools
-import operator
+import mmap
 import os
 from collections.abc import Callable, Iterable
 
@@ -101,49 +100,31 @@ class TFRecordSource(Source):
         order = np.argsort(indices, kind="stable")
         wanted = indices[order]
         places, lengths = self._places[wanted], self._lengths[wanted]
-        ends = places + lengths + (HEADER_BYTES + FOOTER_BYTES)
-        # Neighbours are read together, as one span; a long run is cut every few MB.
-        is_first = np.ones(len(wanted), bool)
-        is_first[1:] = (places[1:] != ends[:-1]) | (places[1:] >> _SPAN_BITS != places[:-1] >> _SPAN_BITS)
-        firsts = np.flatnonzero(is_first)
-        begins = places[firsts]
-        sizes = ends[np.append(firsts[1:], len(wanted)) - 1] - begins
-        contents = self._read_spans(wanted[firsts], begins, sizes)
-        span_of = np.cumsum(is_first) - 1
-        starts = places - begins[span_of]
-        found = list(
-            zip(span_of.tolist(), starts.tolist(), (ends - begins[span_of] - FOOTER_BYTES).tolist(), strict=True)
-        )
-        headers = b"".join([contents[span][start : start + 8] for span, start, _ in found])
-        if headers != lengths.tobytes() or list(map(len, contents)) != sizes.tolist():
-            raise self._mismatch(wanted, contents, found)
+        files = np.searchsorted(self._starts, places, "right") - 1
+        found: list[bytes] = []
+        first = 0
+        for file, count in zip(*(each.tolist() for each in np.unique(files, return_counts=True)), strict=True):
+            rows = slice(first, first + count)
+            found += self._read_file(file, wanted[rows], places[rows] - self._starts[file], lengths[rows])
+            first += count
         records = np.empty(len(wanted), object)
-        records[order] = [contents[span][start + HEADER_BYTES : end] for span, start, end in found]
+        records[order] = found
         return records
 
-    def _read_spans(self, wanted: np.ndarray, begins: np.ndarray, sizes: np.ndarray) -> list[bytes]:
-        """Bytes from each place on, in ascending order; `wanted` are the examples that they begin with."""
-        files = np.searchsorted(self._starts, begins, "right") - 1
-        offsets = (begins - self._starts[files]).tolist()
-        spans = zip(files.tolist(), wanted.tolist(), zip(offsets, sizes.tolist(), strict=True), strict=True)
-        contents: list[bytes] = []
-        for file, group in itertools.groupby(spans, operator.itemgetter(0)):
-            of_file = list(group)
-            contents += self._open(file, of_file[0][1]).read([span for _, _, span in of_file])
-        return contents
-
-    def _mismatch(self, wanted: np.ndarray, contents: list[bytes], found: list[tuple[int, int, int]]) -> SourceError:
-        """The error for the first record that is not where the index says."""
-        wrong = (
-            index
-            for index, (span, start, end) in zip(wanted.tolist(), found, strict=True)
-            if len(contents[span]) < end + FOOTER_BYTES
-            or int.from_bytes(contents[span][start : start + 8], "little") != end - start - HEADER_BYTES
-        )
-        return self.failure(
-            next(wrong),
-            "is not where the index says: its file has changed. Leave files as they are while they are read.",
-        )
+    def _read_file(self, file: int, wanted: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> list[bytes]:
+        """Records of one file, in ascending order of their offsets."""
+        opened = self._open(file, wanted[0])
+        mapped = opened.mapped
+        found = _read_spans(opened, offsets, lengths) if mapped is None else _read_mapped(mapped, offsets, lengths)
+        headers, records = found
+        if headers != lengths.tobytes() or sum(map(len, records)) != lengths.sum():
+            spans = [(offset, 8) for offset in offsets.tolist()]
+            wrong = [wanted[i] for i, header in enumerate(opened.read(spans)) if header != lengths[i].tobytes()]
+            raise self.failure(
+                wrong[0] if wrong else wanted[-1],
+                "is not where the index says: its file has changed. Leave files as they are while they are read.",
+            )
+        return records
 
     def _open(self, file: int, index: int) -> LocalFile | RemoteFile:
         made = self._indices[file]
@@ -158,6 +139,30 @@ class TFRecordSource(Source):
                 f"{opened.stat()[0]}, or in place. Leave files as they are while they are read, and start again.",
             )
         return opened
+
+
+def _read_mapped(mapped: mmap.mmap, offsets: np.ndarray, lengths: np.ndarray) -> tuple[bytes, list[bytes]]:
+    """The first 8 bytes of the headers, one after the other, and the records."""
+    headers = np.frombuffer(mapped, np.uint8)[offsets[:, np.newaxis] + np.arange(8)]
+    begins = offsets + HEADER_BYTES
+    records = [mapped[begin:end] for begin, end in zip(begins.tolist(), (begins + lengths).tolist(), strict=True)]
+    return headers.tobytes(), records
+
+
+def _read_spans(opened: LocalFile | RemoteFile, offsets: np.ndarray, lengths: np.ndarray) -> tuple[bytes, list[bytes]]:
+    """As `_read_mapped`; neighbours are read together, as one span; a long run is cut every few MB."""
+    ends = offsets + lengths + (HEADER_BYTES + FOOTER_BYTES)
+    is_first = np.ones(len(offsets), bool)
+    is_first[1:] = (offsets[1:] != ends[:-1]) | (offsets[1:] >> _SPAN_BITS != offsets[:-1] >> _SPAN_BITS)
+    firsts = np.flatnonzero(is_first)
+    begins = offsets[firsts]
+    sizes = ends[np.append(firsts[1:], len(offsets)) - 1] - begins
+    contents = opened.read(list(zip(begins.tolist(), sizes.tolist(), strict=True)))
+    span_of = np.cumsum(is_first) - 1
+    starts = offsets - begins[span_of]
+    places = list(zip(span_of.tolist(), starts.tolist(), (starts + HEADER_BYTES + lengths).tolist(), strict=True))
+    headers = b"".join([contents[span][start : start + 8] for span, start, _ in places])
+    return headers, [contents[span][start + HEADER_BYTES : end] for span, start, end in places]
 
 
 def _parts(path: str | os.PathLike | tuple[str, int, int]) -> list[tuple[str, int, int | None]]:
