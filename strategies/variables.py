@@ -1,6 +1,7 @@
 """What an assignment on one replica means, for each kind of variable that Keras makes.
 
 Keras marks almost all its variables alike. What tells them apart is who makes them: its name scopes carry the maker.
+Where Keras first traces shapes, as in a `fit` of a model without an `Input`, they are made later, and known by name.
 
 | kind | made by | assigned on a replica |
 |---|---|---|
@@ -20,6 +21,8 @@ from tfdist.strategies.step import current_step
 
 # Keras' seeds are used modulo 2**31 - 2; multiples of this (2**32 over the golden ratio) stay far apart there.
 _SEED_SHIFT = 0x9E3779B1
+# What Keras calls them.
+_RANDOM_STATE, _STATE_OF_ROWS = "seed_generator_state", "rnn_state"
 
 
 class OptimizerVariable(_tf.MirroredVariable):
@@ -107,6 +110,9 @@ def refine(variable, *, trainable: bool, colocated: bool):
 def _kind(variable, trainable, colocated):
     if isinstance(variable, _tf.SyncOnReadVariable):
         return MetricVariable
+    late = _tf.keras_variable_made_late()
+    if late is not None:
+        return _kind_by_name(late)
     maker = next(iter(_tf.keras_callers()), None)
     if isinstance(maker, keras.optimizers.Optimizer) or colocated:
         return OptimizerVariable
@@ -116,5 +122,15 @@ def _kind(variable, trainable, colocated):
         return None  # The states of a stateful layer belong to the rows of a replica.
     plain = isinstance(maker, keras.layers.Layer) and variable.aggregation == tf.VariableAggregation.NONE
     if plain and not trainable and variable.dtype.is_floating:
+        return StatisticVariable
+    return None
+
+
+def _kind_by_name(variable):
+    """The kind of a layer's variable that is made when Keras has built the model, and no scope is open any more."""
+    if variable.name == _RANDOM_STATE:
+        return RandomStateVariable
+    plain = variable.aggregation == "none" and variable.name != _STATE_OF_ROWS
+    if plain and not variable.trainable and tf.as_dtype(variable.dtype).is_floating:
         return StatisticVariable
     return None

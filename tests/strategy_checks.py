@@ -19,25 +19,47 @@ def own_index():
     return json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 
 
-def masks(placement, seed):
-    """The dropout masks that the replicas of this worker draw in two steps."""
+class MadeLate(layers.Layer):
+    """Its dropout is made while Keras traces the shapes of a layer that has no `build`."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([_DropoutMadeInBuild()])
+
+    def call(self, x, training=False):
+        return self.inner(x, training=training)
+
+
+class _DropoutMadeInBuild(layers.Layer):
+    def build(self, input_shape):
+        self.dropout = layers.Dropout(0.5)
+
+    def call(self, x, training=False):
+        return self.dropout(x, training=training)
+
+
+def masks(placement, seed, late):
+    """The dropout masks that the replicas of this worker draw in two steps, [step, local replica, 20]."""
     keras.utils.set_random_seed(seed)
     with strategy(placement).scope():
-        dropout = layers.Dropout(0.5)
-        dropout.build((20,))
+        dropout = _built(late)
 
     @tf.function
     def step():
-        return strategy(placement).run(lambda: dropout(tf.ones([20]), training=True))
+        return strategy(placement).run(lambda: dropout(tf.ones([1, 20]), training=True))
 
-    drawn = [[mask.numpy() for mask in strategy(placement).experimental_local_results(step())] for _ in range(2)]
-    return np.array(drawn)  # [step, local replica, 20]
+    drawn = [strategy(placement).experimental_local_results(step()) for _ in range(2)]
+    return np.array([[mask.numpy()[0] for mask in of_step] for of_step in drawn])
 
 
-def one_device_masks(seed):
+def one_device_masks(seed, late):
     keras.utils.set_random_seed(seed)
-    dropout = layers.Dropout(0.5)
-    return np.array([dropout(tf.ones([20]), training=True).numpy() for _ in range(2)])
+    dropout = _built(late)
+    return np.array([dropout(tf.ones([1, 20]), training=True).numpy()[0] for _ in range(2)])
+
+
+def _built(late):
+    return keras.Sequential([layers.Input((20,)), MadeLate() if late else layers.Dropout(0.5)])
 
 
 def initial_weights(placement):

@@ -10,10 +10,11 @@ from tfdist.testing import run_workers
 PLACEMENTS = ["1x2", "2x1"]
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["made at once", "made late"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_random_layers_differ_between_replicas_and_repeat_with_the_seed(placement, pools):
+def test_random_layers_differ_between_replicas_and_repeat_with_the_seed(placement, late, pools):
     def drawn(seed):
-        workers = pools(placement).run(checks.masks, placement, seed)
+        workers = pools(placement).run(checks.masks, placement, seed, late)
         return np.concatenate(workers, axis=1)  # [step, replica, 20]
 
     first = drawn(7)
@@ -21,7 +22,7 @@ def test_random_layers_differ_between_replicas_and_repeat_with_the_seed(placemen
     np.testing.assert_array_equal(drawn(7), first)
     assert not np.array_equal(first[:, 0], first[:, 1]), "replicas draw the same masks"
     assert not np.array_equal(first[0], first[1]), "steps draw the same masks"
-    np.testing.assert_array_equal(pools("single").run(checks.one_device_masks, 7)[0], first[:, 0])
+    np.testing.assert_array_equal(pools("single").run(checks.one_device_masks, 7, late)[0], first[:, 0])
 
 
 def test_workers_that_seed_differently_start_from_the_same_weights(pools):

@@ -13,6 +13,8 @@ import threading
 from types import FrameType, MethodType
 from typing import Any
 
+import keras
+
 # Strategies extend these two; `tf.distribute` exports the strategies but not their `extended` halves. Without them
 # there is no subclass to write.
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
@@ -138,6 +140,7 @@ __all__ = [
     "keras_made_dataset",
     "keras_made_iterator",
     "keras_model_in_step",
+    "keras_variable_made_late",
     "main_thread_state",
     "multi_worker_util",
     "places_in_optimizer",
@@ -177,6 +180,15 @@ def keras_callers() -> list:
     """The Keras objects whose name scopes are open, innermost first."""
     stack = global_state.get_global_attribute("name_scope_stack") or []
     return [scope.caller for scope in reversed(stack) if scope.caller is not None]
+
+
+def keras_variable_made_late() -> keras.Variable | None:
+    """The Keras variable whose `tf.Variable` is made only now, as its maker asked for it while shapes were traced.
+
+    Without it: layers of models that `fit` builds are not told from each other, so statistics are not averaged.
+    """
+    frame = _frame_of(keras.Variable._deferred_initialize)
+    return None if frame is None else frame.f_locals["self"]
 
 
 def has_global_seed_generator() -> bool:
