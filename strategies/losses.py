@@ -1,5 +1,6 @@
 """Losses taken over the global batch where Keras takes them over each replica's rows."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,55 +12,108 @@ from tfdist import _tf
 from tfdist.strategies.step import Step, current_step
 
 _MEAN, _SUM, _WEIGHTED_MEAN = "mean", "sum", "mean_with_sample_weight"
-_NAMES = {"sum_over_batch_size": _MEAN, "mean": _MEAN, "sum": _SUM, "mean_with_sample_weight": _WEIGHTED_MEAN}
+_REDUCTIONS = {"sum_over_batch_size": _MEAN, "mean": _MEAN, "sum": _SUM, "mean_with_sample_weight": _WEIGHTED_MEAN}
 
 
 @contextmanager
 def global_losses(model: keras.Model, step_name: str) -> Iterator[None]:
-    """Makes `model.compute_loss` equal to one device, while its step of that name is traced or run.
+    """Makes the losses that `compile` was given equal to one device, while `model`'s step of that name runs.
 
-    A replica's loss is weighted by its rows, which is right for plain means over rows. Four kinds need more; the first
-    three get it through the sample weights that their `keras.losses.Loss` is given:
-
-    - a mask: Keras divides by the unmasked places among the replica's rows, of which replicas have unlike parts;
-    - `reduction="sum"`, which no number of rows may weight;
-    - `reduction="mean_with_sample_weight"`, for which Keras divides by the sum of the replica's own weights;
-    - `reduction="none"`, of which Keras takes the gradient of the sum, and logs the mean.
-
-    Costs an exchange of two numbers for each output of the first and the third kind. A model whose class has a
-    `compute_loss` of its own is left as it is.
+    A replica's loss is weighted by its rows, which is right for plain means over rows. See `_GlobalLoss` for others.
+    One left unreduced, of which Keras takes the gradient of the sum and logs the mean, is made a number for Keras' own
+    steps; a step of the user's may reduce it in a way of its own.
     """
-    if type(model).compute_loss is not keras.Model.compute_loss or "compute_loss" in vars(model):
-        yield
-        return
-    compute_loss = model.compute_loss
-    # A step of the user's may reduce it in a way of its own.
-    is_number_wanted = getattr(type(model), step_name) is getattr(keras.Model, step_name)
+    losses = _tf.ReplacedLosses(model, _GlobalLoss, _weighted_by_rows)
+    compute_loss, own = model.compute_loss, getattr(type(model), step_name) is getattr(keras.Model, step_name)
 
     def compute(x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        loss = weighted(x, y, y_pred, sample_weight, training)
-        return _number(loss, current_step(), training) if is_number_wanted and loss.shape.rank else loss
+        losses.build(lambda: compute_loss(x, y, y_pred, sample_weight, training))
+        loss = compute_loss(x, y, y_pred, sample_weight, training)
+        return _number(loss, current_step(), training) if own and loss.shape.rank else loss
 
-    def weighted(x, y, y_pred, sample_weight, training):
-        outputs = keras.tree.flatten(y_pred)
-        losses = [(loss, _reduction(loss)) for loss in _loss_of_each(model, y_pred)]
-        given = _weight_of_each(sample_weight, len(outputs))
-        if len(given) != len(outputs):  # Weights of some outputs; Keras finds out which.
-            return compute_loss(x, y, y_pred, sample_weight, training)
-        step, reductions = current_step(), [reduction for _, reduction in losses]
-        weights = [_global_weight(step, *each) for each in zip(reductions, outputs, given, strict=True)]
-        if all(weight is old for weight, old in zip(weights, given, strict=True)):
-            return compute_loss(x, y, y_pred, sample_weight, training)
-        unmasked = keras.tree.map_structure(tf.identity, y_pred)  # The mask is in the weights.
-        divided = [loss for (loss, reduction), own in zip(losses, given, strict=True) if _is_divided(reduction, own)]
-        with _summed(divided):
-            return compute_loss(x, y, unmasked, keras.tree.pack_sequence_as(y_pred, weights), training)
-
-    object.__setattr__(model, "compute_loss", compute)
+    is_keras = type(model).compute_loss is keras.Model.compute_loss and "compute_loss" not in vars(model)
+    if is_keras:
+        object.__setattr__(model, "compute_loss", compute)
     try:
         yield
     finally:
-        object.__delattr__(model, "compute_loss")
+        losses.put_back()
+        if is_keras:
+            object.__delattr__(model, "compute_loss")
+
+
+class _GlobalLoss:
+    """A `keras.losses.Loss` over the rows of all replicas, up to this replica's share, where Keras takes its own rows.
+
+    - A mask, of the output or of the loss' own such as `ignore_class`: Keras divides by the unmasked places among the
+      replica's rows, of which replicas have unlike parts.
+    - `reduction="sum"`, which no number of rows may weight.
+    - `reduction="mean_with_sample_weight"`, for which Keras divides by the sum of the replica's own weights.
+    - A mean that the loss takes itself, of which Keras does not take it that there are other replicas.
+
+    Costs an exchange of a number for each output of the first and the third kind.
+    """
+
+    def __init__(self, loss: keras.losses.Loss):
+        self._loss = loss
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+        step, reduction = current_step(), _REDUCTIONS.get(self._loss.reduction)
+        if step is None or reduction is None or type(self._loss).__call__ is not keras.losses.Loss.__call__:
+            return self._loss(y_true, y_pred, sample_weight)
+        values, mask = self._values(y_true, y_pred)
+        if reduction == _SUM:
+            sample_weight = _unshared(step, _product(mask, sample_weight))
+        elif reduction == _WEIGHTED_MEAN and (mask is not None or sample_weight is not None):
+            weight = _product(mask, sample_weight)
+            sample_weight = _unshared(step, tf.math.divide_no_nan(weight, _total(step, weight)))
+            reduction = _SUM
+        elif mask is not None:
+            mask = tf.cast(mask, tf.float32)
+            places = tf.size(mask, tf.int64) * tf.distribute.get_strategy().num_replicas_in_sync
+            weight = mask * tf.math.divide_no_nan(tf.cast(places, tf.float32), _total(step, mask))
+            sample_weight = _product(_unshared(step, weight), sample_weight)
+        if values.shape.rank == 0 and reduction != _SUM:
+            values = values[None]
+        return _AsTheyAre(reduction, self._loss.dtype)(values, values, sample_weight)
+
+    def _values(self, y_true: Any, y_pred: Any) -> tuple[tf.Tensor, Any]:
+        """What the loss gives before it is reduced, and which places of it count, if not all."""
+        loss, masks = self._loss, [_tf.get_keras_mask(y_pred)]
+        y_true, y_pred = (
+            keras.tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype), each)
+            for each in (y_true, y_pred)
+        )
+        with keras.name_scope(loss.name):
+            values = loss.call(y_true, y_pred)
+        masks.append(_tf.get_keras_mask(values))
+        given = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
+        values = tf.identity(keras.ops.convert_to_tensor(values, dtype=loss.dtype))  # without its mask
+        return values, functools.reduce(tf.logical_and, given) if given else None
+
+
+def _weighted_by_rows(update_state: Any) -> Any:
+    """Of the mean of a loss over steps, in which a step counts once where Keras does not know its rows."""
+
+    def update(values: Any, sample_weight: Any = None) -> Any:
+        step = current_step()
+        if sample_weight is None and step is not None:
+            share = _share(step)
+            sample_weight = (1.0 if share is None else share) / tf.distribute.get_strategy().num_replicas_in_sync
+        return update_state(values, sample_weight=sample_weight)
+
+    return update
+
+
+class _AsTheyAre(keras.losses.Loss):
+    """Reduces values as Keras does."""
+
+    def __init__(self, reduction: str, dtype: str):
+        super().__init__(reduction=reduction, dtype=dtype)
+
+    def call(self, y_true, y_pred):
+        del y_true
+        return y_pred
 
 
 def _number(loss: tf.Tensor, step: Step, training: bool) -> tf.Tensor:
@@ -68,63 +122,6 @@ def _number(loss: tf.Tensor, step: Step, training: bool) -> tf.Tensor:
     # Keras multiplies what it logs by the replicas, as means are divided by them.
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     return tf.stop_gradient(tf.reduce_mean(loss) / replicas) + (gradient - tf.stop_gradient(gradient))
-
-
-def _loss_of_each(model: keras.Model, y_pred: Any) -> list[Any]:
-    """The loss of each output, in the order in which Keras flattens them."""
-    losses, count = getattr(model, "loss", None), len(keras.tree.flatten(y_pred))
-    if isinstance(losses, dict) and isinstance(y_pred, list | tuple):
-        losses = [losses.get(name) for name in model.output_names]
-    if isinstance(losses, dict) and isinstance(y_pred, dict):
-        losses = {name: losses.get(name) for name in y_pred}  # Some may have none.
-    if not isinstance(losses, dict | list | tuple):
-        return [losses] * count
-    each = keras.tree.flatten(losses)
-    return each if len(each) == count else [None] * count
-
-
-def _weight_of_each(sample_weight: Any, count: int) -> list[Any]:
-    each = [None] if sample_weight is None else keras.tree.flatten(sample_weight)
-    return each * count if len(each) == 1 else each
-
-
-def _reduction(loss: Any) -> str | None:
-    """How Keras reduces it; functions and names stand for means."""
-    return _NAMES.get(loss.reduction) if isinstance(loss, keras.losses.Loss) else _MEAN
-
-
-def _is_divided(reduction: str | None, weight: Any) -> bool:
-    """Whether a loss is divided by the sum of its weights; `_global_weight` does it for Keras."""
-    return reduction == _WEIGHTED_MEAN and weight is not None
-
-
-@contextmanager
-def _summed(losses: list[Any]) -> Iterator[None]:
-    """Makes losses sums, for as long as nothing is exchanged: other replicas of the process share them."""
-    before = [loss.reduction for loss in losses]
-    try:
-        for loss in losses:
-            loss.reduction = _SUM
-        yield
-    finally:
-        for loss, reduction in zip(losses, before, strict=True):
-            loss.reduction = reduction
-
-
-def _global_weight(step: Step, reduction: str | None, output: tf.Tensor, weight: Any) -> Any:
-    """Sample weights with which a loss of this replica, weighted by `step.share`, adds up to that of all replicas."""
-    mask = _tf.get_keras_mask(output)
-    if reduction == _SUM:
-        return _unshared(step, _product(mask, weight))
-    if _is_divided(reduction, weight):
-        weight = _product(mask, weight)
-        (total,) = _totals(step, weight)
-        return _unshared(step, tf.math.divide_no_nan(weight, total))
-    if mask is None or reduction is None:
-        return weight
-    mask = tf.cast(mask, tf.float32)
-    places, unmasked = _totals(step, tf.ones_like(mask), mask)
-    return _product(mask * tf.math.divide_no_nan(places, unmasked), weight)
 
 
 def _product(mask: Any, weight: Any) -> tf.Tensor:
@@ -139,14 +136,20 @@ def _product(mask: Any, weight: Any) -> tf.Tensor:
     return mask * weight
 
 
-def _totals(step: Step, *values: tf.Tensor) -> list[tf.Tensor]:
-    """Sums over all places of all replicas."""
-    own = tf.stack([tf.reduce_sum(value) for value in values]) * tf.cast(step.has_rows, tf.float32)
-    return tf.unstack(step.all_reduce(tf.distribute.ReduceOp.SUM, own), num=len(values))
+def _total(step: Step, values: tf.Tensor) -> tf.Tensor:
+    """The sum over all places of all replicas."""
+    own = tf.reduce_sum(values) * tf.cast(step.has_rows, tf.float32)
+    return step.all_reduce(tf.distribute.ReduceOp.SUM, own)
 
 
 def _unshared(step: Step, weight: tf.Tensor) -> tf.Tensor:
     """`weight`, but for the replica's share, by which its loss will be multiplied."""
+    share = _share(step)
+    return weight if share is None else tf.math.divide_no_nan(weight, share)
+
+
+def _share(step: Step) -> tf.Tensor | None:
+    """This replica's share; `None` where rows are not known."""
     if step.share is None:
         step.exchange_rows()
-    return weight if step.share is None else tf.math.divide_no_nan(weight, step.share)
+    return step.share

@@ -113,6 +113,7 @@ __all__ = [
     "MirroredExtended",
     "MirroredVariable",
     "PerReplicaSpec",
+    "ReplacedLosses",
     "SyncOnReadVariable",
     "WhileBodyFuncGraph",
     "WhileCondFuncGraph",
@@ -152,6 +153,40 @@ __all__ = [
     "tf_convert",
     "variables_of_summed_gradients",
 ]
+
+
+class ReplacedLosses:
+    """Has the losses that `compile` was given called as `loss(one)`, until they are put back.
+
+    What keeps the means of single ones for the logs is told of new ones by `update(its update_state)`. Without it:
+    losses that are masked, summed or weighted, or are numbers, differ from those of one device.
+    """
+
+    def __init__(self, model: keras.Model, loss: Any, update: Any):
+        self._compiled, self._loss, self._update = model._compile_loss, loss, update
+        self._before: list[Any] | None = None
+        self._replace()
+
+    def build(self, compute: Any) -> None:
+        """Has Keras match losses and outputs by `compute`, which calls the losses, if it has not yet."""
+        if self._compiled is not None and self._before is None:
+            with keras.StatelessScope():
+                compute()
+            self._replace()
+
+    def put_back(self) -> None:
+        """Undoes it."""
+        if self._before is not None:
+            self._compiled._flat_losses = self._before
+            for metric in self._compiled.metrics:
+                object.__delattr__(metric, "update_state")
+
+    def _replace(self) -> None:
+        if self._compiled is not None and self._compiled.built:
+            self._before = self._compiled._flat_losses
+            self._compiled._flat_losses = [each._replace(loss=self._loss(each.loss)) for each in self._before]
+            for metric in self._compiled.metrics:
+                object.__setattr__(metric, "update_state", self._update(metric.update_state))
 
 
 def kept_losses(model: keras_trainer.TensorFlowTrainer) -> list[tuple[Any, list]]:

@@ -105,7 +105,34 @@ def input_of_unlike_lengths_that_ends_early(place):
 
 
 class Context:
-    input_pipeline_id = 0
+    input_pipeline_id, num_input_pipelines, num_replicas_in_sync = 0, 1, 1
+
+
+@row(same_bits=False)
+def input_padded_by_each_replica(place):
+    """Sentences of 1 to 6 words; those of a replica are padded to its longest, of a single device to the longest."""
+    x = np.arange(1, 7) * (np.arange(6) <= (np.arange(12) * 5 % 6)[:, None])
+
+    def dataset_fn(context):
+        own, rows = context.num_replicas_in_sync // context.num_input_pipelines, 4 // context.num_replicas_in_sync
+        first = context.input_pipeline_id * own
+
+        def batches():
+            for step in range(3):
+                for replica in range(first, first + own):
+                    batch = x[4 * step + rows * replica :][:rows]
+                    batch = batch[:, : np.count_nonzero(batch, axis=1).max()]
+                    yield batch, batch % 3
+
+        return tf.data.Dataset.from_generator(batches, output_signature=(tf.TensorSpec([None, None], tf.int64),) * 2)
+
+    model = built(
+        place,
+        lambda: keras.Sequential([layers.Input((None,)), layers.Embedding(9, 4, mask_zero=True), layers.Dense(3)]),
+        metrics=None,
+    )
+    distribute = place.strategy.distribute_datasets_from_function if place.strategy else lambda fn: fn(Context())
+    return outcome(model, model.fit(distribute(dataset_fn), verbose=0).history)
 
 
 class Batches(keras.utils.PyDataset):

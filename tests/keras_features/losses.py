@@ -6,7 +6,7 @@ from keras import layers
 
 from keras_features.inputs import two_towers
 from keras_features.models import tokens
-from keras_features.table import built, data, fit, outcome, row
+from keras_features.table import BATCH, built, data, fit, outcome, row
 
 
 @row()
@@ -23,6 +23,46 @@ def masks_that_reach_the_loss(place):
     weights = {"tag": np.linspace(0, 2, 36 * 7).reshape(36, 7), "value": np.linspace(1, 0, 36)[:, None]}
     model = built(place, tagger, loss=losses, metrics={"tag": "accuracy", "value": "mae"})
     return outcome(model, fit(model, x, y, sample_weight=weights, epochs=2))
+
+
+@row()
+def masks_that_losses_make(place):
+    x, _ = tokens(33)
+    x *= np.arange(7) < np.arange(33)[:, None] % 7 + 1
+    y = {"tag": np.where(x % 4, x % 3, 9), "value": x % 3, "rest": x % 3}
+
+    def tagger():
+        words = layers.Input((7,))
+        masked, plain = (layers.Embedding(20, 4, mask_zero=masks)(words) for masks in (True, False))
+        return keras.Model(words, {name: layers.Dense(3)(masked if name == "tag" else plain) for name in y})
+
+    def loss(reduction, **arguments):
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction, **arguments)
+
+    losses = {"tag": loss("mean", ignore_class=9), "value": loss("mean", ignore_class=0)}
+    losses["rest"] = loss("mean_with_sample_weight", ignore_class=0)
+    model = built(place, tagger, loss=losses, metrics=None)
+    return outcome(model, fit(model, x, y, epochs=2, validation_data=(x, y)))
+
+
+@row()
+def a_masked_loss_by_weights_without_weights(place):
+    x, _ = tokens(33)
+    x *= np.arange(7) < np.arange(33)[:, None] % 7 + 1
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
+    words = lambda: keras.Sequential([layers.Input((7,)), layers.Embedding(20, 4, mask_zero=True), layers.Dense(3)])  # noqa: E731
+    return outcome(model := built(place, words, loss=loss, metrics=None), fit(model, x, x % 3))
+
+
+@row()
+def losses_that_are_numbers(place):
+    def error(y, predicted):
+        return keras.ops.mean(keras.ops.square(keras.ops.one_hot(y, 3) - predicted))
+
+    model = built(place, loss=error, optimizer=lambda: keras.optimizers.SGD(0.1), metrics=None)
+    x, y = data(37)
+    history = fit(model, x, y, validation_data=(x, y))
+    return outcome(model, history, once=model.train_on_batch(x[:BATCH], y[:BATCH]))
 
 
 @row()
