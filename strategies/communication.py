@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tfdist import _tf
 from tfdist.strategies.collectives.exchange import RAW_BYTES, SENT_BYTES, STEPS, Exchange
 from tfdist.strategies.collectives.parts import Gradient
 from tfdist.strategies.compression import Codec, PowerSGD, from_name
@@ -113,7 +114,7 @@ class Communication(tf.Module):
           gradients: Of a replica.
           places: Of their variables among those of the optimizer, if known.
         """
-        anchor = optimizer.iterations  # Views of an optimizer share it.
+        anchor = _tf.counter_of(optimizer)
         signature = _signature(gradients, places)
         key = (id(anchor), signature)
         with self._known.lock:
@@ -130,7 +131,7 @@ class Communication(tf.Module):
 
     def exchanges_of(self, optimizer: Any) -> dict[str, Exchange]:
         """What carries the gradients of an optimizer, by names that are the same in another run of the program."""
-        anchor = id(optimizer.iterations)
+        anchor = id(_tf.counter_of(optimizer))
         with self._known.lock:
             return {name: exchange for (owner, name), exchange in self._known.exchanges.items() if owner == anchor}
 
@@ -138,7 +139,7 @@ class Communication(tf.Module):
         """Has an exchange of `exchanges_of` filled, now or once the first step has made it."""
         exchange = self.exchanges_of(optimizer).get(name)
         if exchange is None:
-            anchor = optimizer.iterations
+            anchor = _tf.counter_of(optimizer)
             self._known.awaited[id(anchor), name] = (fill, anchor)  # Kept, so that nothing else gets its number.
         else:
             fill(exchange)

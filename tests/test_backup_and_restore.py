@@ -69,7 +69,7 @@ def test_broken_off_and_resumed_in_a_process_without_a_strategy(row, pools, tmp_
 
 REPLICATED = {
     "arrays": {"breaks": [9, 15], "save_freq": 4},
-    "accumulation": {"breaks": [4, 9], "save_freq": 3, "model": {"accumulate": 2}},
+    "accumulation": {"breaks": [4, 9], "save_freq": 3, "model": {"accumulate": 2}, "compressed": "int8"},
     "unseeded noise": {"breaks": [9, 15], "save_freq": 4, "model": {"noise": True}},
     "residuals": {"breaks": [3, 8, 15], "save_freq": 3, "compressed": "int8"},
     "steps_per_execution that leaves a rest": {"breaks": [10, 16], "save_freq": 4, "model": {"steps": 4}},

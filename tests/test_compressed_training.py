@@ -23,7 +23,7 @@ def assert_agree(workers):
 
 # What meets the exchange in a way of its own; the others are `exhaustive`.
 REPRESENTATIVE = (
-    "run_eagerly",
+    "gradients_accumulated_eagerly",
     "input_last_batch_of_one_row",
     "loss_scaling_skips_inf",
     "embedding_adam_sparse",

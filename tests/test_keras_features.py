@@ -42,6 +42,7 @@ OPTIMIZERS = (
 )
 # Between workers what these do is what others do, or differs before anything is exchanged; `exhaustive` as well.
 ALIKE_ON_WORKERS = (
+    "gradients_accumulated_eagerly",
     "fit_shuffled_two_epochs",
     "input_tf_data",
     "input_tf_data_infinite",

@@ -14,6 +14,7 @@ from types import FrameType, MethodType
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 # Strategies extend these two; `tf.distribute` exports the strategies but not their `extended` halves. Without them
 # there is no subclass to write.
@@ -119,6 +120,7 @@ __all__ = [
     "WhileCondFuncGraph",
     "call_in_step",
     "called_by_keras_trainer",
+    "counter_of",
     "calling_trainer",
     "clone_function",
     "context",
@@ -215,6 +217,16 @@ def keras_callers() -> list:
     """The Keras objects whose name scopes are open, innermost first."""
     stack = global_state.get_global_attribute("name_scope_stack") or []
     return [scope.caller for scope in reversed(stack) if scope.caller is not None]
+
+
+def counter_of(optimizer: Any) -> Any:
+    """The variable in which an optimizer counts its calls; views of an optimizer share it.
+
+    Without it: of one that accumulates gradients each look gives another tensor, and residuals are lost.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    counter = optimizer.iterations
+    return counter if isinstance(counter, keras.Variable | tf.Variable) else optimizer._iterations
 
 
 def keras_variable_made_late() -> keras.Variable | None:

@@ -38,6 +38,13 @@ _optimizer_row("SGD", gradient_accumulation_steps=3)
 _optimizer_row("Adam", gradient_accumulation_steps=2, global_clipnorm=0.3)
 
 
+@row()
+def gradients_accumulated_eagerly(place):
+    optimizer = lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)  # noqa: E731
+    model = built(place, optimizer=optimizer, metrics=[], run_eagerly=True)
+    return outcome(model, fit(model, *data(46)))
+
+
 _optimizer_row("SGD", clipnorm=0.1)
 
 
