@@ -139,17 +139,16 @@ class _Note:
 
 
 class _Weigh:
-    """Weights the replica's loss, or, where a custom step leaves the loss unscaled, its gradients."""
+    """Weights the replica's loss or, in a custom step, where any loss may be of any optimizer, its gradients."""
 
     def scale_loss(self, loss, *args, **kwargs):
         step = current_step()
         loss = super().scale_loss(loss, *args, **kwargs)
         if step is None or step.share is None:
             return loss
-        step.scaled_losses.add(id(self.__dict__))
         step.mark(report.LOSS, loss)
         step.mark(report.SHARE, step.share)
-        return loss * tf.cast(step.share, loss.dtype)
+        return loss * tf.cast(step.share, loss.dtype) if step.weights_loss else loss
 
     def apply(self, grads, trainable_variables=None, *args, **kwargs):
         step, grads = current_step(), list(grads)
@@ -159,7 +158,7 @@ class _Weigh:
             args = (trainable_variables, *args)
         scales = _scales(grads, self._trainable_variables if trainable_variables is None else trainable_variables)
         if step is not None and step.share is not None:
-            if id(self.__dict__) not in step.scaled_losses:
+            if not step.weights_loss:
                 grads = [grad if i in scales else times(grad, step.share) for i, grad in enumerate(grads)]
             grads = _to_present(step.or_zeros, grads)
         if step is not None and scales:

@@ -57,11 +57,13 @@ class ReplicatedStrategy:
                 fn = keras_steps.on_the_only(step, self.reports)
         else:
             self._check_scope(step.model)
+            if _tf.called_by_keras_trainer():
+                args = self._split_plain_batch(args, _among_devices)
             views = optimizers.viewed_optimizers(step.model, optimizers.distributed)
             with views, losses.global_losses(step.model, step.name), metrics.noted_results(step.model):
                 return super().run(keras_steps.on_one_of_many(step, self.reports), args, kwargs, options)
         if self.num_replicas_in_sync > 1 and _tf.called_by_keras_trainer() and fn.__name__ == _KERAS_PREDICT_STEP:
-            args, fn = self._split_plain_batch(args), keras_steps.predict_step(fn)
+            args, fn = self._split_plain_batch(args, _as_outputs_are_joined), keras_steps.predict_step(fn)
         return super().run(fn, args, kwargs, options)
 
     def experimental_distribute_dataset(self, dataset, options=None):
@@ -135,19 +137,24 @@ class ReplicatedStrategy:
                     "compile the model there."
                 )
 
-    def _split_plain_batch(self, args):
-        """Splits a batch that `predict_on_batch` hands over whole, so that the replicas' outputs make it up again."""
-        if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(args)):
+    def _split_plain_batch(self, args, place):
+        """Splits a batch that Keras hands over whole, as for `train_on_batch`.
+
+        Args:
+          args: Of the step.
+          place: Which part a replica gets, of how many; of its number, the replicas and those of a worker.
+        """
+        leaves = tf.nest.flatten(args)
+        if any(
+            isinstance(leaf, tf.distribute.DistributedValues | tf.RaggedTensor | tf.SparseTensor) for leaf in leaves
+        ):
             return args
-        replicas = self.num_replicas_in_sync
-        devices = len(self.extended.worker_devices)
+        replicas, devices = self.num_replicas_in_sync, len(self.extended.worker_devices)
 
         def part(leaf, context):
-            # Keras joins outputs device by device, and worker by worker within: put the parts in that order.
-            worker, device = divmod(context.replica_id_in_sync_group, devices)
-            position = device * (replicas // devices) + worker
+            number, parts = place(context.replica_id_in_sync_group, replicas, devices)
             rows = tf.shape(leaf)[0]
-            return leaf[rows * position // replicas : rows * (position + 1) // replicas]
+            return leaf[rows * number // parts : rows * (number + 1) // parts]
 
         def split(leaf):
             if leaf is None or tf.convert_to_tensor(leaf).shape.rank == 0:
@@ -155,6 +162,8 @@ class ReplicatedStrategy:
             leaf = tf.convert_to_tensor(leaf)
             return self.experimental_distribute_values_from_function(lambda context: part(leaf, context))
 
+        if place(0, replicas, devices)[1] == 1:
+            return args
         return tf.nest.map_structure(split, args)
 
     def _make_reports(self):
@@ -199,6 +208,18 @@ def _optimizer_variables(model):
 
 def _is_compiled():
     return not tf.executing_eagerly() and _tf.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+def _among_devices(replica, replicas, devices):
+    """Each worker has a batch of its own."""
+    del replicas
+    return replica % devices, devices
+
+
+def _as_outputs_are_joined(replica, replicas, devices):
+    """All workers have the same batch. Keras joins outputs device by device, and worker by worker within."""
+    worker, device = divmod(replica, devices)
+    return device * (replicas // devices) + worker, replicas
 
 
 class ReplicatedExtended:
@@ -300,7 +321,7 @@ class ReplicatedExtended:
         step = steps.current_step()
         of = _tf.variables_of_summed_gradients()
         # Of an optimizer that the model does not hold, which nobody has told of unequal rows.
-        if of and step is not None and step.share is not None and not step.weighs and not step.scaled_losses:
+        if of and step is not None and step.share is not None and not step.weighs and not step.weights_loss:
             value = [optimizers.times(gradient, step.share) for gradient in value]
         if step is not None and reduce_op == tf.distribute.ReduceOp.SUM:
             value = tf.nest.pack_sequence_as(value, step.or_zeros(tf.nest.flatten(value)))

@@ -21,7 +21,7 @@ class Step:
       model: Whose step it is, of Keras' steps.
       rows: Rows of the global batch that this replica holds, int or int32 []; `None` outside Keras' own steps.
       statistics: Variables of layer statistics that the step has assigned, in order, without repeats.
-      scaled_losses: Optimizers whose loss was already weighted by `share`.
+      weights_loss: Whether the optimizer's loss is weighted by `share`, and not gradients as they are applied.
       weighs: Whether an optimizer under way has weighted its gradients by `share` already.
       in_own_exchange: Whether the step itself exchanges something, in which no gradients are.
       variables: Those that an optimizer is about to update, in the order of its gradients.
@@ -34,7 +34,8 @@ class Step:
     def __init__(self, rows: int | tf.Tensor | None, model: keras.Model | None = None):
         self.rows, self.model = rows, model
         self.statistics: list[Any] = []
-        self.scaled_losses: set[int] = set()
+        # One of Keras' own has one loss, of which all gradients are: one product for each gradient less.
+        self.weights_loss = model is not None and _is_keras(model, "train_step")
         self.variables: list[Any] = []
         self.share: tf.Tensor | None = None
         self.weighs = False
@@ -117,6 +118,10 @@ def running(rows: int | tf.Tensor | None, model: keras.Model | None = None) -> I
         yield _local.step
     finally:
         _local.step = before
+
+
+def _is_keras(model: keras.Model, method: str) -> bool:
+    return method not in vars(model) and getattr(type(model), method) is getattr(keras.Model, method)
 
 
 def _any(rows: int | tf.Tensor | None) -> bool | tf.Tensor:

@@ -43,11 +43,24 @@ def predict_uneven(place):
 
 @row()
 def on_batch(place):
-    model = built(place)
+    """Each worker hands over its rows, which its devices share, if it is only one."""
+    spec = tfdist.cluster.ClusterSpec.from_env() if place.strategy else None
+    worker, workers = (spec.worker_id, spec.num_workers) if spec else (0, 1)
+
+    def own(*arrays, first=0, rows=BATCH):
+        here = slice(first + rows * worker // workers, first + rows * (worker + 1) // workers)
+        return [array[here] for array in arrays]
+
     x, y = data()
-    trained = [model.train_on_batch(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, 40, BATCH)]
-    tested = model.test_on_batch(x[:BATCH], y[:BATCH])
-    return outcome(model, trained=trained, tested=tested, predicted=model.predict_on_batch(x[:5]))
+    model = built(place)
+    values = {"trained": [model.train_on_batch(*own(x, y, first=first)) for first in range(0, 40, BATCH)]}
+    values["tested"] = model.test_on_batch(*own(x, y))
+    values["predicted"] = model.predict_on_batch(x[:5])
+    loss = keras.losses.MeanSquaredError(reduction="sum")
+    optimizer = lambda: keras.optimizers.SGD(0.01)  # noqa: E731
+    summed = built(place, optimizer=optimizer, loss=loss, metrics=None)
+    values["summed"] = [summed.train_on_batch(*own(x, x[:, :3], rows=rows)) for rows in (6, 2, 5)]
+    return outcome(model, **values, weights_of_sums=summed.get_weights()[0])
 
 
 @row()

@@ -107,6 +107,7 @@ class SeveralOptimizers(Subclassed):
         self.pair = (keras.optimizers.SGD(0.02, clipnorm=0.05), None)
         self.held = Held(keras.optimizers.SGD(0.03, clipvalue=0.01))
         self.seldom = keras.optimizers.SGD(0.05, clipvalue=0.02)
+        self.last = keras.optimizers.SGD(0.1)
         self.kind = Kind.ONE  # Whose class no optimizer is to be sought in.
 
     def train_step(self, data):
@@ -115,6 +116,9 @@ class SeveralOptimizers(Subclassed):
             self.optimizer.apply(*self.gradients(x, y))
         for optimizer in (self.others[0], self.pair[0], self.held.optimizer):
             optimizer.apply(*self.gradients(x, y))
+        gradients, variables = self.gradients(x, y, scaled=True)  # One loss, of two optimizers.
+        self.optimizer.apply(gradients[:2], variables[:2])
+        self.last.apply(gradients[2:], variables[2:])
         gradients, variables = self.gradients(x, y)
         if not self.seldom.built:
             self.seldom.build(variables)
@@ -127,9 +131,10 @@ class SeveralOptimizers(Subclassed):
         self.seldom.apply(gradients, variables)
         return tf.zeros([])
 
-    def gradients(self, x, y):
+    def gradients(self, x, y, *, scaled=False):
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+            loss = self.optimizer.scale_loss(loss) if scaled else loss
         variables = self.trainable_variables
         return tape.gradient(loss, variables), variables
 
