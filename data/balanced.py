@@ -180,16 +180,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         context = context or tf.distribute.InputContext()
         self._take_place(context)
         if self._service is None:
-            together = tf.TensorSpec([None, None], tf.int64), tf.TensorSpec([None], tf.int64)
-            batches = (
-                tf.data.Dataset.from_generator(functools.partial(self._batches, _together), output_signature=together)
-                .unbatch()
-                .map(
-                    lambda indices, rows: self._reader(indices[:rows]),
-                    num_parallel_calls=self._num_parallel_calls,
-                    deterministic=True,
-                )
-            )
+            batches = self._read_here(max(self._shares))
         else:
             batches = tf.data.Dataset.from_generator(
                 functools.partial(self._batches, self._served), output_signature=self._service.element_spec
@@ -198,6 +189,27 @@ class BalancedSharding(tf.train.experimental.PythonState):
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         options.autotune.enabled = False  # There is nothing to tune, and `fit` would wait for the end of the tuner.
         return batches.prefetch(len(self._own_replicas)).with_options(options)
+
+    def _read_here(self, rows: int) -> tf.data.Dataset:
+        """The batches, of about so many rows each, read by this worker."""
+        together = self.source.examples_together
+        is_together = together >= 2 * rows
+        most = min(together, _EXAMPLES_TOGETHER) if is_together else _EXAMPLES_TOGETHER
+        steps = tf.data.Dataset.from_generator(
+            functools.partial(self._batches, functools.partial(_together, most)),
+            output_signature=(tf.TensorSpec([None, None], tf.int64), tf.TensorSpec([None], tf.int64)),
+        )
+        if is_together:
+            steps = steps.map(
+                lambda indices, rows: (indices, rows, self.source.read(indices)),
+                num_parallel_calls=1,
+                deterministic=True,
+            )
+
+        def read(indices: tf.Tensor, rows: tf.Tensor, *examples: tf.Tensor) -> Any:
+            return self._reader(indices[:rows], *[each[:rows] for each in examples])
+
+        return steps.unbatch().map(read, num_parallel_calls=self._num_parallel_calls, deterministic=True)
 
     @property
     def cardinality(self) -> int:
@@ -429,8 +441,13 @@ class BalancedSharding(tf.train.experimental.PythonState):
         return [min(int(limit), size) for limit in limits]
 
 
-def _together(asked: _Asked, handout: Handout) -> _Made:
+def _together(most: int, asked: _Asked, handout: Handout) -> _Made:
     """Batches of an epoch, as many as are decided, together: each call from `tf.data` to Python waits.
+
+    Args:
+      most: Examples.
+      asked: The batches.
+      handout: That hands them out.
 
     Yields:
       The epoch, the examples of its batches, and for `tf.data` a row of them for each batch and how many are meant.
@@ -441,7 +458,7 @@ def _together(asked: _Asked, handout: Handout) -> _Made:
         for _, indices in of_epoch:
             batches.append(indices)
             examples += len(indices)
-            is_enough = examples >= _EXAMPLES_TOGETHER or time.monotonic() >= began + _SECONDS_TOGETHER
+            is_enough = examples >= most or time.monotonic() >= began + _SECONDS_TOGETHER
             if is_enough or not handout.is_decided():
                 yield epoch, batches, _as_rows(batches)
                 batches, examples, began = [], 0, time.monotonic()
@@ -451,7 +468,7 @@ def _together(asked: _Asked, handout: Handout) -> _Made:
 
 def _as_rows(batches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.array([len(batch) for batch in batches])
-    rows = np.zeros((len(batches), lengths.max()), np.int64)
+    rows = np.full((len(batches), lengths.max()), -1, np.int64)
     rows[np.arange(lengths.max()) < lengths[:, np.newaxis]] = np.concatenate(batches)
     return rows, lengths
 

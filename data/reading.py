@@ -19,11 +19,12 @@ class Reader:
     def __init__(self, source: Source, map_fn: Callable[..., Any] | None):
         self._source, self._map_fn = source, map_fn
 
-    def __call__(self, indices: tf.Tensor) -> Any:
+    def __call__(self, indices: tf.Tensor, examples: Any = None) -> Any:
         """Reads examples in a `tf.data` graph.
 
         Args:
           indices: int64 [b], b from 0.
+          examples: What the source gives for them, if it was read before.
 
         Returns:
           What `map_fn` makes of an example, each tensor with a leading dimension b.
@@ -33,10 +34,14 @@ class Reader:
           tf.errors.OpError: While the graph runs, with the message of a `SourceError`, if an example cannot be read.
         """
         if not self._source.decodes and self._map_fn is None:
-            return self._source.read(indices)
+            return self._source.read(indices) if examples is None else examples
         rows = tf.size(indices)
         some = tf.cond(rows > 0, lambda: indices, lambda: tf.zeros([1], tf.int64))  # No dataset of nothing.
-        mapped = self._mapped(some).ignore_errors()
+        if examples is None:
+            examples = self._source.read(some)
+        else:
+            examples = tf.cond(rows > 0, lambda: examples, lambda: self._source.read(some))
+        mapped = self._mapped(examples).ignore_errors()
         _check_specs(mapped.element_spec)
         nothing = tf.data.Dataset.from_tensors(tf.nest.map_structure(_no_rows, mapped.element_spec))
         batch = mapped.batch(tf.size(some, tf.int64)).concatenate(nothing).take(1).get_single_element()
@@ -44,17 +49,17 @@ class Reader:
         with tf.control_dependencies([tf.cond(tf.shape(first)[0] < tf.size(some), lambda: self._fail(some), tf.no_op)]):
             return tf.nest.map_structure(lambda leaf: tf.identity(leaf)[:rows], batch)
 
-    def _mapped(self, indices: tf.Tensor) -> tf.data.Dataset:
-        examples = tf.data.Dataset.from_tensor_slices(self._source.read(indices))
+    def _mapped(self, examples: Any) -> tf.data.Dataset:
+        dataset = tf.data.Dataset.from_tensor_slices(examples)
         if self._source.decodes:
-            examples = examples.map(lambda *example: self._source.decode(_unpacked(example)), tf.data.AUTOTUNE)
-        return examples if self._map_fn is None else examples.map(self._map_fn, tf.data.AUTOTUNE)
+            dataset = dataset.map(lambda *example: self._source.decode(_unpacked(example)), tf.data.AUTOTUNE)
+        return dataset if self._map_fn is None else dataset.map(self._map_fn, tf.data.AUTOTUNE)
 
     def _fail(self, indices: tf.Tensor) -> tf.Operation:
         def explain(indices):
             for index in indices.tolist():
                 try:
-                    for _ in self._mapped(tf.constant([index], tf.int64)):
+                    for _ in self._mapped(self._source.read(tf.constant([index], tf.int64))):
                         pass
                 except Exception as error:
                     problem = str(getattr(error, "message", error)).partition("\n")[0].rpartition("}} ")[2]

@@ -15,6 +15,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from array_record.python import array_record_module
 
+from tfdist.data import BalancedSharding
 from tfdist.data.sources import as_source, files
 from tfdist.data.sources.items import ItemsSource
 from tfdist.data.sources.tfrecord import TFRecordSource
@@ -529,3 +530,23 @@ def test_files_of_other_file_systems_are_read(tmp_path):
         assert read(as_source(path), [5, 2, 3]) == [RECORDS[5], RECORDS[2], RECORDS[3]]
     finally:
         tf.io.gfile.rmtree("ram://test_sources")
+
+
+@pytest.mark.parametrize("map_fn", [None, lambda record: (record, tf.strings.length(record))], ids=["as is", "mapped"])
+@pytest.mark.parametrize("files_together", [True, False], ids=["together", "by batches"])
+def test_parts_of_records_make_up_the_global_batches(files_together, map_fn, tmp_path):
+    source = as_source(write_tfrecord(tmp_path / "a.tfrecord"))
+    source.examples_together *= files_together
+    shardings = [BalancedSharding(source, 5, seed=3, map_fn=map_fn, policy=(1, 3), repeat=True) for _ in range(2)]
+    parts = [
+        sharding(tf.distribute.InputContext(num_input_pipelines=2, input_pipeline_id=i, num_replicas_in_sync=2))
+        for i, sharding in enumerate(shardings)
+    ]
+    plan, got = shardings[0].plan, []
+    steps = 2 * plan.steps_per_epoch + 1
+    for both in zip(*(part.take(steps).as_numpy_iterator() for part in parts), strict=True):
+        got.append([record for part in both for record in (part[0] if map_fn else part).tolist()])
+        if map_fn:
+            assert [length for part in both for length in part[1].tolist()] == list(map(len, got[-1]))
+    wanted = [plan.batch(*divmod(step, plan.steps_per_epoch)) for step in range(steps)]
+    assert got == [[RECORDS[i] for i in batch] for batch in wanted]

@@ -20,10 +20,13 @@ class Source(abc.ABC):
       element_spec: What `read` gives for one example, without the batch's dimension: a `tf.TensorSpec`, or tuples and
         dicts of them.
       decodes: Whether `decode` does anything.
+      examples_together: As many are best read by one call, if they are more than a batch has; then `read` also takes
+        numbers of any shape, and -1 for nothing, of which it makes an empty string.
     """
 
     element_spec: Any
     decodes: bool = False
+    examples_together: int = 0
 
     @abc.abstractmethod
     def __len__(self) -> int:

@@ -39,6 +39,7 @@ class TfdsSource(Source):
         self._keys = builder.info.supervised_keys
         self._records = _records(builder, split)
         self.element_spec = self._records.element_spec
+        self.examples_together = self._records.examples_together
 
     def __len__(self) -> int:
         return len(self._records)

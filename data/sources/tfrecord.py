@@ -15,6 +15,7 @@ from tfdist.errors import SourceError
 
 _INDEXED_AT_ONCE = 8
 _SPAN_BITS = 22  # 4 MB
+_BYTES_TOGETHER = 1 << 22
 
 
 class TFRecordSource(Source):
@@ -58,6 +59,7 @@ class TFRecordSource(Source):
         ]
         self._places = np.concatenate(offsets)
         self._lengths = np.concatenate(lengths)
+        self.examples_together = int(_BYTES_TOGETHER / max(self._lengths.mean(), 1))
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -95,8 +97,13 @@ class TFRecordSource(Source):
         return digest("tfrecord", *zip([i.digest for i in self._indices], self._skips, counts.tolist(), strict=True))
 
     def _read(self, indices: np.ndarray) -> np.ndarray:
-        if not len(indices):
-            return np.empty(0, object)
+        records = np.full(indices.shape, b"", object)
+        is_wanted = indices >= 0
+        if np.any(is_wanted):
+            records[is_wanted] = self._read_all(indices[is_wanted])
+        return records
+
+    def _read_all(self, indices: np.ndarray) -> np.ndarray:
         order = np.argsort(indices, kind="stable")
         wanted = indices[order]
         places, lengths = self._places[wanted], self._lengths[wanted]
