@@ -1,6 +1,7 @@
 """`tfdist.data.sources`: one table for all kinds, then what can be wrong with files and examples."""
 
 import contextlib
+import glob
 import json
 import os
 import pathlib
@@ -31,10 +32,9 @@ ROWS = np.arange(COUNT * 6, dtype=np.float32).reshape(COUNT, 2, 3)
 INDEX_AGAIN_AND_AGAIN = """
 import contextlib, os, sys
 from tfdist.data.sources import as_source
-from tfdist.data.sources.tfrecord_index import INDEX_SUFFIX
 for _ in range(20):
     with contextlib.suppress(FileNotFoundError):
-        os.truncate(sys.argv[1] + INDEX_SUFFIX, 10)
+        os.truncate(sys.argv[2], 10)
     source = as_source(sys.argv[1])
 print(len(source), source.fingerprint())
 """
@@ -452,7 +452,7 @@ def test_a_file_that_is_read_often_is_mapped_if_it_is_known_to_be_in_memory(ours
 
 def test_index_is_made_once_and_anew_for_a_changed_file(tmp_path, caplog):
     path = write_tfrecord(tmp_path / "a.tfrecord")
-    index = tmp_path / f"a.tfrecord{INDEX_SUFFIX}"
+    index = tmp_path / f".a.tfrecord{INDEX_SUFFIX}"
     as_source(path)
     made = index.stat().st_mtime_ns
     as_source(path)
@@ -473,7 +473,7 @@ def test_a_file_that_took_the_place_of_another_is_read(tmp_path):
 def test_damaged_index_is_made_anew(content, tmp_path, caplog):
     path = write_tfrecord(tmp_path / "a.tfrecord")
     as_source(path)
-    index = tmp_path / f"a.tfrecord{INDEX_SUFFIX}"
+    index = tmp_path / f".a.tfrecord{INDEX_SUFFIX}"
     sound = index.read_bytes()
     if content == "encrypted":  # a flag of a member, in the zip file's list of them
         content = bytearray(sound)
@@ -487,7 +487,8 @@ def test_damaged_index_is_made_anew(content, tmp_path, caplog):
 def test_processes_may_index_at_once(tmp_path):
     path = write_tfrecord(tmp_path / "a.tfrecord", RECORDS * 50)
     environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
-    command = [sys.executable, "-c", INDEX_AGAIN_AND_AGAIN, path]
+    index = tmp_path / f".a.tfrecord{INDEX_SUFFIX}"
+    command = [sys.executable, "-c", INDEX_AGAIN_AND_AGAIN, path, index]
     other = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + DEADLINE_SECONDS
@@ -495,14 +496,14 @@ def test_processes_may_index_at_once(tmp_path):
             assert time.monotonic() < deadline
             assert read(as_source(path), [COUNT + 5, 3]) == [RECORDS[5], RECORDS[3]]
             with contextlib.suppress(FileNotFoundError):
-                os.remove(path + INDEX_SUFFIX)
+                index.unlink()
         printed, errors = other.communicate()
     finally:
         other.kill()
         other.wait()
     source = as_source(path)
     assert printed.split() == [str(50 * COUNT), source.fingerprint()], errors
-    assert sorted(os.listdir(tmp_path)) == ["a.tfrecord", f"a.tfrecord{INDEX_SUFFIX}"]
+    assert sorted(os.listdir(tmp_path)) == [index.name, "a.tfrecord"]
 
 
 def test_index_is_kept_in_a_cache_where_it_cannot_be_beside_the_file(tmp_path, monkeypatch):
@@ -518,10 +519,15 @@ def test_index_is_kept_in_a_cache_where_it_cannot_be_beside_the_file(tmp_path, m
     assert index.stat().st_mtime_ns == made
 
 
-def test_pattern_does_not_match_indices(tmp_path):
-    write_tfrecord(tmp_path / "train-0")
+def test_indices_are_not_taken_for_data(tmp_path):
+    path = write_tfrecord(tmp_path / "train-0")
     for _ in range(2):
-        assert len(as_source(tmp_path / "train*")) == COUNT
+        for pattern in ("train*", "*"):
+            assert len(as_source(tmp_path / pattern)) == COUNT
+        assert glob.glob(str(tmp_path / "*-0*")) == tf.io.gfile.glob(str(tmp_path / "train*")) == [path]
+        assert len(as_source([tmp_path / name for name in os.listdir(tmp_path)])) == COUNT
+    with pytest.raises(ValueError, match="are indices"):
+        as_source(tmp_path / f".train-0{INDEX_SUFFIX}")
 
 
 def test_files_of_other_file_systems_are_read(tmp_path):

@@ -22,6 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.data.sources.arrays import ArraysSource
+from tfdist.data.sources.files import is_index
 from tfdist.data.sources.items import ItemsSource
 from tfdist.data.sources.source import Source
 
@@ -66,6 +67,9 @@ def _files(paths: list[Any]) -> Source:
             f"A list that starts with a path holds paths only, got {strange[0]!r} among them. Where these are "
             "examples, give tuples that hold them."
         )
+    given, paths = paths, [path for path in paths if not is_index(os.fspath(path))]  # A listing has indices, too.
+    if not paths:
+        raise ValueError(f"A source needs at least one file, but {given} are indices. Name the files beside them.")
     names = [os.path.basename(os.fspath(path)) for path in paths]
     of_array_records = ["array_record" in name or "arrayrecord" in name for name in names]
     if all(of_array_records):

@@ -46,11 +46,15 @@ def _expand_one(path: str) -> list[str]:
             f"No file {path} on {this_worker()}, in {os.getcwd()}. Give a path that every worker has, or for a dataset "
             'of TFDS a pair such as ("mnist", "train").'
         )
-    # Indices stand beside their files, and a pattern such as "train*" matches them too.
-    files = sorted(file for file in tf.io.gfile.glob(path) if INDEX_SUFFIX not in file)
+    files = sorted(file for file in tf.io.gfile.glob(path) if not is_index(file))  # TensorFlow's * takes a first dot.
     if not files:
         raise ValueError(f"No file matches {path} on {this_worker()}, in {os.getcwd()}.")
     return files
+
+
+def is_index(path: str) -> bool:
+    """Whether the file is an index, or the draft of one, which may stand beside the data."""
+    return INDEX_SUFFIX in os.path.basename(path)
 
 
 def is_local(path: str) -> bool:

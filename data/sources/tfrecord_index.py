@@ -53,9 +53,10 @@ class TFRecordIndex:
 def load_index(path: str, check_data: bool) -> TFRecordIndex:
     """The index of a file: read where there is one that fits the file, else made and kept for the next time.
 
-    It is kept in `<path>.tfdist-index`, or, where that cannot be written, in $TFDIST_CACHE or `~/.cache/tfdist`. Making
-    it reads the headers of all records, in Python, a million in two seconds; and with `check_data` the whole file, with
-    `tf.data`. Any number of processes may do so at once; each writes a file of its own and renames it.
+    It is kept beside the file, as `.<name>.tfdist-index`, or, where that cannot be written, in $TFDIST_CACHE or
+    `~/.cache/tfdist`. Making it reads the headers of all records, in Python, a million in two seconds; and with
+    `check_data` the whole file, with `tf.data`. Any number of processes may do so at once; each writes a file of its
+    own and renames it.
 
     Args:
       path: The file.
@@ -84,8 +85,10 @@ def load_index(path: str, check_data: bool) -> TFRecordIndex:
 def _places(path: str) -> list[str]:
     cache = os.environ.get("TFDIST_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "tfdist")
     full = os.path.abspath(path) if is_local(path) else path
-    name = f"{os.path.basename(path)}-{hashlib.sha256(full.encode()).hexdigest()[:16]}{INDEX_SUFFIX}"
-    return [path + INDEX_SUFFIX, os.path.join(cache, name)]
+    folder, name = os.path.split(path)
+    in_cache = f"{name}-{hashlib.sha256(full.encode()).hexdigest()[:16]}{INDEX_SUFFIX}"
+    # The dot keeps it out of what others make of a pattern such as "train-*-of-*".
+    return [os.path.join(folder, f".{name}{INDEX_SUFFIX}"), os.path.join(cache, in_cache)]
 
 
 def _read(place: str, path: str, size: int, mtime: int) -> TFRecordIndex | None:
