@@ -107,9 +107,13 @@ class Handout:
     # What training says, from another thread.
 
     def has_trained(self, rows: np.ndarray) -> bool:
-        """Takes note that one more step was trained on; False if these were not the rows of the next step."""
+        """Takes note that one more step was trained on; False if these were not the rows of the next step.
+
+        Rows of anything else that are as many are taken for it, once something was handed out. How much does not
+        matter: each worker has read ahead by another number of steps, and all are to say the same.
+        """
         with self._news:
-            if self.closed or self._trained_step >= self._plan.steps_per_epoch:
+            if self.closed or not self._number or self._trained_step >= self._plan.steps_per_epoch:
                 return False
             if tuple(rows.tolist()) != self._split(self._trained, self._trained_step):
                 return False

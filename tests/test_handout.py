@@ -188,6 +188,8 @@ def test_what_is_decided_is_told_before_anybody_waits_for_it():
 def test_what_is_not_the_next_step_is_not_counted():
     handout = Handout(plan_of(13, 5, 0), 2, 1, (2, 3), [5, 5], repeat=False)
 
+    assert not handout.has_trained(np.array([2, 3])), "nobody has read yet: as many rows of somebody else's batch"
+    next(handout.indices([0], [0, 1]))
     assert not handout.has_trained(np.array([3, 2])), "rows of somebody else's batch"
     assert handout.position == (2, 1)
     assert handout.has_trained(np.array([2, 3])) and handout.position == (2, 2)
