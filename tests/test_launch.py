@@ -247,11 +247,13 @@ def test_what_a_worker_started_ends_with_it(run):
 
 
 @pytest.mark.parametrize(
-    ("signum", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=str
+    ("signum", "exit_code", "expected"),
+    [(signal.SIGINT, 3, 130), (signal.SIGTERM, 0, 0), (signal.SIGHUP, 3, 129)],
+    ids=["not saved, SIGINT", "done, SIGTERM", "not saved, SIGHUP"],
 )
-def test_a_signal_is_passed_on_and_gives_the_exit_code(run, signum, expected):
+def test_a_signal_is_passed_on_and_gives_the_exit_code(run, signum, exit_code, expected):
     script = run.script(
-        f"signal.signal({signum:d}, lambda *_: (leave(f'heard-{{worker}}', 0), sys.exit(0)))\n"
+        f"signal.signal({signum:d}, lambda *_: (leave(f'heard-{{worker}}', 0), sys.exit({exit_code})))\n"
         + ARRIVE
         + "time.sleep(60)"
     )

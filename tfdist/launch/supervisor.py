@@ -144,9 +144,9 @@ class Supervisor:
         Call it in the main thread.
 
         Returns:
-          0 if it is done; `tfdist.exit_codes.PREEMPTED` if it was asked to end and saved, or if the workers leave again
-          and again as if they had; 128 + n if it was ended by signal n and did not save; else the exit code of the
-          last attempt's first failure.
+          0 if it is done, asked to end or not; `tfdist.exit_codes.PREEMPTED` if it was asked to end and saved, or if
+          the workers leave again and again as if they had; 128 + n if it was ended by signal n and did not save; else
+          the exit code of the last attempt's first failure.
 
         Raises:
           ClusterError: If a worker cannot be ended.
@@ -229,7 +229,8 @@ class Supervisor:
         codes = {each.returncode for each in group.exits}
         stuck = self._stuck(group, number)
         if caught:
-            return ended("stopped", self._stop_by_signal(group))
+            exit_code = self._stop_by_signal(group)
+            return ended("stopped" if exit_code else "done", exit_code)
         if codes <= {0} and not stuck:
             if group.running:
                 logging.info("a try with %d workers again: asking the others to save", options.workers)
@@ -274,7 +275,9 @@ class Supervisor:
         logging.info("%s: ending the workers; once more to kill them at once", signal.Signals(signum).name)
         group.stop(signum, grace_seconds=self._options.grace_seconds, hurry=lambda: len(self._caught) > seen)
         codes = {each.returncode for each in group.exits}
-        return PREEMPTED if PREEMPTED in codes and codes <= {0, PREEMPTED} else 128 + signum
+        if codes <= {0}:  # done by then, or with the last of it: not to be started again
+            return 0
+        return PREEMPTED if codes <= {0, PREEMPTED} else 128 + signum
 
     def _pause_after(self, attempt: Attempt) -> float | None:
         """Seconds until the next attempt; None if there is none."""
@@ -346,7 +349,7 @@ class Supervisor:
     def _finish(self, exit_code: int) -> int:
         """Sums the run up, if there was more than one attempt or a failure."""
         last = self._attempts[-1]
-        outcome = "stopped" if self._caught else last.outcome
+        outcome = "stopped" if self._caught and last.outcome != "done" else last.outcome
         self._write_failures(outcome, exit_code)
         if len(self._attempts) > 1 or last.failure:
             for attempt in self._attempts:
