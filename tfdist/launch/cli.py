@@ -34,6 +34,7 @@ __all__ = ["main"]
 
 _BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _COUNTS = {"k": 10**3, "M": 10**6, "B": 10**9}
+_SAME_REQUEST_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,9 +373,21 @@ def _end_after(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _caught_signals() -> Iterator[list[int]]:
-    """Collects the signals that ask this process to stop, instead of stopping."""
+    """Collects the signals that ask this process to stop, instead of stopping.
+
+    What comes within a second of the first is the same request: sent to this process and to its group, say.
+    """
     caught: list[int] = []
-    before = {signum: signal.signal(signum, lambda number, _: caught.append(number)) for signum in stop_signals()}
+    first = 0.0
+
+    def catch(signum: int, _: object) -> None:
+        nonlocal first
+        now = time.monotonic()
+        first = first or now
+        if not caught or now - first >= _SAME_REQUEST_SECONDS:
+            caught.append(signum)
+
+    before = {signum: signal.signal(signum, catch) for signum in stop_signals()}
     try:
         yield caught
     finally:

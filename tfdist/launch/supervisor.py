@@ -110,7 +110,7 @@ class Supervisor:
       command: What each worker runs.
       options: How.
       run_dir: The folder of this run: logs and reports of each attempt, the step of the newest commit, `failure.json`.
-      caught: The signals that asked this process to end, as they come.
+      caught: The signals that asked this process to end, as they come; those of one request once.
       spec: The place of the one worker to start here in a cluster of several hosts; None if all workers are started
         here, on ports that are free.
     """
@@ -272,7 +272,8 @@ class Supervisor:
     def _stop_by_signal(self, group: WorkerGroup) -> int:
         """Passes a signal on, waits for the workers to save, and gives the exit code."""
         signum, seen = self._caught[0], len(self._caught)
-        logging.info("%s: ending the workers; once more to kill them at once", signal.Signals(signum).name)
+        name = signal.Signals(signum).name
+        logging.info("%s: ending the workers; once more, a second from now or later, to kill them at once", name)
         group.stop(signum, grace_seconds=self._options.grace_seconds, hurry=lambda: len(self._caught) > seen)
         codes = {each.returncode for each in group.exits}
         if codes <= {0}:  # done by then, or with the last of it: not to be started again
