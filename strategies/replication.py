@@ -45,6 +45,7 @@ class ReplicatedStrategy:
           CompiledCollectivesError: If `fn` is compiled by XLA and the devices have no compiled collectives.
         """
         self._check_compiled()
+        args = () if args is None else args
         step = keras_steps.keras_step_of(fn, args, kwargs, _tf.calling_trainer())
         if step is None:
             self._check_nobody_waits_for_steps(fn)

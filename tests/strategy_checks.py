@@ -360,9 +360,10 @@ def reductions_after_unequal_counts(placement):
         first.count.assign_add(3)
         totals.append(float(step(lambda: place.reduce("SUM", place.run(lambda: tf.ones([])), axis=None))))
     first.count.assign_add(3)
-    in_step = place.run(tf.function(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([]))))
+    total = tf.function(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([])))
+    in_step = place.run(total, args=None)  # as some write it
     first.count.assign_add(3)
-    gathered = place.gather(place.run(lambda: tf.ones([1])), axis=0)
+    gathered = place.gather(place.run(lambda: tf.ones([1]), args=None), axis=0)
     return [*totals, float(place.experimental_local_results(in_step)[0]), float(tf.reduce_sum(gathered))]
 
 
