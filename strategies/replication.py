@@ -42,9 +42,10 @@ class ReplicatedStrategy:
         they are clipped, unequal shares weighted by their rows, logs averaged over all replicas.
 
         Raises:
-          CompiledCollectivesError: If `fn` is compiled by XLA and the devices have no compiled collectives.
+          CompiledCollectivesError: If XLA compiles the call, or what `fn` exchanges, and the devices have no compiled
+            collectives.
         """
-        self._check_compiled()
+        self.extended.check_compiled()
         args = () if args is None else args
         step = keras_steps.keras_step_of(fn, args, kwargs, _tf.calling_trainer())
         if step is None:
@@ -176,15 +177,6 @@ class ReplicatedStrategy:
         """Keeps the collectives of several strategies in one process apart; workers make them in the same order."""
         self._collective_key_base = next(_strategies_made) * _KEYS_PER_STRATEGY
 
-    def _check_compiled(self):
-        devices = self.extended.worker_devices
-        if _is_compiled() and self.num_replicas_in_sync > 1 and not all("GPU" in device for device in devices):
-            raise CompiledCollectivesError(
-                "jit_compile=True compiles the whole step, and XLA has no collectives for CPU devices. Got "
-                f"{self.num_replicas_in_sync} replicas, here on {', '.join(devices)}. "
-                "Pass jit_compile=False to `compile` (or `tf.function`); `predict` and single layers may stay compiled."
-            )
-
     def _check_nobody_waits_for_steps(self, fn):
         model = _tf.keras_model_in_step()
         if model is not None and model in self.reports.feeders:
@@ -241,6 +233,16 @@ class ReplicatedExtended:
             )
         self.communication = Communication(policy, lambda: self._cross_device_ops)
 
+    def check_compiled(self):
+        """Refuses to exchange anything in what XLA compiles, where it cannot."""
+        devices = self.worker_devices
+        if _is_compiled() and self._num_replicas_in_sync > 1 and not all("GPU" in device for device in devices):
+            raise CompiledCollectivesError(
+                "jit_compile=True compiles the whole step, and XLA has no collectives for CPU devices. Got "
+                f"{self._num_replicas_in_sync} replicas, here on {', '.join(devices)}. "
+                "Pass jit_compile=False to `compile` (or `tf.function`); `predict` and single layers may stay compiled."
+            )
+
     def exchange_gradients(self, optimizer, gradients, of=None):
         """Sums an optimizer's gradients over all replicas, compressed if the strategy is told to.
 
@@ -252,6 +254,7 @@ class ReplicatedExtended:
         gradients = _shaped(gradients, of)
         if not self._compresses or is_uncompressed():
             return steps.current_step().all_reduce(tf.distribute.ReduceOp.SUM, gradients)
+        self.check_compiled()
         exchange = self.communication.exchange_of(optimizer, gradients, _tf.places_in_optimizer(optimizer, of or ()))
         done, step = tf.convert_to_tensor(optimizer.iterations), steps.current_step()
         if tf.executing_eagerly():
@@ -317,6 +320,7 @@ class ReplicatedExtended:
         return weakref.WeakKeyDictionary()
 
     def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
+        self.check_compiled()  # A replica may compile a part of its step by itself.
         if self._num_replicas_in_sync > 1:
             _check_loss_scaling()
         step = steps.current_step()

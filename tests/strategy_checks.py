@@ -235,6 +235,17 @@ def _compiled(placement):
     model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
 
 
+def _compiled_part(placement):
+    """What a replica exchanges is compiled, its step is not."""
+    compiled = tf.function(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([])), jit_compile=True)
+    strategy(placement).run(lambda: compiled())
+
+
+def _compiled_function(placement):
+    total = tf.function(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([])), jit_compile=True)
+    strategy(placement).run(total)
+
+
 def _outside_scope(placement):
     strategy(placement)
     model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
@@ -296,6 +307,8 @@ def _loss_scaling(placement):
 mistakes = {
     "loss scaling": _loss_scaling,
     "jit_compile": _compiled,
+    "jit_compile of a function": _compiled_function,
+    "jit_compile of a part": _compiled_part,
     "outside scope": _outside_scope,
     "metric outside scope": _metric_outside_scope,
     "optimizer outside scope": _optimizer_outside_scope,

@@ -181,6 +181,8 @@ def test_deterministic_operations_alone_suffice():
     ("mistake", "error", "words"),
     [
         ("jit_compile", "CompiledCollectivesError", "jit_compile=False"),
+        ("jit_compile of a function", "CompiledCollectivesError", "jit_compile=False"),
+        ("jit_compile of a part", "CompiledCollectivesError", "jit_compile=False"),
         ("outside scope", "ScopeError", "strategy.scope()"),
         ("metric outside scope", "ScopeError", "its metrics must be made inside"),
         ("compression", "ValueError", "'powersgd'"),
