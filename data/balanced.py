@@ -153,7 +153,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
         self._speed = SpeedModel(1)
         self._shares: tuple[int, ...] = ()
         self._reports: Any = None
-        self._begun: list[Handout] = []  # For iterators from which nothing was read yet.
+        # For iterators from which nothing was read yet, those of training and those of evaluation.
+        self._begun: dict[bool, list[Handout]] = {True: [], False: []}
         self._unreported: Handout | None = None
         self._statistics: Statistics | None = None
         self._changes, self._noted = 0, 0.0
@@ -171,32 +172,33 @@ class BalancedSharding(tf.train.experimental.PythonState):
             raise ValueError("A BalancedSharding belongs to one strategy. Make another one for this strategy.")
         self._reports = reports
 
-    def __call__(self, context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
+    def __call__(self, context: tf.distribute.InputContext | None = None, *, training: bool = True) -> tf.data.Dataset:
         """This worker's dataset: for each step the batches of its replicas, one after the other.
 
         Args:
           context: Who this worker is among how many; one replica if None.
+          training: Whether its iterators are those that `start` is told of as for training.
         """
         context = context or tf.distribute.InputContext()
         self._take_place(context)
         if self._service is None:
-            batches = self._read_here(max(self._shares))
+            batches = self._read_here(training, max(self._shares))
         else:
             batches = tf.data.Dataset.from_generator(
-                functools.partial(self._batches, self._served), output_signature=self._service.element_spec
+                functools.partial(self._batches, self._served, training), output_signature=self._service.element_spec
             )
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         options.autotune.enabled = False  # There is nothing to tune, and `fit` would wait for the end of the tuner.
         return batches.prefetch(len(self._own_replicas)).with_options(options)
 
-    def _read_here(self, rows: int) -> tf.data.Dataset:
+    def _read_here(self, training: bool, rows: int) -> tf.data.Dataset:
         """The batches, of about so many rows each, read by this worker."""
         together = self.source.examples_together
         is_together = together >= 2 * rows
         most = min(together, _EXAMPLES_TOGETHER) if is_together else _EXAMPLES_TOGETHER
         steps = tf.data.Dataset.from_generator(
-            functools.partial(self._batches, functools.partial(_together, most)),
+            functools.partial(self._batches, functools.partial(_together, most), training),
             output_signature=(tf.TensorSpec([None, None], tf.int64), tf.TensorSpec([None], tf.int64)),
         )
         if is_together:
@@ -230,7 +232,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
                 handout = Handout(plan, 0, 0, self._shares, self._at_most, repeat=False)
             else:
                 handout = self._start_training(models, counts)
-            self._begun = [each for each in self._begun if not each.closed] + [handout]
+            self._begun[training] = [each for each in self._begun[training] if not each.closed] + [handout]
             return handout
 
     def _start_training(self, models: Sequence[Any], counts: bool) -> Handout:
@@ -249,13 +251,13 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     # What the pipeline calls.
 
-    def _batches(self, make: Callable[[_Asked, Handout], _Made]) -> Iterator[Any]:
+    def _batches(self, make: Callable[[_Asked, Handout], _Made], training: bool) -> Iterator[Any]:
         """What `make` makes of batches, of one or of several of an epoch at once."""
         with self._lock:
             # Of the iterators that nobody has read from, the newest: Keras makes some that it drops.
-            waiting = [handout for handout in self._begun if not handout.closed]
-            handout = waiting[-1] if waiting else self.start(training=True)
-            self._begun = waiting[:-1]
+            waiting = [handout for handout in self._begun[training] if not handout.closed]
+            handout = waiting[-1] if waiting else self.start(training=training)
+            self._begun[training] = waiting[:-1]
         asked = ((handout.epoch, indices) for indices in handout.indices(self._own_replicas, self._places))
         for epoch, examples, made in make(asked, handout):
             self._count_read(handout, epoch)

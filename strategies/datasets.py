@@ -1,5 +1,6 @@
 """Datasets as Keras takes them: looked into without reading from them, knowing for what they are read, not tuned."""
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -47,30 +48,30 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
     Args:
       distribute: What the strategy makes of a dataset function.
       sharding: The sharding.
-      make: The dataset function, if it is not the sharding itself.
+      maps: What is done to each batch, by `map`.
     """
 
-    def __init__(self, distribute: Callable[[Any], Any], sharding: Any, make: Callable[[Any], Any] | None = None):
-        make = make or sharding
+    def __init__(self, distribute: Callable[[Any], Any], sharding: Any, maps: tuple[Callable[..., Any], ...] = ()):
+        self._distribute, self._sharding, self._maps = distribute, sharding, maps
         # Instead of the parent's `__init__`, which would build it once more.
-        self.__dict__.update(distribute(make).__dict__)
-        self._distribute, self._sharding, self._make = distribute, sharding, make
+        self.__dict__.update(distribute(functools.partial(self._make, True)).__dict__)
 
     def __iter__(self):
         if _tf.keras_is_peeking() and _has_ranks(self):
             return iter([_example(self)])
         fitting, is_of_fit = _tf.keras_fitting_models(), _tf.keras_made_iterator()
+        training = not (is_of_fit and _tf.keras_is_evaluating())
         if is_of_fit:
-            handout = self._sharding.start(training=not _tf.keras_is_evaluating(), models=fitting)
+            handout = self._sharding.start(training=training, models=fitting)
         else:  # a custom loop, or a look amid a `fit`, as of a callback
             handout = self._sharding.start(training=True, counts=not fitting)
-        iterator = super().__iter__()
+        iterator = super().__iter__() if training else iter(self._for_evaluation)
         weakref.finalize(iterator, handout.close)  # TensorFlow waits for whoever is still to hand out.
         return iterator
 
     def map(self, fn: Callable[..., Any]) -> "BalancedDataset":
         """As a `tf.data.Dataset` has it: Keras calls it for `class_weight`."""
-        return BalancedDataset(self._distribute, self._sharding, lambda context: self._make(context).map(fn))
+        return BalancedDataset(self._distribute, self._sharding, (*self._maps, fn))
 
     def prefetch(self, buffer_size: int) -> "BalancedDataset":
         """Itself, as it reads ahead already."""
@@ -81,6 +82,17 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
     def cardinality(self) -> int:
         """Steps of an epoch."""
         return self._sharding.cardinality
+
+    @functools.cached_property
+    def _for_evaluation(self) -> Any:
+        """One of its own: iterators that Keras makes for later wait to be read from beside those of training."""
+        return self._distribute(functools.partial(self._make, False))
+
+    def _make(self, training: bool, context: tf.distribute.InputContext) -> tf.data.Dataset:
+        dataset = self._sharding(context, training=training)
+        for fn in self._maps:
+            dataset = dataset.map(fn)
+        return dataset
 
 
 def _has_ranks(dataset):

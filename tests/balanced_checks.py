@@ -184,7 +184,8 @@ def with_itself_as_validation(placement):
     sharding, data = distributed(strategy, (x, y))
     positions = []
     note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: positions.append(sharding.position))
-    history = model.fit(data, steps_per_epoch=3, epochs=4, validation_data=data, verbose=0, callbacks=[note]).history
+    callbacks = [note, tfdist.data.Audit(sharding)]
+    history = model.fit(data, steps_per_epoch=3, epochs=4, validation_data=data, verbose=0, callbacks=callbacks).history
     return history, model.evaluate(x, y, verbose=0), positions
 
 
