@@ -21,6 +21,13 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
+def _untuned_on_devices(iterator: Any) -> Any:
+    """A distributed iterator that was just made, without the threads that tune its parts on the devices."""
+    if tf.executing_eagerly():  # There is nothing to tune in these parts, whatever the pipeline is.
+        _tf.make_iterators_on_devices_anew(iterator, untuned)
+    return iterator
+
+
 class PeekableDataset(tf.distribute.DistributedDataset):
     """A distributed dataset that `fit` can look into without loss.
 
@@ -34,7 +41,7 @@ class PeekableDataset(tf.distribute.DistributedDataset):
     def __iter__(self):
         if _tf.keras_is_peeking() and _has_ranks(self):
             return iter([_example(self)])
-        return iter(self._dataset)
+        return _untuned_on_devices(iter(self._dataset))
 
     @property
     def element_spec(self):
@@ -65,7 +72,7 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
             handout = self._sharding.start(training=training, models=fitting)
         else:  # a custom loop, or a look amid a `fit`, as of a callback
             handout = self._sharding.start(training=True, counts=not fitting)
-        iterator = super().__iter__() if training else iter(self._for_evaluation)
+        iterator = _untuned_on_devices(super().__iter__() if training else iter(self._for_evaluation))
         weakref.finalize(iterator, handout.close)  # TensorFlow waits for whoever is still to hand out.
         return iterator
 

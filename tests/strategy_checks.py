@@ -119,12 +119,15 @@ def saved_weights(placement, folder):
 
 
 def is_tuned(kind):
-    """Whether the pipeline of what `fit` is given is tuned."""
+    """Whether the pipeline of what `fit` is given is tuned, and its parts on the devices."""
     arrays = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
     given = tf.data.Dataset.from_tensor_slices(arrays).batch(4) if kind == "dataset" else arrays[0]
     more = {} if kind == "dataset" else {"y": arrays[1], "batch_size": 4}
     taken = _tf.keras_trainer.TFEpochIterator(x=given, distribute_strategy=strategy("1x2"), **more)
-    return taken._distributed_dataset._dataset._original_dataset.options().autotune.enabled
+    distributed = taken._distributed_dataset
+    (of_worker,) = iter(distributed)._iterators
+    on_devices = [part._dataset.options().autotune.enabled for part in of_worker._iterator._device_iterators]
+    return distributed._dataset._original_dataset.options().autotune.enabled, on_devices
 
 
 def compiled_alone():

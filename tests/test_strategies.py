@@ -131,7 +131,7 @@ def test_a_lone_replica_may_be_compiled_unless_its_data_need_reports(pools):
 
 @pytest.mark.parametrize(("kind", "tuned"), [("arrays", False), ("dataset", None)])
 def test_pipelines_that_keras_makes_are_not_tuned_and_those_of_users_as_they_say(kind, tuned, pools):
-    assert pools("1x2").run(checks.is_tuned, kind) == [tuned]
+    assert pools("1x2").run(checks.is_tuned, kind) == [(tuned, [False, False])]
 
 
 @pytest.mark.parametrize("placement", ["single", "2x1"])

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, MethodType
 from typing import Any
 
@@ -36,6 +37,10 @@ from tensorflow.python.distribute.values import MirroredVariable, PerReplicaSpec
 # What a strategy makes of a dataset function; Keras takes nothing else of a foreign class. Without it: `fit` refuses a
 # BalancedSharding.
 from tensorflow.python.distribute.input_lib import DistributedDatasetsFromFunction
+
+# What the replicas of a worker take their batches from; see `make_iterators_on_devices_anew`. Without it: the end of an
+# epoch may wait for TensorFlow's tuner.
+from tensorflow.python.data.ops.multi_device_iterator_ops import OwnedMultiDeviceIterator
 
 # Makes values of all replicas out of lists of one for each. Without it: no compression in eager steps.
 from tensorflow.python.distribute.distribute_utils import regroup
@@ -263,6 +268,23 @@ def keras_made_dataset() -> bool:
 def keras_made_iterator() -> bool:
     """Whether Keras makes the iterator that `__iter__`, which asks, gives; not a user within a callback."""
     return sys._getframe(2).f_globals.get("__name__") == keras_epoch_iterator.__name__
+
+
+def make_iterators_on_devices_anew(iterator: Any, change: Callable[[Any], Any]) -> None:
+    """Gives a distributed iterator, from which nobody has read, other parts on its devices.
+
+    TensorFlow makes a dataset for each device that takes from the one on the host, without its options.
+
+    Args:
+      iterator: Of a distributed dataset, made eagerly.
+      change: What makes another dataset of a device's.
+    """
+    for of_worker in iterator._iterators:
+        shared = of_worker._iterator
+        if isinstance(shared, OwnedMultiDeviceIterator):
+            for place, device in enumerate(shared._devices):
+                with context.device(device):
+                    shared._device_iterators[place] = iter(change(shared._device_iterators[place]._dataset))
 
 
 def keras_model_in_step() -> keras_trainer.TensorFlowTrainer | None:
