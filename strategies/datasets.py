@@ -56,10 +56,13 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
       distribute: What the strategy makes of a dataset function.
       sharding: The sharding.
       maps: What is done to each batch, by `map`.
+
+    Attributes:
+      sharding: As given.
     """
 
     def __init__(self, distribute: Callable[[Any], Any], sharding: Any, maps: tuple[Callable[..., Any], ...] = ()):
-        self._distribute, self._sharding, self._maps = distribute, sharding, maps
+        self._distribute, self.sharding, self._maps = distribute, sharding, maps
         # Instead of the parent's `__init__`, which would build it once more.
         self.__dict__.update(distribute(functools.partial(self._make, True)).__dict__)
 
@@ -69,16 +72,16 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
         fitting, is_of_fit = _tf.keras_fitting_models(), _tf.keras_made_iterator()
         training = not (is_of_fit and _tf.keras_is_evaluating())
         if is_of_fit:
-            handout = self._sharding.start(training=training, models=fitting)
+            handout = self.sharding.start(training=training, models=fitting)
         else:  # a custom loop, or a look amid a `fit`, as of a callback
-            handout = self._sharding.start(training=True, counts=not fitting)
+            handout = self.sharding.start(training=True, counts=not fitting)
         iterator = _untuned_on_devices(super().__iter__() if training else iter(self._for_evaluation))
         weakref.finalize(iterator, handout.close)  # TensorFlow waits for whoever is still to hand out.
         return iterator
 
     def map(self, fn: Callable[..., Any]) -> "BalancedDataset":
         """As a `tf.data.Dataset` has it: Keras calls it for `class_weight`."""
-        return BalancedDataset(self._distribute, self._sharding, (*self._maps, fn))
+        return BalancedDataset(self._distribute, self.sharding, (*self._maps, fn))
 
     def prefetch(self, buffer_size: int) -> "BalancedDataset":
         """Itself, as it reads ahead already."""
@@ -88,7 +91,7 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
     @property
     def cardinality(self) -> int:
         """Steps of an epoch."""
-        return self._sharding.cardinality
+        return self.sharding.cardinality
 
     @functools.cached_property
     def _for_evaluation(self) -> Any:
@@ -96,7 +99,7 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
         return self._distribute(functools.partial(self._make, False))
 
     def _make(self, training: bool, context: tf.distribute.InputContext) -> tf.data.Dataset:
-        dataset = self._sharding(context, training=training)
+        dataset = self.sharding(context, training=training)
         for fn in self._maps:
             dataset = dataset.map(fn)
         return dataset

@@ -81,6 +81,16 @@ class TrainFunctionAnew(keras.callbacks.Callback):
             self.model.make_train_function(force=True)
 
 
+class Evaluate(keras.callbacks.Callback):
+    """Evaluates at the end of the first epoch, on a sharding that it makes for that."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 0:
+            x, y = data()
+            sharding = tfdist.data.BalancedSharding((x[:20], y[:20]), BATCH)
+            self.model.evaluate(self.model.distribute_strategy.distribute_datasets_from_function(sharding), verbose=0)
+
+
 class PerClass(keras.metrics.Metric):
     """A metric that is a vector: rows of each class so far."""
 
@@ -165,10 +175,10 @@ def inputs(kind, strategy):
     return {"x": strategy.distribute_datasets_from_function(sharding)}
 
 
-def callbacks_of(directory, position, broken, monitors, seen, anew=False, **options):
+def callbacks_of(directory, position, broken, monitors, seen, anew=False, evaluates=False, **options):
     mine = [BackupAndRestore(directory, **options)] if directory else []
     count = Count(seen)
-    others = [count, *([TrainFunctionAnew()] if anew else [])]
+    others = [count, *([TrainFunctionAnew()] if anew else []), *([Evaluate()] if evaluates else [])]
     if monitors:
         others += [
             keras.callbacks.ReduceLROnPlateau(patience=0, min_delta=0.3, factor=0.5),

@@ -1,6 +1,7 @@
 """A training that is killed and started again is, to the bit, the training that was not."""
 
 import datetime
+import json
 import pathlib
 import types
 
@@ -8,7 +9,10 @@ import numpy as np
 import pytest
 
 import backup_checks as checks
+import tfdist
 from tfdist.backup import schedule, steps
+from tfdist.backup.positions import Positions
+from tfdist.errors import PositionError
 from tfdist.testing import WorkerPool
 
 
@@ -73,7 +77,10 @@ REPLICATED = {
     "unseeded noise": {"breaks": [9, 15], "save_freq": 4, "model": {"noise": True}},
     "residuals": {"breaks": [3, 8, 15], "save_freq": 3, "compressed": "int8"},
     "steps_per_execution that leaves a rest": {"breaks": [10, 16], "save_freq": 4, "model": {"steps": 4}},
-    "balanced": {"breaks": [8, 15], "save_freq": 4, "data_kind": "balanced", "compressed": "powersgd"},
+    "balanced": {
+        **{"breaks": [8, 15], "save_freq": 4, "data_kind": "balanced", "compressed": "powersgd"},
+        "evaluates": True,
+    },
     "balanced, epochs": {"breaks": [8, 15], "save_freq": "epoch", "data_kind": "balanced"},
 }
 
@@ -162,6 +169,49 @@ def test_what_a_broken_off_fit_had_to_pass_over_is_trained_on_by_the_next():
     first = iter(range(9))
     assert [counted(first), counted(first)] == [None, None]
     assert counted(iter(range(9))) == 0
+
+
+def sharding_at(step, seed=0, epoch=3):
+    made = tfdist.data.BalancedSharding((np.arange(40),), 4, seed=seed)
+    position = json.loads(made.serialize()) | {"epoch": epoch, "step": step}
+    made.deserialize(json.dumps(position))
+    return made
+
+
+def captured(begins, own, ends):
+    """What a commit says of shardings that began an epoch in one place and are in another now."""
+    positions = Positions(begins, own)
+    positions.begin_epoch()
+    for sharding, end in zip(begins, ends, strict=True):
+        sharding.deserialize(end.serialize())
+    return positions.capture()
+
+
+def test_positions_find_their_shardings_whatever_else_there_was_or_is():
+    train = sharding_at(0)
+    saved = captured([train, sharding_at(0, seed=1)], train, [sharding_at(6), sharding_at(0, seed=1)])
+    cases = {
+        "fewer": (lambda own: [own], 0),
+        "more": (lambda own: [sharding_at(0, seed=2), own, sharding_at(0, seed=1)], 0),
+        "of a `fit` that was broken off": (lambda own: [sharding_at(0), own], 0),
+    }
+    for case, (shardings, step) in cases.items():
+        own = sharding_at(step)
+        positions = Positions(shardings(own), own)
+        positions.restore(saved)
+        assert own.position == (3, 6), case
+        positions.begin_epoch(saved)
+        assert positions.continues(saved)
+        assert positions.capture()["at_epoch"][shardings(own).index(own)] == saved["at_epoch"][0], case
+
+
+def test_a_position_in_other_batches_than_are_trained_on_is_refused():
+    train, other = sharding_at(0), sharding_at(0, seed=1)
+    with pytest.raises(PositionError, match="seed was 0, is 1"):
+        Positions([other], other).restore(captured([train], train, [sharding_at(6)]))
+    with pytest.raises(PositionError, match="seed was 0, is 1"):  # a loop of the user's, which shows no input
+        Positions([other]).restore(captured([train], None, [sharding_at(7)]))
+    assert not Positions([]).continues(captured([train], train, [sharding_at(8)])), "arrays now"
 
 
 def test_another_number_of_replicas_goes_on_with_the_next_global_batch(pools, tmp_path):

@@ -132,6 +132,7 @@ __all__ = [
     "coordination_config_pb2",
     "count_as_seen",
     "counter_of",
+    "dataset_of",
     "deciding_loss_scaler",
     "get_current_replica_id_as_int",
     "get_keras_mask",
@@ -382,6 +383,14 @@ def goes_on_with(epochs, iterator) -> bool:
     Without it: a backup made at the end of the input says that all of it was read, and a new `fit` finds nothing left.
     """
     return epochs._current_iterator is iterator
+
+
+def dataset_of(epochs):
+    """What a Keras `EpochIterator` reads from, if it is one and says so.
+
+    Without it: two shardings of equal global batches in one `fit` may be given each other's position.
+    """
+    return getattr(epochs, "_distributed_dataset", None)
 
 
 def count_as_seen(epochs, batches: int) -> None:

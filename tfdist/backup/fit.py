@@ -20,6 +20,7 @@ from tfdist.backup.callbacks import CallbackStates
 from tfdist.backup.files import is_remote
 from tfdist.backup.loaded import Loaded, load
 from tfdist.backup.plain import apart, decode, encode, with_arrays
+from tfdist.backup.positions import Positions
 from tfdist.backup.saver import Saver, Snapshot
 from tfdist.backup.schedule import Schedule
 from tfdist.backup.steps import CountedSteps, count_steps, uncount_steps
@@ -66,15 +67,18 @@ class FitBackup(keras.callbacks.Callback):
       options: Of the callback that the user has given.
       callbacks: The list that this one has been added to.
       epochs: What makes epochs of one iterator, as under `steps_per_epoch`; `None` if each has its own.
+      sharding: The `BalancedSharding` that is trained on, if it is one.
     """
 
-    def __init__(self, options: Options, callbacks: keras.callbacks.CallbackList, epochs: Any):
+    def __init__(self, options: Options, callbacks: keras.callbacks.CallbackList, epochs: Any, sharding: Any = None):
         super().__init__()
         self.has_begun = False
         self._options = options
         self._list = callbacks
         self._others: list[keras.callbacks.Callback] = []
         self._epochs = epochs
+        self._sharding = sharding
+        self._positions = Positions(())
         self._loaded: Loaded | None = None
         self._passing_over = False
         self._is_done_before = False
@@ -99,6 +103,7 @@ class FitBackup(keras.callbacks.Callback):
         self._agreement = Agreement(self._strategy, self._options.timeout_seconds)
         others = [callback for callback in self._list.callbacks if callback is not self]
         self._states = self._process.states = CallbackStates(others, self._process.states)
+        self._positions = Positions(getattr(self._strategy, "shardings", ()), self._sharding)
         variables.build_optimizers(self.model)
         commit = self._claim()
         if commit is not None and self._is_wanted():
@@ -181,7 +186,7 @@ class FitBackup(keras.callbacks.Callback):
 
     def _apply(self) -> None:
         assert self._loaded is not None
-        self._loaded.give_back(self.model, self._agreement, self._states, self._process.finished)
+        self._loaded.give_back(self.model, self._agreement, self._states, self._positions, self._process.finished)
 
     def _take_position(self) -> None:
         """Lets `fit` begin at the epoch of the commit."""
@@ -207,23 +212,22 @@ class FitBackup(keras.callbacks.Callback):
         self.model._initial_epoch = None
         self._epoch, self._batch = epoch, 0
         if self._loaded is None:
-            self._positions = self._serialized()
+            self._positions.begin_epoch()
             return
         plain = self._loaded.plain
         if plain["batch"]:
             self._apply()  # the other callbacks have begun the epoch a second time, `fit` has reset the metrics
-        here = self._serialized()
-        before = plain["positions"][-len(here) :] if here else []
-        self._positions = [*here[: len(here) - len(before)], *before]
+        self._positions.begin_epoch(plain["shardings"])
+        reads = not self._positions.continues(plain["shardings"])
         counted = self._count_steps()
         if (plain["batch"] or plain["consumed"]) and counted is not None:
             lacking = variables.missing(variables.slots_of(self.model), plain["variables"])
             counted.pass_over(
                 plain["batch"],
-                0 if any(plain["read"]) else plain["consumed"] - plain["batch"],
+                plain["consumed"] - plain["batch"] if reads else 0,
                 self._count_as_seen,
-                reads=not any(plain["read"]),  # it continues by itself
-                runs_last=bool(lacking) and not any(plain["read"]),
+                reads=reads,
+                runs_last=bool(lacking) and reads,
                 logs=decode(*apart(plain["logs"])),
             )
         self._passing_over = plain["batch"] > 0
@@ -352,7 +356,6 @@ class FitBackup(keras.callbacks.Callback):
             # At the end of its input Keras begins it anew.
             begins_anew = self._epochs is None or not _tf.goes_on_with(self._epochs, function.iterator)
             consumed = 0 if not self._batch and begins_anew else function.consumed
-        serialized = self._serialized()
         return {
             "fit": self._process.finished,
             "steps": self._process.steps,
@@ -363,15 +366,9 @@ class FitBackup(keras.callbacks.Callback):
             "logs": _encoded_logs(self._logs),
             "steps_per_execution": self.model.steps_per_execution,
             "replicas": self._strategy.num_replicas_in_sync,
-            "shardings": serialized,
-            "positions": self._positions,
-            # A sharding that has moved since the epoch began is what this `fit` reads.
-            "read": [now != before for now, before in zip(serialized, self._positions, strict=False)],
+            "shardings": self._positions.capture(),
             "histories": self._process.histories,
         }
-
-    def _serialized(self) -> list[str]:
-        return [_text(sharding.serialize()) for sharding in getattr(self._strategy, "shardings", [])]
 
     def _history(self) -> Any:
         """The history of this `fit`."""
@@ -469,7 +466,3 @@ def _encoded_logs(logs: Any) -> Any:
         except TypeError:
             known[name] = None
     return with_arrays(encode(known, arrays), arrays)
-
-
-def _text(serialized: Any) -> str:
-    return serialized.decode() if isinstance(serialized, bytes) else serialized

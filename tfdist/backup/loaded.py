@@ -12,9 +12,10 @@ from tfdist.backup import residuals, variables
 from tfdist.backup.agreement import Agreement
 from tfdist.backup.callbacks import CallbackStates
 from tfdist.backup.plain import apart, decode
+from tfdist.backup.positions import Positions
 from tfdist.backup.saver import read_part
 from tfdist.backup.store import Commit
-from tfdist.errors import BackupError, PositionError
+from tfdist.errors import BackupError
 from tfdist.strategies.optimizer import exchanging_optimizers
 
 Part = tuple[Mapping[str, np.ndarray], Any]  # of one worker: arrays, and JSON
@@ -38,13 +39,21 @@ class Loaded:
     parts: list[Part]
     is_alike: bool
 
-    def give_back(self, model: keras.Model, agreement: Agreement, states: CallbackStates, finished: int) -> None:
+    def give_back(
+        self,
+        model: keras.Model,
+        agreement: Agreement,
+        states: CallbackStates,
+        positions: Positions,
+        finished: int,
+    ) -> None:
         """Gives back everything that is saved.
 
         Args:
           model: That trains.
           agreement: Of the workers that there are now.
           states: Of the callbacks.
+          positions: In the data.
           finished: How many times this process has fitted before.
         """
         strategy = model.distribute_strategy
@@ -54,7 +63,6 @@ class Loaded:
         variables.restore(
             slots, self.plain["variables"], self.shared, everyone, is_alike=self.is_alike, is_first=agreement.is_chief
         )
-        self._restore_shardings(getattr(strategy, "shardings", []))
         arrays, own = self.parts[agreement.own if not self.is_alike and agreement.own < len(self.parts) else 0]
         if self.is_alike:
             random.setstate(decode(own["python_random"], []))
@@ -63,18 +71,9 @@ class Loaded:
             history = self.plain["histories"][finished]
             states.restore({name: {key: apart(own) for key, own in kept.items()} for name, kept in history.items()})
         else:
+            positions.restore(self.plain["shardings"])  # Of a later `fit` they may be other shardings.
             states.restore(_callback_states(own["callbacks"], arrays))
             self._restore_residuals(model, everyone)
-
-    def _restore_shardings(self, shardings: list[Any]) -> None:
-        """From the last on, as a program that fits again has those of before at the beginning."""
-        texts, read = self.plain["shardings"], self.plain["read"]
-        for sharding, text, is_read in zip(reversed(shardings), reversed(texts), reversed(read), strict=False):
-            try:
-                sharding.deserialize(text)
-            except PositionError:
-                if is_read:
-                    raise
 
     def _restore_residuals(self, model: keras.Model, parts: list[Mapping[str, np.ndarray]]) -> None:
         communication = getattr(model.distribute_strategy, "communication", None)

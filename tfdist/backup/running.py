@@ -18,14 +18,15 @@ def of_running_fit(options: Options, model: keras.Model) -> FitBackup:
       BackupError: If no `keras.callbacks.CallbackList` is calling.
     """
     frame = inspect.currentframe()
-    callbacks, epochs = None, None
+    callbacks, epochs, sharding = None, None, None
     while frame is not None:
         caller = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
         if callbacks is None and isinstance(caller, keras.callbacks.CallbackList):
             callbacks = caller
         elif callbacks is not None and caller is model and "steps_per_epoch" in frame.f_code.co_varnames:
-            if frame.f_locals["steps_per_epoch"] is not None:
-                epochs = frame.f_locals.get("epoch_iterator")
+            made = frame.f_locals.get("epoch_iterator")
+            epochs = made if frame.f_locals["steps_per_epoch"] is not None else None
+            sharding = getattr(_tf.dataset_of(made), "sharding", None)
             break
         frame = frame.f_back
     if callbacks is None:
@@ -39,7 +40,7 @@ def of_running_fit(options: Options, model: keras.Model) -> FitBackup:
     for one in former:  # of a `fit` with the same list that was broken off
         callbacks.callbacks.remove(one)
     _tf.call_in_step(callbacks)
-    backup = FitBackup(options, callbacks, epochs)
+    backup = FitBackup(options, callbacks, epochs, sharding)
     backup.set_params(callbacks.params)
     backup.set_model(model)
     callbacks.callbacks.append(backup)  # the list is being gone through: its `on_train_begin` comes last

@@ -31,7 +31,7 @@ from tfdist.backup.files import files_of, is_remote
 from tfdist.errors import BackupError
 from tfdist.held_file import held
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 LOCK = "lock"
 
