@@ -280,6 +280,25 @@ def refusals(directory):
     return said, before == _tree(directory)
 
 
+def fewer_batches(directory):
+    """What is said where epochs have fewer batches than were trained on, and whether the backup was touched."""
+    from tfdist.errors import BackupError
+
+    train("plain", directory, save_freq=5, break_off=6)
+    _await_save()
+    before, said = _tree(directory), []
+    for in_a_list_of_ones_own in (False, True):  # which is not told how many batches there are
+        model = build(None)
+        callbacks = [BackupAndRestore(directory)]
+        if in_a_list_of_ones_own:
+            callbacks = keras.callbacks.CallbackList(callbacks, add_history=True, model=model, epochs=EPOCHS)
+        try:
+            model.fit(*data(), batch_size=3 * BATCH, epochs=EPOCHS, callbacks=callbacks, verbose=0)
+        except BackupError as error:
+            said.append(str(error))
+    return said, before == _tree(directory)
+
+
 def full_disk(directory):
     """A training in which a save cannot be written, as the system refuses all but tiny files for a while."""
     import resource

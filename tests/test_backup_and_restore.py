@@ -138,6 +138,12 @@ def test_what_cannot_be_restored_is_said_before_training_and_stays_as_it_was(poo
     assert untouched
 
 
+def test_epochs_of_fewer_batches_than_were_trained_on_are_refused_and_nothing_is_lost(pools, tmp_path):
+    said, untouched = pools("single").run(checks.fewer_batches, str(tmp_path / "backup"))[0]
+    assert len(said) == 2 and all("after batch 5 of 6 of an epoch, but an epoch has 2 now" in each for each in said)
+    assert untouched
+
+
 def test_a_full_disk_costs_a_save_and_nothing_else(pools, tmp_path):
     meanwhile, in_the_end = pools("single").run(checks.full_disk, str(tmp_path / "backup"))[0]
     assert meanwhile == [4]

@@ -42,6 +42,21 @@ class Options:
     timeout_seconds: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """What a `fit` reads.
+
+    Attributes:
+      epochs: What makes epochs of one iterator, as under `steps_per_epoch`; `None` if each has its own.
+      batches: Of an epoch, if that is known.
+      sharding: The `BalancedSharding` that it is from, if it is from one.
+    """
+
+    epochs: Any = None
+    batches: int | None = None
+    sharding: Any = None
+
+
 @dataclasses.dataclass
 class _Process:
     """What this process remembers of a directory from one `fit` to the next."""
@@ -66,18 +81,16 @@ class FitBackup(keras.callbacks.Callback):
     Args:
       options: Of the callback that the user has given.
       callbacks: The list that this one has been added to.
-      epochs: What makes epochs of one iterator, as under `steps_per_epoch`; `None` if each has its own.
-      sharding: The `BalancedSharding` that is trained on, if it is one.
+      given: What it is trained on.
     """
 
-    def __init__(self, options: Options, callbacks: keras.callbacks.CallbackList, epochs: Any, sharding: Any = None):
+    def __init__(self, options: Options, callbacks: keras.callbacks.CallbackList, given: Input):
         super().__init__()
         self.has_begun = False
         self._options = options
         self._list = callbacks
         self._others: list[keras.callbacks.Callback] = []
-        self._epochs = epochs
-        self._sharding = sharding
+        self._input = given
         self._positions = Positions(())
         self._loaded: Loaded | None = None
         self._passing_over = False
@@ -103,7 +116,7 @@ class FitBackup(keras.callbacks.Callback):
         self._agreement = Agreement(self._strategy, self._options.timeout_seconds)
         others = [callback for callback in self._list.callbacks if callback is not self]
         self._states = self._process.states = CallbackStates(others, self._process.states)
-        self._positions = Positions(getattr(self._strategy, "shardings", ()), self._sharding)
+        self._positions = Positions(getattr(self._strategy, "shardings", ()), self._input.sharding)
         variables.build_optimizers(self.model)
         commit = self._claim()
         if commit is not None and self._is_wanted():
@@ -139,6 +152,7 @@ class FitBackup(keras.callbacks.Callback):
             self._check_place(chosen["holder"])
             if commit is not None:
                 self._loaded = load(commit, self.model, self._agreement)
+                self._check_epoch()
         except (BackupError, OSError) as error:
             fault = f"worker {self._agreement.own} on {socket.gethostname()}: {error}"
         try:
@@ -171,6 +185,26 @@ class FitBackup(keras.callbacks.Callback):
                 "path on storage that all workers share."
             )
         probe_writing(directory)
+
+    def _check_epoch(self) -> None:
+        """Whether the epoch in which the commit was made has as many batches as are to be passed over."""
+        assert self._loaded is not None
+        plain, path, steps = self._loaded.plain, self._loaded.commit.path, self._input.batches
+        if plain["fit"] != self._process.finished or not plain["batch"] or not steps:
+            return
+        if plain["batch"] > steps:
+            of = f" of {plain['steps_per_epoch']}" if plain["steps_per_epoch"] else ""
+            raise BackupError(
+                f"The backup {path} was made after batch {plain['batch']}{of} of an epoch, but an epoch has {steps} "
+                "now. Give `fit` the batch size and the steps per epoch of then (where they follow from the number "
+                "of workers: on as many workers), or another backup_dir."
+            )
+        if steps != plain["steps_per_epoch"] and plain["steps_per_epoch"] and self._agreement.is_chief:
+            logging.warning(
+                "Epochs had %d batches when the backup %s was made, and have %d now: %d of them are passed over, "
+                "whatever is in them.",
+                *(plain["steps_per_epoch"], path, steps, plain["batch"]),
+            )
 
     # -- restoring
 
@@ -237,8 +271,8 @@ class FitBackup(keras.callbacks.Callback):
             self._loaded = None
 
     def _count_as_seen(self, batches: int) -> None:
-        if self._epochs is not None:
-            _tf.count_as_seen(self._epochs, batches)
+        if self._input.epochs is not None:
+            _tf.count_as_seen(self._input.epochs, batches)
 
     def _end_passing_over(self, batch: int) -> None:
         assert self._loaded is not None
@@ -354,7 +388,7 @@ class FitBackup(keras.callbacks.Callback):
         function, consumed = self.model.train_function, 0
         if isinstance(function, CountedSteps):
             # At the end of its input Keras begins it anew.
-            begins_anew = self._epochs is None or not _tf.goes_on_with(self._epochs, function.iterator)
+            begins_anew = self._input.epochs is None or not _tf.goes_on_with(self._input.epochs, function.iterator)
             consumed = 0 if not self._batch and begins_anew else function.consumed
         return {
             "fit": self._process.finished,
@@ -364,6 +398,7 @@ class FitBackup(keras.callbacks.Callback):
             "consumed": consumed,
             "stop": bool(self.model.stop_training),
             "logs": _encoded_logs(self._logs),
+            "steps_per_epoch": self._input.batches,
             "steps_per_execution": self.model.steps_per_execution,
             "replicas": self._strategy.num_replicas_in_sync,
             "shardings": self._positions.capture(),

@@ -5,7 +5,7 @@ import inspect
 import keras
 
 from tfdist import _tf
-from tfdist.backup.fit import FitBackup, Options
+from tfdist.backup.fit import FitBackup, Input, Options
 from tfdist.errors import BackupError
 
 
@@ -18,7 +18,7 @@ def of_running_fit(options: Options, model: keras.Model) -> FitBackup:
       BackupError: If no `keras.callbacks.CallbackList` is calling.
     """
     frame = inspect.currentframe()
-    callbacks, epochs, sharding = None, None, None
+    callbacks, given = None, Input()
     while frame is not None:
         caller = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
         if callbacks is None and isinstance(caller, keras.callbacks.CallbackList):
@@ -27,6 +27,8 @@ def of_running_fit(options: Options, model: keras.Model) -> FitBackup:
             made = frame.f_locals.get("epoch_iterator")
             epochs = made if frame.f_locals["steps_per_epoch"] is not None else None
             sharding = getattr(_tf.dataset_of(made), "sharding", None)
+            batches = getattr(made, "num_batches", None)
+            given = Input(epochs, None if batches is None else int(batches), sharding)
             break
         frame = frame.f_back
     if callbacks is None:
@@ -40,7 +42,7 @@ def of_running_fit(options: Options, model: keras.Model) -> FitBackup:
     for one in former:  # of a `fit` with the same list that was broken off
         callbacks.callbacks.remove(one)
     _tf.call_in_step(callbacks)
-    backup = FitBackup(options, callbacks, epochs, sharding)
+    backup = FitBackup(options, callbacks, given)
     backup.set_params(callbacks.params)
     backup.set_model(model)
     callbacks.callbacks.append(backup)  # the list is being gone through: its `on_train_begin` comes last

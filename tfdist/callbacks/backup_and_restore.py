@@ -31,6 +31,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     - If the disk is full, that is logged, training goes on, and the next save tries again.
     - Workers write to one `backup_dir`, on storage that all share. Each writes what is its own, the chief what is
       alike, and commits when all have written. With another number of workers a run continues, but not to the bit.
+      Where steps per epoch follow from that number, a backup made amid an epoch may be further on than an epoch is then
+      long: that is refused, before training.
     - The other callbacks are told apart by class and order. Attributes are saved that are numbers, text, arrays, and
       lists, tuples, sets and dicts of them; a callback with `get_state` and `set_state` says itself. What callbacks
       write to files is theirs: give `CSVLogger` its `append=True`.
@@ -51,7 +53,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     Raises:
       ValueError: If an argument is not among these, or the model is not built.
       BackupError: Before training, if `backup_dir` cannot be written, another job uses it, or it has a backup of
-        another model or a newer format.
+        another model or a newer format, or one made further on in an epoch than epochs are now long.
     """
 
     def __init__(
