@@ -16,6 +16,7 @@ import tfdist
 from keras_features import start_anew
 from keras_features.models import Noise
 from tfdist import compression
+from tfdist.backup import fit as backup_fit
 from tfdist.callbacks import BackupAndRestore
 
 BATCH, STEPS, EPOCHS = 8, 6, 4  # 24 steps in all
@@ -210,7 +211,7 @@ def train(
     model = build(strategy, **(model or {}))
     worker, step = break_off if isinstance(break_off, list) else (own_index(), break_off)
     broken = [BreakOff(step, kills)] if step is not None and worker == own_index() else []
-    histories, counts = [], []
+    histories, counts, between = [], [], []
     np.random.seed(5)
     x, y = data()
     try:
@@ -227,6 +228,7 @@ def train(
                 **inputs(data_kind, strategy), epochs=epochs, callbacks=callbacks, verbose=0, **validation
             )
             histories.append([history.epoch, {name: np.asarray(log).tolist() for name, log in history.history.items()}])
+            between.append([np.asarray(variable).tolist() for variable in model.variables] + [np.random.random()])
             counts.append([count.batches, count.epochs, count.sums.tolist(), float(count.weight), seen])
     except BrokenOffError:
         return None
@@ -235,6 +237,7 @@ def train(
         "optimizer": [np.asarray(variable) for variable in model.optimizer.variables],
         "metrics": {name: np.asarray(value).tolist() for name, value in model.get_metrics_result().items()},
         "histories": histories,
+        "between": between,
         "counts": counts,
         "random": np.random.random(),
         "residual": getattr(strategy, "communication", None) and strategy.communication.residual_norm(),
@@ -247,6 +250,16 @@ def broken_off_and_unbroken(placement, directory, breaks, **options):
         assert train(placement, directory, break_off=step, **options) is None
     resumed = train(placement, directory, **options)
     return resumed, unbroken(placement, **options)
+
+
+def broken_off_in_the_second_fit(directory, **options):
+    """As `broken_off_and_unbroken`, of two fits, begun anew as by a new process."""
+    options = {"fits": 2, "epochs": 1, "save_freq": 4, **options}
+    assert train("plain", directory, break_off=STEPS + 5, **options) is None
+    _await_save()
+    backup_fit._processes.pop(os.path.realpath(directory)).store.release()
+    resumed = train("plain", directory, **options)
+    return resumed, unbroken("plain", **options)
 
 
 def unbroken(placement, **options):

@@ -18,6 +18,7 @@ from tfdist.testing import WorkerPool
 
 def assert_equal(resumed, unbroken):
     assert resumed["histories"] == unbroken["histories"]
+    assert resumed["between"] == unbroken["between"], "what comes between two fits sees what it saw before"
     assert resumed["metrics"] == unbroken["metrics"]
     assert resumed["random"] == unbroken["random"]
     for kind in ("weights", "optimizer"):
@@ -126,6 +127,21 @@ def test_killed_and_started_again(where, tmp_path):
     for mine, other in zip(resumed, unbroken, strict=True):
         assert_equal(mine, other)
     assert pathlib.Path(directory).exists() == (options.get("delete_checkpoint") is False)
+
+
+@pytest.mark.parametrize("position", ["first", "last"])
+def test_a_fit_that_is_done_is_passed_over_with_the_state_of_its_end(position, pools, tmp_path):
+    check, directory = checks.broken_off_in_the_second_fit, str(tmp_path / "backup")
+    resumed, unbroken = pools("single").run(check, directory, delete_checkpoint=False, position=position)[0]
+    assert_equal(resumed, unbroken)
+    assert resumed["counts"] == unbroken["counts"]
+
+
+def test_a_fit_whose_end_was_not_kept_is_passed_over_with_the_state_of_the_next(pools, tmp_path):
+    check, directory = checks.broken_off_in_the_second_fit, str(tmp_path / "backup")
+    resumed, unbroken = pools("single").run(check, directory)[0]
+    assert resumed["between"][0] != unbroken["between"][0]
+    assert_equal(resumed, {**unbroken, "between": resumed["between"]})
 
 
 def test_what_cannot_be_restored_is_said_before_training_and_stays_as_it_was(pools, tmp_path):

@@ -186,6 +186,19 @@ def test_keep_commits_stay_the_newest(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-10", "step-11", "step-9"]
 
 
+def test_the_newest_end_of_each_fit_stays_too(tmp_path):
+    with owned(tmp_path) as store:
+        for step, fit, is_done in [(1, 0, False), (2, 0, True), (3, 0, True), (4, 1, True), (5, 2, False)]:
+            write(store, step, fit=fit, is_done=is_done)
+    with owned(tmp_path) as store:  # as another process
+        for step in (6, 7):
+            write(store, step, fit=2, is_done=False)
+        assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-3", "step-4", "step-6", "step-7"]
+        assert [commit and commit.step for commit in map(store.end_of_fit, range(3))] == [3, 4, None]
+        (tmp_path / "step-3" / "state.json").write_bytes(b"damaged")
+        assert store.end_of_fit(0) is None
+
+
 def test_a_damaged_commit_is_set_aside_not_deleted(two):
     (two / "step-12" / "state.json").write_bytes(b"damaged")
     with owned(two) as store:

@@ -94,7 +94,7 @@ class FitBackup(keras.callbacks.Callback):
         self._positions = Positions(())
         self._loaded: Loaded | None = None
         self._passing_over = False
-        self._is_done_before = False
+        self._is_done_before = self._stands_in = self._has_trained = False
         self._logs: Any = None
         self._epoch = self._batch = 0
         self._counted: CountedSteps | None = None
@@ -145,7 +145,8 @@ class FitBackup(keras.callbacks.Callback):
         store = None
         if self._agreement.is_chief:
             store = self._process.store = self._process.store or Store(self._options.directory, self._options.keep)
-        chosen = self._agreement.settle("fit", None, lambda _: _choose(store))
+        chosen = self._agreement.settle("fit", None, lambda _: _choose(store, self._process.finished))
+        self._is_done_before = chosen["is_done_before"]
         commit = Commit(*chosen["commit"]) if chosen["commit"] else None
         fault = None
         try:
@@ -211,12 +212,9 @@ class FitBackup(keras.callbacks.Callback):
     def _is_wanted(self) -> bool:
         """Whether the commit is of this `fit`, or of a later one of a program that begins anew."""
         assert self._loaded is not None
-        of_fit = self._loaded.plain["fit"]
-        if of_fit < self._process.finished:
+        if self._loaded.plain["fit"] < self._process.finished:
             self._loaded = None
-            return False
-        self._is_done_before = of_fit > self._process.finished
-        return True
+        return self._loaded is not None
 
     def _apply(self) -> None:
         assert self._loaded is not None
@@ -236,14 +234,25 @@ class FitBackup(keras.callbacks.Callback):
         self.model._initial_epoch = epoch
         # Not a fault, but absl shows no less by default, and nobody should wonder where the first epochs are.
         tell = logging.warning if self._agreement.is_chief else logging.info
-        place = plain["batch"], plain["epoch"] + 1
-        tell("Restored %s: goes on after %d batches of epoch %d.", self._loaded.commit.path, *place)
-        if self._is_done_before:
-            self._loaded = None
+        path, number = self._loaded.commit.path, self._process.finished
+        if not self._is_done_before:
+            tell("Restored %s: goes on after %d batches of epoch %d.", path, plain["batch"], plain["epoch"] + 1)
+            return
+        self._loaded = None
+        self._stands_in = plain["fit"] > number
+        if self._stands_in:
+            tell(
+                "Restored %s, of fit %d of this program, and fit %d passed over: no backup of its end was kept, so "
+                "what comes before fit %d sees the model as it was later. delete_checkpoint=False keeps them.",
+                *(path, plain["fit"] + 1, number + 1, plain["fit"] + 1),
+            )
+        else:
+            tell("Restored %s, the end of fit %d of this program, which was done before.", path, number + 1)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """In the first epoch of a restored `fit`: passes over what was trained on before."""
         self.model._initial_epoch = None
+        self._has_trained = True
         self._epoch, self._batch = epoch, 0
         if self._loaded is None:
             self._positions.begin_epoch()
@@ -309,9 +318,12 @@ class FitBackup(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Saves if it is time; the last epoch always, if backups are to stay."""
         self._epoch, self._batch, self._logs = epoch + 1, 0, None
-        is_last = self.model.stop_training or epoch + 1 >= (self.params.get("epochs") or math.inf)
-        if self._options.save_freq == "epoch" or (is_last and not self._options.delete):
+        if self._options.save_freq == "epoch" or (self._is_at_end() and not self._options.delete):
             self._save()
+
+    def _is_at_end(self) -> bool:
+        is_last = self.model.stop_training or self._epoch >= (self.params.get("epochs") or math.inf)
+        return bool(is_last and not self._batch)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Waits for the last save; removes the backups if they are not to stay."""
@@ -324,10 +336,10 @@ class FitBackup(keras.callbacks.Callback):
         if self._agreement.settle("fit", self._is_asked_now(), any):
             self._leave()
         self._process.finished += 1
-        if not self._is_done_before:
+        if not self._stands_in:
             self._process.histories.append(self._history())
         communication = getattr(self._strategy, "communication", None)
-        if communication is not None and communication.drop_awaited():
+        if communication is not None and self._has_trained and communication.drop_awaited():
             logging.warning("What compression had kept of gradients that are not exchanged any more is left out.")
         store = self._process.store
         if store is not None:
@@ -373,6 +385,7 @@ class FitBackup(keras.callbacks.Callback):
         self._saver.save(
             Snapshot(
                 self._process.number,
+                {"fit": self._process.finished, "is_done": self._is_at_end()},
                 shared,
                 own_arrays,
                 {"variables": {slot.key: slot.described for slot in slots}, **self._position()},
@@ -458,15 +471,19 @@ class FitBackup(keras.callbacks.Callback):
         preemption.leave(self._saver.refusals)
 
 
-def _choose(store: Store | None) -> dict[str, Any]:
-    """On the chief: owns the directory and picks the commit."""
+def _choose(store: Store | None, finished: int) -> dict[str, Any]:
+    """On the chief: owns the directory and picks the commit: the newest, or the end of a `fit` before that one's."""
     assert store is not None
     store.claim()
     commit = store.newest_whole()
+    is_done_before = commit is not None and commit.manifest["fit"] > finished
+    if is_done_before:
+        commit = store.end_of_fit(finished) or commit
     return {
         "run": secrets.token_hex(8),
         "holder": f"process {os.getpid()} on {socket.gethostname()}",
         "commit": commit and [commit.step, commit.path, dict(commit.manifest)],
+        "is_done_before": is_done_before,
     }
 
 

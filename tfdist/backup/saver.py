@@ -7,7 +7,7 @@ import os
 import pathlib
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ class Snapshot:
 
     Attributes:
       step: The number of the commit.
+      described: What its manifest says of it.
       shared: Tensors that all workers hold alike; written by the chief.
       own: Tensors and arrays of this worker.
       plain: JSON of what all workers hold alike.
@@ -39,6 +40,7 @@ class Snapshot:
     """
 
     step: int
+    described: Mapping[str, Any]
     shared: Arrays
     own: Arrays
     plain: Any
@@ -104,7 +106,7 @@ class Saver:
         draft = Draft(self._directory, self._run, snapshot.step)
         try:
             said = self._write(draft, snapshot)
-            self.refusals = self._agreement.settle("save", said, lambda words: self._commit(draft, words))
+            self.refusals = self._agreement.settle("save", said, lambda words: self._commit(draft, snapshot, words))
             if self.refusals:
                 logging.error(
                     "The backup of step %d could not be written; training goes on, the backups before stay, and the "
@@ -138,13 +140,14 @@ class Saver:
                 self._error = error
             return {"refusal": f"worker {own} on {socket.gethostname()}: {error or type(error).__name__}"}
 
-    def _commit(self, draft: Draft, words: list[Any]) -> list[str]:
+    def _commit(self, draft: Draft, snapshot: Snapshot, words: list[Any]) -> list[str]:
         """On the chief: commits what all have written; else what they say of it."""
         assert self._store is not None
         refusals = [said["refusal"] for said in words if "refusal" in said]
         if not refusals:
             files = {name: described for said in words for name, described in said["files"].items()}
-            manifest = {"workers": self._agreement.workers, "versions": _versions(), "files": files}
+            workers = self._agreement.workers
+            manifest = {**snapshot.described, "workers": workers, "versions": _versions(), "files": files}
             try:
                 self._store.commit(draft, manifest)
                 return []

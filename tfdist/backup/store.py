@@ -119,6 +119,7 @@ class Store:
         self._files = files_of(directory)
         self._holding: contextlib.ExitStack | None = None
         self._faulty: list[str] = []
+        self._ended: dict[int, int | None] = {}  # By commit: the `fit` that it ends.
 
     def claim(self, wait_seconds: float = _LOCK_SECONDS) -> None:
         """Makes the directory this process's own, proves that it can be written, clears what dead runs left half-made.
@@ -170,6 +171,17 @@ class Store:
             self._faulty.append(path)
         return None
 
+    def end_of_fit(self, fit: int) -> Commit | None:
+        """The newest whole commit that ends a `fit`; `None` if there is none. Costs reading it."""
+        for step in sorted(self._steps(), reverse=True):
+            if self._ended_fit(step) == fit:
+                path = os.path.join(self.directory, f"step-{step}")
+                fault = _fault_of(path, step)
+                if isinstance(fault, Commit):
+                    return fault
+                logging.warning("Backup %s, the end of a fit, is skipped: %s.", path, fault)
+        return None
+
     def set_faulty_aside(self) -> None:
         """Renames the commits that `newest_whole` has skipped, which would count as the newest; deletes nothing.
 
@@ -191,12 +203,12 @@ class Store:
         self._faulty = []
 
     def commit(self, draft: Draft, manifest: Mapping[str, Any]) -> Commit:
-        """Turns a draft into a commit, and removes those that are older than the newest `keep`.
+        """Turns a draft into a commit, and removes those that are older than the newest `keep` and end no `fit`.
 
         Args:
           draft: Of which all files are written.
           manifest: What is to be known of it: JSON. Its `files` are what `Draft.write` gave, by name, and `workers` how
-            many have written them.
+            many have written them; `fit` is the number of a `fit` in its program, which it ends if there is `is_done`.
 
         Raises:
           OSError: If a file is not there as it was written, or the disk refuses; the draft stays, former commits too.
@@ -211,6 +223,7 @@ class Store:
         if draft.path != path:
             self._files.flush_folder(draft.path)
             self._files.move(draft.path, path)
+        self._ended.pop(draft.step, None)
         self._prune()
         return Commit(draft.step, path, content)
 
@@ -245,7 +258,9 @@ class Store:
 
     def _prune(self) -> None:
         try:
-            old = sorted(self._steps(), reverse=True)[self._keep :]
+            steps = sorted(self._steps(), reverse=True)
+            ends = {fit: step for step in reversed(steps) if (fit := self._ended_fit(step)) is not None}
+            old = [step for step in steps[self._keep :] if step not in ends.values()]
         except OSError as error:
             logging.warning("Old backups stay in %s: %s.", self.directory, error)
             return
@@ -254,6 +269,16 @@ class Store:
                 self._files.remove(os.path.join(self.directory, f"step-{step}"))
             except OSError as error:
                 logging.warning("An old backup stays in %s: %s.", self.directory, error)
+
+    def _ended_fit(self, step: int) -> int | None:
+        if step not in self._ended:
+            path = os.path.join(self.directory, f"step-{step}", MANIFEST)
+            try:
+                manifest = _checked_manifest(self._files, path)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                return None  # damaged, or not to be reached now
+            self._ended[step] = manifest.get("fit") if manifest.get("is_done") else None
+        return self._ended[step]
 
 
 def probe_writing(directory: str) -> None:

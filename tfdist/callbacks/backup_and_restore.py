@@ -38,15 +38,17 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
       write to files is theirs: give `CSVLogger` its `append=True`.
     - Not saved: tables, `tf.Variable`s and generators that Keras does not know, random operations of TensorFlow
       without a state.
-    - Several fits in a program, with one `backup_dir` and `delete_checkpoint=False`: those that are done are passed
-      over at a restart. For another model use another `backup_dir`.
+    - Several fits in a program, with one `backup_dir` and `delete_checkpoint=False` for all but the last: those that
+      are done are passed over at a restart, each with the state of its end, which code that comes between them sees
+      again. That takes a commit for each, besides those of `keep`. Without `delete_checkpoint=False` that code sees the
+      state of the fit that was under way. For another model use another `backup_dir`.
 
     Args:
       backup_dir: A folder for this job alone, or another path that `tf.io.gfile` knows, such as `gs://…`.
       save_freq: "epoch"; a number of steps; a `datetime.timedelta`; or `False` to save before preemption only.
       double_checkpoint: As in Keras; what `keep` does.
       delete_checkpoint: Whether to remove the backups when `fit` is done.
-      keep: How many commits stay.
+      keep: How many commits stay, beside the ends of fits.
       save_before_preemption: Under strategies of tfdist: whether a signal to end (SIGTERM) saves first.
       timeout_seconds: How long workers wait for each other's parts of a save.
 
