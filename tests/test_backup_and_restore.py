@@ -7,12 +7,14 @@ import types
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import backup_checks as checks
 import tfdist
-from tfdist.backup import schedule, steps
+from tfdist.backup import agreement, schedule, steps
 from tfdist.backup.positions import Positions
-from tfdist.errors import PositionError
+from tfdist.errors import BackupError, PositionError
+from tfdist.faults import health
 from tfdist.testing import WorkerPool
 
 
@@ -191,6 +193,49 @@ def test_what_a_broken_off_fit_had_to_pass_over_is_trained_on_by_the_next():
     first = iter(range(9))
     assert [counted(first), counted(first)] == [None, None]
     assert counted(iter(range(9))) == 0
+
+
+def strategy_of_workers(workers, own=0):
+    spec = tf.train.ClusterSpec({"chief": ["a:1"], "worker": [f"b{i}:1" for i in range(workers - 1)]})
+    extended = types.SimpleNamespace(_num_workers=workers, _id_in_cluster=own, _cluster_spec=spec)
+    return types.SimpleNamespace(
+        extended=extended, fault_tolerance=tfdist.FaultTolerance(heartbeat_timeout_seconds=0.1)
+    )
+
+
+class Service:
+    """A coordination service on which the third worker says nothing, and does not answer after a while."""
+
+    def __init__(self):
+        self.said, self.asked = {}, []
+
+    def context(self):
+        return self
+
+    def set_config_key_value(self, key, value):
+        self.said[key] = value
+
+    def get_config_key_value(self, key, milliseconds):
+        if key.endswith("/2"):
+            assert milliseconds <= 5000
+            raise tf.errors.DeadlineExceededError(None, None, "GetKeyValue() timed out")
+        return json.dumps(None)
+
+    def check_collective_ops_peer_health(self, task, milliseconds):
+        self.asked.append(task)
+        if len(self.asked) > 3:
+            raise tf.errors.UnavailableError(None, None, "Connection refused")
+
+
+def test_the_chief_does_not_wait_for_the_word_of_a_worker_that_is_gone(monkeypatch):
+    service = Service()
+    monkeypatch.setattr(agreement, "_tf", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(health, "_tf", types.SimpleNamespace(context=service))
+    with pytest.raises(BackupError, match=r"Worker 0 on .* of worker 2 .* does not answer .*Connection refused"):
+        agreement.Agreement(strategy_of_workers(3), 600).settle("fit", None, any)
+    assert set(service.asked) == {"/job:worker/replica:0/task:1"}
+    decided = next(value for key, value in service.said.items() if key.endswith("/decided"))
+    assert "does not answer" in json.loads(decided)["error"], "the others hear of it"
 
 
 def sharding_at(step, seed=0, epoch=3):

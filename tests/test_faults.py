@@ -386,6 +386,29 @@ def test_a_killed_worker_ends_the_others(job, killed):
     assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 1, job.output(1 - killed)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_who_waits_for_a_frozen_worker_in_an_agreement_names_it_soon(frozen, job):
+    job.start(
+        f"""
+        import os, signal, time
+        import tfdist
+        from tfdist.backup.agreement import Agreement
+        strategy = tfdist.MultiWorkerMirroredStrategy()
+        agreement = Agreement(strategy, 600)
+        agreement.settle("fit", None, lambda said: None)
+        print("settled")
+        if strategy.extended._id_in_cluster == {frozen}:
+            time.sleep(1)  # until the other is done, too
+            os.kill(os.getpid(), signal.SIGSTOP)
+        agreement.settle("fit", None, lambda said: None)
+        """,
+        TFDIST_HEARTBEAT_TIMEOUT_SECONDS="3",
+    )
+    settled = job.wait_for(1 - frozen, "settled")
+    assert job.wait_for(1 - frozen, f"worker {frozen} does not answer for 3 s") - settled < DEADLINE_SECONDS / 3
+
+
 def test_sigterm_ends_a_worker_that_waits_in_a_collective(job):
     job.start(TRAIN + 'fit(build(), tfdist.testing.Fault("hang", worker=1, step=12))')
     job.wait_for(1, "tfdist.testing.Fault: hang")

@@ -1,8 +1,10 @@
 """How the workers of a run agree: each says something, the chief decides, all hear what was decided."""
 
+import contextlib
 import itertools
 import json
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +13,10 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist import _tf
-from tfdist.errors import BackupError
+from tfdist.errors import BackupError, ClusterError
+from tfdist.faults.health import Health
+
+_ASK_SECONDS = 5.0  # Whether a worker is still there, of which nothing was heard.
 
 _made = itertools.count()
 
@@ -30,6 +35,7 @@ class Agreement:
         extended = strategy.extended
         self.workers: int = getattr(extended, "_num_workers", 1)
         self.own: int = extended._id_in_cluster if self.workers > 1 else 0
+        self._health = Health(strategy) if self.workers > 1 else None
         self._timeout_seconds = timeout_seconds
         self._prefix = f"tfdist/backup/{next(_made)}"
         self._heard: dict[str, list[str]] = {}
@@ -46,7 +52,7 @@ class Agreement:
         Of one topic, call it in the same order on all workers. What `decide` raises on the chief, all raise.
 
         Raises:
-          BackupError: If a worker is not heard in time, or the chief could not decide.
+          BackupError: If a worker is not heard in time or does not answer any more, or the chief could not decide.
         """
         if self.workers == 1:
             return decide([said])
@@ -55,12 +61,13 @@ class Agreement:
         if not self.is_chief:
             self._say(f"{name}/{self.own}", said)
         else:
-            words = [said, *(self._hear(f"{name}/{worker}", worker) for worker in range(1, self.workers))]
-            self._forget(topic, name)
             try:
+                words = [said, *(self._hear(f"{name}/{worker}", worker) for worker in range(1, self.workers))]
+                self._forget(topic, name)
                 self._say(f"{name}/decided", {"decided": decide(words)})
             except BaseException as error:
-                self._say(f"{name}/decided", {"error": f"{type(error).__name__}: {error}"})
+                with contextlib.suppress(tf.errors.OpError):  # those that are left may hear it
+                    self._say(f"{name}/decided", {"error": f"{type(error).__name__}: {error}"})
                 raise
         answer = self._hear(f"{name}/decided", 0)
         if "error" in answer:
@@ -71,12 +78,28 @@ class Agreement:
         _tf.context.context().set_config_key_value(key, json.dumps(said))
 
     def _hear(self, key: str, worker: int) -> Any:
+        deadline = time.monotonic() + self._timeout_seconds
+        while True:
+            try:
+                seconds = max(0.1, min(_ASK_SECONDS, deadline - time.monotonic()))
+                return json.loads(_tf.context.context().get_config_key_value(key, round(seconds * 1000)))
+            except tf.errors.OpError as error:
+                if not isinstance(error, tf.errors.DeadlineExceededError) or time.monotonic() >= deadline:
+                    raise BackupError(
+                        f"Worker {self.own} on {socket.gethostname()} waited up to {self._timeout_seconds:g} s for "
+                        f"worker {worker} to say how its part of a backup went: {error.message}. See the log of worker "
+                        f"{worker}."
+                    ) from error
+            self._check_is_there(worker)
+
+    def _check_is_there(self, worker: int) -> None:
+        assert self._health is not None
         try:
-            return json.loads(_tf.context.context().get_config_key_value(key, int(self._timeout_seconds * 1000)))
-        except tf.errors.OpError as error:
+            self._health.check(worker)
+        except ClusterError as error:
             raise BackupError(
-                f"Worker {self.own} on {socket.gethostname()} waited up to {self._timeout_seconds:g} s for worker "
-                f"{worker} to say how its part of a backup went: {error.message}. See the log of worker {worker}."
+                f"Worker {self.own} on {socket.gethostname()} cannot learn how the part of worker {worker} of a backup "
+                f"went: {error}. Start again: training goes on from the newest backup."
             ) from error
 
     def _forget(self, topic: str, name: str) -> None:
