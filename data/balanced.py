@@ -21,6 +21,7 @@ from tfdist.data.reading import Reader
 from tfdist.data.service import Service
 from tfdist.data.sources import Source, as_source
 from tfdist.data.speed import SpeedModel
+from tfdist.data.weakly import weakly
 from tfdist.errors import PositionError
 
 _FORMAT = 1
@@ -185,12 +186,14 @@ class BalancedSharding(tf.train.experimental.PythonState):
             batches = self._read_here(training, max(self._shares))
         else:
             batches = tf.data.Dataset.from_generator(
-                functools.partial(self._batches, self._served, training), output_signature=self._service.element_spec
+                functools.partial(weakly(self._batches_served), training), output_signature=self._service.element_spec
             )
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         options.autotune.enabled = False  # There is nothing to tune, and `fit` would wait for the end of the tuner.
-        return batches.prefetch(len(self._own_replicas)).with_options(options)
+        made = batches.prefetch(len(self._own_replicas)).with_options(options)
+        made.sharding = self  # Kept by who reads from it.
+        return made
 
     def _read_here(self, training: bool, rows: int) -> tf.data.Dataset:
         """The batches, of about so many rows each, read by this worker."""
@@ -198,7 +201,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         is_together = together >= 2 * rows
         most = min(together, _EXAMPLES_TOGETHER) if is_together else _EXAMPLES_TOGETHER
         steps = tf.data.Dataset.from_generator(
-            functools.partial(self._batches, functools.partial(_together, most), training),
+            functools.partial(weakly(self._batches_made_here), most, training),
             output_signature=(tf.TensorSpec([None, None], tf.int64), tf.TensorSpec([None], tf.int64)),
         )
         if is_together:
@@ -250,6 +253,12 @@ class BalancedSharding(tf.train.experimental.PythonState):
         return handout
 
     # What the pipeline calls.
+
+    def _batches_made_here(self, most: int, training: bool) -> Iterator[Any]:
+        return self._batches(functools.partial(_together, most), training)
+
+    def _batches_served(self, training: bool) -> Iterator[Any]:
+        return self._batches(self._served, training)
 
     def _batches(self, make: Callable[[_Asked, Handout], _Made], training: bool) -> Iterator[Any]:
         """What `make` makes of batches, of one or of several of an epoch at once."""

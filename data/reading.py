@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.data.sources import Source
+from tfdist.data.weakly import weakly
 
 
 class Reader:
@@ -56,18 +58,19 @@ class Reader:
         return dataset if self._map_fn is None else dataset.map(self._map_fn, tf.data.AUTOTUNE)
 
     def _fail(self, indices: tf.Tensor) -> tf.Operation:
-        def explain(indices):
-            for index in indices.tolist():
-                try:
-                    for _ in self._mapped(self._source.read(tf.constant([index], tf.int64))):
-                        pass
-                except Exception as error:
-                    problem = str(getattr(error, "message", error)).partition("\n")[0].rpartition("}} ")[2]
-                    raise self._source.failure(index, f"could not be mapped: {problem}. Mend it, or map_fn.") from error
-            raise self._source.failure(indices[0], "or one after it was mapped at the second try only. Mend map_fn.")
-
-        with tf.control_dependencies(tf.nest.flatten([tf.numpy_function(explain, [indices], [])])):
+        explained = tf.numpy_function(weakly(self._explain), [indices], [])
+        with tf.control_dependencies(tf.nest.flatten([explained])):
             return tf.no_op()
+
+    def _explain(self, indices: np.ndarray) -> None:
+        for index in indices.tolist():
+            try:
+                for _ in self._mapped(self._source.read(tf.constant([index], tf.int64))):
+                    pass
+            except Exception as error:
+                problem = str(getattr(error, "message", error)).partition("\n")[0].rpartition("}} ")[2]
+                raise self._source.failure(index, f"could not be mapped: {problem}. Mend it, or map_fn.") from error
+        raise self._source.failure(indices[0], "or one after it was mapped at the second try only. Mend map_fn.")
 
 
 def _check_specs(structure: Any) -> None:

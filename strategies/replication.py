@@ -33,7 +33,7 @@ class ReplicatedStrategy:
 
     extended: Any
     reports: StepReports
-    shardings: list[Any]
+    _shardings: list[weakref.ref[Any]]
 
     def run(self, fn, args=(), kwargs=None, options=None):
         """Runs `fn` on each replica; see `tf.distribute.Strategy.run`.
@@ -93,7 +93,7 @@ class ReplicatedStrategy:
             return super().distribute_datasets_from_function(dataset_fn, options)
         dataset_fn.attach(self.reports)
         if not any(known is dataset_fn for known in self.shardings):
-            self.shardings.append(dataset_fn)
+            self._shardings = [weakref.ref(sharding) for sharding in [*self.shardings, dataset_fn]]
         make = super().distribute_datasets_from_function
         return BalancedDataset(lambda function: make(function, options), dataset_fn)
 
@@ -111,6 +111,11 @@ class ReplicatedStrategy:
                 return local
             axis = None
         return super().reduce(reduce_op, value, axis)
+
+    @property
+    def shardings(self) -> list[Any]:
+        """The `BalancedSharding`s whose datasets were distributed, in this order, as far as somebody still has them."""
+        return [sharding for known in self._shardings if (sharding := known()) is not None]
 
     @property
     def communication(self) -> Communication | None:
@@ -171,7 +176,7 @@ class ReplicatedStrategy:
     def _make_reports(self):
         devices = self.extended.worker_devices
         self.reports = StepReports(devices, self.num_replicas_in_sync)
-        self.shardings = []
+        self._shardings = []
 
     def _take_collective_keys(self):
         """Keeps the collectives of several strategies in one process apart; workers make them in the same order."""

@@ -1,8 +1,10 @@
 """What the tests of balanced sharding run in worker processes."""
 
+import gc
 import json
 import os
 import time
+import weakref
 
 import keras
 import numpy as np
@@ -156,6 +158,28 @@ def stop_or_continue(placement, folder, stop_after=None, epochs=EPOCHS):
 
 def own_index():
     return json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
+
+
+def let_go(placement):
+    """Which of some shardings, of which nobody has the dataset any more, are still there, or their arrays."""
+    strategy = strategy_of(placement)
+    model = prepared(strategy)
+    known = len(strategy.shardings)
+
+    def references(use, **options):
+        sharding, data = distributed(strategy, arrays(), **options)
+        use(data)
+        return [weakref.ref(sharding), weakref.ref(sharding.source._tensors[0])]
+
+    made = [
+        *references(lambda data: model.evaluate(data, verbose=0)),
+        *references(lambda data: model.fit(data, verbose=0), map_fn=lambda *example: example),
+        *references(lambda data: next(iter(data))),
+    ]
+    last, data = distributed(strategy, arrays())
+    model.fit(data, verbose=0)
+    gc.collect()
+    return [reference() is not None for reference in made], strategy.shardings[known:] == [last]
 
 
 def together(placement):

@@ -273,6 +273,11 @@ def test_workers_of_unlike_shardings_are_told_at_once(pools):
         assert alike == "alike"
 
 
+def test_the_data_of_a_dataset_that_nobody_has_any_more_is_let_go(pools):
+    alive, only_the_last_is_known = pools("1x2").run(checks.let_go, "1x2")[0]
+    assert not any(alive) and only_the_last_is_known
+
+
 def test_what_cannot_be_batched_is_named():
     def of_unknown_rank(x):
         return tf.numpy_function(lambda x: x, [x], tf.int64)

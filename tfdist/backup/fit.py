@@ -336,6 +336,7 @@ class FitBackup(keras.callbacks.Callback):
         if self._agreement.settle("fit", self._is_asked_now(), any):
             self._leave()
         self._process.finished += 1
+        self._positions = Positions(())  # Lets go of the data.
         if not self._stands_in:
             self._process.histories.append(self._history())
         communication = getattr(self._strategy, "communication", None)
