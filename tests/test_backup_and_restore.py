@@ -1,17 +1,19 @@
 """A training that is killed and started again is, to the bit, the training that was not."""
 
+import collections
 import datetime
 import json
 import pathlib
 import types
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import backup_checks as checks
 import tfdist
-from tfdist.backup import agreement, schedule, steps
+from tfdist.backup import agreement, callbacks, plain, schedule, steps
 from tfdist.backup.positions import Positions
 from tfdist.errors import BackupError, PositionError
 from tfdist.faults import health
@@ -193,6 +195,45 @@ def test_what_a_broken_off_fit_had_to_pass_over_is_trained_on_by_the_next():
     first = iter(range(9))
     assert [counted(first), counted(first)] == [None, None]
     assert counted(iter(range(9))) == 0
+
+
+class Collects(keras.callbacks.Callback):
+    """Holds what `collections` has, and what cannot be saved from some time on, or never."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.counts = collections.deque(maxlen=3), collections.Counter()
+        self.by_name, self.in_order = collections.defaultdict(list), collections.OrderedDict()
+        self.events, self.file, self.made = [], None, collections.defaultdict(lambda: 0)
+
+    def train(self):
+        self.last.extend(range(5))
+        self.counts.update("aab")
+        self.by_name["loss"].append(np.float32(0.5))
+        self.in_order.update({"b": collections.deque([1]), "a": (2,)})
+        self.events.append(object())
+        self.file = object()
+
+
+def test_collections_of_callbacks_are_saved_and_a_warning_tells_what_cannot_be(caplog):
+    callback, again = Collects(), Collects()
+    states = callbacks.CallbackStates([callback], None)
+    held, restored = again.last, callbacks.CallbackStates([again], None)
+    callback.train()
+    for _ in range(2):
+        captured = states.capture()
+    as_saved = {
+        name: {key: plain.apart(json.loads(json.dumps(plain.with_arrays(*own)))) for key, own in of_one.items()}
+        for name, of_one in captured.items()
+    }
+    restored.restore(as_saved)
+    for name in ("last", "counts", "by_name", "in_order"):
+        mine, other = getattr(again, name), getattr(callback, name)
+        assert type(mine) is type(other) and mine == other, name
+    assert again.last is held and held.maxlen == 3 and again.by_name["new"] == []
+    assert list(again.in_order) == ["b", "a"] and type(again.in_order["b"]) is collections.deque
+    (told,) = [record.getMessage() for record in caplog.records if "not saved whole" in record.getMessage()]
+    assert "Collects" in told and "'events'" in told, "once; a file that is opened is no state"
 
 
 def strategy_of_workers(workers, own=0):

@@ -1,17 +1,18 @@
 """The state of the other callbacks of a `fit`: what a list holds, what of it changes, how it is given back."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import keras
 import numpy as np
+from absl import logging
 
 from tfdist.backup.plain import decode, encode
 
 Plain = tuple[Any, list[np.ndarray]]  # what `encode` gives
 
-_NOT_STATE = ("_model", "params", "_is_tracing")  # The last is TensorBoard's: a profile is of one process.
+_NOT_STATE = ("_model", "params", "_is_tracing", "_writers")  # Two of TensorBoard's: profile and files of one process.
 
 
 class CallbackStates:
@@ -19,7 +20,8 @@ class CallbackStates:
 
     What is told to `__init__` of a callback and stays so is not saved: a restarted script may say it anew. A callback
     with both `get_state` and `set_state` says itself what its state is: plain values, see `encode`. An array that is
-    there from the start and changed in place is not noticed. Variables, lists, dicts and sets are given back in place.
+    there from the start and changed in place is not noticed. Variables, lists, deques, dicts and sets are given back in
+    place. Of what could be saved at the start, and later not, a warning tells once.
 
     Make it when all callbacks have begun.
 
@@ -38,17 +40,36 @@ class CallbackStates:
             for callback in self._callbacks.values()
         }
         self._at_start = {name: self._starts[id(callback)] for name, callback in self._callbacks.items()}
+        self._told: set[tuple[str, str]] = set()
 
     def capture(self) -> dict[str, dict[str, Plain]]:
         """What differs from the start, by callback; nothing in it changes any more. Copies the arrays in it."""
-        return {
-            name: {
+        captured = {}
+        for name, callback in self._callbacks.items():
+            now = dict(_attributes(callback))
+            self._tell_of_lost(name, callback, now)
+            captured[name] = {
                 key: (node, [np.array(array) for array in arrays])
-                for key, (node, arrays) in _attributes(callback)
+                for key, (node, arrays) in now.items()
                 if not _is_same((node, arrays), self._at_start[name].get(key))
             }
-            for name, callback in self._callbacks.items()
-        }
+        return captured
+
+    def _tell_of_lost(self, name: str, callback: keras.callbacks.Callback, now: Mapping[str, Plain]) -> None:
+        lost = [key for key, (node, _) in self._at_start[name].items() if key not in now and node is not None]
+        if _speaks_for_itself(callback) and "state" not in now:
+            lost = ["state"]
+        for key in lost:
+            is_there = key == "state" or key in vars(callback)
+            if is_there and (name, key) not in self._told:
+                self._told.add((name, key))
+                what = "what its get_state() gives" if _speaks_for_itself(callback) else f"its attribute {key!r}"
+                logging.warning(
+                    "The callback %s is not saved whole: %s holds what a backup cannot. Saved are numbers, text, "
+                    "arrays, and lists, tuples, sets, deques and dicts of them; a callback with get_state and "
+                    "set_state says itself.",
+                    *(type(callback).__name__, what),
+                )
 
     def restore(self, captured: Mapping[str, Mapping[str, Plain]]) -> None:
         """Puts back what was captured; the rest as it was at the start."""
@@ -73,6 +94,9 @@ def _give_back(attributes: dict[str, Any], key: str, value: Any) -> None:
         present.assign(value)
     elif isinstance(value, list) and type(present) is list:
         present[:] = value
+    elif isinstance(value, deque) and type(present) is deque:
+        present.clear()
+        present.extend(value)
     elif isinstance(value, dict | set) and type(present) is type(value):
         present.clear()
         present.update(value)

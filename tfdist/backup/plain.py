@@ -4,6 +4,7 @@ Arrays go to files of raw bytes, one after another; an index says which is where
 """
 
 import base64
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,12 @@ _PLAIN = (type(None), bool, int, float, str)
 _OPERATIONS = {"keras.ops": keras.ops, "numpy": np}  # monitors hold a comparison
 _SAME_SIZE = {1: np.uint8, 2: np.uint16}  # Python's buffers know no bfloat16
 _GROUPS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_MAPPINGS = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
+# What a defaultdict may be told to make: what a file can name.
+_MADE = {
+    kind.__name__: kind
+    for kind in (bool, int, float, str, bytes, list, tuple, set, frozenset, deque, defaultdict, *_MAPPINGS.values())
+}
 
 
 def encode(value: Any, arrays: list[np.ndarray]) -> Any:
@@ -22,16 +29,21 @@ def encode(value: Any, arrays: list[np.ndarray]) -> Any:
 
     Raises:
       TypeError: If it holds anything but None, bool, int, float, str, bytes, NumPy arrays and scalars, eager tensors
-        and variables (of which it takes the value), functions of `keras.ops` and NumPy, and lists, tuples, sets and
-        dicts of these.
+        and variables (of which it takes the value), functions of `keras.ops` and NumPy, and lists, tuples, sets, dicts,
+        and what `collections` has of deques, Counters, OrderedDicts, and defaultdicts of built-in types, of these.
     """
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}
-    if kind is dict:
-        return {"dict": [[encode(key, arrays), encode(own, arrays)] for key, own in list(value.items())]}
+    for name, mapping in _MAPPINGS.items():
+        if kind is mapping:
+            return {name: _encode_items(value, arrays)}
+    if kind is defaultdict and (value.default_factory is None or value.default_factory in _MADE.values()):
+        return {"defaultdict": [getattr(value.default_factory, "__name__", None), _encode_items(value, arrays)]}
+    if kind is deque:
+        return {"deque": [value.maxlen, [encode(own, arrays) for own in list(value)]]}
     for name, group in _GROUPS.items():
         if kind is group:
             return {name: [encode(own, arrays) for own in list(value)]}
@@ -47,6 +59,10 @@ def encode(value: Any, arrays: list[np.ndarray]) -> Any:
     raise TypeError(f"{kind.__name__} cannot be saved")
 
 
+def _encode_items(value: Mapping[Any, Any], arrays: list[np.ndarray]) -> list[list[Any]]:
+    return [[encode(key, arrays), encode(own, arrays)] for key, own in list(value.items())]
+
+
 def decode(node: Any, arrays: Sequence[np.ndarray]) -> Any:
     """What `encode` was given."""
     if not isinstance(node, dict):
@@ -54,13 +70,23 @@ def decode(node: Any, arrays: Sequence[np.ndarray]) -> Any:
     ((kind, content),) = node.items()
     if kind == "bytes":
         return base64.b64decode(content)
-    if kind == "dict":
-        return {decode(key, arrays): decode(own, arrays) for key, own in content}
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind](_decoded_items(content, arrays))
+    if kind == "defaultdict":
+        made, items = content
+        return defaultdict(None if made is None else _MADE[made], _decoded_items(items, arrays))
+    if kind == "deque":
+        most, own = content
+        return deque([decode(each, arrays) for each in own], most)
     if kind in _OPERATIONS:
         return getattr(_OPERATIONS[kind], content)
     if kind in _GROUPS:
         return _GROUPS[kind](decode(own, arrays) for own in content)
     return np.array(arrays[content]) if kind == "array" else arrays[content][()]
+
+
+def _decoded_items(items: Sequence[Any], arrays: Sequence[np.ndarray]) -> dict[Any, Any]:
+    return {decode(key, arrays): decode(own, arrays) for key, own in items}
 
 
 def with_arrays(node: Any, arrays: Sequence[np.ndarray]) -> Any:

@@ -34,8 +34,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
       Where steps per epoch follow from that number, a backup made amid an epoch may be further on than an epoch is then
       long: that is refused, before training.
     - The other callbacks are told apart by class and order. Attributes are saved that are numbers, text, arrays, and
-      lists, tuples, sets and dicts of them; a callback with `get_state` and `set_state` says itself. What callbacks
-      write to files is theirs: give `CSVLogger` its `append=True`.
+      lists, tuples, sets, dicts and deques of them (also Counters, OrderedDicts, and defaultdicts of built-in types); a
+      callback with `get_state` and `set_state` says itself. What callbacks write to files is theirs: give `CSVLogger`
+      its `append=True`.
     - Not saved: tables, `tf.Variable`s and generators that Keras does not know, random operations of TensorFlow
       without a state.
     - Several fits in a program, with one `backup_dir` and `delete_checkpoint=False` for all but the last: those that
