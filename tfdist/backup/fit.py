@@ -449,9 +449,8 @@ class FitBackup(keras.callbacks.Callback):
         return self._strategy.reports.asked_here
 
     def _is_asked_now(self) -> bool:
-        """Whether this worker was asked, and what it could save is the newest there is."""
-        is_heard = self._process.listener is not None and not self._is_done_before
-        return is_heard and self._strategy.reports.asked_here
+        """Whether this worker was asked, also while a `fit` is passed over."""
+        return self._process.listener is not None and self._strategy.reports.asked_here
 
     def _uninstall_preemption(self) -> None:
         if self._process.listener is not None:
@@ -466,9 +465,10 @@ class FitBackup(keras.callbacks.Callback):
             self._process.listener = None
 
     def _leave(self) -> None:
-        """Saves, then ends the process; the exit code says that it may be started again."""
-        self._save()
-        self._saver.wait()
+        """Saves what is new, then ends the process; the exit code says that it may be started again."""
+        if self._has_trained:
+            self._save()
+            self._saver.wait()
         preemption.leave(self._saver.refusals)
 
 
