@@ -279,6 +279,20 @@ def test_the_chief_does_not_wait_for_the_word_of_a_worker_that_is_gone(monkeypat
     assert "does not answer" in json.loads(decided)["error"], "the others hear of it"
 
 
+def test_a_fit_of_the_chief_alone_leaves_the_next_of_all_their_words(monkeypatch):
+    service = Service()
+    monkeypatch.setattr(agreement, "_tf", types.SimpleNamespace(context=service))
+    topics = []
+    for alone in (0, 1):
+        for _ in range(alone):
+            agreement.Agreement(strategy_of_workers(1), 600).settle("fit", None, any)
+        service.said.clear()
+        with pytest.raises(TypeError):  # nobody has decided
+            agreement.Agreement(strategy_of_workers(2, own=1), 600).settle("fit", None, any)
+        topics += [int(key.split("/")[2]) for key in service.said]
+    assert topics == [topics[0], topics[0] + 1]
+
+
 def sharding_at(step, seed=0, epoch=3):
     made = tfdist.data.BalancedSharding((np.arange(40),), 4, seed=seed)
     position = json.loads(made.serialize()) | {"epoch": epoch, "step": step}

@@ -18,13 +18,13 @@ from tfdist.faults.health import Health
 
 _ASK_SECONDS = 5.0  # Whether a worker is still there, of which nothing was heard.
 
-_made = itertools.count()
+_made = itertools.count()  # Among several workers: one alone may make more of its own.
 
 
 class Agreement:
     """Agreements among the workers of a strategy, through TensorFlow's coordination service; none for one worker.
 
-    Make as many on all workers, in the same order: their words are kept apart by number.
+    Make as many on all workers, in the same order: their words are kept apart by number. Those of one worker count not.
 
     Args:
       strategy: Of the model.
@@ -37,7 +37,7 @@ class Agreement:
         self.own: int = extended._id_in_cluster if self.workers > 1 else 0
         self._health = Health(strategy) if self.workers > 1 else None
         self._timeout_seconds = timeout_seconds
-        self._prefix = f"tfdist/backup/{next(_made)}"
+        self._prefix = f"tfdist/backup/{next(_made)}" if self.workers > 1 else ""
         self._heard: dict[str, list[str]] = {}
         self._rounds: Counter[str] = Counter()
 
