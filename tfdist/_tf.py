@@ -151,6 +151,7 @@ __all__ = [
     "keras_model_in_step",
     "keras_variable_made_late",
     "main_thread_state",
+    "make_iterators_on_devices_anew",
     "multi_worker_util",
     "places_in_optimizer",
     "put_losses_back",
