@@ -8,8 +8,10 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 
@@ -297,6 +299,27 @@ def test_two_jobs_do_not_share_a_directory_and_a_killed_one_frees_it_at_once(tmp
         start = time.monotonic()
         with owned(tmp_path):
             assert time.monotonic() - start < DEADLINE_SECONDS / 10
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)
+        holder.communicate(timeout=DEADLINE_SECONDS)
+
+
+@pytest.mark.parametrize("who", ["another", "own"])
+def test_a_holder_on_another_host_is_waited_for_longer_as_that_may_be_gone(who, tmp_path, warnings):
+    # The second in a container of this one's name, where numbers of processes are equal, too.
+    elsewhere = "process 7 on elsewhere" if who == "another" else f"process {os.getpid()} on {socket.gethostname()}"
+    command = [sys.executable, "-c", HOLD, tmp_path, "20"]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        (tmp_path / LOCK).write_text(elsewhere)
+        with pytest.raises(BackupError, match=f"{elsewhere} is using .* is gone.* remove {tmp_path / LOCK}"):
+            Store(str(tmp_path)).claim(wait_seconds=0.1, other_host_seconds=0.3)
+        assert "waiting up to 0 s" in warnings[0]
+        end = threading.Timer(0.5, holder.kill)
+        end.start()
+        Store(str(tmp_path)).claim(wait_seconds=0.1)
+        assert len(warnings) == 2 and "waiting up to 120 s" in warnings[1]
     finally:
         os.killpg(holder.pid, signal.SIGKILL)
         holder.communicate(timeout=DEADLINE_SECONDS)

@@ -4,45 +4,94 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import socket
+import time
 from collections.abc import Iterator
 from typing import IO
 
 from absl import logging
 
-__all__ = ["held"]
+__all__ = ["OTHER_HOST_SECONDS", "held", "way_out"]
 
+OTHER_HOST_SECONDS = 120.0  # A server of NFS keeps the locks of a host that died for its lease, 90 s by default.
+_POLL_SECONDS, _TELL_SECONDS = 0.1, 30.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
-def held(path: str | os.PathLike[str]) -> Iterator[None]:
+def held(
+    path: str | os.PathLike[str], wait_seconds: float = 0.0, other_host_seconds: float = OTHER_HOST_SECONDS
+) -> Iterator[None]:
     """Holds a file in the block, and removes it.
 
     The kernel lets go of it when this process dies, whatever that has started: no child inherits it. Hosts that share
-    a disk exclude each other as far as its file system can lock; where it cannot, a warning says so.
+    a disk exclude each other as far as its file system can lock; where it cannot, a warning says so. A host that dies
+    lets go late.
+
+    Args:
+      path: The file.
+      wait_seconds: How long to wait for another process that holds it.
+      other_host_seconds: The same for one on another host, if that is longer.
 
     Raises:
       BlockingIOError: If another process holds it; its `strerror` says which.
       OSError: If it cannot be written.
     """
+    with _opened(path, wait_seconds, other_host_seconds) as file:
+        file.truncate(0)
+        owner = os.getpid()
+        file.write(f"process {owner} on {socket.gethostname()}")
+        file.flush()
+        os.fsync(file.fileno())  # or other hosts may see it much later
+        try:
+            yield
+        finally:
+            if os.getpid() == owner:  # and not a child that was forked in the block
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+
+
+def way_out(error: BlockingIOError) -> str:
+    """What to do if the holder is on another host, for the end of a message; nothing if it is on this one."""
+    if not _is_elsewhere(error):
+        return ""
+    return f" If its host is gone, which storage may learn late, remove {error.filename}."
+
+
+def _opened(path: str | os.PathLike[str], wait_seconds: float, other_host_seconds: float) -> IO[str]:
+    began = told = time.monotonic()
     while True:
-        with open(path, "a+") as file:
+        file = open(path, "a+")  # noqa: SIM115 (closed by who holds it)
+        try:
             _lock(file)
-            if not _is_at(path, file):  # removed by the one before, between the two lines above
-                continue
-            file.truncate(0)
-            owner = os.getpid()
-            file.write(f"process {owner} on {socket.gethostname()}")
-            file.flush()
-            os.fsync(file.fileno())  # or other hosts may see it much later
-            try:
-                yield
-            finally:
-                if os.getpid() == owner:  # and not a child that was forked in the block
-                    with contextlib.suppress(OSError):
-                        os.unlink(path)
-            return
+            if _is_at(path, file):
+                return file  # else removed by the one before, between the two lines above
+        except BlockingIOError as error:
+            now = time.monotonic()
+            if now - began >= (max(wait_seconds, other_host_seconds) if _is_elsewhere(error) else wait_seconds):
+                file.close()
+                raise
+            if _is_elsewhere(error) and (told == began or now - told >= _TELL_SECONDS):
+                told = now
+                logging.warning(
+                    "%s is held by %s, not here: waiting up to %.0f s, as storage learns late that a host is gone.",
+                    *(path, error.strerror, max(wait_seconds, other_host_seconds) - (now - began)),
+                )
+            time.sleep(_POLL_SECONDS)
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def _is_elsewhere(error: BlockingIOError) -> bool:
+    """Whether the holder is on another host, or in a container of this one's name: no such process is here."""
+    known = re.fullmatch(r"process (\d+) on (.*)", error.strerror or "")
+    if known is None:
+        return False
+    pid, host = int(known[1]), known[2]
+    return host != socket.gethostname() or pid == os.getpid() or not os.path.exists(f"/proc/{pid}")
 
 
 def _lock(file: IO[str]) -> None:

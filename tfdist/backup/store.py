@@ -21,22 +21,20 @@ import json
 import os
 import re
 import secrets
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from absl import logging
 
+from tfdist import held_file
 from tfdist.backup.files import files_of, is_remote
 from tfdist.errors import BackupError
-from tfdist.held_file import held
 
 FORMAT = 4
 MANIFEST = "manifest.json"
 LOCK = "lock"
 
 _LOCK_SECONDS = 10.0  # for a killed former run to be gone
-_POLL_SECONDS = 0.1
 _MANIFEST_BYTES = 1 << 28
 _COMMIT = re.compile(r"step-([0-9]{1,18})")
 _HALF = re.compile(r"\.half-[0-9a-f]+-step-[0-9]+")
@@ -121,18 +119,21 @@ class Store:
         self._faulty: list[str] = []
         self._ended: dict[int, int | None] = {}  # By commit: the `fit` that it ends.
 
-    def claim(self, wait_seconds: float = _LOCK_SECONDS) -> None:
+    def claim(
+        self, wait_seconds: float = _LOCK_SECONDS, other_host_seconds: float = held_file.OTHER_HOST_SECONDS
+    ) -> None:
         """Makes the directory this process's own, proves that it can be written, clears what dead runs left half-made.
 
         On other storage than a disk there is no lock: two jobs must not be given the same path.
 
         Raises:
-          BackupError: If it cannot be written, or another process holds it after `wait_seconds`.
+          BackupError: If it cannot be written, or another process holds it after `wait_seconds`, one on another host
+            after `other_host_seconds`.
         """
         try:
             self._files.make_folder(self.directory)
             if not is_remote(self.directory):
-                self._holding = self._holding or _hold(self.directory, wait_seconds)
+                self._holding = self._holding or _hold(self.directory, wait_seconds, other_host_seconds)
             probe_writing(self.directory)
             for name in self._files.names(self.directory):
                 if self._is_half_made(name):
@@ -294,21 +295,17 @@ def probe_writing(directory: str) -> None:
     files.remove(path)
 
 
-def _hold(directory: str, wait_seconds: float) -> contextlib.ExitStack:
+def _hold(directory: str, wait_seconds: float, other_host_seconds: float) -> contextlib.ExitStack:
     """Holds the directory until what it gives is closed."""
-    deadline = time.monotonic() + wait_seconds
     holding = contextlib.ExitStack()
-    while True:
-        try:
-            holding.enter_context(held(os.path.join(directory, LOCK)))
-            return holding
-        except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                raise BackupError(
-                    f"One backup_dir serves one job at a time, and {error.strerror} is using {directory}. Let it "
-                    "finish or end it, or give this job a backup_dir of its own."
-                ) from None
-        time.sleep(_POLL_SECONDS)
+    try:
+        holding.enter_context(held_file.held(os.path.join(directory, LOCK), wait_seconds, other_host_seconds))
+    except BlockingIOError as error:
+        raise BackupError(
+            f"One backup_dir serves one job at a time, and {error.strerror} is using {directory}. Let it "
+            f"finish or end it, or give this job a backup_dir of its own.{held_file.way_out(error)}"
+        ) from None
+    return holding
 
 
 def _cannot_write(directory: str, error: OSError) -> str:

@@ -25,7 +25,7 @@ import tfdist
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import TfdistError
 from tfdist.failure_report import write_whole
-from tfdist.held_file import held
+from tfdist.held_file import held, way_out
 from tfdist.launch import data_service
 from tfdist.launch.signals import stop_signals
 from tfdist.launch.supervisor import Options, Supervisor
@@ -246,7 +246,7 @@ def _run_dir(args: argparse.Namespace, spec: ClusterSpec | None) -> Iterator[pat
         except BlockingIOError as error:
             args.parser.error(
                 f"--log-dir {args.log_dir} serves one run at a time, and {error.strerror} is using {run_dir}; let it "
-                "finish or end it, or give another --log-dir"
+                f"finish or end it, or give another --log-dir.{way_out(error)}"
             )
         except OSError as error:
             args.parser.error(f"--log-dir {args.log_dir} cannot be written to: {error}")
