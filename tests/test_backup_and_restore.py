@@ -197,6 +197,14 @@ def test_what_a_broken_off_fit_had_to_pass_over_is_trained_on_by_the_next():
     assert counted(iter(range(9))) == 0
 
 
+@pytest.mark.parametrize("place", [pathlib.Path("gs://bucket/run"), "s3:/bucket"])
+def test_a_path_that_has_lost_a_slash_is_refused(place):
+    with pytest.raises(ValueError, match=r"one slash of two.*as a string"):
+        tfdist.callbacks.BackupAndRestore(place)
+    for other in ("gs://bucket/run", "./s3:/bucket", pathlib.Path("a:b/c"), "C:"):
+        tfdist.callbacks.BackupAndRestore(other)
+
+
 class Collects(keras.callbacks.Callback):
     """Holds what `collections` has, and what cannot be saved from some time on, or never."""
 

@@ -2,12 +2,15 @@
 
 import datetime
 import os
+import re
 from typing import Any
 
 import keras
 
 from tfdist.backup.fit import Options
 from tfdist.backup.running import of_running_fit
+
+_LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]*:/[^/]")
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -45,7 +48,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
       state of the fit that was under way. For another model use another `backup_dir`.
 
     Args:
-      backup_dir: A folder for this job alone, or another path that `tf.io.gfile` knows, such as `gs://…`.
+      backup_dir: A folder for this job alone, or another path that `tf.io.gfile` knows, such as `gs://…`, as a string.
       save_freq: "epoch"; a number of steps; a `datetime.timedelta`; or `False` to save before preemption only.
       double_checkpoint: As in Keras; what `keep` does.
       delete_checkpoint: Whether to remove the backups when `fit` is done.
@@ -80,6 +83,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if keep < 1:
             raise ValueError(f"`keep` is how many commits stay, at least 1, not {keep!r}.")
         directory = os.fspath(backup_dir)
+        if _LOST_SLASH.match(directory):
+            raise ValueError(
+                f"`backup_dir` is {directory!r}, a folder here named after a scheme: pathlib makes one slash of two. "
+                "Give such a path as a string with '://', or the folder as the string './…'."
+            )
         super().__init__(directory, "epoch", double_checkpoint, delete_checkpoint)
         self.save_freq = save_freq
         keep = max(keep, 1 + double_checkpoint)
