@@ -193,7 +193,8 @@ class FitBackup(keras.callbacks.Callback):
         plain, path, steps = self._loaded.plain, self._loaded.commit.path, self._input.batches
         if plain["fit"] != self._process.finished or not plain["batch"] or not steps:
             return
-        if plain["batch"] > steps:
+        together = getattr(self.model, "steps_per_execution", 1)  # Keras counts those that the last had no data for.
+        if plain["batch"] > -(-steps // together) * together:
             of = f" of {plain['steps_per_epoch']}" if plain["steps_per_epoch"] else ""
             raise BackupError(
                 f"The backup {path} was made after batch {plain['batch']}{of} of an epoch, but an epoch has {steps} "
