@@ -62,7 +62,6 @@ ROWS = {
 
 SOME_ROWS = [
     *("steps", "monitors, steps", "endless dataset", "epochs shorter than the data", "metric that is a vector"),
-    "accumulation",
 ]
 
 

@@ -35,13 +35,20 @@ IN_ONE_PROCESS = (
 # Replicas meet before the update, which is each optimizer's own; the others are `exhaustive`.
 OPTIMIZERS = (
     "optimizer_adam",
-    "optimizer_sgd_gradient_accumulation_steps",
     "optimizer_adam_gradient_accumulation_steps_global_clipnorm",
     "optimizer_multi",
     "optimizer_that_delegates",
 )
 # Between workers what these do is what others do, or differs before anything is exchanged; `exhaustive` as well.
 ALIKE_ON_WORKERS = (
+    "step_under_a_decorator",
+    "batch_normalization",
+    "convolutions_and_a_replica_without_rows",
+    "custom_loop",
+    "input_of_unlike_lengths_that_ends_early",
+    "losses_left_unreduced",
+    "a_masked_loss_by_weights_without_weights",
+    "mixed_float16",
     "gradients_accumulated_eagerly",
     "fit_shuffled_two_epochs",
     "input_tf_data",

@@ -133,7 +133,7 @@ def test_fit_and_predict_have_the_same_bits(files, service, pools):
         np.testing.assert_array_equal(weight, other)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive)])
 def test_without_its_servers_a_worker_makes_the_batches_itself(signum, files, tmp_path, caplog):
     (port,) = free_ports(1)
     asked = [(number, np.arange(number % 60, number % 60 + 40)) for number in range(150)]  # More than are held.
