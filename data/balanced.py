@@ -161,6 +161,11 @@ class BalancedSharding(tf.train.experimental.PythonState):
         self._changes, self._noted = 0, 0.0
         self.visitors: list[Callable[[int, np.ndarray], None]] = []
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether a strategy of tfdist says what is trained on, so that the position counts steps."""
+        return self._reports is not None
+
     # What a strategy calls.
 
     def attach(self, reports: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from tfdist.data.plan import Plan, split
+from tfdist.errors import PositionError
 
 _STEPS_BETWEEN_CHANGES = 4  # Measurements under new shares, beside the steps that pass before they are in force.
 
@@ -96,7 +97,13 @@ class Handout:
         with self._news:
             number = self._number
             if self._lead is not None:
-                self._news.wait_for(lambda: self.closed or number in self._decided)
+                self._news.wait_for(lambda: self.closed or number in self._decided or number < self._trained)
+                if number < self._trained and not self.closed:
+                    raise PositionError(
+                        f"Of this BalancedSharding {self._trained} steps count as trained on, and only {number} were "
+                        "handed out: its model is also trained otherwise amid the `fit`, as by train_on_batch in a "
+                        "callback, on as many rows. Do that at the end of an epoch, or on other numbers of rows."
+                    )
             self._number += 1
             return None if self.closed else self._split(number, step)
 

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.strategies.step import Step, current_step
+from tfdist.strategies.step import Step, current_step, is_keras_own
 
 _MEAN, _SUM, _WEIGHTED_MEAN = "mean", "sum", "mean_with_sample_weight"
 _REDUCTIONS = {"sum_over_batch_size": _MEAN, "mean": _MEAN, "sum": _SUM, "mean_with_sample_weight": _WEIGHTED_MEAN}
@@ -24,14 +24,13 @@ def global_losses(model: keras.Model, step_name: str) -> Iterator[None]:
     steps; a step of the user's may reduce it in a way of its own.
     """
     losses = _tf.ReplacedLosses(model, _GlobalLoss, _weighted_by_rows)
-    compute_loss, own = model.compute_loss, getattr(type(model), step_name) is getattr(keras.Model, step_name)
+    compute_loss = model.compute_loss
 
     def compute(x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        losses.build(lambda: compute_loss(x, y, y_pred, sample_weight, training))
         loss = compute_loss(x, y, y_pred, sample_weight, training)
-        return _number(loss, current_step(), training) if own and loss.shape.rank else loss
+        return _number(loss, current_step(), training) if loss.shape.rank else loss
 
-    is_keras = type(model).compute_loss is keras.Model.compute_loss and "compute_loss" not in vars(model)
+    is_keras = is_keras_own(model, step_name) and is_keras_own(model, "compute_loss")
     if is_keras:
         object.__setattr__(model, "compute_loss", compute)
     try:
@@ -59,8 +58,11 @@ class _GlobalLoss:
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
         step, reduction = current_step(), _REDUCTIONS.get(self._loss.reduction)
-        if step is None or reduction is None or type(self._loss).__call__ is not keras.losses.Loss.__call__:
+        if step is None or reduction is None:
             return self._loss(y_true, y_pred, sample_weight)
+        if type(self._loss).__call__ is not keras.losses.Loss.__call__:
+            loss, masked = self._loss(y_true, y_pred, sample_weight), _tf.get_keras_mask(y_pred)
+            return loss * tf.cast(_factor(step, reduction, masked, sample_weight), loss.dtype)
         values, mask = self._values(y_true, y_pred)
         if reduction == _SUM:
             sample_weight = _unshared(step, _product(mask, sample_weight))
@@ -92,14 +94,29 @@ class _GlobalLoss:
         return values, functools.reduce(tf.logical_and, given) if given else None
 
 
+def _factor(step: Step, reduction: str, mask: Any, sample_weight: Any) -> tf.Tensor:
+    """By what to multiply a replica's loss that was reduced in a way of its own."""
+    norm = None
+    if reduction == _WEIGHTED_MEAN and (mask is not None or sample_weight is not None):
+        norm = _product(mask, sample_weight)
+    elif reduction == _MEAN and mask is not None:
+        norm = tf.cast(mask, tf.float32)
+    if norm is None:
+        return _unshared(step, tf.ones([])) if reduction == _SUM else tf.ones([])
+    own = tf.reduce_sum(norm) * tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32)
+    return _unshared(step, tf.math.divide_no_nan(own, _total(step, norm)))
+
+
 def _weighted_by_rows(update_state: Any) -> Any:
     """Of the mean of a loss over steps, in which a step counts once where Keras does not know its rows."""
 
     def update(values: Any, sample_weight: Any = None) -> Any:
-        step = current_step()
-        if sample_weight is None and step is not None:
+        step, replicas = current_step(), tf.distribute.get_strategy().num_replicas_in_sync
+        if step is not None and values.shape.rank:
+            values = values / replicas  # Keras takes all losses for parts of means.
+        elif step is not None and sample_weight is None:
             share = _share(step)
-            sample_weight = (1.0 if share is None else share) / tf.distribute.get_strategy().num_replicas_in_sync
+            sample_weight = (1.0 if share is None else share) / replicas
         return update_state(values, sample_weight=sample_weight)
 
     return update

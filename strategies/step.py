@@ -35,7 +35,7 @@ class Step:
         self.rows, self.model = rows, model
         self.statistics: list[Any] = []
         # One of Keras' own has one loss, of which all gradients are: one product for each gradient less.
-        self.weights_loss = model is not None and _is_keras(model, "train_step")
+        self.weights_loss = model is not None and is_keras_own(model, "train_step")
         self.variables: list[Any] = []
         self.share: tf.Tensor | None = None
         self.weighs = False
@@ -120,7 +120,8 @@ def running(rows: int | tf.Tensor | None, model: keras.Model | None = None) -> I
         _local.step = before
 
 
-def _is_keras(model: keras.Model, method: str) -> bool:
+def is_keras_own(model: keras.Model, method: str) -> bool:
+    """Whether a method of a model is the one of `keras.Model`."""
     return method not in vars(model) and getattr(type(model), method) is getattr(keras.Model, method)
 
 

@@ -21,8 +21,7 @@ from tfdist.strategies.step import current_step
 
 # Keras' seeds are used modulo 2**31 - 2; multiples of this (2**32 over the golden ratio) stay far apart there.
 _SEED_SHIFT = 0x9E3779B1
-# What Keras calls them.
-_RANDOM_STATE, _STATE_OF_ROWS = "seed_generator_state", "rnn_state"
+_RANDOM_STATE = "seed_generator_state"  # What Keras calls it.
 
 
 class OptimizerVariable(_tf.MirroredVariable):
@@ -130,7 +129,7 @@ def _kind_by_name(variable):
     """The kind of a layer's variable that is made when Keras has built the model, and no scope is open any more."""
     if variable.name == _RANDOM_STATE:
         return RandomStateVariable
-    plain = variable.aggregation == "none" and variable.name != _STATE_OF_ROWS
+    plain = variable.aggregation == "none"
     if plain and not variable.trainable and tf.as_dtype(variable.dtype).is_floating:
         return StatisticVariable
     return None

@@ -57,6 +57,7 @@ ROWS = {
     "steps_per_execution": {"breaks": [8, 14], "save_freq": 4, "model": {"steps": 2}},
     "accumulation": {"breaks": [4], "save_freq": 3, "model": {"accumulate": 2}},
     "loss scale": {"breaks": [9, 15], "save_freq": 4, "model": {"scaled": True}},
+    "balanced": {"breaks": [9, 15], "save_freq": 4, "data_kind": "balanced"},
 }
 
 
@@ -300,8 +301,10 @@ def test_a_fit_of_the_chief_alone_leaves_the_next_of_all_their_words(monkeypatch
     assert topics == [topics[0], topics[0] + 1]
 
 
-def sharding_at(step, seed=0, epoch=3):
+def sharding_at(step, seed=0, epoch=3, *, followed=True):
     made = tfdist.data.BalancedSharding((np.arange(40),), 4, seed=seed)
+    if followed:
+        made.attach(object())
     position = json.loads(made.serialize()) | {"epoch": epoch, "step": step}
     made.deserialize(json.dumps(position))
     return made
@@ -332,6 +335,22 @@ def test_positions_find_their_shardings_whatever_else_there_was_or_is():
         positions.begin_epoch(saved)
         assert positions.continues(saved)
         assert positions.capture()["at_epoch"][shardings(own).index(own)] == saved["at_epoch"][0], case
+
+
+def test_batches_are_read_again_of_what_nobody_follows_in_the_order_of_their_epoch():
+    train = sharding_at(0, followed=False)
+    saved = captured([train], train, [sharding_at(0, epoch=4)])  # Read ahead to its end.
+    own = sharding_at(0, epoch=0, followed=False)
+    positions = Positions([], own)
+    positions.restore(saved)
+    assert own.position == (3, 0) and not positions.continues(saved)
+
+
+def test_arrays_are_read_again_whatever_else_has_moved():
+    probe = sharding_at(0)
+    saved = captured([probe], None, [sharding_at(6)])
+    assert Positions([probe]).continues(saved), "a loop of the user's"
+    assert not Positions([probe], is_other=True).continues(saved)
 
 
 def test_a_position_in_other_batches_than_are_trained_on_is_refused():

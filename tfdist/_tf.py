@@ -174,28 +174,31 @@ class ReplacedLosses:
     def __init__(self, model: keras.Model, loss: Any, update: Any):
         self._compiled, self._loss, self._update = model._compile_loss, loss, update
         self._before: list[Any] | None = None
-        self._replace()
-
-    def build(self, compute: Any) -> None:
-        """Has Keras match losses and outputs by `compute`, which calls the losses, if it has not yet."""
-        if self._compiled is not None and self._before is None:
-            with keras.StatelessScope():
-                compute()
+        if self._compiled is None:
+            return
+        if self._compiled.built:
             self._replace()
+        else:  # Keras matches losses and outputs at the first call.
+            self._build, self._compiled.build = self._compiled.build, self._build_and_replace
 
     def put_back(self) -> None:
         """Undoes it."""
+        if self._compiled is not None:
+            vars(self._compiled).pop("build", None)
         if self._before is not None:
             self._compiled._flat_losses = self._before
             for metric in self._compiled.metrics:
                 object.__delattr__(metric, "update_state")
 
+    def _build_and_replace(self, *args: Any) -> None:
+        self._build(*args)
+        self._replace()
+
     def _replace(self) -> None:
-        if self._compiled is not None and self._compiled.built:
-            self._before = self._compiled._flat_losses
-            self._compiled._flat_losses = [each._replace(loss=self._loss(each.loss)) for each in self._before]
-            for metric in self._compiled.metrics:
-                object.__setattr__(metric, "update_state", self._update(metric.update_state))
+        self._before = self._compiled._flat_losses
+        self._compiled._flat_losses = [each._replace(loss=self._loss(each.loss)) for each in self._before]
+        for metric in self._compiled.metrics:
+            object.__setattr__(metric, "update_state", self._update(metric.update_state))
 
 
 def kept_losses(model: keras_trainer.TensorFlowTrainer) -> list[tuple[Any, list]]:

@@ -91,7 +91,15 @@ def _is_elsewhere(error: BlockingIOError) -> bool:
     if known is None:
         return False
     pid, host = int(known[1]), known[2]
-    return host != socket.gethostname() or pid == os.getpid() or not os.path.exists(f"/proc/{pid}")
+    if host != socket.gethostname() or pid == os.getpid():
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False  # somebody else's
+    return False
 
 
 def _lock(file: IO[str]) -> None:

@@ -21,7 +21,8 @@ INDEX_SUFFIX = ".tfdist-index"
 
 _READ_AHEAD_BYTES = 1 << 20
 _OPEN_FILES = 128  # With maps of them, half or less of what a process may have open.
-_LOOKS_BEFORE_MAP, _LOOKS_BETWEEN_MAPS = 3, 1000  # Of a file: not for one, and anew should it come or go.
+_MAPPED_BYTES = 1 << 32  # Of larger ones it takes long to see whether they are in memory.
+_LOOKS_BEFORE_MAP, _LOOKS_BETWEEN_MAPS = 3, 100  # Of a file: not for one, and anew should it come or go.
 
 
 def expand(paths: Iterable[str | os.PathLike]) -> list[str]:
@@ -136,6 +137,8 @@ class LocalFile:
 
 
 def _map_if_cached(descriptor: int) -> mmap.mmap | None:
+    if os.fstat(descriptor).st_size > _MAPPED_BYTES:
+        return None
     try:
         mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError):  # not of every file system, nor of nothing

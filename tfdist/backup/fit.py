@@ -50,11 +50,13 @@ class Input:
       epochs: What makes epochs of one iterator, as under `steps_per_epoch`; `None` if each has its own.
       batches: Of an epoch, if that is known.
       sharding: The `BalancedSharding` that it is from, if it is from one.
+      is_known: Whether a `fit` was found; in a loop of the user's nobody knows.
     """
 
     epochs: Any = None
     batches: int | None = None
     sharding: Any = None
+    is_known: bool = False
 
 
 @dataclasses.dataclass
@@ -116,7 +118,11 @@ class FitBackup(keras.callbacks.Callback):
         self._agreement = Agreement(self._strategy, self._options.timeout_seconds)
         others = [callback for callback in self._list.callbacks if callback is not self]
         self._states = self._process.states = CallbackStates(others, self._process.states)
-        self._positions = Positions(getattr(self._strategy, "shardings", ()), self._input.sharding)
+        self._positions = Positions(
+            getattr(self._strategy, "shardings", ()),
+            self._input.sharding,
+            is_other=self._input.is_known and self._input.sharding is None,
+        )
         variables.build_optimizers(self.model)
         commit = self._claim()
         if commit is not None and self._is_wanted():

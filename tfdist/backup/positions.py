@@ -14,9 +14,11 @@ class Positions:
     Args:
       shardings: Of the strategy, in the order in which they were made.
       own: The one that the `fit` is trained on, if it is trained on one.
+      is_other: Whether the input of the `fit` is known, and is none of them.
     """
 
-    def __init__(self, shardings: Sequence[Any], own: Any = None):
+    def __init__(self, shardings: Sequence[Any], own: Any = None, *, is_other: bool = False):
+        self._is_other = is_other
         self._shardings = list(shardings)
         if own is not None and not any(sharding is own for sharding in shardings):
             self._shardings.append(own)
@@ -48,15 +50,15 @@ class Positions:
         free = [place for place in range(len(self._shardings)) if place not in matched]
         lost = [i for i in range(len(saved["now"])) if i not in matched.values() and _has_moved(saved, i)]
         for place, before in [*matched.items(), *zip(free, lost, strict=False)]:
-            self._shardings[place].deserialize(saved["now"][before])
+            is_counted = place != self._own or self._shardings[place].is_followed
+            self._shardings[place].deserialize(saved["now" if is_counted else "at_epoch"][before])
 
     def continues(self, saved: Mapping[str, Any]) -> bool:
         """Whether the input of the `fit` goes on by itself where it was, once `restore` was called."""
         if self._own is not None or saved["own"] is not None:
-            return self._own is not None and saved["own"] is not None
-        return any(
-            _has_moved(saved, i) for i in range(len(saved["now"]))
-        )  # A loop of the user's, which shows no input.
+            return self._own is not None and saved["own"] is not None and self._shardings[self._own].is_followed
+        # Of a loop of the user's nobody knows what it is trained on.
+        return not self._is_other and any(_has_moved(saved, i) for i in range(len(saved["now"])))
 
     def _now(self) -> list[str]:
         return [_text(sharding.serialize()) for sharding in self._shardings]

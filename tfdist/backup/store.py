@@ -157,13 +157,7 @@ class Store:
             does not say what is there.
         """
         self._faulty = []
-        try:
-            steps = self._steps()
-        except OSError as error:
-            raise BackupError(
-                f"Which backups are in {self.directory} cannot be seen ({error}). Start again."
-            ) from error
-        for step in sorted(steps, reverse=True):
+        for step in sorted(self._seen_steps(), reverse=True):
             path = os.path.join(self.directory, f"step-{step}")
             fault = _fault_of(path, step)
             if isinstance(fault, Commit):
@@ -173,8 +167,8 @@ class Store:
         return None
 
     def end_of_fit(self, fit: int) -> Commit | None:
-        """The newest whole commit that ends a `fit`; `None` if there is none. Costs reading it."""
-        for step in sorted(self._steps(), reverse=True):
+        """The newest whole commit that ends a `fit`; `None` if there is none. Costs reading it; raises as above."""
+        for step in sorted(self._seen_steps(), reverse=True):
             if self._ended_fit(step) == fit:
                 path = os.path.join(self.directory, f"step-{step}")
                 fault = _fault_of(path, step)
@@ -256,6 +250,14 @@ class Store:
         if self._files.renames_at_once or not _COMMIT.fullmatch(name):
             return bool(_HALF.fullmatch(name))
         return MANIFEST not in self._files.names(os.path.join(self.directory, name))
+
+    def _seen_steps(self) -> list[int]:
+        try:
+            return self._steps()
+        except OSError as error:
+            raise BackupError(
+                f"Which backups are in {self.directory} cannot be seen ({error}). Start again."
+            ) from error
 
     def _prune(self) -> None:
         try:

@@ -12,7 +12,6 @@ from tfdist.faults.options import FaultTolerance
 __all__ = ["Health"]
 
 _PAUSE_SECONDS = 1.0
-_SILENCE = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.FailedPreconditionError)
 
 
 class Health:
@@ -41,7 +40,7 @@ class Health:
             try:
                 _tf.context.context().check_collective_ops_peer_health(self._tasks[worker], round(left * 1000))
                 return
-            except _SILENCE as error:
+            except tf.errors.OpError as error:
                 if time.monotonic() >= deadline:
                     said = (error.message.strip().splitlines() or [""])[0]
                     raise ClusterError(
