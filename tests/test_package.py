@@ -255,7 +255,7 @@ def test_every_private_name_is_used():
     here = ast.parse((ROOT / "tfdist/_tf.py").read_text())
     (exported,) = (ast.literal_eval(node.value) for node in here.body if isinstance(node, ast.Assign))
     bound = {alias.asname or alias.name for node in here.body if imported(node) for alias in node.names}
-    defined = {node.name for node in here.body if isinstance(node, ast.FunctionDef)}
+    defined = {node.name for node in here.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     used_here = {node.id for node in ast.walk(here) if isinstance(node, ast.Name)}
     assert sorted(exported) == sorted(used), "what _tf.py hands on is what the rest of the tree uses"
     assert set(exported) <= bound | defined
