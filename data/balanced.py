@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 import numbers
-import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,16 +19,13 @@ from tfdist.data.reading import Reader
 from tfdist.data.service import Service
 from tfdist.data.sources import Source, as_source
 from tfdist.data.speed import SpeedModel
+from tfdist.data.together import EXAMPLES_TOGETHER, Asked, Made, together
 from tfdist.data.weakly import weakly
 from tfdist.errors import PositionError
 
 _FORMAT = 1
 _LEAD = 4  # Steps that reading may be ahead of training while shares change.
 _STATE_CHARACTERS = 1000
-_EXAMPLES_TOGETHER, _SECONDS_TOGETHER = 4096, 0.003  # Handed out at once, as training waits for the first of them.
-
-_Asked = Iterator[tuple[int, np.ndarray]]  # The epoch of a batch, and the numbers of its examples.
-_Made = Iterator[tuple[int, list[np.ndarray], Any]]  # The epoch of some batches, their examples, and what they became.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,22 +197,21 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     def _read_here(self, training: bool, rows: int) -> tf.data.Dataset:
         """The batches, of about so many rows each, read by this worker."""
-        together = self.source.examples_together
-        is_together = together >= 2 * rows
-        most = min(together, _EXAMPLES_TOGETHER) if is_together else _EXAMPLES_TOGETHER
+        is_together = self.source.examples_together >= 2 * rows
+        most = min(self.source.examples_together, EXAMPLES_TOGETHER) if is_together else EXAMPLES_TOGETHER
         steps = tf.data.Dataset.from_generator(
             functools.partial(weakly(self._batches_made_here), most, training),
             output_signature=(tf.TensorSpec([None, None], tf.int64), tf.TensorSpec([None], tf.int64)),
         )
         if is_together:
             steps = steps.map(
-                lambda indices, rows: (indices, rows, self.source.read(indices)),
+                lambda indices, lengths: (indices, lengths, self.source.read(indices)),
                 num_parallel_calls=1,
                 deterministic=True,
             )
 
-        def read(indices: tf.Tensor, rows: tf.Tensor, *examples: tf.Tensor) -> Any:
-            return self._reader(indices[:rows], *[each[:rows] for each in examples])
+        def read(indices: tf.Tensor, length: tf.Tensor, *examples: tf.Tensor) -> Any:
+            return self._reader(indices[:length], *[each[:length] for each in examples])
 
         return steps.unbatch().map(read, num_parallel_calls=self._num_parallel_calls, deterministic=True)
 
@@ -260,12 +254,12 @@ class BalancedSharding(tf.train.experimental.PythonState):
     # What the pipeline calls.
 
     def _batches_made_here(self, most: int, training: bool) -> Iterator[Any]:
-        return self._batches(functools.partial(_together, most), training)
+        return self._batches(functools.partial(together, most), training)
 
     def _batches_served(self, training: bool) -> Iterator[Any]:
         return self._batches(self._served, training)
 
-    def _batches(self, make: Callable[[_Asked, Handout], _Made], training: bool) -> Iterator[Any]:
+    def _batches(self, make: Callable[[Asked, Handout], Made], training: bool) -> Iterator[Any]:
         """What `make` makes of batches, of one or of several of an epoch at once."""
         with self._lock:
             # Of the iterators that nobody has read from, the newest: Keras makes some that it drops.
@@ -281,7 +275,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         if handout.finished:
             self._count_read(handout, handout.epoch + 1)
 
-    def _served(self, asked: _Asked, handout: Handout) -> _Made:
+    def _served(self, asked: Asked, handout: Handout) -> Made:
         assert self._service is not None
         for epoch, indices, batch in self._service.batches(asked, lambda: handout.closed):
             yield epoch, [indices], batch
@@ -455,38 +449,6 @@ class BalancedSharding(tf.train.experimental.PythonState):
                 f"from 1 up or one for each replica, but it is {self._max_rows!r}."
             )
         return [min(int(limit), size) for limit in limits]
-
-
-def _together(most: int, asked: _Asked, handout: Handout) -> _Made:
-    """Batches of an epoch, as many as are decided, together: each call from `tf.data` to Python waits.
-
-    Args:
-      most: Examples.
-      asked: The batches.
-      handout: That hands them out.
-
-    Yields:
-      The epoch, the examples of its batches, and for `tf.data` a row of them for each batch and how many are meant.
-    """
-    for epoch, of_epoch in itertools.groupby(asked, operator.itemgetter(0)):
-        batches: list[np.ndarray] = []
-        examples, began = 0, time.monotonic()
-        for _, indices in of_epoch:
-            batches.append(indices)
-            examples += len(indices)
-            is_enough = examples >= most or time.monotonic() >= began + _SECONDS_TOGETHER
-            if is_enough or not handout.is_decided():
-                yield epoch, batches, _as_rows(batches)
-                batches, examples, began = [], 0, time.monotonic()
-        if batches:
-            yield epoch, batches, _as_rows(batches)
-
-
-def _as_rows(batches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    lengths = np.array([len(batch) for batch in batches])
-    rows = np.full((len(batches), lengths.max()), -1, np.int64)
-    rows[np.arange(lengths.max()) < lengths[:, np.newaxis]] = np.concatenate(batches)
-    return rows, lengths
 
 
 def _order(n: int, seed: int, shuffle: bool, block_size: int | None, stratify_by: Any) -> Order:

@@ -116,8 +116,9 @@ class Handout:
     def has_trained(self, rows: np.ndarray) -> bool:
         """Takes note that one more step was trained on; False if these were not the rows of the next step.
 
-        Rows of anything else that are as many are taken for it, once something was handed out. How much does not
-        matter: each worker has read ahead by another number of steps, and all are to say the same.
+        Rows of anything else that are as many are taken for it, once something was handed out. How much was does not
+        matter here: each worker has read ahead by another number of steps, and all are to say the same. If more steps
+        are said to be trained on than were handed out, who hands out raises.
         """
         with self._news:
             if self.closed or not self._number or self._trained_step >= self._plan.steps_per_epoch:

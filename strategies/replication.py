@@ -151,12 +151,10 @@ class ReplicatedStrategy:
           args: Of the step.
           place: Which part a replica gets, of how many; of its number, the replicas and those of a worker.
         """
-        leaves = tf.nest.flatten(args)
-        if any(
-            isinstance(leaf, tf.distribute.DistributedValues | tf.RaggedTensor | tf.SparseTensor) for leaf in leaves
-        ):
-            return args
+        whole = tf.distribute.DistributedValues | tf.RaggedTensor | tf.SparseTensor
         replicas, devices = self.num_replicas_in_sync, len(self.extended.worker_devices)
+        if place(0, replicas, devices)[1] == 1 or any(isinstance(leaf, whole) for leaf in tf.nest.flatten(args)):
+            return args
 
         def part(leaf, context):
             number, parts = place(context.replica_id_in_sync_group, replicas, devices)
@@ -169,8 +167,6 @@ class ReplicatedStrategy:
             leaf = tf.convert_to_tensor(leaf)
             return self.experimental_distribute_values_from_function(lambda context: part(leaf, context))
 
-        if place(0, replicas, devices)[1] == 1:
-            return args
         return tf.nest.map_structure(split, args)
 
     def _make_reports(self):

@@ -109,27 +109,16 @@ def refine(variable, *, trainable: bool, colocated: bool):
 def _kind(variable, trainable, colocated):
     if isinstance(variable, _tf.SyncOnReadVariable):
         return MetricVariable
-    late = _tf.keras_variable_made_late()
-    if late is not None:
-        return _kind_by_name(late)
-    maker = next(iter(_tf.keras_callers()), None)
+    late = _tf.keras_variable_made_late()  # By a layer, whose scope is not open any more.
+    maker = None if late is not None else next(iter(_tf.keras_callers()), None)
     if isinstance(maker, keras.optimizers.Optimizer) or colocated:
         return OptimizerVariable
-    if isinstance(maker, keras.random.SeedGenerator):
+    if isinstance(maker, keras.random.SeedGenerator) or (late is not None and late.name == _RANDOM_STATE):
         return RandomStateVariable
     if isinstance(maker, keras.layers.RNN):
         return None  # The states of a stateful layer belong to the rows of a replica.
-    plain = isinstance(maker, keras.layers.Layer) and variable.aggregation == tf.VariableAggregation.NONE
+    of_layer = late is not None or isinstance(maker, keras.layers.Layer)
+    plain = of_layer and variable.aggregation == tf.VariableAggregation.NONE
     if plain and not trainable and variable.dtype.is_floating:
-        return StatisticVariable
-    return None
-
-
-def _kind_by_name(variable):
-    """The kind of a layer's variable that is made when Keras has built the model, and no scope is open any more."""
-    if variable.name == _RANDOM_STATE:
-        return RandomStateVariable
-    plain = variable.aggregation == "none"
-    if plain and not variable.trainable and tf.as_dtype(variable.dtype).is_floating:
         return StatisticVariable
     return None

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers
 
 from keras_features.inputs import two_towers
@@ -52,6 +53,27 @@ def a_masked_loss_by_weights_without_weights(place):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
     words = lambda: keras.Sequential([layers.Input((7,)), layers.Embedding(20, 4, mask_zero=True), layers.Dense(3)])  # noqa: E731
     return outcome(model := built(place, words, loss=loss, metrics=None), fit(model, x, x % 3))
+
+
+@row()
+def losses_that_are_matched_in_a_custom_loop(place):
+    """Keras finds out which loss is of which output when they are first called: here in the step."""
+    strategy = place.strategy or tf.distribute.get_strategy()
+    losses = {"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)}
+    losses["value"] = keras.losses.MeanSquaredError(reduction="sum")
+    model = built(place, two_towers, optimizer=lambda: keras.optimizers.SGD(0.01), loss=losses, metrics=None)
+    x, y = data(8)
+    batch = {"a": x, "b": x[:, ::-1]}, {"label": y, "value": x[:, :1]}
+    batches = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(batch).batch(8))
+
+    @tf.function
+    def train(batch):
+        strategy.run(model.train_step, args=(batch,))
+
+    for _ in range(3):
+        for distributed in batches:
+            train(distributed)
+    return outcome(model, **model.get_metrics_result())
 
 
 @row()
