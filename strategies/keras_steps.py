@@ -40,13 +40,17 @@ def keras_step_of(fn, args, kwargs, trainer):
     return KerasStep(name, model, fn) if name else None
 
 
-def in_step(fn, seed_generator):
-    """`fn`, run in a `Step` of its own unless it has opened one."""
+def in_step(fn, args, kwargs, seed_generator):
+    """`fn`, run in a `Step` of its own unless it has opened one, with the rows of the first value of several parts."""
+    leaves = tf.nest.flatten((args, kwargs))
+    parts = [i for i, leaf in enumerate(leaves) if isinstance(leaf, tf.distribute.DistributedValues)]
+    batch = next((i for i in parts if not isinstance(leaves[i], tf.Variable)), None)
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(*args, **kwargs):
         _tf.set_global_seed_generator(seed_generator)  # A replica may have a thread of its own.
-        with steps.running(None) as step:
+        rows = None if batch is None else steps.count_rows(tf.nest.flatten((args, kwargs))[batch])
+        with steps.running(rows) as step:
             result = fn(*args, **kwargs)
             _average_statistics(step)
         return result

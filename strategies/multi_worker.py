@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import random
 import socket
 import time
 
@@ -17,13 +18,14 @@ from tfdist.faults.agreement import Agreement
 from tfdist.faults.board import Board
 from tfdist.faults.leaving import leave_together
 from tfdist.faults.lifelines import Lifelines
+from tfdist.strategies import variables
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.launcher import carrier_of
 from tfdist.strategies.communication import policy_of
 from tfdist.strategies.compression import Codec
 from tfdist.strategies.datasets import BalancedDataset
 from tfdist.strategies.devices import make_virtual_devices
-from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy
+from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy, variables_of
 
 # TensorFlow packs what it sends into strings of so many bytes, 4096 unless told: see grpc_worker_service.cc. From
 # the 128 KiB of glibc on, the kernel would map and clear each string anew.
@@ -87,10 +89,11 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             _tf.set_cardinality(dataset, self._longest(int(dataset.cardinality)))
         return dataset
 
-    def _check_scope(self, model):
-        super()._check_scope(model)
+    def _check_scope(self, step):
+        super()._check_scope(step)
         if self.extended._num_workers > 1:
-            self.extended.agreement.on_model(model)
+            held = functools.partial(variables.checksums, variables_of(step.model))
+            self.extended.agreement.on_model(step.model, step.name, held)
 
     def _longest(self, batches: int) -> int:
         workers, own = self.extended._num_workers, self.extended._id_in_cluster
@@ -260,7 +263,10 @@ def _share_seed(strategy):
     """
     own, _ = tf.compat.v1.random.get_seed(None)
     drawn = tf.random.uniform([], maxval=tf.int32.max, dtype=tf.int64) if own is None else tf.constant(own, tf.int64)
+    version, numbers, _ = random.getstate()  # By which Keras shuffles a `PyDataset`.
     with strategy.scope():
         seed = tf.Variable(drawn, trainable=False)
+        state = tf.Variable(tf.constant(numbers, tf.int64), trainable=False)
     if own is None:
         tf.random.set_seed(int(seed.numpy()))
+        random.setstate((version, tuple(state.numpy().tolist()), None))

@@ -58,7 +58,7 @@ class ReplicatedStrategy:
             else:
                 fn = keras_steps.on_the_only(step, self.reports)
         else:
-            self._check_scope(step.model)
+            self._check_scope(step)
             if _tf.called_by_keras_trainer():
                 args = self._split_plain_batch(args, _among_devices)
             views = optimizers.viewed_optimizers(step.model, optimizers.distributed)
@@ -131,9 +131,9 @@ class ReplicatedStrategy:
         """
         return optimizers.distributed(optimizer)
 
-    def _check_scope(self, model):
-        of_metrics = [variable for metric in model.metrics for variable in metric.variables]
-        self._check_owned(model, [*model.variables, *_optimizer_variables(model), *of_metrics])
+    def _check_scope(self, step):
+        of_metrics = [variable for metric in step.model.metrics for variable in metric.variables]
+        self._check_owned(step.model, [*variables_of(step.model), *of_metrics])
 
     def _check_owned(self, model, variables):
         for variable in variables:
@@ -193,6 +193,11 @@ class ReplicatedStrategy:
                 "jit_compile=True compiles the whole step, which then cannot report that it is done, and "
                 "BalancedSharding hands out by these reports. Pass jit_compile=False to `compile`."
             )
+
+
+def variables_of(model: keras.Model) -> list[keras.Variable]:
+    """Those of a model and of its optimizer."""
+    return [*model.variables, *_optimizer_variables(model)]
 
 
 def _optimizer_variables(model):
@@ -289,7 +294,9 @@ class ReplicatedExtended:
             if isinstance(self._cross_device_ops, Collectives):
                 local = [self._local_results(leaf) for leaf in tf.nest.flatten((args, kwargs))]
                 self._cross_device_ops.count_alike(symbolic_tensors(local))
-        return super()._call_for_each_replica(keras_steps.in_step(fn, self.seed_generator()), args, kwargs)
+        with _seeded_apart(getattr(self, "_id_in_cluster", 0)):
+            fn = keras_steps.in_step(fn, args, kwargs, self.seed_generator())
+            return super()._call_for_each_replica(fn, args, kwargs)
 
     def seed_generator(self):
         """What Keras' unseeded random operations draw from; made out of the step, which cannot make variables."""
@@ -371,6 +378,23 @@ class ReplicatedExtended:
             return leaf
         numbers = iter(local)
         return self._experimental_distribute_values_from_function(lambda context: tf.convert_to_tensor(next(numbers)))
+
+
+@contextlib.contextmanager
+def _seeded_apart(worker):
+    """Lets `tf.random` draw other numbers in each worker's step, though all have the same seed and trace alike.
+
+    Operations of replicas in one graph differ already. Eager ones draw from one sequence, which only starts anew.
+    """
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    if graph is None or graph.seed is None:
+        yield
+        return
+    before, graph.seed = graph.seed, (graph.seed + worker * variables.SEED_SHIFT) % (1 << 31)
+    try:
+        yield
+    finally:
+        graph.seed = before
 
 
 def _shaped(gradients, variables):

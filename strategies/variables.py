@@ -13,14 +13,18 @@ Where Keras first traces shapes, as in a `fit` of a model without an `Input`, th
 | metric | a metric | locally, summed when read; a replica without rows leaves it as it is |
 """
 
+import hashlib
+from collections.abc import Iterable
+
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.strategies.step import current_step
 
 # Keras' seeds are used modulo 2**31 - 2; multiples of this (2**32 over the golden ratio) stay far apart there.
-_SEED_SHIFT = 0x9E3779B1
+SEED_SHIFT = 0x9E3779B1
 _RANDOM_STATE = "seed_generator_state"  # What Keras calls it.
 
 
@@ -74,7 +78,7 @@ class RandomStateVariable(_tf.MirroredVariable):
 
     def _shift(self):
         replica_id = tf.distribute.get_replica_context().replica_id_in_sync_group
-        return tf.stack([tf.cast(replica_id, self.dtype) * _SEED_SHIFT, 0])
+        return tf.stack([tf.cast(replica_id, self.dtype) * SEED_SHIFT, 0])
 
     def _on_replica(self):
         context = tf.distribute.get_replica_context()
@@ -96,6 +100,22 @@ class RandomStateVariable(_tf.MirroredVariable):
 
 class MetricVariable(_KeptWithoutRows, _tf.SyncOnReadVariable):
     """State of a metric."""
+
+
+def checksums(variables: Iterable[keras.Variable]) -> list[tuple[str, str]]:
+    """Of the variables that all replicas hold alike between two steps: their paths, and checksums of their values."""
+    with tf.init_scope():
+        return [(each.path, _checksum(each.value.values[0])) for each in variables if _is_held_alike(each)]
+
+
+def _checksum(variable: tf.Variable) -> str:
+    return hashlib.sha256(np.asarray(variable).tobytes()).hexdigest()[:16]
+
+
+def _is_held_alike(variable: keras.Variable) -> bool:
+    kinds = OptimizerVariable | StatisticVariable | RandomStateVariable
+    alike = isinstance(variable.value, kinds) or variable.value.trainable
+    return alike and "gradient_accumulator" not in variable.path  # which holds what is not exchanged yet
 
 
 def refine(variable, *, trainable: bool, colocated: bool):

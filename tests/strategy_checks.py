@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import time
 
 import keras
@@ -71,13 +72,29 @@ def initial_weights(placement):
 
 
 def rows_of_an_epoch(placement):
-    """The rows that are seen in an epoch that Keras shuffles, in a process without a seed from the user."""
+    """How often rows are seen in two epochs that Keras shuffles, in a process without a seed from the user."""
+    random.seed(os.urandom(8))  # A fresh process; this one was forked.
     place = tfdist.MirroredStrategy() if placement == "1x2" else tfdist.MultiWorkerMirroredStrategy()
     with place.scope():
         model = Recorder()
         model.compile("sgd")
     model.fit(np.arange(24, dtype="float32")[:, None], batch_size=4, verbose=0)
+    model.fit(Rows(), verbose=0)
     return model.seen.numpy()
+
+
+class Rows(keras.utils.PyDataset):
+    """As the arrays, shuffled by Python's random numbers, by which Keras shuffles batches too."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = random.sample(range(24), 24)
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, batch):
+        return np.array(self.rows[4 * batch : 4 * batch + 4], "float32")[:, None]
 
 
 class Recorder(keras.Model):
@@ -272,6 +289,59 @@ def _metric_outside_scope(placement):
         model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
         model.compile("sgd", "mse", metrics=[metric])
     model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+
+
+def chief_loads_alone(placement, used):
+    """What using a model raises in which the chief alone has set weights."""
+    with strategy(placement).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    if tfdist.cluster.is_chief():
+        model.set_weights([np.ones_like(weight) for weight in model.get_weights()])
+    try:
+        getattr(model, used)(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def drawn_in_a_step(placement):
+    """What `tf.random` gives on each replica of this worker in a step."""
+    draw = tf.function(lambda: strategy(placement).run(lambda: tf.random.uniform([])))
+    return [float(value) for value in strategy(placement).experimental_local_results(draw())]
+
+
+def loop_and_fit(placement):
+    """What a custom loop and a `fit` leave in a model with plain BatchNormalization; the last batch has one row."""
+    place = strategy(placement)
+    x = np.random.default_rng(0).normal(size=(33, 4)).astype("float32")
+    dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8)
+
+    def make():
+        keras.utils.set_random_seed(1)
+        with place.scope():
+            model = keras.Sequential([layers.Input((4,)), layers.BatchNormalization(), layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            model.optimizer.build(model.trainable_variables)
+        return model
+
+    fitted, looped = make(), make()
+
+    @tf.function
+    def train(batch):
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.square(looped(x, training=True) - y)) / tf.cast(rows, tf.float32)
+            variables = looped.trainable_variables
+            looped.optimizer.apply(tape.gradient(loss, variables), variables)
+
+        rows = place.reduce("SUM", place.run(lambda x, y: tf.shape(x)[0], args=batch), axis=None)
+        place.run(step, args=batch)
+
+    for batch in place.experimental_distribute_dataset(dataset):
+        train(batch)
+    fitted.fit(dataset, verbose=0)
+    return [[np.asarray(weight) for weight in model.get_weights()] for model in (looped, fitted)]
 
 
 def deterministic_fit():

@@ -33,10 +33,10 @@ def test_workers_that_seed_differently_start_from_the_same_weights(pools):
 
 
 @pytest.mark.parametrize("placement", [pytest.param("1x2", marks=pytest.mark.exhaustive), "2x1"])
-def test_an_unseeded_shuffled_epoch_has_each_row_once(placement):
+def test_unseeded_shuffled_epochs_have_each_row_once(placement):
     workers, devices = PLACEMENT_SIZES[placement]
     for seen in run_workers(checks.rows_of_an_epoch, workers, args=(placement,), devices_per_worker=devices):
-        np.testing.assert_array_equal(seen, np.ones(24))
+        np.testing.assert_array_equal(seen, np.full(24, 2))
 
 
 def test_saved_files_are_the_same_whichever_worker_saves(pools, tmp_path):
@@ -193,6 +193,26 @@ def test_a_mistake_is_named_on_every_worker(placement, mistake, error, words, po
     for kind, message in pools(placement).run(checks.message_of, placement, mistake):
         assert kind == error
         assert words in message
+
+
+@pytest.mark.parametrize("used", ["fit", "evaluate"])
+def test_weights_that_the_chief_alone_has_set_are_named_on_every_worker(used, pools):
+    for kind, message in pools("2x1").run(checks.chief_loads_alone, "2x1", used):
+        assert kind == "ClusterError"
+        assert "the same values in a model" in message and "kernel" in message
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_random_operations_of_tensorflow_differ_between_replicas(placement, pools):
+    drawn = [value for of_worker in pools(placement).run(checks.drawn_in_a_step, placement) for value in of_worker]
+    assert len(set(drawn)) == 2
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_custom_loop_with_a_short_last_batch_leaves_what_fit_leaves(placement, pools):
+    for looped, fitted in pools(placement).run(checks.loop_and_fit, placement):
+        for one, other in zip(looped, fitted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("placement", ["single", "1x2"])

@@ -73,7 +73,7 @@ def custom_loop_with_a_traced_step(place):
         model.optimizer = keras.optimizers.SGD(0.1, global_clipnorm=0.05)
         model.optimizer.build(model.trainable_variables)
     optimizer = place.strategy.distributed_optimizer(model.optimizer) if place.strategy else model.optimizer
-    dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(data(40)).batch(BATCH))
+    dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(data(36)).batch(BATCH))
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
 
     @tf.function

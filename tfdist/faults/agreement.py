@@ -3,7 +3,7 @@
 import itertools
 import socket
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tfdist.errors import ClusterError
@@ -25,7 +25,7 @@ class Agreement:
     def __init__(self, board: Board, timeout_seconds: float):
         self._board = board
         self._timeout_seconds = timeout_seconds
-        self._models: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._steps: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
     def on_setup(self, devices: int, compression: str) -> None:
         """Compares numbers of devices and codecs.
@@ -38,17 +38,23 @@ class Agreement:
         self._compare({worker: own[:1] for worker, own in said.items()}, "the same number of devices", hint)
         self._compare({worker: own[1:] for worker, own in said.items()}, "the same compression", "Change the scripts.")
 
-    def on_model(self, model: Any) -> None:
-        """Compares shapes and types of a model's variables when it is trained for the first time.
+    def on_model(self, model: Any, step: str, checksums: Callable[[], Iterable[tuple[str, str]]]) -> None:
+        """Compares a model's variables when it is first run: shapes and types, then the values of those held alike.
 
-        Costs a message to worker 0, and one for each worker.
+        Costs two messages to worker 0, and two for each worker.
+
+        Args:
+          model: The model.
+          step: For what it is run; each is the first once.
+          checksums: Gives the names of those held alike, and checksums of their values.
 
         Raises:
           ClusterError: If they are unlike, or a worker does not come.
         """
-        if model in self._models:
+        known = self._steps.setdefault(model, set())
+        if step in known:
             return
-        self._models.add(model)
+        known.add(step)
         optimizer = type(getattr(model, "optimizer", None)).__name__
         # Without names, which Keras counts up over all models of a process.
         variables = [
@@ -57,6 +63,18 @@ class Agreement:
         ]
         said = self._exchange("model", [f"the optimizer {optimizer}", *variables])
         self._compare(said, "the same model", "Build it from the same code and settings on each.")
+        paths, own = [], []
+        for path, checksum in checksums():
+            paths.append(path)
+            own.append(checksum)
+        said = self._exchange("values", own)
+        named = {
+            worker: [f"{value} in {path!r}" for value, path in zip(values, paths, strict=False)]
+            for worker, values in said.items()
+        }
+        self._compare(
+            named, "the same values in a model", "Load or set weights on all workers, not on the chief alone."
+        )
 
     def on_sharding(self, described: list[str]) -> None:
         """Compares what a `BalancedSharding` hands out.
