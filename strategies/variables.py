@@ -5,7 +5,7 @@ Where Keras first traces shapes, as in a `fit` of a model without an `Input`, th
 
 | kind | made by | assigned on a replica |
 |---|---|---|
-| weight | a layer, trainable | as in TensorFlow |
+| weight | a layer, float, trainable | by an optimizer, or from values alike: locally; else as a statistic |
 | optimizer state | an optimizer | locally: all replicas compute the same from reduced gradients |
 | statistic | a layer, float, not trainable | locally, then averaged over all replicas when the step ends |
 | state of rows | a stateful recurrent layer | locally: the rows of a replica are its own |
@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import _tf
+from tfdist.strategies.dependence import may_differ
 from tfdist.strategies.step import current_step
 
 # Keras' seeds are used modulo 2**31 - 2; multiples of this (2**32 over the golden ratio) stay far apart there.
@@ -39,23 +40,26 @@ class _KeptWithoutRows:
     """A variable that a replica without rows leaves as it is, since its means are 0 / 0."""
 
     def assign(self, value, *args, **kwargs):
-        return super().assign(_if_rows(value, self), *args, **kwargs)
+        return super().assign(self._if_rows(value, self), *args, **kwargs)
 
     def assign_add(self, value, *args, **kwargs):
-        return super().assign_add(_if_rows(value), *args, **kwargs)
+        return super().assign_add(self._if_rows(value), *args, **kwargs)
 
     def assign_sub(self, value, *args, **kwargs):
-        return super().assign_sub(_if_rows(value), *args, **kwargs)
+        return super().assign_sub(self._if_rows(value), *args, **kwargs)
 
+    def _is_of_rows(self, value):
+        """Whether a replica makes `value` of its own rows."""
+        del value
+        return True
 
-def _if_rows(value, otherwise=None):
-    step = current_step()
-    if step is None or step.has_rows is True:
-        return value
-    value = tf.convert_to_tensor(value)
-    return tf.where(
-        step.has_rows, value, tf.zeros_like(value) if otherwise is None else tf.cast(otherwise, value.dtype)
-    )
+    def _if_rows(self, value, otherwise=None):
+        step = current_step()
+        if step is None or step.has_rows is True or not self._is_of_rows(value):
+            return value
+        value = tf.convert_to_tensor(value)
+        otherwise = tf.zeros_like(value) if otherwise is None else tf.cast(otherwise, value.dtype)
+        return tf.where(step.has_rows, value, otherwise)
 
 
 class StatisticVariable(_KeptWithoutRows, _tf.MirroredVariable):
@@ -63,9 +67,18 @@ class StatisticVariable(_KeptWithoutRows, _tf.MirroredVariable):
 
     def _update_replica(self, update_fn, value, **kwargs):
         step = current_step()
-        if step is not None and not any(known is self for known in step.statistics):
+        if step is not None and self._is_of_rows(value) and not any(known is self for known in step.statistics):
             step.statistics.append(self)
         return update_fn(self._get_on_device_or_primary(), value, **kwargs)
+
+
+class WeightVariable(StatisticVariable):
+    """A weight. What a step itself assigns to it, as a look ahead does, is averaged unless it is alike everywhere."""
+
+    def _is_of_rows(self, value):
+        by_optimizer = any(isinstance(caller, keras.optimizers.Optimizer) for caller in _tf.keras_callers())
+        unlike = [known._get_on_device_or_primary() for known in current_step().statistics]
+        return not by_optimizer and may_differ(value, unlike)
 
 
 class RandomStateVariable(_tf.MirroredVariable):
@@ -139,6 +152,6 @@ def _kind(variable, trainable, colocated):
         return None  # The states of a stateful layer belong to the rows of a replica.
     of_layer = late is not None or isinstance(maker, keras.layers.Layer)
     plain = of_layer and variable.aggregation == tf.VariableAggregation.NONE
-    if plain and not trainable and variable.dtype.is_floating:
-        return StatisticVariable
+    if plain and variable.dtype.is_floating:
+        return WeightVariable if trainable else StatisticVariable
     return None

@@ -243,3 +243,46 @@ def optimizer_that_delegates(place):
     model = built(place, optimizer=lambda: Delegating(keras.optimizers.Adam(0.01)))
     x, y = data(37)
     return outcome(model, fit(model, x, y))
+
+
+class LooksAhead(Subclassed):
+    """Takes gradients where each replica's own lead (SAM), lets another layer follow, and centres outputs at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.followed, self.centred = layers.Dense(3), layers.Dense(3)
+
+    def build(self, shape):
+        super().build(shape)
+        self.followed.build(shape)
+        self.centred.build(shape)
+
+    def train_step(self, data):
+        x, y = data
+        variables = super().trainable_variables[:4]
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        ahead = [0.3 * gradient for gradient in tape.gradient(loss, variables)]
+        for variable, step in zip(variables, ahead, strict=True):
+            variable.assign_add(step)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, variables)
+        for variable, step in zip(variables, ahead, strict=True):
+            variable.assign_sub(step)
+        self.optimizer.apply(gradients, variables)
+        self.followed.bias.assign(0.9 * self.followed.bias + 0.1 * variables[-1])
+        first = tf.equal(self.optimizer.iterations.value, 1)
+        bias, rows = self.centred.bias, self.centred(x)
+        bias.assign(tf.where(first, -tf.reduce_mean(rows, axis=0), bias))
+        return {"loss": loss}
+
+    @property
+    def trainable_variables(self):
+        return super().trainable_variables[:4]
+
+
+@row(exempt="each replica looks ahead by the gradient of its own rows")
+def weights_assigned_in_a_step(place):
+    model = built(place, make=LooksAhead)
+    return outcome(model, fit(model, *data(37)))
