@@ -116,6 +116,8 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         return watchdog.Creations()
 
     def _create_variable(self, next_creator, **kwargs):
+        if _tf.keras_makes_for_comparison():  # Whoever saves does so alone, and nobody shares what is dropped at once.
+            return next_creator(**kwargs)
         with self.creations.one_more():
             return super()._create_variable(next_creator, **kwargs)
 

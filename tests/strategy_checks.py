@@ -1,6 +1,7 @@
 """What the tests of the strategies run in worker processes."""
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -169,15 +170,21 @@ def compiled_alone():
     return results, ""
 
 
-def only_chief_saves(placement, folder):
-    with strategy(placement).scope():
+def only_chief_saves(placement, folder, in_scope):
+    """The chief saves in all ways there are; all of it in the scope of the strategy, or what makes the model alone."""
+    x, path = np.ones((8, 4), "float32"), functools.partial(os.path.join, folder)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(strategy(placement).scope())
         model = keras.Sequential([layers.Input((4,)), layers.BatchNormalization(), layers.Dense(1)])
-        model.compile("sgd", "mse", metrics=["mae"])
-    x = np.ones((8, 4), "float32")
-    model.fit(x, x[:, :1], verbose=0)
-    if tfdist.cluster.is_chief():
-        model.save(os.path.join(folder, "model.keras"))
-    return model.evaluate(x, x[:, :1], verbose=0)
+        model.compile("adam", "mse", metrics=["mae"])
+        if not in_scope:
+            stack.close()
+        model.fit(x, x[:, :1], verbose=0, callbacks=[tfdist.callbacks.ModelCheckpoint(path("in_fit.keras"))])
+        if tfdist.cluster.is_chief():
+            model.save(path("model.keras"))
+            model.save_weights(path("model.weights.h5"))
+            model.export(path("exported"), verbose=False)
+        return model.evaluate(x, x[:, :1], verbose=0)
 
 
 def checkpoint_round_trip(placement, folder):

@@ -46,10 +46,12 @@ def test_saved_files_are_the_same_whichever_worker_saves(pools, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
-def test_the_chief_may_save_alone(pools, tmp_path):
-    pools("2x1").run(checks.only_chief_saves, "2x1", str(tmp_path))
+@pytest.mark.parametrize("in_scope", [False, True], ids=["after the scope", "in the scope"])
+def test_the_chief_may_save_alone(in_scope, pools, tmp_path):
+    pools("2x1").run(checks.only_chief_saves, "2x1", str(tmp_path), in_scope)
 
-    assert [path.name for path in tmp_path.iterdir()] == ["model.keras"]
+    saved = {"in_fit.keras", "model.keras", "model.weights.h5", "exported"}
+    assert {path.name for path in tmp_path.iterdir()} == saved
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

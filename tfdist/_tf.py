@@ -102,6 +102,10 @@ from keras.src.trainers import epoch_iterator as keras_epoch_iterator
 # minute late, or a user's pipeline is not tuned.
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
+# Makes an optimizer on each save, to learn which attributes all optimizers have. Without it: a save on the chief alone
+# inside the scope waits for the other workers, which have no such optimizer to make.
+from keras.src.saving.saving_lib import get_attr_skipset
+
 # The mask that layers attach to an output. Without it: masked losses are means over each replica's unmasked places.
 from keras.src.backend.common.masking import get_keras_mask
 
@@ -148,6 +152,7 @@ __all__ = [
     "keras_is_peeking",
     "keras_made_dataset",
     "keras_made_iterator",
+    "keras_makes_for_comparison",
     "keras_model_in_step",
     "keras_variable_made_late",
     "main_thread_state",
@@ -273,6 +278,11 @@ def keras_made_dataset() -> bool:
 def keras_made_iterator() -> bool:
     """Whether Keras makes the iterator that `__iter__`, which asks, gives; not a user within a callback."""
     return sys._getframe(2).f_globals.get("__name__") == keras_epoch_iterator.__name__
+
+
+def keras_makes_for_comparison() -> bool:
+    """Whether Keras makes an object only to see what attributes its kind has, as it does to save another."""
+    return _frame_of(get_attr_skipset) is not None
 
 
 def make_iterators_on_devices_anew(iterator: Any, change: Callable[[Any], Any]) -> None:
