@@ -1,6 +1,7 @@
 """Keras' own step functions, and any other, as replicas run them: rows counted, statistics and logs averaged."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -27,6 +28,23 @@ class KerasStep(NamedTuple):
     name: str
     model: keras.Model
     function: Callable[[Any], Any]
+
+
+@contextlib.contextmanager
+def building(model: keras.Model, scope: Any) -> Iterator[None]:
+    """The scope in which Keras builds a model before its first step, as far as it can.
+
+    Keras calls the model, its metrics and its loss on a batch as its own steps do. A step of the user's may do
+    otherwise, and then builds them when it is traced, as on one device; or fails as there.
+    """
+    unmatched = _tf.unmatched_compiled(model)
+    with scope:
+        try:
+            yield
+        except Exception:
+            if all(steps.is_keras_own(model, name) for name in _KERAS_STEPS):
+                raise
+            _tf.match_anew(unmatched)
 
 
 def keras_step_of(fn, args, kwargs, trainer):

@@ -35,6 +35,11 @@ class ReplicatedStrategy:
     reports: StepReports
     _shardings: list[weakref.ref[Any]]
 
+    def scope(self):
+        """Makes this strategy the current one; see `tf.distribute.Strategy.scope`."""
+        model = _tf.keras_model_to_build()
+        return super().scope() if model is None else keras_steps.building(model, super().scope())
+
     def run(self, fn, args=(), kwargs=None, options=None):
         """Runs `fn` on each replica; see `tf.distribute.Strategy.run`.
 

@@ -28,6 +28,8 @@ IN_ONE_PROCESS = (
     "unseeded_noise",
     "embedding_adam_sparse",
     "updates_in_a_loop",
+    "adversarial_models_without_a_call",
+    "autoencoder_with_losses_of_its_input",
     "custom_loop_with_a_traced_step",
     "python_functions",
     "predict_other_than_rows",
@@ -74,6 +76,7 @@ ALIKE_ON_WORKERS = (
     "custom_loop_clips_and_scales",
     "weight_constraints",
     "two_models",
+    "variational_model_without_a_call",
 )
 assert {*HIERARCHY, *IN_ONE_PROCESS, *OPTIMIZERS, *ALIKE_ON_WORKERS} <= ROWS.keys()
 WORKERS = [

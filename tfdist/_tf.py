@@ -154,9 +154,11 @@ __all__ = [
     "keras_made_iterator",
     "keras_makes_for_comparison",
     "keras_model_in_step",
+    "keras_model_to_build",
     "keras_variable_made_late",
     "main_thread_state",
     "make_iterators_on_devices_anew",
+    "match_anew",
     "multi_worker_util",
     "places_in_optimizer",
     "put_losses_back",
@@ -165,8 +167,25 @@ __all__ = [
     "set_cardinality",
     "set_global_seed_generator",
     "tf_convert",
+    "unmatched_compiled",
     "variables_of_summed_gradients",
 ]
+
+
+def unmatched_compiled(model: keras_trainer.TensorFlowTrainer) -> list[Any]:
+    """What `compile` made of metrics and losses, so far as it has not been matched with outputs yet."""
+    compiled = (model._compile_metrics, model._compile_loss)
+    return [each for each in compiled if each is not None and not each.built]
+
+
+def match_anew(compiled: list[Any]) -> None:
+    """Has Keras match metrics and losses with the outputs of the next call.
+
+    Without it: those that Keras has tried without targets lack some in the logs, or fail.
+    """
+    for each in compiled:
+        each.built = False
+        each.metrics.clear()  # A loss has a list of its own; metrics that are not matched have none.
 
 
 class ReplacedLosses:
@@ -278,6 +297,17 @@ def keras_made_dataset() -> bool:
 def keras_made_iterator() -> bool:
     """Whether Keras makes the iterator that `__iter__`, which asks, gives; not a user within a callback."""
     return sys._getframe(2).f_globals.get("__name__") == keras_epoch_iterator.__name__
+
+
+def keras_model_to_build() -> keras_trainer.TensorFlowTrainer | None:
+    """The model that Keras builds before its first step, if it does so in what the function that asks gives.
+
+    Keras does this under strategies only. Without it: models without a `call`, and losses of which only a step knows
+    the targets, train on one device and fail here.
+    """
+    frame = sys._getframe(2)
+    builds = frame.f_code is keras_trainer.TensorFlowTrainer._maybe_symbolic_build.__code__
+    return frame.f_locals["self"] if builds else None
 
 
 def keras_makes_for_comparison() -> bool:

@@ -286,3 +286,113 @@ class LooksAhead(Subclassed):
 def weights_assigned_in_a_step(place):
     model = built(place, make=LooksAhead)
     return outcome(model, fit(model, *data(37)))
+
+
+class Adversarial(keras.Model):
+    """Two models under two optimizers, in a step of its own and without a `call`, as keras.io has its GANs."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.critic = (
+            keras.Sequential([layers.Input((3,)), layers.Dense(4, activation="tanh"), layers.Dense(outputs)])
+            for outputs in (3, 1)
+        )
+
+    def compile(self):
+        super().compile()
+        self.of_generator, self.of_critic = keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, clipnorm=0.1)
+        self.loss_of = keras.losses.BinaryCrossentropy(from_logits=True)
+        self.means = [keras.metrics.Mean(name="generator"), keras.metrics.Mean(name="critic")]
+
+    @property
+    def metrics(self):
+        return self.means
+
+    def train_step(self, data):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        latent, real = x[:, :3], x[:, 3:]
+        ones, replicas = tf.ones([tf.shape(x)[0], 1]), tf.distribute.get_strategy().num_replicas_in_sync
+        with tf.GradientTape() as tape:
+            both = tf.concat([self.critic(self.generator(latent)), self.critic(real)], axis=0)
+            critic_loss = self.loss_of(tf.concat([ones, 0 * ones], axis=0), both)
+        variables = self.critic.trainable_weights
+        self.of_critic.apply_gradients(zip(tape.gradient(critic_loss, variables), variables, strict=True))
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(0 * ones, self.critic(self.generator(latent)))
+        variables = self.generator.trainable_weights
+        self.of_generator.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        for mean, value in zip(self.means, (loss, critic_loss), strict=True):
+            mean.update_state(value * replicas, sample_weight=tf.shape(x)[0])
+        return {mean.name: mean.result() for mean in self.means}
+
+
+@row()
+def adversarial_models_without_a_call(place):
+    with place.scope():
+        model = Adversarial()
+        model.compile()
+    return outcome(model, fit(model, data(33)[0]))
+
+
+class Variational(keras.Model):
+    """A loss that is made in the step, under the optimizer of `compile`; without a `call`."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = keras.Sequential([layers.Input((6,)), layers.Dense(4)])
+        self.decoder = keras.Sequential([layers.Dense(6)])  # which the first step builds
+        self.mean = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self):
+        return [self.mean]
+
+    def train_step(self, x):
+        with tf.GradientTape() as tape:
+            center, log_variance = tf.split(self.encoder(x), 2, axis=1)
+            code = center + tf.exp(0.5 * log_variance) * tf.sin(100 * x[:, :2])
+            losses = tf.reduce_mean((x - self.decoder(code)) ** 2, axis=1)
+            losses += 0.1 * tf.reduce_sum(center**2 + tf.exp(log_variance) - log_variance - 1, axis=1)
+            loss = tf.reduce_mean(losses) / tf.distribute.get_strategy().num_replicas_in_sync
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        self.mean.update_state(losses)
+        return {"loss": self.mean.result()}
+
+
+@row()
+def variational_model_without_a_call(place):
+    with place.scope():
+        model = Variational()
+        model.compile(keras.optimizers.Adam(0.01))
+    return outcome(model, fit(model, data(33)[0]))
+
+
+class Autoencoder(keras.Model):
+    """Has no targets but its input, of which only its steps know; loss and metrics fit nothing else."""
+
+    def train_step(self, data):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = self.compute_loss(x=x, y=[x, x], y_pred=outputs)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return self.compute_metrics(x, [x, x], outputs)
+
+    def test_step(self, data):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        outputs = self(x)
+        self.compute_loss(x=x, y=[x, x], y_pred=outputs)
+        return self.compute_metrics(x, [x, x], outputs)
+
+
+@row()
+def autoencoder_with_losses_of_its_input(place):
+    def make():
+        inputs = layers.Input((6,))
+        code = layers.Dense(3, activation="tanh")(inputs)
+        return Autoencoder(inputs, [layers.Dense(6)(code), layers.Dense(6)(code)])
+
+    model = built(place, make, loss=["mse", "mae"], metrics=[["mae"], ["mse"]])
+    x, _ = data(33)
+    return outcome(model, fit(model, x), evaluated=model.evaluate(x, batch_size=BATCH, verbose=0))
