@@ -19,6 +19,7 @@ from tfdist.faults.board import Board
 from tfdist.faults.leaving import leave_together
 from tfdist.faults.lifelines import Lifelines
 from tfdist.strategies import variables
+from tfdist.strategies.chief_alone import check_in_company
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.launcher import carrier_of
 from tfdist.strategies.communication import policy_of
@@ -110,6 +111,11 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
     def _crosses_border(self):
         return self._num_workers > 1
 
+    def check_in_company(self):
+        """See `ReplicatedExtended.check_in_company`."""
+        if self._num_workers > 1:
+            check_in_company()
+
     @functools.cached_property
     def creations(self):
         """The variables that this worker makes."""
@@ -118,6 +124,7 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
     def _create_variable(self, next_creator, **kwargs):
         if _tf.keras_makes_for_comparison():  # Whoever saves does so alone, and nobody shares what is dropped at once.
             return next_creator(**kwargs)
+        self.check_in_company()
         with self.creations.one_more():
             return super()._create_variable(next_creator, **kwargs)
 

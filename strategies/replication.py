@@ -49,7 +49,9 @@ class ReplicatedStrategy:
         Raises:
           CompiledCollectivesError: If XLA compiles the call, or what `fn` exchanges, and the devices have no compiled
             collectives.
+          ClusterError: If only the chief calls it, in a `ChiefOnly` callback, and there are other workers.
         """
+        self.extended.check_in_company()
         self.extended.check_compiled()
         args = () if args is None else args
         step = keras_steps.keras_step_of(fn, args, kwargs, _tf.calling_trainer())
@@ -75,6 +77,7 @@ class ReplicatedStrategy:
 
     def experimental_distribute_dataset(self, dataset, options=None):
         """Splits `dataset` among the replicas; see `tf.distribute.Strategy.experimental_distribute_dataset`."""
+        self.extended.check_in_company()
         if not _tf.called_by_keras_trainer():
             return super().experimental_distribute_dataset(dataset, options)
         if _tf.keras_made_dataset():
@@ -115,6 +118,7 @@ class ReplicatedStrategy:
             if keras_steps.is_float(local):
                 return local
             axis = None
+        self.extended.check_in_company()
         return super().reduce(reduce_op, value, axis)
 
     @property
@@ -243,6 +247,9 @@ class ReplicatedExtended:
                 f"{type(self._cross_device_ops).__name__}. Leave cross_device_ops out."
             )
         self.communication = Communication(policy, lambda: self._cross_device_ops)
+
+    def check_in_company(self):
+        """Refuses what other workers would have to take part in, if there are any, and they do not."""
 
     def check_compiled(self):
         """Refuses to exchange anything in what XLA compiles, where it cannot."""

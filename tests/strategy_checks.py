@@ -503,6 +503,38 @@ def hooks_run_by(placement):
     return ran
 
 
+def asked_for_on_the_chief_alone(placement):
+    """What a callback of the chief alone is told when it asks for what all workers compute; and what it may compute."""
+    x, answers, messages = np.ones((8, 4), "float32"), [], []
+    with strategy(placement).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=["mae"])
+
+    def made_in_scope():
+        with strategy(placement).scope():
+            return tf.Variable(1.0)
+
+    together = [
+        lambda: model.predict(x, verbose=0),
+        lambda: model.evaluate(x, x[:, :1], verbose=0),
+        lambda: model.predict_on_batch(x),
+        lambda: model.metrics[0].result(),
+        made_in_scope,
+    ]
+
+    class Asks(tfdist.callbacks.ChiefOnly, keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            answers.append(model(x).shape)
+            for ask in together:
+                try:
+                    ask()
+                except tfdist.errors.ClusterError as error:
+                    messages.append(str(error))
+
+    model.fit(x, x[:, :1], verbose=0, callbacks=[Asks()])
+    return len(answers), messages, model.predict(x, verbose=0).shape
+
+
 def two_strategies(kind):
     first, second = getattr(tfdist, kind)(), getattr(tfdist, kind)()
     totals = []

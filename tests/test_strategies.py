@@ -147,6 +147,15 @@ def test_only_the_chief_runs_the_hooks_of_a_callback(pools):
     assert pools("2x1").run(checks.hooks_run_by, "2x1") == [[0, "end"], []]
 
 
+def test_a_callback_of_the_chief_alone_that_asks_for_what_all_compute_is_told_so_at_once(pools):
+    chief, other = pools("2x1").run(checks.asked_for_on_the_chief_alone, "2x1")
+
+    assert chief[0] == 1 and len(chief[1]) == 5
+    assert all("'Asks'" in message and "self.model(x)" in message for message in chief[1])
+    assert other[:2] == (0, [])
+    assert chief[2] == other[2] == (8, 1), "together they may"
+
+
 @pytest.mark.parametrize(
     ("placement", "kind"),
     [

@@ -40,7 +40,7 @@ class TFConfigError(TfdistError, ValueError):
 
 
 class ClusterError(TfdistError, RuntimeError):
-    """The workers of a cluster do not agree, or cannot be started."""
+    """The workers of a cluster do not agree, or cannot be started; or one does alone what all have to do."""
 
 
 class CompiledCollectivesError(TfdistError, ValueError):

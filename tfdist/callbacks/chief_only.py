@@ -6,6 +6,8 @@ from typing import Any
 
 import keras
 
+from tfdist.strategies.chief_alone import on_chief_alone
+
 
 class ChiefOnly:
     """Mixed into a Keras callback, before it in the bases: on workers other than the chief its hooks do nothing.
@@ -13,7 +15,8 @@ class ChiefOnly:
         class Uploader(tfdist.callbacks.ChiefOnly, keras.callbacks.Callback):
             def on_epoch_end(self, epoch, logs=None): ...
 
-    Who is chief says the strategy of the model. Logs are equal on all workers, so the chief's files say it all.
+    Who is chief says the strategy of the model. Logs are equal on all workers, so the chief's files say it all. What
+    all workers compute together, such as `predict`, a hook of the chief alone cannot: it raises `ClusterError`.
     """
 
     _is_chief = True
@@ -38,7 +41,10 @@ class ChiefOnly:
 def _on_chief(hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(hook)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return hook(self, *args, **kwargs) if self._is_chief else None
+        if not self._is_chief:
+            return None
+        with on_chief_alone(f"the callback {type(self).__name__!r}"):
+            return hook(self, *args, **kwargs)
 
     run._on_chief = True  # type: ignore[attr-defined]
     return run
