@@ -166,10 +166,14 @@ class _Weigh:
         if step is None:
             return super().apply(grads, *args, **kwargs)
         before, step.weighs = step.weighs, True
+        exchanges = step.exchanges
         try:
-            return super().apply(grads, *args, **kwargs)
+            result = super().apply(grads, *args, **kwargs)
         finally:
             step.weighs = before
+        if any(grad is not None and i not in scales for i, grad in enumerate(grads)):
+            _check_exchanged(self, step.exchanges - exchanges)
+        return result
 
 
 class _Exchange:
@@ -227,9 +231,21 @@ def _exchange(optimizer: Any, grads: list[Any]) -> list[Any]:
     step = current_step()
     if step is None:  # Outside `strategy.run` there is one copy of everything.
         return grads
+    step.exchanges += 1
     extended = tf.distribute.get_strategy().extended
     of = [variable for variable, grad in zip(step.variables, grads, strict=True) if grad is not None]
     return _to_present(lambda present: extended.exchange_gradients(optimizer, present, of), grads)
+
+
+def _check_exchanged(optimizer: Any, exchanges: int) -> None:
+    """Refuses an optimizer that took gradients and exchanged nothing: each replica would train a model of its own."""
+    if exchanges or tf.executing_eagerly():  # Eagerly some steps only accumulate; a graph has both branches.
+        return
+    raise ValueError(
+        f"An optimizer must exchange gradients with the other replicas, but `apply` of {optimizer.name!r} updated the "
+        "weights by those of its own replica, so that replicas would drift apart. Override `update_step` instead, or "
+        "sum gradients in `apply` by `tf.distribute.get_replica_context().all_reduce('SUM', grads)`."
+    )
 
 
 def decides_for_all(scaler: keras.optimizers.LossScaleOptimizer) -> bool:

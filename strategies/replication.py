@@ -344,6 +344,8 @@ class ReplicatedExtended:
         if self._num_replicas_in_sync > 1:
             _check_loss_scaling()
         step = steps.current_step()
+        if step is not None and not step.in_own_exchange:
+            step.exchanges += 1
         of = _tf.variables_of_summed_gradients()
         # Of an optimizer that the model does not hold, which nobody has told of unequal rows.
         if of and step is not None and step.share is not None and not step.weighs and not step.weights_loss:

@@ -23,6 +23,7 @@ class Step:
       statistics: Variables of layer statistics that the step has assigned, in order, without repeats.
       weights_loss: Whether the optimizer's loss is weighted by `share`, and not gradients as they are applied.
       weighs: Whether an optimizer under way has weighted its gradients by `share` already.
+      exchanges: How many exchanges of optimizers and of the user's code have been begun.
       in_own_exchange: Whether the step itself exchanges something, in which no gradients are.
       variables: Those that an optimizer is about to update, in the order of its gradients.
       share: The weight of this replica's mean in the mean over the global batch, float32 []; 1 for equal shares.
@@ -39,6 +40,7 @@ class Step:
         self.variables: list[Any] = []
         self.share: tf.Tensor | None = None
         self.weighs = False
+        self.exchanges = 0
         self.in_own_exchange = False
         self.clock: Clock | None = None
         self.results: list[Any] = []

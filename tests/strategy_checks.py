@@ -384,7 +384,23 @@ def _loss_scaling(placement):
     train()
 
 
+class Alone(keras.optimizers.Optimizer):
+    """Updates by itself, and forgets that there are other replicas."""
+
+    def apply(self, grads, trainable_variables=None):
+        for gradient, variable in zip(grads, trainable_variables, strict=True):
+            variable.assign_sub(0.1 * gradient)
+
+
+def _optimizer_alone(placement):
+    with strategy(placement).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile(Alone(0.1), "mse")
+    model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+
+
 mistakes = {
+    "optimizer that exchanges nothing": _optimizer_alone,
     "loss scaling": _loss_scaling,
     "jit_compile": _compiled,
     "jit_compile of a function": _compiled_function,

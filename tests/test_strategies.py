@@ -198,6 +198,7 @@ def test_deterministic_operations_alone_suffice():
         ("metric outside scope", "ScopeError", "its metrics must be made inside"),
         ("compression", "ValueError", "'powersgd'"),
         ("loss scaling", "LossScaleError", "strategy.distributed_optimizer"),
+        ("optimizer that exchanges nothing", "ValueError", "`update_step`"),
     ],
 )
 def test_a_mistake_is_named_on_every_worker(placement, mistake, error, words, pools):
