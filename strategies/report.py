@@ -195,7 +195,7 @@ def _mark(clock, which, seen):
 def _in_order(function):
     def call_and_tell_time(value):
         function(value)
-        return time.time()
+        return np.float64(time.time())  # Of a Python number TensorFlow makes a float32, if functions run eagerly.
 
     @tf.function
     def call(clock, value):

@@ -39,6 +39,7 @@ MODES = {
     "mixed_float16": {"policy": "mixed_float16"},
     "mixed_bfloat16": {"policy": "mixed_bfloat16"},
     "eager": {"run_eagerly": True},
+    "functions_eagerly": {},
 }
 BATCH = 12
 
@@ -84,7 +85,11 @@ def train(placement, codec, mode="plain", epochs=5):
     strategy = strategy_of(placement, policy(codec))
     model = build(strategy, **MODES[mode])
     x, y = data()
-    history = model.fit(x, y, batch_size=BATCH, epochs=epochs, verbose=0, shuffle=False).history
+    tf.config.run_functions_eagerly(mode == "functions_eagerly")
+    try:
+        history = model.fit(x, y, batch_size=BATCH, epochs=epochs, verbose=0, shuffle=False).history
+    finally:
+        tf.config.run_functions_eagerly(False)
     traffic = strategy.communication.traffic()
     return outcome(model, history) | {"sent_bytes": traffic.sent_bytes, "raw_bytes": traffic.raw_bytes}
 

@@ -91,9 +91,12 @@ def test_devices_are_the_rehearsal_of_workers(workers, devices, mixture, trained
     ("placement", "codec", "mode"),
     [
         ("1x2", "others", "steps_per_execution"),
-        *(("1x2", "int8", mode) for mode in ("accumulation", "mixed_float16")),
+        *(("1x2", "int8", mode) for mode in ("accumulation", "mixed_float16", "functions_eagerly")),
         # Of these, `run_eagerly` above and mixed_float16 are.
-        *(pytest.param("1x2", "others", mode, marks=pytest.mark.exhaustive) for mode in ("eager", "mixed_bfloat16")),
+        *(
+            pytest.param("1x2", "others", mode, marks=pytest.mark.exhaustive)
+            for mode in ("eager", "functions_eagerly", "mixed_bfloat16")
+        ),
         *(
             pytest.param("2x2", "int8", mode, marks=pytest.mark.exhaustive)
             for mode in ("accumulation", "mixed_float16")

@@ -131,7 +131,10 @@ class Exchange(tf.Module):
                 autograph=False,
                 reduce_retracing=True,
             )
-        return self._function(gradients, done)
+        function = self._function
+        if tf.config.functions_run_eagerly():  # One after another in Python, replicas would wait for each other.
+            function = function.get_concrete_function(gradients, done)
+        return function(gradients, done)
 
     def release(self) -> None:
         """Frees what is kept; nobody exchanges by it again."""
