@@ -11,6 +11,9 @@ _CARRIERS = {
     **dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
     tf.uint32: tf.int64,
 }
+# What no type that collectives know holds: gathered as it lies in memory.
+_AS_BITS = (tf.uint64, tf.complex64, tf.complex128)
+_BYTES = [bytes([byte]) for byte in range(256)]
 
 
 def carrier_of(dtype: tf.DType | None) -> tf.DType | None:
@@ -60,8 +63,23 @@ class Launcher(_tf.CollectiveReplicaLauncher):
 
     def _all_gather(self, input_tensor, options):
         dtype = input_tensor.dtype
+        if dtype == tf.string:
+            return self._all_gather_strings(input_tensor, options)
+        if dtype in _AS_BITS:
+            bits = super()._all_gather(tf.bitcast(input_tensor, tf.int64), options)
+            return tf.bitcast(bits, dtype)
         carrier = carrier_of(dtype) or dtype
         return tf.cast(super()._all_gather(tf.cast(input_tensor, carrier), options), dtype)
+
+    def _all_gather_strings(self, strings, options):
+        """Gathers strings as bytes, filled up to the longest of all replicas, and their lengths."""
+        lengths = tf.strings.length(strings)
+        longest = self._all_gather(tf.reduce_max(tf.reshape(lengths, [-1]), keepdims=True), options)
+        longest = tf.maximum(tf.reduce_max(longest), 1)  # None are as the least number.
+        filled = self._all_gather(tf.io.decode_raw(strings, tf.uint8, fixed_length=longest), options)
+        joined = tf.strings.reduce_join(tf.gather(_BYTES, tf.cast(filled, tf.int32)), axis=-1)
+        lengths = self._all_gather(lengths, options)
+        return tf.strings.substr(joined, tf.zeros_like(lengths), lengths)
 
     def all_gather_rows(self, tensor: tf.Tensor, options) -> tf.Tensor:
         """Joins tensors of equal shape along their first axis: [n, ...] -> [replicas * n, ...]."""

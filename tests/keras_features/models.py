@@ -296,6 +296,33 @@ def predict_other_than_rows(place):
     return outcome(model, predicted=model.predict(data(33)[0], batch_size=BATCH, verbose=0))
 
 
+class OfManyTypes(Subclassed):
+    """Its outputs are of types that no collective takes."""
+
+    words = ("", "one", "two \N{GREEK SMALL LETTER BETA}", "and a much longer one")
+
+    def call(self, x):
+        x = super().call(x)
+        which = tf.cast(tf.reduce_sum(tf.cast(x > 0, tf.int32), axis=1), tf.uint64)
+        pair = tf.complex(x[:, :1], x[:, 1:2])
+        return {
+            "words": tf.gather(tf.constant(self.words), tf.cast(which, tf.int32))[:, None],
+            "pairs": pair,
+            "wide": tf.cast(pair, tf.complex128),
+            "large": which + tf.constant(2**63, tf.uint64),
+        }
+
+
+@row()
+def predict_words_and_other_types(place):
+    with place.scope():
+        model = OfManyTypes()
+    outputs = model.predict(data(33)[0], batch_size=BATCH, verbose=0)
+    pairs = {name: np.stack([outputs[name].real, outputs[name].imag]) for name in ("pairs", "wide")}
+    words = [OfManyTypes.words.index(word.decode()) for word in outputs["words"][:, 0]]
+    return outcome(model, words=words, large=(outputs["large"] - np.uint64(2**63)).astype(int), **pairs)
+
+
 class Halves(layers.Layer):
     def call(self, x):
         return tf.reshape(x, [-1, x.shape[1] // 2])
