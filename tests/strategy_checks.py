@@ -179,7 +179,8 @@ def only_chief_saves(placement, folder, in_scope):
         model.compile("adam", "mse", metrics=["mae"])
         if not in_scope:
             stack.close()
-        model.fit(x, x[:, :1], verbose=0, callbacks=[tfdist.callbacks.ModelCheckpoint(path("in_fit.keras"))])
+        in_fit = tfdist.callbacks.ModelCheckpoint(path("in_fit.keras")), tfdist.callbacks.TensorBoard(path("board"))
+        model.fit(x, x[:, :1], verbose=0, callbacks=in_fit)
         if tfdist.cluster.is_chief():
             model.save(path("model.keras"))
             model.save_weights(path("model.weights.h5"))

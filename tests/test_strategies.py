@@ -50,7 +50,7 @@ def test_saved_files_are_the_same_whichever_worker_saves(pools, tmp_path):
 def test_the_chief_may_save_alone(in_scope, pools, tmp_path):
     pools("2x1").run(checks.only_chief_saves, "2x1", str(tmp_path), in_scope)
 
-    saved = {"in_fit.keras", "model.keras", "model.weights.h5", "exported"}
+    saved = {"in_fit.keras", "board", "model.keras", "model.weights.h5", "exported"}
     assert {path.name for path in tmp_path.iterdir()} == saved
 
 
