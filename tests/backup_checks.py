@@ -219,7 +219,7 @@ def train(
             if compiled_anew and number:
                 for each in broken:
                     each.before = int(keras.ops.convert_to_numpy(model.optimizer.iterations))
-                with strategy.scope():
+                with strategy.scope() if strategy else contextlib.nullcontext():
                     model.compile(keras.optimizers.Adam(0.02), model.loss, metrics=["accuracy"])
             seen = []
             callbacks, count = callbacks_of(directory, position, broken, monitors, seen, **options)

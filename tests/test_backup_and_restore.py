@@ -141,9 +141,14 @@ def test_a_fit_that_is_done_is_passed_over_with_the_state_of_its_end(position, p
     assert resumed["counts"] == unbroken["counts"]
 
 
-def test_a_fit_whose_end_was_not_kept_is_passed_over_with_the_state_of_the_next(pools, tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"compiled_anew": True, "save_freq": 3, "model": {"optimizer": "sgd", "steps": 2}}],
+    ids=["compiled once", "compiled anew"],
+)
+def test_a_fit_whose_end_was_not_kept_is_passed_over_with_the_state_of_the_next(options, pools, tmp_path):
     check, directory = checks.broken_off_in_the_second_fit, str(tmp_path / "backup")
-    resumed, unbroken = pools("single").run(check, directory)[0]
+    resumed, unbroken = pools("single").run(check, directory, **options)[0]
     assert resumed["between"][0] != unbroken["between"][0]
     assert_equal(resumed, {**unbroken, "between": resumed["between"]})
 

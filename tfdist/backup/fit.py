@@ -158,7 +158,7 @@ class FitBackup(keras.callbacks.Callback):
         try:
             self._check_place(chosen["holder"])
             if commit is not None:
-                self._loaded = load(commit, self.model, self._agreement)
+                self._loaded = load(commit, self.model, self._agreement, self._process.finished)
                 self._check_epoch()
         except (BackupError, OSError) as error:
             fault = f"worker {self._agreement.own} on {socket.gethostname()}: {error}"
@@ -225,7 +225,7 @@ class FitBackup(keras.callbacks.Callback):
 
     def _apply(self) -> None:
         assert self._loaded is not None
-        self._loaded.give_back(self.model, self._agreement, self._states, self._positions, self._process.finished)
+        self._loaded.give_back(self.model, self._agreement, self._states, self._positions)
 
     def _take_position(self) -> None:
         """Lets `fit` begin at the epoch of the commit."""
@@ -250,7 +250,7 @@ class FitBackup(keras.callbacks.Callback):
         if self._stands_in:
             tell(
                 "Restored %s, of fit %d of this program, and fit %d passed over: no backup of its end was kept, so "
-                "what comes before fit %d sees the model as it was later. delete_checkpoint=False keeps them.",
+                "what comes before fit %d sees the weights as they were later. delete_checkpoint=False keeps them.",
                 *(path, plain["fit"] + 1, number + 1, plain["fit"] + 1),
             )
         else:

@@ -31,6 +31,7 @@ class Loaded:
       shared: Arrays that all workers share.
       parts: This worker's, or all if there were others.
       is_alike: Whether it was made by as many workers and replicas as there are now.
+      finished: How many times this process has fitted before.
     """
 
     commit: Commit
@@ -38,6 +39,7 @@ class Loaded:
     shared: Mapping[str, np.ndarray]
     parts: list[Part]
     is_alike: bool
+    finished: int
 
     def give_back(
         self,
@@ -45,21 +47,22 @@ class Loaded:
         agreement: Agreement,
         states: CallbackStates,
         positions: Positions,
-        finished: int,
     ) -> None:
-        """Gives back everything that is saved.
+        """Gives back everything that is saved; of a later `fit`, what this one may have alike.
 
         Args:
           model: That trains.
           agreement: Of the workers that there are now.
           states: Of the callbacks.
           positions: In the data.
-          finished: How many times this process has fitted before.
         """
         strategy = model.distribute_strategy
         everyone = [arrays for arrays, _ in self.parts]
         variables.make_random(self.plain["variables"], strategy)
         slots = variables.slots_of(model)
+        is_of_later_fit = self.plain["fit"] > self.finished
+        if is_of_later_fit:  # whose optimizer and metrics may be others, and come back there
+            slots = [slot for slot in slots if slot.key.startswith(("weight/", "random/"))]
         variables.restore(
             slots, self.plain["variables"], self.shared, everyone, is_alike=self.is_alike, is_first=agreement.is_chief
         )
@@ -67,8 +70,8 @@ class Loaded:
         if self.is_alike:
             random.setstate(decode(own["python_random"], []))
             np.random.set_state(decode(own["numpy_random"], [arrays["numpy_random"]]))
-        if self.plain["fit"] > finished:
-            history = self.plain["histories"][finished]
+        if is_of_later_fit:
+            history = self.plain["histories"][self.finished]
             states.restore({name: {key: apart(own) for key, own in kept.items()} for name, kept in history.items()})
         else:
             positions.restore(self.plain["shardings"])  # Of a later `fit` they may be other shardings.
@@ -86,16 +89,20 @@ class Loaded:
             residuals.redistribute(communication, optimizers, [_prefixed(part, "pending/") for part in parts])
 
 
-def load(commit: Commit, model: keras.Model, agreement: Agreement) -> Loaded:
+def load(commit: Commit, model: keras.Model, agreement: Agreement, finished: int) -> Loaded:
     """Reads a commit and compares it with the model.
+
+    One of a later `fit` than that of now, which is the one after `finished`, may be of a model that was compiled anew.
 
     Raises:
       BackupError: If it is of another model or optimizer, or begins where this model cannot; if a file is damaged.
     """
     shared, plain = read_part(commit, "state")
-    variables.check_same(variables.slots_of(model), plain["variables"], commit.path)
+    is_of_later_fit = plain["fit"] > finished
+    kinds = ("weight/",) if is_of_later_fit else ("weight/", "optimizer/")
+    variables.check_same(variables.slots_of(model), plain["variables"], commit.path, kinds)
     steps = model.steps_per_execution
-    if plain["batch"] % steps:
+    if plain["batch"] % steps and not is_of_later_fit:
         raise BackupError(
             f"The backup {commit.path} was made after batch {plain['batch']} of an epoch, where "
             f"steps_per_execution={steps} cannot begin. Compile with {plain['steps_per_execution']}, as before."
@@ -109,7 +116,7 @@ def load(commit: Commit, model: keras.Model, agreement: Agreement) -> Loaded:
         parts = [
             ({**arrays, **read_part(commit, f"late-{worker}")[0]}, own) for worker, (arrays, own) in enumerate(parts)
         ]
-    return Loaded(commit, plain, shared, parts, is_alike)
+    return Loaded(commit, plain, shared, parts, is_alike, finished)
 
 
 def _prefixed(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:

@@ -109,15 +109,16 @@ def capture(slots: Sequence[Slot]) -> tuple[dict[str, tf.Tensor], dict[str, tf.T
     return shared, own
 
 
-def check_same(slots: Sequence[Slot], described: Mapping[str, Sequence[Any]], path: str) -> None:
-    """Compares weights and optimizer with those of a backup.
+def check_same(
+    slots: Sequence[Slot], described: Mapping[str, Sequence[Any]], path: str, kinds: tuple[str, ...]
+) -> None:
+    """Compares the variables of some kinds, such as "weight/", with those of a backup.
 
     Raises:
       BackupError: If one differs.
     """
-    passing = ("metric/", "random/")
-    here = {slot.key: slot.described for slot in slots if not slot.key.startswith(passing)}
-    there = {key: list(value) for key, value in described.items() if not key.startswith(passing)}
+    here = {slot.key: slot.described for slot in slots if slot.key.startswith(kinds)}
+    there = {key: list(value) for key, value in described.items() if key.startswith(kinds)}
     for key in [*here, *there]:
         if here.get(key) != there.get(key):
             raise BackupError(

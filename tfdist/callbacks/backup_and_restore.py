@@ -45,7 +45,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     - Several fits in a program, with one `backup_dir` and `delete_checkpoint=False` for all but the last: those that
       are done are passed over at a restart, each with the state of its end, which code that comes between them sees
       again. That takes a commit for each, besides those of `keep`. Without `delete_checkpoint=False` that code sees the
-      state of the fit that was under way. For another model use another `backup_dir`.
+      weights of the fit that was under way, for which the model may be compiled anew. For another model use another
+      `backup_dir`.
 
     Args:
       backup_dir: A folder for this job alone, or another path that `tf.io.gfile` knows, such as `gs://…`, as a string.
