@@ -106,6 +106,16 @@ class PerClass(keras.metrics.Metric):
         return self._rows + 0.0
 
 
+class Rows(keras.utils.PyDataset):
+    """The data, of which Keras shuffles the batches."""
+
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, batch):
+        return tuple(each[batch * BATCH : (batch + 1) * BATCH] for each in data())
+
+
 def make_strategy(placement, compressed):
     """A new one each time, as in a new process: what codecs keep belongs to a strategy."""
     make = tfdist.MirroredStrategy if placement.startswith("1x") else tfdist.MultiWorkerMirroredStrategy
@@ -163,6 +173,8 @@ def inputs(kind, strategy):
         return {"x": x, "y": y, "batch_size": BATCH}
     if kind == "unshuffled":
         return {"x": x, "y": y, "batch_size": BATCH, "shuffle": False}
+    if kind.startswith("PyDataset"):
+        return {"x": Rows(), **({"steps_per_epoch": STEPS // 2} if "shorter" in kind else {})}
     dataset = tf.data.Dataset.from_tensor_slices((x, y))
     if kind == "dataset":
         return {"x": dataset.shuffle(50, seed=1, reshuffle_each_iteration=False).batch(BATCH)}

@@ -51,6 +51,9 @@ ROWS = {
     "endless dataset, epochs": {"breaks": [8, 19], "save_freq": "epoch", "data_kind": "endless"},
     "epochs shorter than the data": {"breaks": [4, 8, 10], "save_freq": 2, "data_kind": "known"},
     "epochs shorter than the data, epochs": {"breaks": [5, 8, 10], "save_freq": "epoch", "data_kind": "known"},
+    "PyDataset": {"breaks": [5, 9, 11, 15], "save_freq": 4, "data_kind": "PyDataset"},
+    "PyDataset, epochs": {"breaks": [8, 10], "save_freq": "epoch", "data_kind": "PyDataset of shorter epochs"},
+    "PyDataset, epochs shorter": {"breaks": [5, 8, 11], "save_freq": 2, "data_kind": "PyDataset of shorter epochs"},
     "metric that is a vector": {"breaks": [8, 11], "save_freq": 3, "model": {"vectors": True}},
     "train function made anew": {"breaks": [15], "save_freq": 4, "data_kind": "endless", "anew": True},
     "unseeded noise": {"breaks": [9, 15], "save_freq": 4, "model": {"noise": True}},
@@ -62,7 +65,14 @@ ROWS = {
 
 
 SOME_ROWS = [
-    *("steps", "monitors, steps", "endless dataset", "epochs shorter than the data", "metric that is a vector"),
+    *(
+        "steps",
+        "monitors, steps",
+        "PyDataset",
+        "endless dataset",
+        "epochs shorter than the data",
+        "metric that is a vector",
+    ),
 ]
 
 

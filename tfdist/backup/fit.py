@@ -1,9 +1,9 @@
 """One `fit` that is backed up: what a commit says of it, and how a new `fit` takes it up."""
 
 import dataclasses
+import functools
 import math
 import os
-import random
 import secrets
 import socket
 import time
@@ -14,7 +14,7 @@ import numpy as np
 from absl import logging
 
 from tfdist import _tf
-from tfdist.backup import residuals, variables
+from tfdist.backup import random_states, residuals, variables
 from tfdist.backup.agreement import Agreement
 from tfdist.backup.callbacks import CallbackStates
 from tfdist.backup.files import is_remote
@@ -100,6 +100,7 @@ class FitBackup(keras.callbacks.Callback):
         self._logs: Any = None
         self._epoch = self._batch = 0
         self._counted: CountedSteps | None = None
+        self._random_of_input: Any = None
         self._asked_to_stop = False
 
     # -- the beginning
@@ -261,6 +262,10 @@ class FitBackup(keras.callbacks.Callback):
         self.model._initial_epoch = None
         self._has_trained = True
         self._epoch, self._batch = epoch, 0
+        counted = self._count_steps()
+        # Before Keras makes an iterator: it shuffles the batches of a PyDataset by Python's random numbers.
+        if counted is None or counted.iterator is None or self._begins_anew(counted):
+            self._random_of_input = random_states.capture()
         if self._loaded is None:
             self._positions.begin_epoch()
             return
@@ -269,13 +274,13 @@ class FitBackup(keras.callbacks.Callback):
             self._apply()  # the other callbacks have begun the epoch a second time, `fit` has reset the metrics
         self._positions.begin_epoch(plain["shardings"])
         reads = not self._positions.continues(plain["shardings"])
-        counted = self._count_steps()
         if (plain["batch"] or plain["consumed"]) and counted is not None:
+            present = self._begin_input_as_before() if reads else None
             lacking = variables.missing(variables.slots_of(self.model), plain["variables"])
             counted.pass_over(
                 plain["batch"],
                 plain["consumed"] - plain["batch"] if reads else 0,
-                self._count_as_seen,
+                functools.partial(self._end_reading_ahead, present),
                 reads=reads,
                 runs_last=bool(lacking) and reads,
                 logs=decode(*apart(plain["logs"])),
@@ -286,7 +291,22 @@ class FitBackup(keras.callbacks.Callback):
         else:
             self._loaded = None
 
-    def _count_as_seen(self, batches: int) -> None:
+    def _begin_input_as_before(self) -> Any:
+        """Lets Keras draw the numbers that it drew for the input that is now read again.
+
+        Returns:
+          The random states of the present, if they were replaced.
+        """
+        assert self._loaded is not None
+        if self._loaded.random_of_input is None:
+            return None
+        present, self._random_of_input = random_states.capture(), self._loaded.random_of_input
+        random_states.restore(self._random_of_input)
+        return present
+
+    def _end_reading_ahead(self, present: Any, batches: int) -> None:
+        if present is not None:
+            random_states.restore(present)
         if self._input.epochs is not None:
             _tf.count_as_seen(self._input.epochs, batches)
 
@@ -378,16 +398,14 @@ class FitBackup(keras.callbacks.Callback):
         for callback, attributes in callbacks.items():
             for key, (_, arrays) in attributes.items():
                 own_arrays.update({f"callbacks/{callback}/{key}/{i}": array for i, array in enumerate(arrays)})
-        numpy_random: list[np.ndarray] = []
         own_plain = {
             "callbacks": {
                 callback: {key: [node, len(arrays)] for key, (node, arrays) in attributes.items()}
                 for callback, attributes in callbacks.items()
             },
-            "python_random": encode(random.getstate(), []),
-            "numpy_random": encode(np.random.get_state(), numpy_random),
+            "random": random_states.capture(),
+            "random_of_input": self._random_of_input,
         }
-        own_arrays["numpy_random"] = numpy_random[0].copy()
         # By steps; an epoch's end may be saved after its last step.
         self._process.number = max(self._process.steps, self._process.number + 1)
         self._saver.save(
@@ -405,12 +423,14 @@ class FitBackup(keras.callbacks.Callback):
             )
         )
 
+    def _begins_anew(self, counted: CountedSteps) -> bool:
+        """Whether an epoch that begins now reads from a new iterator; at the end of its input Keras begins it anew."""
+        return self._input.epochs is None or not _tf.goes_on_with(self._input.epochs, counted.iterator)
+
     def _position(self) -> dict[str, Any]:
         function, consumed = self.model.train_function, 0
         if isinstance(function, CountedSteps):
-            # At the end of its input Keras begins it anew.
-            begins_anew = self._input.epochs is None or not _tf.goes_on_with(self._input.epochs, function.iterator)
-            consumed = 0 if not self._batch and begins_anew else function.consumed
+            consumed = 0 if not self._batch and self._begins_anew(function) else function.consumed
         return {
             "fit": self._process.finished,
             "steps": self._process.steps,

@@ -1,17 +1,16 @@
 """A commit that has been read, and how it is given back to a model, its callbacks and its data."""
 
 import dataclasses
-import random
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
 
-from tfdist.backup import residuals, variables
+from tfdist.backup import random_states, residuals, variables
 from tfdist.backup.agreement import Agreement
 from tfdist.backup.callbacks import CallbackStates
-from tfdist.backup.plain import apart, decode
+from tfdist.backup.plain import apart
 from tfdist.backup.positions import Positions
 from tfdist.backup.saver import read_part
 from tfdist.backup.store import Commit
@@ -68,8 +67,7 @@ class Loaded:
         )
         arrays, own = self.parts[agreement.own if not self.is_alike and agreement.own < len(self.parts) else 0]
         if self.is_alike:
-            random.setstate(decode(own["python_random"], []))
-            np.random.set_state(decode(own["numpy_random"], [arrays["numpy_random"]]))
+            random_states.restore(own["random"])
         if is_of_later_fit:
             history = self.plain["histories"][self.finished]
             states.restore({name: {key: apart(own) for key, own in kept.items()} for name, kept in history.items()})
@@ -77,6 +75,11 @@ class Loaded:
             positions.restore(self.plain["shardings"])  # Of a later `fit` they may be other shardings.
             states.restore(_callback_states(own["callbacks"], arrays))
             self._restore_residuals(model, everyone)
+
+    @property
+    def random_of_input(self) -> Any:
+        """The random states with which the input at hand was begun; `None` if that was another worker's part of it."""
+        return self.parts[0][1]["random_of_input"] if self.is_alike else None
 
     def _restore_residuals(self, model: keras.Model, parts: list[Mapping[str, np.ndarray]]) -> None:
         communication = getattr(model.distribute_strategy, "communication", None)

@@ -26,7 +26,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     - Data: `tfdist.data.BalancedSharding` continues at once. Of any other input, the batches of the epoch that were
       trained on (under `steps_per_epoch`: all of the fit) are read and dropped. A `tf.data` pipeline that shuffles anew
       in each epoch counts epochs from the start of the process: it is exact only within its first epoch, or if it does
-      not end (`.repeat()` with `steps_per_epoch`). Arrays come in the same order if a seed is set.
+      not end (`.repeat()` with `steps_per_epoch`). Arrays come in the same order if a seed is set, and so do
+      the batches of a `keras.utils.PyDataset`, also with workers of its own; one that draws an order itself does so in
+      its `on_epoch_begin`, by Python's or NumPy's global random numbers: what its `on_epoch_end` draws is not repeated.
     - Each commit is a folder `step-<n>`, whole or not at all; its files are compared with their SHA-256 before they
       count, and a damaged one is skipped, with a warning, for the one before.
     - A step that saves hands its variables over in microseconds; a thread copies and writes them, which takes the
