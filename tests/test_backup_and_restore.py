@@ -259,6 +259,36 @@ def test_collections_of_callbacks_are_saved_and_a_warning_tells_what_cannot_be(c
     assert "Collects" in told and "'events'" in told, "once; a file that is opened is no state"
 
 
+class InPlace(keras.callbacks.Callback):
+    """Changes arrays in place, small and large, and leaves others as they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.many, self.large = np.zeros(10), [np.zeros(2), {"a": np.zeros(3)}], np.zeros(1 << 18)
+        self.same, self.large_same, self.scalar = np.full(2, np.nan), np.ones(1 << 18), np.float32(1)
+
+    def train(self):
+        for array in (self.seen, self.many[0], self.many[1]["a"], self.large):
+            array[-1] += 1
+
+
+def test_arrays_that_a_callback_changes_in_place_are_saved_and_no_others():
+    callback, again = InPlace(), InPlace()
+    states, restored = callbacks.CallbackStates([callback], None), callbacks.CallbackStates([again], None)
+    at_start = states.capture()
+    callback.train()
+    captured = states.capture()
+    (of_one,) = captured.values()
+    assert sorted(of_one) == ["large", "many", "seen"]
+    for _ in range(2):
+        again.train()
+        restored.restore(captured)
+        for name in vars(callback):
+            np.testing.assert_equal(getattr(again, name), getattr(callback, name))
+    restored.restore(at_start)
+    assert again.seen[-1] == again.many[1]["a"][-1] == 0
+
+
 def strategy_of_workers(workers, own=0):
     spec = tf.train.ClusterSpec({"chief": ["a:1"], "worker": [f"b{i}:1" for i in range(workers - 1)]})
     extended = types.SimpleNamespace(_num_workers=workers, _id_in_cluster=own, _cluster_spec=spec)

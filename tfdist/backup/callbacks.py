@@ -1,5 +1,6 @@
 """The state of the other callbacks of a `fit`: what a list holds, what of it changes, how it is given back."""
 
+import hashlib
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
@@ -11,6 +12,10 @@ from absl import logging
 from tfdist.backup.plain import decode, encode
 
 Plain = tuple[Any, list[np.ndarray]]  # what `encode` gives
+Digest = tuple[Any, ...]
+Start = tuple[Any, list[np.ndarray | Digest]]  # the same, but of large arrays digests
+
+_COPIED_BYTES = 1 << 20
 
 _NOT_STATE = ("_model", "params", "_is_tracing", "_writers")  # Two of TensorBoard's: profile and files of one process.
 
@@ -19,11 +24,12 @@ class CallbackStates:
     """The plain attributes of callbacks, as far as training changes them.
 
     What is told to `__init__` of a callback and stays so is not saved: a restarted script may say it anew. A callback
-    with both `get_state` and `set_state` says itself what its state is: plain values, see `encode`. An array that is
-    there from the start and changed in place is not noticed. Variables, lists, deques, dicts and sets are given back in
-    place. Of what could be saved at the start, and later not, a warning tells once.
+    with both `get_state` and `set_state` says itself what its state is: plain values, see `encode`. Variables, lists,
+    deques, dicts and sets are given back in place. Of what could be saved at the start, and later not, a warning tells
+    once.
 
-    Make it when all callbacks have begun.
+    Make it when all callbacks have begun. Keeps copies of arrays up to 1 MiB; larger ones cost a look at all of their
+    bytes with each `capture`, and where training has not changed them a restart leaves them as it finds them.
 
     Args:
       callbacks: All but those that back up.
@@ -34,9 +40,9 @@ class CallbackStates:
     def __init__(self, callbacks: Sequence[keras.callbacks.Callback], former: Optional["CallbackStates"]):
         self._callbacks = dict(_named(callbacks))
         # By identity: a callback need not be hashable.
-        known: dict[int, dict[str, Plain]] = former._starts if former else {}
-        self._starts: dict[int, dict[str, Plain]] = {
-            id(callback): known.get(id(callback)) or dict(_attributes(callback))
+        known: dict[int, dict[str, Start]] = former._starts if former else {}
+        self._starts: dict[int, dict[str, Start]] = {
+            id(callback): known.get(id(callback)) or {key: _kept(own) for key, own in _attributes(callback)}
             for callback in self._callbacks.values()
         }
         self._at_start = {name: self._starts[id(callback)] for name, callback in self._callbacks.items()}
@@ -77,8 +83,9 @@ class CallbackStates:
             if name not in captured:
                 continue
             now = dict(_attributes(callback))  # Without what the new process has opened meanwhile, as a progress bar.
-            at_start = {key: own for key, own in self._at_start[name].items() if key in now}
-            state = {key: decode(*own) for key, own in {**at_start, **captured[name]}.items()}
+            at_start = {key: _copied(own) for key, own in self._at_start[name].items() if key in now}
+            known = {**at_start, **captured[name]}
+            state = {key: decode(*own) for key, own in known.items() if own is not None}
             if _speaks_for_itself(callback):
                 if "state" in state:
                     callback.set_state(state["state"])
@@ -104,12 +111,30 @@ def _give_back(attributes: dict[str, Any], key: str, value: Any) -> None:
         attributes[key] = value
 
 
-def _is_same(now: Plain, start: Plain | None) -> bool:
-    """Whether nothing has changed. Arrays are the same if they are the same objects, which costs nothing to see."""
-    if start is None:
+def _kept(now: Plain) -> Start:
+    """What does not change when its arrays do."""
+    node, arrays = now
+    return node, [np.array(array) if array.nbytes <= _COPIED_BYTES else _digest(array) for array in arrays]
+
+
+def _copied(start: Start) -> Plain | None:
+    """A start of which all arrays were copied."""
+    node, arrays = start
+    copies = [array for array in arrays if isinstance(array, np.ndarray)]
+    return (node, copies) if len(copies) == len(arrays) else None
+
+
+def _is_same(now: Plain, start: Start | None) -> bool:
+    """Whether nothing has changed."""
+    if start is None or now[0] != start[0] or len(now[1]) != len(start[1]):
         return False
-    same_arrays = len(now[1]) == len(start[1]) and all(a is b for a, b in zip(now[1], start[1], strict=True))
-    return now[0] == start[0] and same_arrays
+    digests = [_digest(kept) if isinstance(kept, np.ndarray) else kept for kept in start[1]]
+    return [_digest(array) for array in now[1]] == digests
+
+
+def _digest(array: np.ndarray) -> Digest:
+    content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return array.dtype.name, array.shape, hashlib.sha256(content.data).digest()
 
 
 def _named(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, keras.callbacks.Callback]]:
