@@ -83,11 +83,12 @@ def on_one_of_many(called, reports):
     @tf.autograph.experimental.do_not_convert
     def on_replica(data):
         with steps.running(steps.count_rows(data), model) as step:
+            local = _tf.get_current_replica_id_as_int()
             if name != "train_step":
+                reports.clock(local).evaluates(data)
                 logs = fn(steps.at_least_one_row(data, step.rows))
                 return _average_statistics(step, metrics.global_results(model, logs, step))
-            context = tf.distribute.get_replica_context()
-            replica, local = context.replica_id_in_sync_group, _tf.get_current_replica_id_as_int()
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             step.clock = reports.clock(local)
             data = step.clock.begin(data)
             step.exchange_rows()
@@ -107,9 +108,10 @@ def on_the_only(called, reports):
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(data):
-        if name != "train_step":
-            return fn(data)
         clock = reports.clock(0)
+        if name != "train_step":
+            clock.evaluates(data)
+            return fn(data)
         data = clock.begin(data)
         with steps.running(None) as step, optimizers.viewed_optimizers(model, optimizers.noting):
             step.clock = clock

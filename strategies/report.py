@@ -25,6 +25,7 @@ BEGIN, LOSS, SHARE, GRADIENTS, END = range(5)
 # number that a moment waits for is read, into this place, so that it stays what it is. Of several the first: LOSS waits
 # for one, and of GRADIENTS most are no numbers.
 _SEEN = 5
+_EVALUATED = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +108,15 @@ class StepReports:
         "input" is all that is outside of a step: data, callbacks, validation. May be called in any thread.
         """
         number = self.latest.number if self.latest else 0
-        begin, _, _, gradients, end, _ = self._clocks[0].times.numpy()
+        begin, _, _, gradients, end = self._clocks[0].times.numpy()[:_SEEN]
         if begin <= end:
             return number, "input"
         return number, "compute" if gradients < begin else "exchange"
+
+    @property
+    def evaluated(self) -> float:
+        """When the newest batch of an evaluation came, in seconds since the epoch; 0 before the first."""
+        return float(self._clocks[0].times.numpy()[_EVALUATED])
 
     def clock(self, local: int) -> "Clock":
         """The clock of this worker's replica number `local`."""
@@ -146,7 +152,7 @@ class Clock:
     def __init__(self, device: str):
         self._host = _host_of(device)
         with tf.device(self._host):
-            self.times = tf.Variable(tf.zeros([6], tf.float64), trainable=False)
+            self.times = tf.Variable(tf.zeros([7], tf.float64), trainable=False)
 
     def begin(self, data: Any) -> Any:
         """Notes the time at which `data` are there; returns them for what is to begin then."""
@@ -166,9 +172,13 @@ class Clock:
             with tf.control_dependencies(after):
                 return _mark(self.times.handle, which, seen)
 
+    def evaluates(self, data: Any) -> None:
+        """Notes the time at which `data`, of an evaluation, are there."""
+        self.mark(_EVALUATED, data)
+
     def compute_seconds(self) -> tf.Tensor:
         """What the replica took for its own computation, float32 []."""
-        begin, loss, share, gradients, _, _ = tf.unstack(self.times.read_value())
+        begin, loss, share, gradients, _ = tf.unstack(self.times.read_value()[:_SEEN])
         waited = tf.where(loss >= begin, tf.maximum(share - loss, 0), 0)
         return tf.cast(gradients - begin - waited, tf.float32)
 

@@ -13,14 +13,18 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdist
 from launched import eventually
 from tfdist import _tf
+from tfdist.backup.steps import CountedSteps
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.exit_codes import STALLED
-from tfdist.faults import FaultTolerance
+from tfdist.faults import FaultTolerance, watchdog
 from tfdist.faults.leaving import hear_aloud
 from tfdist.faults.watchdog import TRAINING, Creations, Patience, start, suspect_of
 
@@ -97,8 +101,42 @@ def test_others_are_told_of_what_may_take_long():
     told = []
     for step, activity in ((0, None), (0, TRAINING), (1, TRAINING), (1, "save"), (1, TRAINING), (1, None)):
         patience.observe(step, activity, 1.0)
-        told.append(patience.is_long)
+        told.append(patience.may_take_long)
     assert told == [False, True, False, True, False, False]
+
+
+def test_others_do_not_wait_for_what_takes_longer_than_it_may():
+    for before, activity in (([], TRAINING), ([(9, TRAINING, 1)], "validation")):
+        patience = Patience()
+        assert live(patience, *before, (0, activity, 1700))
+        assert patience.may_take_long
+        assert not live(patience, (0, activity, 200))
+        assert not patience.may_take_long
+
+
+@pytest.mark.parametrize("activity", [TRAINING, "validation"])
+def test_what_gets_on_within_a_step_or_between_two_has_time(activity):
+    patience = Patience()
+    for batch in range(1000):  # passed over after a restart, or validated on
+        patience.observe(0, activity, 10.0, batch)
+        assert not patience.is_over
+
+
+def test_batches_of_a_validation_and_those_passed_over_are_seen_by_who_watches():
+    strategy = tfdist.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((4, 2))
+    model.evaluate(x, x[:, :1], verbose=0)
+    before = strategy.reports.evaluated
+    model.evaluate(x, x[:, :1], verbose=0)
+    assert strategy.reports.evaluated > before > 0
+    counted, before = CountedSteps(next, 1), watchdog.moves()
+    counted.pass_over(3, 2, lambda _: None, reads=True, runs_last=False, logs=None)
+    iterator = iter(range(9))
+    assert [counted(iterator) for _ in range(4)] == [None, None, None, 5]
+    assert watchdog.moves() == before + 5
 
 
 def at(step, section):

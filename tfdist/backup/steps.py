@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from tfdist.errors import BackupError
+from tfdist.faults import watchdog
 
 
 class CountedSteps:
@@ -83,6 +84,7 @@ class CountedSteps:
                     "`fit` the data it had, or another backup_dir."
                 ) from None
             self.consumed += 1
+            watchdog.moved()
 
 
 def count_steps(model: keras.Model, former: CountedSteps | None = None) -> CountedSteps:

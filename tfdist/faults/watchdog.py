@@ -3,11 +3,11 @@
 Heartbeats tell of processes that are gone or frozen. Here each worker looks, every second, where it is: its step, and
 what it does ("input", "compute" or "exchange" in training; "callback", "save", "validation"). The rule:
 
-- The clock runs inside Keras' `fit` of the strategy only. It starts anew with each step, and with each change between
-  training and the rest.
+- The clock runs inside Keras' `fit` of the strategy only. It starts anew with each step, with each batch of a
+  validation and each that is passed over after a restart, and with each change between training and the rest.
 - A step, with its input, may take 20 times the median of the last 64, but at least 60 s and at most 30 minutes; never
   less than three times the longest so far, the first included, which traces.
-- The first step of a `fit`, a callback, a save or a validation may take 30 minutes. So it is also where
+- The first step of a `fit`, a callback, a save or a batch of a validation may take 30 minutes. So it is also where
   `stall_timeout_seconds` is given, for the first step; for all else that number holds.
 - A worker whose clock has run out asks the others where they are. While one of them is in its first step, a callback, a
   save or a validation, whose own clock runs, all wait. Else the suspect is who does not answer, or is behind, or does
@@ -43,7 +43,7 @@ from tfdist.exit_codes import STALLED
 from tfdist.failure_report import write_report
 from tfdist.faults.board import Board
 
-__all__ = ["Creations", "Patience", "Watchdog", "section", "start", "suspect_of"]
+__all__ = ["Creations", "Patience", "Watchdog", "moved", "moves", "section", "start", "suspect_of"]
 
 TRAINING = "training"
 _POLL_SECONDS = 1.0
@@ -59,6 +59,7 @@ _STEPS, _STEPS_REMEMBERED, _LONGEST_STEPS = 20, 64, 3
 _WAITS = {"compute": 1, "input": 2, "exchange": 3}
 
 _sections: list[str] = []
+_moves = 0
 _made = itertools.count()  # Watchdogs of this process, as many and in the same order on all workers.
 
 
@@ -70,6 +71,17 @@ def section(name: str) -> Iterator[None]:
         yield
     finally:
         _sections.remove(name)
+
+
+def moved() -> None:
+    """Says that this worker has got on, where no step of training shows it."""
+    global _moves
+    _moves += 1
+
+
+def moves() -> int:
+    """How often `moved` was called."""
+    return _moves
 
 
 class Creations:
@@ -110,17 +122,19 @@ class Patience:
         self._steps: collections.deque[float] = collections.deque(maxlen=_STEPS_REMEMBERED)
         self._longest = 0.0
         self._state: tuple[int, str | None] = (0, None)
+        self._progress: Any = None
         self._in_step = 0.0
         self._is_first = True
         self.waited_seconds = 0.0
 
-    def observe(self, step: int, activity: str | None, elapsed_seconds: float) -> None:
+    def observe(self, step: int, activity: str | None, elapsed_seconds: float, progress: Any = None) -> None:
         """Takes note of where this worker is.
 
         Args:
           step: How many steps are done.
           activity: `TRAINING`, another word for what may take long, `None` outside of `fit`.
           elapsed_seconds: Since the last call.
+          progress: Another value, if it has got on meanwhile by what is no step.
         """
         before, was = self._state
         self.waited_seconds += elapsed_seconds
@@ -136,13 +150,17 @@ class Patience:
         if activity is None:
             self._is_first = True
             self._in_step = 0.0
-        if (step, activity) != self._state:
+        if (step, activity) != self._state or progress != self._progress:
             self.waited_seconds = 0.0
-        self._state = step, activity
+        self._state, self._progress = (step, activity), progress
 
     @property
-    def is_long(self) -> bool:
-        """Whether this worker does what may take long: others wait for it."""
+    def may_take_long(self) -> bool:
+        """Whether this worker does what may take long, and its clock runs: others wait for it."""
+        return self._is_long and not self.is_over
+
+    @property
+    def _is_long(self) -> bool:
         activity = self._state[1]
         return activity is not None and (activity != TRAINING or self._is_first)
 
@@ -156,7 +174,7 @@ class Patience:
             return max(_CAP_SECONDS, longest)
         if self._given is not None:
             return self._given
-        if self.is_long or not self._steps:
+        if self._is_long or not self._steps:
             return max(_CAP_SECONDS, longest)
         usual = _STEPS * statistics.median(self._steps)
         return max(min(max(_FLOOR_SECONDS, usual), _CAP_SECONDS), longest)
@@ -268,13 +286,13 @@ class Watchdog:
         step, part = strategy.reports.position()
         if activity is not None and _sections:
             activity = _sections[-1]
-        self._patience.observe(step, activity, elapsed_seconds)
+        self._patience.observe(step, activity, elapsed_seconds, (strategy.reports.evaluated, _moves))
         what = part if activity == TRAINING else activity
         self._looks += 1
         self._position = {
             "step": step,
             "section": what,
-            "may_take_long": self._patience.is_long,
+            "may_take_long": self._patience.may_take_long,
             "variables": self._creations.count,
             "looks": self._looks,  # Tells a thread that looks from one that is dead.
         }
