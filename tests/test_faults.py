@@ -544,6 +544,32 @@ if worker == 1:
     assert "heard True" in job.output(1)
 
 
+RAISES, KILLED = "raise OSError('the disk is full')", "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("failing", "how"),
+    [
+        (0, RAISES),
+        *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in ((0, KILLED), (1, RAISES), (1, KILLED))),
+    ],
+)
+def test_a_worker_that_is_done_does_not_end_as_if_all_were_when_another_fails(failing, how, job):
+    job.start(
+        f"""
+        import os, pathlib, signal, time
+        import tfdist
+        strategy = tfdist.MultiWorkerMirroredStrategy()
+        if strategy.extended._id_in_cluster == {failing}:
+            strategy.extended.board.hear("done", {1 - failing}, 30)
+            {how}
+        """
+    )
+    codes = job.wait()
+    assert codes[1 - failing] == 1 and codes[failing] != 0, job.output(1 - failing)
+    assert "is done, but another has failed" in job.output(1 - failing)
+
+
 def test_another_model_is_named_on_all_workers(job):
     job.start(
         TRAIN + 'fit(build(1, "adam" if worker else "sgd"))',

@@ -11,7 +11,10 @@ from absl import logging
 
 from tfdist import _tf
 
-__all__ = ["Board"]
+__all__ = ["DONE", "Board"]
+
+DONE = "done"
+"""The subject on which a worker says at its end whether it is done."""
 
 
 class Board:
@@ -33,17 +36,18 @@ class Board:
         """All workers but this one."""
         return [worker for worker in range(self.workers) if worker != self.worker]
 
-    def say(self, subject: str, what: Any) -> None:
+    def say(self, subject: str, what: Any, worker: int | None = None) -> None:
         """Writes this worker's place; what it said before is gone.
 
         Args:
           subject: The name of the subject.
           what: What JSON can hold.
+          worker: The one that speaks, if it is another that cannot any more.
 
         Raises:
           tf.errors.OpError: If the service is out of reach.
         """
-        context, key = _tf.context.context(), _key(subject, self.worker)
+        context, key = _tf.context.context(), _key(subject, self.worker if worker is None else worker)
         with contextlib.suppress(tf.errors.NotFoundError):
             context.delete_config_key_value(key)  # A key can only be written once.
         context.set_config_key_value(key, json.dumps(what))
@@ -74,6 +78,7 @@ class Board:
         else:
             with contextlib.suppress(tf.errors.OpError):
                 self.report_error(message)
+                self.say(DONE, False, worker)
 
     def exchange(self, subject: str, what: Any, timeout_seconds: float) -> Mapping[int, Any]:
         """Says something once in a process, and hears what all say.

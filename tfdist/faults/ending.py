@@ -12,13 +12,18 @@ __all__ = ["end_with"]
 _code: int | None = None
 
 
-def end_with(code: int) -> None:
+def end_with(code: int, *, if_none: bool = False) -> None:
     """Lets this process end with a code once its `atexit` functions have run, but for those of before this import.
 
     TensorFlow takes seconds to take its runtime apart, and without end if collectives have failed.
+
+    Args:
+      code: Its exit code.
+      if_none: Whether to leave a code that was given before.
     """
     global _code
-    _code = code
+    if _code is None or not if_none:
+        _code = code
 
 
 def _end() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tfdist.faults.board import Board
+from tfdist.faults.board import DONE, Board
 from tfdist.faults.ending import end_with
 from tfdist.faults.lifelines import Lifelines
 
@@ -28,7 +28,8 @@ def leave_together(board: Board, lifelines: Lifelines, timeout_seconds: float) -
     """Lets this process wait for the others when its program is over; once in a process.
 
     A program that ends by an exception does not wait, nor do others for it. One that calls `sys.exit` does, whatever
-    the code.
+    the code. One that is done ends with exit code 0 if all are, or are still busy at the deadline, and with 1 if
+    another has failed: a job whose workers are started one by one could not start again without it.
 
     Args:
       board: Where workers meet.
@@ -89,23 +90,42 @@ def _leave(board: Board, lifelines: Lifelines, timeout_seconds: float, pid: int)
     if error is not None:
         with contextlib.suppress(tf.errors.OpError):  # it may have been told already
             _report(board, error)
-    with contextlib.suppress(tf.errors.OpError):  # the others are gone, or have failed
-        board.say("done", done)
-        if done and board.worker == 0:
-            # Worker 0 keeps the board, so it goes last.
-            deadline = time.monotonic() + timeout_seconds
-            together = all(
-                hear_aloud(board, "done", worker, max(0.1, deadline - time.monotonic())) for worker in board.others
-            )
-            board.say("leave", together)
-            for worker in board.others if together else ():
-                board.hear("left", worker, _FAREWELL_SECONDS)
-        elif done:
-            hear_aloud(board, "leave", 0, timeout_seconds)
-            board.say("left", True)
-    lifelines.say_goodbye()
+    may_leave = False
+    try:
+        board.say(DONE, done)
+        may_leave = done and _wait_for_others(board, timeout_seconds)
+    except tf.errors.DeadlineExceededError:
+        may_leave = True  # Who is not done may be busy for long, as the chief that saves alone.
+    except tf.errors.OpError:  # worker 0 is gone: it may have waited long enough
+        may_leave = 0 in lifelines.left
+    lifelines.say_goodbye(done=may_leave)
     if not done:
         end_with(1)
+    elif not may_leave:
+        logging.error("worker %d is done, but another has failed: it ends with exit code 1", board.worker)
+        end_with(1, if_none=True)
+
+
+def _wait_for_others(board: Board, timeout_seconds: float) -> bool:
+    """Returns once all are done, or one has failed; says whether all are done.
+
+    Raises:
+      tf.errors.DeadlineExceededError: If one is not done in time.
+      tf.errors.OpError: If worker 0 has failed.
+    """
+    if board.worker:
+        together = hear_aloud(board, "leave", 0, timeout_seconds)
+        with contextlib.suppress(tf.errors.OpError):  # It does not wait for long.
+            board.say("left", True)
+        return together
+    # Worker 0 keeps the board, so it goes last.
+    deadline = time.monotonic() + timeout_seconds
+    together = all(hear_aloud(board, DONE, worker, max(0.1, deadline - time.monotonic())) for worker in board.others)
+    board.say("leave", together)
+    with contextlib.suppress(tf.errors.OpError):
+        for worker in board.others if together else ():
+            board.hear("left", worker, _FAREWELL_SECONDS)
+    return together
 
 
 def _in_short(message: str) -> str:

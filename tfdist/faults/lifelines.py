@@ -15,7 +15,7 @@ from tfdist.cluster.address import split_address
 
 __all__ = ["Lifelines"]
 
-_BYE = b"bye\n"
+_DONE, _FAILED = b"bye\n", b"bad\n"
 _IDLE_SECONDS = 30  # Keeps firewalls from forgetting a silent connection.
 _CHECKS, _CHECK_SECONDS = 5, 0.2
 
@@ -27,22 +27,26 @@ class Lifelines:
       lines: A connection to each, by worker.
       addresses: Of all workers.
       on_loss: Called with a worker whose process has ended without a word.
+
+    Attributes:
+      left: The workers that have said goodbye when they were done.
     """
 
     def __init__(self, lines: Mapping[int, socket.socket], addresses: list[str], on_loss: Callable[[int], None]):
         self._lines = dict(lines)
         self._addresses = addresses
         self._on_loss = on_loss
+        self.left: set[int] = set()
         for line in self._lines.values():
             line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
         threading.Thread(target=self._watch, name="tfdist-lifelines", daemon=True).start()
 
-    def say_goodbye(self) -> None:
-        """Lets this process end without being a loss."""
+    def say_goodbye(self, *, done: bool) -> None:
+        """Lets this process end without being a loss, also if it has failed."""
         for line in self._lines.values():
             with contextlib.suppress(OSError):
-                line.sendall(_BYE)
+                line.sendall(_DONE if done else _FAILED)
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -56,7 +60,10 @@ class Lifelines:
 
     def _has_died(self, worker: int) -> bool:
         try:
-            if self._lines[worker].recv(len(_BYE)):
+            said = self._lines[worker].recv(len(_DONE))
+            if said == _DONE:
+                self.left.add(worker)
+            if said:
                 return False
         except ConnectionResetError:
             pass

@@ -25,7 +25,8 @@ class FaultTolerance:
         noticed at once.
       stall_timeout_seconds: How long `fit` may stay where it is, in a step or between two, before the watchdog ends
         the job; see `tfdist.faults.watchdog`. `None`: learned from the run's own steps. `math.inf`: for ever.
-      shutdown_timeout_seconds: How long a worker that is done waits for the others, so that all leave together.
+      shutdown_timeout_seconds: How long a worker that is done waits for the others, so that all leave together. One
+        that is still busy then, as a chief that saves alone, goes on alone, and the others leave with exit code 0.
       preemption_signals: Which signals ask to save and leave, where `tfdist.callbacks.BackupAndRestore` is used.
       preemption_timeout_seconds: From the signal to the end of the process, saved or not.
 
