@@ -66,7 +66,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     It is at the same time what a checkpoint keeps of it, less than 1 KB: `tf.train.Checkpoint(data=sharding)`. After
     `restore`, on any number of workers, training continues with the next global batch that was not trained on; what was
-    only read ahead does not count. That epoch then has fewer steps, of which Keras warns.
+    only read ahead does not count. That epoch then has fewer steps, of which Keras warns; under `steps_per_epoch` it
+    has as many, and takes them from the next.
 
     In a custom loop, or under a strategy that is not of tfdist, nobody says what was trained on: shares stay as they
     are and the position counts whole epochs that were read.
@@ -220,29 +221,32 @@ class BalancedSharding(tf.train.experimental.PythonState):
         """Steps in a whole epoch, or `tf.data.INFINITE_CARDINALITY`."""
         return tf.data.INFINITE_CARDINALITY if self._repeat else self.plan.steps_per_epoch
 
-    def start(self, *, training: bool, models: Sequence[Any] = (), counts: bool = True) -> Handout:
+    def start(
+        self, *, training: bool, models: Sequence[Any] = (), counts: bool = True, goes_on: bool = False
+    ) -> Handout:
         """Begins to hand out to the iterator that is made next.
 
         Args:
           training: Whether to go on where training stands, instead of a whole epoch in the order of the source.
           models: Whose `fit` it is for, innermost first: the strategy reports what that is trained on.
           counts: If it is for none, whether what is read counts, once an epoch is over.
+          goes_on: Whether training goes on with the next epoch at the end of one, as under `repeat`.
         """
         with self._lock:
             if not training:
                 plan = dataclasses.replace(self.plan, order=Unshuffled())
                 handout = Handout(plan, 0, 0, self._shares, self._at_most, repeat=False)
             else:
-                handout = self._start_training(models, counts)
+                handout = self._start_training(models, counts, self._repeat or goes_on)
             self._begun[training] = [each for each in self._begun[training] if not each.closed] + [handout]
             return handout
 
-    def _start_training(self, models: Sequence[Any], counts: bool) -> Handout:
+    def _start_training(self, models: Sequence[Any], counts: bool, repeat: bool) -> Handout:
         reported = bool(models) and self._reports is not None
         adapts = reported and self._policy == "speed" and self._replicas > 1
         lead = _LEAD if adapts else None
         position = self._epoch, self._step
-        handout = Handout(self.plan, *position, self._shares, self._at_most, repeat=self._repeat, lead=lead)
+        handout = Handout(self.plan, *position, self._shares, self._at_most, repeat=repeat, lead=lead)
         if reported:
             self._reports.feed(models, functools.partial(self._take, handout))
             self._unreported = None

@@ -69,10 +69,12 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
     def __iter__(self):
         if _tf.keras_is_peeking() and _has_ranks(self):
             return iter([_example(self)])
-        fitting, is_of_fit = _tf.keras_fitting_models(), _tf.keras_made_iterator()
-        training = not (is_of_fit and _tf.keras_is_evaluating())
-        if is_of_fit:
-            handout = self.sharding.start(training=training, models=fitting)
+        fitting, epochs = _tf.keras_fitting_models(), _tf.keras_epochs_of_iterator()
+        training = not (epochs and _tf.keras_is_evaluating())
+        if epochs:
+            # Keras takes `steps_per_epoch` of each iterator until all steps are taken, from wherever it begins.
+            goes_on = epochs.steps_per_epoch is not None
+            handout = self.sharding.start(training=training, models=fitting, goes_on=goes_on)
         else:  # a custom loop, or a look amid a `fit`, as of a callback
             handout = self.sharding.start(training=True, counts=not fitting)
         iterator = _untuned_on_devices(super().__iter__() if training else iter(self._for_evaluation))

@@ -97,6 +97,7 @@ REPLICATED = {
         "evaluates": True,
     },
     "balanced, epochs": {"breaks": [8, 15], "save_freq": "epoch", "data_kind": "balanced"},
+    "balanced, shorter epochs": {"breaks": [5], "save_freq": 2, "data_kind": "balanced, shorter epochs"},
 }
 
 

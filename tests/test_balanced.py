@@ -8,6 +8,7 @@ import sys
 import time
 import types
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -183,6 +184,22 @@ def test_counts_of_other_numbers_of_workers_are_not_taken_for_this_ones():
         each.set_state(audit.get_state())
     assert [list(each.get_state()["visits"]) for each in (same, other)] == [[0], []]
     assert [each.get_state()["first_epoch"] for each in (same, other)] == [0, 1]
+
+
+def test_a_fit_of_shorter_epochs_that_begins_amid_the_data_goes_on_at_its_end():
+    strategy = tfdist.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    sharding = tfdist.data.BalancedSharding((np.ones((20, 1)), np.ones(20)), 2)
+    data = strategy.distribute_datasets_from_function(sharding)
+    steps, losses = [], []
+    for epochs in (1, 3):
+        fit = model.fit(data, steps_per_epoch=5, epochs=epochs, verbose=0)
+        steps.append(strategy.reports.latest.number)
+        losses += fit.history["loss"]
+    assert steps == [5, 20] and sharding.position == (2, 0)
+    assert np.all(np.diff(losses) < 0) and losses[-1] > 0
 
 
 def test_weights_and_limits_of_numpy_are_taken():

@@ -146,6 +146,7 @@ __all__ = [
     "is_op_determinism_enabled",
     "kept_losses",
     "keras_callers",
+    "keras_epochs_of_iterator",
     "keras_fit_activity",
     "keras_fitting_models",
     "keras_is_evaluating",
@@ -294,9 +295,10 @@ def keras_made_dataset() -> bool:
     return adapter is not None and not isinstance(adapter, TFDatasetAdapter)
 
 
-def keras_made_iterator() -> bool:
-    """Whether Keras makes the iterator that `__iter__`, which asks, gives; not a user within a callback."""
-    return sys._getframe(2).f_globals.get("__name__") == keras_epoch_iterator.__name__
+def keras_epochs_of_iterator() -> keras_epoch_iterator.EpochIterator | None:
+    """What of Keras makes the iterator that `__iter__`, which asks, gives; `None` if a user does within a callback."""
+    frame = sys._getframe(2)
+    return frame.f_locals.get("self") if frame.f_globals.get("__name__") == keras_epoch_iterator.__name__ else None
 
 
 def keras_model_to_build() -> keras_trainer.TensorFlowTrainer | None:
