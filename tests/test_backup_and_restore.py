@@ -213,6 +213,22 @@ def test_what_a_broken_off_fit_had_to_pass_over_is_trained_on_by_the_next():
     assert counted(iter(range(9))) == 0
 
 
+def test_a_train_on_batch_of_a_callback_is_no_step_of_the_input():
+    model = checks.build(None)
+    model.make_train_function()
+    x, y = checks.data()
+    rows = iter(tf.data.Dataset.from_tensor_slices((x, y)).batch(checks.BATCH))
+    counted = steps.count_steps(model)
+    try:
+        for _ in range(2):
+            model.train_function(rows)
+            model.train_on_batch(x[:3], y[:3])
+    finally:
+        steps.uncount_steps(model)
+    assert counted.consumed == 2 and counted.iterator is rows
+    assert keras.ops.convert_to_numpy(model.optimizer.iterations) == 4
+
+
 @pytest.mark.parametrize("place", [pathlib.Path("gs://bucket/run"), "s3:/bucket"])
 def test_a_path_that_has_lost_a_slash_is_refused(place):
     with pytest.raises(ValueError, match=r"one slash of two.*as a string"):

@@ -1,5 +1,6 @@
 """A model's `train_function` that counts what it reads, and can pass over what was trained on before."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,6 +49,8 @@ class CountedSteps:
 
     def __call__(self, iterator: Any) -> Any:
         """Trains for one execution, or passes over its batches."""
+        if inspect.isgenerator(iterator):  # the one batch of a callback's `train_on_batch`
+            return self.function(iterator)
         if iterator is not self.iterator:
             if self.iterator is not None:  # a `fit` that was broken off had more to pass over
                 self.left = self._ahead = 0
