@@ -13,6 +13,7 @@ from tfdist import _tf
 from tfdist.cluster import ClusterSpec, check_bindable
 from tfdist.cluster.alone import warn_if_one_of_many
 from tfdist.errors import ClusterError
+from tfdist.failure_report import RUN_DIR
 from tfdist.faults import FaultTolerance, meeting, preemption, watchdog
 from tfdist.faults.agreement import Agreement
 from tfdist.faults.board import Board
@@ -80,6 +81,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 self.reduce("SUM", tf.ones([]), axis=None)  # Each fetches from another, what a broadcast does not try.
                 _share_seed(self)
             watchdog.start(self, extended.board, extended.creations)
+        elif RUN_DIR in os.environ:  # Who started it starts it again.
+            watchdog.start(self, Board(0, 1), watchdog.Creations())
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
         """See `ReplicatedStrategy.distribute_datasets_from_function`."""

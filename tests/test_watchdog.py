@@ -249,22 +249,24 @@ callbacks = [Slow()]
 if FAULT:
     for _ in range(120):  # more than faulthandler writes of
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
-    callbacks.append(tfdist.testing.Fault("hang", worker=1, step=30, attempt=3))
+    callbacks.append(tfdist.testing.Fault("hang", worker=WORKERS - 1, step=30, attempt=3))
 model.fit(x, x[:, :1], batch_size=8, epochs=4, verbose=0, callbacks=callbacks)
 print("finished", flush=True)
 """
 
 
-def train(directory, *, fault, sleep, stall_seconds):
-    """Two workers; their exit codes, outputs and failure reports."""
-    (directory / "script.py").write_text(f"FAULT, SLEEP = {fault}, {sleep}\n{textwrap.dedent(SCRIPT)}")
-    ports = free_ports(2)
+def train(directory, *, fault, sleep, stall_seconds, workers=2):
+    """The workers' exit codes, outputs and failure reports."""
+    (directory / "script.py").write_text(
+        f"FAULT, SLEEP, WORKERS = {fault}, {sleep}, {workers}\n{textwrap.dedent(SCRIPT)}"
+    )
+    ports = free_ports(workers)
     processes = []
     try:
-        for index in range(2):
+        for index in range(workers):
             env = {
                 **{"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", **os.environ},
-                "TF_CONFIG": ClusterSpec.local(2, index, ports).to_json(),
+                "TF_CONFIG": ClusterSpec.local(workers, index, ports).to_json(),
                 "TFDIST_STALL_TIMEOUT_SECONDS": str(stall_seconds),
                 "TFDIST_RUN_DIR": str(directory / "run"),
                 "TFDIST_ATTEMPT": "3",
@@ -280,7 +282,7 @@ def train(directory, *, fault, sleep, stall_seconds):
         for process in processes:
             process.send_signal(signal.SIGKILL)
             process.wait()
-    outputs = [(directory / f"worker-{index}.log").read_text() for index in range(2)]
+    outputs = [(directory / f"worker-{index}.log").read_text() for index in range(workers)]
     reports = [json.loads(path.read_text()) for path in sorted((directory / "run").rglob("failure-*.json"))]
     return codes, outputs, reports
 
@@ -297,6 +299,12 @@ def test_an_endless_loop_on_one_worker_ends_the_job_with_its_name_and_stack(tmp_
     assert first["step"] == 30 and first["message"] in outputs[first["worker"]]
     assert "on_train_batch_end" in first["stack"] or first["worker"] == 0
     assert "most recent call first" in outputs[first["worker"]]
+
+
+def test_a_lone_worker_of_a_supervised_run_is_ended_by_an_endless_loop_too(tmp_path):
+    codes, outputs, reports = train(tmp_path, fault=True, sleep=0, stall_seconds=3, workers=1)
+    assert codes == [STALLED], outputs
+    assert [(report["kind"], report["suspect"], report["step"]) for report in reports] == [("stall", 0, 30)]
 
 
 def test_a_long_callback_on_one_worker_within_its_limit_ends_nothing(tmp_path):

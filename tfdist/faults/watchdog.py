@@ -14,8 +14,9 @@ what it does ("input", "compute" or "exchange" in training; "callback", "save", 
   not wait for others.
 - Then each worker writes where all its threads are, and the report, and ends with exit code `STALLED`.
 
-Custom loops are not watched, nor is what is outside of `fit`, but for one thing: a variable is made by a broadcast, and
-who waits there for `start_timeout_seconds` lets it fail on all workers, since their models are not alike.
+A lone worker is watched under `tfdist run`, which starts it again. Custom loops are not watched, nor is what is outside
+of `fit`, but for one thing: a variable is made by a broadcast, and who waits there for `start_timeout_seconds` lets it
+fail on all workers, since their models are not alike.
 """
 
 import atexit
@@ -227,7 +228,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Starts the threads. They end before TensorFlow takes its runtime apart, which would wait for them."""
-        for target in (self._watch, self._post):
+        for target in (self._watch, self._post) if self._board.others else (self._watch,):
             thread = threading.Thread(target=target, name=f"tfdist-watchdog{target.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -303,7 +304,7 @@ class Watchdog:
                 self._board.say(self._subject, self._position)
 
     def _judge(self) -> None:
-        positions = self._ask()
+        positions = self._ask() if self._board.others else {self._board.worker: self._position}
         busy = [worker for worker, position in positions.items() if position and position.get("may_take_long")]
         if [worker for worker in busy if worker != self._board.worker]:
             if not self._warned:
