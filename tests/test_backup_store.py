@@ -24,11 +24,12 @@ from tfdist.errors import BackupError
 
 RUN = "abc123"
 DEADLINE_SECONDS = 30
-FILES = ("state.arrays", "state.json", "part-1.json", "empty")
+EMPTY = "late-0.bin"
+FILES = ("state.bin", "state.json", "part-1.json", EMPTY)
 
 
 def content(step, name):
-    size = 0 if name == "empty" else 5000
+    size = 0 if name == EMPTY else 5000
     return np.random.default_rng([step, len(name)]).bytes(size)
 
 
@@ -155,7 +156,7 @@ def test_wrong_types_in_a_manifest_of_right_checksum_are_skipped(two):
         *({**original, key: value} for key in original for value in (None, "x", [], {"a": 1}, -1) if key != "versions"),
         *({k: v for k, v in original.items() if k != key} for key in ("files", "format", "step", "workers")),
         *({**original, "files": {**original["files"], "state.json": value}} for value in (None, 5, {}, {"bytes": "x"})),
-        *({**original, "files": {name: original["files"]["empty"]}} for name in ("../step-3/empty", "/dev/null")),
+        *({**original, "files": {name: original["files"][EMPTY]}} for name in (f"../step-3/{EMPTY}", "/dev/null")),
     ]
     for one in wrong:
         (two / "step-12" / MANIFEST).write_text(json.dumps({"manifest": one, "sha256": _digest(one)}))
@@ -213,6 +214,45 @@ def test_a_damaged_commit_is_set_aside_not_deleted(two):
     assert (two / "faulty-step-12" / "state.json").read_bytes() == b"damaged"
 
 
+@pytest.mark.parametrize("manifest", [None, b"", b"{}"])
+def test_a_commit_without_a_manifest_is_damaged_and_not_of_others(manifest, two):
+    (two / "step-12" / MANIFEST).unlink()
+    if manifest is not None:
+        (two / "step-12" / MANIFEST).write_bytes(manifest)
+    with owned(two) as store:
+        assert store.newest_whole().step == 3
+        store.set_faulty_aside()
+    assert sorted(path.name for path in two.glob("*step*")) == ["faulty-step-12", "step-3"]
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_folders_of_others_are_refused_by_name_and_nothing_is_touched(remote, tmp_path):
+    import tensorflow as tf
+
+    directory = f"ram://{uuid.uuid4().hex}" if remote else str(tmp_path)
+    others = [f"{directory}/step-{step}/model.h5" for step in (7, 9)]
+    for path in others:
+        tf.io.gfile.makedirs(os.path.dirname(path))
+        with tf.io.gfile.GFile(path, "wb") as file:
+            file.write(b"mine")
+    with pytest.raises(BackupError, match=r"step-7, step-9.*model\.h5.*another backup_dir"):
+        Store(directory).claim()
+    assert all(tf.io.gfile.exists(path) for path in others)
+
+
+def test_folders_that_others_make_meanwhile_do_not_count_and_stay(tmp_path):
+    with owned(tmp_path) as store:
+        write(store, 1)
+        for other in ("step-20", "step-30"):
+            (tmp_path / other).mkdir()
+            (tmp_path / other / "model.h5").write_text("mine")
+        for step in (2, 3):
+            write(store, step)
+        assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-2", "step-20", "step-3", "step-30"]
+        store.delete()
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-20", "step-30"]
+
+
 @pytest.mark.parametrize(("operation", "call"), [("move", "set_faulty_aside"), ("names", "newest_whole")])
 def test_storage_that_refuses_is_named_and_not_taken_for_empty(operation, call, two, monkeypatch):
     def refuse(*_):
@@ -252,7 +292,7 @@ def test_a_write_that_fails_half_way_leaves_former_commits_and_the_next_one_work
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
         try:
             with pytest.raises(OSError) as raised:
-                draft.write("state.arrays", [bytes(1 << 20)])
+                draft.write("state.bin", [bytes(1 << 20)])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             signal.signal(signal.SIGXFSZ, handler)

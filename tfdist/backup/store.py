@@ -37,6 +37,7 @@ LOCK = "lock"
 _LOCK_SECONDS = 10.0  # for a killed former run to be gone
 _MANIFEST_BYTES = 1 << 28
 _COMMIT = re.compile(r"step-([0-9]{1,18})")
+_FILE = re.compile(r"(state|part-[0-9]+|late-[0-9]+)\.(bin|json)")
 _HALF = re.compile(r"\.half-[0-9a-f]+-step-[0-9]+")
 
 
@@ -128,10 +129,11 @@ class Store:
 
         Raises:
           BackupError: If it cannot be written, or another process holds it after `wait_seconds`, one on another host
-            after `other_host_seconds`.
+            after `other_host_seconds`; if it has folders of others that are named like commits.
         """
         try:
             self._files.make_folder(self.directory)
+            self._refuse_others()
             if not is_remote(self.directory):
                 self._holding = self._holding or _hold(self.directory, wait_seconds, other_host_seconds)
             probe_writing(self.directory)
@@ -140,6 +142,26 @@ class Store:
                     self._files.remove(os.path.join(self.directory, name))
         except OSError as error:
             raise BackupError(_cannot_write(self.directory, error)) from error
+
+    def _refuse_others(self) -> None:
+        held = {f"step-{step}": others for step in sorted(self._steps()) if (others := self._files_of_others(step))}
+        if held:
+            name, others = next(iter(held.items()))
+            raise BackupError(
+                f"backup_dir is a folder for the backups of one job, but {self.directory} has {', '.join(held)}, and "
+                f"{name} holds {others[0]}, which no backup has. Move away what is not of tfdist, or give another "
+                "backup_dir. Nothing was touched."
+            )
+
+    def _files_of_others(self, step: int) -> list[str]:
+        """What no commit has in a folder that is named like one, also like one that is damaged."""
+        if self._is_own(step):
+            return []
+        try:
+            names = self._files.names(os.path.join(self.directory, f"step-{step}"))
+        except OSError:
+            return []  # no folder
+        return sorted(name for name in names if name != MANIFEST and not _FILE.fullmatch(name) and name[0] != ".")
 
     def release(self) -> None:
         """Lets another process have the directory."""
@@ -218,7 +240,7 @@ class Store:
         if draft.path != path:
             self._files.flush_folder(draft.path)
             self._files.move(draft.path, path)
-        self._ended.pop(draft.step, None)
+        self._ended[draft.step] = _fit_that_is_ended(content)
         self._prune()
         return Commit(draft.step, path, content)
 
@@ -233,7 +255,7 @@ class Store:
         Raises:
           OSError: If the disk refuses.
         """
-        for step in sorted(self._steps()):
+        for step in sorted(self._own_steps()):
             self._files.remove(os.path.join(self.directory, f"step-{step}"))
         self.release()
         self._files.remove_if_empty(self.directory)
@@ -245,6 +267,14 @@ class Store:
             return []
         found = [_COMMIT.fullmatch(name) for name in names]
         return [int(match[1]) for match in found if match and match[0] == f"step-{int(match[1])}"]
+
+    def _own_steps(self) -> list[int]:
+        return [step for step in self._steps() if self._is_own(step)]
+
+    def _is_own(self, step: int) -> bool:
+        """Whether a manifest says that it is a commit, or this object has made it."""
+        self._ended_fit(step)
+        return step in self._ended
 
     def _is_half_made(self, name: str) -> bool:
         if self._files.renames_at_once or not _COMMIT.fullmatch(name):
@@ -261,7 +291,7 @@ class Store:
 
     def _prune(self) -> None:
         try:
-            steps = sorted(self._steps(), reverse=True)
+            steps = sorted(self._own_steps(), reverse=True)
             ends = {fit: step for step in reversed(steps) if (fit := self._ended_fit(step)) is not None}
             old = [step for step in steps[self._keep :] if step not in ends.values()]
         except OSError as error:
@@ -280,8 +310,12 @@ class Store:
                 manifest = _checked_manifest(self._files, path)
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 return None  # damaged, or not to be reached now
-            self._ended[step] = manifest.get("fit") if manifest.get("is_done") else None
+            self._ended[step] = _fit_that_is_ended(manifest)
         return self._ended[step]
+
+
+def _fit_that_is_ended(manifest: Mapping[str, Any]) -> int | None:
+    return manifest.get("fit") if manifest.get("is_done") else None
 
 
 def probe_writing(directory: str) -> None:

@@ -61,8 +61,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     Raises:
       ValueError: If an argument is not among these, or the model is not built.
-      BackupError: Before training, if `backup_dir` cannot be written, another job uses it, or it has a backup of
-        another model or a newer format, or one made further on in an epoch than epochs are now long.
+      BackupError: Before training, if `backup_dir` cannot be written, another job uses it, it has folders of others
+        that are named `step-<n>`, or a backup of another model or a newer format, or one made further on in an epoch
+        than epochs are now long.
     """
 
     def __init__(
