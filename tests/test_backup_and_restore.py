@@ -192,17 +192,26 @@ def test_sums_are_not_taken_once_for_each_replica_that_there_is_more(pools, tmp_
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
 
 
-def test_time_is_looked_at_also_where_steps_become_slower(monkeypatch):
+# Minutes between saves, seconds of each step, the longest without a save in minutes.
+PACES = {
+    "slower steps": (10, [0.1 + (300 if step % 100 == 0 else 0) for step in range(1, 4001)], 25),
+    "long steps": (5, [120] * 10, 7),
+}
+
+
+@pytest.mark.parametrize("pace", PACES)
+def test_time_is_looked_at_also_where_steps_are_long_or_become_slower(pace, monkeypatch):
+    minutes, seconds, longest_minutes = PACES[pace]
     clock = types.SimpleNamespace(now=0.0)
     monkeypatch.setattr(schedule, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
     agreement = types.SimpleNamespace(settle=lambda subject, said, decide: decide(None))
-    due = schedule.Schedule(datetime.timedelta(minutes=10), agreement, 0)
+    due = schedule.Schedule(datetime.timedelta(minutes=minutes), agreement, 0)
     saves = []
-    for step in range(1, 4001):  # 0.1 s each, and a validation of 5 minutes after each 100
-        clock.now += 0.1 + (300 if step % 100 == 0 else 0)
+    for step, each in enumerate(seconds, 1):
+        clock.now += each
         if due.is_due(step):
             saves.append(clock.now / 60)
-    assert np.all(np.diff([0, *saves, clock.now / 60]) < 25), saves
+    assert np.all(np.diff([0, *saves, clock.now / 60]) < longest_minutes), saves
 
 
 def test_what_a_broken_off_fit_had_to_pass_over_is_trained_on_by_the_next():

@@ -6,8 +6,6 @@ from typing import Any
 
 from tfdist.backup.agreement import Agreement
 
-_PACE_STEPS = 10  # before the duration of a step is known
-
 
 class Schedule:
     """After which steps to save; all workers after the same.
@@ -25,7 +23,7 @@ class Schedule:
         self._save_freq = save_freq
         self._agreement = agreement
         self._saved_at = self._looked_at = steps
-        self._look_at_clock = steps + _PACE_STEPS
+        self._look_at_clock = steps + 1  # Then the duration of a step is known.
         self._seconds_saved = self._seconds_looked = time.monotonic()
 
     def saved(self, steps: int) -> None:
