@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import backup_checks as checks
 import tfdist
-from tfdist.backup import agreement, callbacks, plain, schedule, steps
+from tfdist.backup import agreement, callbacks, fit, plain, schedule, steps
 from tfdist.backup.positions import Positions
 from tfdist.errors import BackupError, PositionError
 from tfdist.faults import health
@@ -162,6 +162,22 @@ def test_a_fit_whose_end_was_not_kept_is_passed_over_with_the_state_of_the_next(
     resumed, unbroken = pools("single").run(check, directory, **options)[0]
     assert resumed["between"][0] != unbroken["between"][0]
     assert_equal(resumed, {**unbroken, "between": resumed["between"]})
+
+
+def test_a_fit_that_a_callback_has_stopped_is_done_and_said_to_be(tmp_path, caplog):
+    directory = str(tmp_path / "backup")
+    for _ in range(2):
+        model = checks.build(None)
+        stop = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs, model=model: setattr(model, "stop_training", epoch == 1)
+        )
+        backup = tfdist.callbacks.BackupAndRestore(directory, delete_checkpoint=False)
+        done = model.fit(*checks.data(), epochs=4, verbose=0, callbacks=[stop, backup])
+        assert done.epoch == [0, 1]
+        fit._processes.pop(directory)  # as another process
+    told = [record.getMessage() for record in caplog.records if "Restored" in record.getMessage()]
+    assert len(told) == 1 and "a callback stopped this fit at the end of epoch 2" in told[0], told
+    assert "goes on" not in told[0]
 
 
 def test_what_cannot_be_restored_is_said_before_training_and_stays_as_it_was(pools, tmp_path):

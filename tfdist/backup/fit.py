@@ -235,7 +235,8 @@ class FitBackup(keras.callbacks.Callback):
         self._process.steps, self._process.number = plain["steps"], self._loaded.commit.step
         self._process.histories = list(plain["histories"])
         epoch = plain["epoch"]
-        if self._is_done_before or (plain["stop"] and not plain["batch"]):
+        was_stopped = plain["stop"] and not plain["batch"]
+        if self._is_done_before or was_stopped:
             epoch = max(self.params.get("epochs") or 1, 1)
             self.model.stop_training = True
         # The one name with which Keras' own callback tells `fit` where to begin.
@@ -243,6 +244,13 @@ class FitBackup(keras.callbacks.Callback):
         # Not a fault, but absl shows no less by default, and nobody should wonder where the first epochs are.
         tell = logging.warning if self._agreement.is_chief else logging.info
         path, number = self._loaded.commit.path, self._process.finished
+        if was_stopped and not self._is_done_before:
+            tell(
+                "Restored %s: a callback stopped this fit at the end of epoch %d, so it is done. Without that folder "
+                "it trains on, from the backup before or anew.",
+                *(path, plain["epoch"]),
+            )
+            return
         if not self._is_done_before:
             tell("Restored %s: goes on after %d batches of epoch %d.", path, plain["batch"], plain["epoch"] + 1)
             return
