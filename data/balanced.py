@@ -87,7 +87,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
       map_fn: What to make of an example, as for `tf.data.Dataset.map`, in parallel.
       policy: "speed" measures the replicas and follows them; "equal" is equal shares; or fixed weights by replica.
       max_rows: The most rows that a replica takes, one number or one for each replica. By default no limit.
-      drop_remainder: Whether to leave out a short last batch.
+      drop_remainder: Whether training leaves out a short last batch.
       repeat: Whether epochs follow each other without end, for `fit(steps_per_epoch=...)`.
       num_parallel_calls: Batches that are read and decoded at once.
       service: The address of a tf.data service, such as "node0:5050", whose servers read, decode and map where that
@@ -221,6 +221,15 @@ class BalancedSharding(tf.train.experimental.PythonState):
         """Steps in a whole epoch, or `tf.data.INFINITE_CARDINALITY`."""
         return tf.data.INFINITE_CARDINALITY if self._repeat else self.plan.steps_per_epoch
 
+    @property
+    def evaluation_steps(self) -> int:
+        """Steps in which an evaluation takes each example once."""
+        return self._plan_of_evaluation.steps_per_epoch
+
+    @property
+    def _plan_of_evaluation(self) -> Plan:
+        return dataclasses.replace(self.plan, order=Unshuffled(), drop_remainder=False)
+
     def start(
         self, *, training: bool, models: Sequence[Any] = (), counts: bool = True, goes_on: bool = False
     ) -> Handout:
@@ -234,8 +243,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         """
         with self._lock:
             if not training:
-                plan = dataclasses.replace(self.plan, order=Unshuffled())
-                handout = Handout(plan, 0, 0, self._shares, self._at_most, repeat=False)
+                handout = Handout(self._plan_of_evaluation, 0, 0, self._shares, self._at_most, repeat=False)
             else:
                 handout = self._start_training(models, counts, self._repeat or goes_on)
             self._begun[training] = [each for each in self._begun[training] if not each.closed] + [handout]

@@ -92,8 +92,8 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
 
     @property
     def cardinality(self) -> int:
-        """Steps of an epoch."""
-        return self.sharding.cardinality
+        """Steps of an epoch, of training or of what Keras does now."""
+        return self.sharding.evaluation_steps if _tf.keras_is_evaluating() else self.sharding.cardinality
 
     @functools.cached_property
     def _for_evaluation(self) -> Any:

@@ -202,6 +202,20 @@ def test_a_fit_of_shorter_epochs_that_begins_amid_the_data_goes_on_at_its_end():
     assert np.all(np.diff(losses) < 0) and losses[-1] > 0
 
 
+@pytest.mark.parametrize("options", [{"drop_remainder": True}, {"repeat": True}], ids=str)
+def test_evaluate_and_predict_take_what_training_leaves_out_or_repeats_once(options):
+    strategy = tfdist.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Rescaling(1.0)])
+        model.compile(loss="mae")
+    rows = np.arange(20.0)[:, None]
+    sharding = tfdist.data.BalancedSharding((rows, np.zeros(20)), 8, **options)
+    data = strategy.distribute_datasets_from_function(sharding)
+    np.testing.assert_array_equal(model.predict(data, verbose=0), rows)
+    assert model.evaluate(data, verbose=0) == rows.mean()
+    assert int(data.cardinality) == sharding.cardinality
+
+
 def test_weights_and_limits_of_numpy_are_taken():
     sharding = sharding_of(2, policy=np.array([3.0, 1.0]), max_rows=np.int64(6))
     assert sharding.start(training=True).latest_shares == (6, 2)
