@@ -152,7 +152,6 @@ __all__ = [
     "keras_is_evaluating",
     "keras_is_peeking",
     "keras_made_dataset",
-    "keras_made_iterator",
     "keras_makes_for_comparison",
     "keras_model_in_step",
     "keras_model_to_build",
