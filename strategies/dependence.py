@@ -6,7 +6,18 @@ import tensorflow as tf
 
 _VARIABLE_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
 _EXCHANGES = {"CollectiveReduceV2", "CollectiveReduceV3", "CollectiveGatherV2"}
-_DRAWS = ("Random", "Stateless", "Multinomial", "TruncatedNormal")
+_DRAWS = ("Random", "Multinomial", "TruncatedNormal")
+# Looked at from outside: what they draw or read inside is not seen.
+_CALLS = {
+    "If",
+    "StatelessIf",
+    "Case",
+    "StatelessCase",
+    "While",
+    "StatelessWhile",
+    "PartitionedCall",
+    "StatefulPartitionedCall",
+}
 
 
 def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable] = ()) -> bool:
@@ -29,11 +40,15 @@ def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable
         if operation in seen or kind in _EXCHANGES:
             continue
         seen.add(operation)
-        if kind in _VARIABLE_READS:
-            if any(operation.inputs[0] is operation.graph.capture(variable.handle) for variable in unlike):
-                return True
-        elif operation.op_def.is_stateful or kind == "Placeholder" or any(word in kind for word in _DRAWS):
+        inputs = [tensor for tensor in operation.inputs if tensor.dtype != tf.resource]
+        handles = [tensor for tensor in operation.inputs if tensor.dtype == tf.resource]
+        if any(handle is operation.graph.capture(variable.handle) for handle in handles for variable in unlike):
             return True
-        else:
-            ahead += operation.inputs
+        if kind in _VARIABLE_READS:
+            continue
+        if kind == "Placeholder" or any(word in kind for word in _DRAWS):
+            return True
+        if operation.op_def.is_stateful and kind not in _CALLS:
+            return True
+        ahead += inputs
     return False

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import _tf
+from tfdist.errors import TfdistError
 from tfdist.strategies import metrics
 from tfdist.strategies import optimizer as optimizers
 from tfdist.strategies import step as steps
@@ -41,6 +42,8 @@ def building(model: keras.Model, scope: Any) -> Iterator[None]:
     with scope:
         try:
             yield
+        except (TfdistError, tf.errors.OpError):
+            raise
         except Exception:
             if all(steps.is_keras_own(model, name) for name in _KERAS_STEPS):
                 raise
@@ -59,16 +62,16 @@ def keras_step_of(fn, args, kwargs, trainer):
 
 
 def in_step(fn, args, kwargs, seed_generator):
-    """`fn`, run in a `Step` of its own unless it has opened one, with the rows of the first value of several parts."""
+    """`fn`, run in a `Step` of its own unless it has opened one. Which of its arguments are rows, nobody says."""
     leaves = tf.nest.flatten((args, kwargs))
     parts = [i for i, leaf in enumerate(leaves) if isinstance(leaf, tf.distribute.DistributedValues)]
-    batch = next((i for i in parts if not isinstance(leaves[i], tf.Variable)), None)
+    parts = [i for i in parts if not isinstance(leaves[i], tf.Variable)]
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(*args, **kwargs):
         _tf.set_global_seed_generator(seed_generator)  # A replica may have a thread of its own.
-        rows = None if batch is None else steps.count_rows(tf.nest.flatten((args, kwargs))[batch])
-        with steps.running(rows) as step:
+        own = tf.nest.flatten((args, kwargs))
+        with steps.running(steps.any_rows([own[i] for i in parts])) as step:
             result = fn(*args, **kwargs)
             _average_statistics(step)
         return result

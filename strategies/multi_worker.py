@@ -13,7 +13,7 @@ from tfdist import _tf
 from tfdist.cluster import ClusterSpec, check_bindable
 from tfdist.cluster.alone import warn_if_one_of_many
 from tfdist.errors import ClusterError
-from tfdist.failure_report import RUN_DIR
+from tfdist.failure_report import is_supervised
 from tfdist.faults import FaultTolerance, meeting, preemption, watchdog
 from tfdist.faults.agreement import Agreement
 from tfdist.faults.board import Board
@@ -81,7 +81,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 self.reduce("SUM", tf.ones([]), axis=None)  # Each fetches from another, what a broadcast does not try.
                 _share_seed(self)
             watchdog.start(self, extended.board, extended.creations)
-        elif RUN_DIR in os.environ:  # Who started it starts it again.
+        elif is_supervised():  # Who started it starts it again.
             watchdog.start(self, Board(0, 1), watchdog.Creations())
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
@@ -97,7 +97,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         super()._check_scope(step)
         if self.extended._num_workers > 1:
             held = functools.partial(variables.checksums, variables_of(step.model))
-            self.extended.agreement.on_model(step.model, step.name, held)
+            self.extended.agreement.on_model(step.model, held)
 
     def _longest(self, batches: int) -> int:
         workers, own = self.extended._num_workers, self.extended._id_in_cluster

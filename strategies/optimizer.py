@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist.strategies import report
 from tfdist.strategies.collectives.sparse import sum_duplicates
+from tfdist.strategies.dependence import may_differ
 from tfdist.strategies.step import current_step
 
 
@@ -156,6 +157,7 @@ class _Weigh:
             trainable_variables = list(trainable_variables)
         if trainable_variables is not None or args:
             args = (trainable_variables, *args)
+        given = grads
         scales = _scales(grads, self._trainable_variables if trainable_variables is None else trainable_variables)
         if step is not None and step.share is not None:
             if not step.weights_loss:
@@ -171,8 +173,8 @@ class _Weigh:
             result = super().apply(grads, *args, **kwargs)
         finally:
             step.weighs = before
-        if any(grad is not None and i not in scales for i, grad in enumerate(grads)):
-            _check_exchanged(self, step.exchanges - exchanges)
+        if step.exchanges == exchanges:
+            _check_alike(self, [grad for i, grad in enumerate(given) if grad is not None and i not in scales])
         return result
 
 
@@ -237,9 +239,10 @@ def _exchange(optimizer: Any, grads: list[Any]) -> list[Any]:
     return _to_present(lambda present: extended.exchange_gradients(optimizer, present, of), grads)
 
 
-def _check_exchanged(optimizer: Any, exchanges: int) -> None:
+def _check_alike(optimizer: Any, gradients: list[Any]) -> None:
     """Refuses an optimizer that took gradients and exchanged nothing: each replica would train a model of its own."""
-    if exchanges or tf.executing_eagerly():  # Eagerly some steps only accumulate; a graph has both branches.
+    # Eagerly some steps only accumulate; a graph has both branches.
+    if tf.executing_eagerly() or not any(may_differ(gradient) for gradient in gradients):
         return
     raise ValueError(
         f"An optimizer must exchange gradients with the other replicas, but `apply` of {optimizer.name!r} updated the "

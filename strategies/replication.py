@@ -60,12 +60,15 @@ class ReplicatedStrategy:
         elif self.num_replicas_in_sync == 1:
             if step.name == "train_step":
                 self._check_owned(step.model, _optimizer_variables(step.model))  # Weights may lie anywhere.
+            if step.name == "train_step":
+                self.reports.tells = not _is_compiled()
             if _is_compiled():
                 self._check_nobody_waits_for_reports(step.model)
             else:
                 fn = keras_steps.on_the_only(step, self.reports)
         else:
             self._check_scope(step)
+            self.reports.tells |= step.name == "train_step"
             if _tf.called_by_keras_trainer():
                 args = self._split_plain_batch(args, _among_devices)
             views = optimizers.viewed_optimizers(step.model, optimizers.distributed)
@@ -189,6 +192,7 @@ class ReplicatedStrategy:
 
     def _check_nobody_waits_for_steps(self, fn):
         model = _tf.keras_model_in_step()
+        self.reports.tells &= model is None
         if model is not None and model in self.reports.feeders:
             raise ValueError(
                 "BalancedSharding hands out by what is reported of each training step, and the strategy knows such a "

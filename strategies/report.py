@@ -59,6 +59,8 @@ class StepReports:
       latest: The newest report, `None` before the first step.
       num_replicas: R.
       asked_here: Whether this process was asked to stop.
+      tells: Whether the training steps that were traced last report at all; those that XLA compiles, and a user's own
+        train function, do not.
     """
 
     newest: "StepReports | None" = None
@@ -71,6 +73,7 @@ class StepReports:
         self.latest: StepReport | None = None
         self.num_replicas = num_replicas
         self.asked_here = False
+        self.tells = True
         with tf.device(_host_of(devices[0])):
             self._stop = tf.Variable(0.0, trainable=False)
         self._clocks = [Clock(device) for device in devices]

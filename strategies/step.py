@@ -19,7 +19,8 @@ class Step:
 
     Attributes:
       model: Whose step it is, of Keras' steps.
-      rows: Rows of the global batch that this replica holds, int or int32 []; `None` outside Keras' own steps.
+      rows: Rows of the global batch that this replica holds, int or int32 []; in steps other than of Keras' models 1 if
+        it holds any; `None` if nobody knows.
       statistics: Variables of layer statistics that the step has assigned, in order, without repeats.
       weights_loss: Whether the optimizer's loss is weighted by `share`, and not gradients as they are applied.
       weighs: Whether an optimizer under way has weighted its gradients by `share` already.
@@ -181,6 +182,16 @@ def only_rows(outputs: Any, rows: int | tf.Tensor | None) -> Any:
         return tf.cond(has_rows, lambda: leaf, lambda: leaf[:0])
 
     return keras.tree.map_structure(cut, outputs)
+
+
+def any_rows(values: list[Any]) -> int | tf.Tensor | None:
+    """1 if one of several batches has rows, else 0; `None` if none of them is one."""
+    kinds = tf.Tensor | tf.RaggedTensor | tf.SparseTensor
+    counts = [count_rows(value) for value in values if isinstance(value, kinds)]
+    counts = [count for count in counts if count is not None]
+    if any(isinstance(count, int) and count for count in counts):
+        return 1
+    return tf.minimum(tf.reduce_max(tf.stack(counts)), 1) if counts else None
 
 
 def count_rows(data: Any) -> int | tf.Tensor | None:

@@ -126,8 +126,7 @@ def _checksum(variable: tf.Variable) -> str:
 
 
 def _is_held_alike(variable: keras.Variable) -> bool:
-    kinds = OptimizerVariable | StatisticVariable | RandomStateVariable
-    alike = isinstance(variable.value, kinds) or variable.value.trainable
+    alike = isinstance(variable.value, OptimizerVariable | StatisticVariable | RandomStateVariable)
     return alike and "gradient_accumulator" not in variable.path  # which holds what is not exchanged yet
 
 

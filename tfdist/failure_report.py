@@ -13,13 +13,16 @@ import time
 import traceback
 from types import TracebackType
 
-__all__ = ["ATTEMPT", "RUN_DIR", "install_hook", "report_path", "write_report", "write_whole"]
+__all__ = ["ATTEMPT", "LEFT", "RUN_DIR", "install_hook", "is_supervised", "report_path", "write_report", "write_whole"]
 
 RUN_DIR = "TFDIST_RUN_DIR"
 """The environment variable with the folder of this run, shared by all its attempts on this host."""
 
 ATTEMPT = "TFDIST_ATTEMPT"
 """The environment variable with the number of restarts so far."""
+
+LEFT = "left"
+"""The kind of report of a worker that was done, and ends as a failure since another has failed."""
 
 
 def install_hook() -> None:
@@ -64,8 +67,7 @@ def write_report(
     Raises:
       OSError: If the file cannot be written.
     """
-    # A worker leads its session. What it starts has the same environment, but its end is the worker's to judge.
-    if RUN_DIR not in os.environ or os.getsid(0) != os.getpid():
+    if not is_supervised():
         return False
     from tfdist.cluster import ClusterSpec  # takes time that `import tfdist` need not
 
@@ -89,6 +91,12 @@ def write_report(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(report, indent=1))
     return True
+
+
+def is_supervised() -> bool:
+    """Whether this process is a worker of `tfdist run`."""
+    # A worker leads its session. What it starts has the same environment, but its end is the worker's to judge.
+    return RUN_DIR in os.environ and os.getsid(0) == os.getpid()
 
 
 def report_path(run_dir: pathlib.Path, attempt: int, worker: int) -> pathlib.Path:

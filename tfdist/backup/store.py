@@ -161,7 +161,9 @@ class Store:
             names = self._files.names(os.path.join(self.directory, f"step-{step}"))
         except OSError:
             return []  # no folder
-        return sorted(name for name in names if name != MANIFEST and not _FILE.fullmatch(name) and name[0] != ".")
+        if MANIFEST in names or any(_FILE.fullmatch(name) for name in names):
+            return []
+        return sorted(name for name in names if name and not name.startswith("."))
 
     def release(self) -> None:
         """Lets another process have the directory."""

@@ -25,7 +25,7 @@ class Agreement:
     def __init__(self, board: Board, timeout_seconds: float):
         self._board = board
         self._timeout_seconds = timeout_seconds
-        self._steps: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+        self._models: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def on_setup(self, devices: int, compression: str) -> None:
         """Compares numbers of devices and codecs.
@@ -38,23 +38,21 @@ class Agreement:
         self._compare({worker: own[:1] for worker, own in said.items()}, "the same number of devices", hint)
         self._compare({worker: own[1:] for worker, own in said.items()}, "the same compression", "Change the scripts.")
 
-    def on_model(self, model: Any, step: str, checksums: Callable[[], Iterable[tuple[str, str]]]) -> None:
+    def on_model(self, model: Any, checksums: Callable[[], Iterable[tuple[str, str]]]) -> None:
         """Compares a model's variables when it is first run: shapes and types, then the values of those held alike.
 
         Costs two messages to worker 0, and two for each worker.
 
         Args:
           model: The model.
-          step: For what it is run; each is the first once.
           checksums: Gives the names of those held alike, and checksums of their values.
 
         Raises:
           ClusterError: If they are unlike, or a worker does not come.
         """
-        known = self._steps.setdefault(model, set())
-        if step in known:
+        if model in self._models:
             return
-        known.add(step)
+        self._models.add(model)
         optimizer = type(getattr(model, "optimizer", None)).__name__
         # Without names, which Keras counts up over all models of a process.
         variables = [
@@ -72,9 +70,10 @@ class Agreement:
             worker: [f"{value} in {path!r}" for value, path in zip(values, paths, strict=False)]
             for worker, values in said.items()
         }
-        self._compare(
-            named, "the same values in a model", "Load or set weights on all workers, not on the chief alone."
+        hint = (
+            "Load, set or adapt them on all workers alike, not on the chief alone; or load on all what one has adapted."
         )
+        self._compare(named, "the same values in a model", hint)
 
     def on_sharding(self, described: list[str]) -> None:
         """Compares what a `BalancedSharding` hands out.

@@ -78,6 +78,7 @@ class Board:
         else:
             with contextlib.suppress(tf.errors.OpError):
                 self.report_error(message)
+            with contextlib.suppress(tf.errors.OpError):
                 self.say(DONE, False, worker)
 
     def exchange(self, subject: str, what: Any, timeout_seconds: float) -> Mapping[int, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from tfdist.failure_report import LEFT, write_report
 from tfdist.faults.board import DONE, Board
 from tfdist.faults.ending import end_with
 from tfdist.faults.lifelines import Lifelines
@@ -96,13 +97,15 @@ def _leave(board: Board, lifelines: Lifelines, timeout_seconds: float, pid: int)
         may_leave = done and _wait_for_others(board, timeout_seconds)
     except tf.errors.DeadlineExceededError:
         may_leave = True  # Who is not done may be busy for long, as the chief that saves alone.
-    except tf.errors.OpError:  # worker 0 is gone: it may have waited long enough
-        may_leave = 0 in lifelines.left
+    except tf.errors.OpError:  # who keeps the board is gone, or cut off: it may have waited long enough
+        may_leave = lifelines.left >= {0} if board.worker else lifelines.left >= set(board.others)
     lifelines.say_goodbye(done=may_leave)
     if not done:
         end_with(1)
     elif not may_leave:
         logging.error("worker %d is done, but another has failed: it ends with exit code 1", board.worker)
+        with contextlib.suppress(OSError):
+            write_report(LEFT, message="done, but another worker has failed")
         end_with(1, if_none=True)
 
 

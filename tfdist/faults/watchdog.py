@@ -283,7 +283,8 @@ class Watchdog:
             return
         # `faults` knows no strategies, so the newest reports are found by their class.
         newest = type(strategy.reports).newest
-        activity = _tf.keras_fit_activity(self._main_thread) if newest in (None, strategy.reports) else None
+        tells = newest in (None, strategy.reports) and strategy.reports.tells
+        activity = _tf.keras_fit_activity(self._main_thread) if tells else None
         step, part = strategy.reports.position()
         if activity is not None and _sections:
             activity = _sections[-1]

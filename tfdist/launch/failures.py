@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.exit_codes import PREEMPTED, STALLED
-from tfdist.failure_report import report_path
+from tfdist.failure_report import LEFT, report_path
 from tfdist.launch.group import WorkerExit, describe_exit, log_path
 
 __all__ = ["Failure", "first_failure", "is_consequence", "not_started", "reported_since"]
@@ -74,7 +74,7 @@ class Failure:
     @property
     def doubt(self) -> int:
         """How likely it is the mere consequence of another: a killed worker fails or aborts the others."""
-        if is_consequence(self.exception, self.message or ""):
+        if self.kind == LEFT or is_consequence(self.exception, self.message or ""):
             return 2
         return 1 if self.kind == "exit" or self.signal == "SIGABRT" else 0
 
@@ -99,6 +99,8 @@ class Failure:
             return f"worker {self.worker} raised {self.exception}: {first_line}"
         if self.kind == "exit":
             return f"worker {self.worker} {describe_exit(self.exit_code)}"
+        if self.kind == LEFT:
+            return f"worker {self.worker} was done, but another had failed"
         if self.signal:
             return f"worker {self.worker} was killed by {self.signal}"
         because = "" if self.suspect is None else f", probably because of worker {self.suspect}"
