@@ -224,9 +224,10 @@ class FitBackup(keras.callbacks.Callback):
             self._loaded = None
         return self._loaded is not None
 
-    def _apply(self) -> None:
+    def _apply(self, *, moves_positions: bool = True) -> None:
         assert self._loaded is not None
-        self._loaded.give_back(self.model, self._agreement, self._states, self._positions)
+        positions = self._positions if moves_positions else None
+        self._loaded.give_back(self.model, self._agreement, self._states, positions)
 
     def _take_position(self) -> None:
         """Lets `fit` begin at the epoch of the commit."""
@@ -322,7 +323,7 @@ class FitBackup(keras.callbacks.Callback):
         assert self._loaded is not None
         self._passing_over = False
         self._list.callbacks = self._others
-        self._apply()
+        self._apply(moves_positions=False)  # A sharding that nobody follows counts what was read of it again.
         self._batch = batch + 1
         self._logs = decode(*apart(self._loaded.plain["logs"]))
         self.model.stop_training = self._loaded.plain["stop"]

@@ -45,7 +45,7 @@ class Loaded:
         model: keras.Model,
         agreement: Agreement,
         states: CallbackStates,
-        positions: Positions,
+        positions: Positions | None,
     ) -> None:
         """Gives back everything that is saved; of a later `fit`, what this one may have alike.
 
@@ -53,7 +53,7 @@ class Loaded:
           model: That trains.
           agreement: Of the workers that there are now.
           states: Of the callbacks.
-          positions: In the data.
+          positions: In the data; `None` if they are there already.
         """
         strategy = model.distribute_strategy
         everyone = [arrays for arrays, _ in self.parts]
@@ -72,7 +72,8 @@ class Loaded:
             history = self.plain["histories"][self.finished]
             states.restore({name: {key: apart(own) for key, own in kept.items()} for name, kept in history.items()})
         else:
-            positions.restore(self.plain["shardings"])  # Of a later `fit` they may be other shardings.
+            if positions is not None:  # Of a later `fit` they may be other shardings.
+                positions.restore(self.plain["shardings"])
             states.restore(_callback_states(own["callbacks"], arrays))
             self._restore_residuals(model, everyone)
 
