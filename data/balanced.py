@@ -87,8 +87,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
       map_fn: What to make of an example, as for `tf.data.Dataset.map`, in parallel.
       policy: "speed" measures the replicas and follows them; "equal" is equal shares; or fixed weights by replica.
       max_rows: The most rows that a replica takes, one number or one for each replica. By default no limit.
-      drop_remainder: Whether training leaves out a short last batch. `evaluate` and `predict` read it all the same; a model
-        of one batch size is told `steps=len(source) // global_batch_size` there.
+      drop_remainder: Whether training leaves out a short last batch. `evaluate` and `predict` read it all the same; a
+        model of one batch size is told `steps=len(source) // global_batch_size` there.
       repeat: Whether epochs follow each other without end, for `fit(steps_per_epoch=...)`.
       num_parallel_calls: Batches that are read and decoded at once.
       service: The address of a tf.data service, such as "node0:5050", whose servers read, decode and map where that
