@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import _tf
+from tfdist.strategies.collectives.buckets import BUCKET_BYTES
 from tfdist.strategies.report import Clock
 
 _local = threading.local()
@@ -104,7 +105,12 @@ class Step:
         """`values`, but zeros on a replica without rows, whose row of zeros stands for none."""
         if self.in_own_exchange or self.has_rows is True:
             return values
-        return tf.cond(self.has_rows, lambda: values, lambda: [_zeros_like(value) for value in values])
+        # A branch begins when all that it takes is there: the first gradients shall not wait for the last.
+        groups = _in_groups(values, BUCKET_BYTES)
+        return [value for group in groups for value in self._group_or_zeros(group)]
+
+    def _group_or_zeros(self, group):
+        return tf.cond(self.has_rows, lambda: group, lambda: [_zeros_like(value) for value in group])
 
 
 def current_step() -> Step | None:
@@ -131,6 +137,18 @@ def is_keras_own(model: keras.Model, method: str) -> bool:
 def _any(rows: int | tf.Tensor | None) -> bool | tf.Tensor:
     """Whether there is any row, True or bool []; taken for granted where rows are not known."""
     return True if rows is None or (isinstance(rows, int) and rows > 0) else tf.convert_to_tensor(rows) > 0
+
+
+def _in_groups(values, least_bytes):
+    """Cuts a list into parts of at least so many bytes each, as far as these are known, but for the last."""
+    groups, held = [[]], 0
+    for value in values:
+        if held >= least_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(value)
+        held += (value.shape.num_elements() or 0) * value.dtype.size
+    return groups
 
 
 def _zeros_like(value):

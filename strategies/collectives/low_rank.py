@@ -1,10 +1,14 @@
 """All-reduce of matrices by factors of low rank: PowerSGD."""
 
+import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tfdist.strategies.compression import PowerSGD
+
+# What compiling saves a step is not worth its tenths of a second for a small matrix.
+_COMPILED_ELEMENTS = 1 << 18
 
 
 def all_reduce_low_rank(
@@ -47,9 +51,18 @@ def all_reduce_low_rank(
     totals = [codec.decode(basis, factor) for basis, factor in zip(bases, common, strict=True)]
     if residuals:
         kept = zip(matrices, bases, own, strict=True)
-        residuals = [matrix - codec.decode(basis, factor) for matrix, basis, factor in kept]
+        residuals = [_rest(codec, _is_large(matrix))(matrix, basis, factor) for matrix, basis, factor in kept]
     finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(small)) for small in [*bases, *common]])
     return totals, list(residuals), common, finite
+
+
+def _is_large(matrix: tf.Tensor) -> bool:
+    return matrix.shape.num_elements() >= _COMPILED_ELEMENTS
+
+
+@functools.cache
+def _rest(codec: PowerSGD, compiled: bool):
+    return tf.function(codec.rest, jit_compile=True, autograph=False) if compiled else codec.rest
 
 
 def _all_reduce(tensors, launcher, options):

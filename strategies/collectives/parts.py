@@ -114,6 +114,10 @@ class Words:
         return states
 
 
+# Of matrices; their factors are a hundredth of that, and each exchange takes a core about a millisecond.
+_MATRICES_BYTES = 32 << 20
+
+
 class Matrices:
     """Gradients under PowerSGD."""
 
@@ -122,7 +126,7 @@ class Matrices:
         self._shapes = [_matrix(gradients[i].shape) for i in positions]
         self._seed = seed
         like = [tf.TensorSpec(shape, tf.float32) for shape in self._shapes]
-        buckets = fill_buckets(like, BUCKET_BYTES)
+        buckets = fill_buckets(like, _MATRICES_BYTES)
         self._groups = list(dict.fromkeys(tuple(segment.tensor for segment in bucket) for bucket in buckets))
         factors = [(columns, codec.rank) for _, columns in self._shapes]
         self.state_shapes = [*(self._shapes if codec.error_feedback else []), *factors]

@@ -12,6 +12,8 @@ __all__ = ["PowerSGD"]
 
 # A column of which less than this is left, beside the columns before it, is their sum but for rounding.
 _DEPENDENT = 1e-6
+# Up to here a product of factors takes as long as memory does.
+_UNROLLED_RANK = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,14 @@ class PowerSGD(Codec):
     def decode(self, p: tf.Tensor, q: tf.Tensor) -> tf.Tensor:
         """[rows, rank], [columns, rank] -> [rows, columns]."""
         return tf.matmul(p, q, transpose_b=True)
+
+    def rest(self, matrix: tf.Tensor, p: tf.Tensor, q: tf.Tensor) -> tf.Tensor:
+        """What `decode` leaves of a matrix: [rows, columns], [rows, rank], [columns, rank] -> [rows, columns]."""
+        if self.rank > _UNROLLED_RANK:
+            return matrix - self.decode(p, q)
+        # Compiled, one pass over the matrix.
+        q = tf.transpose(q)
+        return matrix - tf.add_n([p[:, i : i + 1] * q[i : i + 1] for i in range(self.rank)])
 
     def for_rows(self) -> WordCodec:
         """Float16: rows of `tf.IndexedSlices` have no residual, which this codec cannot do without."""
