@@ -162,9 +162,10 @@ def own_index():
 
 def let_go(placement):
     """Which of some shardings, of which nobody has the dataset any more, are still there, or their arrays."""
+    gc.freeze()  # Else what other tests have left is collected here, and each pipeline may wait a minute for its tuner.
     strategy = strategy_of(placement)
     model = prepared(strategy)
-    before = strategy.shardings  # Kept: else other tests' may go in between.
+    before = strategy.shardings  # Kept: else those of other tests may go in between.
 
     def references(use, **options):
         sharding, data = distributed(strategy, arrays(), **options)
@@ -179,6 +180,7 @@ def let_go(placement):
     last, data = distributed(strategy, arrays())
     model.fit(data, verbose=0)
     gc.collect()
+    gc.unfreeze()
     alive = [reference() is not None for reference in made]
     return alive, [sharding for sharding in strategy.shardings if sharding not in before] == [last]
 

@@ -162,7 +162,7 @@ def test_the_suspect_is_who_the_others_wait_for(name):
 
 def test_a_watchdog_that_may_never_judge_or_could_not_look_still_refuses_another_model():
     class Reports:
-        newest = None
+        newest, tells = None, True
 
         def position(self):
             raise OSError(errno.EMFILE, "no file left")
