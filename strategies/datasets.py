@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import _tf
+from tfdist.errors import ScopeError
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -21,16 +22,20 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
+def is_read_by_all(dataset: tf.data.Dataset) -> bool:
+    """Whether each worker reads all of it and keeps its rows of each batch: unless its options say otherwise."""
+    policies = tf.data.experimental.AutoShardPolicy
+    return dataset.options().experimental_distribute.auto_shard_policy in (policies.AUTO, policies.DATA)
+
+
 def alike_on_workers(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """`dataset`, of which each worker reads all, in one order, and keeps its rows of each batch.
+    """`dataset`, which is read by all, in one order on each worker.
 
     By itself TensorFlow deals out files where there are any: global batches are then not those of one device, and
-    fewer files than workers an error. Who has said so (`AutoShardPolicy.FILE`, `OFF`) is left it. Workers that read in
-    orders of their own (`deterministic=False`) would take some rows twice and others never.
+    fewer files than workers an error. Workers that read in orders of their own (`deterministic=False`) would take some
+    rows twice and others never.
     """
     policies = tf.data.experimental.AutoShardPolicy
-    if dataset.options().experimental_distribute.auto_shard_policy not in (policies.AUTO, policies.DATA):
-        return dataset
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = policies.DATA
     options.deterministic = True
@@ -83,9 +88,11 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
         self.__dict__.update(distribute(functools.partial(self._make, True)).__dict__)
 
     def __iter__(self):
+        fitting, epochs = _tf.keras_fitting_models(), _tf.keras_epochs_of_iterator()
+        if epochs and fitting and not _tf.keras_is_evaluating():
+            _check_strategy(fitting[0])
         if _tf.keras_is_peeking() and _has_ranks(self):
             return iter([_example(self)])
-        fitting, epochs = _tf.keras_fitting_models(), _tf.keras_epochs_of_iterator()
         training = not (epochs and _tf.keras_is_evaluating())
         if epochs:
             # Keras takes `steps_per_epoch` of each iterator until all steps are taken, from wherever it begins.
@@ -128,6 +135,14 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
         for fn in self._maps:
             dataset = dataset.map(fn)
         return dataset
+
+
+def _check_strategy(model):
+    if not hasattr(model.distribute_strategy, "shardings"):
+        raise ScopeError(
+            f"Model {model.name!r} must be made inside `with strategy.scope():` to train on what a BalancedSharding "
+            "hands out, but was made outside. Move the lines that build and compile the model there."
+        )
 
 
 def _has_ranks(dataset):

@@ -1,13 +1,16 @@
 """Many workers, each with one or several devices."""
 
+import atexit
 import contextlib
 import functools
 import os
 import random
 import socket
 import time
+import weakref
 import zlib
 
+import keras
 import tensorflow as tf
 from absl import logging
 
@@ -33,6 +36,9 @@ from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy
 
 # What unlike processors make of equal steps stays below; another file, or another epoch, is above.
 _ROUNDING = 1e-3
+
+# Of Keras' callbacks, which each worker would run.
+_WRITERS = (keras.callbacks.BackupAndRestore, keras.callbacks.CSVLogger, keras.callbacks.ModelCheckpoint)
 
 # TensorFlow packs what it sends into strings of so many bytes, 4096 unless told: see grpc_worker_service.cc. From
 # the 128 KiB of glibc on, the kernel would map and clear each string anew.
@@ -86,6 +92,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 self.reduce("SUM", tf.ones([]), axis=None)  # Each fetches from another, what a broadcast does not try.
                 _share_seed(self)
             watchdog.start(self, extended.board, extended.creations)
+            self._was_entered = False
+            atexit.register(_warn_if_never_entered, weakref.ref(self))
         elif is_supervised():  # Who started it starts it again.
             watchdog.start(self, Board(0, 1), watchdog.Creations())
 
@@ -104,9 +112,15 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             held = functools.partial(variables.checksums, variables_of(step.model))
             self.extended.agreement.on_model(step.model, held)
 
-    def _check_still_alike(self, model):
-        if self.extended._num_workers == 1 or not self.extended.agreement.has_compared(model):
+    def _begin_fit(self, model, callbacks):
+        if self.extended._num_workers == 1:
             return
+        if self.extended.should_checkpoint:
+            _warn_of_writers(callbacks)
+        if self.extended.agreement.has_compared(model):
+            self._check_still_alike(model)
+
+    def _check_still_alike(self, model):
         held = [each for each in variables_of(model) if not isinstance(each.value, variables.RandomStateVariable)]
         checksums = variables.checksums(held)  # Without random states, which may differ where the chief alone draws.
         # By a collective, where a worker that comes late, or never, is waited for as in the step that comes next.
@@ -117,6 +131,20 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             self.extended.agreement.on_values(checksums)
         if self.extended.should_checkpoint:
             logging.warning("Workers round in unlike ways: what they hold of model %r is no longer equal.", model.name)
+
+    def _check_batches(self, epochs):
+        everyone = self._of_all_workers(epochs.data_adapter.num_batches or 0)
+        if len(set(everyone)) == 1 or epochs.steps_per_epoch:
+            return
+        described = ", ".join(
+            f"worker {worker} has {batches or 'an unknown number'}" for worker, batches in enumerate(everyone)
+        )
+        raise ClusterError(
+            f"All workers read the same data and take their rows of each batch, so all must have as many batches, but "
+            f"{described}. This is worker {self.extended._id_in_cluster} on {socket.gethostname()}. Give all the same "
+            "data and `batch_size`, which counts the rows of all workers; or steps_per_epoch. To let each read data of "
+            "its own, see `distribute_datasets_from_function`."
+        )
 
     def _is_far_apart(self, variable):
         """Whether workers hold a variable so unlike that it is not from rounding, as unlike processors do it."""
@@ -294,6 +322,28 @@ def _first_exchange():
             f"address of TF_CONFIG ({addresses}). This is {cluster.describe()}, on {socket.gethostname()}. Correct the "
             f"addresses, or open these ports between the hosts. TensorFlow says: {error.message}"
         ) from error
+
+
+def _warn_of_writers(callbacks):
+    names = ", ".join(sorted({type(each).__name__ for each in callbacks if type(each) in _WRITERS}))
+    if names:
+        logging.warning("Keras' own %s on all workers: they write the same files. Take tfdist.callbacks'.", names)
+
+
+def _warn_if_never_entered(strategy):
+    """Says what a forgotten `with strategy.scope():` means: nothing else tells training alone from training together.
+
+    Args:
+      strategy: A weak reference to it.
+    """
+    made = strategy()
+    if made is not None and not made._was_entered and made.extended.should_checkpoint:
+        logging.warning(
+            "%d workers have met in a %s whose scope() was never entered: whatever they trained, each trained by "
+            "itself. Make and compile the model inside `with strategy.scope():`.",
+            made.extended._num_workers,
+            type(made).__name__,
+        )
 
 
 def _share_seed(strategy):

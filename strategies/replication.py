@@ -19,7 +19,7 @@ from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.all_reduce import symbolic_tensors
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.communication import Communication, is_uncompressed, policy_of
-from tfdist.strategies.datasets import BalancedDataset, PeekableDataset, alike_on_workers, untuned
+from tfdist.strategies.datasets import BalancedDataset, PeekableDataset, alike_on_workers, is_read_by_all, untuned
 from tfdist.strategies.report import StepReports
 
 _KERAS_PREDICT_STEP = "one_step_on_data"
@@ -34,14 +34,17 @@ class ReplicatedStrategy:
     extended: Any
     reports: StepReports
     _shardings: list[weakref.ref[Any]]
+    _was_entered = False
 
     def scope(self):
         """Makes this strategy the current one; see `tf.distribute.Strategy.scope`."""
+        self._was_entered = True
         model = _tf.keras_model_to_build()
         if model is None:
             return super().scope()
-        if _tf.keras_begins_fit():
-            self._check_still_alike(model)
+        callbacks = _tf.callbacks_of_beginning_fit()
+        if callbacks is not None:
+            self._begin_fit(model, callbacks)
         return keras_steps.building(model, super().scope())
 
     def run(self, fn, args=(), kwargs=None, options=None):
@@ -89,7 +92,8 @@ class ReplicatedStrategy:
             return super().experimental_distribute_dataset(dataset, options)
         if _tf.keras_made_dataset():
             dataset = untuned(dataset)
-        if self.extended._num_workers > 1:
+        if self.extended._num_workers > 1 and is_read_by_all(dataset):
+            self._check_batches(_tf.keras_epochs_to_distribute())
             dataset = alike_on_workers(dataset)
         distributed = super().experimental_distribute_dataset(dataset, options)
         if not _tf.keras_is_evaluating():
@@ -127,6 +131,7 @@ class ReplicatedStrategy:
             if keras_steps.is_float(local):
                 return local
             axis = None
+        self._was_entered = True
         self.extended.check_in_company()
         return super().reduce(reduce_op, value, axis)
 
@@ -154,8 +159,11 @@ class ReplicatedStrategy:
         self._check_owned(step.model, [*variables_of(step.model), *of_metrics])
         metrics.check_states(step.model)
 
-    def _check_still_alike(self, model):
+    def _begin_fit(self, model, callbacks):
         """Compares the model that a `fit` begins to train on all workers, if they have done so before."""
+
+    def _check_batches(self, epochs):
+        """Compares the numbers of batches of what all workers read, for epochs that Keras is about to begin."""
 
     def _check_owned(self, model, variables):
         for variable in variables:

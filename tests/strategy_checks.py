@@ -6,10 +6,12 @@ import json
 import os
 import random
 import time
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 from keras import layers
 
 import tfdist
@@ -283,6 +285,15 @@ def _outside_scope(placement):
     wrapped.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
 
 
+def _all_outside_scope(placement):
+    x = np.ones((8, 4), "float32")
+    sharding = tfdist.data.BalancedSharding((x, x[:, :1]), 4, seed=1)
+    dataset = strategy(placement).distribute_datasets_from_function(sharding)
+    model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(dataset, verbose=0)
+
+
 def _optimizer_outside_scope(placement):
     with strategy(placement).scope() if placement != "single" else tfdist.MirroredStrategy(["CPU:0"]).scope():
         model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
@@ -448,6 +459,7 @@ mistakes = {
     "jit_compile of a function": _compiled_function,
     "jit_compile of a part": _compiled_part,
     "outside scope": _outside_scope,
+    "all outside scope": _all_outside_scope,
     "metric outside scope": _metric_outside_scope,
     "metric that keeps a Keras variable": _metric_of_its_own,
     "metric that keeps a tf.Variable": functools.partial(_metric_of_its_own, make=tf.Variable),
@@ -593,6 +605,32 @@ def found_after_fit(placement, folder, fails):
     except (OSError, tfdist.errors.ClusterError) as error:
         raised = type(error).__name__, str(error)
     return os.path.exists(path), raised
+
+
+def reads_other_batches_than_others(placement, kind):
+    """What a worker is told that reads fewer batches than another, of fewer rows or more in each."""
+    x, first = np.ones((32, 4), "float32"), own_index() == 0
+    with strategy(placement).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, batch_size = (x if first or kind == "batch_size" else x[:16]), (16 if first or kind == "rows" else 8)
+    model.fit(x, x[:, :1], batch_size=batch_size, steps_per_epoch=1, verbose=0)  # As many as all have.
+    try:
+        model.fit(x, x[:, :1], batch_size=batch_size, verbose=0)
+    except tfdist.errors.ClusterError as error:
+        return str(error)
+
+
+def warnings_of_callbacks(placement, folder):
+    """What this worker says as a `fit` begins with each of Keras' callbacks, and tfdist's, that write a file."""
+    with strategy(placement).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    path, said = f"{folder}/{own_index()}", []
+    for given in (keras.callbacks.CSVLogger(path), [tfdist.callbacks.CSVLogger(path)]):
+        with mock.patch.object(logging, "warning", lambda text, *values: said.append(text % values)):
+            model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0, callbacks=given)
+    return said
 
 
 def asked_for_on_the_chief_alone(placement):

@@ -207,6 +207,7 @@ def test_deterministic_operations_alone_suffice():
         ("jit_compile of a function", "CompiledCollectivesError", "jit_compile=False"),
         ("jit_compile of a part", "CompiledCollectivesError", "jit_compile=False"),
         ("outside scope", "ScopeError", "strategy.scope()"),
+        ("all outside scope", "ScopeError", "strategy.scope()"),
         ("metric outside scope", "ScopeError", "its metrics must be made inside"),
         ("metric that keeps a Keras variable", "ValueError", "self.add_variable"),
         ("metric that keeps a tf.Variable", "ValueError", "self.add_variable"),
@@ -219,6 +220,17 @@ def test_a_mistake_is_named_on_every_worker(placement, mistake, error, words, po
     for kind, message in pools(placement).run(checks.message_of, placement, mistake):
         assert kind == error
         assert words in message
+
+
+@pytest.mark.parametrize(("kind", "batches"), [("rows", (2, 1)), ("batch_size", (2, 4))])
+def test_workers_that_read_unlike_numbers_of_batches_are_named(kind, batches, pools):
+    for message in pools("2x1").run(checks.reads_other_batches_than_others, "2x1", kind):
+        assert "worker 0 has {}, worker 1 has {}".format(*batches) in message
+
+
+def test_the_chief_warns_of_callbacks_that_write_the_same_file_on_all_workers(pools, tmp_path):
+    (said,), of_other = pools("2x1").run(checks.warnings_of_callbacks, "2x1", str(tmp_path))
+    assert "CSVLogger" in said and of_other == []
 
 
 @pytest.mark.parametrize("used", ["fit", "evaluate", "fit again"])

@@ -132,6 +132,7 @@ __all__ = [
     "WhileBodyFuncGraph",
     "WhileCondFuncGraph",
     "call_in_step",
+    "callbacks_of_beginning_fit",
     "called_by_keras_trainer",
     "calling_trainer",
     "clone_function",
@@ -150,9 +151,9 @@ __all__ = [
     "is_gradient_of_all_reduce",
     "is_op_determinism_enabled",
     "kept_losses",
-    "keras_begins_fit",
     "keras_callers",
     "keras_epochs_of_iterator",
+    "keras_epochs_to_distribute",
     "keras_fit_activity",
     "keras_fitting_models",
     "keras_is_evaluating",
@@ -293,10 +294,18 @@ def keras_is_peeking() -> bool:
     return _frame_of(keras_trainer.TensorFlowTrainer._maybe_symbolic_build) is not None
 
 
+def keras_epochs_to_distribute() -> keras_epoch_iterator.EpochIterator | None:
+    """What of Keras asks for the distribution of a dataset, as a `fit` begins or another of its loops.
+
+    Without it: workers that read unlike numbers of batches fail amid an epoch, in words of TensorFlow's collectives.
+    """
+    frame = _frame_of(keras_trainer.TFEpochIterator.__init__)
+    return frame.f_locals.get("self") if frame else None
+
+
 def keras_made_dataset() -> bool:
     """Whether Keras is handing over a dataset of its own making, of arrays or a generator, and not the user's."""
-    frame = _frame_of(keras_trainer.TFEpochIterator.__init__)
-    adapter = frame and getattr(frame.f_locals.get("self"), "data_adapter", None)
+    adapter = getattr(keras_epochs_to_distribute(), "data_adapter", None)
     return adapter is not None and not isinstance(adapter, TFDatasetAdapter)
 
 
@@ -317,14 +326,18 @@ def keras_model_to_build() -> keras_trainer.TensorFlowTrainer | None:
     return frame.f_locals["self"] if builds else None
 
 
-def keras_begins_fit() -> bool:
-    """Whether Keras asks for the scope in which it builds a model on its way into a `fit`.
+def callbacks_of_beginning_fit() -> list[keras.callbacks.Callback] | None:
+    """What a `fit` was given, if Keras asks for the scope in which it builds a model on its way into one; else `None`.
 
-    Without it: workers whose models have come apart between two fits train on, each its own.
+    Without it: workers whose models have come apart between two fits train on, each its own, and nobody is told of
+    callbacks that write over each other.
     """
     frame = _frame_of(keras_trainer.TensorFlowTrainer._maybe_symbolic_build)
     caller = frame and frame.f_back
-    return caller is not None and caller.f_code is inspect.unwrap(keras_trainer.TensorFlowTrainer.fit).__code__
+    if caller is None or caller.f_code is not inspect.unwrap(keras_trainer.TensorFlowTrainer.fit).__code__:
+        return None
+    given = caller.f_locals.get("callbacks")
+    return list(tf.nest.flatten(getattr(given, "callbacks", given) or []))
 
 
 def keras_makes_for_comparison() -> bool:
