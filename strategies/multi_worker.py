@@ -133,7 +133,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             logging.warning("Workers round in unlike ways: what they hold of model %r is no longer equal.", model.name)
 
     def _check_batches(self, epochs):
-        everyone = self._of_all_workers(epochs.data_adapter.num_batches or 0)
+        with watchdog.waiting_for_all():
+            everyone = self._of_all_workers(epochs.data_adapter.num_batches or 0)
         if len(set(everyone)) == 1 or epochs.steps_per_epoch:
             return
         described = ", ".join(

@@ -716,6 +716,13 @@ def test_a_worker_that_is_done_does_not_end_as_if_all_were_when_another_fails(fa
         assert "scope() was never entered" in job.output(0) and "never entered" not in job.output(1)
 
 
+def test_a_chief_that_evaluates_alone_is_told_so_once_the_others_are_done(job):
+    job.start(TRAIN + "model = build()\nfit(model, epochs=1)\nif worker == 0: model.evaluate(x, x[:, :1], verbose=0)")
+    assert job.wait()[0] == 1
+    assert "ClusterError: All workers have a part in" in job.output(0), job.output(0)
+    assert "the program of worker 1 is over" in job.output(0)
+
+
 def test_another_model_is_named_on_all_workers(job):
     job.start(
         TRAIN + 'fit(build(1, "adam" if worker else "sgd"))',

@@ -16,8 +16,9 @@ what it does ("input", "compute" or "exchange" in training; "callback", "save", 
 - Then each worker writes where all its threads are, and the report, and ends with exit code `STALLED`.
 
 A lone worker is watched under `tfdist run`, which starts it again. Custom loops are not watched, nor is what is outside
-of `fit`, but for one thing: a variable is made by a broadcast, and who waits there for `start_timeout_seconds` lets it
-fail on all workers, since their models are not alike.
+of `fit`, but for two things. A variable is made by a broadcast, and who waits there for `start_timeout_seconds` lets it
+fail on all workers, since their models are not alike. And who waits for all as a `fit`, `evaluate` or `predict` begins,
+while the program of another is over, waits in vain.
 """
 
 import atexit
@@ -27,6 +28,7 @@ import faulthandler
 import itertools
 import math
 import os
+import socket
 import statistics
 import sys
 import threading
@@ -41,11 +43,12 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist import _tf
+from tfdist.errors import ClusterError
 from tfdist.exit_codes import STALLED
 from tfdist.failure_report import write_report
-from tfdist.faults.board import Board
+from tfdist.faults.board import DONE, Board
 
-__all__ = ["Creations", "Patience", "Watchdog", "moved", "section", "start", "suspect_of"]
+__all__ = ["Creations", "Patience", "Watchdog", "moved", "section", "start", "suspect_of", "waiting_for_all"]
 
 TRAINING = "training"
 WAITING = "waiting for the chief"
@@ -53,6 +56,7 @@ _POLL_SECONDS = 1.0
 _POST_SECONDS = 2.0
 _ANSWER_SECONDS = 2.0
 _STOP_SECONDS = 5.0
+_ABSENCE_SECONDS = 5.0
 _FLOOR_SECONDS = 60.0
 _CAP_SECONDS = 1800.0
 _STEPS, _STEPS_REMEMBERED, _LONGEST_STEPS = 20, 64, 3
@@ -63,6 +67,7 @@ _WAITS = {"compute": 1, "input": 2, "exchange": 3}
 
 _sections: list[str] = []
 _moves = 0
+_calls: list["_Call"] = []  # for which this worker waits
 _made = itertools.count()  # Watchdogs of this process, as many and in the same order on all workers.
 
 
@@ -80,6 +85,33 @@ def moved() -> None:
     """Says that this worker has got on, where no step of training shows it."""
     global _moves
     _moves += 1
+
+
+class _Call:
+    """One in which all workers have a part, from its beginning; and what is wrong with it, once that is known."""
+
+    def __init__(self) -> None:
+        self.since = time.monotonic()
+        self.fault: str | None = None
+
+
+@contextlib.contextmanager
+def waiting_for_all() -> Iterator[None]:
+    """Says that all workers exchange in the block, where one of Keras' loops begins.
+
+    Raises:
+      ClusterError: If it fails because another's program is over.
+    """
+    call = _Call()
+    _calls.append(call)
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if call.fault:
+            raise ClusterError(call.fault) from error
+        raise
+    finally:
+        _calls.remove(call)
 
 
 class Creations:
@@ -307,6 +339,23 @@ class Watchdog:
                 if is_last:  # Whoever then waits for this worker should know if it alone was told to stop.
                     self._look(0.0)
                 self._board.say(self._subject, self._position)
+                for call in [] if is_last else _calls[-1:]:
+                    self._look_for_the_done(call)
+
+    def _look_for_the_done(self, call: _Call) -> None:
+        """Lets a call fail for which another worker cannot come any more."""
+        if call.fault or time.monotonic() - call.since < _ABSENCE_SECONDS:
+            return
+        for worker in self._board.others:
+            with contextlib.suppress(tf.errors.DeadlineExceededError):
+                self._board.hear(DONE, worker, 0.0)
+                call.fault = (
+                    "All workers have a part in `fit`, `evaluate` and `predict`, but the program of worker "
+                    f"{worker} is over, and worker {self._board.worker} on {socket.gethostname()} begins one. Call it "
+                    "on all workers alike, and only write files `if tfdist.cluster.is_chief():`."
+                )
+                self._board.report_error(call.fault)
+                return
 
     def _judge(self) -> None:
         positions = self._ask() if self._board.others else {self._board.worker: self._position}
