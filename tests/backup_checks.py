@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import signal
+import tempfile
 import threading
 
 import keras
@@ -190,12 +191,13 @@ def inputs(kind, strategy):
     return {"x": strategy.distribute_datasets_from_function(sharding) if strategy else sharding(), **shorter}
 
 
-def callbacks_of(directory, position, broken, monitors, seen, anew=False, evaluates=False, **options):
+def callbacks_of(directory, position, broken, log, seen, anew=False, evaluates=False, **options):
     mine = [BackupAndRestore(directory, **options)] if directory else []
     count = Count(seen)
     others = [count, *([TrainFunctionAnew()] if anew else []), *([Evaluate()] if evaluates else [])]
-    if monitors:
+    if log:
         others += [
+            tfdist.callbacks.CSVLogger(log),
             keras.callbacks.ReduceLROnPlateau(patience=0, min_delta=0.3, factor=0.5),
             keras.callbacks.EarlyStopping(patience=2, min_delta=0.3, restore_best_weights=True),
             keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
@@ -226,6 +228,7 @@ def train(
     worker, step = break_off if isinstance(break_off, list) else (own_index(), break_off)
     broken = [BreakOff(step, kills)] if step is not None and worker == own_index() else []
     histories, counts, between = [], [], []
+    log = pathlib.Path(f"{directory or os.path.join(tempfile.gettempdir(), f'unbroken-{os.getpid()}')}.csv")
     np.random.seed(5)
     x, y = data()
     try:
@@ -236,7 +239,7 @@ def train(
                 with strategy.scope() if strategy else contextlib.nullcontext():
                     model.compile(keras.optimizers.Adam(0.02), model.loss, metrics=["accuracy"])
             seen = []
-            callbacks, count = callbacks_of(directory, position, broken, monitors, seen, **options)
+            callbacks, count = callbacks_of(directory, position, broken, monitors and log, seen, **options)
             validation = {"validation_data": (x[:20], y[:20])} if monitors else {}
             history = model.fit(
                 **inputs(data_kind, strategy), epochs=epochs, callbacks=callbacks, verbose=0, **validation
@@ -246,7 +249,12 @@ def train(
             counts.append([count.batches, count.epochs, count.sums.tolist(), float(count.weight), seen])
     except BrokenOffError:
         return None
+    logged = None
+    if monitors and own_index() == 0:
+        logged = log.read_text()
+        log.unlink()
     return {
+        "log": logged,
         "weights": [np.asarray(variable) for variable in model.variables],
         "optimizer": [np.asarray(variable) for variable in model.optimizer.variables],
         "metrics": {name: np.asarray(value).tolist() for name, value in model.get_metrics_result().items()},

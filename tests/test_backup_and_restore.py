@@ -25,6 +25,7 @@ def assert_equal(resumed, unbroken):
     assert resumed["between"] == unbroken["between"], "what comes between two fits sees what it saw before"
     assert resumed["metrics"] == unbroken["metrics"]
     assert resumed["random"] == unbroken["random"]
+    assert resumed["log"] == unbroken["log"]
     for kind in ("weights", "optimizer"):
         for mine, other in zip(resumed[kind], unbroken[kind], strict=True):
             np.testing.assert_array_equal(mine, other, strict=True)

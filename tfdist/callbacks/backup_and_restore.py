@@ -40,8 +40,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
       long: that is refused, before training.
     - The other callbacks are told apart by class and order. Attributes are saved that are numbers, text, arrays, and
       lists, tuples, sets, dicts and deques of them (also Counters, OrderedDicts, and defaultdicts of built-in types); a
-      callback with `get_state` and `set_state` says itself. What callbacks write to files is theirs: give `CSVLogger`
-      its `append=True`.
+      callback with `get_state` and `set_state` says itself. What callbacks write to files is theirs; that of
+      `tfdist.callbacks.CSVLogger` has each epoch once.
     - Not saved: tables, `tf.Variable`s and generators that Keras does not know, random operations of TensorFlow
       without a state.
     - Several fits in a program, with one `backup_dir` and `delete_checkpoint=False` for all but the last: those that

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist.errors import ClusterError
 from tfdist.faults.health import Health
@@ -111,7 +112,36 @@ class ModelCheckpoint(ChiefOnly, keras.callbacks.ModelCheckpoint):
 
 
 class CSVLogger(ChiefOnly, keras.callbacks.CSVLogger):
-    """`keras.callbacks.CSVLogger`, written by the chief."""
+    """`keras.callbacks.CSVLogger`, written by the chief.
+
+    Beside `BackupAndRestore` its file has each epoch once, whatever was restarted: each backup holds what it says.
+    """
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Opens the file, with a header if it is new: also in a `fit` after one that went on with a file."""
+        self.append_header = True
+        super().on_train_begin(logs)
+
+    def get_state(self) -> dict[str, str | None]:
+        """What the file says; `None` where it is not written."""
+        if not self._is_chief or self.csv_file is None:
+            return {"text": None}
+        with tf.io.gfile.GFile(self.filename) as file:  # After each row it is flushed.
+            return {"text": file.read()}
+
+    def set_state(self, state: dict[str, str | None]) -> None:
+        """Has the file say what it said when `get_state` was called."""
+        text = state["text"]
+        if not self._is_chief or text is None:
+            return
+        partial = f"{self.filename}.partial"
+        with tf.io.gfile.GFile(partial, "w") as file:
+            file.write(text)
+        tf.io.gfile.rename(partial, self.filename, overwrite=True)
+        appends: bool = vars(self)["append"]
+        self.append = True
+        keras.callbacks.CSVLogger.on_train_begin(self)  # Opens it anew.
+        self.append = appends
 
 
 class TensorBoard(ChiefOnly, keras.callbacks.TensorBoard):
