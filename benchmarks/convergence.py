@@ -10,7 +10,6 @@ tensors of less than 16384 elements alone, which is most of such small networks.
 order of the data, and codecs are held against no compression under the same seed.
 """
 
-import ast
 import dataclasses
 import functools
 import importlib
@@ -25,11 +24,11 @@ from absl import app, flags
 import tfdist
 from benchmarks.accuracy import KEY, Run, print_table, write_report
 from benchmarks.record import Record
-from tfdist.strategies.compression import NAMES
+from tfdist.strategies.compression import NAMES, from_name
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("model", "digits", ["digits", "char_lm"], "What is trained; digits reports accuracy, char_lm loss.")
-flags.DEFINE_list("codecs", ["none", *NAMES], "Codecs, `none` for uncompressed; also powersgd(rank=16).")
+flags.DEFINE_list("codecs", ["none", *NAMES], "Codecs, `none` for uncompressed; also powersgd(16).")
 flags.DEFINE_list("optimizers", ["sgd", "adam"], "sgd has a momentum of 0.9.")
 flags.register_validator("optimizers", lambda names: set(names) <= {"sgd", "adam"}, "takes sgd and adam")
 flags.DEFINE_list("seeds", ["0", "1", "2"], "Runs of each.")
@@ -42,15 +41,11 @@ _CHAR_LM_STEPS = 50  # an epoch
 
 
 def codec_of(text: str):
-    """The codec that a name stands for, with an option in brackets or without: int8, powersgd(rank=16)."""
-    if text == "none":
-        return None
-    name, _, option = text.rstrip(")").partition("(")
-    options = {"min_elements": FLAGS.min_elements} if FLAGS.min_elements else {}
-    if option:
-        key, _, value = option.partition("=")
-        options[key] = ast.literal_eval(value)
-    return NAMES[name](**options)
+    """The codec that a name stands for: int8, powersgd(16)."""
+    codec = None if text == "none" else from_name(text)
+    if codec is None or not FLAGS.min_elements:
+        return codec
+    return dataclasses.replace(codec, min_elements=FLAGS.min_elements)
 
 
 def optimizer_of(name: str, model: str) -> keras.optimizers.Optimizer:

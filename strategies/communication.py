@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import gc
 import hashlib
+import inspect
 import itertools
 import threading
 import weakref
@@ -18,12 +20,15 @@ from absl import logging
 from tfdist import _tf
 from tfdist.strategies.collectives.exchange import RAW_BYTES, SENT_BYTES, STEPS, Exchange
 from tfdist.strategies.collectives.parts import Gradient
-from tfdist.strategies.compression import Codec, PowerSGD, from_name
+from tfdist.strategies.compression import Codec, PowerSGD, TopK, from_name
+from tfdist.strategies.compression.codec import ENCODED
 
-Policy = Callable[[tf.TensorShape, tf.DType, int], Codec | None]
+Policy = Callable[[tf.TensorShape, tf.DType, int], Codec | str | None]
 
-_ENCODED = (tf.float16, tf.bfloat16, tf.float32)
+# What collectives add up.
+_SUMMED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 _local = threading.local()
+_all: "weakref.WeakSet[Communication]" = weakref.WeakSet()  # of this process
 
 
 @contextlib.contextmanager
@@ -31,8 +36,18 @@ def uncompressed() -> Iterator[None]:
     """Exchanges the gradients of this block uncompressed.
 
     For custom loops: open it inside the function that `strategy.run` runs, around `optimizer.apply`. What codecs keep
-    from step to step stays as it is.
+    from step to step stays as it is. It is looked at while a graph is traced: what is to vary from step to step takes a
+    `tf.function` for each way, and one that was traced before, called in the block, exchanges as it was traced.
+
+    Raises:
+      RuntimeError: If no replica is under way, as around `strategy.run` or `fit`, where it would do nothing.
     """
+    if tf.distribute.in_cross_replica_context() or (not tf.distribute.has_strategy() and _all):
+        raise RuntimeError(
+            "tfdist.compression.uncompressed() is opened on each replica, but was opened around strategy.run, `fit` or "
+            "`train_on_batch`, or outside of any strategy. Open it around `optimizer.apply` in the function that "
+            "strategy.run is given, or in the model's `train_step`."
+        )
     before = getattr(_local, "uncompressed", False)
     _local.uncompressed = True
     try:
@@ -54,9 +69,10 @@ class Traffic:
       steps: Exchanges; those that were opted out of do not count.
       raw_bytes: What uncompressed rings would have sent.
       sent_bytes: What was sent: values, scales, indices and padding.
-      encode_seconds: 0 unless `Communication.timed`. What a replica has spent on encoding and decoding, with sums and
-        residuals; a mean over the replicas of this worker, added up over buckets, of which several may be under way at
-        once. Of what travels encoded only: buckets that do not, and steps before a codec's `start_step`, take no part.
+      encode_seconds: What a replica has spent on encoding and decoding, with sums and residuals; a mean over the
+        replicas of this worker, added up over buckets, of which several may be under way at once. Of what travels
+        encoded only: buckets that do not, and steps before a codec's `start_step`, take no part. `None` unless
+        `Communication.timed`.
       exchange_seconds: The same of the collectives between, from their launch to the arrival: sending, and waiting for
         others that are not as far.
     """
@@ -64,13 +80,14 @@ class Traffic:
     steps: int
     raw_bytes: int
     sent_bytes: int
-    encode_seconds: float
-    exchange_seconds: float
+    encode_seconds: float | None
+    exchange_seconds: float | None
 
     def __sub__(self, before: "Traffic") -> "Traffic":
         """What was sent since `before`."""
         own, other = dataclasses.astuple(self), dataclasses.astuple(before)
-        return Traffic(*(now - then for now, then in zip(own, other, strict=True)))
+        since: Any = (None if now is None else now - (then or 0) for now, then in zip(own, other, strict=True))
+        return Traffic(*since)
 
     @property
     def ratio(self) -> float:
@@ -92,19 +109,40 @@ class Communication(tf.Module):
         tf.train.Checkpoint(communication=strategy.communication).write(f"state-{worker}")
 
     Memory: what `memory_bytes` says. With error feedback that is a float32 copy of the compressed gradients for each
-    replica and, from three workers on, one more divided by their number. It is freed with the optimizer.
+    replica and, from three workers on, one more divided by their number. It is freed with the optimizer. An optimizer
+    that is given other variables, as after layers are frozen, exchanges these anew: what was left behind of the others
+    stays, and is not sent before the same variables come again.
 
-    Attributes:
-      timed: Whether `traffic` tells what coding and exchanging took; set it before the first step. It slows steps down,
-        those of quick codecs most: to look for where the time goes, not for every run.
+    A checkpoint is of one worker, of as many workers and devices, and of the same compressed gradients; restored under
+    others it raises a ValueError, in `restore` or in the first step, since parts would be lost. To go on with others
+    there are `state` and `redistribute`.
     """
 
     def __init__(self, policy: Policy, collectives: Callable[[], Any]):
         super().__init__(name="communication")
-        self.timed = False
+        self._timed = False
         self._policy = policy
         self._make_collectives = collectives
         self._known = _Known()
+        self._has_warned = False
+        _all.add(self)
+
+    @property
+    def timed(self) -> bool:
+        """Whether `traffic` tells what coding and exchanging took; set it before the first step.
+
+        It slows steps down, those of quick codecs most: to look for where the time goes, not for every run.
+
+        Raises:
+          RuntimeError: If it is changed when steps have been traced, which stay as they are.
+        """
+        return self._timed
+
+    @timed.setter
+    def timed(self, timed: bool) -> None:
+        if timed != self._timed and self._known.exchanges:
+            raise RuntimeError("`timed` is set before the first step: steps that have been traced stay as they are.")
+        self._timed = timed
 
     @property
     def exchanges(self) -> list[Exchange]:
@@ -118,23 +156,43 @@ class Communication(tf.Module):
           optimizer: Whose they are.
           gradients: Of a replica.
           places: Of their variables among those of the optimizer, if known.
+
+        Raises:
+          ValueError: If no collective adds up such gradients, no codec takes what the policy gives it, or a checkpoint
+            that was restored before has what other replicas kept.
         """
         anchor = _tf.counter_of(optimizer)
         signature = _signature(gradients, places)
         key = (id(anchor), signature)
+        if key not in self._known.exchanges and signature in self._known.signatures():
+            gc.collect()  # An optimizer that is gone but not collected would hold the name; not under the lock.
         with self._known.lock:
             if key not in self._known.exchanges:
-                codecs = [self._codec_of(gradient, position) for position, gradient in enumerate(gradients)]
-                _warn_of(codecs, optimizer)
-                made = Exchange(gradients, codecs, self._make_collectives(), int(signature[:6], 16), self.timed)
-                name = self._known.name(key)
-                setattr(self, name, made)  # What checkpoints see.
-                with ThreadPoolExecutor(1) as pool:  # Out of the graph that is being built.
-                    pool.submit(self._fill, made, key, name).result()
-                self._known.made.append(made)
-                self._known.exchanges[key] = made
-                weakref.finalize(anchor, self._known.forget, key).atexit = False
+                self._known.exchanges[key] = self._make(gradients, key, optimizer)
+                weakref.finalize(anchor, _forget, weakref.ref(self), key).atexit = False
             return self._known.exchanges[key]
+
+    def _make(self, gradients: Sequence[Gradient], key: "_Key", optimizer: Any) -> Exchange:
+        _check_summed(gradients)
+        codecs = [self._codec_of(gradient, position) for position, gradient in enumerate(gradients)]
+        seed = int(key[1][:6], 16)
+        made = Exchange(gradients, codecs, self._make_collectives(), seed, self.timed)
+        _warn_of_unfit(made.dense_codecs, optimizer)
+        if not made.encodes:
+            self._warn_of_none(gradients, codecs)
+        name = self._known.free_name(key)
+        setattr(self, name, made)  # What checkpoints see.
+        with ThreadPoolExecutor(1) as pool:  # Out of the graph that is being built.
+            pool.submit(self._fill, made, key, name).result()
+        self._known.names[key] = name
+        self._known.made.append(made)
+        return made
+
+    def _forget(self, key: "_Key") -> None:
+        """Frees what is kept for an optimizer that is gone; of its exchange only the counts stay."""
+        delattr(self, self._known.names[key])
+        del self._known.names[key]  # Only then may others have it.
+        self._known.exchanges.pop(key).release()
 
     def exchanges_of(self, optimizer: Any) -> dict[str, Exchange]:
         """What carries the gradients of an optimizer, by names that are the same in another run of the program."""
@@ -177,8 +235,11 @@ class Communication(tf.Module):
 
         Args:
           states: What `state` gave, on each of the earlier workers.
+
+        Raises:
+          ValueError: If there are none, or they are not of one run.
         """
-        self._known.inherited = {name: np.sum([state[name] for state in states], axis=0) for name in states[0]}
+        self._known.inherited = sum_of(states)
         for key, exchange in self._known.exchanges.items():
             self._inherit(exchange, self._known.names[key])
 
@@ -204,8 +265,11 @@ class Communication(tf.Module):
         counts = [count.numpy() for exchange in self.exchanges for count in exchange.counts]
         steps = sum(int(exchange.counts[0].numpy()[STEPS]) for exchange in self.exchanges)
         raw, sent = (sum(int(count[which]) for count in counts) for which in (RAW_BYTES, SENT_BYTES))
-        times = [replica.numpy() for exchange in self.exchanges for replica in exchange.times.of_replicas]
-        encoding, exchanging = np.sum(times, axis=0) / self._make_collectives().replicas if times else (0.0, 0.0)
+        timed = [exchange.times for exchange in self.exchanges if exchange.is_timed]
+        if not timed:
+            return Traffic(steps, raw, sent, None, None)
+        times = [replica.numpy() for each in timed for replica in each.of_replicas]
+        encoding, exchanging = np.sum(times, axis=0) / self._make_collectives().replicas
         return Traffic(steps, raw, sent, float(encoding), float(exchanging))
 
     def residual_norm(self) -> float:
@@ -218,15 +282,38 @@ class Communication(tf.Module):
         states = [state for exchange in self.exchanges for replica in exchange.states for state in replica]
         return sum(state.shape.num_elements() * state.dtype.size for state in states)
 
+    def _warn_of_none(self, gradients: Sequence[Gradient], codecs: Sequence[Codec | None]) -> None:
+        """Says once that compression does nothing, and why not for the largest gradient."""
+        if self._has_warned or not self._make_collectives().is_first(0):
+            return
+        self._has_warned = True
+        largest = max(range(len(gradients)), key=lambda i: gradients[i].shape.num_elements() or 0)
+        gradient, codec = gradients[largest], codecs[largest]
+        reason = "its policy gives None"
+        if codec is not None:
+            reason = f"padded to whole blocks {codec!r} sends no less"
+        elif isinstance(self._policy, _OneCodec):
+            reason = self._policy.objection(gradient.shape, gradient.dtype) or reason
+        logging.warning(
+            "`compression` does nothing for an optimizer whose largest gradient is of shape %s, %s: %s. All of them "
+            "travel as they are.",
+            gradient.shape,
+            gradient.dtype.name,
+            reason,
+        )
+
     def _codec_of(self, gradient: Gradient, position: int) -> Codec | None:
         shape, dtype = gradient.shape, gradient.dtype
-        codec = self._policy(shape, dtype, position) if shape.is_fully_defined() and shape.num_elements() else None
+        chosen = self._policy(shape, dtype, position) if shape.is_fully_defined() and shape.num_elements() else None
+        if not isinstance(chosen, Codec | str | None):
+            raise TypeError(
+                f"A policy gives a codec of tfdist.compression, a name, or None for each gradient, not {chosen!r}."
+            )
+        codec = from_name(chosen)
         if codec is None:
             return None
-        if not isinstance(codec, Codec):
-            raise TypeError(f"A policy gives a tfdist.compression codec or None for each gradient, not {codec!r}.")
-        if dtype not in _ENCODED:
-            allowed = ", ".join(known.name for known in _ENCODED)
+        if dtype not in ENCODED:
+            allowed = ", ".join(known.name for known in ENCODED)
             raise ValueError(
                 f"The policy gives {codec!r} for gradient {position} of dtype {dtype.name}; only {allowed} can be "
                 "compressed. Give None for it."
@@ -241,15 +328,66 @@ def _signature(gradients: Sequence[Gradient], places: Sequence[int]) -> str:
     return hashlib.sha256(repr((described, list(places))).encode()).hexdigest()[:16]
 
 
-def _warn_of(codecs: Sequence[Codec | None], optimizer: keras.optimizers.Optimizer) -> None:
-    names = sorted({codec.name for codec in codecs if codec is not None and codec.for_sgd})
+def _check_summed(gradients: Sequence[Gradient]) -> None:
+    for position, gradient in enumerate(gradients):
+        if gradient.dtype not in _SUMMED:
+            allowed = ", ".join(dtype.name for dtype in _SUMMED)
+            raise ValueError(
+                f"Replicas add up gradients of {allowed}, but gradient {position}, of shape {gradient.shape}, is of "
+                f"{gradient.dtype.name}. Keep its variable in one of these: of a complex number, the real and the "
+                "imaginary part."
+            )
+
+
+def _warn_of_unfit(codecs: Sequence[Codec], optimizer: keras.optimizers.Optimizer) -> None:
+    """Warns of codecs that an optimizer cannot bear; rows of embeddings travel by others, which all can."""
+    names = sorted({codec.name for codec in codecs if codec.for_sgd})
+    kind = type(optimizer).__name__.removeprefix("Distributed")
     if names and not isinstance(optimizer, keras.optimizers.SGD):
         logging.warning(
             "compression=%s delays most of a gradient, which %s takes for a smaller one: it may learn less, or "
-            "diverge. Train with keras.optimizers.SGD, choose 'int8' or 'powersgd', or set a start_step.",
+            "diverge. Train with keras.optimizers.SGD, choose 'int8', or set a start_step.",
             "/".join(repr(name) for name in names),
-            type(optimizer).__name__.removeprefix("Distributed"),
+            kind,
         )
+    own = getattr(optimizer, "momentum", 0)
+    twice = [codec for codec in codecs if isinstance(codec, TopK) and codec.momentum]
+    if twice and own:
+        logging.warning(
+            "%r has a momentum of its own, and %s one of %s besides: gradients count as many times more, and training "
+            "may diverge. Leave one of them out.",
+            twice[0],
+            kind,
+            own,
+        )
+
+
+def sum_of(states: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The sum of what several workers have left behind, by name.
+
+    Raises:
+      ValueError: If there are none, or one has left behind what another has not.
+    """
+    if not states:
+        raise ValueError("`states` has what `state` gave on each of the earlier workers, at least one, but is empty.")
+    names = list(dict.fromkeys(name for state in states for name in state))
+    for worker, state in enumerate(states):
+        missing = [name for name in names if name not in state]
+        if missing:
+            raise ValueError(
+                f"`states` has what `state` gave on each worker at the same step of one run, but number {worker} has "
+                f"nothing of {', '.join(missing)}, which others have. Save all of them after the same step."
+            )
+    return {name: np.sum([state[name] for state in states], axis=0) for name in names}
+
+
+def _forget(communication: "weakref.ref[Communication]", key: "_Key") -> None:
+    known = communication()
+    if known is not None:
+        known._forget(key)
+
+
+_Key = tuple[int, str]  # The number of an optimizer's counter, and the signature of what it exchanges.
 
 
 class _Known:
@@ -257,52 +395,74 @@ class _Known:
 
     def __init__(self):
         self.lock = threading.Lock()
-        self.exchanges: dict[Any, Exchange] = {}
-        self.names: dict[Any, str] = {}
+        self.exchanges: dict[_Key, Exchange] = {}
+        self.names: dict[_Key, str] = {}
         self.made: list[Exchange] = []
         self.inherited: dict[str, np.ndarray] = {}
         self.awaited: dict[Any, tuple[Callable[[Exchange], None], Any]] = {}
 
-    def name(self, key: Any) -> str:
-        """A name that says what is exchanged, the same in a program that comes to it by another way."""
-        _, signature = key
-        names = (f"exchange_{signature}_{number}" for number in itertools.count())
-        self.names[key] = next(name for name in names if name not in self.names.values())
-        return self.names[key]
+    def signatures(self) -> set[str]:
+        """Of what is exchanged so far."""
+        return {signature for _, signature in list(self.names)}
 
-    def forget(self, key: Any) -> None:
-        """Frees what is kept for an optimizer that is gone; its exchange stays, for its counts."""
-        del self.names[key]
-        self.exchanges.pop(key).release()
+    def free_name(self, key: _Key) -> str:
+        """A name that says what is exchanged, the same in a program that comes to it by another way."""
+        taken = set(self.names.values())
+        return next(name for number in itertools.count() if (name := f"exchange_{key[1]}_{number}") not in taken)
 
 
 def policy_of(compression: Any) -> Policy | None:
     """What `compression=` of a strategy means.
 
     Args:
-      compression: `None`, the name of a codec, a codec, or a function (shape, dtype, position) -> codec or `None`.
+      compression: `None`, the name of a codec, a codec, or a function (shape, dtype, position) that gives one of these.
 
     Raises:
-      ValueError: If it is a name that no codec has.
-      TypeError: If it is something else.
+      ValueError: If it is a name that no codec has, or something else.
+      TypeError: If it is a function of other arguments.
     """
     if callable(compression) and not isinstance(compression, type):
+        _check_arguments(compression)
         return compression
     codec = from_name(compression)
-    return None if codec is None else _default_policy(codec)
+    return None if codec is None else _OneCodec(codec)
 
 
-def _default_policy(codec: Codec) -> Policy:
-    def policy(shape: tf.TensorShape, dtype: tf.DType, position: int) -> Codec | None:
-        elements = shape.num_elements()
-        if dtype not in _ENCODED or not elements or elements < codec.min_elements:
-            return None
-        if isinstance(codec, PowerSGD) and not _is_low_rank(codec, shape):
-            return None
-        return codec
+def _check_arguments(policy: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(policy)
+    except ValueError:  # of a function that is not written in Python
+        return
+    try:
+        signature.bind(tf.TensorShape([]), tf.float32, 0)
+    except TypeError as error:
+        raise TypeError(
+            f"A `compression` function takes a gradient's (shape, dtype, position), but {policy!r} takes {signature}: "
+            f"{error}."
+        ) from None
 
-    return policy
 
+@dataclasses.dataclass(frozen=True)
+class _OneCodec:
+    """The policy of a strategy that is given a codec: whatever it is good for."""
 
-def _is_low_rank(codec: PowerSGD, shape: tf.TensorShape) -> bool:
-    return shape.rank >= 2 and codec.saves(shape.num_elements() // shape[-1], shape[-1])
+    codec: Codec
+
+    def __call__(self, shape: tf.TensorShape, dtype: tf.DType, position: int) -> Codec | None:
+        del position
+        return None if self.objection(shape, dtype) else self.codec
+
+    def objection(self, shape: tf.TensorShape, dtype: tf.DType) -> str | None:
+        """Why a gradient travels as it is; `None` if it does not."""
+        elements, codec = shape.num_elements(), self.codec
+        if dtype not in ENCODED:
+            return f"only {', '.join(known.name for known in ENCODED)} are compressed"
+        if elements is None:
+            return "its shape is not known"
+        if not elements or elements < codec.min_elements:
+            return f"min_elements is {codec.min_elements}"
+        if isinstance(codec, PowerSGD) and shape.rank < 2:
+            return "only matrices have factors"
+        if isinstance(codec, PowerSGD) and not codec.saves(elements // shape[-1], shape[-1]):
+            return f"factors of rank {codec.rank} are not less than half of it"
+        return None

@@ -17,12 +17,13 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
       devices: Device strings, such as `["GPU:0", "GPU:1"]`. By default all GPUs, else all logical CPUs.
       cross_device_ops: As in TensorFlow. The default reduces by collectives. With any other, gradients cannot be
         exchanged inside a branch: `gradient_accumulation_steps` and `LossScaleOptimizer` fail as they do in TensorFlow.
-      compression: How gradients travel: `None`, the name of a codec such as `"int8"`, a codec of `tfdist.compression`,
-        or a function of a gradient's (shape, dtype, position) that gives a codec or `None`. Gives bit for bit what as
-        many workers with one device each would give.
+      compression: How gradients travel: `None`, the name of a codec such as `"int8"` or `"powersgd(8)"`, a codec of
+        `tfdist.compression`, or a function of a gradient's (shape, dtype, position) that gives one of these; of what it
+        gives, `min_elements` does not count. Gives bit for bit what as many workers with one device each would give.
 
     Raises:
       ValueError: If no codec has that name, or `cross_device_ops` does not reduce by collectives.
+      TypeError: If `compression` is a function of other arguments.
     """
 
     def __init__(self, devices=None, cross_device_ops=None, *, compression=None):

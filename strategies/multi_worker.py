@@ -25,7 +25,6 @@ from tfdist.faults.board import Board
 from tfdist.faults.leaving import leave_together
 from tfdist.faults.lifelines import Lifelines
 from tfdist.strategies import variables
-from tfdist.strategies.chief_alone import check_in_company
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.launcher import carrier_of
 from tfdist.strategies.communication import policy_of
@@ -58,8 +57,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
       cluster_resolver: As in TensorFlow. By default TF_CONFIG says who this process is; without it, one worker. One
         that is given sets TF_CONFIG where it is unset, for all that asks the environment who the chief is.
       communication_options: As in TensorFlow.
-      compression: How gradients travel between workers: `None`, the name of a codec such as `"int8"`, a codec of
-        `tfdist.compression`, or a function of a gradient's (shape, dtype, position) that gives a codec or `None`.
+      compression: How gradients travel between workers: `None`, the name of a codec such as `"int8"` or
+        `"powersgd(8)"`, a codec of `tfdist.compression`, or a function of a gradient's (shape, dtype, position) that
+        gives one of these; of what it gives, `min_elements` does not count.
       fault_tolerance: Deadlines, a `tfdist.FaultTolerance`; by default those of its defaults and the environment.
 
     Attributes:
@@ -70,6 +70,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
       TFConfigError: If TF_CONFIG is not a cluster spec that this process can join.
       ClusterError: If a worker does not come in time, has another cluster, other versions or another number of devices.
       ValueError: If no codec has that name, or an environment variable is no deadline.
+      TypeError: If `compression` is a function of other arguments.
     """
 
     def __init__(self, cluster_resolver=None, communication_options=None, *, compression=None, fault_tolerance=None):
@@ -171,11 +172,6 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
     @property
     def _crosses_border(self):
         return self._num_workers > 1
-
-    def check_in_company(self):
-        """See `ReplicatedExtended.check_in_company`."""
-        if self._num_workers > 1:
-            check_in_company()
 
     @functools.cached_property
     def creations(self):

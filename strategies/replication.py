@@ -15,6 +15,7 @@ from tfdist.errors import CompiledCollectivesError, LossScaleError, ScopeError
 from tfdist.strategies import keras_steps, losses, metrics, variables
 from tfdist.strategies import optimizer as optimizers
 from tfdist.strategies import step as steps
+from tfdist.strategies.chief_alone import check_in_company
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.all_reduce import symbolic_tensors
 from tfdist.strategies.collectives.sparse import sum_duplicates
@@ -273,6 +274,8 @@ class ReplicatedExtended:
 
     def check_in_company(self):
         """Refuses what other workers would have to take part in, if there are any, and they do not."""
+        if self._num_workers > 1:
+            check_in_company()
 
     def check_compiled(self):
         """Refuses to exchange anything in what XLA compiles, where it cannot."""
@@ -417,6 +420,26 @@ class ReplicatedExtended:
             lambda leaf: reduce_one(reduce_op, self._with_tensors(leaf), destinations, options), value
         )
 
+    def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
+        pairs = []
+        for value, destination in value_destination_pairs:
+            own = self.of_each_replica(value)
+            pairs.append((own, own if destination is value else destination))
+        return super()._batch_reduce_to(reduce_op, pairs, options)
+
+    def of_each_replica(self, value):
+        """What replicas have handed in, one for each; TensorFlow makes one of it where all gave the same object."""
+        if isinstance(value, tf.distribute.DistributedValues) or len(self.worker_devices) == 1:
+            return value
+        devices = iter(self.worker_devices)
+
+        def copy(context):
+            del context
+            with tf.device(next(devices)):
+                return tf.identity(value)
+
+        return self._experimental_distribute_values_from_function(copy)
+
     def _with_tensors(self, leaf):
         """`leaf`, with Python numbers on its replicas turned into tensors, which collectives need."""
         local = self._local_results(leaf)
@@ -479,7 +502,8 @@ def _in_one_frame(step, exchange, *values):
 
 def _exchange_eagerly(strategy, exchange, gradients, done):
     """An exchange in the step of the strategy, for replicas that run one after another."""
-    local = [strategy.experimental_local_results(gradient) for gradient in gradients]
+    of_each = strategy.extended.of_each_replica
+    local = [strategy.experimental_local_results(of_each(gradient)) for gradient in gradients]
     done = strategy.experimental_local_results(done)[0]
     return _tf.regroup(exchange.eagerly([list(own) for own in zip(*local, strict=True)], done))
 

@@ -195,19 +195,140 @@ def exchanged(placement, codec, gradients, factors):
     return moved, norms
 
 
-def warnings_of(codec, optimizer):
+def refusal_of(call):
+    """What a call that raises says."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def warnings_of(codec, make_optimizer, kind="dense"):
     """What is logged when a model trains its first step."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     absl_logging.get_absl_logger().addHandler(handler)
-    strategy = tfdist.MirroredStrategy(compression=CODECS[codec])
-    with strategy.scope():
-        model = keras.Sequential([layers.Input((9,)), layers.Dense(33)])
-        model.compile(optimizer, "mse")
-    model.train_on_batch(np.zeros([4, 9]), np.zeros([4, 33]))
+    strategy = tfdist.MirroredStrategy(compression=codec)
+    keras.mixed_precision.set_global_policy("float64" if kind == "double" else "float32")
+    try:
+        with strategy.scope():
+            first = layers.Embedding(50, 33) if kind == "rows" else layers.Dense(33)
+            model = keras.Sequential([layers.Input((9,)), first, layers.Flatten()])
+            model.compile(make_optimizer(), "mse")
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+    model.train_on_batch(np.zeros([4, 9]), np.zeros([4, 9 * 33 if kind == "rows" else 33]))
     absl_logging.get_absl_logger().removeHandler(handler)
     return messages
+
+
+def alike_on_all(placement, compressed):
+    """What an eager step adds up if replicas hand in one object; by an optimizer, rows too, and by the user."""
+    strategy = tfdist.MirroredStrategy(compression=CODECS["float16"] if compressed else None)
+    if placement == "2x2":
+        codec = CODECS["float16"] if compressed else None
+        strategy = tfdist.MultiWorkerMirroredStrategy(compression=codec)
+    given, number = tf.ones([40, 30]), tf.constant(3.0)
+    rows = tf.IndexedSlices(tf.ones([2, 30]), tf.constant([1, 2]), tf.constant([40, 30]))
+    with strategy.scope():
+        variables = [tf.Variable(tf.zeros([40, 30])) for _ in range(3)]
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build(variables)
+
+    def step():
+        own = given * 1.0  # An object for each replica.
+        optimizer.apply([given, own, rows], variables)
+        return tf.distribute.get_replica_context().all_reduce("SUM", number)
+
+    total = strategy.experimental_local_results(strategy.run(step))[0]
+    moved = [-copy.numpy() for variable in variables for copy in variable.values]
+    return [float(array[1, 1]) for array in moved], float(total), strategy.num_replicas_in_sync
+
+
+def opt_outs_that_would_do_nothing():
+    """What `uncompressed` says around a step, around one of Keras, and outside of any strategy."""
+    strategy = strategy_of("1x2", CODECS["int8"])
+    model = build(strategy)
+    x, y = data(BATCH)
+
+    def around(call):
+        with compression.uncompressed():
+            call()
+
+    def in_scope():
+        with strategy.scope():
+            around(lambda: None)
+
+    calls = (lambda: around(lambda: strategy.run(lambda: 1)), lambda: around(lambda: model.train_on_batch(x, y)))
+    return [*(refusal_of(call) for call in calls), refusal_of(in_scope)]
+
+
+def mistakes_of_a_first_step(mistake):
+    """What the first step says of what only it can see."""
+    policies = {"kind": lambda *gradient: 8, "name": lambda *gradient: "int9"}
+    strategy = tfdist.MirroredStrategy(compression=policies.get(mistake, CODECS["int8"]))
+    dtype = tf.complex64 if mistake == "complex" else tf.float32
+    with strategy.scope():
+        variable = tf.Variable(tf.zeros([40, 30], dtype))
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([variable])
+    return refusal_of(lambda: strategy.run(lambda: optimizer.apply([tf.ones([40, 30], dtype)], [variable])))
+
+
+def sent_under_named_codecs():
+    """The ratio of bytes that a policy saves which gives names."""
+    strategy = tfdist.MirroredStrategy(compression=lambda shape, *_: "powersgd(1)" if shape.rank == 2 else None)
+    build(strategy).fit(*data(BATCH), batch_size=BATCH, verbose=0)
+    return strategy.communication.traffic().ratio
+
+
+def residuals_of_the_second_of_two_models(folder, collected):
+    """What the second of two equal models left behind; what it has after a restart; what the first left behind."""
+    x, y = data(BATCH)
+    strategy = tfdist.MirroredStrategy(compression=CODECS["int8"])
+    gc.collect()
+    gc.disable()
+    try:
+        norms = []
+        for steps in (3, 1):
+            model = build(strategy)
+            for _ in range(steps):
+                model.train_on_batch(x, y)
+            norms.append({name: array.copy() for name, array in strategy.communication.state().items()})
+            keras.backend.clear_session()
+        if collected:
+            gc.collect()
+        path = tf.train.Checkpoint(model=model, communication=strategy.communication).write(f"{folder}/state")
+        left = strategy.communication.state()
+    finally:
+        gc.enable()
+    strategy = tfdist.MirroredStrategy(compression=CODECS["int8"])
+    model = build(strategy)
+    tf.train.Checkpoint(model=model, communication=strategy.communication).read(path).expect_partial()
+    model.train_on_batch(x * np.nan, y)  # which leaves what is kept as it was
+    return left, strategy.communication.state(), norms[0]
+
+
+def restored_on_other_replicas(codec, folder):
+    """What a checkpoint of three replicas says to two, before the first step and after it; to three under others."""
+    x, y = data(BATCH)
+    said, path = [], None
+    for devices, named, early in ((3, codec, None), (2, codec, True), (2, codec, False), (3, "bfloat16", True)):
+        strategy = tfdist.MirroredStrategy([f"CPU:{i}" for i in range(devices)], compression=policy(named))
+        model = build(strategy)
+        whole = tf.train.Checkpoint(communication=strategy.communication)
+        if path is None:
+            model.train_on_batch(x, y)
+            path = whole.write(f"{folder}/state")
+        elif early:
+            whole.read(path)
+            said.append(refusal_of(lambda model=model: model.train_on_batch(x, y)))
+        else:
+            model.train_on_batch(x, y)
+            said.append(refusal_of(functools.partial(whole.read, path)))
+    return said
 
 
 def what_is_compressed(placement):
@@ -289,7 +410,9 @@ class LateBack(layers.Layer):
 
 def traffic_with_a_late_replica(placement, codec, kind, late_seconds, steps=3):
     """What a worker sends in some steps if the last of all replicas has its gradients late; and how late in all."""
+    strategy_of.cache_clear()  # `timed` is set before the first step.
     strategy = strategy_of(placement, policy(codec))
+    untimed = strategy.communication.traffic()
     strategy.communication.timed = True
     with strategy.scope():
         first = layers.Embedding(50, 32) if kind == "rows" else layers.Dense(32)
@@ -300,8 +423,9 @@ def traffic_with_a_late_replica(placement, codec, kind, late_seconds, steps=3):
     before = strategy.communication.traffic()
     for _ in range(steps):
         model.train_on_batch(x, y)
-    strategy.communication.timed = False
-    return strategy.communication.traffic() - before, steps * late_seconds
+    late = refusal_of(lambda: setattr(strategy.communication, "timed", False))
+    strategy_of.cache_clear()
+    return strategy.communication.traffic() - before, steps * late_seconds, untimed.encode_seconds, late
 
 
 def sparse(placement, codec):

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import logging as pylogging
 import os
 import random
 import time
@@ -402,6 +403,30 @@ def loop_and_fit(placement):
         train(batch)
     fitted.fit(dataset, verbose=0)
     return [[np.asarray(weight) for weight in model.get_weights()] for model in (looped, fitted)]
+
+
+def said_of_a_loop(placement):
+    """What TensorFlow logs when AutoGraph takes a custom loop, and us with it."""
+    place = (tfdist.MirroredStrategy if placement == "1x2" else tfdist.MultiWorkerMirroredStrategy)()
+    with place.scope():
+        variable = tf.Variable(0.0)
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([variable])
+    said = []
+    handler = pylogging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    tf.get_logger().addHandler(handler)
+
+    @tf.function
+    def step(batch):
+        with place.scope():
+            place.run(lambda: optimizer.apply([tf.ones([])], [variable]))
+            ones = place.run(lambda rows: 1.0 if tf.reduce_sum(rows) > 0 else 2.0, (batch,))
+            return place.reduce("SUM", ones, axis=None)
+
+    total = float(step(next(iter(place.experimental_distribute_dataset(tf.data.Dataset.range(1, 9).batch(8))))))
+    tf.get_logger().removeHandler(handler)
+    return [words for words in said if "AutoGraph" in words], total
 
 
 def deterministic_fit():

@@ -2,6 +2,7 @@
 
 import functools
 
+import keras
 import numpy as np
 import pytest
 
@@ -230,12 +231,76 @@ def test_zeros_stay_zeros(codec, lived):
             np.testing.assert_array_equal(copies, np.zeros_like(copies))
 
 
+SGD, ADAM = keras.optimizers.SGD, keras.optimizers.Adam
+WITH_MOMENTUM = functools.partial(SGD, momentum=0.9)
+
+
 @pytest.mark.parametrize(
-    ("codec", "optimizer", "warns"), [("sign", "adam", True), ("sign", "sgd", False), ("int8", "adam", False)]
+    ("codec", "optimizer", "kind", "warns"),
+    [
+        (CODECS["sign"], ADAM, "dense", "keras.optimizers.SGD, choose 'int8', or set a start_step"),
+        (CODECS["sign"], ADAM, "rows", None),
+        (CODECS["sign"], SGD, "dense", None),
+        (CODECS["int8"], ADAM, "dense", None),
+        (CODECS["topk_momentum"], WITH_MOMENTUM, "dense", "Leave one of them out"),
+        (CODECS["topk"], WITH_MOMENTUM, "dense", None),
+        ("int8", SGD, "dense", "whose largest gradient is of shape (9, 33), float32: min_elements"),
+        (CODECS["int8"], SGD, "double", "float64: only float16, bfloat16, float32 are compressed"),
+        (compression.PowerSGD(5, min_elements=1), SGD, "dense", "factors of rank 5"),
+    ],
 )
-def test_a_codec_that_an_optimizer_cannot_bear_is_warned_of(codec, optimizer, warns, pools):
-    for messages in pools("1x2").run(checks.warnings_of, codec, optimizer):
-        assert any("keras.optimizers.SGD" in message for message in messages) == warns
+def test_what_is_in_vain_or_unfit_is_warned_of(codec, optimizer, kind, warns, pools):
+    for messages in pools("1x2").run(checks.warnings_of, codec, optimizer, kind):
+        assert any(warns in message for message in messages) if warns else not messages, messages
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("placement", ["1x2", pytest.param("2x2", marks=pytest.mark.exhaustive)])
+def test_replicas_may_hand_in_one_object(placement, compressed, pools):
+    for moved, total, replicas in pools(placement).run(checks.alike_on_all, placement, compressed):
+        assert moved == pytest.approx([replicas] * len(moved)) and total == 3 * replicas
+
+
+def test_an_opt_out_that_would_do_nothing_is_refused(pools):
+    for said in pools("1x2").run(checks.opt_outs_that_would_do_nothing):
+        assert len(said) == 3 and all(words.startswith("RuntimeError") for words in said)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("complex", "ValueError: Replicas add up gradients of float16, bfloat16, float32, float64, int32, int64"),
+        ("kind", "TypeError: A policy gives"),
+        ("name", "ValueError: `compression` must be"),
+    ],
+)
+def test_what_only_the_first_step_can_see_is_named_there(mistake, words, pools):
+    for said in pools("1x2").run(checks.mistakes_of_a_first_step, mistake):
+        assert words in said
+
+
+def test_policies_may_give_names(pools):
+    assert min(pools("1x2").run(checks.sent_under_named_codecs)) > 2
+
+
+@pytest.mark.parametrize("collected", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_residuals_find_their_model_among_equal_ones(collected, pools, tmp_path):
+    for left, resumed, of_first in pools("1x2").run(
+        checks.residuals_of_the_second_of_two_models, str(tmp_path), collected
+    ):
+        assert left.keys() == resumed.keys() == of_first.keys()
+        for name, array in left.items():
+            np.testing.assert_array_equal(resumed[name], array)
+        assert any(np.any(left[name] != of_first[name]) for name in left)
+
+
+@pytest.mark.parametrize(
+    "codec", ["int8", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("topk", "powersgd"))]
+)
+def test_a_checkpoint_of_other_replicas_or_codecs_is_refused(codec, pools, tmp_path):
+    for said in pools("1x3").run(checks.restored_on_other_replicas, codec, str(tmp_path)):
+        for words, rule in zip(said, ["3 replicas", "3 replicas", "other gradients or codecs"], strict=True):
+            assert words.startswith("ValueError") and rule in words and "communication.redistribute" in words
 
 
 @pytest.mark.parametrize("placement", [pytest.param("1x2", marks=pytest.mark.exhaustive), "2x1"])
@@ -251,11 +316,12 @@ def test_what_is_kept_for_a_model_is_freed_with_it(placement, pools):
 )
 def test_waiting_for_gradients_of_others_counts_as_exchange_and_not_as_coding(placement, codec, kind, pools):
     results = pools(placement).run(checks.traffic_with_a_late_replica, placement, codec, kind, 0.2)
-    (early, delay), *_ = results
+    (early, delay, *_), *_ = results
 
     assert early.steps == 3
     assert early.exchange_seconds > delay
-    for traffic, _ in results:
+    for traffic, _, untimed, late in results:
+        assert untimed is None and "before the first step" in late
         assert 0 < traffic.encode_seconds < early.exchange_seconds - delay / 2
         assert traffic.exchange_seconds > 0
 

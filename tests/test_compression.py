@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist.strategies.communication import policy_of, sum_of
 from tfdist.strategies.compression import (
     NAMES,
     BFloat16,
@@ -165,8 +166,8 @@ def test_without_error_feedback_there_is_no_state(row):
 
 
 @pytest.mark.parametrize("codec", [Float16(), BFloat16(), Int8(), Int4(), TopK()], ids=lambda codec: codec.name)
-def test_the_largest_numbers_stay_finite(codec, mode):
-    largest = np.float32(3.38e38)
+@pytest.mark.parametrize("largest", [np.float32(3.38e38), np.finfo(np.float32).max])
+def test_the_largest_numbers_stay_finite(codec, mode, largest):
     values = tf.constant(np.resize([largest, -largest, 0.0], codec.granule)[np.newaxis].astype(np.float32))
     decoded = MODES[mode](lambda values: codec.decode(codec.encode(values), codec.granule))(values).numpy()
     assert np.all(np.isfinite(decoded))
@@ -337,6 +338,117 @@ def test_power_sgd_shows_what_is_not_finite(mode, bad):
     assert not np.all(np.isfinite(decoded))
 
 
+def test_power_sgd_takes_the_largest_numbers_of_several_replicas(mode):
+    codec, rng = PowerSGD(2), np.random.default_rng(0)
+    signs = [np.sign(rng.standard_normal([size, 1])) for size in (200, 300)]
+    matrix = tf.constant(signs[0] @ signs[1].T * 8e37, tf.float32)  # whose columns are longer than any float32
+
+    @MODES[mode]
+    def sum_of_four():
+        p = codec.orthonormalise(tf.add_n([codec.project(matrix, codec.start(200, 300, 0))] * 4))
+        q = codec.back_project(matrix, p)
+        return codec.decode(p, tf.add_n([q] * 4)), codec.rest(matrix, p, q)
+
+    total, rest = sum_of_four()
+    np.testing.assert_allclose(total, 4 * matrix, rtol=1e-5)
+    assert np.all(np.abs(rest) < 1e-5 * 8e37)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])  # XLA checks nothing
+def test_a_gradient_of_zeros_divides_by_nothing(mode):
+    words = [row.codec for row in TABLE.values()]
+    sizes = [[2, codec.granule * 2] for codec in words]
+    inputs = [tf.zeros(size) for size in sizes]
+    low_rank, q = PowerSGD(2), tf.zeros([6, 2])
+    tf.debugging.enable_check_numerics()
+    try:
+        for codec, values in zip(words, inputs, strict=True):
+            MODES[mode](codec.compress)(values, (values,) * codec.states)
+        power_step.__wrapped__(low_rank, mode)(tf.zeros([8, 6]), q)
+    finally:
+        tf.debugging.disable_check_numerics()
+
+
+# Without any strategy.
+
+ALONE = {**{name: row.codec for name, row in TABLE.items()}, "powersgd": PowerSGD(2), "float16 alone": Float16()}
+SIZES = [1, 3, "block - 1", "block", "block + 1", 1_000_000]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ALONE)
+def test_any_size_makes_the_round_trip(name, size):
+    codec = ALONE[name]
+    block = getattr(codec, "granule", 64)
+    elements = eval(size, {"block": block}) if isinstance(size, str) else size
+    values = np.random.default_rng(elements).standard_normal(elements).astype(np.float32)
+    values[::3] = 0
+    shaped = values.reshape([1, elements, 1] if elements % 2 else [2, elements // 2])
+
+    received, rest = codec.round_trip(tf.constant(shaped))
+    assert received.shape == rest.shape == shaped.shape and received.dtype == rest.dtype == tf.float32
+    np.testing.assert_allclose(received + rest, shaped, atol=2e-6 * np.abs(values).max())
+    zeros = codec.round_trip(tf.zeros(shaped.shape))
+    assert not np.any(zeros)
+    if getattr(codec, "keeps_zeros", False):
+        assert not np.any(received.numpy()[shaped == 0])
+
+
+def test_a_round_trip_takes_what_an_exchange_takes():
+    for dtype in (tf.float16, tf.bfloat16):
+        received, _ = Int8().round_trip(tf.ones([3, 5], dtype))
+        np.testing.assert_allclose(received, np.ones([3, 5]), rtol=1e-6)
+    assert Int8().round_trip(tf.zeros([0, 5]))[0].shape == (0, 5)
+
+
+BLOCK = np.ones([1, 256], np.float32)
+MISUSES = [
+    (lambda: Int8().encode(tf.ones([256])), "a multiple of 256, not float32 [256]"),
+    (lambda: Int8().encode(tf.ones([1, 255])), "not float32 [1, 255]"),
+    (lambda: Int4().compress(tf.ones([1, 256], tf.float64), (BLOCK,)), "not float64 [1, 256]"),
+    (lambda: Sign().encode(tf.ones([1, 1024], tf.complex64)), "not complex64"),
+    (lambda: TopK().encode(tf.ones([2, 2, 100])), "not float32 [2, 2, 100]"),
+    (lambda: BFloat16().encode(tf.ones([1, 2], tf.float16)), "not float16 [1, 2]"),
+    (lambda: Int8().compress(BLOCK, ()), "keeps 1 tensors"),
+    (lambda: Int8().decode(tf.ones([1, 65], tf.int32), 255), "to 255 elements"),
+    (lambda: Float16().decode(tf.ones([1, 7], tf.int32), 4096), "not int32 [1, 7]"),
+    (lambda: PowerSGD().project(tf.ones([9]), tf.ones([9, 4])), "[rows, columns], not float32 [9]"),
+    (lambda: PowerSGD().round_trip(tf.ones([9])), "two axes at least"),
+    (lambda: Int8().round_trip(tf.ones([9], tf.float64)), "float16, bfloat16, float32"),
+]
+
+
+@pytest.mark.parametrize(("misuse", "words"), MISUSES, ids=[words for _, words in MISUSES])
+def test_what_a_codec_does_not_take_is_named(misuse, words):
+    with pytest.raises(ValueError) as refusal:
+        misuse()
+    assert words in str(refusal.value)
+
+
+class Rounded(WordCodec):
+    """A codec of a user's own: a word for each value."""
+
+    name = "rounded"
+    granule = 3
+
+    def words(self, elements):
+        return elements
+
+    def encode(self, values):
+        return tf.cast(tf.round(values), tf.int32)
+
+    def decode(self, words, elements):
+        return tf.cast(words, tf.float32)
+
+
+def test_a_codec_of_ones_own_needs_four_things():
+    codec = Rounded()
+    received, rest = codec.round_trip(tf.constant([0.25, 2.75, -1.5, 4.0]))
+    np.testing.assert_array_equal(received, [0, 3, -2, 4])
+    np.testing.assert_array_equal(rest, [0.25, -0.25, 0.5, 0])
+    assert from_name(codec) is codec and codec.for_rows().states == 0
+
+
 def test_power_sgd_starts_alike_everywhere_but_not_for_each_matrix(mode):
     codec = PowerSGD(4)
     first = codec.start(60, 40, 3).numpy()
@@ -382,6 +494,46 @@ def test_names(name):
     assert from_name(codec) is codec and from_name(None) is None
     assert codec.min_elements * 4 == 64 * 1024 and codec.start_step == 0
     assert codec.error_feedback == (name not in ("float16", "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"), [("powersgd(16)", PowerSGD(16)), ("topk(0.001)", TopK(0.001)), ("topk(.5)", TopK(0.5))]
+)
+def test_a_number_in_brackets_is_what_needs_no_name(name, codec):
+    assert from_name(name) == codec
+
+
+@pytest.mark.parametrize(
+    ("compression", "words"),
+    [
+        (Int8, "Int8()"),
+        (Codec(), "WordCodec"),
+        ("powersgd(0)", "`rank` of PowerSGD"),
+        ("int8(4)", "'powersgd(4)'"),
+        ("topk(1e-3)", "powersgd also with a number"),
+        (lambda shape: None, "(shape, dtype, position)"),
+        (lambda shape, dtype, position, more: None, "(shape, dtype, position)"),
+    ],
+)
+def test_what_is_no_compression_is_refused_with_the_way_out(compression, words):
+    with pytest.raises((ValueError, TypeError)) as refusal:
+        policy_of(compression)
+    assert words in str(refusal.value)
+
+
+def test_policies_may_leave_arguments_together():
+    for policy in (lambda *gradient: None, lambda shape, dtype, position=0: None, functools.partial(max, key=str)):
+        assert policy_of(policy) is policy
+
+
+def test_what_workers_left_behind_is_of_one_run():
+    one = {"a/0": np.ones(2), "b/0": np.ones(3)}
+    np.testing.assert_array_equal(sum_of([one, one])["b/0"], [2, 2, 2])
+    with pytest.raises(ValueError, match="at least"):
+        sum_of([])
+    for states in ([one, {"a/0": np.ones(2)}], [{"a/0": np.ones(2)}, one]):
+        with pytest.raises(ValueError, match="nothing of b/0"):
+            sum_of(states)
 
 
 @pytest.mark.parametrize("wrong", ["int9", "", 8, Int8, True])

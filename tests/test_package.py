@@ -54,6 +54,7 @@ PUBLIC = {
         "PowerSGD",
         "Sign",
         "TopK",
+        "WordCodec",
         "uncompressed",
     ],
     "tfdist.data": ["Audit", "BalancedSharding", "Digits", "load"],

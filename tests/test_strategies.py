@@ -98,6 +98,12 @@ def test_custom_loops_and_fit_take_turns(placement, replicas, pools):
         assert totals == [replicas] * 4
 
 
+@pytest.mark.parametrize("placement", ["1x2", "2x1"])
+def test_a_custom_loop_is_taken_by_autograph_without_a_word(placement, pools):
+    for said, total in pools(placement).run(checks.said_of_a_loop, placement):
+        assert said == [] and total == 2, "the branch on data was taken on each replica"
+
+
 @pytest.mark.parametrize("kind", ["run", "reduce"])
 @pytest.mark.parametrize("placement", ["1x2", "2x1", "2x2"])
 def test_a_step_that_finds_no_data_counts_no_collectives(placement, kind, pools):

@@ -27,6 +27,7 @@ class Collectives(_tf.CollectiveAllReduce):
 
     Attributes:
       replicas: Replicas of this worker.
+      worker: Which of the workers this is.
       ranks: How many take part in an encoded exchange: workers, or replicas if each has one device.
       spread: Over how many devices of a worker an encoded exchange is spread; 1 if each has one,
         or there is one worker.
@@ -36,7 +37,7 @@ class Collectives(_tf.CollectiveAllReduce):
         super().__init__(devices, group_size, options, collective_keys)
         group_key = collective_keys.get_group_key(self._devices)
         self.replicas = len(self._devices)
-        self._worker = worker
+        self.worker = worker
         self.spread = self.replicas if 1 < self.replicas < group_size else 1
         self.ranks = group_size // self.spread
 
@@ -71,13 +72,13 @@ class Collectives(_tf.CollectiveAllReduce):
     def owned(self, replica: int, elements: int) -> slice:
         """The chunk of that part of which it makes the sum."""
         size = elements // self.spread // self.ranks
-        rank = self._worker if self.spread > 1 else self._worker * self.replicas + replica
+        rank = self.worker if self.spread > 1 else self.worker * self.replicas + replica
         start = self.shard(replica, elements).start + rank * size
         return slice(start, start + size)
 
     def is_first(self, replica: int) -> bool:
         """Whether it is the first replica of all workers."""
-        return self._worker == 0 and replica == 0
+        return self.worker == 0 and replica == 0
 
     def count_alike(self, data: Sequence[tf.Tensor] = ()) -> None:
         """Lets the replicas of this worker count on from one number, and not before `data` are there.

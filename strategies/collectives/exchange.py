@@ -1,5 +1,6 @@
 """The compressed exchange of one optimizer's gradients: what travels how, and what is kept from step to step."""
 
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -26,6 +27,43 @@ class Times:
         self.of_replicas: list[tf.Variable] = []
 
 
+class Layout(tf.train.experimental.PythonState):
+    """Stands in checkpoints for how states lie: others than those of the exchange cannot be restored into it.
+
+    TensorFlow would restore what fits and leave out the rest, both without a word.
+    """
+
+    def __init__(self, replicas: int, worker: int, shapes: Any):
+        self._own = {"replicas": replicas, "worker": worker, "shapes": shapes}
+
+    def serialize(self) -> str:
+        """What is saved."""
+        return json.dumps(self._own)
+
+    def deserialize(self, saved: Any) -> None:
+        """Compares what was saved.
+
+        Raises:
+          ValueError: If it is not the same.
+        """
+        there, here = json.loads(saved), json.loads(self.serialize())
+        if there == here:
+            return
+        unlike = [
+            f"{there[key]} {name}" if key != "worker" else f"worker {there[key]}"
+            for key, name in (("replicas", "replicas"), ("worker", ""))
+            if there[key] != here[key]
+        ]
+        raise ValueError(
+            "A checkpoint of `strategy.communication` is restored by the same worker of as many replicas and under the "
+            f"same compression, since each keeps what it has left behind itself, but this one is of "
+            f"{' and '.join(unlike) or 'other gradients or codecs'}, and here are {here['replicas']} replicas and "
+            f"worker {here['worker']}. Save `communication.state()` of every worker, which is for any number, and hand "
+            "them to `communication.redistribute(states)`; or leave `communication` out of this checkpoint, and so "
+            "what was left behind."
+        )
+
+
 class Exchange(tf.Module):
     """Sums a list of gradients over all replicas, as one optimizer hands them over, step after step.
 
@@ -35,6 +73,11 @@ class Exchange(tf.Module):
       collectives: Of the strategy.
       seed: Of what codecs draw; the same on all workers, and in each run of a program.
       timed: Whether steps tell what they spend; see `Stopwatch`.
+
+    Attributes:
+      is_timed: Whether they do.
+      encodes: Whether anything travels encoded at all.
+      dense_codecs: Of what travels encoded and is no rows.
     """
 
     def __init__(
@@ -46,7 +89,7 @@ class Exchange(tf.Module):
         timed: bool = False,
     ):
         super().__init__(name="exchange")
-        self._collectives, self._timed = collectives, timed
+        self._collectives, self.is_timed = collectives, timed
         parts = _parts(gradients, codecs, collectives, seed)
         # Padding to whole blocks for each rank can outweigh what a codec saves.
         self._parts = [
@@ -61,6 +104,10 @@ class Exchange(tf.Module):
             for i, codec in rows.items()
             if sparse_row_bytes(gradients[i], codec) < sparse_row_bytes(gradients[i])
         }
+        self.dense_codecs = [part.codec for part in self._parts]
+        self.encodes = bool(self._parts or self._sparse_codecs)
+        shapes = [[part.positions, part.state_shapes] for part in self._parts]
+        self.layout = Layout(collectives.ranks * collectives.spread, collectives.worker, shapes)
         self._raw = [i for i in range(len(gradients)) if i not in encoded and i not in self._sparse_codecs]
         # Of each replica of this worker: what its parts keep, and its counts.
         self.states: list[list[tf.Variable]] = []
@@ -95,7 +142,7 @@ class Exchange(tf.Module):
                 members = [gradients[i] for i in part.positions]
                 states = [tf.convert_to_tensor(variable) for variable in old[len(new) : len(new) + part.num_states]]
                 sums, states, is_finite, spent = _from_step(
-                    part, done, members, states, replica, collectives, options, self._timed
+                    part, done, members, states, replica, collectives, options, self.is_timed
                 )
                 new += states
                 finite.append(is_finite)
@@ -109,7 +156,7 @@ class Exchange(tf.Module):
                 totals[i] = total
             for i, codec in self._sparse_codecs.items():
                 totals[i], spent = _rows_from_step(
-                    codec, done, gradients[i], replica, collectives, options, self._timed
+                    codec, done, gradients[i], replica, collectives, options, self.is_timed
                 )
                 seconds.append(spent)
             if new:

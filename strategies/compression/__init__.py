@@ -1,5 +1,9 @@
 """Codecs: what makes a gradient smaller before it travels. Arithmetic on tensors, no device, no network."""
 
+import dataclasses
+import re
+from typing import Any
+
 from tfdist.strategies.compression.bfloat16 import BFloat16
 from tfdist.strategies.compression.codec import Codec, WordCodec
 from tfdist.strategies.compression.float16 import Float16
@@ -26,15 +30,41 @@ __all__ = [
 NAMES: dict[str, type[Codec]] = {codec.name: codec for codec in (Float16, BFloat16, Int8, Int4, Sign, TopK, PowerSGD)}
 
 
+_SPELLING = re.compile(r"(\w+)\((\d+|\d*\.\d+)\)")
+
+
 def from_name(codec: str | Codec | None) -> Codec | None:
     """The codec of that name with its default options; a codec, or None for no compression, as it is.
+
+    A number in brackets is what the codec takes without a name: "powersgd(8)" is `PowerSGD(8)`.
 
     Raises:
       ValueError: If it is neither; the message lists the names.
     """
-    if codec is None or isinstance(codec, Codec):
+    if codec is None or isinstance(codec, WordCodec | PowerSGD):
         return codec
     if isinstance(codec, str) and codec in NAMES:
         return NAMES[codec]()
+    spelt = _SPELLING.fullmatch(codec) if isinstance(codec, str) else None
+    if spelt and spelt[1] in _numbered():
+        kind: Any = NAMES[spelt[1]]
+        return kind(float(spelt[2]) if "." in spelt[2] else int(spelt[2]))
     names = ", ".join(repr(name) for name in NAMES)
-    raise ValueError(f"`compression` must be None, one of {names}, or a codec of tfdist.compression, got {codec!r}.")
+    numbered = " and ".join(_numbered())
+    raise ValueError(
+        f"`compression` must be None, one of {names} ({numbered} also with a number, as in 'powersgd(4)'), or a codec "
+        f"of tfdist.compression, got {codec!r}.{_way_out(codec)}"
+    )
+
+
+def _numbered() -> list[str]:
+    """Codecs of which one option is a number that needs no name."""
+    return [name for name, kind in NAMES.items() if not all(field.kw_only for field in dataclasses.fields(kind))]
+
+
+def _way_out(codec: Any) -> str:
+    if isinstance(codec, type) and issubclass(codec, Codec):
+        return f" Call the class: {codec.__name__}()."
+    if isinstance(codec, Codec):
+        return " Derive a codec of your own from tfdist.compression.WordCodec: words are what travels."
+    return ""

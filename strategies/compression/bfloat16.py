@@ -44,6 +44,7 @@ class BFloat16(WordCodec):
 
     def encode(self, values: tf.Tensor) -> tf.Tensor:
         """Float32 [rows, elements] -> int32 [rows, words]: two values to a word."""
+        self._check_values(values)
         # What is finite stays finite: the largest float32 would round to Inf.
         largest = tf.bfloat16.max
         clamped = tf.where(tf.math.is_finite(values), tf.clip_by_value(values, -float(largest), float(largest)), values)
@@ -51,4 +52,5 @@ class BFloat16(WordCodec):
 
     def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
         """Int32 [rows, words] -> float32 [rows, elements]."""
+        self._check_words(words, elements)
         return tf.cast(unpack(words, tf.bfloat16), tf.float32)

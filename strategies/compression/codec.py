@@ -6,9 +6,12 @@ from typing import ClassVar, Self
 
 import tensorflow as tf
 
-__all__ = ["Codec", "WordCodec"]
+__all__ = ["ENCODED", "Codec", "WordCodec", "as_float32"]
 
 State = tuple[tf.Tensor, ...]
+
+# Of gradients that are compressed.
+ENCODED = (tf.float16, tf.bfloat16, tf.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +22,8 @@ class Codec:
     static shape.
 
     Args:
-      min_elements: Tensors with fewer elements travel as they are.
+      min_elements: Tensors with fewer elements travel as they are; does not count where a function chooses the codec of
+        each tensor.
       start_step: Gradients travel as they are until this step, the first being 0.
       error_feedback: Whether what encoding loses is kept on each replica and added to the next gradient, so that
         nothing is lost, only delayed.
@@ -46,6 +50,23 @@ class Codec:
         """The codec without state for the rows of `tf.IndexedSlices`, which are other rows in every step."""
         raise NotImplementedError
 
+    def round_trip(self, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """What others would receive of one gradient, and what would be left behind; for tests without any strategy.
+
+        A first step, in which nothing was left behind before. Takes any number of elements.
+
+        Args:
+          values: float16, bfloat16 or float32, of any shape; of two axes at least for `PowerSGD`.
+
+        Returns:
+          What is received, and the rest, both float32 of the shape of `values`, which is their sum. Error feedback adds
+          the rest to the next gradient; without it, it is lost.
+
+        Raises:
+          ValueError: If no codec takes such values.
+        """
+        raise NotImplementedError
+
     def _check_integer(self, option: str, *, at_least: int, at_most: int | None = None, multiple_of: int = 1) -> None:
         value = getattr(self, option)
         integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
@@ -61,7 +82,10 @@ class Codec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WordCodec(Codec):
-    """A codec that turns rows of float32 into rows of int32 words, a form that every collective carries."""
+    """A codec that turns rows of float32 into rows of int32 words, a form that every collective carries.
+
+    The base of codecs of one's own, which have a `granule`, `words`, `encode` and `decode`.
+    """
 
     # All-to-all, sum of what is decoded, encoded again, all-gather; or else one all-gather of words.
     two_shot: ClassVar[bool] = True
@@ -111,11 +135,28 @@ class WordCodec(Codec):
         Returns:
           The words, and the new state. If a value is Inf or NaN, the new state is worthless: keep the old one then.
         """
+        self._check_values(values, state)
         if not self.error_feedback:
             return self.encode(values), ()
         intended = values + state[0]
         words = self.encode(intended)
         return words, (intended - self.decode(words, values.shape[-1]),)
+
+    def round_trip(self, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """See `Codec`."""
+        values = as_float32(values, type(self).__name__)
+        if not values.shape.num_elements():
+            return values, values
+        flat = tf.reshape(values, [-1])
+        elements = flat.shape[0]
+        padding = -elements % self.granule
+        # As a bucket is padded: where zeros do not stay zeros, by the last elements again.
+        like = tf.zeros([1]) if self.keeps_zeros else flat[-(elements % self.granule) :]
+        row = tf.concat([flat, tf.tile(like, [padding])[:padding]], axis=0)[tf.newaxis]
+        words, state = self.compress(row, (tf.zeros_like(row),) * self.states)
+        received = self.decode(words, elements + padding)
+        rest = state[-1] if state else row - received
+        return tuple(tf.reshape(part[0, :elements], values.shape) for part in (received, rest))
 
     def for_rows(self) -> "WordCodec":
         """This codec without error feedback: rows of `tf.IndexedSlices` are other rows in every step."""
@@ -123,3 +164,40 @@ class WordCodec(Codec):
 
     def _without_error_feedback(self) -> Self:
         return dataclasses.replace(self, error_feedback=False)
+
+    # While tracing: a step does not pay for them.
+
+    def _check_values(self, values: tf.Tensor, state: State | None = None) -> None:
+        """Refuses what cannot be encoded, and another number of states than are kept."""
+        rank, dtype = len(values.shape), tf.as_dtype(values.dtype)
+        if rank != 2 or dtype != tf.float32 or values.shape[1] is None or values.shape[1] % self.granule:
+            raise ValueError(
+                f"{type(self).__name__} encodes float32 [rows, elements], elements a multiple of {self.granule}, not "
+                f"{dtype.name} {list(values.shape)}. Pad and cast it; `round_trip` takes any shape."
+            )
+        if state is not None and len(state) != self.states:
+            raise ValueError(
+                f"{type(self).__name__} keeps {self.states} tensors from step to step, got {len(state)}; begin with as "
+                "many of zeros, in the shape of what is encoded."
+            )
+
+    def _check_words(self, words: tf.Tensor, elements: int) -> None:
+        """Refuses what was not encoded by this codec from as many elements."""
+        dtype = tf.as_dtype(words.dtype)
+        of_elements = elements % self.granule == 0 and len(words.shape) == 2 and words.shape[1] == self.words(elements)
+        if dtype != tf.int32 or not of_elements:
+            raise ValueError(
+                f"{type(self).__name__} decodes int32 [rows, words(elements)], elements a multiple of {self.granule}, "
+                f"not {dtype.name} {list(words.shape)} to {elements} elements."
+            )
+
+
+def as_float32(values: tf.Tensor, codec: str) -> tf.Tensor:
+    """`values`, of any type that is compressed, as float32."""
+    values = tf.convert_to_tensor(values)
+    if values.dtype not in ENCODED or not values.shape.is_fully_defined():
+        allowed = ", ".join(dtype.name for dtype in ENCODED)
+        raise ValueError(
+            f"{codec} takes {allowed} of static shape, not {values.dtype.name} of shape {values.shape}. Cast it first."
+        )
+    return tf.cast(values, tf.float32)

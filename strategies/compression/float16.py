@@ -15,6 +15,8 @@ _MANTISSA_BITS = 23
 # [2^14, 2^15), half the range of float16.
 _BIAS = 127
 _TARGET = 14
+# Bits of the smallest float32 that a half of that exponent cannot hold, and of Inf.
+_EDGE, _INF = 0x7F7FF000, 0x7F800000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,17 +59,23 @@ class Float16(WordCodec):
 
     def encode(self, values: tf.Tensor) -> tf.Tensor:
         """Float32 [rows, elements] -> int32 [rows, words]: values, then scales."""
+        self._check_values(values)
         blocks = split_blocks(values, self.block_size)
-        exponents = tf.bitwise.right_shift(absmax_bits(blocks), _MANTISSA_BITS)
+        largest = absmax_bits(blocks)
+        exponents = tf.bitwise.right_shift(largest, _MANTISSA_BITS)
         # From the smallest whose scale is a normal number, to the largest of finite numbers.
         exponents = tf.clip_by_value(exponents, _TARGET + 1, 254)
         scales = tf.bitwise.left_shift(exponents - _TARGET, _MANTISSA_BITS)
         reciprocals = from_bits(tf.bitwise.left_shift(2 * _BIAS + _TARGET - exponents, _MANTISSA_BITS))
+        # What would round up to 2^128 is finite, and stays so.
+        on_edge = tf.logical_and(largest >= _EDGE, largest < _INF)
+        reciprocals = tf.where(on_edge, reciprocals * (1 - 2.0**-11), reciprocals)
         halves = tf.cast(blocks * reciprocals[:, :, tf.newaxis], tf.float16)
         return tf.concat([pack(halves), scales], axis=1)
 
     def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
         """Int32 [rows, words] -> float32 [rows, elements]."""
+        self._check_words(words, elements)
         scales = from_bits(words[:, elements // 2 :])
         blocks = split_blocks(tf.cast(unpack(words[:, : elements // 2], tf.float16), tf.float32), self.block_size)
         return tf.reshape(blocks * scales[:, :, tf.newaxis], [rows_of(words), elements])

@@ -29,10 +29,12 @@ class Quantised(WordCodec):
 
     def encode(self, values: tf.Tensor) -> tf.Tensor:
         """Float32 [rows, elements] -> int32 [rows, words]: codes, then scales."""
+        self._check_values(values)
         return self._pack(*self._quantise(split_blocks(values, self.block_size)))
 
     def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
         """Int32 [rows, words] -> float32 [rows, elements]."""
+        self._check_words(words, elements)
         codes, scales = self._unpack(words, elements)
         blocks = split_blocks(tf.cast(codes, tf.float32), self.block_size)
         return tf.reshape(blocks * scales[:, :, tf.newaxis], [rows_of(words), elements])
@@ -43,6 +45,7 @@ class Quantised(WordCodec):
 
     def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
         """Encodes `values` plus the residual, and keeps what was lost; see `WordCodec`."""
+        self._check_values(values, state)
         if not self.error_feedback:
             return self.encode(values), ()
         blocks = split_blocks(values + state[0], self.block_size)
@@ -54,8 +57,10 @@ class Quantised(WordCodec):
     def _quantise(self, blocks: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Integers in float32 [rows, blocks, block_size], and scales [rows, blocks]."""
         absmax = from_bits(absmax_bits(blocks))
-        # Of Inf and NaN the reciprocal is harmless, and the scale tells.
-        reciprocal = tf.where(absmax < _SMALLEST, 0.0, self.largest / absmax)
+        # Of Inf and NaN the reciprocal is harmless, and the scale tells. No division by zero, also of what is dropped:
+        # `tf.debugging.enable_check_numerics` would stop there.
+        vanishes = absmax < _SMALLEST
+        reciprocal = tf.where(vanishes, 0.0, self.largest / tf.where(vanishes, 1.0, absmax))
         return tf.round(blocks * reciprocal[:, :, tf.newaxis]), absmax * (1 / self.largest)
 
     def _pack(self, codes: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:

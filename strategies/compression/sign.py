@@ -58,11 +58,13 @@ class Sign(WordCodec):
 
     def encode(self, values: tf.Tensor) -> tf.Tensor:
         """Float32 [rows, elements] -> int32 [rows, words]: signs, then scales."""
+        self._check_values(values)
         blocks = split_blocks(values, self.block_size)
         return self._pack(blocks, self._scales(blocks))
 
     def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
         """Int32 [rows, words] -> float32 [rows, elements]."""
+        self._check_words(words, elements)
         signs = tf.reshape(
             unpack(words, tf.uint8)[:, : elements // 8],
             [rows_of(words), elements // self.block_size, 1, self.block_size // 8],
@@ -77,6 +79,7 @@ class Sign(WordCodec):
 
     def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
         """Encodes `values` plus the residual, and keeps what was lost; see `WordCodec`."""
+        self._check_values(values, state)
         if not self.error_feedback:
             return self.encode(values), ()
         blocks = split_blocks(values + state[0], self.block_size)

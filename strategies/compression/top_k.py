@@ -82,10 +82,12 @@ class TopK(WordCodec):
 
     def encode(self, values: tf.Tensor) -> tf.Tensor:
         """Float32 [rows, elements] -> int32 [rows, words]: values, then positions."""
+        self._check_values(values)
         return self._pack(*self._largest(split_blocks(values, self.granule)))
 
     def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
         """Int32 [rows, words] -> float32 [rows, elements]."""
+        self._check_words(words, elements)
         count = elements // self.granule
         values = from_bits(words[:, :count, tf.newaxis])
         positions = tf.cast(unpack(words[:, count:], self._position_type)[:, :count], tf.int32)
@@ -93,6 +95,7 @@ class TopK(WordCodec):
 
     def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
         """Encodes `values` plus the residual, and keeps what was lost; see `WordCodec`."""
+        self._check_values(values, state)
         if not self.error_feedback:
             return self.encode(values), ()
         if self.momentum:

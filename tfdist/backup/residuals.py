@@ -12,7 +12,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist.strategies.collectives.exchange import Exchange
-from tfdist.strategies.communication import Communication
+from tfdist.strategies.communication import Communication, sum_of
 
 
 def capture(communication: Communication | None, optimizers: Sequence[Any]) -> dict[str, tf.Tensor]:
@@ -55,8 +55,7 @@ def redistribute(
     """Shares what any number of former workers had left behind; see `Communication.redistribute`."""
     if not all(states):
         return
-    total = {name: np.sum([state[name] for state in states], axis=0) for name in states[0]}
-    for name, own in _by_exchange(total).items():
+    for name, own in _by_exchange(sum_of(states)).items():
         arrays = [own[str(i)] for i in range(len(own))]
         _hand_over(communication, optimizers, name, functools.partial(Exchange.spread, pending=arrays))
 

@@ -30,7 +30,7 @@ class Traffic(keras.callbacks.Callback):
         traffic = communication.traffic() - self._before
         logs["sent_bytes"] = traffic.sent_bytes_per_step
         logs["compression_ratio"] = traffic.ratio
-        if communication.timed:
+        if traffic.encode_seconds is not None:
             logs["encode_seconds"] = traffic.encode_seconds / max(traffic.steps, 1)
             logs["exchange_seconds"] = traffic.exchange_seconds / max(traffic.steps, 1)
         logs["residual_norm"] = communication.residual_norm()
