@@ -131,7 +131,7 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
         return self._distribute(functools.partial(self._make, False))
 
     def _make(self, training: bool, context: tf.distribute.InputContext) -> tf.data.Dataset:
-        dataset = self.sharding(context, training=training)
+        dataset = self.sharding.for_strategy(context, training=training)
         for fn in self._maps:
             dataset = dataset.map(fn)
         return dataset

@@ -354,6 +354,22 @@ def look_and_train(placement):
     return [*positions, sharding.position]
 
 
+def look_beside_training(placement):
+    """Rows of the steps of a `fit`, the position after it, and the rows that the chief alone has read before."""
+    strategy = strategy_of(placement)
+    model = prepared(strategy)
+    sharding, data = distributed(strategy, arrays())
+    looked_at, rows = None, []
+    if tfdist.cluster.is_chief():
+        x, _ = next(iter(sharding()))
+        looked_at = [len(x), sum(len(x) for x, _ in sharding(training=False))]
+    listener = lambda report: rows.append(int(report.rows.sum()))  # noqa: E731
+    strategy.reports.listeners.append(listener)
+    model.fit(data, verbose=0, callbacks=[tfdist.data.Audit(sharding)])
+    strategy.reports.listeners.remove(listener)
+    return rows, sharding.position, looked_at
+
+
 def audit_of_another(placement):
     """What `fit` raises under the Audit of a sharding that it does not train on, and of one without a strategy."""
     strategy = strategy_of(placement)

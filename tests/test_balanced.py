@@ -170,9 +170,83 @@ def test_an_audit_names_what_was_repeated_and_missed_on_every_worker(placement, 
     assert "9 and not 0 were missed" in errors[0]
 
 
+@pytest.mark.parametrize("placement", ["2x1", pytest.param("1x2", marks=pytest.mark.exhaustive)])
+def test_who_looks_beside_training_disturbs_it_in_nothing(placement, pools):
+    for rows, position, looked_at in pools(placement).run(checks.look_beside_training, placement):
+        assert rows == [checks.BATCH] * (STEPS - 1) + [checks.ROWS - checks.BATCH * (STEPS - 1)]
+        assert position == (1, 0)
+        assert looked_at in (None, [checks.BATCH, checks.ROWS])
+
+
+CONTEXTS = [tf.distribute.InputContext(3, worker, 3) for worker in range(3)]
+
+
+def rows_read(dataset):
+    return [batch.numpy().tolist() for batch in dataset]
+
+
+@pytest.mark.parametrize("one_after_another", [True, False])
+def test_one_process_can_ask_for_the_batches_of_each_worker(one_after_another):
+    sharding = BalancedSharding(np.arange(20), 8, policy=(1, 2, 5))
+    if one_after_another:
+        workers = [rows_read(sharding(context)) for context in CONTEXTS]
+    else:
+        workers = [rows_read(dataset) for dataset in [sharding(context) for context in CONTEXTS]]
+
+    batches = [sum(parts, []) for parts in zip(*workers, strict=True)]
+    assert batches == [sharding.plan.batch(0, step).tolist() for step in range(3)]
+    assert [[len(part) for part in worker[:2]] for worker in workers] == [[1, 1], [2, 2], [5, 5]]
+    assert sharding.position == (1, 0)
+
+
+def test_without_a_strategy_the_next_call_goes_on_where_the_last_was_read_to():
+    sharding = BalancedSharding(np.arange(20), 8)
+    epochs = [rows_read(sharding()) for _ in range(2)]
+    data = sharding()
+    sharding.deserialize(json.dumps(json.loads(sharding.serialize()) | {"epoch": 5, "step": 2}))
+    epochs += [rows_read(data) for _ in range(2)]
+
+    steps = [(0, 0), (1, 0), (5, 2), (6, 0)]
+    assert epochs == [[sharding.plan.batch(epoch, s).tolist() for s in range(step, 3)] for epoch, step in steps]
+    assert sharding.position == (7, 0)
+
+
+def fit_without_a_strategy(data, **options):
+    """Steps of each epoch of a `fit`."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    steps = []
+    count = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: steps.append(0),
+        on_train_batch_end=lambda batch, logs: steps.append(steps.pop() + 1),
+    )
+    model.fit(data, callbacks=[count], verbose=0, **options)
+    return steps
+
+
+def test_without_a_strategy_only_the_first_epoch_of_a_resumed_run_is_short():
+    sharding = BalancedSharding((np.ones((20, 1)), np.ones(20)), 4, drop_remainder=True)
+    sharding.deserialize(sharding.serialize().replace('"step":0', '"step":3'))
+
+    assert fit_without_a_strategy(sharding(), epochs=3) == [2, 5, 5]
+    assert (len(sharding()), len(sharding(training=False)), sharding.position) == (5, 5, (3, 0))
+
+
+def test_what_is_read_ahead_without_a_strategy_is_no_epoch():
+    sharding = BalancedSharding(np.arange(6), 2)
+    iterator = iter(sharding())
+    positions = []
+    for _ in range(3):
+        next(iterator)
+        time.sleep(0.2)  # to read the rest
+        positions.append(sharding.position)
+    assert positions == [(0, 0), (0, 0), (1, 0)]
+
+
 def sharding_of(replicas, size=8, source=None, **options):
+    """A sharding on the first of so many workers."""
     sharding = BalancedSharding(np.arange(20) if source is None else source, size, **options)
-    sharding(tf.distribute.InputContext(replicas, 0, replicas))
+    sharding.for_strategy(tf.distribute.InputContext(replicas, 0, replicas), training=True)
     return sharding
 
 
