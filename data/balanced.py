@@ -104,7 +104,11 @@ class BalancedSharding(tf.train.experimental.PythonState):
       shuffle: Whether each epoch has a new order, a permutation of the whole data set.
       block_size: Shuffles blocks of so many neighbours, and within each, for files that want sequential reads.
       stratify_by: A class for each example, [n]; every global batch and every share then has the proportions of all.
-      map_fn: What to make of an example, as for `tf.data.Dataset.map`, in parallel.
+      map_fn: What to make of an example, as for `tf.data.Dataset.map`, in parallel. Unseeded random operations such as
+        `tf.random.uniform` draw afresh in each epoch, on each worker and in each run, so they are not repeated after a
+        restart; with a seed of their own they draw the same for each batch. For augmentation that repeats, take
+        `tf.random.stateless_uniform` and the like with a seed made of what is in the example, or Keras' layers in the
+        model.
       policy: "speed" measures the replicas and follows them; "equal" is equal shares; or fixed weights by replica.
       max_rows: The most rows that a replica takes, one number or one for each replica. By default no limit.
       drop_remainder: Whether training leaves out a short last batch. `evaluate` and `predict` read it all the same; a
@@ -275,7 +279,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
             )
 
         def read(indices: tf.Tensor, length: tf.Tensor, end: tf.Tensor, *examples: tf.Tensor) -> Any:
-            batch = self._reader(indices[:length], *[each[:length] for each in examples])
+            first = use.place.own.start
+            batch = self._reader(indices[:length], *[each[:length] for each in examples], replica=first)
             return (batch, end) if use.tells_ends else batch
 
         return steps.unbatch().map(read, num_parallel_calls=self._num_parallel_calls, deterministic=True)

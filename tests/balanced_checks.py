@@ -370,6 +370,23 @@ def look_beside_training(placement):
     return rows, sharding.position, looked_at
 
 
+def drawn_by_workers():
+    """What `tf.random` and a layer draw in `map_fn`, on two workers of one seed in two epochs."""
+    draws = [lambda i: tf.random.uniform([], dtype=tf.float64)]
+    dropped = keras.layers.GaussianNoise(1.0)
+    draws.append(lambda i: dropped(tf.zeros([1]), training=True)[0])
+    found = []
+    for draw in draws:
+        drawn = []
+        for worker in range(2):
+            tf.random.set_seed(1)
+            sharding = BalancedSharding(np.arange(64), 16, policy="equal", map_fn=draw)
+            data = sharding(tf.distribute.InputContext(2, worker, 2))
+            drawn += [float(value) for _ in range(2) for batch in data for value in batch]
+        found.append(drawn)
+    return found
+
+
 def audit_of_another(placement):
     """What `fit` raises under the Audit of a sharding that it does not train on, and of one without a strategy."""
     strategy = strategy_of(placement)

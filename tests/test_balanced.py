@@ -1,5 +1,6 @@
 """`tfdist.data.BalancedSharding` in `fit`: unequal shares, stops and restarts give what one device gives."""
 
+import itertools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import tensorflow as tf
 import balanced_checks as checks
 import tfdist
 from test_keras_features import assert_same
-from tfdist.data import BalancedSharding
+from tfdist.data import BalancedSharding, reading
 
 STEPS = 9  # of an epoch
 SHARES = {"2x1": (5, 11), "1x3": (1, 2, 5), "3x1": (1, 2, 5)}
@@ -193,7 +194,7 @@ def test_one_process_can_ask_for_the_batches_of_each_worker(one_after_another):
     else:
         workers = [rows_read(dataset) for dataset in [sharding(context) for context in CONTEXTS]]
 
-    batches = [sum(parts, []) for parts in zip(*workers, strict=True)]
+    batches = [list(itertools.chain(*parts)) for parts in zip(*workers, strict=True)]
     assert batches == [sharding.plan.batch(0, step).tolist() for step in range(3)]
     assert [[len(part) for part in worker[:2]] for worker in workers] == [[1, 1], [2, 2], [5, 5]]
     assert sharding.position == (1, 0)
@@ -402,6 +403,30 @@ def test_what_cannot_be_batched_is_named():
 
     with pytest.raises(ValueError, match=r"known rank .*<unknown>.*ensure_shape"):
         BalancedSharding(np.arange(8), 4, map_fn=of_unknown_rank)()
+
+
+def test_an_example_of_another_shape_is_named():
+    said = r"Example 5 \(row 5 of arrays in memory\) has other shapes than example 4 .* \[4\], \[\] and not \[3\], \[\]"
+    data = BalancedSharding(np.arange(8), 4, shuffle=False, map_fn=lambda x: (tf.zeros([3 + x // 5]), x))()
+    with pytest.raises(tf.errors.OpError, match=f"{said}.*Read by a single process"):
+        list(data)
+
+
+def test_random_operations_draw_afresh_in_each_batch_epoch_and_worker(pools):
+    ((drawn, drawn_in_layers),) = pools("single").run(checks.drawn_by_workers)
+    assert len(drawn) == 2 * 2 * 32 and len(set(drawn)) == len(drawn)
+    assert len(set(drawn_in_layers)) == len(drawn_in_layers)
+
+
+def test_where_operations_are_deterministic_workers_draw_apart(monkeypatch):
+    monkeypatch.setattr(reading._tf, "is_op_determinism_enabled", lambda: True)
+    draws = []
+    for replica in (0, 1):
+        with tf.Graph().as_default() as graph:
+            graph.seed = 7
+            draw = reading.drawing_afresh(tf.random.uniform, replica)([])
+            draws += tf.compat.v1.Session(graph=graph).run([draw]) * 1
+    assert draws[0] != draws[1]
 
 
 @pytest.mark.parametrize("state", ["", "{}", "[]", '{"epoch": "x"}', '{"epoch": 0, "step": 0, "of": 3}'])

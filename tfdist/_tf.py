@@ -173,6 +173,7 @@ __all__ = [
     "regroup",
     "set_cardinality",
     "set_global_seed_generator",
+    "sharding_of",
     "tf_convert",
     "unmatched_compiled",
     "variables_of_summed_gradients",
@@ -509,6 +510,17 @@ def dataset_of(epochs):
     Without it: two shardings of equal global batches in one `fit` may be given each other's position.
     """
     return getattr(epochs, "_distributed_dataset", None)
+
+
+def sharding_of(dataset: Any) -> Any:
+    """The `BalancedSharding` that a `tf.data.Dataset` reads from, also through others; `None` if none.
+
+    Without it: workers that each read a whole sharding train on the same rows, and nobody is told.
+    """
+    sharding = getattr(dataset, "sharding", None)
+    if sharding is None and isinstance(dataset, tf.data.Dataset):
+        return next(filter(None, map(sharding_of, dataset._inputs())), None)
+    return sharding
 
 
 def count_as_seen(epochs, batches: int) -> None:
