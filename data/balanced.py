@@ -540,6 +540,12 @@ class BalancedSharding(tf.train.experimental.PythonState):
         alike["drop_remainder"] = self.plan.drop_remainder
         return [f"{name} {value}" for name, value in alike.items()]
 
+    def described_state(self) -> list[str]:
+        """What all workers must have alike when they begin to train."""
+        with self._lock:
+            state = {"position": self.position, "shares": self._shares, "speeds": self._speed.state()}
+        return [f"{name} {value}" for name, value in state.items()]
+
     def _identity(self) -> dict[str, Any]:
         return {
             "examples": self.plan.num_examples,

@@ -387,6 +387,46 @@ def drawn_by_workers():
     return found
 
 
+def beside_the_strategy():
+    """What workers are told that read a sharding by its own calls, or begin at unlike positions."""
+    strategy = strategy_of("2x1")
+    model = prepared(strategy)
+    sharding, data = distributed(strategy, arrays())
+    other = BalancedSharding(arrays(), BATCH)
+    if tfdist.cluster.is_chief():
+        sharding.deserialize(sharding.serialize().replace('"step":0', '"step":5'))
+    way_out, said = "strategy.distribute_datasets_from_function(sharding)", []
+    for misuse in (
+        lambda: model.fit(other(), verbose=0),
+        lambda: model.predict(other(training=False).prefetch(1), verbose=0),
+        lambda: strategy.distribute_datasets_from_function(lambda context: other(context)),
+        lambda: model.fit(data, verbose=0),
+    ):
+        try:
+            misuse()
+        except (ValueError, tfdist.errors.ClusterError) as error:
+            said.append(way_out if way_out in str(error) else str(error))
+    return said
+
+
+def train_on_doubled(placement, policy):
+    """What a `fit` on batches that a map has made twice as long raises."""
+    strategy = strategy_of(placement)
+    model = prepared(strategy)
+    _, data = distributed(strategy, arrays(), policy=policy)
+    try:
+        model.fit(data.map(lambda x, y: (tf.concat([x, x], 0), tf.concat([y, y], 0))), verbose=0)
+    except tf.errors.InvalidArgumentError as error:
+        return str(error)
+
+
+def train_on_plain_dataset(placement):
+    model = prepared(strategy_of(placement))
+    sharding = BalancedSharding(arrays(), BATCH, SEED)
+    history = model.fit(sharding(), epochs=EPOCHS, verbose=0).history
+    return outcome(model, history) | {"position": sharding.position}
+
+
 def audit_of_another(placement):
     """What `fit` raises under the Audit of a sharding that it does not train on, and of one without a strategy."""
     strategy = strategy_of(placement)

@@ -392,6 +392,24 @@ def test_workers_of_unlike_shardings_are_told_at_once(pools):
         assert alike == "alike"
 
 
+def test_what_goes_around_the_strategy_or_begins_elsewhere_is_told_on_every_worker(pools):
+    for *around, elsewhere in pools("2x1").run(checks.beside_the_strategy):
+        assert around == ["strategy.distribute_datasets_from_function(sharding)"] * 3
+        assert "worker 0 has position (0, 5), worker 1 has position (0, 0)" in elsewhere
+
+
+@pytest.mark.parametrize("policy", ["speed", pytest.param("equal", marks=pytest.mark.exhaustive)])
+def test_a_map_that_changes_the_rows_is_refused(policy, pools):
+    (said,) = pools("1x2").run(checks.train_on_doubled, "1x2", policy)
+    assert "must keep the rows of a batch" in said
+
+
+def test_devices_of_one_worker_share_the_batches_of_a_plain_dataset(pools, one_device):
+    (result,) = pools("1x2").run(checks.train_on_plain_dataset, "1x2")
+    assert_same(result, one_device("plain"), 1e-5)
+    assert result["position"] == (checks.EPOCHS, 0)
+
+
 def test_the_data_of_a_dataset_that_nobody_has_any_more_is_let_go(pools):
     alive, only_the_last_is_known = pools("1x2").run(checks.let_go, "1x2")[0]
     assert not any(alive) and only_the_last_is_known

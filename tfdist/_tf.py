@@ -143,6 +143,7 @@ __all__ = [
     "counter_of",
     "dataset_of",
     "deciding_loss_scaler",
+    "epochs_of_beginning_fit",
     "get_current_replica_id_as_int",
     "get_keras_mask",
     "global_seed_generator",
@@ -339,6 +340,15 @@ def callbacks_of_beginning_fit() -> list[keras.callbacks.Callback] | None:
         return None
     given = caller.f_locals.get("callbacks")
     return list(tf.nest.flatten(getattr(given, "callbacks", given) or []))
+
+
+def epochs_of_beginning_fit() -> keras_epoch_iterator.EpochIterator | None:
+    """What a `fit` reads, if Keras asks for the scope in which it builds a model; see `callbacks_of_beginning_fit`.
+
+    Without it: workers at other positions in their data train on, and take examples twice or never.
+    """
+    frame = _frame_of(keras_trainer.TensorFlowTrainer._maybe_symbolic_build)
+    return frame.f_locals.get("iterator") if frame else None
 
 
 def keras_makes_for_comparison() -> bool:
