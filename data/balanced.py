@@ -109,12 +109,13 @@ class BalancedSharding(tf.train.experimental.PythonState):
         restart; with a seed of their own they draw the same for each batch. For augmentation that repeats, take
         `tf.random.stateless_uniform` and the like with a seed made of what is in the example, or Keras' layers in the
         model.
-      policy: "speed" measures the replicas and follows them; "equal" is equal shares; or fixed weights by replica.
+      policy: "speed" measures the replicas and follows them; "equal" is equal shares; or fixed weights, one for each
+        replica: where `tfdist run --min-workers` may start fewer workers, make them of the number that there is.
       max_rows: The most rows that a replica takes, one number or one for each replica. By default no limit.
       drop_remainder: Whether training leaves out a short last batch. `evaluate` and `predict` read it all the same; a
         model of one batch size is told `steps=len(source) // global_batch_size` there.
       repeat: Whether epochs follow each other without end, for `fit(steps_per_epoch=...)`.
-      num_parallel_calls: Batches that are read and decoded at once.
+      num_parallel_calls: Batches that are read and decoded at once; `tf.data.AUTOTUNE` for one on each core.
       service: The address of a tf.data service, such as "node0:5050", whose servers read, decode and map where that
         outgrows the workers; see `tfdist.data.service`. Batches are the same. They are asked for long before they are
         trained on, so shares cannot follow the clock: needs another policy than "speed".
@@ -150,7 +151,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
     ):
         self.source: Source = as_source(source)
         _check_positive("global_batch_size", global_batch_size)
-        _check_positive("num_parallel_calls", num_parallel_calls)
+        if num_parallel_calls != tf.data.AUTOTUNE:
+            _check_positive("num_parallel_calls", num_parallel_calls)
         _check_seed(seed)
         self._seed, self._repeat, self._num_parallel_calls = int(seed), repeat, num_parallel_calls
         self._policy, self._max_rows = _checked_policy(policy), max_rows
@@ -581,7 +583,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         if len(self._policy) != replicas:
             raise ValueError(
                 f"policy needs a weight for each replica, but {list(self._policy)} has {len(self._policy)} and there "
-                f"are {replicas} replicas."
+                f'are {replicas} replicas. Give as many; or "speed", which learns them for any number.'
             )
         return list(self._policy)
 
@@ -607,12 +609,11 @@ def _order(n: int, seed: int, shuffle: bool, block_size: int | None, stratify_by
                 f"shape {list(labels.shape)} and block_size is {block_size}."
             )
         return Stratified(labels, seed, shuffle=shuffle)
+    if block_size is not None:
+        _check_positive("block_size", block_size)
     if not shuffle:
         return Unshuffled()
-    if block_size is None:
-        return Shuffled(n, seed)
-    _check_positive("block_size", block_size)
-    return BlockShuffled(n, seed, block_size)
+    return Shuffled(n, seed) if block_size is None else BlockShuffled(n, seed, int(block_size))
 
 
 def _checked_policy(policy: str | Sequence[float]) -> str | tuple[float, ...]:
@@ -632,6 +633,6 @@ def _check_seed(seed: Any) -> None:
         raise ValueError(f"seed must be a whole number, the same on all workers, not {seed!r}.")
 
 
-def _check_positive(name: str, value: int) -> None:
-    if isinstance(value, bool) or int(value) != value or value < 1:
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value // 1 or value < 1:
         raise ValueError(f"{name} must be a whole number from 1, not {value!r}.")

@@ -162,6 +162,17 @@ def test_an_audit_of_whole_and_continued_epochs_passes(placement, pools):
         assert history["imbalance"][0] >= 1 and 0 <= history["wait_share"][0] <= 1
 
 
+def test_an_epoch_of_one_step_has_its_balance_in_the_logs():
+    strategy = tfdist.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    data = strategy.distribute_datasets_from_function(BalancedSharding((np.ones((4, 1)), np.ones(4)), 4))
+    logs = model.fit(data, epochs=2, verbose=0, callbacks=[tfdist.callbacks.Balance()]).history
+    for rows, seconds in zip(logs["rows_per_second"], logs["step_seconds"], strict=True):
+        assert seconds > 0 and rows == pytest.approx(4 / seconds)
+
+
 @pytest.mark.parametrize("placement", ["2x1", "1x2"])
 def test_an_audit_names_what_was_repeated_and_missed_on_every_worker(placement, pools):
     errors = [error for error, _, _ in pools(placement).run(checks.audited, placement, broken=True)]
@@ -304,6 +315,11 @@ def test_evaluate_and_predict_take_what_training_leaves_out_or_repeats_once(opti
     assert int(data.cardinality) == sharding.cardinality
 
 
+def test_numbers_that_are_whole_are_taken_and_any_number_of_calls():
+    sharding = BalancedSharding(np.arange(20), 8.0, block_size=4.0, num_parallel_calls=tf.data.AUTOTUNE)
+    assert sorted(itertools.chain(*rows_read(sharding()))) == list(range(20))
+
+
 def test_weights_and_limits_of_numpy_are_taken():
     sharding = sharding_of(2, policy=np.array([3.0, 1.0]), max_rows=np.int64(6))
     assert sharding.start(training=True).latest_shares == (6, 2)
@@ -329,6 +345,11 @@ def test_weights_and_limits_of_numpy_are_taken():
         (lambda: sharding_of(1, size=30, drop_remainder=True), ["drop_remainder", "20"]),
         (lambda: sharding_of(1, stratify_by=[1, 2]), ["stratify_by", "[20]", "[2]"]),
         (lambda: sharding_of(1, block_size=0), ["block_size", "0"]),
+        (lambda: sharding_of(1, block_size=2.5), ["block_size", "2.5"]),
+        (lambda: sharding_of(1, block_size=-3, shuffle=False), ["block_size", "-3"]),
+        (lambda: sharding_of(1, size=None), ["global_batch_size", "None"]),
+        (lambda: sharding_of(1, size=float("inf")), ["global_batch_size", "inf"]),
+        (lambda: sharding_of(1, num_parallel_calls=0), ["num_parallel_calls", "0"]),
     ],
 )
 def test_bad_arguments_are_named(make, words):

@@ -56,7 +56,7 @@ PUBLIC = {
         "TopK",
         "uncompressed",
     ],
-    "tfdist.data": ["Audit", "BalancedSharding", "Digits", "load"],
+    "tfdist.data": ["Audit", "BalancedSharding", "Digits", "load", "sources"],
     "tfdist.errors": [
         "AuditError",
         "BackupError",
