@@ -7,12 +7,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tfdist.data import sources
     from tfdist.data.audit import Audit
     from tfdist.data.balanced import BalancedSharding
     from tfdist.data.digits import Digits
     from tfdist.data.loading import load
 
-__all__ = ["Audit", "BalancedSharding", "Digits", "load"]
+__all__ = ["Audit", "BalancedSharding", "Digits", "load", "sources"]
 
 _HOMES = {
     "Audit": "tfdist.data.audit",
@@ -23,6 +24,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "sources":
+        return importlib.import_module("tfdist.data.sources")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'tfdist.data' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfdist.data.handout import Handout
 from tfdist.data.order import BlockShuffled, Order, Shuffled, Stratified, Unshuffled
+from tfdist.data.place import Place
 from tfdist.data.plan import Plan, split
 from tfdist.data.reading import Reader
 from tfdist.data.service import Service
@@ -51,6 +52,20 @@ class Statistics:
     changes: int
 
 
+@dataclasses.dataclass(frozen=True)
+class _Use:
+    """What a dataset is read for: where, whether to train, and whether `start` begins its iterators."""
+
+    place: Place
+    training: bool
+    is_started: bool
+
+    @property
+    def tells_ends(self) -> bool:
+        """Whether with each batch comes the epoch that begins after it, else 0: to count epochs that are read."""
+        return self.training and not self.is_started
+
+
 class BalancedSharding(tf.train.experimental.PythonState):
     """Splits each global batch among the replicas so that all of them take equally long. A dataset function:
 
@@ -70,8 +85,12 @@ class BalancedSharding(tf.train.experimental.PythonState):
     has as many, and takes them from the next.
 
     In a custom loop, or under a strategy that is not of tfdist, nobody says what was trained on: shares stay as they
-    are and the position counts whole epochs that were read. Without a strategy call `sharding(training=False)` for
-    `evaluate` and `predict`, which otherwise cannot be told from training.
+    are and the position counts whole epochs that were read, each when its last batch is taken. Without a strategy call
+    `sharding(training=False)` for `evaluate` and `predict`, which otherwise cannot be told from training.
+
+    A call with a context gives what that worker reads, so one process can see what each of several would be given.
+    Of several the position is that of the furthest. Once a strategy of tfdist trains on it, other calls only look at
+    the epoch that training stands in, and move nothing.
 
     Costs a permutation of each batch, and little memory beside the batches that are read ahead;
     `benchmarks/balance.py` measures both.
@@ -85,13 +104,18 @@ class BalancedSharding(tf.train.experimental.PythonState):
       shuffle: Whether each epoch has a new order, a permutation of the whole data set.
       block_size: Shuffles blocks of so many neighbours, and within each, for files that want sequential reads.
       stratify_by: A class for each example, [n]; every global batch and every share then has the proportions of all.
-      map_fn: What to make of an example, as for `tf.data.Dataset.map`, in parallel.
-      policy: "speed" measures the replicas and follows them; "equal" is equal shares; or fixed weights by replica.
+      map_fn: What to make of an example, as for `tf.data.Dataset.map`, in parallel. Unseeded random operations such as
+        `tf.random.uniform` draw afresh in each epoch, on each worker and in each run, so they are not repeated after a
+        restart; with a seed of their own they draw the same for each batch. For augmentation that repeats, take
+        `tf.random.stateless_uniform` and the like with a seed made of what is in the example, or Keras' layers in the
+        model.
+      policy: "speed" measures the replicas and follows them; "equal" is equal shares; or fixed weights, one for each
+        replica: where `tfdist run --min-workers` may start fewer workers, make them of the number that there is.
       max_rows: The most rows that a replica takes, one number or one for each replica. By default no limit.
       drop_remainder: Whether training leaves out a short last batch. `evaluate` and `predict` read it all the same; a
         model of one batch size is told `steps=len(source) // global_batch_size` there.
       repeat: Whether epochs follow each other without end, for `fit(steps_per_epoch=...)`.
-      num_parallel_calls: Batches that are read and decoded at once.
+      num_parallel_calls: Batches that are read and decoded at once; `tf.data.AUTOTUNE` for one on each core.
       service: The address of a tf.data service, such as "node0:5050", whose servers read, decode and map where that
         outgrows the workers; see `tfdist.data.service`. Batches are the same. They are asked for long before they are
         trained on, so shares cannot follow the clock: needs another policy than "speed".
@@ -127,7 +151,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
     ):
         self.source: Source = as_source(source)
         _check_positive("global_batch_size", global_batch_size)
-        _check_positive("num_parallel_calls", num_parallel_calls)
+        if num_parallel_calls != tf.data.AUTOTUNE:
+            _check_positive("num_parallel_calls", num_parallel_calls)
         _check_seed(seed)
         self._seed, self._repeat, self._num_parallel_calls = int(seed), repeat, num_parallel_calls
         self._policy, self._max_rows = _checked_policy(policy), max_rows
@@ -148,10 +173,14 @@ class BalancedSharding(tf.train.experimental.PythonState):
         self._fingerprint = self.source.fingerprint()
         self._epoch = self._step = 0
         self._lock = threading.RLock()
-        self._replicas = 0
+        # Where the strategy reads that it belongs to, with its shares; until then only what was restored.
+        self._place: Place | None = None
         self._speed = SpeedModel(1)
         self._shares: tuple[int, ...] = ()
         self._reports: Any = None
+        # Without such a strategy: where all begin, and the epochs before which all was read, by who reads.
+        self._restored = (0, 0)
+        self._epochs_read: dict[Place, int] = {}
         # For iterators from which nothing was read yet, those of training and those of evaluation.
         self._begun: dict[bool, list[Handout]] = {True: [], False: []}
         self._unreported: Handout | None = None
@@ -182,45 +211,79 @@ class BalancedSharding(tf.train.experimental.PythonState):
             raise ValueError("A BalancedSharding belongs to one strategy. Make another one for this strategy.")
         self._reports = reports
 
+    def for_strategy(self, context: tf.distribute.InputContext, *, training: bool) -> tf.data.Dataset:
+        """This worker's dataset for the strategy that it is attached to, which calls `start` for each iterator.
+
+        Raises:
+          ValueError: As `__call__`.
+        """
+        place = self._place_of(context)
+        with self._lock:
+            self._place = place
+            self._settle_shares()
+        return self._finished(self._dataset(_Use(place, training, is_started=True), self._shares))
+
     def __call__(self, context: tf.distribute.InputContext | None = None, *, training: bool = True) -> tf.data.Dataset:
-        """This worker's dataset: for each step the batches of its replicas, one after the other.
+        """A worker's dataset: for each step the batches of its replicas, one after the other.
 
         Args:
-          context: Who this worker is among how many; one replica if None.
-          training: Whether its iterators are those that `start` is told of as for training.
+          context: Who the worker is among how many; one replica if None.
+          training: Whether to go on where training stands, instead of a whole epoch in the order of the source.
+
+        Raises:
+          ValueError: If arguments of the sharding do not fit so many replicas.
         """
-        context = context or tf.distribute.InputContext()
-        self._take_place(context)
-        if self._service is None:
-            batches = self._read_here(training, max(self._shares))
-        else:
-            batches = tf.data.Dataset.from_generator(
-                functools.partial(weakly(self._batches_served), training), output_signature=self._service.element_spec
-            )
+        place = self._place_of(context or tf.distribute.InputContext())
+        made = self._dataset(_Use(place, training, is_started=False), self._shares_at(place))
+        if training:  # Behind all that reads ahead.
+            made = made.map(functools.partial(_taken, functools.partial(weakly(self._has_read), place)))
+        made = self._finished(made)
+        steps = self.cardinality if training else self.evaluation_steps
+        batches = steps * len(place.own) if steps > 0 else steps
+        # Of a whole epoch: one that is continued is shorter, where TensorFlow's own assertion would raise.
+        made.cardinality = lambda: tf.constant(batches, tf.int64)
+        return made
+
+    def _finished(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         options.autotune.enabled = False  # There is nothing to tune, and `fit` would wait for the end of the tuner.
-        made = batches.prefetch(len(self._own_replicas)).with_options(options)
-        made.sharding = self  # Kept by who reads from it.
-        return made
+        finished = dataset.with_options(options)
+        finished.sharding = self  # Kept by who reads from it.
+        return finished
 
-    def _read_here(self, training: bool, rows: int) -> tf.data.Dataset:
+    def _dataset(self, use: _Use, shares: Sequence[int]) -> tf.data.Dataset:
+        """Batches, read ahead."""
+        if self._service is None:
+            batches = self._read_here(use, max(shares))
+        else:
+            batches = tf.data.Dataset.from_generator(
+                functools.partial(weakly(self._batches_served), use),
+                output_signature=(self._service.element_spec, tf.TensorSpec([], tf.int64)),
+            )
+            if not use.tells_ends:
+                batches = batches.map(lambda batch, _: batch)
+        return batches.prefetch(len(use.place.own))
+
+    def _read_here(self, use: _Use, rows: int) -> tf.data.Dataset:
         """The batches, of about so many rows each, read by this worker."""
         is_together = self.source.examples_together >= 2 * rows
         most = min(self.source.examples_together, EXAMPLES_TOGETHER) if is_together else EXAMPLES_TOGETHER
         steps = tf.data.Dataset.from_generator(
-            functools.partial(weakly(self._batches_made_here), most, training),
-            output_signature=(tf.TensorSpec([None, None], tf.int64), tf.TensorSpec([None], tf.int64)),
+            functools.partial(weakly(self._batches_made_here), most, use),
+            output_signature=(tf.TensorSpec([None, None], tf.int64), *[tf.TensorSpec([None], tf.int64)] * 2),
         )
         if is_together:
             steps = steps.map(
-                lambda indices, lengths: (indices, lengths, self.source.read(indices)),
+                lambda indices, lengths, ends: (indices, lengths, ends, self.source.read(indices)),
                 num_parallel_calls=1,
                 deterministic=True,
             )
 
-        def read(indices: tf.Tensor, length: tf.Tensor, *examples: tf.Tensor) -> Any:
-            return self._reader(indices[:length], *[each[:length] for each in examples])
+        def read(indices: tf.Tensor, length: tf.Tensor, end: tf.Tensor, *examples: tf.Tensor) -> Any:
+            first = use.place.own.start
+            batch = self._reader(indices[:length], *[each[:length] for each in examples], replica=first)
+            return (batch, end) if use.tells_ends else batch
 
         return steps.unbatch().map(read, num_parallel_calls=self._num_parallel_calls, deterministic=True)
 
@@ -257,23 +320,27 @@ class BalancedSharding(tf.train.experimental.PythonState):
           is_seen: Whether `has_given` and `gives_unseen` say what is taken from the iterator. Else what was read for
             it counts, which is more.
         """
+        assert self._place is not None
         with self._lock:
             if not training:
-                handout = Handout(self._plan_of_evaluation, 0, 0, self._shares, self._at_most, repeat=False)
+                handout = self._handout_of_evaluation(self._place)
             else:
-                handout = self._start_training(models, counts, self._repeat or goes_on)
+                handout = self._start_training(self._place, models, counts, self._repeat or goes_on)
                 handout.is_seen = is_seen
             self._begun[training] = [each for each in self._begun[training] if not each.closed] + [handout]
             return handout
 
-    def _start_training(self, models: Sequence[Any], counts: bool, repeat: bool) -> Handout:
+    def _handout_of_evaluation(self, place: Place) -> Handout:
+        return Handout(self._plan_of_evaluation, 0, 0, self._shares_at(place), place.at_most, repeat=False)
+
+    def _start_training(self, place: Place, models: Sequence[Any], counts: bool, repeat: bool) -> Handout:
         reported = bool(models) and self._reports is not None
-        adapts = reported and self._policy == "speed" and self._replicas > 1
+        adapts = reported and self._policy == "speed" and place.replicas > 1
         lead = _LEAD if adapts else None
         position = self._epoch, self._step
-        handout = Handout(self.plan, *position, self._shares, self._at_most, repeat=repeat, lead=lead)
+        handout = Handout(self.plan, *position, self._shares, place.at_most, repeat=repeat, lead=lead)
         if reported:
-            self._reports.feed(models, functools.partial(self._take, handout))
+            self._reports.feed(models, functools.partial(self._take, place, handout))
             self._unreported = None
         elif counts:
             self._unreported = handout
@@ -282,27 +349,53 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     # What the pipeline calls.
 
-    def _batches_made_here(self, most: int, training: bool) -> Iterator[Any]:
-        return self._batches(functools.partial(together, most), training)
+    def _batches_made_here(self, most: int, use: _Use) -> Iterator[Any]:
+        for made, ends in self._batches(functools.partial(together, most), use):
+            yield *made, ends
 
-    def _batches_served(self, training: bool) -> Iterator[Any]:
-        return self._batches(self._served, training)
+    def _batches_served(self, use: _Use) -> Iterator[Any]:
+        for batch, (end,) in self._batches(self._served, use):
+            yield batch, end
 
-    def _batches(self, make: Callable[[Asked, Handout], Made], training: bool) -> Iterator[Any]:
-        """What `make` makes of batches, of one or of several of an epoch at once."""
+    def _batches(self, make: Callable[[Asked, Handout], Made], use: _Use) -> Iterator[tuple[Any, np.ndarray]]:
+        """What `make` makes of batches, of one or of several of an epoch at once; and of each which epoch it ends at.
+
+        That is the next, if it is the last batch of one, and else 0.
+        """
+        own = use.place.own
+        handout = self._begun_for(use.training) if use.is_started else self._handout_apart(use)
+        batches, of_epoch = handout.position[1] * len(own), self.plan.steps_per_epoch * len(own)
+        asked = ((handout.epoch, indices) for indices in handout.indices(own, use.place.parts))
+        for epoch, examples, made in make(asked, handout):
+            if use.is_started:
+                self._count_read(handout, epoch)
+                if self.visitors:
+                    handout.handed_out.extend(examples)
+            numbers = batches + 1 + np.arange(len(examples))
+            yield made, np.where(numbers % of_epoch == 0, epoch + 1, 0)
+            batches += len(examples)
+        if handout.finished and use.is_started:
+            self._count_read(handout, handout.epoch + 1)
+
+    def _begun_for(self, training: bool) -> Handout:
+        """Of the iterators that nobody has read from, the newest: Keras makes some that it drops."""
         with self._lock:
-            # Of the iterators that nobody has read from, the newest: Keras makes some that it drops.
             waiting = [handout for handout in self._begun[training] if not handout.closed]
             handout = waiting[-1] if waiting else self.start(training=training)
             self._begun[training] = waiting[:-1]
-        asked = ((handout.epoch, indices) for indices in handout.indices(self._own_replicas, self._places))
-        for epoch, examples, made in make(asked, handout):
-            self._count_read(handout, epoch)
-            if self.visitors:
-                handout.handed_out.extend(examples)
-            yield made
-        if handout.finished:
-            self._count_read(handout, handout.epoch + 1)
+            return handout
+
+    def _handout_apart(self, use: _Use) -> Handout:
+        """For whom no strategy of tfdist calls `start`."""
+        with self._lock:
+            if not use.training:
+                return self._handout_of_evaluation(use.place)
+            if self.is_followed:
+                position = self.position
+            else:
+                read = self._epochs_read.get(use.place)
+                position = self._restored if read is None else (read, 0)
+            return Handout(self.plan, *position, self._shares_at(use.place), use.place.at_most, repeat=self._repeat)
 
     def _served(self, asked: Asked, handout: Handout) -> Made:
         assert self._service is not None
@@ -331,31 +424,40 @@ class BalancedSharding(tf.train.experimental.PythonState):
         if handout is self._unreported and (epoch := handout.epoch_taken) > self._epoch:
             self._epoch, self._step = epoch, 0
 
+    def _has_read(self, place: Place, epoch: np.ndarray) -> None:
+        """Takes note that all before `epoch` was taken in some place."""
+        with self._lock:
+            if self.is_followed:
+                return
+            self._epochs_read[place] = max(int(epoch), self._epochs_read.get(place, 0))
+            if epoch > self._epoch:
+                self._epoch, self._step = int(epoch), 0
+
     # What training says.
 
-    def _take(self, handout: Handout, report: Any) -> None:
+    def _take(self, place: Place, handout: Handout, report: Any) -> None:
         with self._lock:
             epoch, _ = handout.position
             if not handout.has_trained(report.rows):
                 return
             self._epoch, self._step = handout.position
-            self._tell_visitors(epoch, handout)
+            self._tell_visitors(place, epoch, handout)
             self._note(report)
             if handout.adapts:
-                self._adapt(handout, report)
+                self._adapt(place, handout, report)
 
-    def _adapt(self, handout: Handout, report: Any) -> None:
+    def _adapt(self, place: Place, handout: Handout, report: Any) -> None:
         self._speed.observe(report.rows, report.compute_seconds)
         shares = handout.latest_shares
         if handout.may_change():
-            shares = self._speed.proposal(shares, self._at_most)
+            shares = self._speed.proposal(shares, place.at_most)
             self._changes += shares != handout.latest_shares
         handout.decide(shares)
         self._shares = shares
 
-    def _tell_visitors(self, epoch: int, handout: Handout) -> None:
+    def _tell_visitors(self, place: Place, epoch: int, handout: Handout) -> None:
         if self.visitors:
-            examples = np.concatenate([handout.handed_out.popleft() for _ in self._own_replicas])
+            examples = np.concatenate([handout.handed_out.popleft() for _ in place.own])
             for visitor in self.visitors:
                 visitor(epoch, examples)
 
@@ -425,12 +527,13 @@ class BalancedSharding(tf.train.experimental.PythonState):
         if step >= self.plan.steps_per_epoch:  # saved before a short last batch that is left out now
             epoch, step = epoch + 1, 0
         with self._lock:
-            self._epoch, self._step = epoch, step
+            self._epoch, self._step = self._restored = epoch, step
+            self._epochs_read.clear()
             if self._policy == "speed" and state.get("shares"):
                 self._shares = tuple(state["shares"])
                 speed = state.get("speed")
                 self._speed = SpeedModel.restored(speed) if speed else SpeedModel(len(self._shares))
-            if self._replicas:
+            if self._place is not None:
                 self._settle_shares()
 
     def described(self) -> list[str]:
@@ -438,6 +541,12 @@ class BalancedSharding(tf.train.experimental.PythonState):
         alike = {**self._identity(), "policy": self._policy, "max_rows": self._max_rows, "repeat": self._repeat}
         alike["drop_remainder"] = self.plan.drop_remainder
         return [f"{name} {value}" for name, value in alike.items()]
+
+    def described_state(self) -> list[str]:
+        """What all workers must have alike when they begin to train."""
+        with self._lock:
+            state = {"position": self.position, "shares": self._shares, "speeds": self._speed.state()}
+        return [f"{name} {value}" for name, value in state.items()]
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -448,31 +557,25 @@ class BalancedSharding(tf.train.experimental.PythonState):
             "source": self._fingerprint,
         }
 
-    # Who we are.
+    # Who reads.
 
-    def _take_place(self, context: tf.distribute.InputContext) -> None:
-        replicas, workers = context.num_replicas_in_sync, context.num_input_pipelines
-        worker, devices = context.input_pipeline_id, replicas // workers
-        if self.plan.global_batch_size < replicas:
-            raise ValueError(
-                f"A global batch needs an example for each replica, but global_batch_size is "
-                f"{self.plan.global_batch_size} and there are {replicas} replicas. Make it larger, or use fewer."
-            )
-        with self._lock:
-            self._replicas = replicas
-            self._own_replicas = range(worker * devices, (worker + 1) * devices)
-            # Keras' `predict` puts outputs together device by device, and worker by worker within.
-            self._places = [device * workers + number for number in range(workers) for device in range(devices)]
-            self._at_most = self._limits(replicas)
-            self._settle_shares()
+    def _place_of(self, context: tf.distribute.InputContext) -> Place:
+        return Place.of(context, self.plan.global_batch_size, self._max_rows)
 
     def _settle_shares(self) -> None:
         """Keeps shares that are there if they are for these replicas; else starts from those of the policy."""
-        size, weights = self.plan.global_batch_size, self._weights(self._replicas)
-        fits = len(self._shares) == self._replicas and sum(self._shares) == size
-        if not fits or any(share > most for share, most in zip(self._shares, self._at_most, strict=True)):
-            self._speed = SpeedModel(self._replicas)
-            self._shares = split(size, weights, self._at_most)
+        assert self._place is not None
+        shares = self._shares_at(self._place)
+        if shares is not self._shares:
+            self._speed, self._shares = SpeedModel(self._place.replicas), shares
+
+    def _shares_at(self, place: Place) -> tuple[int, ...]:
+        """Those that are there if they are for as many replicas; else those that the policy begins with."""
+        size, weights = self.plan.global_batch_size, self._weights(place.replicas)
+        fits = len(self._shares) == place.replicas and sum(self._shares) == size
+        if fits and all(share <= most for share, most in zip(self._shares, place.at_most, strict=True)):
+            return self._shares
+        return split(size, weights, place.at_most)
 
     def _weights(self, replicas: int) -> list[float]:
         if isinstance(self._policy, str):
@@ -480,21 +583,21 @@ class BalancedSharding(tf.train.experimental.PythonState):
         if len(self._policy) != replicas:
             raise ValueError(
                 f"policy needs a weight for each replica, but {list(self._policy)} has {len(self._policy)} and there "
-                f"are {replicas} replicas."
+                f'are {replicas} replicas. Give as many; or "speed", which learns them for any number.'
             )
         return list(self._policy)
 
-    def _limits(self, replicas: int) -> list[int]:
-        size = self.plan.global_batch_size
-        given: Any = size if self._max_rows is None else self._max_rows
-        limits = list(given) if isinstance(given, Sequence | np.ndarray) else [given] * replicas
-        whole = all(isinstance(limit, numbers.Integral) for limit in limits)
-        if len(limits) != replicas or not whole or min(limits) < 1 or sum(limits) < size:
-            raise ValueError(
-                f"max_rows must leave room for a global batch of {size} on {replicas} replicas, one whole number "
-                f"from 1 up or one for each replica, but it is {self._max_rows!r}."
-            )
-        return [min(int(limit), size) for limit in limits]
+
+def _taken(has_read: Callable[[np.ndarray], None], batch: Any, end: tf.Tensor) -> Any:
+    """A batch that is taken, in a graph; tells `has_read` the epoch that begins after it, if one does."""
+
+    def tell() -> tf.Operation:
+        told = tf.numpy_function(has_read, [end], [])
+        with tf.control_dependencies(tf.nest.flatten([told])):
+            return tf.no_op()
+
+    with tf.control_dependencies([tf.cond(end > 0, tell, tf.no_op)]):
+        return tf.nest.map_structure(tf.identity, batch)
 
 
 def _order(n: int, seed: int, shuffle: bool, block_size: int | None, stratify_by: Any) -> Order:
@@ -506,12 +609,11 @@ def _order(n: int, seed: int, shuffle: bool, block_size: int | None, stratify_by
                 f"shape {list(labels.shape)} and block_size is {block_size}."
             )
         return Stratified(labels, seed, shuffle=shuffle)
+    if block_size is not None:
+        _check_positive("block_size", block_size)
     if not shuffle:
         return Unshuffled()
-    if block_size is None:
-        return Shuffled(n, seed)
-    _check_positive("block_size", block_size)
-    return BlockShuffled(n, seed, block_size)
+    return Shuffled(n, seed) if block_size is None else BlockShuffled(n, seed, int(block_size))
 
 
 def _checked_policy(policy: str | Sequence[float]) -> str | tuple[float, ...]:
@@ -531,6 +633,6 @@ def _check_seed(seed: Any) -> None:
         raise ValueError(f"seed must be a whole number, the same on all workers, not {seed!r}.")
 
 
-def _check_positive(name: str, value: int) -> None:
-    if isinstance(value, bool) or int(value) != value or value < 1:
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value // 1 or value < 1:
         raise ValueError(f"{name} must be a whole number from 1, not {value!r}.")

@@ -9,6 +9,7 @@ import numpy as np
 from tfdist.data.plan import Plan, split
 from tfdist.errors import PositionError
 
+_SILENT_SECONDS = 60.0  # Without a report, after reports of other rows for all that was handed out.
 _STEPS_BETWEEN_CHANGES = 4  # Measurements under new shares, beside the steps that pass before they are in force.
 
 
@@ -60,6 +61,7 @@ class Handout:
         self._last_change = -_STEPS_BETWEEN_CHANGES
         self.closed = False
         self._number = 0  # Of the step that is handed out next.
+        self._unlike: list[tuple[int, ...]] = []  # Rows that were reported since the last step of ours.
         self._news = threading.Condition()
 
     def indices(self, replicas: Sequence[int], places: Sequence[int]) -> Iterator[np.ndarray]:
@@ -101,7 +103,7 @@ class Handout:
         with self._news:
             number = self._number
             if self._lead is not None:
-                self._news.wait_for(lambda: self.closed or number in self._decided or number < self._trained)
+                self._wait_for(number)
                 if number < self._trained and not self.closed:
                     raise PositionError(
                         f"Of this BalancedSharding {self._trained} steps count as trained on, and only {number} were "
@@ -110,6 +112,17 @@ class Handout:
                     )
             self._number += 1
             return None if self.closed else self._split(number, step)
+
+    def _wait_for(self, number: int) -> None:
+        while not (self.closed or number in self._decided or number < self._trained):
+            heard = self._news.wait(_SILENT_SECONDS)
+            if not heard and len(self._unlike) >= number - self._trained:
+                raise PositionError(
+                    f"A BalancedSharding hands out by what was trained on, and waits: it handed out {number} steps, of "
+                    f"which {self._trained} were reported, then steps of other rows by replica, "
+                    f"{', '.join(map(str, self._unlike[:3]))}, and nothing for {_SILENT_SECONDS:g} s. Train on the "
+                    "rows as they are handed out."
+                )
 
     def _split(self, number: int, step: int) -> tuple[int, ...]:
         shares, rows = self._decided.get(number, self.latest_shares), self._plan.rows(step)
@@ -128,7 +141,10 @@ class Handout:
             if self.closed or not self._number or self._trained_step >= self._plan.steps_per_epoch:
                 return False
             if tuple(rows.tolist()) != self._split(self._trained, self._trained_step):
+                self._unlike.append(tuple(rows.tolist()))
+                self._news.notify_all()
                 return False
+            self._unlike.clear()
             self._decided.pop(self._trained, None)
             self._trained += 1
             self._trained_step += 1

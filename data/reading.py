@@ -6,8 +6,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist import _tf
 from tfdist.data.sources import Source
 from tfdist.data.weakly import weakly
+
+_SEEDS = 1 << 31
 
 
 class Reader:
@@ -21,12 +24,13 @@ class Reader:
     def __init__(self, source: Source, map_fn: Callable[..., Any] | None):
         self._source, self._map_fn = source, map_fn
 
-    def __call__(self, indices: tf.Tensor, examples: Any = None) -> Any:
+    def __call__(self, indices: tf.Tensor, examples: Any = None, *, replica: int = 0) -> Any:
         """Reads examples in a `tf.data` graph.
 
         Args:
           indices: int64 [b], b from 0.
           examples: What the source gives for them, if it was read before.
+          replica: The first of this worker's; see `drawing_afresh`.
 
         Returns:
           What `map_fn` makes of an example, each tensor with a leading dimension b.
@@ -43,19 +47,22 @@ class Reader:
             examples = self._source.read(some)
         else:
             examples = tf.cond(rows > 0, lambda: examples, lambda: self._source.read(some))
-        mapped = self._mapped(examples).ignore_errors()
+        mapped = self._mapped(examples, replica).ignore_errors()
         _check_specs(mapped.element_spec)
         nothing = tf.data.Dataset.from_tensors(tf.nest.map_structure(_no_rows, mapped.element_spec))
-        batch = mapped.batch(tf.size(some, tf.int64)).concatenate(nothing).take(1).get_single_element()
+        batched = mapped.batch(tf.size(some, tf.int64)).ignore_errors()  # Shapes may be unlike.
+        batch = batched.concatenate(nothing).take(1).get_single_element()
         first = tf.nest.flatten(batch, expand_composites=True)[0]
         with tf.control_dependencies([tf.cond(tf.shape(first)[0] < tf.size(some), lambda: self._fail(some), tf.no_op)]):
             return tf.nest.map_structure(lambda leaf: tf.identity(leaf)[:rows], batch)
 
-    def _mapped(self, examples: Any) -> tf.data.Dataset:
+    def _mapped(self, examples: Any, replica: int = 0) -> tf.data.Dataset:
         dataset = tf.data.Dataset.from_tensor_slices(examples)
         if self._source.decodes:
             dataset = dataset.map(lambda *example: self._source.decode(_unpacked(example)), tf.data.AUTOTUNE)
-        return dataset if self._map_fn is None else dataset.map(self._map_fn, tf.data.AUTOTUNE)
+        if self._map_fn is None:
+            return dataset
+        return dataset.map(drawing_afresh(self._map_fn, replica), tf.data.AUTOTUNE)
 
     def _fail(self, indices: tf.Tensor) -> tf.Operation:
         explained = tf.numpy_function(weakly(self._explain), [indices], [])
@@ -63,14 +70,51 @@ class Reader:
             return tf.no_op()
 
     def _explain(self, indices: np.ndarray) -> None:
+        expected: list[list[int]] | None = None
         for index in indices.tolist():
             try:
-                for _ in self._mapped(self._source.read(tf.constant([index], tf.int64))):
-                    pass
+                (mapped,) = self._mapped(self._source.read(tf.constant([index], tf.int64)))
             except Exception as error:
                 problem = str(getattr(error, "message", error)).partition("\n")[0].rpartition("}} ")[2]
                 raise self._source.failure(index, f"could not be mapped: {problem}. Mend it, or map_fn.") from error
-        raise self._source.failure(indices[0], "or one after it was mapped at the second try only. Mend map_fn.")
+            shapes = [leaf.shape.as_list() for leaf in tf.nest.flatten(mapped)]
+            expected = shapes if expected is None else expected
+            if shapes != expected:
+                raise self._source.failure(
+                    index,
+                    f"has other shapes than example {indices[0]} once it is mapped, {_listed(shapes)} and not "
+                    f"{_listed(expected)}, and examples are batched. Give all the same shape in map_fn.",
+                )
+        raise self._source.failure(
+            indices[0],
+            "or one after it could be mapped, or had the shape of others, at the second try only. Mend map_fn.",
+        )
+
+
+def drawing_afresh(map_fn: Callable[..., Any], replica: int = 0) -> Callable[..., Any]:
+    """`map_fn`, whose unseeded random operations draw afresh in each of many graphs that are traced of it.
+
+    Of the seed that all workers have in common they would draw the same in each batch, and on each worker. Where
+    operations are deterministic they need a seed: there workers draw apart, but in each batch the same.
+
+    Args:
+      map_fn: What is called in a graph of its own.
+      replica: Whose draws are to be unlike others' where a seed is needed.
+    """
+
+    def draw(*example: Any) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        if not _tf.is_op_determinism_enabled():
+            graph.seed = None
+        elif graph.seed is not None:
+            graph.seed = (graph.seed + replica) % _SEEDS
+        return map_fn(*example)
+
+    return draw
+
+
+def _listed(shapes: list[list[int]]) -> str:
+    return ", ".join(map(str, shapes))
 
 
 def _check_specs(structure: Any) -> None:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist.cluster.address import check_answers, split_address
-from tfdist.data.reading import Reader
+from tfdist.data.reading import Reader, drawing_afresh
 from tfdist.data.sources import Source
 from tfdist.data.sources.source import this_worker
 from tfdist.errors import SourceError
@@ -35,7 +35,7 @@ class Service:
     the servers do thus never shows in the data: a server may come, go or be slow. What they do not give in time the
     worker makes itself, and says so.
 
-    Random operations in `map_fn` draw there what they would draw here, neither of them the same twice. Batches that the
+    Unseeded random operations in `map_fn` draw afresh there as they do here, never the same twice. Batches that the
     worker makes itself it makes one at a time.
 
     The servers read the source's files themselves, under the same paths. The dispatcher keeps 16 bytes of each example
@@ -140,7 +140,8 @@ class Service:
             example = self._source.decode(read(place))
             if self._map_fn is None:
                 return example
-            return self._map_fn(*example) if isinstance(example, tuple) else self._map_fn(example)
+            map_fn = drawing_afresh(self._map_fn)
+            return map_fn(*example) if isinstance(example, tuple) else map_fn(example)
 
         def make_batch(number):
             first, last = tf.gather(starts, number), tf.gather(ends, number)

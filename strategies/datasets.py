@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.errors import ScopeError
+from tfdist.strategies.step import count_rows
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -112,7 +113,11 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
         return iterator
 
     def map(self, fn: Callable[..., Any]) -> "BalancedDataset":
-        """As a `tf.data.Dataset` has it: Keras calls it for `class_weight`."""
+        """As a `tf.data.Dataset` has it: Keras calls it for `class_weight`.
+
+        Raises:
+          tf.errors.InvalidArgumentError: When it is read, if `fn` gives another number of rows than it was given.
+        """
         return BalancedDataset(self._distribute, self.sharding, (*self._maps, fn))
 
     def prefetch(self, buffer_size: int) -> "BalancedDataset":
@@ -131,10 +136,30 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
         return self._distribute(functools.partial(self._make, False))
 
     def _make(self, training: bool, context: tf.distribute.InputContext) -> tf.data.Dataset:
-        dataset = self.sharding(context, training=training)
+        dataset = self.sharding.for_strategy(context, training=training)
         for fn in self._maps:
-            dataset = dataset.map(fn)
+            dataset = dataset.map(_keeping_rows(fn))
         return dataset
+
+
+def _keeping_rows(fn):
+    """`fn`, a map of batches, which must keep their rows: by these the sharding knows what was trained on."""
+
+    def mapped(*batch):
+        result = fn(*batch)
+        before, after = count_rows(batch), count_rows(result)
+        if before is None or after is None:
+            return result
+        kept = tf.debugging.assert_equal(
+            after,
+            before,
+            "A map of what a BalancedSharding hands out must keep the rows of a batch, by which it knows what was "
+            "trained on, but gave other than it was given. Make more or fewer examples of one in the source.",
+        )
+        with tf.control_dependencies([kept]):
+            return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), result)
+
+    return mapped
 
 
 def _check_strategy(model):

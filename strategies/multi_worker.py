@@ -120,6 +120,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             _warn_of_writers(callbacks)
         if self.extended.agreement.has_compared(model):
             self._check_still_alike(model)
+        sharding = getattr(_tf.dataset_of(_tf.epochs_of_beginning_fit()), "sharding", None)
+        if sharding is not None and len(set(self._of_all_workers(zlib.crc32(sharding.serialize().encode())))) > 1:
+            self.extended.agreement.on_position(sharding.described_state())
 
     def _check_still_alike(self, model):
         held = [each for each in variables_of(model) if not isinstance(each.value, variables.RandomStateVariable)]

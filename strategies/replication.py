@@ -87,8 +87,14 @@ class ReplicatedStrategy:
         return super().run(fn, args, kwargs, options)
 
     def experimental_distribute_dataset(self, dataset, options=None):
-        """Splits `dataset` among the replicas; see `tf.distribute.Strategy.experimental_distribute_dataset`."""
+        """Splits `dataset` among the replicas; see `tf.distribute.Strategy.experimental_distribute_dataset`.
+
+        Raises:
+          ValueError: If it is what a call of a `tfdist.data.BalancedSharding` gave, and there are other workers.
+        """
         self.extended.check_in_company()
+        if self.extended._num_workers > 1:
+            _check_is_of_no_sharding(dataset)
         if not _tf.called_by_keras_trainer():
             return super().experimental_distribute_dataset(dataset, options)
         if _tf.keras_made_dataset():
@@ -110,9 +116,12 @@ class ReplicatedStrategy:
         Args:
           dataset_fn: A function of a `tf.distribute.InputContext`, or a `tfdist.data.BalancedSharding`.
           options: As in TensorFlow.
+
+        Raises:
+          ValueError: If the function calls a `BalancedSharding`, instead of being one.
         """
         if not hasattr(dataset_fn, "attach"):
-            return super().distribute_datasets_from_function(dataset_fn, options)
+            return super().distribute_datasets_from_function(functools.partial(_made_by, dataset_fn), options)
         dataset_fn.attach(self.reports)
         if not any(known is dataset_fn for known in self.shardings):
             self._shardings = [weakref.ref(sharding) for sharding in [*self.shardings, dataset_fn]]
@@ -235,6 +244,23 @@ def variables_of(model: keras.Model) -> list[keras.Variable]:
 def _optimizer_variables(model):
     optimizer = getattr(model, "optimizer", None)
     return optimizer.variables if optimizer else []
+
+
+def _made_by(dataset_fn, context):
+    dataset = dataset_fn(context)
+    _check_is_of_no_sharding(dataset)
+    return dataset
+
+
+def _check_is_of_no_sharding(dataset):
+    """Refuses what was asked of a sharding beside the strategy, which would know neither shares nor position."""
+    if _tf.sharding_of(dataset) is not None:
+        raise ValueError(
+            "A strategy hands out the batches of a BalancedSharding itself, but was given a dataset that a call of the "
+            "sharding made: each worker would read all of it, or nobody would count what is trained on. Give `fit`, "
+            "`evaluate` and `predict` what strategy.distribute_datasets_from_function(sharding) makes, of the sharding "
+            "itself and no function around it."
+        )
 
 
 def _is_compiled():

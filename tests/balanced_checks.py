@@ -354,6 +354,79 @@ def look_and_train(placement):
     return [*positions, sharding.position]
 
 
+def look_beside_training(placement):
+    """Rows of the steps of a `fit`, the position after it, and the rows that the chief alone has read before."""
+    strategy = strategy_of(placement)
+    model = prepared(strategy)
+    sharding, data = distributed(strategy, arrays())
+    looked_at, rows = None, []
+    if tfdist.cluster.is_chief():
+        x, _ = next(iter(sharding()))
+        looked_at = [len(x), sum(len(x) for x, _ in sharding(training=False))]
+    listener = lambda report: rows.append(int(report.rows.sum()))  # noqa: E731
+    strategy.reports.listeners.append(listener)
+    model.fit(data, verbose=0, callbacks=[tfdist.data.Audit(sharding)])
+    strategy.reports.listeners.remove(listener)
+    return rows, sharding.position, looked_at
+
+
+def drawn_by_workers():
+    """What `tf.random` and a layer draw in `map_fn`, on two workers of one seed in two epochs."""
+    draws = [lambda i: tf.random.uniform([], dtype=tf.float64)]
+    dropped = keras.layers.GaussianNoise(1.0)
+    draws.append(lambda i: dropped(tf.zeros([1]), training=True)[0])
+    found = []
+    for draw in draws:
+        drawn = []
+        for worker in range(2):
+            tf.random.set_seed(1)
+            sharding = BalancedSharding(np.arange(64), 16, policy="equal", map_fn=draw)
+            data = sharding(tf.distribute.InputContext(2, worker, 2))
+            drawn += [float(value) for _ in range(2) for batch in data for value in batch]
+        found.append(drawn)
+    return found
+
+
+def beside_the_strategy():
+    """What workers are told that read a sharding by its own calls, or begin at unlike positions."""
+    strategy = strategy_of("2x1")
+    model = prepared(strategy)
+    sharding, data = distributed(strategy, arrays())
+    other = BalancedSharding(arrays(), BATCH)
+    if tfdist.cluster.is_chief():
+        sharding.deserialize(sharding.serialize().replace('"step":0', '"step":5'))
+    way_out, said = "strategy.distribute_datasets_from_function(sharding)", []
+    for misuse in (
+        lambda: model.fit(other(), verbose=0),
+        lambda: model.predict(other(training=False).prefetch(1), verbose=0),
+        lambda: strategy.distribute_datasets_from_function(lambda context: other(context)),
+        lambda: model.fit(data, verbose=0),
+    ):
+        try:
+            misuse()
+        except (ValueError, tfdist.errors.ClusterError) as error:
+            said.append(way_out if way_out in str(error) else str(error))
+    return said
+
+
+def train_on_doubled(placement, policy):
+    """What a `fit` on batches that a map has made twice as long raises."""
+    strategy = strategy_of(placement)
+    model = prepared(strategy)
+    _, data = distributed(strategy, arrays(), policy=policy)
+    try:
+        model.fit(data.map(lambda x, y: (tf.concat([x, x], 0), tf.concat([y, y], 0))), verbose=0)
+    except tf.errors.InvalidArgumentError as error:
+        return str(error)
+
+
+def train_on_plain_dataset(placement):
+    model = prepared(strategy_of(placement))
+    sharding = BalancedSharding(arrays(), BATCH, SEED)
+    history = model.fit(sharding(), epochs=EPOCHS, verbose=0).history
+    return outcome(model, history) | {"position": sharding.position}
+
+
 def audit_of_another(placement):
     """What `fit` raises under the Audit of a sharding that it does not train on, and of one without a strategy."""
     strategy = strategy_of(placement)

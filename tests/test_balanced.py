@@ -1,5 +1,6 @@
 """`tfdist.data.BalancedSharding` in `fit`: unequal shares, stops and restarts give what one device gives."""
 
+import itertools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import tensorflow as tf
 import balanced_checks as checks
 import tfdist
 from test_keras_features import assert_same
-from tfdist.data import BalancedSharding
+from tfdist.data import BalancedSharding, reading
 
 STEPS = 9  # of an epoch
 SHARES = {"2x1": (5, 11), "1x3": (1, 2, 5), "3x1": (1, 2, 5)}
@@ -161,6 +162,17 @@ def test_an_audit_of_whole_and_continued_epochs_passes(placement, pools):
         assert history["imbalance"][0] >= 1 and 0 <= history["wait_share"][0] <= 1
 
 
+def test_an_epoch_of_one_step_has_its_balance_in_the_logs():
+    strategy = tfdist.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    data = strategy.distribute_datasets_from_function(BalancedSharding((np.ones((4, 1)), np.ones(4)), 4))
+    logs = model.fit(data, epochs=2, verbose=0, callbacks=[tfdist.callbacks.Balance()]).history
+    for rows, seconds in zip(logs["rows_per_second"], logs["step_seconds"], strict=True):
+        assert seconds > 0 and rows == pytest.approx(4 / seconds)
+
+
 @pytest.mark.parametrize("placement", ["2x1", "1x2"])
 def test_an_audit_names_what_was_repeated_and_missed_on_every_worker(placement, pools):
     errors = [error for error, _, _ in pools(placement).run(checks.audited, placement, broken=True)]
@@ -170,9 +182,83 @@ def test_an_audit_names_what_was_repeated_and_missed_on_every_worker(placement, 
     assert "9 and not 0 were missed" in errors[0]
 
 
+@pytest.mark.parametrize("placement", ["2x1", pytest.param("1x2", marks=pytest.mark.exhaustive)])
+def test_who_looks_beside_training_disturbs_it_in_nothing(placement, pools):
+    for rows, position, looked_at in pools(placement).run(checks.look_beside_training, placement):
+        assert rows == [checks.BATCH] * (STEPS - 1) + [checks.ROWS - checks.BATCH * (STEPS - 1)]
+        assert position == (1, 0)
+        assert looked_at in (None, [checks.BATCH, checks.ROWS])
+
+
+CONTEXTS = [tf.distribute.InputContext(3, worker, 3) for worker in range(3)]
+
+
+def rows_read(dataset):
+    return [batch.numpy().tolist() for batch in dataset]
+
+
+@pytest.mark.parametrize("one_after_another", [True, False])
+def test_one_process_can_ask_for_the_batches_of_each_worker(one_after_another):
+    sharding = BalancedSharding(np.arange(20), 8, policy=(1, 2, 5))
+    if one_after_another:
+        workers = [rows_read(sharding(context)) for context in CONTEXTS]
+    else:
+        workers = [rows_read(dataset) for dataset in [sharding(context) for context in CONTEXTS]]
+
+    batches = [list(itertools.chain(*parts)) for parts in zip(*workers, strict=True)]
+    assert batches == [sharding.plan.batch(0, step).tolist() for step in range(3)]
+    assert [[len(part) for part in worker[:2]] for worker in workers] == [[1, 1], [2, 2], [5, 5]]
+    assert sharding.position == (1, 0)
+
+
+def test_without_a_strategy_the_next_call_goes_on_where_the_last_was_read_to():
+    sharding = BalancedSharding(np.arange(20), 8)
+    epochs = [rows_read(sharding()) for _ in range(2)]
+    data = sharding()
+    sharding.deserialize(json.dumps(json.loads(sharding.serialize()) | {"epoch": 5, "step": 2}))
+    epochs += [rows_read(data) for _ in range(2)]
+
+    steps = [(0, 0), (1, 0), (5, 2), (6, 0)]
+    assert epochs == [[sharding.plan.batch(epoch, s).tolist() for s in range(step, 3)] for epoch, step in steps]
+    assert sharding.position == (7, 0)
+
+
+def fit_without_a_strategy(data, **options):
+    """Steps of each epoch of a `fit`."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    steps = []
+    count = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: steps.append(0),
+        on_train_batch_end=lambda batch, logs: steps.append(steps.pop() + 1),
+    )
+    model.fit(data, callbacks=[count], verbose=0, **options)
+    return steps
+
+
+def test_without_a_strategy_only_the_first_epoch_of_a_resumed_run_is_short():
+    sharding = BalancedSharding((np.ones((20, 1)), np.ones(20)), 4, drop_remainder=True)
+    sharding.deserialize(sharding.serialize().replace('"step":0', '"step":3'))
+
+    assert fit_without_a_strategy(sharding(), epochs=3) == [2, 5, 5]
+    assert (len(sharding()), len(sharding(training=False)), sharding.position) == (5, 5, (3, 0))
+
+
+def test_what_is_read_ahead_without_a_strategy_is_no_epoch():
+    sharding = BalancedSharding(np.arange(6), 2)
+    iterator = iter(sharding())
+    positions = []
+    for _ in range(3):
+        next(iterator)
+        time.sleep(0.2)  # to read the rest
+        positions.append(sharding.position)
+    assert positions == [(0, 0), (0, 0), (1, 0)]
+
+
 def sharding_of(replicas, size=8, source=None, **options):
+    """A sharding on the first of so many workers."""
     sharding = BalancedSharding(np.arange(20) if source is None else source, size, **options)
-    sharding(tf.distribute.InputContext(replicas, 0, replicas))
+    sharding.for_strategy(tf.distribute.InputContext(replicas, 0, replicas), training=True)
     return sharding
 
 
@@ -229,6 +315,11 @@ def test_evaluate_and_predict_take_what_training_leaves_out_or_repeats_once(opti
     assert int(data.cardinality) == sharding.cardinality
 
 
+def test_numbers_that_are_whole_are_taken_and_any_number_of_calls():
+    sharding = BalancedSharding(np.arange(20), 8.0, block_size=4.0, num_parallel_calls=tf.data.AUTOTUNE)
+    assert sorted(itertools.chain(*rows_read(sharding()))) == list(range(20))
+
+
 def test_weights_and_limits_of_numpy_are_taken():
     sharding = sharding_of(2, policy=np.array([3.0, 1.0]), max_rows=np.int64(6))
     assert sharding.start(training=True).latest_shares == (6, 2)
@@ -254,6 +345,11 @@ def test_weights_and_limits_of_numpy_are_taken():
         (lambda: sharding_of(1, size=30, drop_remainder=True), ["drop_remainder", "20"]),
         (lambda: sharding_of(1, stratify_by=[1, 2]), ["stratify_by", "[20]", "[2]"]),
         (lambda: sharding_of(1, block_size=0), ["block_size", "0"]),
+        (lambda: sharding_of(1, block_size=2.5), ["block_size", "2.5"]),
+        (lambda: sharding_of(1, block_size=-3, shuffle=False), ["block_size", "-3"]),
+        (lambda: sharding_of(1, size=None), ["global_batch_size", "None"]),
+        (lambda: sharding_of(1, size=float("inf")), ["global_batch_size", "inf"]),
+        (lambda: sharding_of(1, num_parallel_calls=0), ["num_parallel_calls", "0"]),
     ],
 )
 def test_bad_arguments_are_named(make, words):
@@ -317,6 +413,24 @@ def test_workers_of_unlike_shardings_are_told_at_once(pools):
         assert alike == "alike"
 
 
+def test_what_goes_around_the_strategy_or_begins_elsewhere_is_told_on_every_worker(pools):
+    for *around, elsewhere in pools("2x1").run(checks.beside_the_strategy):
+        assert around == ["strategy.distribute_datasets_from_function(sharding)"] * 3
+        assert "worker 0 has position (0, 5), worker 1 has position (0, 0)" in elsewhere
+
+
+@pytest.mark.parametrize("policy", ["speed", pytest.param("equal", marks=pytest.mark.exhaustive)])
+def test_a_map_that_changes_the_rows_is_refused(policy, pools):
+    (said,) = pools("1x2").run(checks.train_on_doubled, "1x2", policy)
+    assert "must keep the rows of a batch" in said
+
+
+def test_devices_of_one_worker_share_the_batches_of_a_plain_dataset(pools, one_device):
+    (result,) = pools("1x2").run(checks.train_on_plain_dataset, "1x2")
+    assert_same(result, one_device("plain"), 1e-5)
+    assert result["position"] == (checks.EPOCHS, 0)
+
+
 def test_the_data_of_a_dataset_that_nobody_has_any_more_is_let_go(pools):
     alive, only_the_last_is_known = pools("1x2").run(checks.let_go, "1x2")[0]
     assert not any(alive) and only_the_last_is_known
@@ -328,6 +442,30 @@ def test_what_cannot_be_batched_is_named():
 
     with pytest.raises(ValueError, match=r"known rank .*<unknown>.*ensure_shape"):
         BalancedSharding(np.arange(8), 4, map_fn=of_unknown_rank)()
+
+
+def test_an_example_of_another_shape_is_named():
+    said = r"Example 5 \(row 5 of arrays in memory\) has other shapes than example 4 .* \[4\], \[\] and not \[3\], \[\]"
+    data = BalancedSharding(np.arange(8), 4, shuffle=False, map_fn=lambda x: (tf.zeros([3 + x // 5]), x))()
+    with pytest.raises(tf.errors.OpError, match=f"{said}.*Read by a single process"):
+        list(data)
+
+
+def test_random_operations_draw_afresh_in_each_batch_epoch_and_worker(pools):
+    ((drawn, drawn_in_layers),) = pools("single").run(checks.drawn_by_workers)
+    assert len(drawn) == 2 * 2 * 32 and len(set(drawn)) == len(drawn)
+    assert len(set(drawn_in_layers)) == len(drawn_in_layers)
+
+
+def test_where_operations_are_deterministic_workers_draw_apart(monkeypatch):
+    monkeypatch.setattr(reading._tf, "is_op_determinism_enabled", lambda: True)
+    draws = []
+    for replica in (0, 1):
+        with tf.Graph().as_default() as graph:
+            graph.seed = 7
+            draw = reading.drawing_afresh(tf.random.uniform, replica)([])
+            draws += tf.compat.v1.Session(graph=graph).run([draw]) * 1
+    assert draws[0] != draws[1]
 
 
 @pytest.mark.parametrize("state", ["", "{}", "[]", '{"epoch": "x"}', '{"epoch": 0, "step": 0, "of": 3}'])

@@ -6,8 +6,10 @@ import threading
 import numpy as np
 import pytest
 
+from tfdist.data import handout as handout_module
 from tfdist.data.handout import Handout
 from tfdist.data.plan import Plan, split
+from tfdist.errors import PositionError
 
 LEAD = 4
 DEADLINE_SECONDS = 20
@@ -171,6 +173,17 @@ def test_a_reader_waits_for_the_decision_and_close_lets_it_go():
     assert ended.wait(DEADLINE_SECONDS)
     thread.join(DEADLINE_SECONDS)
     assert not handout.finished
+
+
+def test_a_reader_does_not_wait_for_ever_for_reports_of_its_rows(monkeypatch):
+    monkeypatch.setattr(handout_module, "_SILENT_SECONDS", 0.05)
+    handout = Handout(plan_of(100, 5, 0), 0, 0, (2, 3), [5, 5], repeat=False, lead=LEAD)
+    steps = handout.indices([0], [0, 1])
+    for _ in range(LEAD):
+        next(steps)
+        assert not handout.has_trained(np.array([4, 6]))
+    with pytest.raises(PositionError, match=rf"handed out {LEAD} steps, of which 0 were reported, .* \(4, 6\)"):
+        next(steps)
 
 
 def test_what_is_decided_is_told_before_anybody_waits_for_it():

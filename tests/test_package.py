@@ -57,7 +57,7 @@ PUBLIC = {
         "WordCodec",
         "uncompressed",
     ],
-    "tfdist.data": ["Audit", "BalancedSharding", "Digits", "load"],
+    "tfdist.data": ["Audit", "BalancedSharding", "Digits", "load", "sources"],
     "tfdist.errors": [
         "AuditError",
         "BackupError",

@@ -108,6 +108,17 @@ def test_a_restored_position_goes_on_with_the_next_batch(files, service):
     assert_same(read(served), read(continued))
 
 
+def drawn(files, service):
+    tf.random.set_seed(1)
+    data = sharding(files, service=service, map_fn=lambda record: tf.random.uniform([], dtype=tf.float64))()
+    return [float(value) for _ in range(2) for batch in data for value in batch]
+
+
+def test_random_operations_draw_afresh_there_too(files, service, pools):
+    (values,) = pools("single").run(drawn, files, service)
+    assert len(values) == len(set(values)) == 2 * EXAMPLES
+
+
 def weights_after_fit(files, service):
     import keras
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 
+import h5py
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -17,9 +18,8 @@ import tensorflow_datasets as tfds
 from array_record.python import array_record_module
 
 from tfdist.data import BalancedSharding
-from tfdist.data.sources import as_source, files
+from tfdist.data.sources import ArrayRecordSource, TfdsSource, TFRecordSource, as_source, files
 from tfdist.data.sources.items import ItemsSource
-from tfdist.data.sources.tfrecord import TFRecordSource
 from tfdist.data.sources.tfrecord_index import INDEX_SUFFIX
 from tfdist.errors import SourceError
 
@@ -107,6 +107,18 @@ def part_of_a_file(folder, count):
     return TFRecordSource([(path, 1, 9), (path, 10, count - 9)])
 
 
+def on_disk(folder, count):
+    memory = np.memmap(folder / str(count), np.float32, "w+", shape=(count, 2, 3))
+    memory[:] = ROWS[:count]
+    file = h5py.File(folder / f"{count}.h5", "w")
+    return memory, {"again": file.create_dataset("rows", data=ROWS[:count]), "ids": np.arange(count)}
+
+
+def split_object(folder, count):
+    builder, _ = prepared(folder, count, "array_record")
+    return builder, tfds.core.ReadInstruction("train", to=count, unit="abs")
+
+
 def prepared(folder, count, file_format):
     """The first of all examples: TFDS shuffles them, so the numbers say which."""
     builder = Numbers(data_dir=folder, file_format=file_format)
@@ -121,6 +133,7 @@ GIVEN = {
         ROWS[:count],
         {"text": np.array(RECORDS[:count], object), "ids": tf.range(count), "list": list(range(count))},
     ),
+    "arrays on disk": on_disk,
     "list": lambda folder, count: [{"row": ROWS[i], "record": RECORDS[i], "id": i} for i in range(count)],
     "items together": lambda folder, count: Together([(ROWS[i], RECORDS[i]) for i in range(count)]),
     "TFRecord": two_tfrecords,
@@ -128,6 +141,7 @@ GIVEN = {
     "ArrayRecord": two_array_records,
     "TFDS, TFRecord": lambda folder, count: prepared(folder, count, "tfrecord"),
     "TFDS, ArrayRecord": lambda folder, count: prepared(folder, count, "array_record"),
+    "TFDS, a split as an object": split_object,
 }
 
 
@@ -135,7 +149,7 @@ def expected(given, kind, index):
     """Example `index`, by plain Python."""
     if kind.startswith("TFDS"):
         builder, split = given
-        if kind == "TFDS, ArrayRecord":
+        if kind != "TFDS, TFRecord":
             example = builder.as_data_source(split=split)[index]
             return example["row"], example["number"]
         return list(builder.as_dataset(split=split, as_supervised=True).as_numpy_iterator())[index]
@@ -143,6 +157,8 @@ def expected(given, kind, index):
         return given[index]
     if isinstance(given, Together):
         return given.examples[index]
+    if kind == "arrays on disk":
+        return ROWS[index], {"again": ROWS[index], "ids": index}
     if kind in ("array", "arrays"):
         text = {"text": RECORDS[index], "ids": index, "list": index}
         return ROWS[index] if kind == "array" else (ROWS[index], text)
@@ -240,6 +256,7 @@ class OutOfOrder:
         ((), ValueError, ["at least one array"]),
         (np.float32(3), ValueError, ["single value"]),
         ((np.zeros(3), {"y": np.zeros(4)}), ValueError, ["arrays[0] has 3", "arrays[1]['y'] has 4"]),
+        (["hello", "world"], ValueError, ["No file hello", "for texts a tuple (texts,)"]),
         (np.array([{}, {}]), TypeError, ["arrays is a ndarray"]),
         (tf.ragged.constant([[1], [2, 3]]), TypeError, ["RaggedTensor", "to_tensor"]),
         (tf.data.Dataset.range(3), TypeError, ["tf.data.Dataset", "map_fn"]),
@@ -267,6 +284,23 @@ def test_source_is_taken_as_it_is():
 def test_files_without_records_are_refused(write, tmp_path):
     with pytest.raises(ValueError, match="at least one example"):
         as_source(write(tmp_path / "empty.array_record" if write is write_array_record else tmp_path / "empty", []))
+
+
+def test_parts_of_a_split_have_each_example_once_and_may_keep_all_features(tmp_path):
+    builder, _ = prepared(tmp_path, COUNT, "array_record")
+    parts = [as_source((builder, part)) for part in tfds.even_splits("train", 3)]
+    numbers = [number for part in parts for _, number in read(part, range(len(part)))]
+    assert sorted(numbers) == list(range(COUNT)) and len({part.fingerprint() for part in parts}) == 3
+    assert read(TfdsSource(builder, "train", as_supervised=False), [2])[0].keys() == {"row", "number"}
+
+
+def test_one_file_is_taken_by_its_path_and_of_another_format_told(tmp_path):
+    paths = write_tfrecord(tmp_path / "records"), write_array_record(tmp_path / "train.ar")
+    assert [len(make(path)) for make, path in zip((TFRecordSource, ArrayRecordSource), paths, strict=True)] == [
+        COUNT
+    ] * 2
+    with pytest.raises(SourceError, match=r"tfdist\.data\.sources\.ArrayRecordSource\(path\)"):
+        as_source(paths[1])
 
 
 def test_builder_without_split_or_files_is_refused(tmp_path):

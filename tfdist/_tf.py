@@ -143,6 +143,7 @@ __all__ = [
     "counter_of",
     "dataset_of",
     "deciding_loss_scaler",
+    "epochs_of_beginning_fit",
     "get_current_replica_id_as_int",
     "get_keras_mask",
     "global_seed_generator",
@@ -173,6 +174,7 @@ __all__ = [
     "regroup",
     "set_cardinality",
     "set_global_seed_generator",
+    "sharding_of",
     "tf_convert",
     "unmatched_compiled",
     "variables_of_summed_gradients",
@@ -338,6 +340,15 @@ def callbacks_of_beginning_fit() -> list[keras.callbacks.Callback] | None:
         return None
     given = caller.f_locals.get("callbacks")
     return list(tf.nest.flatten(getattr(given, "callbacks", given) or []))
+
+
+def epochs_of_beginning_fit() -> keras_epoch_iterator.EpochIterator | None:
+    """What a `fit` reads, if Keras asks for the scope in which it builds a model; see `callbacks_of_beginning_fit`.
+
+    Without it: workers at other positions in their data train on, and take examples twice or never.
+    """
+    frame = _frame_of(keras_trainer.TensorFlowTrainer._maybe_symbolic_build)
+    return frame.f_locals.get("iterator") if frame else None
 
 
 def keras_makes_for_comparison() -> bool:
@@ -509,6 +520,17 @@ def dataset_of(epochs):
     Without it: two shardings of equal global batches in one `fit` may be given each other's position.
     """
     return getattr(epochs, "_distributed_dataset", None)
+
+
+def sharding_of(dataset: Any) -> Any:
+    """The `BalancedSharding` that a `tf.data.Dataset` reads from, also through others; `None` if none.
+
+    Without it: workers that each read a whole sharding train on the same rows, and nobody is told.
+    """
+    sharding = getattr(dataset, "sharding", None)
+    if sharding is None and isinstance(dataset, tf.data.Dataset):
+        return next(filter(None, map(sharding_of, dataset._inputs())), None)
+    return sharding
 
 
 def count_as_seen(epochs, batches: int) -> None:

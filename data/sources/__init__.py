@@ -5,7 +5,8 @@
 | a `Source` | itself |
 | NumPy array, tensor, or anything NumPy makes an array of by itself | `ArraysSource` |
 | tuple or dict of those, nested at will | `ArraysSource` |
-| `(builder, "train[:90%]")`: a TFDS builder that has been prepared, and a split | `TfdsSource` |
+| those, where one is an `np.memmap` or a dataset of h5py, which stay on their disk | `ItemsSource`, row by row |
+| `(builder, "train[:90%]")`: a TFDS builder that has been prepared, and any split of TFDS | `TfdsSource` |
 | `("mnist", "train")`: a name and a split for `tfdist.data.load`, prepared where it has to be | `TfdsSource` |
 | path, glob pattern, or list of them, with "array_record" or "arrayrecord" in each name | `ArrayRecordSource` |
 | path, glob pattern, or list of them, of any other name | `TFRecordSource` |
@@ -14,19 +15,38 @@
 Everything else is refused: a `tf.data.Dataset`, which has no random access; an iterator; a table of columns; nothing.
 """
 
+import importlib
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.data.sources.arrays import ArraysSource
 from tfdist.data.sources.files import is_index
-from tfdist.data.sources.items import ItemsSource
-from tfdist.data.sources.source import Source
+from tfdist.data.sources.items import ItemsSource, RowsOnDisk
+from tfdist.data.sources.source import Source, map_leaves
 
-__all__ = ["ArraysSource", "ItemsSource", "Source", "as_source"]
+if TYPE_CHECKING:
+    from tfdist.data.sources.array_record import ArrayRecordSource
+    from tfdist.data.sources.tfds import TfdsSource
+    from tfdist.data.sources.tfrecord import TFRecordSource
+
+__all__ = ["ArrayRecordSource", "ArraysSource", "ItemsSource", "Source", "TFRecordSource", "TfdsSource", "as_source"]
+
+_HOMES = {
+    "ArrayRecordSource": "tfdist.data.sources.array_record",
+    "TFRecordSource": "tfdist.data.sources.tfrecord",
+    "TfdsSource": "tfdist.data.sources.tfds",  # TensorFlow Datasets takes a second to load.
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'tfdist.data.sources' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 
 def as_source(examples: Any) -> Source:
@@ -53,7 +73,7 @@ def as_source(examples: Any) -> Source:
         return TfdsSource(*examples)
     _refuse(examples)
     if isinstance(examples, tuple | Mapping) or _is_array(examples):
-        return ArraysSource(examples)
+        return ItemsSource(RowsOnDisk(examples)) if _is_on_disk(examples) else ArraysSource(examples)
     if hasattr(examples, "__len__") and hasattr(examples, "__getitem__"):
         return ItemsSource(examples)
     raise TypeError(
@@ -95,9 +115,14 @@ def _is_path(example: Any) -> bool:
 
 
 def _is_split(examples: Any) -> bool:
-    if not isinstance(examples, tuple) or len(examples) != 2 or not isinstance(examples[1], str):
+    if not isinstance(examples, tuple) or len(examples) != 2:
         return False
-    return isinstance(examples[0], str) or _is_builder(examples[0])
+    return _is_builder(examples[0]) or (isinstance(examples[0], str) and _names_split(examples[1]))
+
+
+def _names_split(split: Any) -> bool:
+    tfds = sys.modules.get("tensorflow_datasets")  # Who has a split that is no text has loaded it.
+    return isinstance(split, str) or (tfds is not None and isinstance(split, tfds.core.splits.AbstractSplit))
 
 
 def _is_builder(examples: Any) -> bool:
@@ -113,6 +138,15 @@ def _is_py_dataset(examples: Any) -> bool:
 def _is_array(examples: Any) -> bool:
     tensors = (tf.Tensor, tf.Variable, tf.RaggedTensor, tf.SparseTensor)
     return isinstance(examples, tensors) or hasattr(examples, "__array__")
+
+
+def _is_on_disk(examples: Any) -> bool:
+    """Whether an array among these would be read into memory whole to make a tensor of it."""
+    h5py = sys.modules.get("h5py")  # Who has a dataset of it has loaded it.
+    kinds = (np.memmap,) if h5py is None else (np.memmap, h5py.Dataset)
+    found = []
+    map_leaves(lambda _, leaf: found.append(isinstance(leaf, kinds)), examples, "arrays")
+    return any(found)
 
 
 def _refuse(examples: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.data.sources.files import expand, is_local, stat
+from tfdist.data.sources.files import expand, is_local, several, stat
 from tfdist.data.sources.items import ItemsSource
 from tfdist.data.sources.source import digest, this_worker
 from tfdist.errors import SourceError
@@ -19,7 +19,7 @@ class ArrayRecordSource(ItemsSource):
     fingerprint knows files by their sizes.
 
     Args:
-      paths: Files or glob patterns; or (file, skip, take) for some of a file's records.
+      paths: A file or glob pattern, or several of them; or (file, skip, take), among several, for a part of a file.
 
     Raises:
       ModuleNotFoundError: If `array_record` is not installed.
@@ -27,9 +27,9 @@ class ArrayRecordSource(ItemsSource):
       SourceError: If a file is no ArrayRecord file, or is cut off.
     """
 
-    def __init__(self, paths: Iterable[str | os.PathLike | tuple[str, int, int]]):
+    def __init__(self, paths: str | os.PathLike | Iterable[str | os.PathLike | tuple[str, int, int]]):
         module = _array_record()
-        parts = [part for path in paths for part in _parts(path, module)]
+        parts = [part for path in several(paths) for part in _parts(path, module)]
         self._ends = np.cumsum([take for _, _, take in parts])
         self._files = [(path, skip) for path, skip, _ in parts]
         self._stats = [stat(path) for path, _ in self._files]

@@ -10,6 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -23,6 +24,11 @@ _READ_AHEAD_BYTES = 1 << 20
 _OPEN_FILES = 128  # With maps of them, half or less of what a process may have open.
 _MAPPED_BYTES = 1 << 32  # Of larger ones it takes long to see whether they are in memory.
 _LOOKS_BEFORE_MAP, _LOOKS_BETWEEN_MAPS = 3, 100  # Of a file: not for one, and anew should it come or go.
+
+
+def several(paths: Any) -> Any:
+    """`paths`, in a list if it is one path."""
+    return [paths] if isinstance(paths, str | os.PathLike) else paths
 
 
 def expand(paths: Iterable[str | os.PathLike]) -> list[str]:
@@ -44,8 +50,8 @@ def _expand_one(path: str) -> list[str]:
         return [path]
     if not set("*?[") & set(path):
         raise ValueError(
-            f"No file {path} on {this_worker()}, in {os.getcwd()}. Give a path that every worker has, or for a dataset "
-            'of TFDS a pair such as ("mnist", "train").'
+            f"No file {path} on {this_worker()}, in {os.getcwd()}. Give a path that every worker has; for a dataset of "
+            'TFDS a pair such as ("mnist", "train"); for texts a tuple (texts,) or an array.'
         )
     files = sorted(file for file in tf.io.gfile.glob(path) if not is_index(file))  # TensorFlow's * takes a first dot.
     if not files:

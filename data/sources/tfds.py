@@ -23,8 +23,10 @@ class TfdsSource(Source):
 
     Args:
       dataset: A TFDS builder, prepared; or a name for `tfdist.data.load`, which prepares it where it has to.
-      split: A split in the notation of TFDS, such as "train" or "train[:90%]".
+      split: A split in the notation of TFDS, such as "train" or "train[:90%]", or an object that it makes for one, such
+        as `tfds.core.ReadInstruction`.
       data_dir: Where the files of a dataset given by name are. By default the directory of TFDS.
+      as_supervised: Whether examples are pairs where the dataset has supervised keys; else dicts of all features.
 
     Raises:
       ValueError: If the builder has not been prepared, its files have another format, or the split has no examples.
@@ -32,11 +34,18 @@ class TfdsSource(Source):
 
     decodes = True
 
-    def __init__(self, dataset: str | tfds.core.DatasetBuilder, split: str, data_dir: str | os.PathLike | None = None):
+    def __init__(
+        self,
+        dataset: str | tfds.core.DatasetBuilder,
+        split: tfds.typing.SplitArg,
+        data_dir: str | os.PathLike | None = None,
+        *,
+        as_supervised: bool = True,
+    ):
         builder = _prepared(dataset, split, data_dir)
         self._name = f"{builder.info.full_name} {split}"
         self._features = builder.info.features
-        self._keys = builder.info.supervised_keys
+        self._keys = builder.info.supervised_keys if as_supervised else None
         self._records = _records(builder, split)
         self.element_spec = self._records.element_spec
         self.examples_together = self._records.examples_together
@@ -63,7 +72,7 @@ class TfdsSource(Source):
 
 
 def _prepared(
-    dataset: str | tfds.core.DatasetBuilder, split: str, data_dir: str | os.PathLike | None
+    dataset: str | tfds.core.DatasetBuilder, split: tfds.typing.SplitArg, data_dir: str | os.PathLike | None
 ) -> tfds.core.DatasetBuilder:
     if isinstance(dataset, str):
         return prepare(dataset, data_dir)
@@ -75,7 +84,7 @@ def _prepared(
     return dataset
 
 
-def _records(builder: tfds.core.DatasetBuilder, split: str) -> Source:
+def _records(builder: tfds.core.DatasetBuilder, split: tfds.typing.SplitArg) -> Source:
     parts = [(part.filename, part.skip, part.take) for part in builder.info.splits[split].file_instructions]
     if not parts:
         raise ValueError(

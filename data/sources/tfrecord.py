@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.sources.files import LocalFile, RemoteFile, expand, is_local, open_to_read
+from tfdist.data.sources.files import LocalFile, RemoteFile, expand, is_local, open_to_read, several
 from tfdist.data.sources.source import Source, digest
 from tfdist.data.sources.tfrecord_index import FOOTER_BYTES, HEADER_BYTES, load_index
 from tfdist.errors import SourceError
@@ -27,7 +27,8 @@ class TFRecordSource(Source):
     of memory a record.
 
     Args:
-      paths: Files or glob patterns, local or of `tf.io.gfile`; or (file, skip, take) for some of a file's records.
+      paths: A file or glob pattern, local or of `tf.io.gfile`, or several of them; or (file, skip, take), among
+        several, for a part of a file.
       check_data: Whether all data are compared with their CRCs when a file is indexed. Without, only headers are read,
         which is much less where records are large, and broken data are found by nobody.
 
@@ -38,8 +39,13 @@ class TFRecordSource(Source):
 
     element_spec = tf.TensorSpec([], tf.string)
 
-    def __init__(self, paths: Iterable[str | os.PathLike | tuple[str, int, int]], *, check_data: bool = True):
-        parts = [part for path in paths for part in _parts(path)]
+    def __init__(
+        self,
+        paths: str | os.PathLike | Iterable[str | os.PathLike | tuple[str, int, int]],
+        *,
+        check_data: bool = True,
+    ):
+        parts = [part for path in several(paths) for part in _parts(path)]
         expand(path for path, _, _ in parts)
         with concurrent.futures.ThreadPoolExecutor(_INDEXED_AT_ONCE) as pool:
             indices = list(pool.map(lambda part: load_index(part[0], check_data), parts))

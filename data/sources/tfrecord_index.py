@@ -18,6 +18,10 @@ from tfdist.errors import SourceError
 HEADER_BYTES = 12  # the length, and its CRC
 FOOTER_BYTES = 4  # the CRC of the data
 
+_OTHER_FILES = (
+    "Is it a TFRecord file, and not compressed? ArrayRecord files are known by array_record in their names; others are "
+    "given as tfdist.data.sources.ArrayRecordSource(path)."
+)
 _BATCH = 1024
 _POLYNOMIAL = 0x82F63B78  # CRC32C, reflected
 _MASK_DELTA = 0xA282EAD8
@@ -151,7 +155,7 @@ def _make(path: str, size: int, mtime: int) -> TFRecordIndex:
     lengths = headers["length"].astype(np.int64)
     broken = np.flatnonzero(_masked_crc(headers["length"]) != headers["crc"])
     if len(broken):  # A wrong length leads astray: what comes after the first says nothing.
-        hint = "Copy or write the file again." if broken[0] else "Is it a TFRecord file, and not compressed?"
+        hint = "Copy or write the file again." if broken[0] else _OTHER_FILES
         raise _fault(path, lengths, int(broken[0]), f"has a broken header. {hint}")
     if end != size:
         record = len(lengths) - 1 if end > size else len(lengths)

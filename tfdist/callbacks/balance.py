@@ -15,7 +15,8 @@ class Balance(keras.callbacks.Callback):
     - `imbalance`: the longest compute time of a step over the mean of all replicas; 1 is perfect
     - `wait_share`: the part of their time that replicas do not compute: exchange, input, and waiting for slower ones
 
-    The first step of an epoch is left out. `sharding.statistics()` has the last step by replica.
+    The first step of an epoch is left out; where it is the only one, it counts from the beginning of the epoch, the
+    start of its input included. `sharding.statistics()` has the last step by replica.
     """
 
     def get_state(self) -> dict[str, Any]:
@@ -38,22 +39,26 @@ class Balance(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts from nothing."""
-        self._ends: list[float] = []
-        self._totals = np.zeros(3)  # Rows; the mean and the longest of all replicas' compute times.
+        self._began, self._ends = time.monotonic(), list[float]()
+        self._first = self._totals = np.zeros(3)  # Rows; the mean and the longest of all replicas' compute times.
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds to `logs`."""
-        if logs is None or len(self._ends) < 2:
+        if logs is None or not self._ends:
             return
-        seconds = self._ends[-1] - self._ends[0]
-        rows, mean, longest = self._totals
+        is_only = len(self._ends) == 1
+        seconds = self._ends[-1] - (self._began if is_only else self._ends[0])
+        rows, mean, longest = self._first if is_only else self._totals
         logs["rows_per_second"] = rows / seconds
-        logs["step_seconds"] = seconds / (len(self._ends) - 1)
+        logs["step_seconds"] = seconds / max(len(self._ends) - 1, 1)
         logs["imbalance"] = longest / mean if mean else 1.0
         logs["wait_share"] = max(1 - mean / seconds, 0.0)
 
     def _add(self, report: Any) -> None:
+        seconds = report.compute_seconds
+        work = np.array([report.rows.sum(), seconds.mean(), seconds.max()])
         if self._ends:
-            seconds = report.compute_seconds
-            self._totals += [report.rows.sum(), seconds.mean(), seconds.max()]
+            self._totals = self._totals + work
+        else:
+            self._first = work
         self._ends.append(time.monotonic())

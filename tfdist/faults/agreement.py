@@ -104,6 +104,15 @@ class Agreement:
         said = self._exchange("sharding", described)
         self._compare(said, "the same BalancedSharding", "Give all the same data, seed and arguments.")
 
+    def on_position(self, described: list[str]) -> None:
+        """Compares where workers stand in a `BalancedSharding`.
+
+        Raises:
+          ClusterError: If it is not the same place, or a worker does not come.
+        """
+        hint = "Restore it from the same checkpoint on all workers, and read from it on all or on none."
+        self._compare(self._exchange("position", described), "a BalancedSharding in the same place", hint)
+
     def tell_done(self, what: str, failure: str | None) -> None:
         """On the chief: tells who `wait_for_chief` that what it does alone is done, or how it failed."""
         with contextlib.suppress(tf.errors.OpError):  # If the service is out of reach, they learn it by that.
