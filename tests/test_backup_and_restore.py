@@ -2,8 +2,11 @@
 
 import collections
 import datetime
+import io
 import json
 import pathlib
+import random
+import signal
 import types
 
 import keras
@@ -13,7 +16,7 @@ import tensorflow as tf
 
 import backup_checks as checks
 import tfdist
-from tfdist.backup import agreement, callbacks, fit, plain, schedule, steps
+from tfdist.backup import agreement, callbacks, fit, plain, random_states, schedule, steps
 from tfdist.backup.positions import Positions
 from tfdist.errors import BackupError, PositionError
 from tfdist.faults import health
@@ -55,6 +58,10 @@ ROWS = {
     "PyDataset": {"breaks": [5, 9, 11, 15], "save_freq": 4, "data_kind": "PyDataset"},
     "PyDataset, epochs": {"breaks": [8, 10], "save_freq": "epoch", "data_kind": "PyDataset of shorter epochs"},
     "PyDataset, epochs shorter": {"breaks": [5, 8, 11], "save_freq": 2, "data_kind": "PyDataset of shorter epochs"},
+    "PyDataset that draws": {"breaks": [9, 13], "save_freq": 4, "data_kind": "PyDataset that draws"},
+    "PyDataset that draws, each step": {"breaks": [5, 13], "save_freq": 1, "data_kind": "PyDataset that draws"},
+    "endless dataset that draws": {"breaks": [4, 8, 10], "save_freq": 2, "data_kind": "draws, endless"},
+    "endless dataset that draws, epochs": {"breaks": [5, 8], "save_freq": "epoch", "data_kind": "draws, endless"},
     "metric that is a vector": {"breaks": [8, 11], "save_freq": 3, "model": {"vectors": True}},
     "train function made anew": {"breaks": [15], "save_freq": 4, "data_kind": "endless", "anew": True},
     "unseeded noise": {"breaks": [9, 15], "save_freq": 4, "model": {"noise": True}},
@@ -70,7 +77,8 @@ SOME_ROWS = [
         "steps",
         "monitors, steps",
         "PyDataset",
-        "endless dataset",
+        "PyDataset that draws",
+        "endless dataset that draws",
         "epochs shorter than the data",
         "metric that is a vector",
     ),
@@ -290,14 +298,22 @@ def test_a_path_that_has_lost_a_slash_is_refused(place):
         tfdist.callbacks.BackupAndRestore(other)
 
 
+def as_saved(captured):
+    return {
+        name: {key: plain.apart(json.loads(json.dumps(plain.with_arrays(*own)))) for key, own in of_one.items()}
+        for name, of_one in captured.items()
+    }
+
+
 class Collects(keras.callbacks.Callback):
-    """Holds what `collections` has, and what cannot be saved from some time on, or never."""
+    """Holds what `collections` has, what cannot be saved, from some time on or never, and what need not be."""
 
     def __init__(self):
         super().__init__()
         self.last, self.counts = collections.deque(maxlen=3), collections.Counter()
         self.by_name, self.in_order = collections.defaultdict(list), collections.OrderedDict()
-        self.events, self.file, self.made = [], None, collections.defaultdict(lambda: 0)
+        self.events, self.best, self.phase = [], None, signal.SIGINT
+        self.file, self.made, self.same = None, collections.defaultdict(lambda: 0), object()
 
     def train(self):
         self.last.extend(range(5))
@@ -305,7 +321,8 @@ class Collects(keras.callbacks.Callback):
         self.by_name["loss"].append(np.float32(0.5))
         self.in_order.update({"b": collections.deque([1]), "a": (2,)})
         self.events.append(object())
-        self.file = object()
+        self.best, self.phase = np.longdouble(1), signal.SIGTERM
+        self.file = io.StringIO()
 
 
 def test_collections_of_callbacks_are_saved_and_a_warning_tells_what_cannot_be(caplog):
@@ -315,18 +332,93 @@ def test_collections_of_callbacks_are_saved_and_a_warning_tells_what_cannot_be(c
     callback.train()
     for _ in range(2):
         captured = states.capture()
-    as_saved = {
-        name: {key: plain.apart(json.loads(json.dumps(plain.with_arrays(*own)))) for key, own in of_one.items()}
-        for name, of_one in captured.items()
-    }
-    restored.restore(as_saved)
+    restored.restore(as_saved(captured))
     for name in ("last", "counts", "by_name", "in_order"):
         mine, other = getattr(again, name), getattr(callback, name)
         assert type(mine) is type(other) and mine == other, name
     assert again.last is held and held.maxlen == 3 and again.by_name["new"] == []
     assert list(again.in_order) == ["b", "a"] and type(again.in_order["b"]) is collections.deque
-    (told,) = [record.getMessage() for record in caplog.records if "not saved whole" in record.getMessage()]
-    assert "Collects" in told and "'events'" in told, "once; a file that is opened is no state"
+    told = [record.getMessage() for record in caplog.records if "not saved whole" in record.getMessage()]
+    assert len(told) == 3, "once; a file that is opened is no state"
+    assert all(
+        "Collects" in each and f"'{name}'" in each for each, name in zip(told, ("events", "best", "phase"), strict=True)
+    )
+
+
+class HoldsInPlace(keras.callbacks.Callback):
+    """Holds what is given its state back in place, and the model's own variables."""
+
+    def __init__(self, kernels):
+        super().__init__()
+        self.kernels, self.best = [kernels, {"both": tuple(kernels)}], None
+        self.shadow = [tf.Variable(0.0), {"w": keras.Variable([0.0, 0.0])}, collections.deque([tf.Variable(1)])]
+        self.generators = [random.Random(3), np.random.default_rng(3), np.random.RandomState(3)]
+        self.others = np.random.Generator(np.random.Philox(1))
+        self.mean, self.seeds = keras.metrics.Mean(), {"seeds": keras.random.SeedGenerator(1)}
+        self.layer, self.counts = keras.layers.Dense(2), np.zeros(2, ">i4")
+        self.layer.build((1, 3))
+
+    def train(self):
+        self.best = tf.constant([1.0, 2.0])
+        for variable in (self.shadow[0], self.shadow[1]["w"], self.shadow[2][0], self.layer.bias, self.kernels[0][0]):
+            variable.assign(variable + keras.ops.ones_like(variable))
+        self.mean.update_state(5.0)
+        self.counts += 1
+        self.draw()
+
+    def held(self):
+        first, second, third = self.shadow
+        return [first, second["w"], third[0], *self.generators, self.others, self.mean, self.layer, self.kernels[0]]
+
+    def draw(self):
+        drawn = [each.random() if hasattr(each, "random") else each.rand() for each in [*self.generators, self.others]]
+        return [*drawn, np.asarray(keras.random.normal((1,), seed=self.seeds["seeds"])).tolist()]
+
+
+def test_variables_metrics_and_generators_of_callbacks_are_given_back_in_place():
+    model = checks.build(None)
+    kernels = model.trainable_variables
+    callback, again = HoldsInPlace(kernels), HoldsInPlace(kernels)
+    states, restored = (callbacks.CallbackStates([each], None, model) for each in (callback, again))
+    held = again.held()
+    before = kernels[0].numpy()
+    callback.train()
+    captured = states.capture()
+    assert sorted(captured[next(iter(captured))]) == [
+        *("best", "counts", "generators", "layer", "mean", "others", "seeds", "shadow"),
+    ]
+    restored.restore(as_saved(captured))
+    assert again.draw() == callback.draw()
+    assert float(again.mean.result()) == 5
+    assert again.counts.tolist() == [1, 1]
+    np.testing.assert_array_equal(again.layer.get_weights()[1], [1, 1])
+    assert isinstance(again.best, tf.Tensor) and again.best.numpy().tolist() == [1, 2]
+    assert again.shadow[0].numpy() == 1 and again.shadow[1]["w"].numpy().tolist() == [1, 1]
+    assert again.shadow[2][0].numpy() == 2
+    assert all(mine is other for mine, other in zip(again.held(), held, strict=True))
+    np.testing.assert_array_equal(kernels[0].numpy(), before + 1)
+    assert again.kernels[1]["both"][0] is kernels[0]
+
+
+def test_what_is_to_be_given_back_in_place_and_is_not_there_begins_anew_with_a_warning(caplog):
+    callback, again = HoldsInPlace([]), HoldsInPlace([])
+    states, restored = callbacks.CallbackStates([callback], None), callbacks.CallbackStates([again], None)
+    callback.mean.update_state(5.0)
+    again.mean = None
+    for _ in range(2):
+        restored.restore(as_saved(states.capture()))
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "HoldsInPlace begins anew with its attribute 'mean'" in told
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.longdouble(1), np.zeros(2, np.clongdouble), np.ma.masked_array([1.0], [True]), np.array(["a"]), object()],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_could_not_be_read_again_is_not_saved(value):
+    with pytest.raises(TypeError, match="cannot be saved"):
+        plain.encode([value], [])
 
 
 class InPlace(keras.callbacks.Callback):
@@ -357,6 +449,22 @@ def test_arrays_that_a_callback_changes_in_place_are_saved_and_no_others():
             np.testing.assert_equal(getattr(again, name), getattr(callback, name))
     restored.restore(at_start)
     assert again.seen[-1] == again.many[1]["a"][-1] == 0
+
+
+def test_random_numbers_that_reading_has_not_drawn_are_told_from_those_it_has():
+    for draw, undrawn in (
+        (lambda: None, {"python", "numpy"}),
+        (lambda: random.shuffle(list(range(6))), {"python", "numpy"}),  # once, as Keras does
+        (lambda: random.random(), {"numpy"}),
+        (lambda: np.random.normal(), {"python"}),
+    ):
+        begun = random_states.capture()
+        draw()
+        assert random_states.unmoved(begun, 6) == undrawn
+        drawn = random.getstate()
+        random_states.restore(begun, undrawn)
+        assert random_states.unmoved(begun, None) == undrawn
+        assert "python" in undrawn or random.getstate() == drawn
 
 
 def strategy_of_workers(workers, own=0):

@@ -49,6 +49,7 @@ class Input:
     Attributes:
       epochs: What makes epochs of one iterator, as under `steps_per_epoch`; `None` if each has its own.
       batches: Of an epoch, if that is known.
+      batches_of_pass: Of what makes the epochs, which may be longer than one or shorter; if that is known.
       sharding: The `BalancedSharding` that it is from, if it is from one.
       validates: Whether epochs end with a validation.
       is_known: Whether a `fit` was found; in a loop of the user's nobody knows.
@@ -56,6 +57,7 @@ class Input:
 
     epochs: Any = None
     batches: int | None = None
+    batches_of_pass: int | None = None
     sharding: Any = None
     validates: bool = False
     is_known: bool = False
@@ -108,6 +110,8 @@ class FitBackup(keras.callbacks.Callback):
         self._epoch = self._batch = 0
         self._counted: CountedSteps | None = None
         self._random_of_input: Any = None
+        self._reads_again = False
+        self._random_as_begun: Any = None  # of the input that is read again
         self._asked_to_stop = False
         self._batches = given.batches  # of an epoch, by the one before; in the first, if it is known
         self._validates_long = given.validates  # until one is timed
@@ -130,7 +134,7 @@ class FitBackup(keras.callbacks.Callback):
         self._strategy = self.model.distribute_strategy
         self._agreement = Agreement(self._strategy, self._options.timeout_seconds)
         others = [callback for callback in self._list.callbacks if callback is not self]
-        self._states = self._process.states = CallbackStates(others, self._process.states)
+        self._states = self._process.states = CallbackStates(others, self._process.states, self.model)
         self._positions = Positions(
             getattr(self._strategy, "shardings", ()),
             self._input.sharding,
@@ -236,10 +240,10 @@ class FitBackup(keras.callbacks.Callback):
 
     # -- restoring
 
-    def _apply(self, *, moves_positions: bool = True) -> None:
+    def _apply(self) -> None:
         assert self._loaded is not None
-        positions = self._positions if moves_positions else None
-        self._loaded.give_back(self.model, self._agreement, self._states, positions)
+        self._loaded.give_back(self.model, self._agreement, self._states, self._positions)
+        self._loaded.give_back_random()
 
     def _take_position(self) -> None:
         """Lets `fit` begin at the epoch of the commit."""
@@ -303,6 +307,7 @@ class FitBackup(keras.callbacks.Callback):
         reads = not self._positions.continues(plain["shardings"])
         if (plain["batch"] or plain["consumed"]) and counted is not None:
             present = self._begin_input_as_before() if reads else None
+            self._reads_again = present is not None
             lacking = variables.missing(variables.slots_of(self.model), plain["variables"])
             counted.pass_over(
                 plain["batch"],
@@ -332,16 +337,29 @@ class FitBackup(keras.callbacks.Callback):
         return present
 
     def _end_reading_ahead(self, present: Any, batches: int) -> None:
-        if present is not None:
-            random_states.restore(present)
+        if present is not None and not self._passing_over:
+            random_states.restore(present, self._undrawn())
         if self._input.epochs is not None:
             _tf.count_as_seen(self._input.epochs, batches)
+
+    def _undrawn(self) -> frozenset[str]:
+        """The global random numbers from which reading has not drawn, once an input was read again.
+
+        Those that it draws are where the batches to come need them, and a thread may be drawing more. What was saved of
+        them goes as far as that thread had read ahead then.
+        """
+        if not self._reads_again:
+            return random_states.NAMES
+        self._reads_again = False
+        return random_states.unmoved(self._random_as_begun, self._input.batches_of_pass)
 
     def _end_passing_over(self, batch: int) -> None:
         assert self._loaded is not None
         self._passing_over = False
         self._list.callbacks = self._others
-        self._apply(moves_positions=False)  # A sharding that nobody follows counts what was read of it again.
+        # No positions: a sharding that nobody follows counts what was read of it again.
+        self._loaded.give_back(self.model, self._agreement, self._states, None)
+        self._loaded.give_back_random(self._undrawn())
         self._batch = batch + 1
         self._logs = decode(*apart(self._loaded.plain["logs"]))
         self.model.stop_training = self._loaded.plain["stop"]
@@ -351,6 +369,8 @@ class FitBackup(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Counts steps, also of a train function that another callback has made anew."""
+        if self._reads_again and self._random_as_begun is None:
+            self._random_as_begun = random_states.capture()
         self._count_steps()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -417,6 +437,7 @@ class FitBackup(keras.callbacks.Callback):
             self._process.histories.append(self._history())
         else:  # Once more: Keras has put averages in place of weights, and of a later `fit` none are restored.
             self._stand_in.give_back(self.model, self._agreement, self._states, None)
+            self._stand_in.give_back_random()
             self._stand_in = None
         communication = getattr(self._strategy, "communication", None)
         if communication is not None and self._has_trained and communication.drop_awaited():

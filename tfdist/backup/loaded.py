@@ -47,7 +47,7 @@ class Loaded:
         states: CallbackStates,
         positions: Positions | None,
     ) -> None:
-        """Gives back everything that is saved; of a later `fit`, what this one may have alike.
+        """Gives back everything that is saved but `random`; of a later `fit`, what this one may have alike.
 
         Args:
           model: That trains.
@@ -66,8 +66,6 @@ class Loaded:
             slots, self.plain["variables"], self.shared, everyone, is_alike=self.is_alike, is_first=agreement.is_chief
         )
         arrays, own = self.parts[agreement.own if not self.is_alike and agreement.own < len(self.parts) else 0]
-        if self.is_alike:
-            random_states.restore(own["random"])
         if is_of_later_fit:
             history = self.plain["histories"][self.finished]
             states.restore({name: {key: apart(own) for key, own in kept.items()} for name, kept in history.items()})
@@ -76,6 +74,11 @@ class Loaded:
                 positions.restore(self.plain["shardings"])
             states.restore(_callback_states(own["callbacks"], arrays))
             self._restore_residuals(model, everyone)
+
+    def give_back_random(self, names: frozenset[str] = random_states.NAMES) -> None:
+        """Gives back global random states, or some of them; nothing if they were another worker's."""
+        if self.is_alike:
+            random_states.restore(self.parts[0][1]["random"], names)
 
     @property
     def random_of_input(self) -> Any:
