@@ -1,6 +1,7 @@
 """A training that is killed and started again is, to the bit, the training that was not."""
 
 import collections
+import contextlib
 import datetime
 import io
 import json
@@ -16,7 +17,7 @@ import tensorflow as tf
 
 import backup_checks as checks
 import tfdist
-from tfdist.backup import agreement, callbacks, fit, plain, random_states, schedule, steps
+from tfdist.backup import agreement, callbacks, fit, plain, random_states, saver, schedule, steps
 from tfdist.backup.positions import Positions
 from tfdist.errors import BackupError, PositionError
 from tfdist.faults import health
@@ -290,6 +291,94 @@ def test_a_train_on_batch_of_a_callback_is_no_step_of_the_input():
     assert keras.ops.convert_to_numpy(model.optimizer.iterations) == 4
 
 
+def broken_off(directory, step, **options):
+    """Leaves the backups of a `fit` that an exception has ended after a step, as another process would."""
+    with contextlib.suppress(checks.BrokenOffError):
+        fit_on(directory, checks.BreakOff(step, kills=False), epochs=4, save_freq=1, **options)
+    checks._await_save()
+    another_process(directory)
+
+
+def another_process(directory):
+    process = fit._processes.pop(directory)
+    process.store.release()
+
+
+def fit_on(directory, *others, epochs=1, initial_epoch=0, **options):
+    backup = tfdist.callbacks.BackupAndRestore(directory, **options)
+    rows = {"batch_size": checks.BATCH, "verbose": 0, "epochs": epochs, "initial_epoch": initial_epoch}
+    return checks.build(None).fit(*checks.data(), callbacks=[*others, backup], **rows)
+
+
+def test_a_fit_that_ends_before_its_backup_trains_nothing_and_loses_nothing(tmp_path, caplog):
+    directory = str(tmp_path / "backup")
+    broken_off(directory, 2 * checks.STEPS + 3)
+    before = sorted(path.name for path in (tmp_path / "backup").glob("step-*"))
+    fit_on(directory, epochs=2)
+    assert sorted(path.name for path in (tmp_path / "backup").glob("step-*")) == before
+    (told,) = [record.getMessage() for record in caplog.records if "Restored" in record.getMessage()]
+    assert "after 2 batches of epoch 3, but this fit ends with epoch 2: it trains nothing" in told
+    another_process(directory)
+    assert fit_on(directory, epochs=3).epoch == [0, 1, 2] and not (tmp_path / "backup").exists()
+
+
+def test_a_fit_that_begins_after_the_epoch_of_its_backup_is_refused(tmp_path):
+    directory = str(tmp_path / "backup")
+    broken_off(directory, checks.STEPS + 3)
+    with pytest.raises(BackupError, match=r"step-8 was made in epoch 1, .* begins with initial_epoch=2"):
+        fit_on(directory, epochs=4, initial_epoch=2)
+    assert fit_on(directory, epochs=4, initial_epoch=1).epoch == [0, 1, 2, 3]
+
+
+def test_where_commits_go_and_how_many_stay_is_as_each_fit_was_told(tmp_path, monkeypatch, caplog):
+    (tmp_path / "backup").mkdir()
+    (tmp_path / "backup" / "latest.weights.h5").write_bytes(b"of Keras")
+    monkeypatch.chdir(tmp_path)
+    for keep, number in ((1, 1), (3, 4)):
+        away = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: monkeypatch.chdir("/"))
+        fit_on("backup", away, save_freq=np.int64(1), keep=keep, delete_checkpoint=False)
+        assert len(list((tmp_path / "backup").glob("step-*"))) == number  # With the end of the first.
+        monkeypatch.chdir(tmp_path)
+    another_process(str(tmp_path / "backup"))
+    assert sum("Keras' own BackupAndRestore" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_backup_of_other_versions_is_restored_with_a_warning(tmp_path, caplog, monkeypatch):
+    directory = str(tmp_path / "backup")
+    with monkeypatch.context() as patched:
+        patched.setattr(saver, "versions", lambda: {"tfdist": "0.0.1", "keras": "3.99"})
+        broken_off(directory, 3)
+    assert fit_on(directory).epoch == [0]
+    told = [record.getMessage() for record in caplog.records if "may differ" in record.getMessage()]
+    assert len(told) == 1 and "tfdist 0.0.1 (here: " in told[0] and "keras 3.99 (here: " in told[0], told
+
+
+REFUSED = {
+    "save_freq": [True, 0, -1, 0.0, -2.0, float("nan"), float("inf"), 1e300, "batch", None, np.int64(0), [1]],
+    "keep": [0, 1.5, None, "2"],
+    "timeout_seconds": [0, -1, None, "1", float("nan")],
+    "backup_dir": [""],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_callback_cannot_be_told_is_refused_by_name(name):
+    for value in REFUSED[name]:
+        with pytest.raises(ValueError, match=f"`{name}` is .*not "):
+            tfdist.callbacks.BackupAndRestore(**{"backup_dir": "x", name: value})
+
+
+def test_a_path_is_whole_and_a_number_of_seconds_is_a_time(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir("/tmp")
+    made = tfdist.callbacks.BackupAndRestore
+    places = {"~/run": "/home/me/run", "./run": "/tmp/run", b"run": "/tmp/run", "gs://bucket/run": "gs://bucket/run"}
+    assert {place: made(place).backup_dir for place in places} == places
+    frequencies = {30.0: datetime.timedelta(seconds=30), np.float32(0.5): datetime.timedelta(seconds=0.5), 7: 7}
+    assert {given: made("run", save_freq=given).save_freq for given in frequencies} == frequencies
+    assert type(made("run", save_freq=np.int64(50)).save_freq) is int
+
+
 @pytest.mark.parametrize("place", [pathlib.Path("gs://bucket/run"), "s3:/bucket"])
 def test_a_path_that_has_lost_a_slash_is_refused(place):
     with pytest.raises(ValueError, match=r"one slash of two.*as a string"):
@@ -478,8 +567,8 @@ def strategy_of_workers(workers, own=0):
 class Service:
     """A coordination service on which the third worker says nothing, and does not answer after a while."""
 
-    def __init__(self):
-        self.said, self.asked = {}, []
+    def __init__(self, answers=3, words=None):
+        self.said, self.asked, self.answers, self.words = {}, [], answers, words or {}
 
     def context(self):
         return self
@@ -488,14 +577,14 @@ class Service:
         self.said[key] = value
 
     def get_config_key_value(self, key, milliseconds):
-        if key.endswith("/2"):
+        if key.endswith("/2") and not self.words:
             assert milliseconds <= 5000
             raise tf.errors.DeadlineExceededError(None, None, "GetKeyValue() timed out")
-        return json.dumps(None)
+        return json.dumps(self.words.get(key[-1]))
 
     def check_collective_ops_peer_health(self, task, milliseconds):
         self.asked.append(task)
-        if len(self.asked) > 3:
+        if len(self.asked) > self.answers:
             raise tf.errors.UnavailableError(None, None, "Connection refused")
 
 
@@ -508,6 +597,26 @@ def test_the_chief_does_not_wait_for_the_word_of_a_worker_that_is_gone(monkeypat
     assert set(service.asked) == {"/job:worker/replica:0/task:1"}
     decided = next(value for key, value in service.said.items() if key.endswith("/decided"))
     assert "does not answer" in json.loads(decided)["error"], "the others hear of it"
+
+
+def test_a_worker_that_begins_no_backup_is_named_when_all_should_have_come(monkeypatch):
+    service = Service(answers=float("inf"))
+    monkeypatch.setattr(agreement, "_tf", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(health, "_tf", types.SimpleNamespace(context=service))
+    strategy = strategy_of_workers(3)
+    strategy.fault_tolerance = tfdist.FaultTolerance(start_timeout_seconds=0.05)
+    with pytest.raises(
+        BackupError, match=r"waited up to 0\.05 s for worker 2 .* Give BackupAndRestore on every worker"
+    ):
+        agreement.Agreement(strategy, 600).begin({"keep": "2"})
+
+
+def test_workers_that_were_told_otherwise_are_named_with_what_they_were_told(monkeypatch):
+    words = {"1": {"save_freq": "2", "keep": "2"}, "2": {"save_freq": "3", "keep": "2"}}
+    service = Service(words=words)
+    monkeypatch.setattr(agreement, "_tf", types.SimpleNamespace(context=service))
+    with pytest.raises(BackupError, match="save_freq=2 on worker 0 and save_freq=3 on worker 2"):
+        agreement.Agreement(strategy_of_workers(3), 600).begin(words["1"])
 
 
 def test_a_fit_of_the_chief_alone_leaves_the_next_of_all_their_words(monkeypatch):

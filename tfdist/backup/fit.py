@@ -51,6 +51,7 @@ class Input:
       batches: Of an epoch, if that is known.
       batches_of_pass: Of what makes the epochs, which may be longer than one or shorter; if that is known.
       sharding: The `BalancedSharding` that it is from, if it is from one.
+      first_epoch: That it was told to begin with.
       validates: Whether epochs end with a validation.
       is_known: Whether a `fit` was found; in a loop of the user's nobody knows.
     """
@@ -59,6 +60,7 @@ class Input:
     batches: int | None = None
     batches_of_pass: int | None = None
     sharding: Any = None
+    first_epoch: int = 0
     validates: bool = False
     is_known: bool = False
 
@@ -105,7 +107,7 @@ class FitBackup(keras.callbacks.Callback):
         self._loaded: Loaded | None = None
         self._passing_over = False
         self._stand_in: Loaded | None = None  # A commit of a later `fit`, in the place of this one's end.
-        self._is_done_before = self._has_trained = False
+        self._is_done_before = self._is_beyond = self._has_trained = False
         self._logs: Any = None
         self._epoch = self._batch = 0
         self._counted: CountedSteps | None = None
@@ -165,9 +167,18 @@ class FitBackup(keras.callbacks.Callback):
                 logging.warning("The last backup of a former fit failed: %s", error)
 
     def _claim(self) -> Commit | None:
+        self._agreement.begin(
+            {
+                "save_freq": repr(self._options.save_freq),
+                "keep": repr(self._options.keep),
+                "delete_checkpoint": repr(self._options.delete),
+                "save_before_preemption": repr(self._options.preemption),
+            }
+        )
         store = None
         if self._agreement.is_chief:
-            store = self._process.store = self._process.store or Store(self._options.directory, self._options.keep)
+            store = self._process.store = self._process.store or Store(self._options.directory)
+            store.keep = self._options.keep
         sites = [*self._process.sites[: self._process.finished], self._site]
         chosen = self._agreement.settle("fit", None, lambda _: _choose(store, sites))
         self._process.sites, self._process.finished = chosen["sites"], len(chosen["sites"]) - 1
@@ -218,10 +229,17 @@ class FitBackup(keras.callbacks.Callback):
         probe_writing(directory)
 
     def _check_epoch(self) -> None:
-        """Whether the epoch in which the commit was made has as many batches as are to be passed over."""
+        """Whether the epoch in which the commit was made comes, with as many batches as are to be passed over."""
         assert self._loaded is not None
         plain, path, steps = self._loaded.plain, self._loaded.commit.path, self._input.batches
-        if plain["fit"] != self._process.finished or not plain["batch"] or not steps:
+        if plain["fit"] != self._process.finished:
+            return
+        if self._input.first_epoch > plain["epoch"]:
+            raise BackupError(
+                f"The backup {path} was made in epoch {plain['epoch']}, counted from 0, but this `fit` begins with "
+                f"initial_epoch={self._input.first_epoch}. Give it that of then, or another backup_dir."
+            )
+        if not plain["batch"] or not steps:
             return
         together = getattr(self.model, "steps_per_execution", 1)  # Keras counts those that the last had no data for.
         if plain["batch"] > -(-steps // together) * together:
@@ -261,6 +279,15 @@ class FitBackup(keras.callbacks.Callback):
         # Not a fault, but absl shows no less by default, and nobody should wonder where the first epochs are.
         tell = logging.warning if self._agreement.is_chief else logging.info
         path, number = self._loaded.commit.path, self._process.finished
+        last = self.params.get("epochs") or math.inf
+        self._is_beyond = not self._is_done_before and (plain["epoch"], plain["batch"]) > (last, 0)
+        if self._is_beyond:
+            tell(
+                "Restored %s, which was made after %d batches of epoch %d, but this fit ends with epoch %d: it trains "
+                "nothing, and the backups stay.",
+                *(path, plain["batch"], plain["epoch"] + 1, last),
+            )
+            return
         if was_stopped and not self._is_done_before:
             tell(
                 "Restored %s: a callback stopped this fit at the end of epoch %d, so it is done. Without that folder "
@@ -268,7 +295,7 @@ class FitBackup(keras.callbacks.Callback):
                 *(path, plain["epoch"]),
             )
             return
-        if not self._is_done_before and not plain["batch"] and epoch >= (self.params.get("epochs") or math.inf):
+        if not self._is_done_before and not plain["batch"] and epoch >= last:
             tell(
                 "Restored %s, the end of this fit: what comes after it is next. Without that folder it trains anew.",
                 path,
@@ -444,7 +471,7 @@ class FitBackup(keras.callbacks.Callback):
             logging.warning("What compression had kept of gradients that are not exchanged any more is left out.")
         store = self._process.store
         if store is not None:
-            if self._options.delete and not self._is_done_before:
+            if self._options.delete and not self._is_done_before and not self._is_beyond:
                 self._remove(store)
             if not self._is_removed_later:  # Else nobody else may take them for his own.
                 store.release()
@@ -604,6 +631,8 @@ def _choose(store: Store | None, sites: list[str]) -> dict[str, Any]:
     store.claim()
     leftovers.take_back(store.directory)
     commit = store.newest_whole()
+    if commit is None and len(sites) == 1:
+        store.tell_of_keras()
     newest = -1 if commit is None else commit.step
     if commit is not None:
         sites = _with_skipped(sites, commit)

@@ -6,13 +6,14 @@ from typing import Any
 
 import keras
 import numpy as np
+from absl import logging
 
 from tfdist.backup import random_states, residuals, variables
 from tfdist.backup.agreement import Agreement
 from tfdist.backup.callbacks import CallbackStates
 from tfdist.backup.plain import apart
 from tfdist.backup.positions import Positions
-from tfdist.backup.saver import read_part
+from tfdist.backup.saver import read_part, versions
 from tfdist.backup.store import Commit
 from tfdist.errors import BackupError
 from tfdist.strategies.optimizer import exchanging_optimizers
@@ -104,6 +105,8 @@ def load(commit: Commit, model: keras.Model, agreement: Agreement, finished: int
     Raises:
       BackupError: If it is of another model or optimizer, or begins where this model cannot; if a file is damaged.
     """
+    if agreement.is_chief:
+        _tell_of_versions(commit)
     shared, plain = read_part(commit, "state")
     is_of_later_fit = plain["fit"] > finished
     kinds = ("weight/",) if is_of_later_fit else ("weight/", "optimizer/")
@@ -124,6 +127,15 @@ def load(commit: Commit, model: keras.Model, agreement: Agreement, finished: int
             ({**arrays, **read_part(commit, f"late-{worker}")[0]}, own) for worker, (arrays, own) in enumerate(parts)
         ]
     return Loaded(commit, plain, shared, parts, is_alike, finished)
+
+
+def _tell_of_versions(commit: Commit) -> None:
+    before, now = commit.manifest.get("versions", {}), versions()
+    others = [f"{name} {before[name]} (here: {now[name]})" for name in now if before.get(name, now[name]) != now[name]]
+    if others:
+        logging.warning(
+            "%s was made by %s: what is trained from it may differ in its bits.", commit.path, ", ".join(others)
+        )
 
 
 def _prefixed(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:

@@ -35,6 +35,7 @@ def of_running_fit(options: Options, model: keras.Model) -> FitBackup:
                 _batches(made),
                 _batches(getattr(made, "data_adapter", None)),
                 sharding,
+                first_epoch=int(frame.f_locals.get("initial_epoch") or 0),
                 validates=frame.f_locals.get("validation_data") is not None,
                 is_known=True,
             )

@@ -34,6 +34,7 @@ FORMAT = 5
 MANIFEST = "manifest.json"
 LOCK = "lock"
 
+_OF_KERAS = "latest.weights.h5"
 _LOCK_SECONDS = 10.0  # for a killed former run to be gone
 _MANIFEST_BYTES = 1 << 28
 _COMMIT = re.compile(r"step-([0-9]{1,18})")
@@ -110,11 +111,14 @@ class Store:
     Args:
       directory: A folder, or a path with "://" that `tf.io.gfile` knows.
       keep: How many commits stay.
+
+    Attributes:
+      keep: The same, for commits to come.
     """
 
     def __init__(self, directory: str, keep: int = 2):
         self.directory = directory
-        self._keep = keep
+        self.keep = keep
         self._files = files_of(directory)
         self._holding: contextlib.ExitStack | None = None
         self._faulty: list[str] = []
@@ -191,6 +195,16 @@ class Store:
             logging.warning("Backup %s is skipped: %s.", path, fault)
             self._faulty.append(path)
         return None
+
+    def tell_of_keras(self) -> None:
+        """Warns if Keras' own callback has left a backup in the directory."""
+        with contextlib.suppress(OSError):
+            if _OF_KERAS in self._files.names(self.directory):
+                logging.warning(
+                    "%s has a backup of Keras' own BackupAndRestore, which that of tfdist does not restore: training "
+                    "begins anew. Load the weights of %s into the model first, or give another backup_dir.",
+                    *(self.directory, _OF_KERAS),
+                )
 
     def end_of_fit(self, fit: int) -> Commit | None:
         """The newest whole commit that ends a `fit`; `None` if there is none. Costs reading it; raises as above."""
@@ -298,7 +312,7 @@ class Store:
         try:
             steps = sorted(self._own_steps(), reverse=True)
             ends = {fit: step for step in reversed(steps) if (fit := self._ended_fit(step)) is not None}
-            old = [step for step in steps[self._keep :] if step not in ends.values()]
+            old = [step for step in steps[self.keep :] if step not in ends.values()]
         except OSError as error:
             logging.warning("Old backups stay in %s: %s.", self.directory, error)
             return

@@ -1,12 +1,16 @@
 """`keras.callbacks.BackupAndRestore` that gives back everything, on any number of workers."""
 
+import contextlib
 import datetime
+import operator
 import os
 import re
 from typing import Any
 
 import keras
+import numpy as np
 
+from tfdist.backup.files import is_remote
 from tfdist.backup.fit import Options
 from tfdist.backup.running import of_running_fit
 
@@ -53,8 +57,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
       edited in between. In a loop every start must make the same fits, or give each a `backup_dir`.
 
     Args:
-      backup_dir: A folder for this job alone, or another path that `tf.io.gfile` knows, such as `gs://…`, as a string.
-      save_freq: "epoch"; a number of steps; a `datetime.timedelta`; or `False` to save before preemption only.
+      backup_dir: A folder for this job alone (`~` is the user's own), or another path that `tf.io.gfile` knows, such as
+        `gs://…`, as a string.
+      save_freq: "epoch"; a whole number of steps; a `datetime.timedelta` or a float of seconds; or `False` to save
+        before preemption only.
       double_checkpoint: As in Keras; what `keep` does.
       delete_checkpoint: Whether to remove the backups when `fit` is done; under `tfdist run`, if they are on a disk,
         when the job is done, so that an error in what comes after a fit does not have it trained again. A job that has
@@ -65,7 +71,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         hears a signal, so the epoch is saved before one that may be long: the first of a `fit`, if the number of its
         batches is known (not of a generator), and any after one that took half of `preemption_timeout_seconds`. Before
         an `evaluate` that a callback calls it is not.
-      timeout_seconds: How long workers wait for each other's parts of a save.
+      timeout_seconds: How long workers wait for each other's parts of a save; for each other when a `fit` begins
+        no longer than `start_timeout_seconds` of `tfdist.FaultTolerance`.
 
     Raises:
       ValueError: If an argument is not among these, or the model is not built.
@@ -85,21 +92,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         save_before_preemption: bool = True,
         timeout_seconds: float = 600.0,
     ):
-        is_steps = type(save_freq) is int and save_freq > 0
-        is_time = isinstance(save_freq, datetime.timedelta) and save_freq > datetime.timedelta()
-        if not (save_freq == "epoch" or save_freq is False or is_steps or is_time):
-            raise ValueError(
-                "`save_freq` is 'epoch', a positive number of steps, a positive datetime.timedelta, or False, not "
-                f"{save_freq!r}."
-            )
-        if keep < 1:
-            raise ValueError(f"`keep` is how many commits stay, at least 1, not {keep!r}.")
-        directory = os.fspath(backup_dir)
-        if _LOST_SLASH.match(directory):
-            raise ValueError(
-                f"`backup_dir` is {directory!r}, a folder here named after a scheme: pathlib makes one slash of two. "
-                "Give such a path as a string with '://', or the folder as the string './…'."
-            )
+        save_freq = _checked_frequency(save_freq)
+        keep = _checked_keep(keep)
+        if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, int | float) or not timeout_seconds > 0:
+            raise ValueError(f"`timeout_seconds` is a positive number, not {timeout_seconds!r}.")
+        directory = _checked_directory(backup_dir)
         super().__init__(directory, "epoch", double_checkpoint, delete_checkpoint)
         self.save_freq = save_freq
         keep = max(keep, 1 + double_checkpoint)
@@ -117,3 +114,40 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Nothing; see `on_train_begin`."""
+
+
+def _checked_frequency(save_freq: Any) -> Any:
+    if save_freq is False or (isinstance(save_freq, str) and save_freq == "epoch"):
+        return save_freq
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        is_seconds = isinstance(save_freq, float | np.floating)
+        given = datetime.timedelta(seconds=float(save_freq)) if is_seconds else save_freq
+        if isinstance(given, datetime.timedelta):
+            if given > datetime.timedelta():
+                return given
+        elif not isinstance(given, bool) and operator.index(given) > 0:
+            return operator.index(given)
+    raise ValueError(
+        "`save_freq` is 'epoch', a positive whole number of steps, a positive number of seconds (a float or a "
+        f"datetime.timedelta), or False, not {save_freq!r}."
+    )
+
+
+def _checked_keep(keep: Any) -> int:
+    with contextlib.suppress(TypeError):
+        if operator.index(keep) >= 1:
+            return operator.index(keep)
+    raise ValueError(f"`keep` is how many commits stay, a whole number of at least 1, not {keep!r}.")
+
+
+def _checked_directory(backup_dir: str | os.PathLike) -> str:
+    directory = os.fsdecode(backup_dir)
+    if not directory:
+        raise ValueError("`backup_dir` is a folder for this job alone, and may not be empty.")
+    if _LOST_SLASH.match(directory):
+        raise ValueError(
+            f"`backup_dir` is {directory!r}, a folder here named after a scheme: pathlib makes one slash of two. "
+            "Give such a path as a string with '://', or the folder as the string './…'."
+        )
+    # Whole, as the working directory may change in training.
+    return directory if is_remote(directory) else os.path.abspath(os.path.expanduser(directory))
