@@ -421,6 +421,27 @@ def test_collections_of_callbacks_are_saved_and_a_warning_tells_what_cannot_be(c
     )
 
 
+class Speaks(keras.callbacks.Callback):
+    """Says what its state is."""
+
+    made, state = None, 0
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+def test_of_a_callback_that_says_its_state_nothing_else_is_missed(caplog):
+    callback, again = Speaks(), Speaks()
+    callback.made = None
+    states, restored = (callbacks.CallbackStates([each], None) for each in (callback, again))
+    callback.made, callback.state = object(), 5
+    restored.restore(as_saved(states.capture()))
+    assert again.state == 5 and not caplog.records
+
+
 class HoldsInPlace(keras.callbacks.Callback):
     """Holds what is given its state back in place, and the model's own variables."""
 

@@ -3,7 +3,7 @@
 import hashlib
 import types
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import keras
@@ -49,10 +49,11 @@ class CallbackStates:
     ):
         self._callbacks = dict(_named(callbacks))
         self._model = model
+        of_model = self._of_model()
         # By identity: a callback need not be hashable.
         known: dict[int, dict[str, Start]] = former._starts if former else {}
         self._starts: dict[int, dict[str, Start]] = {
-            id(callback): known.get(id(callback)) or {key: _kept(own) for key, own in self._attributes(callback)}
+            id(callback): known.get(id(callback)) or {key: _kept(own) for key, own in _attributes(callback, of_model)}
             for callback in self._callbacks.values()
         }
         self._at_start = {name: self._starts[id(callback)] for name, callback in self._callbacks.items()}
@@ -64,9 +65,9 @@ class CallbackStates:
 
     def capture(self) -> dict[str, dict[str, Plain]]:
         """What differs from the start, by callback; nothing in it changes any more. Copies the arrays in it."""
-        captured = {}
+        captured, of_model = {}, self._of_model()
         for name, callback in self._callbacks.items():
-            now = dict(self._attributes(callback))
+            now = dict(_attributes(callback, of_model))
             self._tell_of_lost(name, callback, now)
             captured[name] = {
                 key: (node, [np.array(array) for array in arrays])
@@ -95,10 +96,11 @@ class CallbackStates:
 
     def restore(self, captured: Mapping[str, Mapping[str, Plain]]) -> None:
         """Puts back what was captured; the rest as it was at the start."""
+        of_model = self._of_model()
         for name, callback in self._callbacks.items():
             if name not in captured:
                 continue
-            now = dict(self._attributes(callback))  # Without what the new process has opened, as a progress bar.
+            now = dict(_attributes(callback, of_model))  # Without what the new process has opened, as a progress bar.
             changed = {
                 key: own
                 for key, start in self._at_start[name].items()
@@ -123,25 +125,16 @@ class CallbackStates:
                     *(type(callback).__name__, key, error),
                 )
 
+    def _of_model(self) -> Collection[int]:
+        return variables.identities(self._model) if self._model is not None else ()
+
     def _objects(self, name: str) -> Iterator[tuple[str, Any]]:
-        """Attributes of a callback that may lead to what cannot be saved; of Keras' own it is known what they hold."""
+        """Attributes of a callback that may be what cannot be saved; what Keras' own and tfdist's hold is known."""
         callback = self._callbacks[name]
-        if not type(callback).__module__.startswith("keras."):
+        if not _speaks_for_itself(callback) and not type(callback).__module__.startswith(("keras.", "tfdist.")):
             for key, value in list(vars(callback).items()):
                 if key not in _NOT_STATE and not _is_made_anew(value):
                     yield key, value
-
-    def _attributes(self, callback: Any) -> Iterator[tuple[str, Plain]]:
-        speaks = _speaks_for_itself(callback)
-        attributes = {"state": callback.get_state()} if speaks else vars(callback)
-        of_model = variables.identities(self._model) if self._model is not None and not speaks else ()
-        for key, value in list(attributes.items()):  # which a thread of the callback's may change
-            arrays: list[np.ndarray] = []
-            try:
-                if key not in _NOT_STATE:
-                    yield key, (encode(value, arrays, of_model), arrays)
-            except (TypeError, RecursionError):
-                continue  # a file, a function: what a new start makes anew
 
 
 def _put_in_place(attributes: dict[str, Any], key: str, value: Any) -> None:
@@ -206,3 +199,17 @@ def _named(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str,
 
 def _speaks_for_itself(callback: Any) -> bool:
     return hasattr(callback, "get_state") and hasattr(callback, "set_state")
+
+
+def _attributes(callback: Any, of_model: Collection[int]) -> Iterator[tuple[str, Plain]]:
+    if _speaks_for_itself(callback):
+        attributes, of_model = {"state": callback.get_state()}, ()
+    else:
+        attributes = vars(callback)
+    for key, value in list(attributes.items()):  # which a thread of the callback's may change
+        arrays: list[np.ndarray] = []
+        try:
+            if key not in _NOT_STATE:
+                yield key, (encode(value, arrays, of_model), arrays)
+        except (TypeError, RecursionError):
+            continue  # a file, a function: what a new start makes anew

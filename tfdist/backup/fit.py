@@ -378,7 +378,7 @@ class FitBackup(keras.callbacks.Callback):
         if not self._reads_again:
             return random_states.NAMES
         self._reads_again = False
-        return random_states.unmoved(self._random_as_begun, self._input.batches_of_pass)
+        return random_states.unmoved(self._random_as_begun or self._random_of_input, self._input.batches_of_pass)
 
     def _end_passing_over(self, batch: int) -> None:
         assert self._loaded is not None

@@ -37,6 +37,7 @@ LOCK = "lock"
 _OF_KERAS = "latest.weights.h5"
 _LOCK_SECONDS = 10.0  # for a killed former run to be gone
 _MANIFEST_BYTES = 1 << 28
+_MANY = (20, 200, 2000)
 _COMMIT = re.compile(r"step-([0-9]{1,18})")
 _FILE = re.compile(r"(state|part-[0-9]+|late-[0-9]+)\.(bin|json)")
 _HALF = re.compile(r"\.half-[0-9a-f]+-step-[0-9]+")
@@ -260,6 +261,8 @@ class Store:
             self._files.move(draft.path, path)
         self._ended[draft.step] = _fit_that_is_ended(content)
         self._prune()
+        if self._ended[draft.step] is not None:
+            self._tell_of_many(content)
         return Commit(draft.step, path, content)
 
     def discard(self, draft: Draft) -> None:
@@ -321,6 +324,18 @@ class Store:
                 self._files.remove(os.path.join(self.directory, f"step-{step}"))
             except OSError as error:
                 logging.warning("An old backup stays in %s: %s.", self.directory, error)
+
+    def _tell_of_many(self, newest: Mapping[str, Any]) -> None:
+        """Warns where the ends of `fit`s, which all stay, may come to fill a disk."""
+        ended = [fit for fit in self._ended.values() if fit is not None]
+        count = len(set(ended))
+        if count in _MANY and ended.count(newest["fit"]) == 1:
+            size = sum(described["bytes"] for described in newest["files"].values())
+            logging.warning(
+                "%s keeps a backup of the end of each fit, for a restart to pass over each with its own state: %d by "
+                "now, the last of %.1f MB. Train by fewer fits of more epochs if the disk is too small for that.",
+                *(self.directory, count, size / 1e6),
+            )
 
     def _ended_fit(self, step: int) -> int | None:
         if step not in self._ended:

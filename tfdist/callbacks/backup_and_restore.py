@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import numbers
 import operator
 import os
 import re
@@ -33,6 +34,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
       not end (`.repeat()` with `steps_per_epoch`). Arrays come in the same order if a seed is set, and so do
       the batches of a `keras.utils.PyDataset`, also with workers of its own; one that draws an order itself does so in
       its `on_epoch_begin`, by Python's or NumPy's global random numbers: what its `on_epoch_end` draws is not repeated.
+      Batches that draw from these as they are read, as augmentation does, get the numbers that they would have got, if
+      nobody else draws from the same meanwhile, as several readers at once, or callbacks, do.
     - Each commit is a folder `step-<n>`, whole or not at all; its files are compared with their SHA-256 before they
       count, and a damaged one is skipped, with a warning, for the one before.
     - A step that saves hands its variables over in microseconds; a thread copies and writes them, which takes the
@@ -42,10 +45,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
       alike, and commits when all have written. With another number of workers a run continues, but not to the bit.
       Where steps per epoch follow from that number, a backup made amid an epoch may be further on than an epoch is then
       long: that is refused, before training.
-    - The other callbacks are told apart by class and order. Attributes are saved that are numbers, text, arrays, and
-      lists, tuples, sets, dicts and deques of them (also Counters, OrderedDicts, and defaultdicts of built-in types); a
-      callback with `get_state` and `set_state` says itself. What callbacks write to files is theirs; that of
-      `tfdist.callbacks.CSVLogger` has each epoch once.
+    - The other callbacks are told apart by class and order. Attributes are saved that are numbers, text, arrays,
+      tensors, variables, metrics, layers and models (as far as the one that trains does not hold them), generators of
+      random numbers, and lists, tuples, sets, dicts and deques of them (also Counters, OrderedDicts, and defaultdicts
+      of built-in types); a warning tells of others that change. What is large costs a look at all of its bytes with
+      each save. A callback with `get_state` and `set_state` says itself. What callbacks write to files is theirs; that
+      of `tfdist.callbacks.CSVLogger` has each epoch once.
     - Not saved: tables, `tf.Variable`s and generators that Keras does not know, random operations of TensorFlow
       without a state.
     - Several fits in a program, with one `backup_dir` and `delete_checkpoint=False` for all but the last: those that
@@ -78,7 +83,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
       ValueError: If an argument is not among these, or the model is not built.
       BackupError: Before training, if `backup_dir` cannot be written, another job uses it, it has folders of others
         that are named `step-<n>`, or a backup of another model or a newer format, or one made further on in an epoch
-        than epochs are now long.
+        than epochs are now long, or before `initial_epoch`; if a worker does not begin the fit with this callback, or
+        was told something else.
     """
 
     def __init__(
@@ -92,15 +98,17 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         save_before_preemption: bool = True,
         timeout_seconds: float = 600.0,
     ):
-        save_freq = _checked_frequency(save_freq)
-        keep = _checked_keep(keep)
-        if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, int | float) or not timeout_seconds > 0:
-            raise ValueError(f"`timeout_seconds` is a positive number, not {timeout_seconds!r}.")
         directory = _checked_directory(backup_dir)
         super().__init__(directory, "epoch", double_checkpoint, delete_checkpoint)
-        self.save_freq = save_freq
-        keep = max(keep, 1 + double_checkpoint)
-        self._options = Options(directory, save_freq, keep, delete_checkpoint, save_before_preemption, timeout_seconds)
+        self.save_freq = _checked_frequency(save_freq)
+        self._options: Options = Options(
+            directory,
+            self.save_freq,
+            max(_checked_keep(keep), 1 + double_checkpoint),
+            delete_checkpoint,
+            save_before_preemption,
+            _checked_seconds(timeout_seconds),
+        )
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Hands over to a callback at the end of the list, which sees what all others have done."""
@@ -138,6 +146,13 @@ def _checked_keep(keep: Any) -> int:
         if operator.index(keep) >= 1:
             return operator.index(keep)
     raise ValueError(f"`keep` is how many commits stay, a whole number of at least 1, not {keep!r}.")
+
+
+def _checked_seconds(timeout_seconds: Any) -> float:
+    is_number = isinstance(timeout_seconds, numbers.Real) and not isinstance(timeout_seconds, bool)
+    if not is_number or not timeout_seconds > 0:
+        raise ValueError(f"`timeout_seconds` is a positive number, not {timeout_seconds!r}.")
+    return float(timeout_seconds)
 
 
 def _checked_directory(backup_dir: str | os.PathLike) -> str:
