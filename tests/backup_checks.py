@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import random
 import signal
 import tempfile
 import threading
@@ -117,6 +118,21 @@ class Rows(keras.utils.PyDataset):
         return tuple(each[batch * BATCH : (batch + 1) * BATCH] for each in data())
 
 
+class NoisyRows(Rows):
+    """The data, with noise that each reading draws."""
+
+    def __getitem__(self, batch):
+        x, y = super().__getitem__(batch)
+        return np.float32(x + np.random.normal(size=x.shape) + random.random()), y
+
+
+def noisy(x):
+    """The same of a `tf.data` pipeline."""
+    return tf.ensure_shape(
+        tf.numpy_function(lambda x: np.float32(x + np.random.normal(size=x.shape)), [x], "float32"), x.shape
+    )
+
+
 def make_strategy(placement, compressed):
     """A new one each time, as in a new process: what codecs keep belongs to a strategy."""
     make = tfdist.MirroredStrategy if placement.startswith("1x") else tfdist.MultiWorkerMirroredStrategy
@@ -176,10 +192,14 @@ def inputs(kind, strategy):
     if kind == "unshuffled":
         return {"x": x, "y": y, "batch_size": BATCH, "shuffle": False}
     if kind.startswith("PyDataset"):
-        return {"x": Rows(), **({"steps_per_epoch": STEPS // 2} if "shorter" in kind else {})}
+        rows = NoisyRows() if "draws" in kind else Rows()
+        return {"x": rows, **({"steps_per_epoch": STEPS // 2} if "shorter" in kind else {})}
     dataset = tf.data.Dataset.from_tensor_slices((x, y))
     if kind == "dataset":
         return {"x": dataset.shuffle(50, seed=1, reshuffle_each_iteration=False).batch(BATCH)}
+    if kind == "draws, endless":
+        noise = dataset.repeat().batch(BATCH).map(lambda x, y: (noisy(x), y))
+        return {"x": noise, "steps_per_epoch": STEPS // 2}
     if kind == "generator":  # of unknown length
         return {"x": dataset.batch(BATCH).filter(lambda *batch: True)}
     if kind == "known":  # two epochs of each pass
@@ -228,6 +248,8 @@ def train(
     worker, step = break_off if isinstance(break_off, list) else (own_index(), break_off)
     broken = [BreakOff(step, kills)] if step is not None and worker == own_index() else []
     histories, counts, between = [], [], []
+    # How far a thread has read ahead of the end, nobody knows.
+    drawn = (lambda: None) if data_kind == "draws, endless" else lambda: [np.random.random(), random.random()]
     log = pathlib.Path(f"{directory or os.path.join(tempfile.gettempdir(), f'unbroken-{os.getpid()}')}.csv")
     np.random.seed(5)
     x, y = data()
@@ -245,7 +267,7 @@ def train(
                 **inputs(data_kind, strategy), epochs=epochs, callbacks=callbacks, verbose=0, **validation
             )
             histories.append([history.epoch, {name: np.asarray(log).tolist() for name, log in history.history.items()}])
-            between.append([np.asarray(variable).tolist() for variable in model.variables] + [np.random.random()])
+            between.append([np.asarray(variable).tolist() for variable in model.variables] + [drawn()])
             counts.append([count.batches, count.epochs, count.sums.tolist(), float(count.weight), seen])
     except BrokenOffError:
         return None
@@ -261,7 +283,7 @@ def train(
         "histories": histories,
         "between": between,
         "counts": counts,
-        "random": np.random.random(),
+        "random": drawn(),
         "residual": getattr(strategy, "communication", None) and strategy.communication.residual_norm(),
     }
 

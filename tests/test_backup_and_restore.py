@@ -1,9 +1,13 @@
 """A training that is killed and started again is, to the bit, the training that was not."""
 
 import collections
+import contextlib
 import datetime
+import io
 import json
 import pathlib
+import random
+import signal
 import types
 
 import keras
@@ -13,7 +17,7 @@ import tensorflow as tf
 
 import backup_checks as checks
 import tfdist
-from tfdist.backup import agreement, callbacks, fit, plain, schedule, steps
+from tfdist.backup import agreement, callbacks, fit, plain, random_states, saver, schedule, steps
 from tfdist.backup.positions import Positions
 from tfdist.errors import BackupError, PositionError
 from tfdist.faults import health
@@ -55,6 +59,10 @@ ROWS = {
     "PyDataset": {"breaks": [5, 9, 11, 15], "save_freq": 4, "data_kind": "PyDataset"},
     "PyDataset, epochs": {"breaks": [8, 10], "save_freq": "epoch", "data_kind": "PyDataset of shorter epochs"},
     "PyDataset, epochs shorter": {"breaks": [5, 8, 11], "save_freq": 2, "data_kind": "PyDataset of shorter epochs"},
+    "PyDataset that draws": {"breaks": [9, 13], "save_freq": 4, "data_kind": "PyDataset that draws"},
+    "PyDataset that draws, each step": {"breaks": [5, 13], "save_freq": 1, "data_kind": "PyDataset that draws"},
+    "endless dataset that draws": {"breaks": [4, 8, 10], "save_freq": 2, "data_kind": "draws, endless"},
+    "endless dataset that draws, epochs": {"breaks": [5, 8], "save_freq": "epoch", "data_kind": "draws, endless"},
     "metric that is a vector": {"breaks": [8, 11], "save_freq": 3, "model": {"vectors": True}},
     "train function made anew": {"breaks": [15], "save_freq": 4, "data_kind": "endless", "anew": True},
     "unseeded noise": {"breaks": [9, 15], "save_freq": 4, "model": {"noise": True}},
@@ -70,7 +78,8 @@ SOME_ROWS = [
         "steps",
         "monitors, steps",
         "PyDataset",
-        "endless dataset",
+        "PyDataset that draws",
+        "endless dataset that draws",
         "epochs shorter than the data",
         "metric that is a vector",
     ),
@@ -282,6 +291,81 @@ def test_a_train_on_batch_of_a_callback_is_no_step_of_the_input():
     assert keras.ops.convert_to_numpy(model.optimizer.iterations) == 4
 
 
+def broken_off(directory, step, **options):
+    """Leaves the backups of a `fit` that an exception has ended after a step, as another process would."""
+    with contextlib.suppress(checks.BrokenOffError):
+        fit_on(directory, checks.BreakOff(step, kills=False), epochs=4, save_freq=1, **options)
+    checks._await_save()
+    another_process(directory)
+
+
+def another_process(directory):
+    process = fit._processes.pop(directory)
+    process.store.release()
+
+
+def fit_on(directory, *others, epochs=1, initial_epoch=0, **options):
+    backup = tfdist.callbacks.BackupAndRestore(directory, **options)
+    model = checks.build(None)
+    model.run_eagerly = True  # Of a few steps most is tracing.
+    rows = {"batch_size": checks.BATCH, "verbose": 0, "epochs": epochs, "initial_epoch": initial_epoch}
+    return model.fit(*checks.data(), callbacks=[*others, backup], **rows)
+
+
+def test_a_backup_of_another_epoch_or_of_other_versions_is_named_and_stays(tmp_path, caplog, monkeypatch):
+    directory = str(tmp_path / "backup")
+    with monkeypatch.context() as patched:
+        patched.setattr(saver, "versions", lambda: {"tfdist": "0.0.1", "keras": "3.99"})
+        broken_off(directory, 2 * checks.STEPS + 3)
+    fit_on(directory, epochs=2)
+    told = [record.getMessage() for record in caplog.records]
+    assert any("after 2 batches of epoch 3, but this fit ends with epoch 2: it trains nothing" in one for one in told)
+    assert any("tfdist 0.0.1 (here: " in one and "keras 3.99 (here: " in one for one in told)
+    another_process(directory)
+    with pytest.raises(BackupError, match=r"step-14 was made in epoch 2, .* begins with initial_epoch=3"):
+        fit_on(directory, epochs=4, initial_epoch=3)
+    assert fit_on(directory, epochs=3, initial_epoch=1).epoch == [0, 1, 2] and not (tmp_path / "backup").exists()
+
+
+def test_where_commits_go_and_how_many_stay_is_as_each_fit_was_told(tmp_path, monkeypatch, caplog):
+    (tmp_path / "backup").mkdir()
+    (tmp_path / "backup" / "latest.weights.h5").write_bytes(b"of Keras")
+    monkeypatch.chdir(tmp_path)
+    for keep, number in ((1, 1), (3, 4)):
+        away = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: monkeypatch.chdir("/"))
+        fit_on("backup", away, save_freq=np.int64(1), keep=keep, delete_checkpoint=False)
+        assert len(list((tmp_path / "backup").glob("step-*"))) == number  # With the end of the first.
+        monkeypatch.chdir(tmp_path)
+    another_process(str(tmp_path / "backup"))
+    assert sum("Keras' own BackupAndRestore" in record.getMessage() for record in caplog.records) == 1
+
+
+REFUSED = {
+    "save_freq": [True, 0, -1, 0.0, -2.0, float("nan"), float("inf"), 1e300, "batch", None, np.int64(0), [1]],
+    "keep": [0, 1.5, None, "2"],
+    "timeout_seconds": [0, -1, None, "1", float("nan")],
+    "backup_dir": [""],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_callback_cannot_be_told_is_refused_by_name(name):
+    for value in REFUSED[name]:
+        with pytest.raises(ValueError, match=f"`{name}` is .*not "):
+            tfdist.callbacks.BackupAndRestore(**{"backup_dir": "x", name: value})
+
+
+def test_a_path_is_whole_and_a_number_of_seconds_is_a_time(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir("/tmp")
+    made = tfdist.callbacks.BackupAndRestore
+    places = {"~/run": "/home/me/run", "./run": "/tmp/run", b"run": "/tmp/run", "gs://bucket/run": "gs://bucket/run"}
+    assert {place: made(place).backup_dir for place in places} == places
+    frequencies = {30.0: datetime.timedelta(seconds=30), np.float32(0.5): datetime.timedelta(seconds=0.5), 7: 7}
+    assert {given: made("run", save_freq=given).save_freq for given in frequencies} == frequencies
+    assert type(made("run", save_freq=np.int64(50)).save_freq) is int
+
+
 @pytest.mark.parametrize("place", [pathlib.Path("gs://bucket/run"), "s3:/bucket"])
 def test_a_path_that_has_lost_a_slash_is_refused(place):
     with pytest.raises(ValueError, match=r"one slash of two.*as a string"):
@@ -290,14 +374,22 @@ def test_a_path_that_has_lost_a_slash_is_refused(place):
         tfdist.callbacks.BackupAndRestore(other)
 
 
+def as_saved(captured):
+    return {
+        name: {key: plain.apart(json.loads(json.dumps(plain.with_arrays(*own)))) for key, own in of_one.items()}
+        for name, of_one in captured.items()
+    }
+
+
 class Collects(keras.callbacks.Callback):
-    """Holds what `collections` has, and what cannot be saved from some time on, or never."""
+    """Holds what `collections` has, what cannot be saved, from some time on or never, and what need not be."""
 
     def __init__(self):
         super().__init__()
         self.last, self.counts = collections.deque(maxlen=3), collections.Counter()
         self.by_name, self.in_order = collections.defaultdict(list), collections.OrderedDict()
-        self.events, self.file, self.made = [], None, collections.defaultdict(lambda: 0)
+        self.events, self.best, self.phase = [], None, signal.SIGINT
+        self.file, self.made, self.same = None, collections.defaultdict(lambda: 0), object()
 
     def train(self):
         self.last.extend(range(5))
@@ -305,7 +397,8 @@ class Collects(keras.callbacks.Callback):
         self.by_name["loss"].append(np.float32(0.5))
         self.in_order.update({"b": collections.deque([1]), "a": (2,)})
         self.events.append(object())
-        self.file = object()
+        self.best, self.phase = np.longdouble(1), signal.SIGTERM
+        self.file = io.StringIO()
 
 
 def test_collections_of_callbacks_are_saved_and_a_warning_tells_what_cannot_be(caplog):
@@ -315,18 +408,114 @@ def test_collections_of_callbacks_are_saved_and_a_warning_tells_what_cannot_be(c
     callback.train()
     for _ in range(2):
         captured = states.capture()
-    as_saved = {
-        name: {key: plain.apart(json.loads(json.dumps(plain.with_arrays(*own)))) for key, own in of_one.items()}
-        for name, of_one in captured.items()
-    }
-    restored.restore(as_saved)
+    restored.restore(as_saved(captured))
     for name in ("last", "counts", "by_name", "in_order"):
         mine, other = getattr(again, name), getattr(callback, name)
         assert type(mine) is type(other) and mine == other, name
     assert again.last is held and held.maxlen == 3 and again.by_name["new"] == []
     assert list(again.in_order) == ["b", "a"] and type(again.in_order["b"]) is collections.deque
-    (told,) = [record.getMessage() for record in caplog.records if "not saved whole" in record.getMessage()]
-    assert "Collects" in told and "'events'" in told, "once; a file that is opened is no state"
+    told = [record.getMessage() for record in caplog.records if "not saved whole" in record.getMessage()]
+    assert len(told) == 3, "once; a file that is opened is no state"
+    assert all(
+        "Collects" in each and f"'{name}'" in each for each, name in zip(told, ("events", "best", "phase"), strict=True)
+    )
+
+
+class Speaks(keras.callbacks.Callback):
+    """Says what its state is."""
+
+    made, state = None, 0
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+def test_of_a_callback_that_says_its_state_nothing_else_is_missed(caplog):
+    callback, again = Speaks(), Speaks()
+    callback.made = None
+    states, restored = (callbacks.CallbackStates([each], None) for each in (callback, again))
+    callback.made, callback.state = object(), 5
+    restored.restore(as_saved(states.capture()))
+    assert again.state == 5 and not caplog.records
+
+
+class HoldsInPlace(keras.callbacks.Callback):
+    """Holds what is given its state back in place, and the model's own variables."""
+
+    def __init__(self, kernels):
+        super().__init__()
+        self.kernels, self.best = [kernels, {"both": tuple(kernels)}], None
+        self.shadow = [tf.Variable(0.0), {"w": keras.Variable([0.0, 0.0])}, collections.deque([tf.Variable(1)])]
+        self.generators = [random.Random(3), np.random.default_rng(3), np.random.RandomState(3)]
+        self.others = np.random.Generator(np.random.Philox(1))
+        self.mean, self.seeds = keras.metrics.Mean(), {"seeds": keras.random.SeedGenerator(1)}
+        self.layer, self.counts = keras.layers.Dense(2), np.zeros(2, ">i4")
+        self.layer.build((1, 3))
+
+    def train(self):
+        self.best = tf.constant([1.0, 2.0])
+        for variable in (self.shadow[0], self.shadow[1]["w"], self.shadow[2][0], self.layer.bias, self.kernels[0][0]):
+            variable.assign(variable + keras.ops.ones_like(variable))
+        self.mean.update_state(5.0)
+        self.counts += 1
+        self.draw()
+
+    def held(self):
+        first, second, third = self.shadow
+        return [first, second["w"], third[0], *self.generators, self.others, self.mean, self.layer, self.kernels[0]]
+
+    def draw(self):
+        drawn = [each.random() if hasattr(each, "random") else each.rand() for each in [*self.generators, self.others]]
+        return [*drawn, np.asarray(keras.random.normal((1,), seed=self.seeds["seeds"])).tolist()]
+
+
+def test_variables_metrics_and_generators_of_callbacks_are_given_back_in_place():
+    model = checks.build(None)
+    kernels = model.trainable_variables
+    callback, again = HoldsInPlace(kernels), HoldsInPlace(kernels)
+    states, restored = (callbacks.CallbackStates([each], None, model) for each in (callback, again))
+    held = again.held()
+    before = kernels[0].numpy()
+    callback.train()
+    captured = states.capture()
+    assert sorted(captured[next(iter(captured))]) == [
+        *("best", "counts", "generators", "layer", "mean", "others", "seeds", "shadow"),
+    ]
+    restored.restore(as_saved(captured))
+    assert again.draw() == callback.draw()
+    assert float(again.mean.result()) == 5
+    assert again.counts.tolist() == [1, 1]
+    np.testing.assert_array_equal(again.layer.get_weights()[1], [1, 1])
+    assert isinstance(again.best, tf.Tensor) and again.best.numpy().tolist() == [1, 2]
+    assert again.shadow[0].numpy() == 1 and again.shadow[1]["w"].numpy().tolist() == [1, 1]
+    assert again.shadow[2][0].numpy() == 2
+    assert all(mine is other for mine, other in zip(again.held(), held, strict=True))
+    np.testing.assert_array_equal(kernels[0].numpy(), before + 1)
+    assert again.kernels[1]["both"][0] is kernels[0]
+
+
+def test_what_is_to_be_given_back_in_place_and_is_not_there_begins_anew_with_a_warning(caplog):
+    callback, again = HoldsInPlace([]), HoldsInPlace([])
+    states, restored = callbacks.CallbackStates([callback], None), callbacks.CallbackStates([again], None)
+    callback.mean.update_state(5.0)
+    again.mean = None
+    for _ in range(2):
+        restored.restore(as_saved(states.capture()))
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "HoldsInPlace begins anew with its attribute 'mean'" in told
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.longdouble(1), np.zeros(2, np.clongdouble), np.ma.masked_array([1.0], [True]), np.array(["a"]), object()],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_could_not_be_read_again_is_not_saved(value):
+    with pytest.raises(TypeError, match="cannot be saved"):
+        plain.encode([value], [])
 
 
 class InPlace(keras.callbacks.Callback):
@@ -359,6 +548,22 @@ def test_arrays_that_a_callback_changes_in_place_are_saved_and_no_others():
     assert again.seen[-1] == again.many[1]["a"][-1] == 0
 
 
+def test_random_numbers_that_reading_has_not_drawn_are_told_from_those_it_has():
+    for draw, undrawn in (
+        (lambda: None, {"python", "numpy"}),
+        (lambda: random.shuffle(list(range(6))), {"python", "numpy"}),  # once, as Keras does
+        (lambda: random.random(), {"numpy"}),
+        (lambda: np.random.normal(), {"python"}),
+    ):
+        begun = random_states.capture()
+        draw()
+        assert random_states.unmoved(begun, 6) == undrawn
+        drawn = random.getstate()
+        random_states.restore(begun, undrawn)
+        assert random_states.unmoved(begun, None) == undrawn
+        assert "python" in undrawn or random.getstate() == drawn
+
+
 def strategy_of_workers(workers, own=0):
     spec = tf.train.ClusterSpec({"chief": ["a:1"], "worker": [f"b{i}:1" for i in range(workers - 1)]})
     extended = types.SimpleNamespace(_num_workers=workers, _id_in_cluster=own, _cluster_spec=spec)
@@ -370,8 +575,8 @@ def strategy_of_workers(workers, own=0):
 class Service:
     """A coordination service on which the third worker says nothing, and does not answer after a while."""
 
-    def __init__(self):
-        self.said, self.asked = {}, []
+    def __init__(self, answers=3, words=None):
+        self.said, self.asked, self.answers, self.words = {}, [], answers, words or {}
 
     def context(self):
         return self
@@ -380,14 +585,14 @@ class Service:
         self.said[key] = value
 
     def get_config_key_value(self, key, milliseconds):
-        if key.endswith("/2"):
+        if key.endswith("/2") and not self.words:
             assert milliseconds <= 5000
             raise tf.errors.DeadlineExceededError(None, None, "GetKeyValue() timed out")
-        return json.dumps(None)
+        return json.dumps(self.words.get(key[-1]))
 
     def check_collective_ops_peer_health(self, task, milliseconds):
         self.asked.append(task)
-        if len(self.asked) > 3:
+        if len(self.asked) > self.answers:
             raise tf.errors.UnavailableError(None, None, "Connection refused")
 
 
@@ -400,6 +605,26 @@ def test_the_chief_does_not_wait_for_the_word_of_a_worker_that_is_gone(monkeypat
     assert set(service.asked) == {"/job:worker/replica:0/task:1"}
     decided = next(value for key, value in service.said.items() if key.endswith("/decided"))
     assert "does not answer" in json.loads(decided)["error"], "the others hear of it"
+
+
+def test_a_worker_that_begins_no_backup_is_named_when_all_should_have_come(monkeypatch):
+    service = Service(answers=float("inf"))
+    monkeypatch.setattr(agreement, "_tf", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(health, "_tf", types.SimpleNamespace(context=service))
+    strategy = strategy_of_workers(3)
+    strategy.fault_tolerance = tfdist.FaultTolerance(start_timeout_seconds=0.05)
+    with pytest.raises(
+        BackupError, match=r"waited up to 0\.05 s for worker 2 .* Give BackupAndRestore on every worker"
+    ):
+        agreement.Agreement(strategy, 600).begin({"keep": "2"})
+
+
+def test_workers_that_were_told_otherwise_are_named_with_what_they_were_told(monkeypatch):
+    words = {"1": {"save_freq": "2", "keep": "2"}, "2": {"save_freq": "3", "keep": "2"}}
+    service = Service(words=words)
+    monkeypatch.setattr(agreement, "_tf", types.SimpleNamespace(context=service))
+    with pytest.raises(BackupError, match="save_freq=2 on worker 0 and save_freq=3 on worker 2"):
+        agreement.Agreement(strategy_of_workers(3), 600).begin(words["1"])
 
 
 def test_a_fit_of_the_chief_alone_leaves_the_next_of_all_their_words(monkeypatch):

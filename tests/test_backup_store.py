@@ -202,6 +202,16 @@ def test_the_newest_end_of_each_fit_stays_too(tmp_path):
         assert store.end_of_fit(0) is None
 
 
+def test_a_warning_tells_of_many_ends_of_fits_before_they_fill_the_disk(tmp_path, warnings):
+    with owned(tmp_path) as store:
+        for fit in range(20):
+            assert warnings == [], fit
+            for step in (3 * fit, 3 * fit + 1):
+                write(store, step, fit=fit, is_done=True)
+    (told,) = warnings
+    assert f"{tmp_path} keeps a backup of the end of each fit" in told and "20 by now" in told
+
+
 def test_a_damaged_commit_is_set_aside_not_deleted(two):
     (two / "step-12" / "state.json").write_bytes(b"damaged")
     with owned(two) as store:

@@ -6,7 +6,7 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -14,9 +14,19 @@ from absl import logging
 
 from tfdist import _tf
 from tfdist.errors import BackupError, ClusterError
+from tfdist.faults import preemption
 from tfdist.faults.health import Health
 
 _ASK_SECONDS = 5.0  # Whether a worker is still there, of which nothing was heard.
+_LATE = (
+    "Worker {own} on {host} waited up to {seconds:g} s for worker {worker} to say how its part of a backup went: "
+    "{said}. See the log of worker {worker}."
+)
+_NOT_COME = (
+    "Worker {own} on {host} waited up to {seconds:g} s for worker {worker} to begin a `fit` with BackupAndRestore, as "
+    "all do ({said}). Give BackupAndRestore on every worker, not on the chief alone. If that is so, see the log of "
+    "worker {worker}, or raise start_timeout_seconds of tfdist.FaultTolerance and timeout_seconds of the callback."
+)
 
 _made = itertools.count()  # Among several workers: one alone may make more of its own.
 
@@ -37,6 +47,9 @@ class Agreement:
         self.own: int = extended._id_in_cluster if self.workers > 1 else 0
         self._health = Health(strategy) if self.workers > 1 else None
         self._timeout_seconds = timeout_seconds
+        self._begin_seconds = timeout_seconds
+        if self.workers > 1:
+            self._begin_seconds = min(timeout_seconds, preemption.options_of(strategy).start_timeout_seconds)
         self._prefix = f"tfdist/backup/{next(_made)}" if self.workers > 1 else ""
         self._heard: dict[str, list[str]] = {}
         self._rounds: Counter[str] = Counter()
@@ -46,6 +59,14 @@ class Agreement:
         """Whether this worker decides."""
         return self.own == 0
 
+    def begin(self, told: Mapping[str, str]) -> None:
+        """Waits until all workers begin, for no longer than they may take to come, and compares what each was told.
+
+        Raises:
+          BackupError: If a worker does not come, or was told something else.
+        """
+        self._settle("fit", dict(told), _compare, self._begin_seconds, _NOT_COME)
+
     def settle(self, topic: str, said: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Tells the chief something, and returns what it makes of what all have told; JSON both.
 
@@ -54,6 +75,9 @@ class Agreement:
         Raises:
           BackupError: If a worker is not heard in time or does not answer any more, or the chief could not decide.
         """
+        return self._settle(topic, said, decide, self._timeout_seconds, _LATE)
+
+    def _settle(self, topic: str, said: Any, decide: Callable[[list[Any]], Any], seconds: float, fault: str) -> Any:
         if self.workers == 1:
             return decide([said])
         name = f"{self._prefix}/{topic}/{self._rounds[topic]}"
@@ -62,14 +86,15 @@ class Agreement:
             self._say(f"{name}/{self.own}", said)
         else:
             try:
-                words = [said, *(self._hear(f"{name}/{worker}", worker) for worker in range(1, self.workers))]
+                words = [said, *(self._hear(f"{name}/{i}", i, seconds, fault) for i in range(1, self.workers))]
                 self._forget(topic, name)
                 self._say(f"{name}/decided", {"decided": decide(words)})
             except BaseException as error:
                 with contextlib.suppress(tf.errors.OpError):  # those that are left may hear it
                     self._say(f"{name}/decided", {"error": f"{type(error).__name__}: {error}"})
                 raise
-        answer = self._hear(f"{name}/decided", 0)
+        # The chief may need all of its time to learn who is missing.
+        answer = self._hear(f"{name}/decided", 0, seconds + 2 * _ASK_SECONDS, fault)
         if "error" in answer:
             raise BackupError(f"The chief says: {answer['error']}")
         return answer["decided"]
@@ -77,19 +102,16 @@ class Agreement:
     def _say(self, key: str, said: Any) -> None:
         _tf.context.context().set_config_key_value(key, json.dumps(said))
 
-    def _hear(self, key: str, worker: int) -> Any:
-        deadline = time.monotonic() + self._timeout_seconds
+    def _hear(self, key: str, worker: int, seconds: float, fault: str) -> Any:
+        deadline = time.monotonic() + seconds
         while True:
             try:
-                seconds = max(0.1, min(_ASK_SECONDS, deadline - time.monotonic()))
-                return json.loads(_tf.context.context().get_config_key_value(key, round(seconds * 1000)))
+                patience = max(0.1, min(_ASK_SECONDS, deadline - time.monotonic()))
+                return json.loads(_tf.context.context().get_config_key_value(key, round(patience * 1000)))
             except tf.errors.OpError as error:
                 if not isinstance(error, tf.errors.DeadlineExceededError) or time.monotonic() >= deadline:
-                    raise BackupError(
-                        f"Worker {self.own} on {socket.gethostname()} waited up to {self._timeout_seconds:g} s for "
-                        f"worker {worker} to say how its part of a backup went: {error.message}. See the log of worker "
-                        f"{worker}."
-                    ) from error
+                    said = {"own": self.own, "host": socket.gethostname(), "seconds": seconds, "worker": worker}
+                    raise BackupError(fault.format(**said, said=error.message)) from error
             self._check_is_there(worker)
 
     def _check_is_there(self, worker: int) -> None:
@@ -110,3 +132,13 @@ class Agreement:
             except tf.errors.OpError as error:
                 logging.debug("A word of a former agreement stays: %s", error.message)
         self._heard[topic] = [f"{name}/decided", *(f"{name}/{worker}" for worker in range(1, self.workers))]
+
+
+def _compare(told: list[Mapping[str, str]]) -> None:
+    for worker, own in enumerate(told):
+        for name, value in own.items():
+            if value != told[0][name]:
+                raise BackupError(
+                    f"BackupAndRestore is the same on all workers, but got {name}={told[0][name]} on worker 0 and "
+                    f"{name}={value} on worker {worker}. Give all the same."
+                )

@@ -1,15 +1,17 @@
 """The state of the other callbacks of a `fit`: what a list holds, what of it changes, how it is given back."""
 
 import hashlib
+import types
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import keras
 import numpy as np
 from absl import logging
 
-from tfdist.backup.plain import decode, encode
+from tfdist.backup import variables
+from tfdist.backup.plain import AbsentError, decode, encode
 
 Plain = tuple[Any, list[np.ndarray]]  # what `encode` gives
 Digest = tuple[Any, ...]
@@ -24,9 +26,10 @@ class CallbackStates:
     """The plain attributes of callbacks, as far as training changes them.
 
     What is told to `__init__` of a callback and stays so is not saved: a restarted script may say it anew. A callback
-    with both `get_state` and `set_state` says itself what its state is: plain values, see `encode`. Variables, lists,
-    deques, dicts and sets are given back in place. Of what could be saved at the start, and later not, a warning tells
-    once.
+    with both `get_state` and `set_state` says itself what its state is: plain values, see `encode`. Variables,
+    generators of random numbers, metrics, layers, lists, deques, dicts and sets are given back in place; of the model's
+    own variables nothing is saved here. A warning tells once of what can be saved no more, and of what cannot be saved
+    and was `None` or something else at the start.
 
     Make it when all callbacks have begun. Keeps copies of arrays up to 1 MiB; larger ones cost a look at all of their
     bytes with each `capture`, and where training has not changed them a restart leaves them as it finds them.
@@ -35,24 +38,36 @@ class CallbackStates:
       callbacks: All but those that back up.
       former: Those of the `fit` before in this process. A callback of both is compared with the start of the first,
         as nobody tells a new process what it learnt there.
+      model: That trains.
     """
 
-    def __init__(self, callbacks: Sequence[keras.callbacks.Callback], former: Optional["CallbackStates"]):
+    def __init__(
+        self,
+        callbacks: Sequence[keras.callbacks.Callback],
+        former: Optional["CallbackStates"],
+        model: keras.Model | None = None,
+    ):
         self._callbacks = dict(_named(callbacks))
+        self._model = model
+        of_model = self._of_model()
         # By identity: a callback need not be hashable.
         known: dict[int, dict[str, Start]] = former._starts if former else {}
         self._starts: dict[int, dict[str, Start]] = {
-            id(callback): known.get(id(callback)) or {key: _kept(own) for key, own in _attributes(callback)}
+            id(callback): known.get(id(callback)) or {key: _kept(own) for key, own in _attributes(callback, of_model)}
             for callback in self._callbacks.values()
         }
         self._at_start = {name: self._starts[id(callback)] for name, callback in self._callbacks.items()}
+        self._objects_at_start = {
+            name: {key: value for key, value in self._objects(name) if value is None or key not in start}
+            for name, start in self._at_start.items()
+        }
         self._told: set[tuple[str, str]] = set()
 
     def capture(self) -> dict[str, dict[str, Plain]]:
         """What differs from the start, by callback; nothing in it changes any more. Copies the arrays in it."""
-        captured = {}
+        captured, of_model = {}, self._of_model()
         for name, callback in self._callbacks.items():
-            now = dict(_attributes(callback))
+            now = dict(_attributes(callback, of_model))
             self._tell_of_lost(name, callback, now)
             captured[name] = {
                 key: (node, [np.array(array) for array in arrays])
@@ -63,6 +78,8 @@ class CallbackStates:
 
     def _tell_of_lost(self, name: str, callback: keras.callbacks.Callback, now: Mapping[str, Plain]) -> None:
         lost = [key for key, (node, _) in self._at_start[name].items() if key not in now and node is not None]
+        before = self._objects_at_start[name]
+        lost += [key for key, value in self._objects(name) if key not in now and before.get(key, value) is not value]
         if _speaks_for_itself(callback) and "state" not in now:
             lost = ["state"]
         for key in lost:
@@ -72,34 +89,60 @@ class CallbackStates:
                 what = "what its get_state() gives" if _speaks_for_itself(callback) else f"its attribute {key!r}"
                 logging.warning(
                     "The callback %s is not saved whole: %s holds what a backup cannot. Saved are numbers, text, "
-                    "arrays, and lists, tuples, sets, deques and dicts of them; a callback with get_state and "
-                    "set_state says itself.",
+                    "arrays, variables, metrics, layers, generators of random numbers, and lists, tuples, sets, deques "
+                    "and dicts of them; a callback with get_state and set_state says itself.",
                     *(type(callback).__name__, what),
                 )
 
     def restore(self, captured: Mapping[str, Mapping[str, Plain]]) -> None:
         """Puts back what was captured; the rest as it was at the start."""
+        of_model = self._of_model()
         for name, callback in self._callbacks.items():
             if name not in captured:
                 continue
-            now = dict(_attributes(callback))  # Without what the new process has opened meanwhile, as a progress bar.
-            at_start = {key: _copied(own) for key, own in self._at_start[name].items() if key in now}
-            known = {**at_start, **captured[name]}
-            state = {key: decode(*own) for key, own in known.items() if own is not None}
+            now = dict(_attributes(callback, of_model))  # Without what the new process has opened, as a progress bar.
+            changed = {
+                key: own
+                for key, start in self._at_start[name].items()
+                if key in now and not _is_same(now[key], start) and (own := _copied(start)) is not None
+            }
+            for key, own in {**changed, **captured[name]}.items():
+                self._give_back(name, callback, key, own)
+
+    def _give_back(self, name: str, callback: Any, key: str, own: Plain) -> None:
+        try:
             if _speaks_for_itself(callback):
-                if "state" in state:
-                    callback.set_state(state["state"])
+                if key == "state":
+                    callback.set_state(decode(*own))
             else:
-                for key, value in state.items():
-                    _give_back(vars(callback), key, value)
+                _put_in_place(vars(callback), key, decode(*own, vars(callback).get(key)))
+        except AbsentError as error:
+            if (name, key) not in self._told:
+                self._told.add((name, key))
+                logging.warning(
+                    "The callback %s begins anew with its attribute %r: there is not %s, when it is to be given back. "
+                    "Make it in __init__ or on_train_begin.",
+                    *(type(callback).__name__, key, error),
+                )
+
+    def _of_model(self) -> Collection[int]:
+        return variables.identities(self._model) if self._model is not None else ()
+
+    def _objects(self, name: str) -> Iterator[tuple[str, Any]]:
+        """Attributes of a callback that may be what cannot be saved; what Keras' own and tfdist's hold is known."""
+        callback = self._callbacks[name]
+        if not _speaks_for_itself(callback) and not type(callback).__module__.startswith(("keras.", "tfdist.")):
+            for key, value in list(vars(callback).items()):
+                if key not in _NOT_STATE and not _is_made_anew(value):
+                    yield key, value
 
 
-def _give_back(attributes: dict[str, Any], key: str, value: Any) -> None:
-    """Puts a value in place, into what is there where others may hold it too."""
+def _put_in_place(attributes: dict[str, Any], key: str, value: Any) -> None:
+    """Puts a value into what is there, where others may hold it too."""
     present: Any = attributes.get(key)
-    if hasattr(present, "assign"):
-        present.assign(value)
-    elif isinstance(value, list) and type(present) is list:
+    if present is value:
+        return
+    if isinstance(value, list) and type(present) is list:
         present[:] = value
     elif isinstance(value, deque) and type(present) is deque:
         present.clear()
@@ -109,6 +152,13 @@ def _give_back(attributes: dict[str, Any], key: str, value: Any) -> None:
         present.update(value)
     else:
         attributes[key] = value
+
+
+def _is_made_anew(value: Any) -> bool:
+    """Whether something is of this process: a function, a module, a file and what else can be closed."""
+    if callable(value) or isinstance(value, types.ModuleType):
+        return True
+    return any(hasattr(value, name) for name in ("close", "write", "writerow", "acquire"))
 
 
 def _kept(now: Plain) -> Start:
@@ -151,12 +201,15 @@ def _speaks_for_itself(callback: Any) -> bool:
     return hasattr(callback, "get_state") and hasattr(callback, "set_state")
 
 
-def _attributes(callback: Any) -> Iterator[tuple[str, Plain]]:
-    attributes = {"state": callback.get_state()} if _speaks_for_itself(callback) else vars(callback)
+def _attributes(callback: Any, of_model: Collection[int]) -> Iterator[tuple[str, Plain]]:
+    if _speaks_for_itself(callback):
+        attributes, of_model = {"state": callback.get_state()}, ()
+    else:
+        attributes = vars(callback)
     for key, value in list(attributes.items()):  # which a thread of the callback's may change
         arrays: list[np.ndarray] = []
         try:
             if key not in _NOT_STATE:
-                yield key, (encode(value, arrays), arrays)
+                yield key, (encode(value, arrays, of_model), arrays)
         except (TypeError, RecursionError):
-            continue  # a model, a file, a function: what a new start makes anew
+            continue  # a file, a function: what a new start makes anew

@@ -49,14 +49,18 @@ class Input:
     Attributes:
       epochs: What makes epochs of one iterator, as under `steps_per_epoch`; `None` if each has its own.
       batches: Of an epoch, if that is known.
+      batches_of_pass: Of what makes the epochs, which may be longer than one or shorter; if that is known.
       sharding: The `BalancedSharding` that it is from, if it is from one.
+      first_epoch: That it was told to begin with.
       validates: Whether epochs end with a validation.
       is_known: Whether a `fit` was found; in a loop of the user's nobody knows.
     """
 
     epochs: Any = None
     batches: int | None = None
+    batches_of_pass: int | None = None
     sharding: Any = None
+    first_epoch: int = 0
     validates: bool = False
     is_known: bool = False
 
@@ -103,11 +107,13 @@ class FitBackup(keras.callbacks.Callback):
         self._loaded: Loaded | None = None
         self._passing_over = False
         self._stand_in: Loaded | None = None  # A commit of a later `fit`, in the place of this one's end.
-        self._is_done_before = self._has_trained = False
+        self._is_done_before = self._is_beyond = self._has_trained = False
         self._logs: Any = None
         self._epoch = self._batch = 0
         self._counted: CountedSteps | None = None
         self._random_of_input: Any = None
+        self._reads_again = False
+        self._random_as_begun: Any = None  # of the input that is read again
         self._asked_to_stop = False
         self._batches = given.batches  # of an epoch, by the one before; in the first, if it is known
         self._validates_long = given.validates  # until one is timed
@@ -130,7 +136,7 @@ class FitBackup(keras.callbacks.Callback):
         self._strategy = self.model.distribute_strategy
         self._agreement = Agreement(self._strategy, self._options.timeout_seconds)
         others = [callback for callback in self._list.callbacks if callback is not self]
-        self._states = self._process.states = CallbackStates(others, self._process.states)
+        self._states = self._process.states = CallbackStates(others, self._process.states, self.model)
         self._positions = Positions(
             getattr(self._strategy, "shardings", ()),
             self._input.sharding,
@@ -161,9 +167,18 @@ class FitBackup(keras.callbacks.Callback):
                 logging.warning("The last backup of a former fit failed: %s", error)
 
     def _claim(self) -> Commit | None:
+        self._agreement.begin(
+            {
+                "save_freq": repr(self._options.save_freq),
+                "keep": repr(self._options.keep),
+                "delete_checkpoint": repr(self._options.delete),
+                "save_before_preemption": repr(self._options.preemption),
+            }
+        )
         store = None
         if self._agreement.is_chief:
-            store = self._process.store = self._process.store or Store(self._options.directory, self._options.keep)
+            store = self._process.store = self._process.store or Store(self._options.directory)
+            store.keep = self._options.keep
         sites = [*self._process.sites[: self._process.finished], self._site]
         chosen = self._agreement.settle("fit", None, lambda _: _choose(store, sites))
         self._process.sites, self._process.finished = chosen["sites"], len(chosen["sites"]) - 1
@@ -214,10 +229,17 @@ class FitBackup(keras.callbacks.Callback):
         probe_writing(directory)
 
     def _check_epoch(self) -> None:
-        """Whether the epoch in which the commit was made has as many batches as are to be passed over."""
+        """Whether the epoch in which the commit was made comes, with as many batches as are to be passed over."""
         assert self._loaded is not None
         plain, path, steps = self._loaded.plain, self._loaded.commit.path, self._input.batches
-        if plain["fit"] != self._process.finished or not plain["batch"] or not steps:
+        if plain["fit"] != self._process.finished:
+            return
+        if self._input.first_epoch > plain["epoch"]:
+            raise BackupError(
+                f"The backup {path} was made in epoch {plain['epoch']}, counted from 0, but this `fit` begins with "
+                f"initial_epoch={self._input.first_epoch}. Give it that of then, or another backup_dir."
+            )
+        if not plain["batch"] or not steps:
             return
         together = getattr(self.model, "steps_per_execution", 1)  # Keras counts those that the last had no data for.
         if plain["batch"] > -(-steps // together) * together:
@@ -236,10 +258,10 @@ class FitBackup(keras.callbacks.Callback):
 
     # -- restoring
 
-    def _apply(self, *, moves_positions: bool = True) -> None:
+    def _apply(self) -> None:
         assert self._loaded is not None
-        positions = self._positions if moves_positions else None
-        self._loaded.give_back(self.model, self._agreement, self._states, positions)
+        self._loaded.give_back(self.model, self._agreement, self._states, self._positions)
+        self._loaded.give_back_random()
 
     def _take_position(self) -> None:
         """Lets `fit` begin at the epoch of the commit."""
@@ -257,6 +279,15 @@ class FitBackup(keras.callbacks.Callback):
         # Not a fault, but absl shows no less by default, and nobody should wonder where the first epochs are.
         tell = logging.warning if self._agreement.is_chief else logging.info
         path, number = self._loaded.commit.path, self._process.finished
+        last = self.params.get("epochs") or math.inf
+        self._is_beyond = not self._is_done_before and (plain["epoch"], plain["batch"]) > (last, 0)
+        if self._is_beyond:
+            tell(
+                "Restored %s, which was made after %d batches of epoch %d, but this fit ends with epoch %d: it trains "
+                "nothing, and the backups stay.",
+                *(path, plain["batch"], plain["epoch"] + 1, last),
+            )
+            return
         if was_stopped and not self._is_done_before:
             tell(
                 "Restored %s: a callback stopped this fit at the end of epoch %d, so it is done. Without that folder "
@@ -264,7 +295,7 @@ class FitBackup(keras.callbacks.Callback):
                 *(path, plain["epoch"]),
             )
             return
-        if not self._is_done_before and not plain["batch"] and epoch >= (self.params.get("epochs") or math.inf):
+        if not self._is_done_before and not plain["batch"] and epoch >= last:
             tell(
                 "Restored %s, the end of this fit: what comes after it is next. Without that folder it trains anew.",
                 path,
@@ -303,6 +334,7 @@ class FitBackup(keras.callbacks.Callback):
         reads = not self._positions.continues(plain["shardings"])
         if (plain["batch"] or plain["consumed"]) and counted is not None:
             present = self._begin_input_as_before() if reads else None
+            self._reads_again = present is not None
             lacking = variables.missing(variables.slots_of(self.model), plain["variables"])
             counted.pass_over(
                 plain["batch"],
@@ -332,16 +364,29 @@ class FitBackup(keras.callbacks.Callback):
         return present
 
     def _end_reading_ahead(self, present: Any, batches: int) -> None:
-        if present is not None:
-            random_states.restore(present)
+        if present is not None and not self._passing_over:
+            random_states.restore(present, self._undrawn())
         if self._input.epochs is not None:
             _tf.count_as_seen(self._input.epochs, batches)
+
+    def _undrawn(self) -> frozenset[str]:
+        """The global random numbers from which reading has not drawn, once an input was read again.
+
+        Those that it draws are where the batches to come need them, and a thread may be drawing more. What was saved of
+        them goes as far as that thread had read ahead then.
+        """
+        if not self._reads_again:
+            return random_states.NAMES
+        self._reads_again = False
+        return random_states.unmoved(self._random_as_begun or self._random_of_input, self._input.batches_of_pass)
 
     def _end_passing_over(self, batch: int) -> None:
         assert self._loaded is not None
         self._passing_over = False
         self._list.callbacks = self._others
-        self._apply(moves_positions=False)  # A sharding that nobody follows counts what was read of it again.
+        # No positions: a sharding that nobody follows counts what was read of it again.
+        self._loaded.give_back(self.model, self._agreement, self._states, None)
+        self._loaded.give_back_random(self._undrawn())
         self._batch = batch + 1
         self._logs = decode(*apart(self._loaded.plain["logs"]))
         self.model.stop_training = self._loaded.plain["stop"]
@@ -351,6 +396,8 @@ class FitBackup(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Counts steps, also of a train function that another callback has made anew."""
+        if self._reads_again and self._random_as_begun is None:
+            self._random_as_begun = random_states.capture()
         self._count_steps()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -417,13 +464,14 @@ class FitBackup(keras.callbacks.Callback):
             self._process.histories.append(self._history())
         else:  # Once more: Keras has put averages in place of weights, and of a later `fit` none are restored.
             self._stand_in.give_back(self.model, self._agreement, self._states, None)
+            self._stand_in.give_back_random()
             self._stand_in = None
         communication = getattr(self._strategy, "communication", None)
         if communication is not None and self._has_trained and communication.drop_awaited():
             logging.warning("What compression had kept of gradients that are not exchanged any more is left out.")
         store = self._process.store
         if store is not None:
-            if self._options.delete and not self._is_done_before:
+            if self._options.delete and not self._is_done_before and not self._is_beyond:
                 self._remove(store)
             if not self._is_removed_later:  # Else nobody else may take them for his own.
                 store.release()
@@ -583,6 +631,8 @@ def _choose(store: Store | None, sites: list[str]) -> dict[str, Any]:
     store.claim()
     leftovers.take_back(store.directory)
     commit = store.newest_whole()
+    if commit is None and len(sites) == 1:
+        store.tell_of_keras()
     newest = -1 if commit is None else commit.step
     if commit is not None:
         sites = _with_skipped(sites, commit)

@@ -6,13 +6,14 @@ from typing import Any
 
 import keras
 import numpy as np
+from absl import logging
 
 from tfdist.backup import random_states, residuals, variables
 from tfdist.backup.agreement import Agreement
 from tfdist.backup.callbacks import CallbackStates
 from tfdist.backup.plain import apart
 from tfdist.backup.positions import Positions
-from tfdist.backup.saver import read_part
+from tfdist.backup.saver import read_part, versions
 from tfdist.backup.store import Commit
 from tfdist.errors import BackupError
 from tfdist.strategies.optimizer import exchanging_optimizers
@@ -47,7 +48,7 @@ class Loaded:
         states: CallbackStates,
         positions: Positions | None,
     ) -> None:
-        """Gives back everything that is saved; of a later `fit`, what this one may have alike.
+        """Gives back everything that is saved but `random`; of a later `fit`, what this one may have alike.
 
         Args:
           model: That trains.
@@ -66,8 +67,6 @@ class Loaded:
             slots, self.plain["variables"], self.shared, everyone, is_alike=self.is_alike, is_first=agreement.is_chief
         )
         arrays, own = self.parts[agreement.own if not self.is_alike and agreement.own < len(self.parts) else 0]
-        if self.is_alike:
-            random_states.restore(own["random"])
         if is_of_later_fit:
             history = self.plain["histories"][self.finished]
             states.restore({name: {key: apart(own) for key, own in kept.items()} for name, kept in history.items()})
@@ -76,6 +75,11 @@ class Loaded:
                 positions.restore(self.plain["shardings"])
             states.restore(_callback_states(own["callbacks"], arrays))
             self._restore_residuals(model, everyone)
+
+    def give_back_random(self, names: frozenset[str] = random_states.NAMES) -> None:
+        """Gives back global random states, or some of them; nothing if they were another worker's."""
+        if self.is_alike:
+            random_states.restore(self.parts[0][1]["random"], names)
 
     @property
     def random_of_input(self) -> Any:
@@ -101,6 +105,8 @@ def load(commit: Commit, model: keras.Model, agreement: Agreement, finished: int
     Raises:
       BackupError: If it is of another model or optimizer, or begins where this model cannot; if a file is damaged.
     """
+    if agreement.is_chief:
+        _tell_of_versions(commit)
     shared, plain = read_part(commit, "state")
     is_of_later_fit = plain["fit"] > finished
     kinds = ("weight/",) if is_of_later_fit else ("weight/", "optimizer/")
@@ -121,6 +127,15 @@ def load(commit: Commit, model: keras.Model, agreement: Agreement, finished: int
             ({**arrays, **read_part(commit, f"late-{worker}")[0]}, own) for worker, (arrays, own) in enumerate(parts)
         ]
     return Loaded(commit, plain, shared, parts, is_alike, finished)
+
+
+def _tell_of_versions(commit: Commit) -> None:
+    before, now = commit.manifest.get("versions", {}), versions()
+    others = [f"{name} {before[name]} (here: {now[name]})" for name in now if before.get(name, now[name]) != now[name]]
+    if others:
+        logging.warning(
+            "%s was made by %s: what is trained from it may differ in its bits.", commit.path, ", ".join(others)
+        )
 
 
 def _prefixed(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:

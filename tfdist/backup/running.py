@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 from types import FrameType
+from typing import Any
 
 import keras
 
@@ -29,9 +30,15 @@ def of_running_fit(options: Options, model: keras.Model) -> FitBackup:
             made = frame.f_locals.get("epoch_iterator")
             epochs = made if frame.f_locals["steps_per_epoch"] is not None else None
             sharding = getattr(_tf.dataset_of(made), "sharding", None)
-            batches = getattr(made, "num_batches", None)
-            validates = frame.f_locals.get("validation_data") is not None
-            given = Input(epochs, None if batches is None else int(batches), sharding, validates, is_known=True)
+            given = Input(
+                epochs,
+                _batches(made),
+                _batches(getattr(made, "data_adapter", None)),
+                sharding,
+                first_epoch=int(frame.f_locals.get("initial_epoch") or 0),
+                validates=frame.f_locals.get("validation_data") is not None,
+                is_known=True,
+            )
             break
         frame = frame.f_back
     if callbacks is None:
@@ -50,6 +57,11 @@ def of_running_fit(options: Options, model: keras.Model) -> FitBackup:
     backup.set_model(model)
     callbacks.callbacks.append(backup)  # the list is being gone through: its `on_train_begin` comes last
     return backup
+
+
+def _batches(given: Any) -> int | None:
+    batches = getattr(given, "num_batches", None)
+    return None if batches is None else int(batches)
 
 
 def _site(frame: FrameType | None) -> str:

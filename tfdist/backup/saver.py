@@ -153,7 +153,7 @@ class Saver:
         if not refusals:
             files = {name: described for said in words for name, described in said["files"].items()}
             workers = self._agreement.workers
-            manifest = {**snapshot.described, "workers": workers, "versions": _versions(), "files": files}
+            manifest = {**snapshot.described, "workers": workers, "versions": versions(), "files": files}
             try:
                 self._store.commit(draft, manifest)
                 return {"refusals": [], "room": room}
@@ -180,7 +180,8 @@ def read_part(commit: Commit, name: str) -> tuple[dict[str, Any], Any]:
     return unpack(text["arrays"], commit.read(f"{name}.bin")), text["plain"]
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of what decides about the bits of a training."""
     import importlib.metadata
 
     versions = {name: importlib.metadata.version(name) for name in ("tfdist", "keras")}

@@ -34,8 +34,10 @@ FORMAT = 5
 MANIFEST = "manifest.json"
 LOCK = "lock"
 
+_OF_KERAS = "latest.weights.h5"
 _LOCK_SECONDS = 10.0  # for a killed former run to be gone
 _MANIFEST_BYTES = 1 << 28
+_MANY = (20, 200, 2000)
 _COMMIT = re.compile(r"step-([0-9]{1,18})")
 _FILE = re.compile(r"(state|part-[0-9]+|late-[0-9]+)\.(bin|json)")
 _HALF = re.compile(r"\.half-[0-9a-f]+-step-[0-9]+")
@@ -110,11 +112,14 @@ class Store:
     Args:
       directory: A folder, or a path with "://" that `tf.io.gfile` knows.
       keep: How many commits stay.
+
+    Attributes:
+      keep: The same, for commits to come.
     """
 
     def __init__(self, directory: str, keep: int = 2):
         self.directory = directory
-        self._keep = keep
+        self.keep = keep
         self._files = files_of(directory)
         self._holding: contextlib.ExitStack | None = None
         self._faulty: list[str] = []
@@ -192,6 +197,16 @@ class Store:
             self._faulty.append(path)
         return None
 
+    def tell_of_keras(self) -> None:
+        """Warns if Keras' own callback has left a backup in the directory."""
+        with contextlib.suppress(OSError):
+            if _OF_KERAS in self._files.names(self.directory):
+                logging.warning(
+                    "%s has a backup of Keras' own BackupAndRestore, which that of tfdist does not restore: training "
+                    "begins anew. Load the weights of %s into the model first, or give another backup_dir.",
+                    *(self.directory, _OF_KERAS),
+                )
+
     def end_of_fit(self, fit: int) -> Commit | None:
         """The newest whole commit that ends a `fit`; `None` if there is none. Costs reading it; raises as above."""
         for step in sorted(self._seen_steps(), reverse=True):
@@ -246,6 +261,8 @@ class Store:
             self._files.move(draft.path, path)
         self._ended[draft.step] = _fit_that_is_ended(content)
         self._prune()
+        if self._ended[draft.step] is not None:
+            self._tell_of_many(content)
         return Commit(draft.step, path, content)
 
     def discard(self, draft: Draft) -> None:
@@ -298,7 +315,7 @@ class Store:
         try:
             steps = sorted(self._own_steps(), reverse=True)
             ends = {fit: step for step in reversed(steps) if (fit := self._ended_fit(step)) is not None}
-            old = [step for step in steps[self._keep :] if step not in ends.values()]
+            old = [step for step in steps[self.keep :] if step not in ends.values()]
         except OSError as error:
             logging.warning("Old backups stay in %s: %s.", self.directory, error)
             return
@@ -307,6 +324,18 @@ class Store:
                 self._files.remove(os.path.join(self.directory, f"step-{step}"))
             except OSError as error:
                 logging.warning("An old backup stays in %s: %s.", self.directory, error)
+
+    def _tell_of_many(self, newest: Mapping[str, Any]) -> None:
+        """Warns where the ends of `fit`s, which all stay, may come to fill a disk."""
+        ended = [fit for fit in self._ended.values() if fit is not None]
+        count = len(set(ended))
+        if count in _MANY and ended.count(newest["fit"]) == 1:
+            size = sum(described["bytes"] for described in newest["files"].values())
+            logging.warning(
+                "%s keeps a backup of the end of each fit, for a restart to pass over each with its own state: %d by "
+                "now, the last of %.1f MB. Train by fewer fits of more epochs if the disk is too small for that.",
+                *(self.directory, count, size / 1e6),
+            )
 
     def _ended_fit(self, step: int) -> int | None:
         if step not in self._ended:

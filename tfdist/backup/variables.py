@@ -69,6 +69,13 @@ def slots_of(model: keras.Model) -> list[Slot]:
     ]
 
 
+def identities(model: keras.Model) -> frozenset[int]:
+    """The `id` of all of them, also of what Keras' variables consist of."""
+    return frozenset(
+        id(each) for slot in slots_of(model) for each in (slot.variable, slot.variable.value, *slot.locals())
+    )
+
+
 def make_random(described: Mapping[str, Sequence[Any]], strategy: tf.distribute.Strategy) -> None:
     """Makes Keras' global seed generator if the saved run had one, as its first step or unseeded operation would."""
     if any(key.startswith("random/") for key in described):

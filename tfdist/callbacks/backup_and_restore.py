@@ -1,12 +1,17 @@
 """`keras.callbacks.BackupAndRestore` that gives back everything, on any number of workers."""
 
+import contextlib
 import datetime
+import numbers
+import operator
 import os
 import re
 from typing import Any
 
 import keras
+import numpy as np
 
+from tfdist.backup.files import is_remote
 from tfdist.backup.fit import Options
 from tfdist.backup.running import of_running_fit
 
@@ -29,6 +34,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
       not end (`.repeat()` with `steps_per_epoch`). Arrays come in the same order if a seed is set, and so do
       the batches of a `keras.utils.PyDataset`, also with workers of its own; one that draws an order itself does so in
       its `on_epoch_begin`, by Python's or NumPy's global random numbers: what its `on_epoch_end` draws is not repeated.
+      Batches that draw from these as they are read, as augmentation does, get the numbers that they would have got, if
+      nobody else draws from the same meanwhile, as several readers at once, or callbacks, do.
     - Each commit is a folder `step-<n>`, whole or not at all; its files are compared with their SHA-256 before they
       count, and a damaged one is skipped, with a warning, for the one before.
     - A step that saves hands its variables over in microseconds; a thread copies and writes them, which takes the
@@ -38,10 +45,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
       alike, and commits when all have written. With another number of workers a run continues, but not to the bit.
       Where steps per epoch follow from that number, a backup made amid an epoch may be further on than an epoch is then
       long: that is refused, before training.
-    - The other callbacks are told apart by class and order. Attributes are saved that are numbers, text, arrays, and
-      lists, tuples, sets, dicts and deques of them (also Counters, OrderedDicts, and defaultdicts of built-in types); a
-      callback with `get_state` and `set_state` says itself. What callbacks write to files is theirs; that of
-      `tfdist.callbacks.CSVLogger` has each epoch once.
+    - The other callbacks are told apart by class and order. Attributes are saved that are numbers, text, arrays,
+      tensors, variables, metrics, layers and models (as far as the one that trains does not hold them), generators of
+      random numbers, and lists, tuples, sets, dicts and deques of them (also Counters, OrderedDicts, and defaultdicts
+      of built-in types); a warning tells of others that change. What is large costs a look at all of its bytes with
+      each save. A callback with `get_state` and `set_state` says itself. What callbacks write to files is theirs; that
+      of `tfdist.callbacks.CSVLogger` has each epoch once.
     - Not saved: tables, `tf.Variable`s and generators that Keras does not know, random operations of TensorFlow
       without a state.
     - Several fits in a program, with one `backup_dir` and `delete_checkpoint=False` for all but the last: those that
@@ -53,8 +62,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
       edited in between. In a loop every start must make the same fits, or give each a `backup_dir`.
 
     Args:
-      backup_dir: A folder for this job alone, or another path that `tf.io.gfile` knows, such as `gs://…`, as a string.
-      save_freq: "epoch"; a number of steps; a `datetime.timedelta`; or `False` to save before preemption only.
+      backup_dir: A folder for this job alone (`~` is the user's own), or another path that `tf.io.gfile` knows, such as
+        `gs://…`, as a string.
+      save_freq: "epoch"; a whole number of steps; a `datetime.timedelta` or a float of seconds; or `False` to save
+        before preemption only.
       double_checkpoint: As in Keras; what `keep` does.
       delete_checkpoint: Whether to remove the backups when `fit` is done; under `tfdist run`, if they are on a disk,
         when the job is done, so that an error in what comes after a fit does not have it trained again. A job that has
@@ -65,13 +76,15 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         hears a signal, so the epoch is saved before one that may be long: the first of a `fit`, if the number of its
         batches is known (not of a generator), and any after one that took half of `preemption_timeout_seconds`. Before
         an `evaluate` that a callback calls it is not.
-      timeout_seconds: How long workers wait for each other's parts of a save.
+      timeout_seconds: How long workers wait for each other's parts of a save; for each other when a `fit` begins
+        no longer than `start_timeout_seconds` of `tfdist.FaultTolerance`.
 
     Raises:
       ValueError: If an argument is not among these, or the model is not built.
       BackupError: Before training, if `backup_dir` cannot be written, another job uses it, it has folders of others
         that are named `step-<n>`, or a backup of another model or a newer format, or one made further on in an epoch
-        than epochs are now long.
+        than epochs are now long, or before `initial_epoch`; if a worker does not begin the fit with this callback, or
+        was told something else.
     """
 
     def __init__(
@@ -85,25 +98,17 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         save_before_preemption: bool = True,
         timeout_seconds: float = 600.0,
     ):
-        is_steps = type(save_freq) is int and save_freq > 0
-        is_time = isinstance(save_freq, datetime.timedelta) and save_freq > datetime.timedelta()
-        if not (save_freq == "epoch" or save_freq is False or is_steps or is_time):
-            raise ValueError(
-                "`save_freq` is 'epoch', a positive number of steps, a positive datetime.timedelta, or False, not "
-                f"{save_freq!r}."
-            )
-        if keep < 1:
-            raise ValueError(f"`keep` is how many commits stay, at least 1, not {keep!r}.")
-        directory = os.fspath(backup_dir)
-        if _LOST_SLASH.match(directory):
-            raise ValueError(
-                f"`backup_dir` is {directory!r}, a folder here named after a scheme: pathlib makes one slash of two. "
-                "Give such a path as a string with '://', or the folder as the string './…'."
-            )
+        directory = _checked_directory(backup_dir)
         super().__init__(directory, "epoch", double_checkpoint, delete_checkpoint)
-        self.save_freq = save_freq
-        keep = max(keep, 1 + double_checkpoint)
-        self._options = Options(directory, save_freq, keep, delete_checkpoint, save_before_preemption, timeout_seconds)
+        self.save_freq = _checked_frequency(save_freq)
+        self._options: Options = Options(
+            directory,
+            self.save_freq,
+            max(_checked_keep(keep), 1 + double_checkpoint),
+            delete_checkpoint,
+            save_before_preemption,
+            _checked_seconds(timeout_seconds),
+        )
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Hands over to a callback at the end of the list, which sees what all others have done."""
@@ -117,3 +122,47 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Nothing; see `on_train_begin`."""
+
+
+def _checked_frequency(save_freq: Any) -> Any:
+    if save_freq is False or (isinstance(save_freq, str) and save_freq == "epoch"):
+        return save_freq
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        is_seconds = isinstance(save_freq, float | np.floating)
+        given = datetime.timedelta(seconds=float(save_freq)) if is_seconds else save_freq
+        if isinstance(given, datetime.timedelta):
+            if given > datetime.timedelta():
+                return given
+        elif not isinstance(given, bool) and operator.index(given) > 0:
+            return operator.index(given)
+    raise ValueError(
+        "`save_freq` is 'epoch', a positive whole number of steps, a positive number of seconds (a float or a "
+        f"datetime.timedelta), or False, not {save_freq!r}."
+    )
+
+
+def _checked_keep(keep: Any) -> int:
+    with contextlib.suppress(TypeError):
+        if operator.index(keep) >= 1:
+            return operator.index(keep)
+    raise ValueError(f"`keep` is how many commits stay, a whole number of at least 1, not {keep!r}.")
+
+
+def _checked_seconds(timeout_seconds: Any) -> float:
+    is_number = isinstance(timeout_seconds, numbers.Real) and not isinstance(timeout_seconds, bool)
+    if not is_number or not timeout_seconds > 0:
+        raise ValueError(f"`timeout_seconds` is a positive number, not {timeout_seconds!r}.")
+    return float(timeout_seconds)
+
+
+def _checked_directory(backup_dir: str | os.PathLike) -> str:
+    directory = os.fsdecode(backup_dir)
+    if not directory:
+        raise ValueError("`backup_dir` is a folder for this job alone, and may not be empty.")
+    if _LOST_SLASH.match(directory):
+        raise ValueError(
+            f"`backup_dir` is {directory!r}, a folder here named after a scheme: pathlib makes one slash of two. "
+            "Give such a path as a string with '://', or the folder as the string './…'."
+        )
+    # Whole, as the working directory may change in training.
+    return directory if is_remote(directory) else os.path.abspath(os.path.expanduser(directory))
