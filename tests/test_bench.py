@@ -260,6 +260,13 @@ def test_a_wrong_sum_is_told(elements, exact, right):
         bench.check_sum(tf.constant(elements), 2, exact=exact)
 
 
+def test_what_is_exchanged_is_as_near_a_square_as_can_be():
+    from tfdist.launch import bench
+
+    shapes = {4: [1, 1], 4 * 12: [3, 4], 4 * 7: [1, 7], KIB: [16, 16], 10**6: [500, 500], 1 << 20: [512, 512]}
+    assert {size: bench._shape(size) for size in shapes} == shapes
+
+
 def rows(*points):
     from tfdist.launch import bench
 

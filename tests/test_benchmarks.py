@@ -135,6 +135,8 @@ class FakeGroup:
     failing = ()
     blocks = 0
     made = 0
+    seconds = 0.1
+    longest = 0.0
 
     def __init__(self, *_):
         self._left = 2 * self.blocks if FakeGroup.made in self.failing else math.inf
@@ -150,7 +152,8 @@ class FakeGroup:
         self._left -= steps > 1
         if self._left < 0:
             raise GroupError("it broke")
-        return [Answer([0.1] * steps, 1, 1)]
+        FakeGroup.longest = max(self.longest, timeout_seconds)
+        return [Answer([self.seconds] * steps, 1, 1)]
 
 
 def measured(monkeypatch, links, plan, failing, blocks=0):
@@ -184,6 +187,14 @@ def test_who_crashes_after_some_rounds_is_no_peer_that_trains(monkeypatch):
     row = report.Row.from_json(rows.rows[0])
     assert row.error == "crashed after 1 of 3 rounds: it broke" and len(row.block_seconds) == 1
     assert report.cells(row)[4] == row.error and not rows.has("mlp", 2, "1gbit", "stock")
+
+
+@pytest.mark.parametrize(("seconds", "longest"), [(0.1, 300), (60, 10 * 6 * 60)])
+def test_slow_steps_have_time(seconds, longest, monkeypatch):
+    monkeypatch.setattr(FakeGroup, "seconds", seconds)
+    monkeypatch.setattr(FakeGroup, "longest", 0.0)
+    measured(monkeypatch, ["1gbit"], train_step.Plan(steps=3, seconds=1, rounds=1, starts=1), [])
+    assert FakeGroup.longest == longest
 
 
 def test_rows_stay_in_order_of_model_workers_and_rate():
