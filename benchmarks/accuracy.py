@@ -41,7 +41,8 @@ class Run:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Run":
         """The run that `dataclasses.asdict` made these values from."""
-        return cls(**{**values, "curve": tuple(values["curve"])})
+        fields = {field.name: values[field.name] for field in dataclasses.fields(cls)}
+        return cls(**{**fields, "curve": tuple(values["curve"])})
 
 
 def runs_of(document: Mapping[str, Any]) -> list[Run]:

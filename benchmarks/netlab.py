@@ -28,9 +28,13 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import warnings
+
+if not __package__:  # `python benchmarks/netlab.py` works too
+    sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
 from benchmarks.netlab_slots import (
     COMMAND_SECONDS,
@@ -44,11 +48,12 @@ from benchmarks.netlab_slots import (
     sweep,
 )
 
-__all__ = ["Counters", "Host", "Netlab", "NetlabError", "Speed", "parse_rate", "why_not"]
+__all__ = ["Counters", "Host", "Netlab", "NetlabError", "Speed", "end_on_signals", "parse_rate", "why_not"]
 
 TOLERANCE = 0.05
 
-_MAX_HOSTS = 200
+MAX_HOSTS = 200
+_RATES = (100e3, 100e9)  # Beyond, a link is measured for minutes, or `tc` refuses.
 _ATTEMPTS = 5
 _FRAME_BYTES = 1514
 # Smaller, and the bucket would cut the kernel's large packets into frames, at the cost of processor time.
@@ -76,7 +81,8 @@ class Netlab:
     """Hosts that stand inside a `with` block, at its end removed with all processes that still run on them.
 
     Several labs can stand at once. What a killed process left behind is removed when the next lab is put up. A lab that
-    the command line left standing stays until its `down` or next `up`.
+    the command line left standing stays until its `down` or next `up`. SIGTERM kills as well, unless the program has
+    called `end_on_signals`.
 
     Entering takes about 0.2 s and, for each host, 0.7 s in which a stream from each host to the next measures all links
     in both directions, one after the other. The streams run before all other load of the machine, so it is the link
@@ -84,8 +90,8 @@ class Netlab:
 
     Args:
       hosts: How many, from 2.
-      rate: Of each link in each direction, headers included: a number with `kbit`, `mbit` or `gbit`; `None` for
-        unshaped.
+      rate: Of each link in each direction, headers included: a number with `kbit`, `mbit` or `gbit`, from 100kbit,
+        which takes minutes to measure, to 100gbit; `None`, "none" or "unshaped" for none.
 
     Attributes:
       hosts: The hosts, in order.
@@ -100,8 +106,8 @@ class Netlab:
     """
 
     def __init__(self, hosts: int = 2, rate: str | None = "1gbit"):
-        if not 2 <= hosts <= _MAX_HOSTS:
-            raise ValueError(f"A lab has 2 to {_MAX_HOSTS} hosts, got {hosts}.")
+        if not 2 <= hosts <= MAX_HOSTS:
+            raise ValueError(f"A lab has 2 to {MAX_HOSTS} hosts, got {hosts}.")
         parse_rate(rate)
         self.hosts: list[Host] = []
         self.rate = rate
@@ -248,17 +254,35 @@ def why_not() -> str | None:
 
 
 def parse_rate(rate: str | None) -> float | None:
-    """A rate in bit/s; None for unshaped.
+    """A rate in bit/s; None for unshaped. Upper case is as good as lower.
 
     Raises:
       ValueError: If it is not a rate.
     """
-    if rate is None:
+    if rate is None or rate.lower() in ("none", "unshaped"):
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", rate)
-    if not match or float(match[1]) == 0:
-        raise ValueError(f"A rate is a positive number with kbit, mbit or gbit, such as 100mbit; got {rate!r}.")
-    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", rate.lower())
+    if not match:
+        raise ValueError(f"A rate is a number with kbit, mbit or gbit, such as 100mbit, or none; got {rate!r}.")
+    asked = float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+    if not _RATES[0] <= asked <= _RATES[1]:
+        raise ValueError(f"A link has a rate from 100kbit to 100gbit, got {rate!r}.")
+    return asked
+
+
+def end_on_signals() -> None:
+    """Lets SIGTERM and SIGINT end this program as `sys.exit` does, so that its labs are removed.
+
+    Once: what comes while it tidies up is ignored, by what it runs to tidy up as well.
+    """
+
+    def end(signum: int, _: object) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + signum)
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, end)
 
 
 def _burst_bytes(asked: float) -> int:
@@ -291,7 +315,7 @@ def up(hosts: int, rate: str | None) -> None:
     with lab:
         for host in lab.hosts:
             print(host.name, host.address)
-        asked = "unshaped" if rate is None else f"asked for {rate}"
+        asked = "unshaped" if parse_rate(rate) is None else f"asked for {rate}"
         print(f"{asked}: {_megabits(lab.wire_bits_per_second)} in frames, {_megabits(lab.bits_per_second)} of payload")
         lab.leave_standing()
 
@@ -299,7 +323,17 @@ def up(hosts: int, rate: str | None) -> None:
 def down() -> None:
     check_tools()
     for number in sweep(standing=True):
-        print(f"Left tfd{number}: process {owner_of(number)} is using it, and removes it when it ends.")
+        owner = owner_of(number)
+        who = "another process" if owner is None else f"process {owner}"
+        print(f"Left tfd{number}: {who} is using it, and removes it when it ends.")
+
+
+def execute(host: str, command: list[str]) -> None:
+    check_tools()
+    if not command:
+        raise NetlabError(f"A command to run on {host} is missing: exec {host} -- ip address")
+    argv = Host(host, "").command(command)
+    os.execvp(argv[0], argv)
 
 
 def main() -> None:
@@ -307,20 +341,20 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="up|down|exec")
     parse_up = commands.add_parser("up", help="put up a lab and leave it standing; replaces the one before")
     parse_up.add_argument("--hosts", type=int, default=2)
-    parse_up.add_argument("--rate", default="1gbit", help="such as 100mbit, or none")
+    parse_up.add_argument("--rate", default="1gbit", help="such as 100mbit, from 100kbit to 100gbit; or none")
     commands.add_parser("down", help="remove all labs that no process is using")
     parse_exec = commands.add_parser("exec", help="run a command on a host")
     parse_exec.add_argument("host")
     parse_exec.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     try:
+        if options.command == "exec":
+            execute(options.host, options.arguments[options.arguments[:1] == ["--"] :])
+        end_on_signals()
         if options.command == "up":
-            up(options.hosts, None if options.rate == "none" else options.rate)
-        elif options.command == "down":
-            down()
+            up(options.hosts, options.rate)
         else:
-            argv = Host(options.host, "").command(options.arguments[options.arguments[:1] == ["--"] :])
-            os.execvp(argv[0], argv)
+            down()
     except (NetlabError, ValueError) as error:
         sys.exit(f"netlab: {error}")
 

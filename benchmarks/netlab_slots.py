@@ -185,7 +185,14 @@ def _numbers(names: Iterable[str]) -> set[int]:
 
 
 def sweep(standing: bool = False) -> list[int]:
-    """Removes the labs without an owner, on demand also those that are to stand; returns the numbers of the others."""
+    """Removes the labs without an owner, on demand also those that are to stand; returns the numbers of the others.
+
+    Raises:
+      NetlabError: If this process runs in a lab that may be to stand: it would remove itself.
+    """
+    here = run_command("ip", "netns", "identify").strip() if standing else ""
+    if _OURS.fullmatch(here):
+        raise NetlabError(f"This runs on {here}, which would be removed. Run it outside of the lab.")
     kept = []
     for number in sorted(_numbers([*_namespaces(), *os.listdir(_LOCKS)])):
         slot = Slot.claim(number) if standing or not _is_standing(number) else None

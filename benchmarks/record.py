@@ -2,6 +2,8 @@
 
 import contextlib
 import datetime
+import errno
+import hashlib
 import importlib.metadata
 import itertools
 import json
@@ -18,19 +20,24 @@ from typing import Any
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _VERSIONS = ("tfdist", "tensorflow", "keras", "tf_keras", "torch", "numpy")
-# What is measured, and how; a change elsewhere does not make results those of another tree.
-_MEASURED = ("tfdist", "strategies", "data", "examples", "setup.cfg", "benchmarks", ":(exclude)benchmarks/results")
+# What is measured, and how; a change elsewhere, as in results, does not make them those of another tree.
+_MEASURED = (*(f"{folder}/*.py" for folder in ("tfdist", "strategies", "data", "examples", "benchmarks")), "setup.cfg")
+_UNKNOWN = "unknown"
 
 
 class Record:
     """Rows that are comparable, in a JSON file that is written whole after each addition.
 
-    A file holds rows of one commit, machine and setting: a file of others is set aside, and begun anew.
+    A file holds rows of one commit, machine and setting: a file of others is set aside, and begun anew; so is one of a
+    commit that is unknown. Each row says by which command, when and at which commit it was measured.
 
     Args:
       path: The file, which may exist; None keeps rows in memory.
       settings: How everything was measured, as plain values.
       key: Names of the values that tell one row from another.
+
+    Raises:
+      OSError: If the file cannot be written.
     """
 
     def __init__(self, path: pathlib.Path | None, settings: Mapping[str, Any], key: Sequence[str]):
@@ -39,12 +46,12 @@ class Record:
         self._commands: list[str] = []
         self._rows: dict[tuple[Any, ...], dict[str, Any]] = {}
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)  # now, not after the first hour
+            check_writable(path)  # now, not after the first hour
         if path is not None and path.exists():
-            self._take_over(json.loads(path.read_text()))
-        command = shlex.join(["python", *_program(), *sys.argv[1:]])
-        if command not in self._commands:
-            self._commands.append(command)
+            self._take_over(path)
+        self._command = shlex.join(["python", *_program(), *sys.argv[1:]])
+        if self._command not in self._commands:
+            self._commands.append(self._command)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -54,8 +61,7 @@ class Record:
     @property
     def document(self) -> dict[str, Any]:
         """What the file holds."""
-        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return {"commands": self._commands, "date": date, **self._about, "rows": self.rows}
+        return {"commands": self._commands, "date": _now(), **self._about, "rows": self.rows}
 
     def has(self, *key: Any) -> bool:
         """Whether there is a row of these values that is not of a failure."""
@@ -63,23 +69,30 @@ class Record:
 
     def add(self, *rows: Mapping[str, Any]) -> None:
         """Adds rows, in place of earlier ones of the same key, and writes the file."""
+        origin = {"command": self._command, "commit": self._about["commit"], "date": _now()}
         for row in rows:
-            self._rows[tuple(row[name] for name in self._key)] = dict(row)
+            self._rows[tuple(row[name] for name in self._key)] = {**row, **origin}
         if self._path is not None:
             text = json.dumps(self.document, indent=1) + "\n"
             write_whole(self._path, lambda path: path.write_text(text))
 
-    def _take_over(self, earlier: Mapping[str, Any]) -> None:
-        other = [name for name, value in self._about.items() if earlier.get(name) != value]
-        if other:
-            assert self._path is not None
-            names = (f"{self._path.stem}.before-{number}{self._path.suffix}" for number in itertools.count(1))
-            aside = next(path for path in map(self._path.with_name, names) if not path.exists())
-            self._path.replace(aside)
-            logging.warning("%s is of another %s; it is %s now.", self._path, ", ".join(other), aside)
-            return
-        self._commands = list(earlier["commands"])
-        self._rows = {tuple(row[name] for name in self._key): row for row in earlier["rows"]}
+    def _take_over(self, path: pathlib.Path) -> None:
+        try:
+            earlier = json.loads(path.read_text())
+            other = [name for name, value in self._about.items() if earlier.get(name) != value]
+            reason = f"of another {', '.join(other)}" if other else ""
+            reason = "of a commit that is unknown" if earlier.get("commit") == _UNKNOWN else reason
+            commands = list(earlier.get("commands", ()))
+            rows = {tuple(row[name] for name in self._key): row for row in earlier.get("rows", ())}
+        except (ValueError, AttributeError, TypeError, KeyError):
+            reason = "no file of these results"
+        if reason:
+            names = (f"{path.stem}.before-{number}{path.suffix}" for number in itertools.count(1))
+            aside = next(each for each in map(path.with_name, names) if not each.exists())
+            path.replace(aside)
+            logging.warning("%s is %s; it is %s now.", path, reason, aside)
+        else:
+            self._commands, self._rows = commands, rows
 
 
 def describe_place() -> dict[str, Any]:
@@ -113,17 +126,47 @@ def describe_run() -> dict[str, Any]:
 
 
 def describe_commit() -> str:
-    """The commit that is checked out, "+dirty" if what is measured differs from it; "unknown" without git."""
+    """The commit that is checked out; "unknown", with a warning, if git does not say.
 
-    def git(*arguments):
-        done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, timeout=30, check=True)
-        return done.stdout.strip()
-
+    If what is measured differs from the commit, "+dirty." and eight digits that change with the difference.
+    """
     try:
-        changed = git("status", "--porcelain", "--", *_MEASURED)
-        return git("rev-parse", "--short", "HEAD") + ("+dirty" if changed else "")
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        difference = _difference()
+        return _git("rev-parse", "--short", "HEAD").decode().strip() + (difference and f"+dirty.{difference}")
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or str(error).encode()
+        logging.warning("The commit is unknown, as git says: %s", reason.decode(errors="replace").strip())
+        return _UNKNOWN
+
+
+def _difference() -> str:
+    """A short hash of what is changed and not committed; empty if nothing is."""
+    changed = _git("diff", "--no-ext-diff", "HEAD", "--", *_MEASURED)
+    others = _git("ls-files", "--others", "--exclude-standard", "-z", "--", *_MEASURED).decode().split("\0")[:-1]
+    if not changed and not others:
+        return ""
+    digest = hashlib.sha256(changed)
+    for name in others:
+        digest.update(f"{name}\0".encode() + (_ROOT / name).read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _git(*arguments: str) -> bytes:
+    # In a container the tree may be another user's, which git takes for a danger.
+    command = ["git", "-c", f"safe.directory={_ROOT.resolve()}", *arguments]
+    return subprocess.run(command, cwd=_ROOT, capture_output=True, timeout=30, check=True).stdout
+
+
+def check_writable(path: pathlib.Path) -> None:
+    """Makes the folder of a file that is to be written.
+
+    Raises:
+      OSError: If the file cannot be written.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=path.parent).close()
 
 
 def write_whole(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
@@ -139,6 +182,10 @@ def write_whole(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> 
         raise
     finally:
         os.close(handle)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _program() -> list[str]:

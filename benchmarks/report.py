@@ -6,8 +6,11 @@ Beside the JSON file it writes a Markdown table and three kinds of plots: step t
 the step split into compute and waiting.
 """
 
+import argparse
 import dataclasses
 import functools
+import importlib.util
+import itertools
 import json
 import pathlib
 import statistics
@@ -36,9 +39,13 @@ COLUMNS = (
 KEY = ("model", "workers", "link", "variant")
 
 
+class ResultError(ValueError):
+    """A file holds no results that can be shown."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One way to train, on one link; without times if it failed.
+    """One way to train, on one link; without times if it failed before there were any.
 
     Attributes:
       model: What was trained.
@@ -67,6 +74,11 @@ class Row:
     stock_block_seconds: tuple[float | None, ...] = ()
 
     @property
+    def is_measured(self) -> bool:
+        """Whether its times count: one that crashed after some rounds is not what it was in them."""
+        return self.error is None and self.step_seconds is not None
+
+    @property
     def waiting_seconds(self) -> float | None:
         """What a step takes longer than its computation: the exchange, and the codec's work."""
         if self.step_seconds is None or self.compute_seconds is None:
@@ -90,7 +102,7 @@ class Row:
     @property
     def times_stock(self) -> float | None:
         """How many times faster than stock: the median over rounds."""
-        pairs = zip(self.block_seconds, self.stock_block_seconds, strict=True)
+        pairs = zip(self.block_seconds, self.stock_block_seconds, strict=False)  # without stock, there is none
         ratios = [stock / mine for mine, stock in pairs if stock is not None]
         return statistics.median(ratios) if ratios else None
 
@@ -101,8 +113,12 @@ class Row:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Row":
-        """The row that `to_json` made these values from."""
-        return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+        """The row that `to_json` made these values from.
+
+        Raises:
+          TypeError: If these are values of something else.
+        """
+        return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values})
 
 
 def floor(compute_seconds: float, bytes_per_step: float, bits_per_second: float | None) -> float:
@@ -115,7 +131,8 @@ def cells(row: Row) -> list[str]:
     """A row of the table, as text."""
     names = [row.model, str(row.workers), describe_link(row), row.variant]
     if row.error is not None or row.step_seconds is None:
-        return [*names, f"failed: {row.error}", *[""] * (len(COLUMNS) - len(names) - 1)]
+        failed = "failed: " if row.error and row.step_seconds is None else ""
+        return [*names, f"{failed}{row.error or 'not measured'}", *[""] * (len(COLUMNS) - len(names) - 1)]
     low, middle, high = (f"{1e3 * seconds:.0f}" for seconds in row.step_seconds)
     numbers = (
         (row.compute_seconds, 1e3, 0),
@@ -136,7 +153,7 @@ def describe_link(row: Row) -> str:
 
 def notes(rows: Sequence[Row]) -> list[str]:
     """What stands below the table."""
-    pairs = [(row, row.times_stock) for row in rows if row.variant == "tfdist-loop"]
+    pairs = [(row, row.times_stock) for row in rows if row.variant == "tfdist-loop" and row.is_measured]
     lines = [
         f"{row.model}, {row.workers} workers, {row.link}: tfdist-loop / stock {1 / times:.3f} (by the median of rounds)"
         for row, times in pairs
@@ -163,8 +180,8 @@ def _maker(variant: str) -> int:
 
 def overview(rows: Sequence[Row]) -> list[str]:
     """Markdown lines for one model and number of workers: a line for each variant, a column for each link."""
-    links = {row.link: describe_link(row) for row in rows if not row.error}
-    found = {(row.variant, row.link): row for row in rows if row.step_seconds}
+    links = {row.link: describe_link(row) for row in rows if row.is_measured}
+    found = {(row.variant, row.link): row for row in rows if row.is_measured}
     lines = [
         f"| {' | '.join(['step, ms (times stock)', *links.values(), 'MB a step'])} |",
         "|---" * (len(links) + 2) + "|",
@@ -187,14 +204,16 @@ def _short(row: Row | None) -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     """The tables as a Markdown document, with what they were measured on."""
-    rows = in_order([Row.from_json(values) for values in result["rows"]])
+    rows = in_order(rows_of(result))
     sections = []
     for model, workers in dict.fromkeys((row.model, row.workers) for row in rows):
         here = [row for row in rows if (row.model, row.workers) == (model, workers)]
-        sections.append("\n".join([f"## {model}, {workers} workers", "", *overview(here)]))
+        if any(row.is_measured for row in here):
+            sections.append("\n".join([f"## {model}, {workers} workers", "", *overview(here)]))
     lines = [" | ".join(cell.replace("|", "\\|") for cell in cells(row)) for row in rows]
-    about = [f"- {name}: {_plain(result[name])}" for name in ("commit", "date", "settings", "machine", "versions")]
-    about += [f"- `{command}`" for command in result["commands"]]
+    names = ("commit", "date", "settings", "machine", "versions")
+    about = [f"- {name}: {_plain(result[name])}" for name in names if name in result]
+    about += [f"- `{command}`" for command in result.get("commands", ())]
     parts = [
         "# Time per training step",
         "\n".join(about),
@@ -206,15 +225,45 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def read_result(path: pathlib.Path) -> dict[str, Any]:
+    """What a file holds.
+
+    Raises:
+      ResultError: If it cannot be read, or holds no rows of `benchmarks.train_step`.
+    """
+    try:
+        result = json.loads(path.read_text())
+    except OSError as error:
+        raise ResultError(f"{path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ResultError(f"{path} is no JSON: {error}.") from error
+    try:
+        rows = rows_of(result)
+    except (TypeError, KeyError) as error:
+        raise ResultError(f"{path} is no file of benchmarks.train_step, whose rows have other values.") from error
+    if not rows:
+        raise ResultError(f"{path} has no rows: nothing was measured yet.")
+    return dict(result)
+
+
+def rows_of(result: dict[str, Any]) -> list[Row]:
+    """All rows of what a file holds."""
+    return [Row.from_json(values) for values in result["rows"]]
+
+
 def write_report(path: pathlib.Path) -> list[pathlib.Path]:
-    """Writes the table and the plots of a JSON file beside it; returns their paths."""
-    result = json.loads(path.read_text())
+    """Writes the table and the plots of a JSON file beside it; returns their paths.
+
+    Raises:
+      ResultError: If there is nothing to show.
+    """
+    result = read_result(path)
     text = markdown(result)
     table = path.with_suffix(".md")
     write_whole(table, lambda to: to.write_text(text))
     written = [table]
-    rows = in_order([row for row in (Row.from_json(values) for values in result["rows"]) if not row.error])
-    figures = {"bytes": plot_bytes(rows)}
+    rows = in_order([row for row in rows_of(result) if row.is_measured])
+    figures = {"bytes": plot_bytes(rows)} if rows else {}
     for model in _distinct(rows, "model"):
         figures[f"step_time_{model}"] = plot_step_time([row for row in rows if row.model == model])
     figures |= {f"split_{workers}": plot_split(rows, workers) for workers in _distinct(rows, "workers")}
@@ -296,7 +345,7 @@ def _panels(rows: int, columns: int) -> Any:
 def _colors(rows: Sequence[Row]) -> dict[str, Any]:
     import matplotlib
 
-    return dict(zip(_distinct(rows, "variant"), matplotlib.color_sequences["tab20"], strict=False))
+    return dict(zip(_distinct(rows, "variant"), itertools.cycle(matplotlib.color_sequences["tab20"]), strict=False))
 
 
 def _distinct(rows: Sequence[Row], name: str) -> list[Any]:
@@ -315,10 +364,17 @@ def _plain(value: Any) -> str:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    for written in write_report(pathlib.Path(sys.argv[1])):
-        print(written)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__, formatter_class=raw)
+    parser.add_argument("file", type=pathlib.Path, help="what `benchmarks.train_step --json` wrote")
+    path = parser.parse_args().file
+    if importlib.util.find_spec("matplotlib") is None:
+        sys.exit("The plots need matplotlib: pip install -e '.[benchmark]'")
+    try:
+        for written in write_report(path):
+            print(written)
+    except (ResultError, OSError) as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -59,9 +59,10 @@ def main(_) -> None:
 
 def record(folder: pathlib.Path) -> None:
     """Trains on two workers, of which the first leaves a profile in `folder`."""
-    from benchmarks.netlab import Netlab
+    from benchmarks.netlab import Netlab, end_on_signals
     from tfdist.cluster import free_ports
 
+    end_on_signals()
     with contextlib.ExitStack() as stack:
         lab = None if FLAGS.nolab else stack.enter_context(Netlab(hosts=2, rate=FLAGS.rate))
         addresses = [host.address for host in lab.hosts] if lab else ["localhost"] * 2

@@ -15,15 +15,14 @@ variant trains the same model on the same batch with as many threads:
     ddp          PyTorch DistributedDataParallel on gloo; ddp+<hook> with a communication hook
 
 As many variants as the machine can hold stay alive together and take turns in random order, block by block, so that a
-drift of the machine hits all alike; `stock` is always one of them, and is what the others are held against, round by
-round. In each turn the workers also train by themselves, side by side but with nothing to
+drift of the machine hits all alike; `stock` is one of them, unless `--variants` leaves it out, and is what the others
+are held against, round by round. In each turn the workers also train by themselves, side by side but with nothing to
 exchange: that is compute. The rest of a step is waiting, a codec's work included. Bytes are read off the interfaces.
 """
 
 import contextlib
 import dataclasses
 import importlib.util
-import os
 import pathlib
 import random
 import statistics
@@ -39,17 +38,18 @@ import rich.text
 from absl import app, flags
 
 from benchmarks.models import MODELS
-from benchmarks.netlab import Netlab, NetlabError, parse_rate, why_not
+from benchmarks.netlab import MAX_HOSTS, Netlab, NetlabError, end_on_signals, parse_rate, why_not
 from benchmarks.peers.group import THREADS, Group, GroupError, Host
 from benchmarks.peers.messages import Answer
-from benchmarks.record import Record
+from benchmarks.record import Record, check_writable
 from benchmarks.report import COLUMNS, KEY, REFERENCE, Row, cells, in_order, notes
 from tfdist.cluster import free_ports
+from tfdist.launch.memory import free_memory
 
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("quick", False, "The mlp on 2 workers at 1 Gbit/s, unless other flags say otherwise.")
 flags.DEFINE_list("models", None, f"Some of {', '.join(MODELS)}; all by default.")
-flags.DEFINE_list("workers", None, "How many workers; 2,4 by default.")
+flags.DEFINE_list("workers", None, f"How many workers, 2 to {MAX_HOSTS}; 2,4 by default.")
 flags.DEFINE_list("links", None, "Rates such as 100mbit, or unshaped (also none); 100mbit,1gbit,unshaped by default.")
 flags.DEFINE_list("variants", None, "Who trains; all by default.")
 flags.DEFINE_list("codecs", None, "Codecs of tfdist; all it has by default, with --quick a few.")
@@ -68,7 +68,7 @@ _MIN_STEPS = 3
 _WARMUP_STEPS = 4  # DDP arranges its buckets anew after the first, PowerSGD starts at the third
 _SETTLE_STEPS = 3  # caches and memory hold what another variant left
 _START_SECONDS = 180.0
-_BLOCK_SECONDS = 300.0
+_BLOCK_SECONDS, _BLOCK_TIMES = 300.0, 10.0  # for a block, at least, and in times of what it should take
 _PATIENCE_SECONDS = (5.0, 15.0, 45.0)
 _LOOPBACK = "loopback, not shaped"
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -172,7 +172,15 @@ class Samples:
     compute: list[float] = dataclasses.field(default_factory=list)
     traffic: list[float] = dataclasses.field(default_factory=list)
     rates: list[float] = dataclasses.field(default_factory=list)
+    rounds: int = 0
+    is_whole: bool = False
     error: str | None = None
+
+    def end_start(self, rounds: int, error: str | None) -> None:
+        """Notes that one start is over, of so many rounds."""
+        self.rounds += rounds
+        self.error = error or self.error
+        self.is_whole |= error is None
 
     def add(self, together: Sequence[Answer], alone: Sequence[Answer], sharing: int) -> None:
         """Takes in one block of all workers."""
@@ -181,10 +189,13 @@ class Samples:
         self.traffic.append(busiest(together) / sharing)
 
     def row(self, model: str, workers: int, link: str, variant: str) -> Row:
-        """What is reported of it: what was measured in any start, or else why nothing was."""
+        """What is reported of it: what was measured, and why it failed unless it got through a whole start."""
         rate = statistics.median(self.rates) if self.rates else None
+        error = None if self.is_whole else self.error
         if not self.blocks:
-            return Row(model, workers, link, variant, rate, self.error)
+            return Row(model, workers, link, variant, rate, error)
+        if error is not None:
+            error = f"crashed after {len(self.blocks)} of {self.rounds} rounds: {error}"
         low, middle, high = statistics.quantiles([s for block in self.blocks for s in block], n=4, method="inclusive")
         return Row(
             model,
@@ -192,6 +203,7 @@ class Samples:
             link,
             variant,
             rate,
+            error,
             step_seconds=(low, middle, high),
             compute_seconds=statistics.median(self.compute),
             bytes_per_step=statistics.median(self.traffic),
@@ -240,13 +252,17 @@ class Cast:
 
     def take_turns(self, link: str, rate: float | None, names: Collection[str], order: random.Random) -> None:
         """Measures the groups of some names on a link that has been shaped."""
-        steps = {name: self._probe(name) for name in names if name in self._groups}
+        probes = {name: self._probe(name) for name in names if name in self._groups}
+        steps = {name: self._steps(seconds) for name, seconds in probes.items()}
         for turn in range(self._plan.rounds):
             present = [name for name in steps if name in self._groups]
             medians: dict[str, float] = {}
             for name in order.sample(present, len(present)):
-                together = self._train(name, alone=False, warmup=_SETTLE_STEPS, steps=steps[name])
-                alone = together and self._train(name, alone=True, warmup=_SETTLE_STEPS, steps=steps[name])
+                block: dict[str, Any] = {"warmup": _SETTLE_STEPS, "steps": steps[name]}
+                slow_seconds = _BLOCK_TIMES * (_SETTLE_STEPS + steps[name]) * probes[name]
+                block["timeout_seconds"] = max(_BLOCK_SECONDS, slow_seconds)
+                together = self._train(name, alone=False, **block)
+                alone = together and self._train(name, alone=True, **block)
                 if together and alone:
                     samples = self._found[link, name]
                     samples.add(together, alone, self._network.sharing)
@@ -258,7 +274,7 @@ class Cast:
         for name in names:
             samples = self._found[link, name]
             samples.rates += [rate] if rate else []
-            samples.error = self._errors.get(name, samples.error)
+            samples.end_start(self._plan.rounds, self._errors.get(name))
         for name in steps.keys() & self._errors:
             self._errors[name] = f"not tried: failed on {link} ({self._errors[name]})"
 
@@ -266,12 +282,15 @@ class Cast:
         """Notes that a link could not be measured."""
         Log.print(f"  {link} failed: {why}")
         for name in names:
-            self._found[link, name].error = why
+            self._found[link, name].end_start(self._plan.rounds, why)
 
-    def _probe(self, name: str) -> int:
-        """How many steps make a block."""
+    def _probe(self, name: str) -> float:
+        """Seconds of a step."""
         answers = self._train(name, alone=False, warmup=1, steps=1)
-        seconds = slowest(answers)[0] if answers else 1.0
+        return slowest(answers)[0] if answers else 1.0
+
+    def _steps(self, seconds: float) -> int:
+        """How many steps of so many seconds make a block."""
         return max(_MIN_STEPS, min(self._plan.steps, int(self._plan.seconds / seconds)))
 
     def _train(self, name: str, *, timeout_seconds: float = _BLOCK_SECONDS, **order: Any) -> list[Answer]:
@@ -321,7 +340,7 @@ def measure(
 
 def alive() -> int:
     """How many worker processes the memory that is free now can hold."""
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / _WORKER_BYTES)
+    return int(free_memory() / _WORKER_BYTES)
 
 
 def casts(missing: Mapping[str, Sequence[str]], with_reference: bool, size: int) -> list[list[str]]:
@@ -348,40 +367,86 @@ def chosen(flag: str, known: Sequence[str], default: Sequence[str]) -> list[str]
     """What a flag chooses.
 
     Raises:
-      app.UsageError: If it names something unknown.
+      app.UsageError: If it names something unknown, or nothing.
     """
     names = FLAGS[flag].value
+    if names == []:
+        raise app.UsageError(f"--{flag} takes {', '.join(known)}; got nothing. Leave it out for the default.")
     unknown = [name for name in names or [] if name not in known]
     if unknown:
         raise app.UsageError(f"--{flag} takes {', '.join(known)}; got {', '.join(unknown)}.")
     return list(default) if names is None else list(names)
 
 
+def chosen_workers(quick: bool) -> list[int]:
+    """The numbers of workers that --workers chooses.
+
+    Raises:
+      app.UsageError: If one cannot be.
+    """
+    given = (["2"] if quick else ["2", "4"]) if FLAGS.workers is None else FLAGS.workers
+    workers = [int(number) if number.isdecimal() else 0 for number in given]
+    if not workers or not 2 <= min(workers) <= max(workers) <= MAX_HOSTS:
+        raise app.UsageError(f"--workers takes numbers from 2 to {MAX_HOSTS}, got {','.join(given) or 'nothing'}.")
+    if max(workers) > alive():
+        raise app.UsageError(f"--workers takes as many as free memory holds, {alive()} here, got {max(workers)}.")
+    return workers
+
+
+def chosen_links(quick: bool) -> list[str]:
+    """The links that --links chooses.
+
+    Raises:
+      app.UsageError: If one cannot be.
+    """
+    if FLAGS.nolab and FLAGS.links is not None:
+        raise app.UsageError("--links needs the lab, and --nolab does without: leave one of them out.")
+    if FLAGS.nolab:
+        return [_LOOPBACK]
+    links = (["1gbit"] if quick else ["100mbit", "1gbit", "unshaped"]) if FLAGS.links is None else FLAGS.links
+    try:
+        links = ["unshaped" if parse_rate(link) is None else link.lower() for link in links]
+    except ValueError as error:
+        raise app.UsageError(f"--links takes rates, or unshaped. {error}") from error
+    if not links:
+        raise app.UsageError("--links takes rates, or unshaped; got nothing. Leave it out for the default.")
+    return list(dict.fromkeys(links))
+
+
+def chosen_path() -> pathlib.Path | None:
+    """The file that --json chooses.
+
+    Raises:
+      app.UsageError: If it cannot be written.
+    """
+    if FLAGS.json is None:
+        return None
+    path = pathlib.Path(FLAGS.json)
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise app.UsageError(f"--json takes a file that can be written, got {path}: {error.strerror}.") from error
+    return path
+
+
 def main(arguments: Sequence[str]) -> None:
     if len(arguments) > 1:
         raise app.UsageError(f"Only flags are taken, got {' '.join(arguments[1:])}.")
     quick = FLAGS.quick
-    everyone = make_variants(available_codecs() if FLAGS.codecs is None else FLAGS.codecs)
-    few = make_variants(_QUICK_CODECS if FLAGS.codecs is None else FLAGS.codecs)
-    names = chosen("variants", list(everyone), list(few if quick else everyone))
+    workers, links, path = chosen_workers(quick), chosen_links(quick), chosen_path()
+    codecs = available_codecs() if FLAGS.codecs != [] else []
+    if unknown := [name for name in FLAGS.codecs or [] if name not in codecs]:
+        raise app.UsageError(f"--codecs takes {', '.join(codecs)}; got {', '.join(unknown)}.")
+    few = _QUICK_CODECS if quick else codecs
+    everyone = make_variants(codecs)
+    default = make_variants(few if FLAGS.codecs is None else FLAGS.codecs)
+    names = chosen("variants", list(everyone), list(default))
     models = chosen("models", list(MODELS), ["mlp"] if quick else list(MODELS))
-    workers = [int(number) if number.isdecimal() else 0 for number in FLAGS.workers or (["2"] if quick else ["2", "4"])]
-    if min(workers) < 2:
-        raise app.UsageError(f"--workers takes numbers from 2, got {','.join(FLAGS.workers)}.")
-    links = ["unshaped" if link == "none" else link for link in FLAGS.links or []]
-    links = links or (["1gbit"] if quick else ["100mbit", "1gbit", "unshaped"])
-    try:
-        for link in links:
-            parse_rate(None if link == "unshaped" else link)
-    except ValueError as error:
-        raise app.UsageError(f"--links takes rates, or unshaped. {error}") from error
     plan = Plan(FLAGS.steps, FLAGS.seconds, FLAGS.rounds, FLAGS.starts)
-    if FLAGS.nolab:
-        links = [_LOOPBACK]
-    elif why := why_not():
+    if not FLAGS.nolab and (why := why_not()):
         sys.exit(f"{why}\nOr measure over loopback, without links of known width: --nolab")
     settings = {**dataclasses.asdict(plan), **THREADS, "network": _LOOPBACK if FLAGS.nolab else "netlab"}
-    record = Record(pathlib.Path(FLAGS.json) if FLAGS.json else None, settings, KEY)
+    record = Record(path, settings, KEY)
     begin = time.monotonic()
     with contextlib.nullcontext() if FLAGS.nolab else Netlab(hosts=max(workers), rate=None) as lab:
         for model in models:
@@ -394,4 +459,5 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    end_on_signals()
     app.run(main)

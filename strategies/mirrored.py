@@ -5,6 +5,7 @@ import functools
 import tensorflow as tf
 
 from tfdist import _tf
+from tfdist.cluster.alone import warn_if_one_of_many
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.devices import local_devices
 from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy
@@ -27,6 +28,7 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
     """
 
     def __init__(self, devices=None, cross_device_ops=None, *, compression=None):
+        warn_if_one_of_many()
         devices = devices or local_devices()
         self._take_collective_keys()
         extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)

@@ -17,7 +17,7 @@ from absl import logging
 from tfdist import _tf
 from tfdist.cluster import ClusterSpec, check_bindable
 from tfdist.cluster.alone import warn_if_one_of_many
-from tfdist.errors import ClusterError
+from tfdist.errors import ClusterError, TFConfigError
 from tfdist.failure_report import is_supervised
 from tfdist.faults import FaultTolerance, meeting, preemption, watchdog
 from tfdist.faults.agreement import Agreement
@@ -67,7 +67,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
       fault_tolerance: The deadlines that hold.
 
     Raises:
-      TFConfigError: If TF_CONFIG is not a cluster spec that this process can join.
+      TFConfigError: If TF_CONFIG is not a cluster spec that this process can join, or another than the resolver's.
       ClusterError: If a worker does not come in time, has another cluster, other versions or another number of devices.
       ValueError: If no codec has that name, or an environment variable is no deadline.
       TypeError: If `compression` is a function of other arguments.
@@ -266,9 +266,12 @@ def _join(cluster_resolver, options, connect):
         return
     jobs = _tf.multi_worker_util.normalize_cluster_spec(cluster_resolver.cluster_spec()).as_dict()
     cluster = ClusterSpec(jobs, cluster_resolver.task_type, cluster_resolver.task_id)
+    named = ClusterSpec.from_env()
+    if named is not None:
+        _check_alike(named, cluster)
     if _tf.context.context().coordination_service is None:
-        check_bindable(cluster)
-    if not os.environ.get("TF_CONFIG", "").strip():
+        check_bindable(cluster, pod_seconds=options.start_timeout_seconds)
+    if named is None:
         os.environ["TF_CONFIG"] = cluster.to_json()
     deadline = time.monotonic() + options.start_timeout_seconds
     lines = meeting.meet(cluster, options.start_timeout_seconds)
@@ -287,6 +290,17 @@ def _join(cluster_resolver, options, connect):
         addresses = meeting.addresses_of(cluster)
         lifelines = Lifelines(lines, addresses, lambda worker: board.report_loss(worker, addresses[worker]))
         leave_together(board, lifelines, options.shutdown_timeout_seconds)
+
+
+def _check_alike(named, cluster):
+    """Others ask TF_CONFIG who the chief is: there must be one, and the same."""
+    places = [(spec.describe(), ", ".join(meeting.addresses_of(spec))) for spec in (named, cluster)]
+    if places[0] != places[1]:
+        said, resolved = (f"{place} (of {addresses})" for place, addresses in places)
+        raise TFConfigError(
+            f"TF_CONFIG and the strategy's cluster_resolver must name the same place in one cluster, but TF_CONFIG "
+            f"has {said}, and the resolver {resolved}. Unset TF_CONFIG, or give no cluster_resolver."
+        )
 
 
 def _set_deadlines(cluster_resolver, options, register_seconds):

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import pathlib
+import signal
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ import pytest
 
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
+from tfdist.launch.memory import free_memory
 
 DEADLINE_SECONDS = 60
 KIB = 1 << 10
@@ -99,7 +102,7 @@ def test_hosts_with_their_own_tf_config_are_measured_and_the_chief_tells(tmp_pat
         assert "free memory" in skipped["skipped"] and "seconds" not in skipped
     assert "free memory" in chief[1]
     check_row(rows[0], KIB)
-    assert "int8 sends so small a tensor as it is" in rows[3]["skipped"] and "seconds" not in rows[3]
+    assert rows[3]["skipped"] == "int8 sends a tensor of 16 x 16 as it is" and "seconds" not in rows[3]
 
 
 @pytest.mark.exhaustive
@@ -122,12 +125,63 @@ def test_a_worker_that_never_comes_is_waited_for_until_the_timeout(tmp_path):
     assert files(tmp_path) == []
 
 
+def check_part_is_told(chief, expected):
+    """That a job which ends after its first row shows it."""
+    ((code, out, err),) = finish(chief)
+    assert code == expected and "1000 B" in out and "Traceback" not in err, err
+    result = json.loads((pathlib.Path(chief.args[-1])).read_text())
+    assert [row["bytes"] for row in result["rows"]] == [1000] and result["error"]
+
+
+def after_its_first_row(chief):
+    while "1000 B: " not in chief.stderr.readline():
+        assert chief.poll() is None
+    return chief
+
+
+LONG = ("--compression", "none", "--sizes", "1KB,64MiB", "--seconds", 30, "--json")
+
+
+def test_what_was_measured_is_told_though_a_worker_dies(tmp_path):
+    launcher = after_its_first_row(start(tmp_path, "--workers", 2, *LONG, tmp_path / "new.json"))
+    pids = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    (worker,) = [pid for pid in pids if b'"index": 1}' in pathlib.Path(f"/proc/{pid}/environ").read_bytes()]
+    os.kill(int(worker), signal.SIGKILL)
+    check_part_is_told(launcher, 137)
+
+
+@pytest.mark.exhaustive
+def test_what_was_measured_is_told_though_the_chief_is_ended(tmp_path):
+    chief, other = on_two_hosts(tmp_path, *[(*LONG, tmp_path / "new.json")] * 2)
+    with contextlib.closing(other.stdout), contextlib.closing(other.stderr):
+        after_its_first_row(chief).terminate()
+        check_part_is_told(chief, 143)
+        other.kill()
+        other.wait()
+
+
+def measure_with_a_deadline():
+    import time
+
+    from tfdist.launch import bench
+
+    spec, left = ClusterSpec.from_env(), []
+    plan = bench.Plan((KIB,), ("none",), 0.01, time.monotonic() + (1000 if spec.is_chief else 10))
+    rows = list(bench.measure(plan, spec, left.append))
+    return len(rows), left
+
+
+def test_once_all_have_met_the_chief_s_deadline_counts(pools):
+    (of_chief, nothing), (of_other, (left,)) = pools("2x1").run(measure_with_a_deadline)
+    assert of_chief == of_other == 1 and nothing == [] and 900 < left < 1010
+
+
 TWO = ("--workers", "2")
 REFUSALS = {
     "no cluster": ((), ("TF_CONFIG", "--workers 2")),
     "one worker": (("--workers", "1"), ("two workers or more", "--workers 2")),
     "no number": ((*TWO, "--sizes", "1KiB,big"), ("--sizes", "'big'", "KiB, MiB, GiB")),
-    "unknown unit": ((*TWO, "--sizes", "1KB"), ("--sizes", "'1KB'", "KiB, MiB, GiB")),
+    "unknown unit": ((*TWO, "--sizes", "1Kb"), ("--sizes", "'1Kb'", "KiB, MiB, GiB")),
     "nothing": ((*TWO, "--sizes", "0"), ("--sizes", "'0'")),
     "not whole": ((*TWO, "--sizes", "0.3B"), ("--sizes", "'0.3B'")),
     "part of a float32": ((*TWO, "--sizes", "1KiB,6B"), ("--sizes", "multiples of 4", "6 B")),
@@ -206,6 +260,13 @@ def test_a_wrong_sum_is_told(elements, exact, right):
         bench.check_sum(tf.constant(elements), 2, exact=exact)
 
 
+def test_what_is_exchanged_is_as_near_a_square_as_can_be():
+    from tfdist.launch import bench
+
+    shapes = {4: [1, 1], 4 * 12: [3, 4], 4 * 7: [1, 7], KIB: [16, 16], 10**6: [500, 500], 1 << 20: [512, 512]}
+    assert {size: bench._shape(size) for size in shapes} == shapes
+
+
 def rows(*points):
     from tfdist.launch import bench
 
@@ -221,17 +282,15 @@ def rows(*points):
     ids=["version 2", "version 1"],
 )
 def test_files_that_the_kernel_can_forget_are_free_memory_of_a_container(folder, limit, used, cached, tmp_path):
-    from tfdist.launch import bench
-
-    unlimited = bench._free_memory(tmp_path)
+    unlimited = free_memory(tmp_path)
     group = tmp_path / folder
     group.mkdir(exist_ok=True)
     for name, text in {limit: "1000", used: "900", "memory.stat": f"anon 500\n{cached} 300"}.items():
         (group / name).write_text(text + "\n")
-    assert bench._free_memory(tmp_path) == 400 < unlimited
+    assert free_memory(tmp_path) == 400 < unlimited
     if not folder:
         (group / limit).write_text("max\n")
-        assert bench._free_memory(tmp_path) > 400
+        assert free_memory(tmp_path) > 400
 
 
 def test_a_prediction_follows_the_measured_points():

@@ -6,9 +6,11 @@ import math
 import os
 import pathlib
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 
@@ -29,6 +31,7 @@ RUN_SECONDS = 300
 MARK = "TFDIST_TEST_RUN"  # by which a run's processes are found
 TIMED = report.Row("mlp", 2, "1gbit", "stock", 1e9, None, (0.3, 0.4, 0.5), 0.1, 25e6, (0.4, 0.38), (0.4, 0.38))
 FAILED = report.Row("mlp", 2, "1gbit", "ddp", 1e9, "ImportError: a | b")
+CRASHED = dataclasses.replace(TIMED, variant="ddp+fp16", error="crashed after 1 of 3 rounds: it broke")
 RESULT = {
     "commands": ["python -m benchmarks.train_step"],
     "date": "2026-01-01T00:00:00+00:00",
@@ -36,7 +39,7 @@ RESULT = {
     "machine": {"cores": 2},
     "versions": {"python": "3.11"},
     "settings": {"steps": 3, "network": "netlab"},
-    "rows": [TIMED.to_json(), FAILED.to_json()],
+    "rows": [TIMED.to_json(), FAILED.to_json(), CRASHED.to_json()],
 }
 
 
@@ -56,7 +59,7 @@ def test_row_splits_a_step_and_holds_it_against_its_floor():
 
 
 def test_row_survives_json():
-    for row in (TIMED, FAILED):
+    for row in (TIMED, FAILED, CRASHED):
         again = report.Row.from_json(json.loads(json.dumps(row.to_json())))
         assert again.to_json() == json.loads(json.dumps(row.to_json())) | {
             "step_seconds": again.step_seconds,
@@ -73,6 +76,7 @@ def test_table_has_a_line_of_equal_width_for_each_row_and_says_what_failed():
     assert len(lines) == 2 + len(RESULT["rows"])
     assert {len(line) for line in lines} == {len(report.COLUMNS) + 2}
     assert "400 [300 to 500]" in text and "failed: ImportError: a" in text and "1gbit (1000 Mbit/s)" in text
+    assert "| crashed after 1 of 3 rounds: it broke |" in text and text.count("400") == 2
     assert "Horovod" in text and "abc" in text
 
 
@@ -102,25 +106,40 @@ def test_every_cast_has_the_reference_and_what_is_missing():
 @pytest.mark.parametrize(
     ("flag", "value", "words"),
     [
-        ("workers", "2,1", "from 2, got 2,1"),
-        ("workers", "two", "got two"),
-        ("links", "none,fast", "100mbit; got 'fast'"),
+        ("workers", ["2", "1"], "from 2 to 200, got 2,1"),
+        ("workers", ["two"], "got two"),
+        ("workers", ["300"], "got 300"),
+        ("workers", [], "got nothing"),
+        ("links", ["none", "fast"], "100mbit, or none; got 'fast'"),
+        ("links", ["1kbit"], "from 100kbit to 100gbit, got '1kbit'"),
+        ("links", [], "got nothing"),
+        ("models", [], "got nothing"),
+        ("variants", [], "got nothing"),
+        ("json", str(ROOT), "got .*: Is a directory"),
+        ("json", "/proc/here/a.json", "got /proc/here/a.json: No such file"),
+        ("nolab", True, "--links needs the lab"),
+        ("codecs", ["int9"], "--codecs takes float16; got int9"),
     ],
 )
-def test_what_no_lab_can_be_is_refused_before_work_begins(flag, value, words):
+def test_what_cannot_be_measured_is_refused_before_work_begins(flag, value, words, monkeypatch):
+    monkeypatch.setattr(train_step, "available_codecs", lambda: ["float16"])
     train_step.FLAGS.mark_as_parsed()
-    with flagsaver.flagsaver(codecs=[], **{flag: value.split(",")}), pytest.raises(app.UsageError, match=words):
+    flags = {"codecs": [], "workers": ["2"], "links": ["1GBIT"], flag: value}
+    with flagsaver.flagsaver(**flags), pytest.raises(app.UsageError, match=words):
         train_step.main(["train_step"])
 
 
 class FakeGroup:
-    """Trains at once; the groups of `failing`, counted as they are made, fail in their first block."""
+    """Trains at once; the groups of `failing`, counted as they are made, fail after so many blocks."""
 
     failing = ()
+    blocks = 0
     made = 0
+    seconds = 0.1
+    longest = 0.0
 
     def __init__(self, *_):
-        self._fails = FakeGroup.made in self.failing
+        self._left = 2 * self.blocks if FakeGroup.made in self.failing else math.inf
         FakeGroup.made += 1
 
     def __enter__(self):
@@ -130,9 +149,23 @@ class FakeGroup:
         pass
 
     def train(self, model, *, alone, warmup, steps, timeout_seconds):
-        if self._fails and steps > 1:
+        self._left -= steps > 1
+        if self._left < 0:
             raise GroupError("it broke")
-        return [Answer([0.1] * steps, 1, 1)]
+        FakeGroup.longest = max(self.longest, timeout_seconds)
+        return [Answer([self.seconds] * steps, 1, 1)]
+
+
+def measured(monkeypatch, links, plan, failing, blocks=0):
+    """The rows of one variant whose groups fail so."""
+    monkeypatch.setattr(train_step, "Group", FakeGroup)
+    for name, value in {"failing": failing, "blocks": blocks, "made": 0}.items():
+        monkeypatch.setattr(FakeGroup, name, value)
+    rows = record.Record(None, {}, report.KEY)
+    train_step.measure(
+        rows, "mlp", train_step.Network(None, 2), {"stock": train_step.Variant("none")}, list(links), plan
+    )
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -145,13 +178,23 @@ class FakeGroup:
     ids=["both starts", "the first", "the second"],
 )
 def test_a_failure_is_told_of_the_link_it_came_on_and_only_if_no_start_did_better(failing, errors, monkeypatch):
-    monkeypatch.setattr(train_step, "Group", FakeGroup)
-    monkeypatch.setattr(FakeGroup, "failing", failing)
-    monkeypatch.setattr(FakeGroup, "made", 0)
-    rows = record.Record(None, {}, report.KEY)
-    plan, variants = train_step.Plan(steps=3, seconds=1, rounds=1, starts=2), {"stock": train_step.Variant("none")}
-    train_step.measure(rows, "mlp", train_step.Network(None, 2), variants, list(errors), plan)
+    rows = measured(monkeypatch, errors, train_step.Plan(steps=3, seconds=1, rounds=1, starts=2), failing)
     assert {row["link"]: row["error"] for row in rows.rows} == errors
+
+
+def test_who_crashes_after_some_rounds_is_no_peer_that_trains(monkeypatch):
+    rows = measured(monkeypatch, ["1gbit"], train_step.Plan(steps=3, seconds=1, rounds=3, starts=1), [0], blocks=1)
+    row = report.Row.from_json(rows.rows[0])
+    assert row.error == "crashed after 1 of 3 rounds: it broke" and len(row.block_seconds) == 1
+    assert report.cells(row)[4] == row.error and not rows.has("mlp", 2, "1gbit", "stock")
+
+
+@pytest.mark.parametrize(("seconds", "longest"), [(0.1, 300), (60, 10 * 6 * 60)])
+def test_slow_steps_have_time(seconds, longest, monkeypatch):
+    monkeypatch.setattr(FakeGroup, "seconds", seconds)
+    monkeypatch.setattr(FakeGroup, "longest", 0.0)
+    measured(monkeypatch, ["1gbit"], train_step.Plan(steps=3, seconds=1, rounds=1, starts=1), [])
+    assert FakeGroup.longest == longest
 
 
 def test_rows_stay_in_order_of_model_workers_and_rate():
@@ -180,6 +223,51 @@ def test_record_goes_on_where_the_last_ended(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_record_says_of_each_row_where_it_comes_from(tmp_path):
+    rows = record.Record(tmp_path / "rows.json", {}, ("name",))
+    rows.add({"name": "a"})
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert row["commit"] == rows.document["commit"] and row["command"] in rows.document["commands"] and row["date"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"rows": [{}]}', '{"rows": 1}'])
+def test_record_sets_aside_what_is_none(tmp_path, text):
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    assert record.Record(path, {}, ("name",)).rows == []
+    assert [each.name for each in tmp_path.iterdir()] == ["rows.before-1.json"]
+
+
+def test_record_does_not_go_on_with_another_tree(tmp_path, monkeypatch):
+    """Which is known by what differs from the commit, in code that is measured."""
+    tree = tmp_path / "tree"
+    (tree / "benchmarks").mkdir(parents=True)
+    git = ["git", "-C", str(tree), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    code = tree / "benchmarks" / "a.py"
+    code.write_text("1")
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "a"], check=True)
+    monkeypatch.setattr(record, "_ROOT", tree)
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # as in a container
+
+    def goes_on():
+        rows = record.Record(tree / "benchmarks" / "rows.json", {}, ("name",))
+        known = rows.has("a")
+        rows.add({"name": "a"})
+        return known
+
+    assert (goes_on(), goes_on()) == (False, True)  # its own file does not count
+    assert "+dirty" not in record.describe_commit()
+    for path, text in ((code, "2"), (code, "3"), (tree / "benchmarks" / "b.py", "4")):
+        path.write_text(text)
+        assert (goes_on(), goes_on()) == (False, True)
+    assert re.fullmatch(r"[0-9a-f]+\+dirty\.[0-9a-f]{8}", record.describe_commit())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert record.describe_commit() == "unknown"
+    assert (goes_on(), goes_on()) == (False, False)
+
+
 def test_slowest_worker_counts_step_by_step_and_the_busiest_by_bytes():
     answers = [Answer([1.0, 2.0], 10, 30), Answer([3.0, 1.0], 20, 10)]
     assert train_step.slowest(answers) == [3.0, 2.0]
@@ -194,6 +282,45 @@ def test_report_is_written_beside_the_results(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted([path, *written])
     assert {each.suffix for each in written} == {".md", ".png"}
     assert all(each.stat().st_size for each in written)
+
+
+PARTIAL = {
+    "all failed": [FAILED],
+    "all crashed": [CRASHED],
+    "not measured": [dataclasses.replace(FAILED, error=None)],
+    "no compute": [dataclasses.replace(TIMED, compute_seconds=None, bytes_per_step=None)],
+    "many": [dataclasses.replace(TIMED, variant=f"tfdist+{number}") for number in range(25)],
+}
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+def test_partial_results_are_reported(name, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "a.json"
+    rows = [{name: value for name, value in row.to_json().items() if value is not None} for row in PARTIAL[name]]
+    path.write_text(json.dumps({"rows": [{"link_bits_per_second": None, **row} for row in rows]}))
+    assert tmp_path / "a.md" in report.write_report(path)
+
+
+NO_RESULTS = {
+    "no rows": ('{"rows": []}', "no rows"),
+    "another benchmark": (json.dumps({"rows": [{"model": "digits", "codec": "none"}]}), "no file of benchmarks.train"),
+    "a list": ("[1]", "no file of benchmarks.train"),
+    "half": ("{", "no JSON"),
+    "nothing": (None, "cannot be read: No such file"),
+}
+
+
+@pytest.mark.parametrize("name", NO_RESULTS)
+def test_what_cannot_be_reported_is_told_in_a_line(name, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    text, words = NO_RESULTS[name]
+    if text is not None:
+        (tmp_path / "a.json").write_text(text)
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path / "a.json")])
+    with pytest.raises(SystemExit, match=words) as ended:
+        report.main()
+    assert "\n" not in str(ended.value)
 
 
 def test_file_that_cannot_be_written_whole_is_left_as_it_was(tmp_path):
@@ -272,18 +399,20 @@ def test_failed_group_says_why_in_one_line_and_is_gone():
     assert "\n" not in str(caught.value)
 
 
-def test_late_group_is_ended():
+def test_late_group_is_ended_and_leaves_no_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with Group([train_step.Loopback()] * 2, free_ports(2), "keras_fit", {}) as group:
         begin = time.monotonic()
         with pytest.raises(GroupError, match=r"0 of 2 workers answered in 0\.5 s"):
             group.train("mlp", alone=True, warmup=1, steps=1, timeout_seconds=0.5)
         assert time.monotonic() - begin < 20
+    assert list(tmp_path.iterdir()) == []
 
 
-def run(*flags):
+def run(*flags, **environ):
     command = [sys.executable, "-m", "benchmarks.train_step", *flags]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, MARK: str(os.getpid())}, **pipes)
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, MARK: str(os.getpid()), **environ}, **pipes)
 
 
 def test_unknown_names_are_refused_with_those_known():
@@ -353,13 +482,15 @@ def test_a_drill_ends_as_the_unbroken_run(flags):
     assert not children_left()
 
 
-def test_killed_run_leaves_no_workers():
-    with run("--nolab", "--quick", "--variants=stock") as process:
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
+def test_ended_run_leaves_no_workers(signum, code, tmp_path):
+    with run("--nolab", "--quick", "--variants=stock", TMPDIR=str(tmp_path)) as process:
         started = eventually(lambda: len(children_left()) == 2)
-        process.kill()
+        process.send_signal(signum)
         out, _ = process.communicate(timeout=RUN_SECONDS)
-    assert started, out
+    assert started and process.returncode == code and "Traceback" not in out, out
     assert eventually(lambda: not children_left()), children_left()
+    assert signum == signal.SIGKILL or list(tmp_path.iterdir()) == []
 
 
 def children_left():

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from tfdist.cluster import ClusterSpec, check_bindable, free_ports, is_chief
+from tfdist.cluster import ClusterSpec, check_bindable, free_ports, is_chief, ports
+from tfdist.cluster.schedulers import expand_counts, expand_hosts
 from tfdist.errors import TFConfigError
 
 
@@ -142,12 +143,93 @@ def test_is_chief_follows_the_environment(monkeypatch):
     assert ClusterSpec.from_env() is None and is_chief()
     monkeypatch.setenv("TF_CONFIG", config(TWO, index=1))
     assert not is_chief()
+    monkeypatch.setenv("TF_CONFIG", config({**TWO, "evaluator": ["h:1"]}, "evaluator"))
+    assert not is_chief()
 
 
 def test_describe_says_who_this_process_is():
     assert ClusterSpec.from_json(config(TWO, index=1)).describe() == "worker 1 of 2 at 10.0.0.2:2222"
     with_chief = ClusterSpec.from_json(config({"chief": ["a:1"], "worker": ["b:1"]}))
     assert with_chief.describe() == "worker 1 of 2 (task worker 0) at b:1"
+
+
+def test_slots_tell_workers_of_a_host_apart():
+    jobs = {"chief": ["a:1"], "worker": ["b:1", "A:2", "b:2", "a:3"]}
+    specs = [ClusterSpec(jobs, "chief", 0), *(ClusterSpec(jobs, "worker", index) for index in range(4))]
+    assert [spec.slot for spec in specs] == [0, 0, 1, 1, 2]
+
+
+# A list of hosts as Slurm writes it, and the hosts.
+HOSTLISTS = {
+    "gpu1": ["gpu1"],
+    "a,b-2": ["a", "b-2"],
+    "node[01-03,07],gpu1": ["node01", "node02", "node03", "node07", "gpu1"],
+    "n[9-11]": ["n9", "n10", "n11"],
+    "rack[1-2]n[01-02]x": ["rack1n01x", "rack1n02x", "rack2n01x", "rack2n02x"],
+}
+
+
+@pytest.mark.parametrize("text", HOSTLISTS)
+def test_hosts_of_slurm_are_expanded(text):
+    assert expand_hosts(text) == HOSTLISTS[text]
+
+
+def test_counts_of_slurm_are_expanded():
+    assert [expand_counts(text) for text in ("3", "2(x3),1", "1,2(x2)")] == [[3], [2, 2, 2, 1], [1, 2, 2]]
+
+
+def slurm(rank, nodes="node[1-2],gpu", tasks="2(x2),1", **more):
+    step = {"SLURM_STEP_NODELIST": nodes, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_PROCID": str(rank)}
+    return {name: value for name, value in {**step, **more}.items() if value is not None}
+
+
+def test_tasks_of_slurm_are_workers_of_one_cluster():
+    specs = [ClusterSpec.from_slurm(slurm(rank, SLURM_JOB_ID="7003")) for rank in range(5)]
+    hosts, ports = zip(*(spec.address.split(":") for spec in specs), strict=True)
+    assert hosts == ("node1", "node1", "node2", "node2", "gpu")
+    assert [spec.worker_id for spec in specs] == list(range(5)) and all(spec.jobs == specs[0].jobs for spec in specs)
+    assert ports[0] == ports[2] == ports[4] and int(ports[1]) == int(ports[0]) + 1
+    other = ClusterSpec.from_slurm(slurm(0, SLURM_JOB_ID="7004"))
+    assert other.address.split(":")[1] not in ports
+    assert ClusterSpec.from_slurm(slurm(3), base_port=5000).address == "node2:5001"
+
+
+def mpi(rank, size, hosts=("a:2", "b"), names=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
+    return ClusterSpec.from_mpi(hosts, dict(zip(names, (str(rank), str(size)), strict=True)))
+
+
+def test_processes_of_mpi_are_workers_on_the_hosts_that_are_given():
+    assert [mpi(rank, 3).address for rank in range(3)] == ["a:12345", "a:12346", "b:12345"]
+    assert mpi(1, 2, ("a", "b"), ("PMI_RANK", "PMI_SIZE")).describe() == "worker 1 of 2 at b:12345"
+
+
+# What a scheduler's environment has, and words that must stand in the refusal.
+NO_STEP = {
+    "no srun": (lambda: ClusterSpec.from_slurm({"SLURM_PROCID": "0"}), ["SLURM_STEP_NODELIST", "is not set", "`srun`"]),
+    "brackets": (lambda: ClusterSpec.from_slurm(slurm(0, "n[1-2")), ["SLURM_STEP_NODELIST", "brackets", "'n[1-2'"]),
+    "no range": (lambda: ClusterSpec.from_slurm(slurm(0, "n[1-x]")), ["SLURM_STEP_NODELIST", "'1-x'"]),
+    "no count": (lambda: ClusterSpec.from_slurm(slurm(0, tasks="2(y3)")), ["SLURM_STEP_TASKS_PER_NODE", "'2(y3)'"]),
+    "fewer counts": (lambda: ClusterSpec.from_slurm(slurm(0, tasks="2")), ["has 3", "has 1"]),
+    "rank": (lambda: ClusterSpec.from_slurm(slurm(5)), ["SLURM_PROCID", "from 0 to 4", "'5'"]),
+    "in turn": (
+        lambda: ClusterSpec.from_slurm(slurm(1, SLURM_NODEID="1")),
+        ["host by host", "task 1", "host number 1", "--distribution=block"],
+    ),
+    "port": (lambda: ClusterSpec.from_slurm(slurm(0), base_port=65535), ["65535", "got 65536"]),
+    "no mpirun": (lambda: ClusterSpec.from_mpi(["a"], {}), ["OMPI_COMM_WORLD_SIZE", "`mpirun`"]),
+    "too few hosts": (lambda: mpi(0, 4), ["4 processes (OMPI_COMM_WORLD_SIZE)", "a:2,b", "have 3"]),
+    "no hosts": (lambda: mpi(0, 2, ["a:x"]), ["'a:x'", "node1:4"]),
+    "no rank": (lambda: mpi("x", 3), ["OMPI_COMM_WORLD_RANK", "from 0 to 2", "'x'"]),
+}
+
+
+@pytest.mark.parametrize("name", NO_STEP)
+def test_what_a_scheduler_does_not_say_is_named(name):
+    make, words = NO_STEP[name]
+    with pytest.raises(TFConfigError) as caught:
+        make()
+    message = str(caught.value)
+    assert message.endswith(".") and [word for word in words if word not in message] == [], message
 
 
 def test_a_large_cluster_gives_a_readable_error():
@@ -194,6 +276,30 @@ def test_unknown_host_is_named():
         check_bindable(spec)
 
 
+def test_a_pod_waits_for_its_name_or_leaves_it_to_who_does(monkeypatch):
+    (port,) = free_ports(1)
+    spec = ClusterSpec.from_json(config({"worker": [f"train-0.train:{port}"]}))
+    asked = []
+
+    def getaddrinfo(*_, **__):
+        asked.append(None)
+        if len(asked) < 3:
+            raise socket.gaierror("not yet known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(ports, "_RETRY_SECONDS", 0.01)
+    with pytest.raises(TFConfigError, match="does not resolve"):
+        check_bindable(spec, pod_seconds=60)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    asked.clear()
+    check_bindable(spec)
+    assert len(asked) == 0
+    with pytest.raises(TFConfigError, match="does not resolve"):
+        check_bindable(spec, pod_seconds=0.005)
+    check_bindable(spec, pod_seconds=60)
+    assert len(asked) == 3
+
+
 def test_a_name_server_that_answers_after_seconds_is_waited_for(monkeypatch):
     """So it is where the first of two is dead: the system's resolver gives it 5 s."""
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(3))
@@ -204,8 +310,9 @@ def test_a_name_server_that_answers_after_seconds_is_waited_for(monkeypatch):
 # The environment of a scheduler's process, and words that must stand in the warning, if there is one.
 STARTED = {
     "mpirun": ({"OMPI_COMM_WORLD_SIZE": "4"}, ["OMPI_COMM_WORLD_SIZE is 4", "TF_CONFIG", "OMPI_COMM_WORLD_RANK"]),
-    "MPICH": ({"PMI_SIZE": "2", "TF_CONFIG": " "}, ["PMI_SIZE is 2", "PMI_RANK"]),
-    "srun": ({"SLURM_STEP_NUM_TASKS": "3"}, ["SLURM_STEP_NUM_TASKS is 3", "SLURM_PROCID", "cluster_resolver"]),
+    "MPICH": ({"PMI_SIZE": "2", "TF_CONFIG": " "}, ["PMI_SIZE is 2", "PMI_RANK", "--mpi"]),
+    "MVAPICH": ({"MV2_COMM_WORLD_SIZE": "2"}, ["MV2_COMM_WORLD_SIZE is 2", "MV2_COMM_WORLD_RANK"]),
+    "srun": ({"SLURM_STEP_NUM_TASKS": "3"}, ["SLURM_STEP_NUM_TASKS is 3", "SLURM_PROCID", "--slurm"]),
     "a batch script": ({"SLURM_NTASKS": "3", "SLURM_PROCID": "0"}, None),
     "mpirun of one": ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
     "with TF_CONFIG": ({"OMPI_COMM_WORLD_SIZE": "4", "TF_CONFIG": "{}"}, None),

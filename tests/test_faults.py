@@ -351,10 +351,17 @@ def test_a_resolver_stands_in_for_tf_config_and_an_empty_one_trains_alone(job):
         import tensorflow as tf, tfdist
 
         spec, resolver = ClusterSpec.from_env(), None
-        os.environ["TF_CONFIG"] = " "
         if spec.worker_id == 1:
             one = tf.train.ClusterSpec({"worker": [spec.address]})
             resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(one, task_type="worker", task_id=0)
+            try:
+                tfdist.MultiWorkerMirroredStrategy(resolver)
+                raise AssertionError("made with two chiefs")
+            except tfdist.errors.TFConfigError as error:
+                assert f"worker 1 of 2 at {spec.address} (of" in str(error), error
+                assert f"worker 0 of 1 at {spec.address} (of" in str(error), error
+        os.environ["TF_CONFIG"] = " "
+        if resolver:
             with socket.create_server(("", int(spec.address.rpartition(":")[2]))):
                 try:
                     tfdist.MultiWorkerMirroredStrategy(resolver)

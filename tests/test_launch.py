@@ -44,6 +44,37 @@ def test_an_outer_tf_config_is_replaced_and_told(run):
     assert "TF_CONFIG is set" in err
 
 
+SLURM = {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": "321"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "rank"),
+    [
+        (["--slurm"], {**SLURM, "TF_CONFIG": "{}"}, "SLURM_PROCID"),
+        (["--mpi", "127.0.0.1:2"], {"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK"),
+    ],
+    ids=["slurm", "mpi"],
+)
+def test_processes_of_a_scheduler_are_workers_of_one_cluster(run, arguments, environ, rank):
+    script = run.script('(here / f"config-{worker}").write_text(os.environ["TF_CONFIG"] + os.environ["TFDIST_SLOT"])')
+    (port,) = free_ports(1)
+    for index in range(2):
+        own = {**environ, rank: str(index)}
+        code, _, err = run.finish(*arguments, "--base-port", port, script, env=own)
+        assert code == 0 and f"worker {index} of 2 at" in err and "alone" not in err, err
+    texts = [(run.directory / f"config-{index}").read_text() for index in range(2)]
+    specs = [ClusterSpec.from_json(text[:-1]) for text in texts]
+    assert [text[-1] for text in texts] == ["0", "1"]
+    assert [spec.worker_id for spec in specs] == [0, 1] and specs[0].jobs == specs[1].jobs
+    assert [int(spec.address.rpartition(":")[2]) for spec in specs] == [port, port + 1]
+
+
+def test_many_that_start_a_whole_job_each_are_told_so(run):
+    environ = {"SLURM_STEP_NUM_TASKS": "2", "TF_CONFIG": ClusterSpec.local(1, 0, [1]).to_json()}
+    code, _, err = run.finish("--workers", 2, run.script(""), env=environ)
+    assert code == 0 and "each of the 2 jobs trains alone" in err and "--slurm" in err
+
+
 def test_the_script_gets_its_arguments_and_devices(run):
     script = run.script('print(sys.argv[1:], os.environ.get("TFDIST_DEVICES_PER_WORKER"))')
     many = ["--workers", "9", "-m", "--", "x y", "--help"]
@@ -408,6 +439,8 @@ WRONG = {
     "missing module": (["--workers", 2, "-m", "nowhere.train"], "no module 'nowhere.train'"),
     "log dir is a file": (["--workers", 2, "--log-dir", "script.py", "script.py"], "--log-dir script.py"),
     "log dir not writable": (["--workers", 2, "--log-dir", "/proc/here", "script.py"], "--log-dir /proc/here"),
+    "two ways": (["--workers", 2, "--slurm", "script.py"], "not allowed with"),
+    "port of nobody": (["--workers", 2, "--base-port", 5000, "script.py"], "--slurm or --mpi"),
     "unknown option": (["--worker", 2, "script.py"], "--worker"),
 }
 

@@ -15,7 +15,8 @@ import time
 
 import pytest
 
-from benchmarks.netlab import TOLERANCE, BusyError, Netlab, NetlabError, why_not
+from benchmarks.netlab import TOLERANCE, BusyError, Netlab, NetlabError, parse_rate, why_not
+from launched import eventually
 
 DEADLINE_SECONDS = 60
 ROOT = pathlib.Path(__file__).parents[1]
@@ -213,6 +214,62 @@ def test_an_error_inside_takes_the_lab_and_its_processes_down():
     assert sleeper.wait(DEADLINE_SECONDS) == -signal.SIGKILL
     assert not owned_by(lab) & set(namespaces())
     assert leftovers() == []
+
+
+UP_FOR_LONG = [
+    sys.executable,
+    "-c",
+    """
+import time
+from benchmarks import netlab
+netlab.end_on_signals()
+with netlab.Netlab(2, None) as lab:
+    time.sleep(1000)
+""",
+]
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_who_is_asked_to_end_leaves_nothing_and_says_nothing(signum, code):
+    for command in (UP_FOR_LONG, [*COMMAND, "up", "--hosts=4"]):
+        before = set(namespaces())
+        with started(command) as process:
+            assert eventually(lambda before=before: set(namespaces()) > before)
+            process.send_signal(signum)
+            process.send_signal(signum)
+            out, _ = process.communicate(timeout=DEADLINE_SECONDS)
+        assert (process.returncode, out) == (code, ""), out
+        assert leftovers() == []
+
+
+def test_the_command_is_also_a_script_and_does_not_remove_where_it_runs():
+    name = run(*COMMAND, "up", "--rate", "NONE").split()[0]
+    script = [sys.executable, "benchmarks/netlab.py"]
+    for arguments, words in (
+        (["exec", name, *script, "down"], f"This runs on {name}"),
+        (["exec", name], f"A command to run on {name} is missing"),
+    ):
+        refused = subprocess.run([*script, *arguments], cwd=ROOT, capture_output=True, text=True)
+        assert refused.returncode == 1 and words in refused.stderr and "Traceback" not in refused.stderr
+    run(*script, "down")
+    assert leftovers() == []
+
+
+def test_without_tools_a_command_is_refused():
+    code = "from benchmarks import netlab; netlab.execute('tfd0-host0', ['true'])"
+    environ = {**os.environ, "PATH": "/nowhere"}
+    refused = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert "NetlabError: A lab needs the command ip and tc" in refused.stderr
+
+
+@pytest.mark.parametrize("rate", ["0mbit", "99kbit", "101gbit", "fast", "1mbps", ""])
+def test_what_is_no_rate_is_refused(rate):
+    with pytest.raises(ValueError, match="rate"):
+        parse_rate(rate)
+
+
+def test_rates_are_read_in_upper_case_too():
+    assert [parse_rate(rate) for rate in ("1GBIT", "100kbit", "None", "Unshaped")] == [1e9, 1e5, None, None]
 
 
 def test_killed_runs_are_cleaned_up():

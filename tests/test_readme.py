@@ -1,5 +1,7 @@
 """What the README shows runs as it stands there."""
 
+import contextlib
+import os
 import pathlib
 import re
 import subprocess
@@ -8,7 +10,7 @@ import sysconfig
 
 import pytest
 
-from tfdist.cluster import ClusterSpec
+from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import TFConfigError
 
 TFDIST = str(pathlib.Path(sysconfig.get_path("scripts")) / "tfdist")
@@ -32,6 +34,44 @@ def test_the_script_runs_on_one_worker_and_on_two(launcher, tmp_path):
     run([*launcher, "train.py"], tmp_path)
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.keras", "train.py"]
+
+
+def shown(name):
+    return re.search(rf"<!-- test: {name} -->\n```\w+\n(.*?)```", README, re.DOTALL)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "environ", "rank"),
+    [
+        ("slurm", {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"}, "SLURM_PROCID"),
+        ("mpi", {"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK"),
+    ],
+)
+def test_under_a_scheduler_each_process_is_a_worker(name, environ, rank, tmp_path):
+    """As the scheduler would start them, both on this machine."""
+    (tmp_path / "train.py").write_text(
+        block("main") if name == "slurm" else "import os; print(os.environ['TF_CONFIG'])"
+    )
+    (line,) = [line for line in shown(name).splitlines() if "tfdist run" in line]
+    command = line[line.index("tfdist run") :].replace("node1:4,node2:4", "localhost:2").split()
+    command = [TFDIST, *command[1:2], "--base-port", str(free_ports(1)[0]), *command[2:]]
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for index in range(2):
+            env = {**os.environ, **environ, rank: str(index)}
+            jobs.append(subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True))
+            stack.callback(jobs[-1].kill)
+        errors = [job.communicate(timeout=170)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], errors
+    assert all(f"worker {index} of 2 at localhost" in error for index, error in enumerate(errors)), errors
+
+
+def test_the_pods_are_workers_of_one_cluster():
+    manifest = shown("kubernetes")
+    value = re.search(r"value: '(\{.*\})'", manifest)[1]
+    specs = [ClusterSpec.from_json(value.replace("$(INDEX)", str(index))) for index in range(2)]
+    name, size = re.search(r"name: (\w+)", manifest)[1], int(re.search(r"parallelism: (\d+)", manifest)[1])
+    assert [spec.address for spec in specs] == [f"{name}-{index}.{name}:2222" for index in range(size)]
 
 
 def test_the_compressed_script_runs_on_two_workers(tmp_path):

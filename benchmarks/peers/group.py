@@ -52,11 +52,14 @@ class Host(Protocol):
 class _Worker:
     def __init__(self, host: Host, spec: ClusterSpec):
         self.output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
+        # What TensorFlow writes to remove it at exit stays: workers end at once.
+        self._folder = tempfile.TemporaryDirectory(prefix="tfdist-benchmark-", ignore_cleanup_errors=True)
         self.connection, remote = Pipe()
         environ = {
             **os.environ,
             **THREADS,
             "TF_CONFIG": spec.to_json(),
+            "TMPDIR": self._folder.name,
             "TF_CPP_MIN_LOG_LEVEL": "2",
             "CUDA_VISIBLE_DEVICES": "-1",
             "GLOO_SOCKET_IFNAME": host.interface,
@@ -102,6 +105,7 @@ class _Worker:
         self.process.wait()
         self.connection.close()
         self.output.close()
+        self._folder.cleanup()
 
 
 class Group:

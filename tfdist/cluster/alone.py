@@ -6,30 +6,36 @@ from collections.abc import Mapping
 from absl import logging
 
 from tfdist.cluster.address import is_digits
+from tfdist.cluster.schedulers import MPI_RANKS
 
 # How many processes were started together, and which of them this one is. Slurm sets SLURM_NTASKS and SLURM_PROCID in a
 # batch script too, which is one process.
-_SCHEDULERS = {
-    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
-    "PMI_SIZE": "PMI_RANK",
-    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
-}
+_SCHEDULERS = {**MPI_RANKS, "SLURM_STEP_NUM_TASKS": "SLURM_PROCID"}
+_SLURM = "`srun tfdist run --slurm train.py`"
+_MPI = "`mpirun -H node1,node2 tfdist run --mpi node1,node2 train.py`"
 
 
-def warn_if_one_of_many(environ: Mapping[str, str] | None = None) -> None:
-    """Warns, once, if this process has no TF_CONFIG and was started together with others: each would train alone."""
+def warn_if_one_of_many(environ: Mapping[str, str] | None = None, *, starts_workers: bool = False) -> None:
+    """Warns, once, if this process has no TF_CONFIG and was started together with others: each would train alone.
+
+    Args:
+      environ: The environment, `os.environ` if None.
+      starts_workers: Whether this process starts workers, whatever its own TF_CONFIG is.
+    """
     environ = os.environ if environ is None else environ
-    if environ.get("TF_CONFIG", "").strip():
+    if environ.get("TF_CONFIG", "").strip() and not starts_workers:
         return
     for count, rank in _SCHEDULERS.items():
         many = environ.get(count, "")
         if is_digits(many) and int(many) > 1:
+            why = "--workers starts a whole job in each" if starts_workers else "TF_CONFIG is unset"
             logging.log_first_n(
                 logging.WARNING,
-                "%s is %s, but TF_CONFIG is unset: each of the %s processes trains alone. To train together, give each "
-                "a TF_CONFIG with the addresses of all, and %s as its task's index, before the strategy is made; or "
-                "give the strategy a cluster_resolver.",
+                "%s is %s, but %s: each of the %s %s alone. To train together, start %s; or give each a TF_CONFIG with "
+                "the addresses of all, and %s as its task's index, before the strategy is made, or the strategy a "
+                "cluster_resolver.",
                 1,
-                *(count, many, many, rank),
+                *(count, many, why, many, "jobs trains" if starts_workers else "processes trains"),
+                *(_SLURM if count.startswith("SLURM") else _MPI, rank),
             )
             return

@@ -1,10 +1,14 @@
 """TCP ports of this machine: finding free ones, and checking that a worker's own is free."""
 
 import errno
+import os
 import pathlib
 import random
 import socket
 import threading
+import time
+
+from absl import logging
 
 from tfdist.cluster.address import split_address
 from tfdist.cluster.spec import ClusterSpec
@@ -13,6 +17,7 @@ from tfdist.errors import ClusterError, TFConfigError
 __all__ = ["check_bindable", "free_ports"]
 
 _FIRST_PORT = 10000
+_RETRY_SECONDS = 1.0
 _RESOLVE_SECONDS = 15.0  # The system's resolver leaves a dead first name server after 5 s, for each suffix it tries.
 
 
@@ -59,10 +64,11 @@ def free_ports(n: int) -> list[int]:
             each.close()
 
 
-def check_bindable(spec: ClusterSpec) -> None:
+def check_bindable(spec: ClusterSpec, *, pod_seconds: float = 0.0) -> None:
     """Checks that this worker's own address can be served from here.
 
-    A name that nobody knows is refused at once; name servers that do not answer are waited for, 15 s at most.
+    A name that nobody knows is refused at once; name servers that do not answer are waited for, 15 s at most. But a pod
+    of Kubernetes runs before its name is known: there it is waited for, or left to who does.
 
     Two TensorFlow processes on one port do not notice each other (gRPC shares ports): their peers reach now one, now
     the other, and all wait for ever. So the port is tried here, before TensorFlow takes it. Only this process's own
@@ -70,12 +76,16 @@ def check_bindable(spec: ClusterSpec) -> None:
 
     Args:
       spec: The cluster, seen from this process.
+      pod_seconds: How long to wait for the name in a pod; 0 leaves it unchecked there.
 
     Raises:
       TFConfigError: If the host name does not resolve, or the port is taken or not permitted.
     """
     host, port = split_address(spec.address)
-    _resolve(host, spec)
+    if not os.environ.get("KUBERNETES_SERVICE_HOST"):
+        _resolve(host, spec)
+    elif pod_seconds:
+        _wait_for_name(host, spec, pod_seconds)
     try:
         # All interfaces, as TensorFlow does whatever the host in TF_CONFIG.
         _bind(port, reuse=True).close()
@@ -95,6 +105,19 @@ def check_bindable(spec: ClusterSpec) -> None:
             f"TF_CONFIG gives this process ({spec.describe()}) port {port}, which cannot be opened here: {error}. "
             f"Use another port in every worker's TF_CONFIG."
         ) from error
+
+
+def _wait_for_name(host: str, spec: ClusterSpec, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            _resolve(host, spec)
+            return
+        except TFConfigError as error:
+            if time.monotonic() + _RETRY_SECONDS > deadline:
+                raise
+            logging.log_every_n_seconds(logging.WARNING, "waiting until Kubernetes knows %s: %s", 10, host, error)
+        time.sleep(_RETRY_SECONDS)
 
 
 def _resolve(host: str, spec: ClusterSpec) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.cluster.address import is_digits, split_address
+from tfdist.cluster.schedulers import BASE_PORT, addresses_on, mpi_place, slurm_place
 from tfdist.errors import TFConfigError
 
 __all__ = ["DEVICES_PER_WORKER", "ClusterSpec", "is_chief"]
@@ -65,6 +66,12 @@ class ClusterSpec:
         return self.jobs[self.task_type][self.task_index]
 
     @property
+    def slot(self) -> int:
+        """How many workers before this one are on the same host."""
+        hosts = [_canonical(split_address(address)[0]) for address in self._training_addresses]
+        return hosts[: self.worker_id].count(hosts[self.worker_id])
+
+    @property
     def _training_addresses(self) -> tuple[str, ...]:
         return (*self.jobs.get("chief", ()), *self.jobs.get("worker", ()))
 
@@ -91,6 +98,39 @@ class ClusterSpec:
                 f"({_listed(ports)}). Use `free_ports({num_workers})`."
             )
         return cls({"worker": tuple(f"127.0.0.1:{port}" for port in ports)}, "worker", task_index)
+
+    @classmethod
+    def from_slurm(cls, environ: Mapping[str, str] | None = None, *, base_port: int | None = None) -> "ClusterSpec":
+        """The tasks of the Slurm step that this process belongs to, one worker each.
+
+        Args:
+          environ: The environment, `os.environ` if None.
+          base_port: The port of the first worker on each host, the next have the next; None for 12345 and up, another
+            for each job.
+
+        Raises:
+          TFConfigError: If this is no task of a step that `srun` has started, or its tasks are not placed host by host.
+        """
+        rank, hosts, port = slurm_place(os.environ if environ is None else environ)
+        return cls({"worker": tuple(addresses_on(hosts, port if base_port is None else base_port))}, "worker", rank)
+
+    @classmethod
+    def from_mpi(
+        cls, hosts: Sequence[str], environ: Mapping[str, str] | None = None, *, base_port: int | None = None
+    ) -> "ClusterSpec":
+        """The processes that `mpirun` has started, one worker each.
+
+        Args:
+          hosts: Where they are, in the order of ranks: MPI tells a process of ranks only. As `mpirun -H` takes them:
+            "node1", or "node1:4" for four.
+          environ: The environment, `os.environ` if None.
+          base_port: The port of the first worker on each host, the next have the next; None for 12345.
+
+        Raises:
+          TFConfigError: If MPI has not started this process, or as many as the hosts have.
+        """
+        rank, each = mpi_place(os.environ if environ is None else environ, hosts)
+        return cls({"worker": tuple(addresses_on(each, BASE_PORT if base_port is None else base_port))}, "worker", rank)
 
     @classmethod
     def from_json(cls, text: str) -> "ClusterSpec":
@@ -153,13 +193,21 @@ class ClusterSpec:
 def is_chief() -> bool:
     """Whether this process is the one that writes checkpoints and logs for all.
 
-    True also for a process that trains alone, so a script can ask without knowing how it was started.
+    True also for a process that trains alone, so a script can ask without knowing how it was started. False for an
+    evaluator, which does not train.
 
     Raises:
       TFConfigError: If TF_CONFIG names a cluster that cannot train together.
     """
+    if _is_evaluator(os.environ.get("TF_CONFIG", "")):
+        return False
     spec = ClusterSpec.from_env()
     return spec is None or spec.is_chief
+
+
+def _is_evaluator(text: str) -> bool:
+    task = _parse(text).get("task") if text.strip() else None
+    return isinstance(task, dict) and task.get("type") == "evaluator"
 
 
 def _parse(text: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ All workers run the same exchanges in the same order. Whatever a clock or a mach
 through the strategy first: a worker that repeated once less than the others would leave them waiting.
 """
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -13,7 +12,7 @@ import platform
 import statistics
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -27,6 +26,7 @@ import tfdist
 from tfdist.cluster import ClusterSpec
 from tfdist.cluster.address import split_address
 from tfdist.errors import ClusterError
+from tfdist.launch.memory import free_memory
 from tfdist.strategies.communication import policy_of
 from tfdist.strategies.compression import NAMES
 
@@ -43,13 +43,10 @@ __all__ = [
     "report",
 ]
 
+_GRACE_SECONDS = 5.0  # for the chief, which knows what was measured, to end first
+_LONGEST_SECONDS = 1e6
 _LEAST_REPETITIONS, _MOST_REPETITIONS = 3, 50
 COMPRESSIONS = ("none", *NAMES)
-# Of control groups version 2 and 1: the limit, what is used, and how much of that is files the kernel can forget.
-_MEMORY_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-)
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -146,15 +143,28 @@ def exchange(strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optim
     return strategy.run(on_replica, args=(tensor,))
 
 
-def measure(plan: Plan, spec: ClusterSpec) -> Iterator[Row]:
+def measure(plan: Plan, spec: ClusterSpec, end_in: Callable[[float], None]) -> Iterator[Row]:
     """Measures row by row, codec by codec. Called by all workers, each with the same sizes and codecs.
+
+    Args:
+      plan: What is measured.
+      spec: The cluster.
+      end_in: Called on the others than the chief when all have met, with the seconds that the chief has left.
 
     Raises:
       ClusterError: If the workers were started with unlike plans, or a sum comes out wrong.
     """
     for name in plan.compressions or COMPRESSIONS:
-        strategy = tfdist.MultiWorkerMirroredStrategy(compression=None if name == "none" else name)
+        # Who is waited for is said with the time that is left; that it is over, others say.
+        seconds = min(_LONGEST_SECONDS, max(0.0, plan.deadline - time.monotonic()) + 1)
+        strategy = tfdist.MultiWorkerMirroredStrategy(
+            compression=None if name == "none" else name,
+            fault_tolerance=tfdist.FaultTolerance(start_timeout_seconds=seconds),
+        )
         _check_equal(plan, strategy, spec)
+        left = _tell_all(math.ceil(plan.deadline - time.monotonic()), strategy, spec)[0]
+        if not spec.is_chief:
+            end_in(max(0, left) + _GRACE_SECONDS)
         rows: list[Row] = []
         for size in plan.sizes:
             reason = _reason_to_skip(size, name, rows, plan, strategy, spec)
@@ -186,7 +196,7 @@ def _reason_to_skip(
     """Why this size is not measured, on any worker; empty if it is."""
     policy = policy_of(None if name == "none" else name)
     if policy and policy(tf.TensorShape(_shape(size)), tf.float32, 0) is None:
-        return f"{name} sends so small a tensor as it is"
+        return f"{name} sends a tensor of {' x '.join(map(str, _shape(size)))} as it is"
     rooms = _tell_all(_room(strategy, spec), strategy, spec)
     small = [worker for worker, room in enumerate(rooms) if size > room]
     if small:
@@ -201,19 +211,7 @@ def _room(strategy: tf.distribute.Strategy, spec: ClusterSpec) -> int:
     """Bytes that one tensor may have here: with its sum, residuals and buffers it takes five to eight times as many."""
     hosts = [split_address(address)[0] for role in ("chief", "worker") for address in spec.jobs.get(role, ())]
     replicas_here = hosts.count(split_address(spec.address)[0]) * len(strategy.extended.worker_devices)
-    return max(0, _free_memory()) // 8 // replicas_here
-
-
-def _free_memory(groups: pathlib.Path = pathlib.Path("/sys/fs/cgroup")) -> int:
-    """Bytes that are left on this machine, or to the container around this process."""
-    lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
-    (available,) = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    for limit, used, cached in _MEMORY_FILES:
-        with contextlib.suppress(OSError, ValueError):  # no such container, or one without a limit: "max"
-            room = int((groups / limit).read_text()) - int((groups / used).read_text())
-            counts = dict(map(str.split, (groups / used).with_name("memory.stat").read_text().splitlines()))
-            available = min(available, room + int(counts.get(cached, 0)))
-    return available
+    return max(0, free_memory()) // 8 // replicas_here
 
 
 def _time_exchanges(
@@ -254,10 +252,10 @@ def _time_exchanges(
 
 
 def _shape(size: int) -> list[int]:
-    """Of the float32 tensor of so many bytes: near a square, as PowerSGD takes matrices."""
+    """Of the float32 tensor of so many bytes: as near a square as can be, as PowerSGD takes matrices."""
     elements = size // tf.float32.size
-    columns = math.gcd(elements, 1 << elements.bit_length() // 2)
-    return [elements // columns, columns]
+    rows = next(rows for rows in range(math.isqrt(elements), 0, -1) if elements % rows == 0)
+    return [rows, elements // rows]
 
 
 def check_sum(total: tf.Tensor, replicas: int, *, exact: bool) -> None:
@@ -308,6 +306,7 @@ def _expectations(rows: Sequence[Row], parameters: int, compute_ms: float | None
         expectation = {
             "compression": name,
             "latency_seconds": own[0].median,
+            "latency_bytes": own[0].size,
             "parameters": parameters,
             "exchange_seconds": seconds,
             "beyond_largest_size": size > own[-1].size,
@@ -379,14 +378,15 @@ def print_tables(rows: Sequence[Row], expectations: Sequence[Mapping]) -> None:
 
 def _expectation_table(expectations: Sequence[Mapping]) -> rich.table.Table:
     first = expectations[0]
-    columns = ["codec", "latency\nms", "exchange\nms"]
+    columns = ["codec", "latency,\nms (of)", "exchange\nms"]
     if "step_seconds" in first:
         columns += ["step ms,\nall overlapped", "step ms,\nnone overlapped"]
     table = _table(f"Expected for {first['parameters'] / 1e6:g} M parameters", columns)
     for expectation in expectations:
         step = expectation.get("step_seconds", {})
-        seconds = (expectation["latency_seconds"], expectation["exchange_seconds"], *step.values())
-        table.add_row(*map(rich.text.Text, (expectation["compression"], *map(_ms, seconds))))
+        latency = f"{_ms(expectation['latency_seconds'])} ({_show_bytes(expectation['latency_bytes'])})"
+        seconds = (expectation["exchange_seconds"], *step.values())
+        table.add_row(*map(rich.text.Text, (expectation["compression"], latency, *map(_ms, seconds))))
     if any(expectation["beyond_largest_size"] for expectation in expectations):
         table.caption = "more than the largest size measured: a guess"
     return table
@@ -399,8 +399,8 @@ def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
     return table
 
 
-def measure_aloud(plan: Plan, spec: ClusterSpec) -> list[Row]:
-    """`measure`, each row told in the chief's log when it is there.
+def measure_aloud(plan: Plan, spec: ClusterSpec, keep: Callable[[Row], None], end_in: Callable[[float], None]) -> None:
+    """`measure`, each row kept, and told in the chief's log, when it is there.
 
     Raises:
       ClusterError: As `measure`, and if an exchange fails.
@@ -408,10 +408,9 @@ def measure_aloud(plan: Plan, spec: ClusterSpec) -> list[Row]:
     tf.get_logger().setLevel("WARNING")  # who the devices are is told for each strategy
     if not spec.is_chief:
         logging.info("%s takes part; the chief prints the results", spec.describe())
-    rows = []
     try:
-        for row in measure(plan, spec):
-            rows.append(row)
+        for row in measure(plan, spec, end_in):
+            keep(row)
             if spec.is_chief:
                 logging.info("%s", row.describe())
     except tf.errors.OpError as error:
@@ -420,7 +419,6 @@ def measure_aloud(plan: Plan, spec: ClusterSpec) -> list[Row]:
             f"An exchange failed on {spec.describe()}. See the output of the others: a worker that ended or cannot be "
             f"reached makes all fail. TensorFlow says: {reason}"
         ) from error
-    return rows
 
 
 def _show_bytes(size: int) -> str:

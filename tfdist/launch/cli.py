@@ -18,12 +18,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from absl import flags, logging
 
 import tfdist
 from tfdist.backup import leftovers
-from tfdist.cluster import ClusterSpec
+from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec
+from tfdist.cluster.alone import warn_if_one_of_many
 from tfdist.errors import TfdistError
 from tfdist.failure_report import write_whole
 from tfdist.held_file import held, way_out
@@ -33,7 +35,7 @@ from tfdist.launch.supervisor import Options, Supervisor
 
 __all__ = ["main"]
 
-_BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _COUNTS = {"k": 10**3, "M": 10**6, "B": 10**9}
 _SAME_REQUEST_SECONDS = 1.0
 
@@ -87,12 +89,26 @@ def _open_standard_streams() -> None:
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    who = parser.add_mutually_exclusive_group()
+    who.add_argument(
         "--workers",
         type=_positive_int,
         metavar="N",
         help="how many processes to start (default: the one that TF_CONFIG names, where every host starts the same "
         "command)",
+    )
+    who.add_argument("--slurm", action="store_true", help="start the worker of this task, under `srun`")
+    who.add_argument(
+        "--mpi",
+        metavar="HOST[:N],...",
+        help="start the worker of this process, under `mpirun` on these hosts: those of `mpirun -H`, in its order",
+    )
+    parser.add_argument(
+        "--base-port",
+        type=_positive_int,
+        metavar="P",
+        help="under --slurm and --mpi the port of the first worker on each host, the next have the next (default: "
+        "12345; for --slurm more, by the number of the job)",
     )
     parser.add_argument(
         "--min-workers",
@@ -167,15 +183,24 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _own_place(args: argparse.Namespace) -> ClusterSpec | None:
-    """The place in TF_CONFIG's cluster of the worker to start; None if all workers are started here."""
-    if args.workers is not None:
-        if "TF_CONFIG" in os.environ:
-            logging.info("TF_CONFIG is set; each worker gets its own instead")
-        return None
+    """The place of the worker to start in the cluster of several hosts; None if all workers are started here."""
+    is_told = args.slurm or args.mpi is not None
+    if args.base_port and not is_told:
+        args.parser.error("--base-port needs --slurm or --mpi: under TF_CONFIG ports are given, else found")
     text = os.environ.get("TF_CONFIG", "")
+    if text.strip() and (is_told or args.workers is not None):
+        logging.info("TF_CONFIG is set; each worker gets its own instead")
+    if args.workers is not None:
+        warn_if_one_of_many(starts_workers=True)
+        return None
+    if args.slurm:
+        return ClusterSpec.from_slurm(base_port=args.base_port)
+    if args.mpi is not None:
+        return ClusterSpec.from_mpi(args.mpi.split(","), base_port=args.base_port)
     if not text.strip():
         args.parser.error(
-            "give --workers 2 to start two workers on this machine; or, to start one worker on each host, set TF_CONFIG"
+            "give --workers 2 to start two workers on this machine; or, to start one worker on each host, set "
+            "TF_CONFIG, or give --slurm or --mpi"
         )
     return ClusterSpec.from_json(text)
 
@@ -184,7 +209,7 @@ def _run_options(args: argparse.Namespace) -> Options:
     workers = args.workers or 1
     least = args.min_workers or workers
     if args.min_workers and args.workers is None:
-        args.parser.error("--min-workers needs --workers: under TF_CONFIG the number of workers is given")
+        args.parser.error("--min-workers needs --workers: otherwise the number of workers is given")
     if least > workers:
         args.parser.error(f"--min-workers needs a number from 1 to --workers {workers}, got {least}")
     return Options(
@@ -290,6 +315,7 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--compression",
+        "--codecs",
         type=_names,
         metavar="NAME,...",
         help="codecs, `none` for the plain exchange (default: that and all codecs)",
@@ -314,9 +340,20 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="how long one size and codec may take, 3 to 50 times (default: 1)",
     )
+    parser.add_argument(
+        "--devices-per-worker",
+        type=_positive_int,
+        metavar="D",
+        help="logical devices of each worker (default: all GPUs, or all logical CPUs)",
+    )
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="where the chief writes the results")
     parser.add_argument(
-        "--timeout", type=_seconds, default=600.0, metavar="S", help="seconds after which all ends (default: 600)"
+        "--timeout",
+        type=_seconds,
+        default=600.0,
+        metavar="S",
+        help="seconds after which all ends, with what was measured by then; the chief's, once all have met (default: "
+        "600)",
     )
 
 
@@ -332,22 +369,71 @@ def _bench(args: argparse.Namespace) -> int:
     if spec is None:
         in_workers = ["-m", "tfdist.launch.cli", *args.argv]
         return main(["run", "--workers", str(args.workers), "--max-restarts", "0", *in_workers])
+    if args.devices_per_worker:
+        os.environ[DEVICES_PER_WORKER] = str(args.devices_per_worker)
     deadline = time.monotonic() + args.timeout
-    with _end_after(args.timeout):
+    results = _Results(args, spec)
+    failure: BaseException | None = None
+    _end_at_sigterm(results.end)
+    with _Timeout(args.timeout, results.end) as timeout:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the table is what is to be read
         from tfdist.launch import bench  # loads TensorFlow
 
         unknown = [name for name in args.compression or () if name not in bench.COMPRESSIONS]
         if unknown:
             args.parser.error(f"--compression takes {', '.join(bench.COMPRESSIONS)}; got {unknown[0]!r}")
-        rows = bench.measure_aloud(bench.Plan(args.sizes, args.compression, args.seconds, deadline), spec)
-        if spec.is_chief:
-            command = shlex.join(["tfdist", *args.argv])
-            report = bench.report(rows, spec, command, args.parameters, args.compute_ms)
-            bench.print_tables(rows, report["expectations"])
+        plan = bench.Plan(args.sizes, args.compression, args.seconds, deadline)
+        try:
+            bench.measure_aloud(plan, spec, results.rows.append, timeout.end_in)
+        except BaseException as error:
+            failure = error
+    results.tell(None if failure is None else str(failure) or type(failure).__name__)
+    if failure:
+        raise failure
+    return 0
+
+
+class _Results:
+    """What was measured, which the chief tells once, all or as much as there is."""
+
+    def __init__(self, args: argparse.Namespace, spec: ClusterSpec):
+        self.rows: list[Any] = []
+        self._args, self._spec = args, spec
+        self._is_told, self._lock = False, threading.Lock()
+
+    def tell(self, error: str | None) -> None:
+        """Prints the results, and writes them, with the reason if they are not all."""
+        with self._lock:
+            if self._is_told or not self.rows or not self._spec.is_chief:
+                return
+            self._is_told = True
+            from tfdist.launch import bench
+
+            args, command = self._args, shlex.join(["tfdist", *self._args.argv])
+            report = bench.report(self.rows, self._spec, command, args.parameters, args.compute_ms) | {"error": error}
+            bench.print_tables(self.rows, report["expectations"])
+            sys.stdout.flush()
             if args.json:
                 write_whole(args.json, json.dumps(report, indent=2) + "\n")
-    return 0
+
+    def end(self, why: str, exit_code: int) -> None:
+        """Ends this process: an orderly end may wait for an exchange."""
+        try:
+            logging.error("%s", why)
+            self.tell(why)
+        finally:
+            os._exit(exit_code)
+
+
+def _end_at_sigterm(end: Callable[[str, int], None]) -> None:
+    """Lets a thread hear SIGTERM: the main thread hears nothing in an exchange. Called before others are started."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def hear() -> None:
+        signum = signal.sigwait({signal.SIGTERM})
+        end("ended by SIGTERM", 128 + signum)
+
+    threading.Thread(target=hear, daemon=True).start()
 
 
 def _bench_cluster(args: argparse.Namespace) -> ClusterSpec | None:
@@ -370,25 +456,41 @@ def _bench_cluster(args: argparse.Namespace) -> ClusterSpec | None:
     return spec
 
 
-@contextlib.contextmanager
-def _end_after(seconds: float) -> Iterator[None]:
-    """Ends this process if the block takes longer: in an exchange TensorFlow hears no signal and no exception."""
+class _Timeout:
+    """Ends this process if a block takes longer: in an exchange TensorFlow hears no signal and no exception.
 
-    def end() -> None:
-        logging.error(
-            "not done after --timeout %g s; see that every worker runs and can be reached, or give more --timeout or "
-            "smaller --sizes",
-            seconds,
+    Args:
+      seconds: How long it may take.
+      end: Called with the reason and the exit code, in another thread.
+    """
+
+    def __init__(self, seconds: float, end: Callable[[str, int], None]):
+        self._seconds, self._end = seconds, end
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> "_Timeout":
+        self.end_in(self._seconds)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cancel()
+
+    def end_in(self, seconds: float) -> None:
+        """Sets another time for the end, from this moment."""
+        self._cancel()
+        self._timer = threading.Timer(seconds, self._end, [self._why(), 1])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _cancel(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+
+    def _why(self) -> str:
+        return (
+            f"not done after --timeout {self._seconds:g} s; see that every worker runs and can be reached, or give "
+            f"more --timeout or smaller --sizes"
         )
-        os._exit(1)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 @contextlib.contextmanager

@@ -194,7 +194,7 @@ class Supervisor:
                 self._specs(workers),
                 log_dir=directory,
                 env=self._env(number),
-                slots=None if self._spec else self._size.slots,
+                slots=[self._spec.slot] if self._spec else self._size.slots,
                 tee=self._options.tee,
             )
             group.start()

@@ -1,0 +1,164 @@
+"""What Slurm and MPI tell a process of the others that were started with it."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tfdist.cluster.address import checked_port, is_digits
+from tfdist.errors import TFConfigError
+
+__all__ = ["BASE_PORT", "MPI_RANKS", "addresses_on", "expand_counts", "expand_hosts", "mpi_place", "slurm_place"]
+
+BASE_PORT = 12345
+"""The port of the first worker of a machine, unless another is asked for."""
+
+MPI_RANKS = {
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+}
+"""Variables of Open MPI, MVAPICH and MPICH: how many processes there are, and which of them this one is."""
+
+_JOBS, _PORTS_A_JOB = 1000, 16
+
+
+def slurm_place(environ: Mapping[str, str]) -> tuple[int, list[str], int]:
+    """Which task of a Slurm step this process is, the host of each task, and a port for the first on each host.
+
+    The port is another for another job, but for every thousandth.
+
+    Raises:
+      TFConfigError: If this is no task of a step, or its tasks are not placed host by host.
+    """
+    names = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID")
+    missing = [name for name in names if not environ.get(name, "").strip()]
+    if missing:
+        raise TFConfigError(
+            f"Slurm tells each task of a step of the others, but {', '.join(missing)} is not set here. Start the tasks "
+            f"by `srun`, also from a batch script."
+        )
+    nodes = _read("SLURM_STEP_NODELIST", environ, expand_hosts)
+    counts = _read("SLURM_STEP_TASKS_PER_NODE", environ, expand_counts)
+    if len(nodes) != len(counts):
+        raise TFConfigError(
+            f"Slurm names as many hosts as numbers of tasks, but SLURM_STEP_NODELIST {environ[names[0]]} has "
+            f"{len(nodes)} and SLURM_STEP_TASKS_PER_NODE {environ[names[1]]} has {len(counts)}. Leave both as `srun` "
+            f"sets them."
+        )
+    hosts = [node for node, count in zip(nodes, counts, strict=True) for _ in range(count)]
+    rank = _rank("SLURM_PROCID", environ, len(hosts))
+    node = _as_number(environ.get("SLURM_NODEID", ""))
+    if node is not None and (node >= len(nodes) or nodes[node] != hosts[rank]):
+        raise TFConfigError(
+            f"Workers are numbered host by host, but task {rank} of {environ[names[0]]} "
+            f"({environ[names[1]]} tasks) is on host number {node}. Start them by `srun --distribution=block`."
+        )
+    job = _as_number(environ.get("SLURM_JOB_ID", "")) or 0
+    return rank, hosts, BASE_PORT + _PORTS_A_JOB * (job % _JOBS)
+
+
+def mpi_place(environ: Mapping[str, str], hosts: Sequence[str]) -> tuple[int, list[str]]:
+    """Which process of MPI this is, and the host of each.
+
+    Args:
+      environ: The environment.
+      hosts: Hosts in the order of ranks, as `mpirun -H` takes them: "node1" has one, "node1:4" has four.
+
+    Raises:
+      TFConfigError: If MPI has not started this process, or as many as the hosts have.
+    """
+    size = next((name for name in MPI_RANKS if environ.get(name, "").strip()), None)
+    if size is None:
+        raise TFConfigError(
+            f"MPI tells a process its rank, but none of {', '.join(MPI_RANKS)} is set here. Start it by `mpirun`."
+        )
+    expanded = []
+    for host in hosts:
+        name, colon, count = host.partition(":")
+        if not name or (colon and not _as_number(count)):
+            raise TFConfigError(
+                f'MPI\'s hosts are given as "node1" or, for four processes, "node1:4", got {host!r}. Give those of '
+                f"`mpirun -H`, in its order."
+            )
+        expanded += [name] * int(count or 1)
+    if _as_number(environ[size]) != len(expanded):
+        raise TFConfigError(
+            f"MPI has started {environ[size]} processes ({size}), but the hosts {','.join(hosts)} have "
+            f"{len(expanded)}. Give those of `mpirun -H`, in its order."
+        )
+    return _rank(MPI_RANKS[size], environ, len(expanded)), expanded
+
+
+def addresses_on(hosts: Sequence[str], base_port: int) -> list[str]:
+    """The address of each worker: on each host, ports count from the base.
+
+    Raises:
+      TFConfigError: If there is no such port.
+    """
+    try:
+        places = [hosts[:index].count(host) for index, host in enumerate(hosts)]
+        return [f"{host}:{checked_port(base_port + place)}" for host, place in zip(hosts, places, strict=True)]
+    except ValueError as error:
+        raise TFConfigError(f"Workers of one host have ports from {base_port} on, but {error}. Lower it.") from error
+
+
+def _rank(name: str, environ: Mapping[str, str], size: int) -> int:
+    """The number of this process among so many."""
+    rank = _as_number(environ.get(name, ""))
+    if rank is None or rank >= size:
+        raise TFConfigError(
+            f"{name} is a number from 0 to {size - 1}, got {environ.get(name)!r}. Leave it as the scheduler sets it."
+        )
+    return rank
+
+
+def expand_hosts(text: str) -> list[str]:
+    """The names in a list of Slurm's: "node[01-03,07],gpu1".
+
+    Raises:
+      ValueError: If it is none.
+    """
+    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
+    if ",".join(parts) != text:
+        raise ValueError(f"its commas or brackets do not pair: {text!r}")
+    return [name for part in parts for name in _expand(part)]
+
+
+def _expand(part: str) -> list[str]:
+    match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]*)\](.*)", part)
+    if not match:
+        return [part]
+    head, ranges, tail = match.groups()
+    numbers: list[str] = []
+    for each in ranges.split(","):
+        first, dash, last = each.partition("-")
+        if not is_digits(first) or (dash and not is_digits(last)):
+            raise ValueError(f"[{ranges}] has {each!r}, which is no number or range")
+        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+    return [f"{head}{number}{rest}" for number in numbers for rest in _expand(tail)]
+
+
+def expand_counts(text: str) -> list[int]:
+    """The numbers in a list of Slurm's: "2(x3),1" is 2, 2, 2, 1.
+
+    Raises:
+      ValueError: If it is none.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
+        if not match:
+            raise ValueError(f"{part!r} is no number of tasks such as 2 or 2(x3)")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _read(name: str, environ: Mapping[str, str], expand: Callable[[str], list[Any]]) -> list[Any]:
+    try:
+        return expand(environ[name].strip())
+    except ValueError as error:
+        raise TFConfigError(f"{name} cannot be read, as {error}. Leave it as `srun` sets it.") from error
+
+
+def _as_number(text: str) -> int | None:
+    return int(text) if is_digits(text) else None
