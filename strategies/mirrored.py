@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.cluster.alone import warn_if_one_of_many
+from tfdist.faults import FaultTolerance, watchdog
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.devices import local_devices
 from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy
@@ -21,13 +22,20 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
       compression: How gradients travel: `None`, the name of a codec such as `"int8"` or `"powersgd(8)"`, a codec of
         `tfdist.compression`, or a function of a gradient's (shape, dtype, position) that gives one of these; of what it
         gives, `min_elements` does not count. Gives bit for bit what as many workers with one device each would give.
+      fault_tolerance: Deadlines, a `tfdist.FaultTolerance`; by default those of its defaults and the environment. Of
+        one process they are those of the watchdog, which watches it under `tfdist run`, and of preemption.
+
+    Attributes:
+      fault_tolerance: The deadlines that hold.
 
     Raises:
-      ValueError: If no codec has that name, or `cross_device_ops` does not reduce by collectives.
+      ValueError: If no codec has that name, `cross_device_ops` does not reduce by collectives, or an environment
+        variable is no deadline.
       TypeError: If `compression` is a function of other arguments.
     """
 
-    def __init__(self, devices=None, cross_device_ops=None, *, compression=None):
+    def __init__(self, devices=None, cross_device_ops=None, *, compression=None, fault_tolerance=None):
+        self.fault_tolerance = (fault_tolerance or FaultTolerance()).with_environment()
         warn_if_one_of_many()
         devices = devices or local_devices()
         self._take_collective_keys()
@@ -35,6 +43,7 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         tf.distribute.Strategy.__init__(self, extended)
         extended.compress(compression)
         self._make_reports()
+        watchdog.start_alone(self)
 
 
 class _MirroredExtended(ReplicatedExtended, _tf.MirroredExtended):

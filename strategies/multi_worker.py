@@ -18,7 +18,6 @@ from tfdist import _tf
 from tfdist.cluster import ClusterSpec, check_bindable
 from tfdist.cluster.alone import warn_if_one_of_many
 from tfdist.errors import ClusterError, TFConfigError
-from tfdist.failure_report import is_supervised
 from tfdist.faults import FaultTolerance, meeting, preemption, watchdog
 from tfdist.faults.agreement import Agreement
 from tfdist.faults.board import Board
@@ -95,8 +94,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             watchdog.start(self, extended.board, extended.creations)
             self._was_entered = False
             atexit.register(_warn_if_never_entered, weakref.ref(self))
-        elif is_supervised():  # Who started it starts it again.
-            watchdog.start(self, Board(0, 1), watchdog.Creations())
+        else:
+            watchdog.start_alone(self)
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
         """See `ReplicatedStrategy.distribute_datasets_from_function`."""
@@ -137,7 +136,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             logging.warning("Workers round in unlike ways: what they hold of model %r is no longer equal.", model.name)
 
     def _check_batches(self, epochs):
-        with watchdog.waiting_for_all():
+        with watchdog.waiting_for_all("`fit`, `evaluate` and `predict`"):
             everyone = self._of_all_workers(epochs.data_adapter.num_batches or 0)
         if len(set(everyone)) == 1 or epochs.steps_per_epoch:
             return

@@ -217,6 +217,35 @@ def test_a_fit_that_a_callback_has_stopped_is_done_and_said_to_be(tmp_path, capl
     assert "goes on" not in told[0]
 
 
+def test_a_fit_has_the_signals_for_as_long_as_it_runs_also_if_another_runs_within_or_it_is_interrupted(tmp_path):
+    heard, handlers = [], []
+
+    def train(name, *others):
+        backup = tfdist.callbacks.BackupAndRestore(tmp_path / name)
+        checks.build(None).fit(*checks.data(), epochs=1, verbose=0, callbacks=[*others, backup])
+
+    def train_within(epoch, logs):
+        train("within")
+        handlers.append(signal.getsignal(signal.SIGTERM))
+
+    def interrupt(batch, logs):
+        raise KeyboardInterrupt
+
+    def mine(signum, frame):
+        heard.append(signum)
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        train("outer", keras.callbacks.LambdaCallback(on_epoch_end=train_within))
+        assert handlers[0] is not mine and signal.getsignal(signal.SIGTERM) is mine
+        with pytest.raises(KeyboardInterrupt):
+            train("interrupted", keras.callbacks.LambdaCallback(on_train_batch_end=interrupt))
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_what_cannot_be_restored_is_said_before_training_and_stays_as_it_was(pools, tmp_path):
     said, untouched = pools("single").run(checks.refusals, str(tmp_path / "backup"))[0]
     assert "dense/kernel of shape (9, 16)" in said["another shape"] and "(9, 17)" in said["another shape"]

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 
 import pytest
 
 from launched import DEADLINE_SECONDS, eventually
-from tfdist.testing import faults
+from tfdist.cluster import ClusterSpec
+from tfdist.testing import Fault, faults
 
 
 @pytest.fixture
@@ -145,3 +147,70 @@ def test_corruption_is_repeatable_and_real(tmp_path):
     for arguments, words in (((1,), "empty"), ((1, "burn"), "burn")):
         with pytest.raises(ValueError, match=words):
             faults.corrupt(tmp_path / "file", *arguments)
+
+
+# At a named step of a training.
+
+
+def trained(fault, batches, optimizer=None):
+    """After how many batches of an epoch it raises; `None` if it does not."""
+    fault.set_model(types.SimpleNamespace(optimizer=optimizer))
+    fault.on_epoch_begin(0)
+    for batch in batches:
+        try:
+            fault.on_train_batch_end(batch)
+        except RuntimeError:
+            return batch + 1
+    return None
+
+
+def test_a_fault_counts_steps_that_no_optimizer_counts_and_goes_on_after_a_restore(monkeypatch):
+    monkeypatch.setenv("TFDIST_ATTEMPT", "0")
+    fault = Fault("raise", worker=0, step=7)
+    assert trained(fault, range(1, 6, 2)) is None  # two steps an execution
+    again = Fault("raise", worker=0, step=7)
+    again.set_state(fault.get_state())
+    assert trained(again, range(4)) == 1
+    assert trained(again, range(9)) is None  # once
+
+
+def test_a_fault_for_each_attempt_happens_in_each_and_one_of_the_first_not_after_a_restore(monkeypatch):
+    for attempt, is_counted, expected in ((None, True, 2), (None, False, 2), (0, True, None), (0, False, None)):
+        monkeypatch.delenv("TFDIST_ATTEMPT", raising=False)
+        first = Fault("raise", worker=0, step=2, attempt=attempt)
+        assert trained(first, range(3)) == 2
+        if is_counted:
+            monkeypatch.setenv("TFDIST_ATTEMPT", "1")
+        second = Fault("raise", worker=0, step=4, attempt=attempt)
+        second.set_state(first.get_state())
+        assert trained(second, range(9)) == expected
+
+
+def test_a_fault_of_a_worker_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.delenv("TFDIST_ATTEMPT", raising=False)
+    for worker in (1, -1):
+        with pytest.raises(ValueError, match=f"from 0 to 0.*got {worker}"):
+            Fault("kill", worker=worker, step=1)
+    monkeypatch.setenv("TF_CONFIG", ClusterSpec.local(2, 0, [1, 2]).to_json())
+    with pytest.raises(ValueError, match=r"from 0 to 1.*got 2"):
+        Fault("kill", worker=2, step=1)
+    monkeypatch.setenv("TFDIST_ATTEMPT", "1")  # With fewer workers than before.
+    assert trained(Fault("raise", worker=2, step=1), range(3)) is None
+    assert trained(Fault("raise", worker=2, step=1, attempt=None), range(3)) is None
+
+
+def test_a_fault_corrupts_a_file_of_the_newest_backup(tmp_path, capfd):
+    for name in ("step-9", "step-10", ".half-ab-step-11", "faulty-step-12"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    trained(Fault("corrupt", worker=0, step=1, path=tmp_path), range(1))
+    assert str(tmp_path / "step-10" / "manifest.json") in capfd.readouterr().err
+    (tmp_path / "file").write_text("content")
+    trained(Fault("corrupt", worker=0, step=1, path=str(tmp_path / "file")), range(1))
+    assert f"{tmp_path / 'file'}" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="needs a path"):
+        Fault("corrupt", worker=0, step=1)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="none yet"):
+        trained(Fault("corrupt", worker=0, step=1, path=tmp_path / "empty"), range(1))

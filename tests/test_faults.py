@@ -16,8 +16,8 @@ import pytest
 
 import tfdist
 from launched import eventually
-from tfdist.cluster import ClusterSpec, free_ports
-from tfdist.exit_codes import PREEMPTED
+from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec, free_ports
+from tfdist.exit_codes import PREEMPTED, STALLED
 from tfdist.faults import FaultTolerance
 from tfdist.faults.lifelines import Lifelines
 
@@ -191,7 +191,7 @@ def test_a_signal_asks_at_once_while_the_main_thread_is_in_native_code():
         libc.pthread_mutex_lock(lock)  # for ever, and no signal breaks in
         """
     )
-    assert code == PREEMPTED and "asked" in output and "no backup since" in output
+    assert code == PREEMPTED and "asked" in output and "no save in answer" in output
     assert f"earlier {int(signal.SIGTERM)}" in output
     assert 2 < seconds < 6
 
@@ -289,13 +289,40 @@ def test_a_signal_that_comes_after_the_last_step_is_not_lost(signum, expected):
     code, output, _ = preempted(
         """
         print("ready")
-        while preemption._installed._signum is None: time.sleep(0.01)
+        while not preemption._installed._is_asked: time.sleep(0.01)
         preemption.uninstall()
         print("went on", preemption._installed)
         """,
         signum,
     )
-    assert code == expected and "asked" in output and "went on" not in output
+    assert code == expected and "went on" not in output
+
+
+def test_a_training_within_another_leaves_it_the_signals():
+    code, output, _ = preempted(
+        """
+        for _ in range(2):
+            preemption.uninstall(preemption.install(Strategy(), preemption.LoneReports()))
+        print("ready")
+        time.sleep(1)
+        preemption.leave()
+        """
+    )
+    assert code == PREEMPTED and "asked" in output
+
+
+@pytest.mark.parametrize(("is_under_way", "expected"), [(True, PREEMPTED), (False, 3)])
+def test_a_signal_after_a_training_that_was_interrupted_is_not_taken_for_its(is_under_way, expected):
+    code, output, _ = preempted(
+        f"""
+        preemption.uninstall()
+        preemption.install(Strategy(), is_under_way=lambda: {is_under_way})
+        print("ready")
+        time.sleep(1)
+        preemption.leave()
+        """
+    )
+    assert code == expected and ("asked" in output) == is_under_way
 
 
 def test_a_signal_that_was_answered_is_not_raised_again():
@@ -517,21 +544,50 @@ fit(build(), Backup(), tfdist.testing.Fault("preempt", worker=1, step=15))
     assert len(steps) == 1 and 15 <= int(steps.pop()) < 20
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_lone_worker_saves_and_leaves_also_if_its_step_is_compiled(job, compiled):
-    job.start(
-        TRAIN
-        + f"""
+OF_STRATEGY = """
 with strategy.scope():
     model = build()
-    model.compile("sgd", "mse", jit_compile={compiled})
+    model.compile("sgd", "mse", jit_compile={})
+"""
+WITHOUT_STRATEGY = """
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+"""
+ON_TWO_DEVICES = """
+import tensorflow as tf
+model = build()
+def make_train_function(force=False):
+    run_step = lambda batch: model.train_step(batch)["loss"]
+    run = lambda iterator: strategy.reduce("SUM", strategy.run(run_step, args=(next(iterator),)), axis=None)
+    model.train_function = tf.function(lambda iterator: {"loss": run(iterator)})
+
+model.make_train_function = make_train_function
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "devices"),
+    [
+        pytest.param(WITHOUT_STRATEGY, 1, id="no strategy"),
+        pytest.param(OF_STRATEGY.format(True), 1, id="compiled"),
+        pytest.param(OF_STRATEGY.format(False), 1, id="not compiled", marks=pytest.mark.exhaustive),
+        pytest.param(ON_TWO_DEVICES, 2, id="own train function", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_lone_worker_saves_and_leaves_whatever_its_step_is(job, made, devices):
+    job.start(
+        TRAIN
+        + made
+        + """
 backup = tfdist.callbacks.BackupAndRestore(here / "backup", save_freq=10**6)
 preempt = tfdist.testing.Fault("preempt", worker=0, step=15)
 model.fit(x, x[:, :1], batch_size=8, epochs=1000, verbose=0, callbacks=[backup, preempt])
 """,
         workers=1,
+        **{DEVICES_PER_WORKER: str(devices)},
     )
     assert job.wait() == [PREEMPTED], job.output(0)
+    assert "no save in answer" not in job.output(0)
     assert len(list((job.directory / "backup").glob("step-*"))) == 1
 
 
@@ -723,11 +779,33 @@ def test_a_worker_that_is_done_does_not_end_as_if_all_were_when_another_fails(fa
         assert "scope() was never entered" in job.output(0) and "never entered" not in job.output(1)
 
 
-def test_a_chief_that_evaluates_alone_is_told_so_once_the_others_are_done(job):
-    job.start(TRAIN + "model = build()\nfit(model, epochs=1)\nif worker == 0: model.evaluate(x, x[:, :1], verbose=0)")
-    assert job.wait()[0] == 1
-    assert "ClusterError: All workers have a part in" in job.output(0), job.output(0)
-    assert "the program of worker 1 is over" in job.output(0)
+EVALUATES = "model = build()\nfit(model, epochs=1)\nif worker == 0: model.evaluate(x, x[:, :1], verbose=0)"
+BUILDS = "if worker: sys.exit('no data')\nbuild()"
+COMPARES = """
+data = tfdist.data.BalancedSharding((x, x), global_batch_size=8, seed=0)
+if worker == 0: strategy.distribute_datasets_from_function(data)
+"""
+TRAINS = """
+leave = lambda batch, logs: sys.exit(3) if worker and strategy.reports.latest.number == 12 else None
+fit(build(), keras.callbacks.LambdaCallback(on_train_batch_end=leave))
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "what", "expected"),
+    [
+        pytest.param(EVALUATES, "`evaluate`", 1, id="evaluates"),
+        pytest.param(TRAINS, "each step of a `fit`", STALLED, id="trains"),
+        pytest.param(BUILDS, "the making of variables", 1, id="builds", marks=pytest.mark.exhaustive),
+        pytest.param(COMPARES, "a comparison (sharding", 1, id="compares", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_who_does_alone_what_all_have_a_part_in_is_told_so_once_the_others_are_done(body, what, expected, job):
+    job.start(TRAIN + body)
+    assert job.wait()[0] == expected, job.output(0)
+    assert re.search(
+        f"All workers have a part in .*{re.escape(what)}.* but the program of worker 1 is over", job.output(0)
+    )
 
 
 def test_another_model_is_named_on_all_workers(job):

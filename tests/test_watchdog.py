@@ -22,12 +22,15 @@ from launched import eventually
 from tfdist import _tf
 from tfdist.backup.steps import CountedSteps
 from tfdist.cluster import ClusterSpec, free_ports
+from tfdist.errors import ClusterError
 from tfdist.exit_codes import STALLED
 from tfdist.faults import FaultTolerance, watchdog
+from tfdist.faults.board import DONE, Board
 from tfdist.faults.leaving import hear_aloud
-from tfdist.faults.watchdog import TRAINING, Creations, Patience, start, suspect_of
+from tfdist.faults.watchdog import INPUT, TRAINING, Creations, Patience, start, suspect_of
 
 DEADLINE_SECONDS = 90
+MANY = "MultiWorkerMirroredStrategy"
 
 
 def live(patience, *phases):
@@ -95,6 +98,13 @@ def test_a_given_number_holds_for_all_but_the_first_step():
         assert not live(patience, (0, activity, 5))
 
 
+def test_a_given_number_holds_also_for_what_is_read_before_the_first_step():
+    assert live(Patience(), (0, INPUT, 1700)) and live(Patience(10), (0, TRAINING, 1700))
+    patience = Patience(10)
+    assert live(patience, (0, TRAINING, 9), (0, INPUT, 9)) and patience.may_take_long
+    assert not live(patience, (0, INPUT, 5))
+
+
 def test_others_are_told_of_what_may_take_long():
     patience = Patience()
     told = []
@@ -122,7 +132,8 @@ def test_what_gets_on_within_a_step_or_between_two_has_time(activity):
 
 
 def test_batches_of_a_validation_and_those_passed_over_are_seen_by_who_watches():
-    strategy = tfdist.MirroredStrategy(["CPU:0"])
+    strategy = tfdist.MirroredStrategy(["CPU:0"], fault_tolerance=FaultTolerance(stall_timeout_seconds=7))
+    assert strategy.fault_tolerance.stall_timeout_seconds == 7
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -131,6 +142,10 @@ def test_batches_of_a_validation_and_those_passed_over_are_seen_by_who_watches()
     before = strategy.reports.evaluated
     model.evaluate(x, x[:, :1], verbose=0)
     assert strategy.reports.evaluated > before > 0
+    reading, seen = set(watchdog._iterators), []
+    look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: seen.append(watchdog._iterators - reading))
+    model.fit(x, x[:, :1], verbose=0, callbacks=[look])
+    assert seen[0] and watchdog._iterators == reading  # What is trained then is not of the strategy.
     counted, before = CountedSteps(next, 1), watchdog._moves
     counted.pass_over(3, 2, lambda _: None, reads=True, runs_last=False, logs=None)
     iterator = iter(range(9))
@@ -188,6 +203,19 @@ def test_a_watchdog_that_may_never_judge_or_could_not_look_still_refuses_another
     assert live(Patience(math.inf), (9, TRAINING, 1), (0, TRAINING, 10**5))
 
 
+def test_who_waits_for_a_word_learns_that_the_program_of_another_is_over():
+    class SecondIsOver(Board):
+        def hear(self, subject, worker, timeout_seconds):
+            if (subject, worker) == (DONE, 2):
+                return True
+            raise tf.errors.DeadlineExceededError(None, None, subject)
+
+    with pytest.raises(ClusterError, match=r"All workers have a part in .*model.* program of worker 2 is over"):
+        SecondIsOver(0, 3)._await("model-7", 1, time.monotonic() + 300)
+    with pytest.raises(tf.errors.DeadlineExceededError):
+        SecondIsOver(0, 2)._await("model-7", 1, time.monotonic() + 1)
+
+
 def test_a_worker_that_is_done_says_for_whom_it_waits_and_whom_it_gives_up(caplog):
     class Silent:
         worker, heard = 1, 0.0
@@ -226,30 +254,32 @@ def test_fit_is_seen_among_many_threads():
     assert all(each.result() for each in waiting)
 
 
-def test_what_a_data_set_does_between_epochs_may_take_as_long_as_a_callback():
-    main, seen = _tf.main_thread_state(), []
+def test_what_a_data_set_does_between_epochs_may_take_as_long_as_a_callback_and_what_it_gives_is_input():
+    main, seen, given = _tf.main_thread_state(), [], []
 
     class Data(keras.utils.PyDataset):
         def __len__(self):
             return 1
 
         def __getitem__(self, index):
+            self.look(given)
             return np.ones((4, 2)), np.ones((4, 1))
 
         def on_epoch_begin(self):
-            self.look()
+            self.look(seen)
 
         def on_epoch_end(self):
-            self.look()
+            self.look(seen)
 
-        def look(self):  # from outside, as the watchdog does
+        def look(self, into):  # from outside, as the watchdog does
             with ThreadPoolExecutor(1) as pool:
-                seen.append(pool.submit(_tf.keras_fit_activity, main).result())
+                into.append(pool.submit(_tf.keras_fit_activity, main).result())
 
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     model.fit(Data(), epochs=2, verbose=0)
     assert len(seen) >= 4 and set(seen) == {"callback"}
+    assert given[0] == INPUT  # Keras learns what it is; later it is read beside the step.
 
 
 SCRIPT = """
@@ -257,7 +287,7 @@ import tempfile, threading, time
 import keras, numpy as np
 import tfdist
 
-strategy = tfdist.MultiWorkerMirroredStrategy()
+strategy = getattr(tfdist, STRATEGY)()
 with strategy.scope():
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -266,7 +296,7 @@ class Slow(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if epoch == 1:
             time.sleep(SLEEP)
-            self.model.stop_training = strategy.extended._id_in_cluster == STOPS
+            self.model.stop_training = STOPS is not None and strategy.extended._id_in_cluster == STOPS
         tempfile.tempdir = "/nowhere"  # what watches needs no disk
         print("epoch", epoch, flush=True)
 
@@ -284,10 +314,11 @@ print("finished", flush=True)
 """
 
 
-def train(directory, *, fault, sleep, stall_seconds, workers=2, stops=None, writes=False):
+def train(directory, *, fault, sleep, stall_seconds, workers=2, stops=None, writes=False, strategy=MANY):
     """The workers' exit codes, outputs and failure reports."""
     (directory / "script.py").write_text(
-        f"FAULT, SLEEP, WORKERS, STOPS, WRITES = {fault}, {sleep}, {workers}, {stops}, {writes}\n{SCRIPT}"
+        f"FAULT, SLEEP, WORKERS, STOPS, WRITES = {fault}, {sleep}, {workers}, {stops}, {writes}\n"
+        f"STRATEGY = {strategy!r}\n{SCRIPT}"
     )
     ports = free_ports(workers)
     processes = []
@@ -345,8 +376,9 @@ def test_a_worker_that_alone_was_told_to_stop_is_named_though_it_is_at_its_end(t
     assert stall["worker"] == 0 and stall["suspect"] == 1 and stall["step"] == 16
 
 
-def test_a_lone_worker_of_a_supervised_run_is_ended_by_an_endless_loop_too(tmp_path):
-    codes, outputs, reports = train(tmp_path, fault=True, sleep=0, stall_seconds=3, workers=1)
+@pytest.mark.parametrize("strategy", ["MirroredStrategy", pytest.param(MANY, marks=pytest.mark.exhaustive)])
+def test_a_lone_worker_of_a_supervised_run_is_ended_by_an_endless_loop_too(strategy, tmp_path):
+    codes, outputs, reports = train(tmp_path, fault=True, sleep=0, stall_seconds=3, workers=1, strategy=strategy)
     assert codes == [STALLED], outputs
     assert [(report["kind"], report["suspect"], report["step"]) for report in reports] == [("stall", 0, 30)]
 

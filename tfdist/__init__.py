@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfdist import callbacks, cluster, compression, data, errors, testing
+    from tfdist import callbacks, cluster, compression, data, errors, exit_codes, testing
     from tfdist.faults import FaultTolerance
     from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 
@@ -25,10 +25,11 @@ __all__ = [
     "compression",
     "data",
     "errors",
+    "exit_codes",
     "testing",
 ]
 
-_MODULES = ("callbacks", "cluster", "compression", "data", "errors", "testing")
+_MODULES = ("callbacks", "cluster", "compression", "data", "errors", "exit_codes", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -90,6 +90,10 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 # What unseeded random operations draw from. Without it: they draw anew after a restore.
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 
+# By its code TensorFlow runs a step that is traced. Without it: who waits in a step for a worker whose program is over
+# notices after the minutes that any step may take.
+from tensorflow.python.eager import execute as eager_execute
+
 # The module of Keras' `fit`, to know its calls of the strategy from a user's. Without it: one batch a `fit` and
 # `evaluate` crosses the network, generators lose batches, and vector metrics are collapsed in the logs of batches.
 from keras.src.backend.tensorflow import trainer as keras_trainer
@@ -158,6 +162,7 @@ __all__ = [
     "keras_fit_activity",
     "keras_fitting_models",
     "keras_is_evaluating",
+    "keras_is_in_step",
     "keras_is_peeking",
     "keras_made_dataset",
     "keras_makes_for_comparison",
@@ -443,7 +448,9 @@ def main_thread_state() -> int | None:
 
 
 def keras_fit_activity(main_thread: int | None = None) -> str | None:
-    """What Keras' `fit` does, in whichever thread: "training", "callback" or "validation"; else `None`.
+    """What Keras' `fit` does, in whichever thread: "training", "input", "callback" or "validation"; else `None`.
+
+    It is "input" where Keras itself reads, in Python, as it does to learn what a generator gives.
 
     A watchdog asks from outside, when the thread may be stuck anywhere. The stacks are read as faulthandler writes
     them, all at once: frames of a thread that runs on must not be walked from Python. It writes the innermost 100 calls
@@ -455,6 +462,34 @@ def keras_fit_activity(main_thread: int | None = None) -> str | None:
     Raises:
       OSError: If this process may open no more files.
     """
+    for thread in _calls_of_threads(main_thread):
+        activity = "training"
+        for path, function in thread:
+            if path == keras_callback_list.__file__:
+                activity = "callback"
+            elif path == keras_py_dataset.__file__ and function in ("on_epoch_begin", "on_epoch_end"):
+                activity = "callback"  # of the data
+            elif os.path.dirname(path) == os.path.dirname(keras_py_dataset.__file__):
+                activity = "input"
+            elif path == keras_trainer.__file__ and function == "evaluate":
+                activity = "validation"
+            elif path == keras_trainer.__file__ and function == "fit":
+                return activity
+    return None
+
+
+def keras_is_in_step(main_thread: int | None = None) -> bool:
+    """Whether Keras' `fit` has handed a step to TensorFlow and waits for its end; see `keras_fit_activity`."""
+    return any(
+        thread[0] == (eager_execute.__file__, "quick_execute")
+        and any(path == keras_trainer.__file__ and function == "fit" for path, function in thread)
+        for thread in _calls_of_threads(main_thread)
+        if thread
+    )
+
+
+def _calls_of_threads(main_thread: int | None) -> list[list[tuple[str, str]]]:
+    """The calls of each thread, the innermost first: file and function."""
     with open(os.memfd_create("tfdist-stacks"), "w+b") as file:  # in memory: a disk may be full, or not answer
         faulthandler.dump_traceback(file, all_threads=True)
         if main_thread is not None:
@@ -462,18 +497,7 @@ def keras_fit_activity(main_thread: int | None = None) -> str | None:
             _write_stack_of(main_thread, file.fileno())
         file.seek(0)
         threads = file.read().decode(errors="replace").split("\n\n")
-    for thread in threads:  # Innermost call first.
-        activity = "training"
-        for path, function in re.findall(r'File "(.*)", line \d+ in (.*)', thread):
-            if path == keras_callback_list.__file__:
-                activity = "callback"
-            elif path == keras_py_dataset.__file__ and function in ("on_epoch_begin", "on_epoch_end"):
-                activity = "callback"  # of the data
-            elif path == keras_trainer.__file__ and function == "evaluate":
-                activity = "validation"
-            elif path == keras_trainer.__file__ and function == "fit":
-                return activity
-    return None
+    return [re.findall(r'File "(.*)", line \d+ in (.*)', thread) for thread in threads]
 
 
 def _write_stack_of(thread: int, file: int) -> None:

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import time
+import weakref
 from typing import Any
 
 import keras
@@ -134,6 +135,7 @@ class FitBackup(keras.callbacks.Callback):
         self._process = _processes.setdefault(_key(self._options.directory), _Process())
         self._end_former()
         self._strategy = self.model.distribute_strategy
+        self._reports = getattr(self._strategy, "reports", None) or preemption.LoneReports()
         self._agreement = Agreement(self._strategy, self._options.timeout_seconds)
         others = [callback for callback in self._list.callbacks if callback is not self]
         self._states = self._process.states = CallbackStates(others, self._process.states, self.model)
@@ -569,13 +571,13 @@ class FitBackup(keras.callbacks.Callback):
     # -- preemption
 
     def _install_preemption(self) -> None:
-        reports = getattr(self._strategy, "reports", None)
-        if not self._options.preemption or reports is None:
+        self._uninstall_preemption()  # of a `fit` that was broken off
+        if not self._options.preemption:
             return
-        preemption.install(self._strategy)
-        self._remove_listener()
-        self._process.listener = (reports.listeners, self._hear)
-        reports.listeners.append(self._hear)
+        is_under_way = functools.partial(_is_fitting, weakref.ref(self.model)) if self._input.is_known else _always
+        watch = preemption.install(self._strategy, self._reports, is_under_way)
+        self._process.listener = (self._reports.listeners, self._hear, watch)
+        self._reports.listeners.append(self._hear)
 
     def _make_room(self) -> None:
         """Asks all workers to leave, as by a signal, if the supervisor wants more of them.
@@ -584,7 +586,7 @@ class FitBackup(keras.callbacks.Callback):
         steps do not report, as those of loops of the user's, all leave after their next commit.
         """
         if self._saver.is_room_wanted and self._process.listener is not None:
-            self._strategy.reports.ask_to_stop()
+            self._reports.ask_to_stop()
 
     def _hear(self, report: Any) -> None:
         if report.stop:
@@ -592,25 +594,19 @@ class FitBackup(keras.callbacks.Callback):
 
     def _is_asked_alone(self) -> bool:
         """Whether this process, the only one, was asked: its step may be one that does not report."""
-        if self._process.listener is None or self._strategy.num_replicas_in_sync > 1:
-            return False
-        return self._strategy.reports.asked_here
+        return self._agreement.workers == 1 and self._is_asked_now()
 
     def _is_asked_now(self) -> bool:
         """Whether this worker was asked, also while a `fit` is passed over."""
-        return self._process.listener is not None and self._strategy.reports.asked_here
+        return self._process.listener is not None and self._reports.asked_here
 
     def _uninstall_preemption(self) -> None:
         if self._process.listener is not None:
-            preemption.uninstall()  # nothing would answer a signal any more
-        self._remove_listener()
-
-    def _remove_listener(self) -> None:
-        if self._process.listener is not None:
-            listeners, listener = self._process.listener
-            if listener in listeners:
-                listeners.remove(listener)
+            listeners, listener, watch = self._process.listener
             self._process.listener = None
+            listeners.remove(listener)
+            if watch is not None:
+                preemption.uninstall(watch)  # nothing would answer a signal any more
 
     def _leave(self) -> None:
         """Saves what is new, then ends the process; the exit code says that it may be started again."""
@@ -618,6 +614,16 @@ class FitBackup(keras.callbacks.Callback):
             self._save()
             self._saver.wait()
         preemption.leave(self._saver.refusals)
+
+
+def _is_fitting(model: weakref.ref[Any]) -> bool:
+    """Whether a Keras `fit` of this model is under way in this thread."""
+    return any(fitting is model() for fitting in _tf.keras_fitting_models())
+
+
+def _always() -> bool:
+    """Of a loop of the user's nobody knows whether it still runs."""
+    return True
 
 
 def _choose(store: Store | None, sites: list[str]) -> dict[str, Any]:

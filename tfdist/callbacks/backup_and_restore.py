@@ -71,7 +71,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         when the job is done, so that an error in what comes after a fit does not have it trained again. A job that has
         failed for good keeps them, and started again goes on after the fit.
       keep: How many commits stay, beside the ends of fits.
-      save_before_preemption: Under strategies of tfdist: whether a signal to end (SIGTERM) saves first, and whether a
+      save_before_preemption: Whether a signal to end (SIGTERM) saves first, and whether a
         job with fewer workers leaves after a commit when `tfdist run` wants to try all again. In a validation nobody
         hears a signal, so the epoch is saved before one that may be long: the first of a `fit`, if the number of its
         batches is known (not of a generator), and any after one that took half of `preemption_timeout_seconds`. Before

@@ -128,7 +128,7 @@ class Agreement:
           check: Returns if a worker answers, see `Health.check`.
 
         Raises:
-          ClusterError: If it failed there, or the chief is gone.
+          ClusterError: If it failed there, or the chief is gone or its program over.
         """
         subject, said = _alone(what), None
         with watchdog.section(watchdog.WAITING):
@@ -137,6 +137,7 @@ class Agreement:
                     said = self._board.hear(subject, 0, _ASK_SECONDS)
                 except tf.errors.DeadlineExceededError:
                     check(0)
+                    self._board.check_presence(what)
                 except tf.errors.OpError as error:
                     raise self._without_chief(what, f"the chief is gone: {error.message}") from error
         if said["failure"] is not None:

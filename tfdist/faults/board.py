@@ -2,19 +2,25 @@
 
 import contextlib
 import json
+import socket
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
 from tfdist import _tf
+from tfdist.errors import ClusterError
 
 __all__ = ["DONE", "Board"]
 
 DONE = "done"
 """The subject on which a worker says at its end whether it is done."""
+
+_LOOK_SECONDS = 0.5  # For an answer that is there.
+_ASK_SECONDS = 5.0  # Whether the program of who is waited for is over.
 
 
 class Board:
@@ -81,6 +87,30 @@ class Board:
             with contextlib.suppress(tf.errors.OpError):
                 self.say(DONE, False, worker)
 
+    def absent(self) -> int | None:
+        """A worker whose program is over, done or not; `None` if none is heard of. Costs a message for each other."""
+        with ThreadPoolExecutor(16) as pool:
+            over = list(pool.map(self._is_over, self.others))
+        return next((worker for worker, is_over in zip(self.others, over, strict=True) if is_over), None)
+
+    def in_vain(self, what: str, absent: int) -> str:
+        """Says that this worker waits in vain in `what`, in which all have a part, as the program of one is over."""
+        return (
+            f"All workers have a part in {what}, but the program of worker {absent} is over, and worker {self.worker} "
+            f"on {socket.gethostname()} waits for it. Do it on all workers alike, and only write files `if "
+            f"tfdist.cluster.is_chief():`. The log of worker {absent} may say why it ended."
+        )
+
+    def check_presence(self, what: str) -> None:
+        """Returns if all workers may still come to `what`, in which all have a part.
+
+        Raises:
+          ClusterError: If the program of one is over.
+        """
+        absent = self.absent()
+        if absent is not None:
+            raise ClusterError(self.in_vain(what, absent))
+
     def exchange(self, subject: str, what: Any, timeout_seconds: float) -> Mapping[int, Any]:
         """Says something once in a process, and hears what all say.
 
@@ -88,6 +118,7 @@ class Board:
           What each worker says; without those that say nothing in time.
 
         Raises:
+          ClusterError: If the program of one is over while another says nothing.
           tf.errors.OpError: If the service is out of reach.
         """
         deadline = time.monotonic() + timeout_seconds
@@ -96,8 +127,22 @@ class Board:
         heard = {}
         for worker in range(self.workers):
             with contextlib.suppress(tf.errors.DeadlineExceededError):
-                heard[worker] = self.hear(subject, worker, max(0.1, deadline - time.monotonic()))
+                heard[worker] = self._await(subject, worker, deadline)
         return heard
+
+    def _await(self, subject: str, worker: int, deadline: float) -> Any:
+        while (left := deadline - time.monotonic()) > _ASK_SECONDS:
+            with contextlib.suppress(tf.errors.DeadlineExceededError):
+                return self.hear(subject, worker, _ASK_SECONDS)
+            self.check_presence(f"a comparison ({subject})")
+        return self.hear(subject, worker, max(0.1, left))
+
+    def _is_over(self, worker: int) -> bool:
+        try:
+            self.hear(DONE, worker, _LOOK_SECONDS)
+        except tf.errors.OpError:
+            return False
+        return True
 
 
 def _key(subject: str, worker: int) -> str:

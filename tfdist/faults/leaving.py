@@ -29,8 +29,9 @@ def leave_together(board: Board, lifelines: Lifelines, timeout_seconds: float) -
     """Lets this process wait for the others when its program is over; once in a process.
 
     A program that ends by an exception does not wait, nor do others for it. One that calls `sys.exit` does, whatever
-    the code. One that is done ends with exit code 0 if all are, or are still busy at the deadline, and with 1 if
-    another has failed: a job whose workers are started one by one could not start again without it.
+    the code, which no process learns of itself; who waits for it meanwhile asks, see `Board.absent`. One that is done
+    ends with exit code 0 if all are, or are still busy at the deadline, and with 1 if another has failed: a job whose
+    workers are started one by one could not start again without it.
 
     Args:
       board: Where workers meet.

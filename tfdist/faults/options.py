@@ -24,7 +24,8 @@ class FaultTolerance:
       heartbeat_timeout_seconds: After which a worker that is frozen or cut off is given up. One that is killed is
         noticed at once.
       stall_timeout_seconds: How long `fit` may stay where it is, in a step or between two, before the watchdog ends
-        the job; see `tfdist.faults.watchdog`. `None`: learned from the run's own steps. `math.inf`: for ever.
+        the job; see `tfdist.faults.watchdog`. A first step, which traces, may take longer, but not what Keras reads
+        before it. `None`: learned from the run's own steps. `math.inf`: for ever.
       shutdown_timeout_seconds: How long a worker that is done waits for the others, so that all leave together. One
         that is still busy then, as a chief that saves alone, goes on alone, and the others leave with exit code 0.
       preemption_signals: Which signals ask to save and leave, where `tfdist.callbacks.BackupAndRestore` is used. Under

@@ -3,9 +3,12 @@
 signal ─▶ a thread notices, whatever the main thread does ─▶ strategy.reports.ask_to_stop()
               │                                                 a report with `stop`, on all workers
               └─ deadline: leaves unsaved                       BackupAndRestore saves, then leave()
+
+A signal while no training is under way, as after one that was interrupted, is given back and raised again.
 """
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -20,37 +23,79 @@ from tfdist.failure_report import is_supervised
 from tfdist.faults.ending import end_with
 from tfdist.faults.options import FaultTolerance
 
-__all__ = ["give_signals_back", "install", "leave", "options_of", "uninstall"]
+__all__ = ["LoneReports", "Watch", "give_signals_back", "install", "leave", "options_of", "uninstall"]
 
 _LEAVE_SECONDS = 10.0  # For handlers, `finally` blocks and `atexit` functions once the save is done.
+_MAIN_SECONDS = 0.1  # For the main thread to find that no training is under way.
+_JOIN_SECONDS = 2.0
 
 _installed: "_Preemption | None" = None
 
 
-def install(strategy: Any) -> None:
+class LoneReports:
+    """Stands for the reports of a strategy where there are none: the only worker asks nobody but itself.
+
+    Attributes:
+      listeners: As those of `strategy.reports`; they are told nothing.
+      asked_here: Whether this process was asked to stop.
+    """
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[Any], None]] = []
+        self.asked_here = False
+
+    def ask_to_stop(self) -> None:
+        """Takes note of it."""
+        self.asked_here = True
+
+
+@dataclasses.dataclass(eq=False)
+class Watch:
+    """One training that saves and leaves when it is asked to; see `install`."""
+
+    reports: Any
+    is_under_way: Callable[[], bool]
+
+
+def install(strategy: Any, reports: Any = None, is_under_way: Callable[[], bool] = lambda: True) -> Watch | None:
     """Lets the signals of `strategy.fault_tolerance`, and of `tfdist run`, ask all workers to save and leave.
 
     The signal is noticed at once, also while the main thread waits inside TensorFlow. If the save does not come in
     `preemption_timeout_seconds`, say since a worker is gone, the process leaves with `PREEMPTED` all the same: it loses
     the steps since the newest backup. Handlers of before are called when the process leaves.
 
-    Call it in the main thread; elsewhere it warns and does nothing, as Python takes handlers from no other. A second
-    call only changes the strategy.
+    Call it in the main thread; elsewhere it warns and does nothing, as Python takes handlers from no other. Trainings
+    may be nested: the first has the deadlines, and each that is installed is asked.
+
+    Args:
+      strategy: Of the training.
+      reports: What is asked to stop, `strategy.reports` if none is given.
+      is_under_way: Called in the main thread: whether the training still runs. If none does, since it was interrupted,
+        a signal belongs to the handlers of before.
+
+    Returns:
+      What `uninstall` takes.
     """
     global _installed
     if threading.current_thread() is not threading.main_thread():
         logging.warning("Preemption is not handled: signal handlers can only be set in the main thread.")
-    elif _installed is None:
-        _installed = _Preemption(strategy)
-    else:
-        _installed.watch(strategy)
+        return None
+    if _installed is None:
+        _installed = _Preemption(options_of(strategy))
+    return _installed.watch(Watch(reports or strategy.reports, is_under_way))
 
 
-def uninstall() -> None:
-    """Gives the signals back to the handlers of before. Call it in the main thread, when there is no more to save.
+def uninstall(watch: Watch | None = None) -> None:
+    """Ends a watch, the newest if none is given. Call it in the main thread, when there is no more to save.
 
-    A signal that came too late for all to leave together is theirs too: it is raised again, and may end the process.
+    The last gives the signals back to the handlers of before. One that came too late for all to leave together is
+    theirs too: it is raised again, and may end the process.
     """
+    if _installed is not None and not _installed.unwatch(watch):
+        _close()
+
+
+def _close() -> None:
     global _installed
     closing, _installed = _installed, None
     if closing is not None:
@@ -107,30 +152,40 @@ def give_signals_back() -> None:
 class _Preemption:
     """The signals, once caught."""
 
-    def __init__(self, strategy: Any):
-        self._options = options_of(strategy)
-        self._signums = set(self._options.preemption_signals)
+    def __init__(self, options: FaultTolerance):
+        self._options = options
+        self._signums = set(options.preemption_signals)
         if self._signums and is_supervised():  # by which `tfdist run` asks, whatever it was asked by
             self._signums.add(signal.SIGTERM)
-        self._strategy: Any = None
+        self._watches: list[Watch] = []
         self._timer: threading.Timer | None = None
         self._signum: int | None = None
-        self._is_answered = False
-        self.watch(strategy)
+        self._is_asked = self._is_answered = False
+        self._closing = threading.Event()
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         # Python writes the number of each signal here as it arrives, in whatever thread, holding no lock.
         self._earlier_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._read, name="tfdist-preemption", daemon=True)
         self._thread.start()
-        self._earlier: Mapping[int, Any] = {signum: signal.signal(signum, lambda *_: None) for signum in self._signums}
+        self._earlier: Mapping[int, Any] = {signum: signal.getsignal(signum) for signum in self._signums}
+        for signum in self._signums:
+            signal.signal(signum, self._on_main)
 
-    def watch(self, strategy: Any) -> None:
-        if strategy is not self._strategy:
-            if self._strategy is not None:
-                self._strategy.reports.listeners.remove(self._on_report)
-            self._strategy = strategy
-            strategy.reports.listeners.append(self._on_report)
+    def watch(self, watch: Watch) -> Watch:
+        self._watches.append(watch)
+        watch.reports.listeners.append(self._on_report)
+        if self._is_asked:
+            watch.reports.ask_to_stop()
+        return watch
+
+    def unwatch(self, watch: Watch | None) -> bool:
+        """Whether there are others."""
+        watch = watch or self._watches[-1]
+        if watch in self._watches:
+            self._watches.remove(watch)
+            watch.reports.listeners.remove(self._on_report)
+        return bool(self._watches)
 
     def give_back(self) -> None:
         for signum, handler in self._earlier.items():
@@ -139,11 +194,14 @@ class _Preemption:
 
     def close(self) -> None:
         self.give_back()
+        self._closing.set()
         os.write(self._writer, b"\0")
-        self._thread.join()
-        os.close(self._writer)
-        os.close(self._reader)
-        self._strategy.reports.listeners.remove(self._on_report)
+        self._thread.join(_JOIN_SECONDS)  # It may wait for a lock of the main thread, which a signal has interrupted.
+        if not self._thread.is_alive():
+            os.close(self._writer)
+            os.close(self._reader)
+        while self._watches:
+            self.unwatch(None)
         self._stop_clock()
         if self._signum is not None and not self._is_answered:
             signal.raise_signal(self._signum)
@@ -164,13 +222,23 @@ class _Preemption:
                 if signum in self._signums and self._signum is None:
                     self._on_signal(signum)
 
+    def _on_main(self, signum: int, frame: Any) -> None:
+        """The handler, called in the main thread once that runs Python."""
+        del frame
+        if self._watches and not self._is_answered and not any(watch.is_under_way() for watch in self._watches):
+            _close()
+
     def _on_signal(self, signum: int) -> None:
         self._signum = signum
+        if self._closing.wait(_MAIN_SECONDS):  # The main thread gives it back.
+            return
         seconds = self._options.preemption_timeout_seconds
         name = signal.Signals(signum).name
         logging.warning("%s: all workers save after a step to come and leave, in %g s at most.", name, seconds)
         self._start_clock()
-        self._strategy.reports.ask_to_stop()
+        self._is_asked = True
+        for watch in list(self._watches):
+            watch.reports.ask_to_stop()
 
     def _on_report(self, report: Any) -> None:
         if report.stop:  # on workers that got no signal, too
@@ -187,7 +255,7 @@ class _Preemption:
     def _give_up(self) -> None:
         _after(1.0, lambda: os._exit(PREEMPTED))  # A handler may take long.
         logging.error(
-            "Asked to go %g s ago, and no backup since: leaving with exit code %d. What was done after the newest "
+            "Asked to go %g s ago, and no save in answer: leaving with exit code %d. What was done after the newest "
             "backup is lost.",
             self._options.preemption_timeout_seconds,
             PREEMPTED,

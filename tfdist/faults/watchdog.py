@@ -9,16 +9,18 @@ what it does ("input", "compute" or "exchange" in training; "callback", "save", 
   less than three times the longest so far, the first included, which traces.
 - The first step of a `fit`, a callback (also what a `keras.utils.PyDataset` does in its `on_epoch_end` and
   `on_epoch_begin`), a save or a batch of a validation may take 30 minutes. So it is also where `stall_timeout_seconds`
-  is given, for the first step; for all else that number holds.
+  is given, for the first step, which traces, but not for what Keras reads before it: the first batches of a generator
+  or a `PyDataset`. For all else that number holds.
 - A worker whose clock has run out asks the others where they are. While one of them is in its first step, a callback, a
   save or a validation, whose own clock runs, all wait. Else the suspect is who does not answer, or is behind, or does
   not wait for others.
+- Who is in a step while the program of another is over waits in vain: for as long as steps usually take, and some 10 s.
 - Then each worker writes where all its threads are, and the report, and ends with exit code `STALLED`.
 
 A lone worker is watched under `tfdist run`, which starts it again. Custom loops are not watched, nor is what is outside
 of `fit`, but for two things. A variable is made by a broadcast, and who waits there for `start_timeout_seconds` lets it
-fail on all workers, since their models are not alike. And who waits for all as a `fit`, `evaluate` or `predict` begins,
-while the program of another is over, waits in vain.
+fail on all workers, since their models are not alike. And who waits there, or as a `fit`, `evaluate` or `predict`
+begins, while the program of another is over, waits in vain, too: after some 5 s that fails.
 """
 
 import atexit
@@ -28,7 +30,6 @@ import faulthandler
 import itertools
 import math
 import os
-import socket
 import statistics
 import sys
 import threading
@@ -45,12 +46,25 @@ from absl import logging
 from tfdist import _tf
 from tfdist.errors import ClusterError
 from tfdist.exit_codes import STALLED
-from tfdist.failure_report import write_report
-from tfdist.faults.board import DONE, Board
+from tfdist.failure_report import is_supervised, write_report
+from tfdist.faults.board import Board
 
-__all__ = ["Creations", "Patience", "Watchdog", "moved", "section", "start", "suspect_of", "waiting_for_all"]
+__all__ = [
+    "Creations",
+    "Patience",
+    "Watchdog",
+    "moved",
+    "reads",
+    "section",
+    "start",
+    "start_alone",
+    "suspect_of",
+    "waiting_for_all",
+]
 
 TRAINING = "training"
+INPUT = "input"
+OVER = "its program is over"
 WAITING = "waiting for the chief"
 _POLL_SECONDS = 1.0
 _POST_SECONDS = 2.0
@@ -67,6 +81,7 @@ _WAITS = {"compute": 1, "input": 2, "exchange": 3}
 
 _sections: list[str] = []
 _moves = 0
+_iterators: set[int] = set()  # Those from which Keras reads what a strategy splits.
 _calls: list["_Call"] = []  # for which this worker waits
 _made = itertools.count()  # Watchdogs of this process, as many and in the same order on all workers.
 
@@ -87,22 +102,29 @@ def moved() -> None:
     _moves += 1
 
 
+def reads(iterator: Any) -> None:
+    """Says that Keras runs steps of a strategy on what it reads from this iterator, for as long as that lives."""
+    _iterators.add(id(iterator))
+    weakref.finalize(iterator, _iterators.discard, id(iterator)).atexit = False
+
+
 class _Call:
     """One in which all workers have a part, from its beginning; and what is wrong with it, once that is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
+        self.what = what
         self.since = time.monotonic()
         self.fault: str | None = None
 
 
 @contextlib.contextmanager
-def waiting_for_all() -> Iterator[None]:
-    """Says that all workers exchange in the block, where one of Keras' loops begins.
+def waiting_for_all(what: str) -> Iterator[None]:
+    """Says that all workers exchange in the block, which is `what`.
 
     Raises:
       ClusterError: If it fails because another's program is over.
     """
-    call = _Call()
+    call = _Call(what)
     _calls.append(call)
     try:
         yield
@@ -126,7 +148,8 @@ class Creations:
         """Around the making of a variable."""
         self.since = time.monotonic()
         try:
-            yield
+            with waiting_for_all("the making of variables in the scope"):
+                yield
             self.count += 1
         finally:
             self.since = None
@@ -138,6 +161,12 @@ def start(strategy: Any, board: Board, creations: Creations) -> None:
     Costs two messages to worker 0 every two seconds, and a look at the stacks of this process every second.
     """
     Watchdog(strategy, board, Patience(strategy.fault_tolerance.stall_timeout_seconds), creations).start()
+
+
+def start_alone(strategy: Any) -> None:
+    """Watches the training of a strategy of one worker, if `tfdist run` is there to start it again."""
+    if is_supervised():
+        start(strategy, Board(0, 1), Creations())
 
 
 class Patience:
@@ -162,7 +191,7 @@ class Patience:
 
         Args:
           step: How many steps are done.
-          activity: `TRAINING`, another word for what may take long, `None` outside of `fit`.
+          activity: `TRAINING`; `INPUT` where that is all; another word for what may take long; `None` outside of `fit`.
           elapsed_seconds: Since the last call.
           progress: Another value, if it has got on meanwhile by what is no step.
         """
@@ -192,7 +221,12 @@ class Patience:
     @property
     def _is_long(self) -> bool:
         activity = self._state[1]
-        return activity is not None and (activity != TRAINING or self._is_first)
+        return activity is not None and (activity not in (TRAINING, INPUT) or self._is_first)
+
+    @property
+    def usual_seconds(self) -> float:
+        """What a step takes, as far as that is known."""
+        return statistics.median(self._steps) if self._steps else self._longest
 
     @property
     def limit_seconds(self) -> float:
@@ -200,14 +234,11 @@ class Patience:
         if self._state[1] is None or self._given == math.inf:
             return math.inf
         longest = _LONGEST_STEPS * self._longest
-        if self._is_first:
-            return max(_CAP_SECONDS, longest)
-        if self._given is not None:
+        if self._given is not None and (not self._is_first or self._state[1] == INPUT):
             return self._given
         if self._is_long or not self._steps:
             return max(_CAP_SECONDS, longest)
-        usual = _STEPS * statistics.median(self._steps)
-        return max(min(max(_FLOOR_SECONDS, usual), _CAP_SECONDS), longest)
+        return max(min(max(_FLOOR_SECONDS, _STEPS * self.usual_seconds), _CAP_SECONDS), longest)
 
     @property
     def is_over(self) -> bool:
@@ -249,6 +280,7 @@ class Watchdog:
         self._patience = patience
         self._position: dict[str, Any] = {"step": 0, "section": None, "may_take_long": False, "looks": 0}
         self._last_words: Mapping[int, Mapping[str, Any] | None] = {}
+        self._absence: tuple[int, float] | None = None  # In which step another cannot come, and since when it is known.
         self._looks = 0
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Event()
@@ -276,7 +308,7 @@ class Watchdog:
             try:
                 # A process that was itself frozen counts the seconds in which it ran.
                 self._look(min(now - last, 2 * _POLL_SECONDS))
-                if self._patience.is_over:
+                if self._patience.is_over or self._is_in_vain:
                     self._judge()
             except OSError as error:  # no file is left to open; the next look may find one
                 self._tell_blindness(error)
@@ -339,33 +371,40 @@ class Watchdog:
                 if is_last:  # Whoever then waits for this worker should know if it alone was told to stop.
                     self._look(0.0)
                 self._board.say(self._subject, self._position)
-                for call in [] if is_last else _calls[-1:]:
-                    self._look_for_the_done(call)
+                if not is_last:
+                    self._look_for_the_absent()
 
-    def _look_for_the_done(self, call: _Call) -> None:
-        """Lets a call fail for which another worker cannot come any more."""
-        if call.fault or time.monotonic() - call.since < _ABSENCE_SECONDS:
-            return
-        for worker in self._board.others:
-            with contextlib.suppress(tf.errors.DeadlineExceededError):
-                self._board.hear(DONE, worker, 0.0)
-                call.fault = (
-                    "All workers have a part in `fit`, `evaluate` and `predict`, but the program of worker "
-                    f"{worker} is over, and worker {self._board.worker} on {socket.gethostname()} begins one. Call it "
-                    "on all workers alike, and only write files `if tfdist.cluster.is_chief():`."
-                )
+    def _look_for_the_absent(self) -> None:
+        """Lets a call fail to which another worker cannot come any more; takes note if it is a step of `fit`."""
+        now = time.monotonic()
+        for call in _calls[-1:]:
+            if not call.fault and now - call.since > _ABSENCE_SECONDS and (absent := self._board.absent()) is not None:
+                call.fault = self._board.in_vain(call.what, absent)
                 self._board.report_error(call.fault)
-                return
+        step, is_late = self._position["step"], self._patience.waited_seconds > _ABSENCE_SECONDS
+        # Else it may be a model of no strategy, that who is left trains alone; or wait at the end of `fit`.
+        is_in_step = bool(_iterators) and self._position["section"] in _WAITS
+        if not (is_late and is_in_step and _tf.keras_is_in_step(self._main_thread)):
+            self._absence = None
+        elif (self._absence is None or self._absence[0] != step) and self._board.absent() is not None:
+            self._absence = step, now
+
+    @property
+    def _is_in_vain(self) -> bool:
+        """Whether this worker is in a step to which another cannot come; who has left after that step it follows."""
+        step, since = self._absence or (-1, 0.0)
+        usual_seconds = max(_POST_SECONDS, self._patience.usual_seconds)
+        return step == self._position["step"] and time.monotonic() - since > usual_seconds
 
     def _judge(self) -> None:
         positions = self._ask() if self._board.others else {self._board.worker: self._position}
         busy = [worker for worker, position in positions.items() if position and position.get("may_take_long")]
-        if [worker for worker in busy if worker != self._board.worker]:
+        if [worker for worker in busy if worker != self._board.worker] and not self._is_in_vain:
             if not self._warned:
                 self._warned = True
                 logging.warning("No progress for %.0f s: %s", self._patience.waited_seconds, _describe(positions))
             return
-        if self._patience.is_over and not self._stopping.is_set():  # Asking took a while.
+        if (self._patience.is_over or self._is_in_vain) and not self._stopping.is_set():  # Asking took a while.
             self._end(positions)
 
     def _ask(self) -> dict[int, Mapping[str, Any] | None]:
@@ -378,6 +417,9 @@ class Watchdog:
         for worker, position in after.items():
             is_new = position and position.get("looks") != (before[worker] or {}).get("looks")
             positions[worker] = position if is_new else None
+        absent = self._board.absent()
+        if absent is not None:
+            positions[absent] = {"step": 0, **(after[absent] or {}), "section": OVER, "may_take_long": False}
         if not any(positions.values()):  # The board is out of reach: so is worker 0, who keeps it.
             positions = {0: None}
         return {**positions, self._board.worker: self._position}
@@ -394,10 +436,11 @@ class Watchdog:
     def _end(self, positions: Mapping[int, Mapping[str, Any] | None]) -> None:
         suspect = suspect_of(positions)
         blamed = "nothing tells who holds it up" if suspect is None else f"worker {suspect} holds it up"
+        limit = f" (limit {self._patience.limit_seconds:.0f} s)" if self._patience.is_over else ""
         message = (
-            f"No progress for {self._patience.waited_seconds:.0f} s (limit {self._patience.limit_seconds:.0f} s): "
+            f"No progress for {self._patience.waited_seconds:.0f} s{limit}: "
             f"{_describe(positions)}; {blamed}. Worker {self._board.worker} ends with exit code {STALLED}. "
-            f"{_way_out({**self._last_words, self._board.worker: self._position})}"
+            f"{self._way_out(positions)}"
         )
         try:
             sys.stderr.write(f"tfdist: {message}\n")
@@ -408,6 +451,21 @@ class Watchdog:
         finally:
             os._exit(STALLED)
 
+    def _way_out(self, positions: Mapping[int, Mapping[str, Any] | None]) -> str:
+        """What to do, by the last word of each worker."""
+        words = {**self._last_words, self._board.worker: self._position}
+        stopped = [str(worker) for worker, word in sorted(words.items()) if word and word.get("has_stopped")]
+        if 0 < len(stopped) < len(words):
+            return (
+                f"A fit ends after the same step on all workers, but `model.stop_training` was set on worker "
+                f"{', '.join(stopped)} and not on the others. Set it by what all know, as the logs, or together, as by "
+                '`strategy.reduce("SUM", tf.constant(float(late)), axis=None) > 0`.'
+            )
+        for worker, position in positions.items():
+            if position and position["section"] == OVER:
+                return self._board.in_vain("each step of a `fit`", worker)
+        return "If this was healthy, raise stall_timeout_seconds of tfdist.FaultTolerance."
+
 
 def _describe(positions: Mapping[int, Mapping[str, Any] | None]) -> str:
     return ", ".join(
@@ -415,18 +473,6 @@ def _describe(positions: Mapping[int, Mapping[str, Any] | None]) -> str:
         if position
         else f"worker {worker} does not answer"
         for worker, position in sorted(positions.items())
-    )
-
-
-def _way_out(words: Mapping[int, Mapping[str, Any] | None]) -> str:
-    """What to do, by the last word of each worker."""
-    stopped = [str(worker) for worker, word in sorted(words.items()) if word and word.get("has_stopped")]
-    if not 0 < len(stopped) < len(words):
-        return "If this was healthy, raise stall_timeout_seconds of tfdist.FaultTolerance."
-    return (
-        f"A fit ends after the same step on all workers, but `model.stop_training` was set on worker "
-        f"{', '.join(stopped)} and not on the others. Set it by what all know, as the logs, or together, as by "
-        '`strategy.reduce("SUM", tf.constant(float(late)), axis=None) > 0`.'
     )
 
 
