@@ -226,10 +226,7 @@ def warnings_of(codec, make_optimizer, kind="dense"):
 
 def alike_on_all(placement, compressed):
     """What an eager step adds up if replicas hand in one object; by an optimizer, rows too, and by the user."""
-    strategy = tfdist.MirroredStrategy(compression=CODECS["float16"] if compressed else None)
-    if placement == "2x2":
-        codec = CODECS["float16"] if compressed else None
-        strategy = tfdist.MultiWorkerMirroredStrategy(compression=codec)
+    strategy = strategy_of(placement, CODECS["float16"] if compressed else None)
     given, number = tf.ones([40, 30]), tf.constant(3.0)
     rows = tf.IndexedSlices(tf.ones([2, 30]), tf.constant([1, 2]), tf.constant([40, 30]))
     with strategy.scope():
