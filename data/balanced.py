@@ -596,8 +596,8 @@ def _taken(has_read: Callable[[np.ndarray], None], batch: Any, end: tf.Tensor) -
         with tf.control_dependencies(tf.nest.flatten([told])):
             return tf.no_op()
 
-    with tf.control_dependencies([tf.cond(end > 0, tell, tf.no_op)]):
-        return tf.nest.map_structure(tf.identity, batch)
+    tf.cond(end > 0, tell, tf.no_op)
+    return batch
 
 
 def _order(n: int, seed: int, shuffle: bool, block_size: int | None, stratify_by: Any) -> Order:
