@@ -85,8 +85,9 @@ class BalancedSharding(tf.train.experimental.PythonState):
     has as many, and takes them from the next.
 
     In a custom loop, or under a strategy that is not of tfdist, nobody says what was trained on: shares stay as they
-    are and the position counts whole epochs that were read, each when its last batch is taken. Without a strategy call
-    `sharding(training=False)` for `evaluate` and `predict`, which otherwise cannot be told from training.
+    are and the position counts whole epochs that were read, each when its last batch is taken (by TensorFlow's own
+    strategies some batches ahead). Without a strategy call `sharding(training=False)` for `evaluate` and `predict`,
+    which otherwise cannot be told from training.
 
     A call with a context gives what that worker reads, so one process can see what each of several would be given.
     Of several the position is that of the furthest. Once a strategy of tfdist trains on it, other calls only look at
@@ -596,8 +597,8 @@ def _taken(has_read: Callable[[np.ndarray], None], batch: Any, end: tf.Tensor) -
         with tf.control_dependencies(tf.nest.flatten([told])):
             return tf.no_op()
 
-    with tf.control_dependencies([tf.cond(end > 0, tell, tf.no_op)]):
-        return tf.nest.map_structure(tf.identity, batch)
+    tf.cond(end > 0, tell, tf.no_op)
+    return batch
 
 
 def _order(n: int, seed: int, shuffle: bool, block_size: int | None, stratify_by: Any) -> Order:

@@ -9,7 +9,9 @@ import numpy as np
 from tfdist.data.plan import Plan, split
 from tfdist.errors import PositionError
 
-_SILENT_SECONDS = 60.0  # Without a report, after reports of other rows for all that was handed out.
+# Without a report, after reports of other rows for all that was handed out. More than a validation should take: in
+# between, a callback may train on rows of its own.
+_SILENT_SECONDS = 600.0
 _STEPS_BETWEEN_CHANGES = 4  # Measurements under new shares, beside the steps that pass before they are in force.
 
 
@@ -61,7 +63,8 @@ class Handout:
         self._last_change = -_STEPS_BETWEEN_CHANGES
         self.closed = False
         self._number = 0  # Of the step that is handed out next.
-        self._unlike: list[tuple[int, ...]] = []  # Rows that were reported since the last step of ours.
+        self._unlike = 0  # Reports of other rows since the last step of ours.
+        self._unlike_rows: tuple[int, ...] = ()  # Of the last one.
         self._news = threading.Condition()
 
     def indices(self, replicas: Sequence[int], places: Sequence[int]) -> Iterator[np.ndarray]:
@@ -116,12 +119,12 @@ class Handout:
     def _wait_for(self, number: int) -> None:
         while not (self.closed or number in self._decided or number < self._trained):
             heard = self._news.wait(_SILENT_SECONDS)
-            if not heard and len(self._unlike) >= number - self._trained:
+            if not heard and self._unlike >= number - self._trained:
                 raise PositionError(
                     f"A BalancedSharding hands out by what was trained on, and waits: it handed out {number} steps, of "
-                    f"which {self._trained} were reported, then steps of other rows by replica, "
-                    f"{', '.join(map(str, self._unlike[:3]))}, and nothing for {_SILENT_SECONDS:g} s. Train on the "
-                    "rows as they are handed out."
+                    f"which {self._trained} were reported, then {self._unlike} of other rows, the last of "
+                    f"{self._unlike_rows} by replica, and nothing for {_SILENT_SECONDS:g} s. Train on the rows as they "
+                    "are handed out."
                 )
 
     def _split(self, number: int, step: int) -> tuple[int, ...]:
@@ -141,10 +144,10 @@ class Handout:
             if self.closed or not self._number or self._trained_step >= self._plan.steps_per_epoch:
                 return False
             if tuple(rows.tolist()) != self._split(self._trained, self._trained_step):
-                self._unlike.append(tuple(rows.tolist()))
+                self._unlike, self._unlike_rows = self._unlike + 1, tuple(rows.tolist())
                 self._news.notify_all()
                 return False
-            self._unlike.clear()
+            self._unlike = 0
             self._decided.pop(self._trained, None)
             self._trained += 1
             self._trained_step += 1
