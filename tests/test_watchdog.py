@@ -143,9 +143,11 @@ def test_batches_of_a_validation_and_those_passed_over_are_seen_by_who_watches()
     model.evaluate(x, x[:, :1], verbose=0)
     assert strategy.reports.evaluated > before > 0
     reading, seen = set(watchdog._iterators), []
-    look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: seen.append(watchdog._iterators - reading))
+    look = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(watchdog._iterators - reading)
+    )
     model.fit(x, x[:, :1], verbose=0, callbacks=[look])
-    assert seen[0] and watchdog._iterators == reading  # What is trained then is not of the strategy.
+    assert seen[0] and watchdog._iterators <= reading  # What is trained then is not of the strategy.
     counted, before = CountedSteps(next, 1), watchdog._moves
     counted.pass_over(3, 2, lambda _: None, reads=True, runs_last=False, logs=None)
     iterator = iter(range(9))
