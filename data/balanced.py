@@ -234,11 +234,13 @@ class BalancedSharding(tf.train.experimental.PythonState):
         Raises:
           ValueError: If arguments of the sharding do not fit so many replicas.
         """
-        place = self._place_of(context or tf.distribute.InputContext())
+        context = context or tf.distribute.InputContext()
+        place = self._place_of(context)
         made = self._dataset(_Use(place, training, is_started=False), self._shares_at(place))
         if training:  # Behind all that reads ahead.
             made = made.map(functools.partial(_taken, functools.partial(weakly(self._has_read), place)))
         made = self._finished(made)
+        made.context = context  # A strategy compares it with that of the worker that reads.
         steps = self.cardinality if training else self.evaluation_steps
         batches = steps * len(place.own) if steps > 0 else steps
         # Of a whole epoch: one that is continued is shorter, where TensorFlow's own assertion would raise.

@@ -28,7 +28,11 @@ Policy = Callable[[tf.TensorShape, tf.DType, int], Codec | str | None]
 # What collectives add up.
 _SUMMED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 _local = threading.local()
-_all: "weakref.WeakSet[Communication]" = weakref.WeakSet()  # of this process
+_OPENED_AROUND = (
+    "tfdist.compression.uncompressed() is opened on each replica, but was opened around strategy.run, `fit` or "
+    "`train_on_batch`, or in strategy.scope(). Open it around `optimizer.apply` in the function that strategy.run is "
+    "given, or in the model's `train_step`."
+)
 
 
 @contextlib.contextmanager
@@ -39,21 +43,30 @@ def uncompressed() -> Iterator[None]:
     from step to step stays as it is. It is looked at while a graph is traced: what is to vary from step to step takes a
     `tf.function` for each way, and one that was traced before, called in the block, exchanges as it was traced.
 
+    Without a strategy there is nothing to compress, and it does nothing.
+
     Raises:
-      RuntimeError: If no replica is under way, as around `strategy.run` or `fit`, where it would do nothing.
+      RuntimeError: If it is opened inside `strategy.scope()` and not on a replica. Opened around `strategy.run` or
+        `fit`, where it would do nothing, these raise it.
     """
-    if tf.distribute.in_cross_replica_context() or (not tf.distribute.has_strategy() and _all):
-        raise RuntimeError(
-            "tfdist.compression.uncompressed() is opened on each replica, but was opened around strategy.run, `fit` or "
-            "`train_on_batch`, or outside of any strategy. Open it around `optimizer.apply` in the function that "
-            "strategy.run is given, or in the model's `train_step`."
-        )
+    if tf.distribute.in_cross_replica_context():
+        raise RuntimeError(_OPENED_AROUND)
     before = getattr(_local, "uncompressed", False)
     _local.uncompressed = True
     try:
         yield
     finally:
         _local.uncompressed = before
+
+
+def check_opted_out_inside() -> None:
+    """Refuses `uncompressed` around what runs replicas.
+
+    Raises:
+      RuntimeError: If this thread is inside `uncompressed` and on no replica.
+    """
+    if is_uncompressed() and not (tf.distribute.has_strategy() and tf.distribute.get_replica_context()):
+        raise RuntimeError(_OPENED_AROUND)
 
 
 def is_uncompressed() -> bool:
@@ -125,7 +138,6 @@ class Communication(tf.Module):
         self._make_collectives = collectives
         self._known = _Known()
         self._has_warned = False
-        _all.add(self)
 
     @property
     def timed(self) -> bool:
@@ -170,6 +182,7 @@ class Communication(tf.Module):
             if key not in self._known.exchanges:
                 self._known.exchanges[key] = self._make(gradients, key, optimizer)
                 weakref.finalize(anchor, _forget, weakref.ref(self), key).atexit = False
+            self._known.exchanges[key].layout.check()
             return self._known.exchanges[key]
 
     def _make(self, gradients: Sequence[Gradient], key: "_Key", optimizer: Any) -> Exchange:
@@ -181,7 +194,12 @@ class Communication(tf.Module):
         if not made.encodes:
             self._warn_of_none(gradients, codecs)
         name = self._known.free_name(key)
-        setattr(self, name, made)  # What checkpoints see.
+        try:
+            setattr(self, name, made)  # What checkpoints see.
+        except ValueError:
+            if made.layout.refusal is None:
+                raise
+            setattr(self, name, made)  # TensorFlow restores once, so that a second step would know of nothing.
         with ThreadPoolExecutor(1) as pool:  # Out of the graph that is being built.
             pool.submit(self._fill, made, key, name).result()
         self._known.names[key] = name

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 from tfdist import _tf
 from tfdist.errors import CompiledCollectivesError, LossScaleError, ScopeError
@@ -19,7 +20,7 @@ from tfdist.strategies.chief_alone import check_in_company
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.all_reduce import symbolic_tensors
 from tfdist.strategies.collectives.sparse import sum_duplicates
-from tfdist.strategies.communication import Communication, is_uncompressed, policy_of
+from tfdist.strategies.communication import Communication, check_opted_out_inside, is_uncompressed, policy_of
 from tfdist.strategies.datasets import BalancedDataset, PeekableDataset, alike_on_workers, is_read_by_all, untuned
 from tfdist.strategies.report import StepReports
 
@@ -40,6 +41,7 @@ class ReplicatedStrategy:
     def scope(self):
         """Makes this strategy the current one; see `tf.distribute.Strategy.scope`."""
         self._was_entered = True
+        self._check_opted_out_inside()
         model = _tf.keras_model_to_build()
         if model is None:
             return super().scope()
@@ -58,7 +60,9 @@ class ReplicatedStrategy:
           CompiledCollectivesError: If XLA compiles the call, or what `fn` exchanges, and the devices have no compiled
             collectives.
           ClusterError: If only the chief calls it, in a `ChiefOnly` callback, and there are other workers.
+          RuntimeError: If the strategy compresses, and it is called in `tfdist.compression.uncompressed`.
         """
+        self._check_opted_out_inside()
         self.extended.check_in_company()
         self.extended.check_compiled()
         args = () if args is None else args
@@ -94,7 +98,7 @@ class ReplicatedStrategy:
         """
         self.extended.check_in_company()
         if self.extended._num_workers > 1:
-            _check_is_of_no_sharding(dataset)
+            _check_reads_no_sharding(dataset)
         if not _tf.called_by_keras_trainer():
             return super().experimental_distribute_dataset(dataset, options)
         if _tf.keras_made_dataset():
@@ -114,11 +118,15 @@ class ReplicatedStrategy:
         many steps as the longest, those that have run out with no rows.
 
         Args:
-          dataset_fn: A function of a `tf.distribute.InputContext`, or a `tfdist.data.BalancedSharding`.
+          dataset_fn: A function of a `tf.distribute.InputContext`, or a `tfdist.data.BalancedSharding`. A function may
+            compose datasets of several, each called with its context; shares then stay as they are, the position
+            counts epochs that were read, and `predict` has the order of training unless they are called with
+            `training=False`.
           options: As in TensorFlow.
 
         Raises:
-          ValueError: If the function calls a `BalancedSharding`, instead of being one.
+          ValueError: If the function does nothing but to call a `BalancedSharding`, instead of being one, or calls one
+            without its context.
         """
         if not hasattr(dataset_fn, "attach"):
             return super().distribute_datasets_from_function(functools.partial(_made_by, dataset_fn), options)
@@ -164,13 +172,17 @@ class ReplicatedStrategy:
         """
         return optimizers.distributed(optimizer)
 
+    def _check_opted_out_inside(self):
+        if self.communication is not None:
+            check_opted_out_inside()
+
     def _check_scope(self, step):
         of_metrics = [variable for metric in step.model.metrics for variable in metric.variables]
         self._check_owned(step.model, [*variables_of(step.model), *of_metrics])
         metrics.check_states(step.model)
 
     def _begin_fit(self, model, callbacks):
-        """Compares the model that a `fit` begins to train on all workers, if they have done so before."""
+        """Compares what a `fit` begins with on all workers: its model, if it was trained before, and its position."""
 
     def _check_batches(self, epochs):
         """Compares the numbers of batches of what all workers read, for epochs that Keras is about to begin."""
@@ -248,18 +260,46 @@ def _optimizer_variables(model):
 
 def _made_by(dataset_fn, context):
     dataset = dataset_fn(context)
-    _check_is_of_no_sharding(dataset)
+    read = [each for each in _tf.datasets_read_by(dataset) if _is_of_sharding(each)]
+    if any(each is dataset for each in read):
+        raise ValueError(
+            "A strategy hands out the batches of a BalancedSharding itself, but the dataset function calls one: nobody "
+            "would know what is trained on. Pass the sharding itself, with no function around it: "
+            "strategy.distribute_datasets_from_function(sharding)."
+        )
+    if any(_who_reads(getattr(each, "context", None)) != _who_reads(context) for each in read):
+        raise ValueError(
+            "A dataset function calls a BalancedSharding without the context that it was given, so that each worker "
+            "would read rows of others. Call `sharding(context)`; or pass the sharding itself: "
+            "strategy.distribute_datasets_from_function(sharding)."
+        )
+    if read:
+        logging.log_first_n(
+            logging.WARN,
+            "A dataset function composes datasets of a BalancedSharding, of which nobody says what is trained on: "
+            "shares stay as they are, its position counts epochs that were read, and `predict` reads in the order of "
+            "training, unless it is called with training=False. Where the sharding alone will do, pass it to "
+            "strategy.distribute_datasets_from_function(sharding).",
+            1,
+        )
     return dataset
 
 
-def _check_is_of_no_sharding(dataset):
-    """Refuses what was asked of a sharding beside the strategy, which would know neither shares nor position."""
-    if _tf.sharding_of(dataset) is not None:
+def _is_of_sharding(dataset):
+    return hasattr(getattr(dataset, "sharding", None), "for_strategy")
+
+
+def _who_reads(context):
+    return context and (context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync)
+
+
+def _check_reads_no_sharding(dataset):
+    """Refuses what was asked of a sharding beside the strategy: its batches are not split among workers."""
+    if any(map(_is_of_sharding, _tf.datasets_read_by(dataset))):
         raise ValueError(
             "A strategy hands out the batches of a BalancedSharding itself, but was given a dataset that a call of the "
-            "sharding made: each worker would read all of it, or nobody would count what is trained on. Give `fit`, "
-            "`evaluate` and `predict` what strategy.distribute_datasets_from_function(sharding) makes, of the sharding "
-            "itself and no function around it."
+            "sharding made: each worker would read all of it. Give `fit`, `evaluate` and `predict` what "
+            "strategy.distribute_datasets_from_function(sharding) makes."
         )
 
 
@@ -422,7 +462,9 @@ class ReplicatedExtended:
         if tf.executing_eagerly() or not isinstance(self._cross_device_ops, Collectives):
             # Replicas run one after another, or others' code wants the values of all: leave the step for it.
             with _losses_kept(step):
-                return tf.distribute.StrategyExtended._replica_ctx_all_reduce(self, reduce_op, value, options)
+                merge = functools.partial(_all_reduce_merged, reduce_op, options)
+                totals = tf.distribute.get_replica_context().merge_call(merge, (tf.nest.flatten(value),))
+            return tf.nest.pack_sequence_as(value, totals)
         replica = _tf.get_current_replica_id_as_int()
         options = options or _tf.CommunicationOptions()
         total = _in_one_frame(
@@ -445,13 +487,6 @@ class ReplicatedExtended:
         return tf.nest.map_structure(
             lambda leaf: reduce_one(reduce_op, self._with_tensors(leaf), destinations, options), value
         )
-
-    def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
-        pairs = []
-        for value, destination in value_destination_pairs:
-            own = self.of_each_replica(value)
-            pairs.append((own, own if destination is value else destination))
-        return super()._batch_reduce_to(reduce_op, pairs, options)
 
     def of_each_replica(self, value):
         """What replicas have handed in, one for each; TensorFlow makes one of it where all gave the same object."""
@@ -524,6 +559,12 @@ def _in_one_frame(step, exchange, *values):
     if step is None or not step.in_loop:
         return exchange(*values)
     return tf.function(exchange, autograph=False, experimental_attributes={"_noinline": True})(*values)
+
+
+def _all_reduce_merged(reduce_op, options, strategy, values):
+    """An all-reduce in the step of the strategy, for replicas that have handed in `values`."""
+    of_each = [strategy.extended.of_each_replica(value) for value in values]
+    return strategy.extended.batch_reduce_to(reduce_op, [(value, value) for value in of_each], options)
 
 
 def _exchange_eagerly(strategy, exchange, gradients, done):

@@ -394,6 +394,7 @@ def beside_the_strategy():
         lambda: model.fit(other(), verbose=0),
         lambda: model.predict(other(training=False).prefetch(1), verbose=0),
         lambda: strategy.distribute_datasets_from_function(lambda context: other(context)),
+        lambda: strategy.distribute_datasets_from_function(lambda context: tf.data.Dataset.zip((other(), other()))),
         lambda: model.fit(data, verbose=0),
     ):
         try:

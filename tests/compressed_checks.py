@@ -225,7 +225,10 @@ def warnings_of(codec, make_optimizer, kind="dense"):
 
 
 def alike_on_all(placement, compressed):
-    """What an eager step adds up if replicas hand in one object; by an optimizer, rows too, and by the user."""
+    """What an eager step adds up if replicas hand in one object: by an optimizer, rows too, and by the user.
+
+    Then what is added up of a tensor outside of steps, which is of the worker, and the workers.
+    """
     strategy = strategy_of(placement, CODECS["float16"] if compressed else None)
     given, number = tf.ones([40, 30]), tf.constant(3.0)
     rows = tf.IndexedSlices(tf.ones([2, 30]), tf.constant([1, 2]), tf.constant([40, 30]))
@@ -241,11 +244,22 @@ def alike_on_all(placement, compressed):
 
     total = strategy.experimental_local_results(strategy.run(step))[0]
     moved = [-copy.numpy() for variable in variables for copy in variable.values]
-    return [float(array[1, 1]) for array in moved], float(total), strategy.num_replicas_in_sync
+    with strategy.scope():
+        (of_workers,) = strategy.extended.batch_reduce_to("SUM", [(number, number)])
+    of_workers = float(strategy.experimental_local_results(of_workers)[0])
+    replicas = strategy.num_replicas_in_sync
+    workers = replicas // len(strategy.extended.worker_devices)
+    return [float(array[1, 1]) for array in moved], float(total), replicas, of_workers, workers
+
+
+class OptingOut(keras.Sequential):
+    def train_step(self, data):
+        with compression.uncompressed():
+            return super().train_step(data)
 
 
 def opt_outs_that_would_do_nothing():
-    """What `uncompressed` says around a step, around one of Keras, and outside of any strategy."""
+    """What `uncompressed` says around a step, one of Keras, a scope and a `fit`; and in a step without a strategy."""
     strategy = strategy_of("1x2", CODECS["int8"])
     model = build(strategy)
     x, y = data(BATCH)
@@ -259,7 +273,12 @@ def opt_outs_that_would_do_nothing():
             around(lambda: None)
 
     calls = (lambda: around(lambda: strategy.run(lambda: 1)), lambda: around(lambda: model.train_on_batch(x, y)))
-    return [*(refusal_of(call) for call in calls), refusal_of(in_scope)]
+    again = lambda: around(lambda: model.fit(x, y, verbose=0))  # noqa: E731
+    said = [*(refusal_of(call) for call in calls), refusal_of(in_scope)]
+    model.train_on_batch(x, y)
+    plain = OptingOut([layers.Dense(4)])
+    plain.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return [*said, refusal_of(again)], refusal_of(lambda: plain.train_on_batch(x, y))
 
 
 def mistakes_of_a_first_step(mistake):
@@ -309,7 +328,7 @@ def residuals_of_the_second_of_two_models(folder, collected):
 
 
 def restored_on_other_replicas(codec, folder):
-    """What a checkpoint of three replicas says to two, before the first step and after it; to three under others."""
+    """What a checkpoint of three replicas says to two, in two first steps and after one; to three under others."""
     x, y = data(BATCH)
     said, path = [], None
     for devices, named, early in ((3, codec, None), (2, codec, True), (2, codec, False), (3, "bfloat16", True)):
@@ -321,7 +340,9 @@ def restored_on_other_replicas(codec, folder):
             path = whole.write(f"{folder}/state")
         elif early:
             whole.read(path)
-            said.append(refusal_of(lambda model=model: model.train_on_batch(x, y)))
+            for _ in range(2):
+                model.make_train_function(force=True)  # What could not be traced once takes no step.
+                said.append(refusal_of(lambda model=model: model.train_on_batch(x, y)))
         else:
             model.train_on_batch(x, y)
             said.append(refusal_of(functools.partial(whole.read, path)))

@@ -415,8 +415,38 @@ def test_workers_of_unlike_shardings_are_told_at_once(pools):
 
 def test_what_goes_around_the_strategy_or_begins_elsewhere_is_told_on_every_worker(pools):
     for *around, elsewhere in pools("2x1").run(checks.beside_the_strategy):
-        assert around == ["strategy.distribute_datasets_from_function(sharding)"] * 3
+        assert around == ["strategy.distribute_datasets_from_function(sharding)"] * 4
         assert "worker 0 has position (0, 5), worker 1 has position (0, 0)" in elsewhere
+
+
+@pytest.mark.parametrize(
+    "compose",
+    [
+        lambda one, other: one.take(1),
+        lambda one, other: one.concatenate(other),
+        lambda one, other: tf.data.Dataset.zip((one, other)).map(lambda mine, theirs: mine),
+    ],
+    ids=["take", "concatenate", "zip"],
+)
+def test_what_is_composed_of_shardings_with_their_context_is_read(compose):
+    strategy = tfdist.MirroredStrategy(["CPU:0"])
+    one, other = (BalancedSharding(np.arange(20), 8, seed) for seed in (0, 1))
+    data = strategy.distribute_datasets_from_function(lambda context: compose(one(context), other(context)))
+    assert len(next(iter(data))) == 8
+
+
+def test_a_sharding_that_is_called_without_the_context_is_refused_on_several_devices():
+    strategy = tfdist.MirroredStrategy(["CPU:0", "CPU:1"])
+    sharding = BalancedSharding(np.arange(20), 8)
+    with pytest.raises(ValueError, match="without the context"):
+        strategy.distribute_datasets_from_function(lambda context: sharding().take(2))
+
+
+def test_an_attribute_of_another_kind_is_no_sharding():
+    strategy = tfdist.MirroredStrategy(["CPU:0"])
+    dataset = tf.data.Dataset.range(4)
+    dataset.sharding = "by rows"
+    assert next(iter(strategy.distribute_datasets_from_function(lambda context: dataset))) == 0
 
 
 @pytest.mark.parametrize("policy", ["speed", pytest.param("equal", marks=pytest.mark.exhaustive)])

@@ -258,13 +258,15 @@ def test_what_is_in_vain_or_unfit_is_warned_of(codec, optimizer, kind, warns, po
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("placement", ["1x2", pytest.param("2x2", marks=pytest.mark.exhaustive)])
 def test_replicas_may_hand_in_one_object(placement, compressed, pools):
-    for moved, total, replicas in pools(placement).run(checks.alike_on_all, placement, compressed):
+    for moved, total, replicas, of_workers, workers in pools(placement).run(checks.alike_on_all, placement, compressed):
         assert moved == pytest.approx([replicas] * len(moved)) and total == 3 * replicas
+        assert of_workers == 3 * workers
 
 
 def test_an_opt_out_that_would_do_nothing_is_refused(pools):
-    for said in pools("1x2").run(checks.opt_outs_that_would_do_nothing):
-        assert len(said) == 3 and all(words.startswith("RuntimeError") for words in said)
+    for said, without_strategy in pools("1x2").run(checks.opt_outs_that_would_do_nothing):
+        assert len(said) == 4 and all(words.startswith("RuntimeError") for words in said)
+        assert without_strategy is None
 
 
 @pytest.mark.parametrize(
@@ -300,7 +302,8 @@ def test_residuals_find_their_model_among_equal_ones(collected, pools, tmp_path)
 )
 def test_a_checkpoint_of_other_replicas_or_codecs_is_refused(codec, pools, tmp_path):
     for said in pools("1x3").run(checks.restored_on_other_replicas, codec, str(tmp_path)):
-        for words, rule in zip(said, ["3 replicas", "3 replicas", "other gradients or codecs"], strict=True):
+        rules = ["3 replicas"] * 3 + ["other gradients or codecs"] * 2
+        for words, rule in zip(said, rules, strict=True):
             assert words.startswith("ValueError") and rule in words and "communication.redistribute" in words
 
 

@@ -144,9 +144,13 @@ PREEMPTION = """
 import os, signal, sys, threading, time
 from tfdist.faults import preemption, FaultTolerance
 
+was_asked = threading.Event()
+
 class Reports:
     listeners = []
-    def ask_to_stop(self): print("asked", flush=True)
+    def ask_to_stop(self):
+        print("asked", flush=True)
+        was_asked.set()
 
 class Strategy:
     reports = Reports()
@@ -304,7 +308,7 @@ def test_a_training_within_another_leaves_it_the_signals():
         for _ in range(2):
             preemption.uninstall(preemption.install(Strategy(), preemption.LoneReports()))
         print("ready")
-        time.sleep(1)
+        was_asked.wait(30)
         preemption.leave()
         """
     )
@@ -318,7 +322,7 @@ def test_a_signal_after_a_training_that_was_interrupted_is_not_taken_for_its(is_
         preemption.uninstall()
         preemption.install(Strategy(), is_under_way=lambda: {is_under_way})
         print("ready")
-        time.sleep(1)
+        was_asked.wait(30)
         preemption.leave()
         """
     )

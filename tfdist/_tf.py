@@ -146,6 +146,7 @@ __all__ = [
     "count_as_seen",
     "counter_of",
     "dataset_of",
+    "datasets_read_by",
     "deciding_loss_scaler",
     "epochs_of_beginning_fit",
     "get_current_replica_id_as_int",
@@ -179,7 +180,6 @@ __all__ = [
     "regroup",
     "set_cardinality",
     "set_global_seed_generator",
-    "sharding_of",
     "tf_convert",
     "unmatched_compiled",
     "variables_of_summed_gradients",
@@ -546,15 +546,18 @@ def dataset_of(epochs):
     return getattr(epochs, "_distributed_dataset", None)
 
 
-def sharding_of(dataset: Any) -> Any:
-    """The `BalancedSharding` that a `tf.data.Dataset` reads from, also through others; `None` if none.
+def datasets_read_by(dataset: Any) -> list[Any]:
+    """A dataset, and each that it reads from, also through others; but for those that only its functions know.
 
     Without it: workers that each read a whole sharding train on the same rows, and nobody is told.
     """
-    sharding = getattr(dataset, "sharding", None)
-    if sharding is None and isinstance(dataset, tf.data.Dataset):
-        return next(filter(None, map(sharding_of, dataset._inputs())), None)
-    return sharding
+    found, waiting = {}, [dataset]
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in found:
+            found[id(each)] = each
+            waiting += each._inputs() if isinstance(each, tf.data.Dataset) else []
+    return list(found.values())
 
 
 def count_as_seen(epochs, batches: int) -> None:

@@ -31,7 +31,12 @@ class Layout(tf.train.experimental.PythonState):
     """Stands in checkpoints for how states lie: others than those of the exchange cannot be restored into it.
 
     TensorFlow would restore what fits and leave out the rest, both without a word.
+
+    Attributes:
+      refusal: What was said of the checkpoint that was restored last, if it was refused.
     """
+
+    refusal: str | None = None
 
     def __init__(self, replicas: int, worker: int, shapes: Any):
         self._own = {"replicas": replicas, "worker": worker, "shapes": shapes}
@@ -47,14 +52,25 @@ class Layout(tf.train.experimental.PythonState):
           ValueError: If it is not the same.
         """
         there, here = json.loads(saved), json.loads(self.serialize())
-        if there == here:
-            return
+        self.refusal = None if there == here else self._refusal_of(there, here)
+        self.check()
+
+    def check(self) -> None:
+        """Says again what was refused, to whoever would go on without it.
+
+        Raises:
+          ValueError: If the checkpoint that was restored last was refused.
+        """
+        if self.refusal is not None:
+            raise ValueError(self.refusal)
+
+    def _refusal_of(self, there: dict[str, Any], here: dict[str, Any]) -> str:
         unlike = [
             f"{there[key]} {name}" if key != "worker" else f"worker {there[key]}"
             for key, name in (("replicas", "replicas"), ("worker", ""))
             if there[key] != here[key]
         ]
-        raise ValueError(
+        return (
             "A checkpoint of `strategy.communication` is restored by the same worker of as many replicas and under the "
             f"same compression, since each keeps what it has left behind itself, but this one is of "
             f"{' and '.join(unlike) or 'other gradients or codecs'}, and here are {here['replicas']} replicas and "
@@ -224,6 +240,7 @@ class Exchange(tf.Module):
                 rest = rest[part.kinds * size :]
                 for variable, value in zip(own, part.spread(kinds, replica, self._collectives), strict=True):
                     variable.assign(tf.reshape(value, variable.shape))
+        self.layout.refusal = None
 
     def _by_part(self, states):
         rest = list(states)
