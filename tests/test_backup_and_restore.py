@@ -643,7 +643,7 @@ def test_a_worker_that_begins_no_backup_is_named_when_all_should_have_come(monke
     strategy = strategy_of_workers(3)
     strategy.fault_tolerance = tfdist.FaultTolerance(start_timeout_seconds=0.05)
     with pytest.raises(
-        BackupError, match=r"waited up to 0\.05 s for worker 2 .* Give BackupAndRestore on every worker"
+        BackupError, match=r"waited up to 0\.05 s for worker 2 .* on every worker.* `on_train_begin` of other callbacks"
     ):
         agreement.Agreement(strategy, 600).begin({"keep": "2"})
 
