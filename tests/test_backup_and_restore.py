@@ -351,9 +351,19 @@ def test_a_backup_of_another_epoch_or_of_other_versions_is_named_and_stays(tmp_p
     assert any("after 2 batches of epoch 3, but this fit ends with epoch 2: it trains nothing" in one for one in told)
     assert any("tfdist 0.0.1 (here: " in one and "keras 3.99 (here: " in one for one in told)
     another_process(directory)
-    with pytest.raises(BackupError, match=r"step-14 was made in epoch 2, .* begins with initial_epoch=3"):
-        fit_on(directory, epochs=4, initial_epoch=3)
     assert fit_on(directory, epochs=3, initial_epoch=1).epoch == [0, 1, 2] and not (tmp_path / "backup").exists()
+
+
+@pytest.mark.parametrize("step", [3, checks.STEPS + 3])
+def test_the_epoch_of_a_backup_counts_also_if_fit_is_told_to_begin_later(step, tmp_path, caplog):
+    broken_off(str(tmp_path / "backup"), step)
+    seen = []
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    done = fit_on(str(tmp_path / "backup"), note, epochs=3, initial_epoch=2)
+    assert done.epoch == [0, 1, 2]
+    assert len(seen) == 3 * checks.STEPS - (step - 1) and seen[0] == (step - 1) % checks.STEPS
+    told = [record.getMessage() for record in caplog.records if "Restored" in record.getMessage()]
+    assert len(told) == 1 and f"of epoch {step // checks.STEPS + 1}, not with initial_epoch=2" in told[0], told
 
 
 def test_where_commits_go_and_how_many_stay_is_as_each_fit_was_told(tmp_path, monkeypatch, caplog):
