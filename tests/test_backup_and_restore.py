@@ -1,6 +1,7 @@
 """A training that is killed and started again is, to the bit, the training that was not."""
 
 import collections
+import concurrent.futures
 import contextlib
 import datetime
 import io
@@ -8,6 +9,7 @@ import json
 import pathlib
 import random
 import signal
+import threading
 import types
 
 import keras
@@ -420,15 +422,32 @@ def as_saved(captured):
     }
 
 
+class Strange:
+    """Ends what looks for an attribute."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+class StrangeFunction(Strange):
+    def __call__(self):
+        pass
+
+
 class Collects(keras.callbacks.Callback):
     """Holds what `collections` has, what cannot be saved, from some time on or never, and what need not be."""
+
+    of_this_process = ("file", "thread", "future", "started")
 
     def __init__(self):
         super().__init__()
         self.last, self.counts = collections.deque(maxlen=3), collections.Counter()
         self.by_name, self.in_order = collections.defaultdict(list), collections.OrderedDict()
         self.events, self.best, self.phase = [], None, signal.SIGINT
-        self.file, self.made, self.same = None, collections.defaultdict(lambda: 0), object()
+        self.made, self.same = collections.defaultdict(lambda: 0), object()
+        self.strange, self.function = Strange(), StrangeFunction()
+        for name in self.of_this_process:
+            setattr(self, name, None)
 
     def train(self):
         self.last.extend(range(5))
@@ -437,7 +456,8 @@ class Collects(keras.callbacks.Callback):
         self.in_order.update({"b": collections.deque([1]), "a": (2,)})
         self.events.append(object())
         self.best, self.phase = np.longdouble(1), signal.SIGTERM
-        self.file = io.StringIO()
+        self.file, self.thread = io.StringIO(), threading.Thread()
+        self.future, self.started = concurrent.futures.Future(), datetime.datetime.now()
 
 
 def test_collections_of_callbacks_are_saved_and_a_warning_tells_what_cannot_be(caplog):
@@ -454,7 +474,7 @@ def test_collections_of_callbacks_are_saved_and_a_warning_tells_what_cannot_be(c
     assert again.last is held and held.maxlen == 3 and again.by_name["new"] == []
     assert list(again.in_order) == ["b", "a"] and type(again.in_order["b"]) is collections.deque
     told = [record.getMessage() for record in caplog.records if "not saved whole" in record.getMessage()]
-    assert len(told) == 3, "once; a file that is opened is no state"
+    assert len(told) == 3, "once; what is of this process is no state"
     assert all(
         "Collects" in each and f"'{name}'" in each for each, name in zip(told, ("events", "best", "phase"), strict=True)
     )
@@ -479,6 +499,18 @@ def test_of_a_callback_that_says_its_state_nothing_else_is_missed(caplog):
     callback.made, callback.state = object(), 5
     restored.restore(as_saved(states.capture()))
     assert again.state == 5 and not caplog.records
+
+
+@pytest.mark.parametrize("make", [keras.metrics.Mean, lambda: {"mean": keras.metrics.Mean(), "best": 1}])
+def test_a_state_that_nothing_could_take_is_told_when_it_is_saved(make, caplog):
+    callback = Speaks()
+    callback.state = make()
+    states = callbacks.CallbackStates([callback], None)
+    assert states.capture() == states.capture() == {next(iter(states.capture())): {}}
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "Speaks is not saved whole: what its get_state() gives" in told
+    with pytest.raises(TypeError, match="Mean cannot be saved"):
+        plain.encode({keras.metrics.Mean()}, [], ())
 
 
 class HoldsInPlace(keras.callbacks.Callback):
