@@ -264,6 +264,10 @@ def test_epochs_of_fewer_batches_than_were_trained_on_are_refused_and_nothing_is
     assert untouched
 
 
+def test_what_each_replica_has_its_part_of_is_not_read_for_a_callback(pools):
+    assert pools("1x2").run(checks.refused_parts_of_replicas, "1x2") == [[True, False]]
+
+
 def test_a_full_disk_costs_a_save_and_nothing_else(pools, tmp_path):
     meanwhile, in_the_end = pools("single").run(checks.full_disk, str(tmp_path / "backup"))[0]
     assert meanwhile == [4]

@@ -14,6 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist import _tf
+
 _PLAIN = (type(None), bool, int, float, str)
 _OPERATIONS = {"keras.ops": keras.ops, "numpy": np}  # monitors hold a comparison
 _SAME_SIZE = {1: np.uint8, 2: np.uint16}  # Python's buffers know no bfloat16
@@ -88,7 +90,7 @@ def encode(value: Any, arrays: list[np.ndarray], left: Collection[int] | None = 
         if kind is generator:
             return {name: _encode_state(state(value), arrays)}
     if isinstance(value, tf.Variable | keras.Variable):
-        return {"variable": [isinstance(value, keras.Variable), _put(value.numpy(), arrays)]}
+        return {"variable": [isinstance(value, keras.Variable), _put(_value_of(value), arrays)]}
     if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
         return {"tensor": _put(value.numpy(), arrays)}
     if kind is np.ndarray or isinstance(value, np.generic):  # A subclass may hold more, as a mask.
@@ -121,6 +123,13 @@ def _put(value: Any, arrays: list[np.ndarray]) -> int:
         raise TypeError(f"{array.dtype} cannot be saved")
     arrays.append(array)
     return len(arrays) - 1
+
+
+def _value_of(variable: tf.Variable | keras.Variable) -> np.ndarray:
+    held = variable.value if isinstance(variable, keras.Variable) else variable
+    if isinstance(held, _tf.SyncOnReadVariable):  # All workers would have to read it, and not all may have it.
+        raise TypeError("a variable of which each replica has its own part cannot be saved")
+    return variable.numpy()
 
 
 def _variables_of(value: Any) -> list[Any] | None:
