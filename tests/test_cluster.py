@@ -337,14 +337,27 @@ STARTED = {
 }
 
 
+def warned(environ, **more):
+    """What two calls in one process say."""
+    code = (
+        f"from tfdist.cluster.alone import warn_if_one_of_many as warn; [warn({environ}, **{more}) for _ in range(2)]"
+    )
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=True).stderr
+
+
 @pytest.mark.parametrize("name", STARTED)
 def test_one_process_of_many_that_would_train_alone_is_told_so_once(name):
     environ, words = STARTED[name]
-    code = f"from tfdist.cluster.alone import warn_if_one_of_many as warn; warn({environ}); warn({environ})"
-    command = [sys.executable, "-c", code]
-    err = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=True).stderr
+    err = warned(environ)
     assert err.count("trains alone") == (words is not None)
     assert [word for word in words or () if word not in err] == [], err
+
+
+def test_many_that_may_be_meant_to_train_alone_hear_of_the_strategy_that_joins_them():
+    err = warned({"SLURM_STEP_NUM_TASKS": "8"}, never_joins=True)
+    assert err.count("each of the 8 processes trains alone") == 1, err
+    assert "MultiWorkerMirroredStrategy" in err and "--slurm" in err and "cluster_resolver" not in err, err
 
 
 def test_importing_does_not_load_tensorflow():

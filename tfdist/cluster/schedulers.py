@@ -40,6 +40,12 @@ def slurm_place(environ: Mapping[str, str]) -> tuple[int, list[str]]:
             f"Slurm tells each task of a step of the others, but {', '.join(missing)} is not set here. Start the tasks "
             f"by `srun`, also from a batch script."
         )
+    if environ.get("SLURM_HET_SIZE", "").strip():
+        raise TFConfigError(
+            f"A step of several components does not tell where each task is, and this job has "
+            f"{environ['SLURM_HET_SIZE']} (SLURM_HET_SIZE). Give each a TF_CONFIG; or start them in one component, "
+            f"by `srun --het-group=0 env -u SLURM_HET_SIZE tfdist run --slurm train.py`."
+        )
     nodes = _read("SLURM_STEP_NODELIST", environ, expand_hosts)
     counts = _read("SLURM_STEP_TASKS_PER_NODE", environ, expand_counts)
     if len(nodes) != len(counts):
@@ -53,12 +59,6 @@ def slurm_place(environ: Mapping[str, str]) -> tuple[int, list[str]]:
         raise TFConfigError(
             f"A step has the tasks of its hosts, but SLURM_STEP_NUM_TASKS is {environ['SLURM_STEP_NUM_TASKS']} and "
             f"SLURM_STEP_TASKS_PER_NODE {environ[names[1]]} has {len(hosts)}. Leave both as `srun` sets them."
-        )
-    if environ.get("SLURM_HET_SIZE", "").strip():
-        raise TFConfigError(
-            f"A step of several components does not tell where each task is, and this job has "
-            f"{environ['SLURM_HET_SIZE']} (SLURM_HET_SIZE). Give each a TF_CONFIG; or start them in one component, "
-            f"by `srun --het-group=0 env -u SLURM_HET_SIZE tfdist run --slurm train.py`."
         )
     rank = _rank("SLURM_PROCID", environ, len(hosts))
     _check_by_host(environ, rank, [node for node, count in enumerate(counts) for _ in range(count)])
