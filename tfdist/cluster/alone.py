@@ -34,9 +34,9 @@ def warn_if_one_of_many(
             start = _SLURM if count.startswith("SLURM") else _MPI
             why = "--workers starts a whole job in each: " if starts_workers else "TF_CONFIG is unset: "
             instead = (
-                f"To train together, start {start}; or give each a TF_CONFIG with the addresses of all, and {rank} "
+                f"To train together, start {start}; or give each a TF_CONFIG with the addresses of all, and {rank} as "
+                f"its task's index, before the strategy is made, or the strategy a cluster_resolver."
             )
-            instead += "as its task's index, before the strategy is made, or the strategy a cluster_resolver."
             if never_joins:
                 why, instead = "", f"For one training take MultiWorkerMirroredStrategy, under {start}."
             what = f"{why}each of the {many} {'jobs' if starts_workers else 'processes'} trains alone"
