@@ -134,14 +134,18 @@ class Agreement:
         with watchdog.section(watchdog.WAITING):
             while said is None:
                 try:
-                    said = self._board.hear(subject, 0, _ASK_SECONDS)
-                except tf.errors.DeadlineExceededError:
-                    check(0)
-                    self._board.check_presence(what)
+                    said = self._hear_chief(subject, what, check)
                 except tf.errors.OpError as error:
                     raise self._without_chief(what, f"the chief is gone: {error.message}") from error
         if said["failure"] is not None:
             raise self._without_chief(what, f"it failed there: {said['failure']}")
+
+    def _hear_chief(self, subject: str, what: str, check: Callable[[int], None]) -> Any:
+        """What the chief says, `None` if nothing for some seconds."""
+        with contextlib.suppress(tf.errors.DeadlineExceededError):
+            return self._board.hear(subject, 0, _ASK_SECONDS)
+        check(0)
+        return self._board.last_word(subject, 0, what, 0) if self._board.is_over(0) else None
 
     def _without_chief(self, what: str, why: str) -> ClusterError:
         return ClusterError(
