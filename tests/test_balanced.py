@@ -445,7 +445,7 @@ def test_what_cannot_be_batched_is_named():
 
 
 def test_an_example_of_another_shape_is_named():
-    said = r"Example 5 \(row 5 of arrays in memory\) has other shapes than example 4 .* \[4\], \[\] and not \[3\], \[\]"
+    said = r"Example 5 \(row 5 of the arrays\) has other shapes than example 4 .* \[4\], \[\] and not \[3\], \[\]"
     data = BalancedSharding(np.arange(8), 4, shuffle=False, map_fn=lambda x: (tf.zeros([3 + x // 5]), x))()
     with pytest.raises(tf.errors.OpError, match=f"{said}.*Read by a single process"):
         list(data)
