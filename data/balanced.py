@@ -320,8 +320,15 @@ class BalancedSharding(tf.train.experimental.PythonState):
           goes_on: Whether training goes on with the next epoch at the end of one, as under `repeat`.
           is_seen: Whether `has_given` and `gives_unseen` say what is taken from the iterator. Else what was read for
             it counts, which is more.
+
+        Raises:
+          ValueError: If no dataset was made of it that calls this, as `for_strategy` does.
         """
-        assert self._place is not None
+        if self._place is None:
+            raise ValueError(
+                "A strategy starts the iterators of what for_strategy gave it, and this BalancedSharding was asked for "
+                "nothing. Call for_strategy(context, training=...) first; or read what a call of the sharding returns."
+            )
         with self._lock:
             if not training:
                 handout = self._handout_of_evaluation(self._place)
@@ -355,7 +362,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
             yield *made, ends
 
     def _batches_served(self, use: _Use) -> Iterator[Any]:
-        for batch, (end,) in self._batches(self._served, use):
+        for batch, (end,) in self._batches(functools.partial(self._served, use.place.own.start), use):
             yield batch, end
 
     def _batches(self, make: Callable[[Asked, Handout], Made], use: _Use) -> Iterator[tuple[Any, np.ndarray]]:
@@ -398,9 +405,9 @@ class BalancedSharding(tf.train.experimental.PythonState):
                 position = self._restored if read is None else (read, 0)
             return Handout(self.plan, *position, self._shares_at(use.place), use.place.at_most, repeat=self._repeat)
 
-    def _served(self, asked: Asked, handout: Handout) -> Made:
+    def _served(self, replica: int, asked: Asked, handout: Handout) -> Made:
         assert self._service is not None
-        for epoch, indices, batch in self._service.batches(asked, lambda: handout.closed):
+        for epoch, indices, batch in self._service.batches(asked, lambda: handout.closed, replica=replica):
             yield epoch, [indices], batch
 
     def _count_read(self, handout: Handout, epoch: int) -> None:
