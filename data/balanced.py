@@ -85,9 +85,11 @@ class BalancedSharding(tf.train.experimental.PythonState):
     has as many, and takes them from the next.
 
     In a custom loop, or under a strategy that is not of tfdist, nobody says what was trained on: shares stay as they
-    are and the position counts whole epochs that were read, each when its last batch is taken (by TensorFlow's own
-    strategies some batches ahead). Without a strategy call `sharding(training=False)` for `evaluate` and `predict`,
-    which otherwise cannot be told from training.
+    are and the position counts whole epochs that were read, each when its last batch is taken; by TensorFlow's own
+    strategies, and in a graph under a strategy, some batches ahead. So a loop in a graph that ends amid `repeat`ed
+    epochs may leave workers an epoch apart, of which the next `fit` raises; batches that Python takes by `next` are
+    counted as they are taken. Without a strategy call `sharding(training=False)` for `evaluate` and `predict`, which
+    otherwise cannot be told from training.
 
     A call with a context gives what that worker reads, so one process can see what each of several would be given.
     Of several the position is that of the furthest. Once a strategy of tfdist trains on it, other calls only look at

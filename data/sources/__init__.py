@@ -21,7 +21,6 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist.data.sources.arrays import ArraysSource

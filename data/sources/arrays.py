@@ -79,10 +79,8 @@ class _OnDisk:
             ascending, places = np.unique(indices, return_inverse=True)  # h5py takes no others.
             return np.asarray(self._array[ascending], self.dtype.as_numpy_dtype)[places]
         except Exception as error:
-            raise self._failure(
-                indices[0],
-                f"or one of {indices[1:].tolist()} cannot be read from {self._name}: {type(error).__name__}: {error}.",
-            ) from error
+            problem = f"cannot be read from {self._name}: {type(error).__name__}: {error}."
+            raise self._failure(indices[0], f"or one of {len(indices) - 1} with it {problem}") from error
 
 
 def _is_on_disk(array: Any) -> bool:
