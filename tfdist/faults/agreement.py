@@ -110,7 +110,10 @@ class Agreement:
         Raises:
           ClusterError: If it is not the same place, or a worker does not come.
         """
-        hint = "Restore it from the same checkpoint on all workers, and read from it on all or on none."
+        hint = (
+            "Restore it from the same checkpoint on all workers, and read from it on all or on none. A loop in a graph "
+            "counts what was read ahead: where it ends amid repeated epochs, take its batches by next() outside."
+        )
         self._compare(self._exchange("position", described), "a BalancedSharding in the same place", hint)
 
     def tell_done(self, what: str, failure: str | None) -> None:
