@@ -85,9 +85,11 @@ class BalancedSharding(tf.train.experimental.PythonState):
     has as many, and takes them from the next.
 
     In a custom loop, or under a strategy that is not of tfdist, nobody says what was trained on: shares stay as they
-    are and the position counts whole epochs that were read, each when its last batch is taken (by TensorFlow's own
-    strategies some batches ahead). Without a strategy call `sharding(training=False)` for `evaluate` and `predict`,
-    which otherwise cannot be told from training.
+    are and the position counts whole epochs that were read, each when its last batch is taken; by TensorFlow's own
+    strategies, and in a graph under a strategy, some batches ahead. So a loop in a graph that ends amid `repeat`ed
+    epochs may leave workers an epoch apart, of which the next `fit` raises; batches that Python takes by `next` are
+    counted as they are taken. Without a strategy call `sharding(training=False)` for `evaluate` and `predict`, which
+    otherwise cannot be told from training.
 
     A call with a context gives what that worker reads, so one process can see what each of several would be given.
     Of several the position is that of the furthest. Once a strategy of tfdist trains on it, other calls only look at
@@ -322,8 +324,15 @@ class BalancedSharding(tf.train.experimental.PythonState):
           goes_on: Whether training goes on with the next epoch at the end of one, as under `repeat`.
           is_seen: Whether `has_given` and `gives_unseen` say what is taken from the iterator. Else what was read for
             it counts, which is more.
+
+        Raises:
+          ValueError: If no dataset was made of it that calls this, as `for_strategy` does.
         """
-        assert self._place is not None
+        if self._place is None:
+            raise ValueError(
+                "A strategy starts the iterators of what for_strategy gave it, and this BalancedSharding was asked for "
+                "nothing. Call for_strategy(context, training=...) first; or read what a call of the sharding returns."
+            )
         with self._lock:
             if not training:
                 handout = self._handout_of_evaluation(self._place)
@@ -357,7 +366,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
             yield *made, ends
 
     def _batches_served(self, use: _Use) -> Iterator[Any]:
-        for batch, (end,) in self._batches(self._served, use):
+        for batch, (end,) in self._batches(functools.partial(self._served, use.place.own.start), use):
             yield batch, end
 
     def _batches(self, make: Callable[[Asked, Handout], Made], use: _Use) -> Iterator[tuple[Any, np.ndarray]]:
@@ -400,9 +409,9 @@ class BalancedSharding(tf.train.experimental.PythonState):
                 position = self._restored if read is None else (read, 0)
             return Handout(self.plan, *position, self._shares_at(use.place), use.place.at_most, repeat=self._repeat)
 
-    def _served(self, asked: Asked, handout: Handout) -> Made:
+    def _served(self, replica: int, asked: Asked, handout: Handout) -> Made:
         assert self._service is not None
-        for epoch, indices, batch in self._service.batches(asked, lambda: handout.closed):
+        for epoch, indices, batch in self._service.batches(asked, lambda: handout.closed, replica=replica):
             yield epoch, [indices], batch
 
     def _count_read(self, handout: Handout, epoch: int) -> None:

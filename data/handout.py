@@ -1,17 +1,20 @@
 """One pass over the global batches on one worker: which rows its replicas get, and what has been trained on."""
 
 import collections
+import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from tfdist import _tf
 from tfdist.data.plan import Plan, split
 from tfdist.errors import PositionError
 
-# Without a report, after reports of other rows for all that was handed out. More than a validation should take: in
-# between, a callback may train on rows of its own.
+# Without a report while `fit` trains or waits for input, after reports of other rows for all that was handed out. More
+# than a step should take.
 _SILENT_SECONDS = 600.0
+_LOOKS = 10  # In that time, at what `fit` does.
 _STEPS_BETWEEN_CHANGES = 4  # Measurements under new shares, beside the steps that pass before they are in force.
 
 
@@ -117,9 +120,12 @@ class Handout:
             return None if self.closed else self._split(number, step)
 
     def _wait_for(self, number: int) -> None:
+        silent = 0
         while not (self.closed or number in self._decided or number < self._trained):
-            heard = self._news.wait(_SILENT_SECONDS)
-            if not heard and self._unlike >= number - self._trained:
+            heard = self._news.wait(_SILENT_SECONDS / _LOOKS)
+            is_suspect = not heard and self._unlike >= number - self._trained and not _is_in_callback_or_validation()
+            silent = silent + 1 if is_suspect else 0
+            if silent >= _LOOKS:
                 raise PositionError(
                     f"A BalancedSharding hands out by what was trained on, and waits: it handed out {number} steps, of "
                     f"which {self._trained} were reported, then {self._unlike} of other rows, the last of "
@@ -188,3 +194,10 @@ class Handout:
                 self._last_change, self.latest_shares = number, shares
             self._decided[number] = shares
             self._news.notify_all()
+
+
+def _is_in_callback_or_validation() -> bool:
+    """Whether `fit` does what takes no batches of training: a callback that trains on its own rows may be followed."""
+    with contextlib.suppress(OSError):
+        return _tf.keras_fit_activity() in ("callback", "validation")
+    return True  # It cannot be told.

@@ -1,5 +1,6 @@
 """Batches that the servers of a tf.data service decode and map: those that a worker would make itself, in its order."""
 
+import functools
 import os
 import threading
 import time
@@ -69,18 +70,23 @@ class Service:
         self._is_silent = not _answers(self._address)
         self._is_used = False
         self._source, self._map_fn, self._timeout_seconds = source, map_fn, timeout_seconds
-        reader = Reader(source, map_fn)
-        self._make_here = tf.function(reader, input_signature=[tf.TensorSpec([None], tf.int64)])
+        self._reader = reader = Reader(source, map_fn)
+        self._makers: dict[int, Callable[[tf.Tensor], Any]] = {}
         self.element_spec = tf.data.Dataset.from_tensors(tf.zeros([0], tf.int64)).map(reader).element_spec
 
     def batches(
-        self, asked: Iterator[tuple[Tag, np.ndarray]], is_over: Callable[[], bool] = lambda: False
+        self,
+        asked: Iterator[tuple[Tag, np.ndarray]],
+        is_over: Callable[[], bool] = lambda: False,
+        *,
+        replica: int = 0,
     ) -> Iterator[tuple[Tag, np.ndarray, Any]]:
         """Makes batches.
 
         Args:
           asked: What stands for a batch, and the numbers of its examples, int64 [b], b from 0. Read ahead.
           is_over: Whether nobody wants any more; asked while it waits.
+          replica: The first of this worker's; see `drawing_afresh`.
 
         Yields:
           The same, and the batch: a structure of `element_spec`.
@@ -88,25 +94,27 @@ class Service:
         Raises:
           tf.errors.OpError: If an example cannot be read or mapped; names it.
         """
-        begun = map(self._begin, _chunks(asked))
+        begun = map(functools.partial(self._begin, replica), _chunks(asked))
         chunk, following = next(begun, None), None
         try:
             while chunk is not None and not is_over():
                 following = next(begun, None)  # The servers begin with it while this one is used.
-                yield from self._taken(*chunk, is_over)
+                yield from self._taken(*chunk, is_over, replica)
                 chunk[1].close()
                 chunk, following = following, None
         finally:
             for left in filter(None, (chunk, following)):
                 left[1].close()
 
-    def _begin(self, requests: list[tuple[Tag, np.ndarray]]) -> tuple[list[tuple[Tag, np.ndarray]], "_Delivery"]:
+    def _begin(
+        self, replica: int, requests: list[tuple[Tag, np.ndarray]]
+    ) -> tuple[list[tuple[Tag, np.ndarray]], "_Delivery"]:
         batches = [indices for _, indices in requests]
         first = next((number for number, indices in enumerate(batches) if len(indices)), 0)
-        return requests, _Delivery(lambda: self._dataset(batches), first)
+        return requests, _Delivery(lambda: self._dataset(batches, replica), first)
 
     def _taken(
-        self, requests: list[tuple[Tag, np.ndarray]], delivery: "_Delivery", is_over: Callable[[], bool]
+        self, requests: list[tuple[Tag, np.ndarray]], delivery: "_Delivery", is_over: Callable[[], bool], replica: int
     ) -> Iterator[Any]:
         # Who is silent is not waited for again, but heard if it speaks.
         patience = 0.0 if self._is_silent and not delivery.has_begun else self._timeout_seconds
@@ -128,9 +136,15 @@ class Service:
                     *(self._name, problem, this_worker(), len(requests) - number),
                 )
                 self._is_silent, patience = True, 0.0  # From here on, only what is there already.
-            yield tag, indices, self._make_here(tf.constant(indices, tf.int64)) if batch is None else batch
+            yield tag, indices, self._make_here(indices, replica) if batch is None else batch
 
-    def _dataset(self, batches: list[np.ndarray]) -> tf.data.Dataset:
+    def _make_here(self, indices: np.ndarray, replica: int) -> Any:
+        if replica not in self._makers:
+            make = functools.partial(self._reader, replica=replica)
+            self._makers[replica] = tf.function(make, input_signature=[tf.TensorSpec([None], tf.int64)])
+        return self._makers[replica](tf.constant(indices, tf.int64))
+
+    def _dataset(self, batches: list[np.ndarray], replica: int) -> tf.data.Dataset:
         """Those that are not empty, each with its number, as they come."""
         read = self._source.read_elsewhere(np.concatenate(batches))
         ends = np.cumsum([len(batch) for batch in batches])
@@ -140,7 +154,7 @@ class Service:
             example = self._source.decode(read(place))
             if self._map_fn is None:
                 return example
-            map_fn = drawing_afresh(self._map_fn)
+            map_fn = drawing_afresh(self._map_fn, replica)
             return map_fn(*example) if isinstance(example, tuple) else map_fn(example)
 
         def make_batch(number):

@@ -36,7 +36,7 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
 
     def __init__(self, devices=None, cross_device_ops=None, *, compression=None, fault_tolerance=None):
         self.fault_tolerance = (fault_tolerance or FaultTolerance()).with_environment()
-        warn_if_one_of_many()
+        warn_if_one_of_many(never_joins=True)
         devices = devices or local_devices()
         self._take_collective_keys()
         extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)

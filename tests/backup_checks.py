@@ -19,6 +19,7 @@ from keras_features import start_anew
 from keras_features.models import Noise
 from tfdist import compression
 from tfdist.backup import fit as backup_fit
+from tfdist.backup import plain
 from tfdist.callbacks import BackupAndRestore
 
 BATCH, STEPS, EPOCHS = 8, 6, 4  # 24 steps in all
@@ -338,6 +339,20 @@ def skipped_in_later_starts(directory, breaks, **options):
 
 def unbroken(placement, **options):
     return train(placement, **{k: v for k, v in options.items() if k not in ("save_freq", "delete_checkpoint")})
+
+
+def refused_parts_of_replicas(placement):
+    """Which metrics a backup refuses to read for a callback, since all workers would have to: in the scope, or not."""
+    refused, outside = [], keras.metrics.Mean()
+    with make_strategy(placement, None).scope():
+        inside = keras.metrics.Mean()
+    for metric in (inside, outside):
+        try:
+            plain.encode(metric, [], ())
+            refused.append(False)
+        except TypeError:
+            refused.append(True)
+    return refused
 
 
 def own_index():

@@ -13,6 +13,10 @@ from tfdist.testing import WorkerPool, virtual_devices
 # What every process that tests start does first; see there.
 QUICK_START = pathlib.Path(__file__).parent / "quick_start"
 os.environ["PYTHONPATH"] = os.pathsep.join([str(QUICK_START), *filter(None, [os.environ.get("PYTHONPATH")])])
+# Tests are no process of what may have started them: a pod of a CI, a task of Slurm or MPI.
+for name in list(os.environ):
+    if name == "KUBERNETES_SERVICE_HOST" or name.startswith(("SLURM_", "OMPI_", "PMI_", "MV2_")):
+        del os.environ[name]
 
 # Name: (workers, devices in each).
 PLACEMENTS = {

@@ -1,6 +1,7 @@
 """A training that is killed and started again is, to the bit, the training that was not."""
 
 import collections
+import concurrent.futures
 import contextlib
 import datetime
 import io
@@ -8,6 +9,7 @@ import json
 import pathlib
 import random
 import signal
+import threading
 import types
 
 import keras
@@ -262,6 +264,10 @@ def test_epochs_of_fewer_batches_than_were_trained_on_are_refused_and_nothing_is
     assert untouched
 
 
+def test_what_each_replica_has_its_part_of_is_not_read_for_a_callback(pools):
+    assert pools("1x2").run(checks.refused_parts_of_replicas, "1x2") == [[True, False]]
+
+
 def test_a_full_disk_costs_a_save_and_nothing_else(pools, tmp_path):
     meanwhile, in_the_end = pools("single").run(checks.full_disk, str(tmp_path / "backup"))[0]
     assert meanwhile == [4]
@@ -351,9 +357,19 @@ def test_a_backup_of_another_epoch_or_of_other_versions_is_named_and_stays(tmp_p
     assert any("after 2 batches of epoch 3, but this fit ends with epoch 2: it trains nothing" in one for one in told)
     assert any("tfdist 0.0.1 (here: " in one and "keras 3.99 (here: " in one for one in told)
     another_process(directory)
-    with pytest.raises(BackupError, match=r"step-14 was made in epoch 2, .* begins with initial_epoch=3"):
-        fit_on(directory, epochs=4, initial_epoch=3)
     assert fit_on(directory, epochs=3, initial_epoch=1).epoch == [0, 1, 2] and not (tmp_path / "backup").exists()
+
+
+@pytest.mark.parametrize("step", [3, checks.STEPS + 3])
+def test_the_epoch_of_a_backup_counts_also_if_fit_is_told_to_begin_later(step, tmp_path, caplog):
+    broken_off(str(tmp_path / "backup"), step)
+    seen = []
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    done = fit_on(str(tmp_path / "backup"), note, epochs=3, initial_epoch=2)
+    assert done.epoch == [0, 1, 2]
+    assert len(seen) == 3 * checks.STEPS - (step - 1) and seen[0] == (step - 1) % checks.STEPS
+    told = [record.getMessage() for record in caplog.records if "Restored" in record.getMessage()]
+    assert len(told) == 1 and f"of epoch {step // checks.STEPS + 1}, not with initial_epoch=2" in told[0], told
 
 
 def test_where_commits_go_and_how_many_stay_is_as_each_fit_was_told(tmp_path, monkeypatch, caplog):
@@ -410,15 +426,32 @@ def as_saved(captured):
     }
 
 
+class Strange:
+    """Ends what looks for an attribute."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+class StrangeFunction(Strange):
+    def __call__(self):
+        pass
+
+
 class Collects(keras.callbacks.Callback):
     """Holds what `collections` has, what cannot be saved, from some time on or never, and what need not be."""
+
+    of_this_process = ("file", "thread", "future", "started")
 
     def __init__(self):
         super().__init__()
         self.last, self.counts = collections.deque(maxlen=3), collections.Counter()
         self.by_name, self.in_order = collections.defaultdict(list), collections.OrderedDict()
         self.events, self.best, self.phase = [], None, signal.SIGINT
-        self.file, self.made, self.same = None, collections.defaultdict(lambda: 0), object()
+        self.made, self.same = collections.defaultdict(lambda: 0), object()
+        self.strange, self.function = Strange(), StrangeFunction()
+        for name in self.of_this_process:
+            setattr(self, name, None)
 
     def train(self):
         self.last.extend(range(5))
@@ -427,7 +460,8 @@ class Collects(keras.callbacks.Callback):
         self.in_order.update({"b": collections.deque([1]), "a": (2,)})
         self.events.append(object())
         self.best, self.phase = np.longdouble(1), signal.SIGTERM
-        self.file = io.StringIO()
+        self.file, self.thread = io.StringIO(), threading.Thread()
+        self.future, self.started = concurrent.futures.Future(), datetime.datetime.now()
 
 
 def test_collections_of_callbacks_are_saved_and_a_warning_tells_what_cannot_be(caplog):
@@ -444,7 +478,7 @@ def test_collections_of_callbacks_are_saved_and_a_warning_tells_what_cannot_be(c
     assert again.last is held and held.maxlen == 3 and again.by_name["new"] == []
     assert list(again.in_order) == ["b", "a"] and type(again.in_order["b"]) is collections.deque
     told = [record.getMessage() for record in caplog.records if "not saved whole" in record.getMessage()]
-    assert len(told) == 3, "once; a file that is opened is no state"
+    assert len(told) == 3, "once; what is of this process is no state"
     assert all(
         "Collects" in each and f"'{name}'" in each for each, name in zip(told, ("events", "best", "phase"), strict=True)
     )
@@ -469,6 +503,18 @@ def test_of_a_callback_that_says_its_state_nothing_else_is_missed(caplog):
     callback.made, callback.state = object(), 5
     restored.restore(as_saved(states.capture()))
     assert again.state == 5 and not caplog.records
+
+
+@pytest.mark.parametrize("make", [keras.metrics.Mean, lambda: {"mean": keras.metrics.Mean(), "best": 1}])
+def test_a_state_that_nothing_could_take_is_told_when_it_is_saved(make, caplog):
+    callback = Speaks()
+    callback.state = make()
+    states = callbacks.CallbackStates([callback], None)
+    assert states.capture() == states.capture() == {next(iter(states.capture())): {}}
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "Speaks is not saved whole: what its get_state() gives" in told
+    with pytest.raises(TypeError, match="Mean cannot be saved"):
+        plain.encode({keras.metrics.Mean()}, [], ())
 
 
 class HoldsInPlace(keras.callbacks.Callback):
@@ -643,7 +689,7 @@ def test_a_worker_that_begins_no_backup_is_named_when_all_should_have_come(monke
     strategy = strategy_of_workers(3)
     strategy.fault_tolerance = tfdist.FaultTolerance(start_timeout_seconds=0.05)
     with pytest.raises(
-        BackupError, match=r"waited up to 0\.05 s for worker 2 .* Give BackupAndRestore on every worker"
+        BackupError, match=r"waited up to 0\.05 s for worker 2 .* on every worker.* `on_train_begin` of other callbacks"
     ):
         agreement.Agreement(strategy, 600).begin({"keep": "2"})
 

@@ -276,12 +276,13 @@ def test_storage_that_refuses_is_named_and_not_taken_for_empty(operation, call, 
             getattr(store, call)()
 
 
-def test_a_newer_format_is_an_error_and_nothing_is_touched(two):
+@pytest.mark.parametrize(("number", "way_out"), [(99, "Update tfdist"), (5, "Go on with that version")])
+def test_another_format_is_an_error_and_nothing_is_touched(number, way_out, two):
     path = two / "step-12" / MANIFEST
-    manifest = {**json.loads(path.read_bytes())["manifest"], "format": 99, "versions": {"tfdist": "9.9"}}
+    manifest = {**json.loads(path.read_bytes())["manifest"], "format": number, "versions": {"tfdist": "9.9"}}
     path.write_text(json.dumps({"manifest": manifest, "sha256": _digest(manifest)}))
     before = tree(two)
-    with pytest.raises(BackupError, match=r"tfdist 9\.9 in format 99.*Update tfdist"):
+    with pytest.raises(BackupError, match=rf"tfdist 9\.9 in format {number}.*{way_out}"):
         Store(str(two)).newest_whole()
     assert tree(two) == before
 

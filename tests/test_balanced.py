@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -20,6 +21,7 @@ from test_keras_features import assert_same
 from tfdist.data import BalancedSharding, reading
 
 STEPS = 9  # of an epoch
+DEADLINE_SECONDS = 20
 SHARES = {"2x1": (5, 11), "1x3": (1, 2, 5), "3x1": (1, 2, 5)}
 BY_DEFAULT = {
     "2x1": ["steps_per_execution", "masks", "batch_normalization"],
@@ -244,13 +246,31 @@ def test_without_a_strategy_only_the_first_epoch_of_a_resumed_run_is_short():
     assert (len(sharding()), len(sharding(training=False)), sharding.position) == (5, 5, (3, 0))
 
 
+class Asked:
+    """Six rows; says when all were asked for."""
+
+    def __init__(self):
+        self.left, self.all = set(range(6)), threading.Event()
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, row):
+        self.left.discard(row)
+        if not self.left:
+            self.all.set()
+        return row
+
+
 def test_what_is_read_ahead_without_a_strategy_is_no_epoch():
-    sharding = BalancedSharding(np.arange(6), 2)
+    source = Asked()
+    sharding = BalancedSharding(source, 2)
     iterator = iter(sharding())
-    positions = []
-    for _ in range(3):
+    next(iterator)
+    positions = [sharding.position]
+    for _ in range(2):
         next(iterator)
-        time.sleep(0.2)  # to read the rest
+        assert source.all.wait(DEADLINE_SECONDS)  # Two batches are mapped at once beside the one that waits.
         positions.append(sharding.position)
     assert positions == [(0, 0), (0, 0), (1, 0)]
 
@@ -323,6 +343,8 @@ def test_numbers_that_are_whole_are_taken_and_any_number_of_calls():
 def test_weights_and_limits_of_numpy_are_taken():
     sharding = sharding_of(2, policy=np.array([3.0, 1.0]), max_rows=np.int64(6))
     assert sharding.start(training=True).latest_shares == (6, 2)
+    with pytest.raises(ValueError, match=r"Call for_strategy\(context, training=\.\.\.\) first"):
+        BalancedSharding(np.arange(20), 8).start(training=True)
 
 
 @pytest.mark.parametrize(
@@ -417,6 +439,7 @@ def test_what_goes_around_the_strategy_or_begins_elsewhere_is_told_on_every_work
     for *around, elsewhere in pools("2x1").run(checks.beside_the_strategy):
         assert around == ["strategy.distribute_datasets_from_function(sharding)"] * 4
         assert "worker 0 has position (0, 5), worker 1 has position (0, 0)" in elsewhere
+        assert "A loop in a graph counts what was read ahead" in elsewhere
 
 
 @pytest.mark.parametrize(
@@ -475,7 +498,7 @@ def test_what_cannot_be_batched_is_named():
 
 
 def test_an_example_of_another_shape_is_named():
-    said = r"Example 5 \(row 5 of arrays in memory\) has other shapes than example 4 .* \[4\], \[\] and not \[3\], \[\]"
+    said = r"Example 5 \(row 5 of the arrays\) has other shapes than example 4 .* \[4\], \[\] and not \[3\], \[\]"
     data = BalancedSharding(np.arange(8), 4, shuffle=False, map_fn=lambda x: (tf.zeros([3 + x // 5]), x))()
     with pytest.raises(tf.errors.OpError, match=f"{said}.*Read by a single process"):
         list(data)

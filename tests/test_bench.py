@@ -7,6 +7,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -133,31 +134,40 @@ def check_part_is_told(chief, expected):
     assert [row["bytes"] for row in result["rows"]] == [1000] and result["error"]
 
 
-def after_its_first_row(chief):
-    while "1000 B: " not in chief.stderr.readline():
-        assert chief.poll() is None
-    return chief
+@contextlib.contextmanager
+def after_its_first_row(chief, *others):
+    """Waits for it; kills all processes in the end, at the deadline too, which ends the waiting."""
+    with contextlib.ExitStack() as stack:
+        for process in (chief, *others):
+            stack.enter_context(process)  # last, as it waits
+            stack.callback(process.kill)
+        late = threading.Timer(DEADLINE_SECONDS, chief.kill)
+        stack.callback(late.cancel)
+        late.start()
+        told = iter(chief.stderr.readline, "")
+        assert any("1000 B: " in line for line in told), chief.poll()
+        late.cancel()
+        yield
 
 
 LONG = ("--compression", "none", "--sizes", "1KB,64MiB", "--seconds", 30, "--json")
 
 
 def test_what_was_measured_is_told_though_a_worker_dies(tmp_path):
-    launcher = after_its_first_row(start(tmp_path, "--workers", 2, *LONG, tmp_path / "new.json"))
-    pids = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    (worker,) = [pid for pid in pids if b'"index": 1}' in pathlib.Path(f"/proc/{pid}/environ").read_bytes()]
-    os.kill(int(worker), signal.SIGKILL)
-    check_part_is_told(launcher, 137)
+    launcher = start(tmp_path, "--workers", 2, *LONG, tmp_path / "new.json")
+    with after_its_first_row(launcher):
+        pids = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        (worker,) = [pid for pid in pids if b'"index": 1}' in pathlib.Path(f"/proc/{pid}/environ").read_bytes()]
+        os.kill(int(worker), signal.SIGKILL)
+        check_part_is_told(launcher, 137)
 
 
 @pytest.mark.exhaustive
 def test_what_was_measured_is_told_though_the_chief_is_ended(tmp_path):
     chief, other = on_two_hosts(tmp_path, *[(*LONG, tmp_path / "new.json")] * 2)
-    with contextlib.closing(other.stdout), contextlib.closing(other.stderr):
-        after_its_first_row(chief).terminate()
+    with after_its_first_row(chief, other):
+        chief.terminate()
         check_part_is_told(chief, 143)
-        other.kill()
-        other.wait()
 
 
 def measure_with_a_deadline():

@@ -189,9 +189,16 @@ def test_tasks_of_slurm_are_workers_of_one_cluster():
     assert hosts == ("node1", "node1", "node2", "node2", "gpu")
     assert [spec.worker_id for spec in specs] == list(range(5)) and all(spec.jobs == specs[0].jobs for spec in specs)
     assert ports[0] == ports[2] == ports[4] and int(ports[1]) == int(ports[0]) + 1
-    other = ClusterSpec.from_slurm(slurm(0, SLURM_JOB_ID="7004"))
-    assert other.address.split(":")[1] not in ports
     assert ClusterSpec.from_slurm(slurm(3), base_port=5000).address == "node2:5001"
+
+
+def test_jobs_and_steps_that_run_at_once_have_other_ports():
+    steps = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(7003, 7013) for step in range(10)]
+    specs = [ClusterSpec.from_slurm(slurm(0, "node", "64", **own)) for own in steps]
+    addresses = [address for spec in specs for address in spec.jobs["worker"]]
+    assert len(set(addresses)) == 64 * len(steps)
+    assert max(int(address.split(":")[1]) for address in addresses) < 32768  # from there on they are of connections
+    assert ClusterSpec.from_slurm(slurm(64, "node", "65"), base_port=5000).address == "node:5064"
 
 
 def mpi(rank, size, hosts=("a:2", "b"), names=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
@@ -211,10 +218,20 @@ NO_STEP = {
     "no count": (lambda: ClusterSpec.from_slurm(slurm(0, tasks="2(y3)")), ["SLURM_STEP_TASKS_PER_NODE", "'2(y3)'"]),
     "fewer counts": (lambda: ClusterSpec.from_slurm(slurm(0, tasks="2")), ["has 3", "has 1"]),
     "rank": (lambda: ClusterSpec.from_slurm(slurm(5)), ["SLURM_PROCID", "from 0 to 4", "'5'"]),
+    "other number": (lambda: ClusterSpec.from_slurm(slurm(0, SLURM_STEP_NUM_TASKS="8")), ["is 8", "has 5", "`srun`"]),
+    "components": (
+        lambda: ClusterSpec.from_slurm(slurm(0, SLURM_HET_SIZE="2")),
+        ["several components", "SLURM_HET_SIZE", "TF_CONFIG", "--het-group"],
+    ),
     "in turn": (
         lambda: ClusterSpec.from_slurm(slurm(1, SLURM_NODEID="1")),
         ["host by host", "task 1", "host number 1", "--distribution=block"],
     ),
+    "in turn, seen by the first": (
+        lambda: ClusterSpec.from_slurm(slurm(0, SLURM_NODEID="0", SLURM_GTIDS="0,3")),
+        ["host by host", "tasks 0,3", "--distribution=block"],
+    ),
+    "ports": (lambda: ClusterSpec.from_slurm(slurm(0, "node", "65")), ["64 ports", "node has 65", "--base-port"]),
     "port": (lambda: ClusterSpec.from_slurm(slurm(0), base_port=65535), ["65535", "got 65536"]),
     "no mpirun": (lambda: ClusterSpec.from_mpi(["a"], {}), ["OMPI_COMM_WORLD_SIZE", "`mpirun`"]),
     "too few hosts": (lambda: mpi(0, 4), ["4 processes (OMPI_COMM_WORLD_SIZE)", "a:2,b", "have 3"]),
@@ -320,14 +337,27 @@ STARTED = {
 }
 
 
+def warned(environ, **more):
+    """What two calls in one process say."""
+    code = (
+        f"from tfdist.cluster.alone import warn_if_one_of_many as warn; [warn({environ}, **{more}) for _ in range(2)]"
+    )
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=True).stderr
+
+
 @pytest.mark.parametrize("name", STARTED)
 def test_one_process_of_many_that_would_train_alone_is_told_so_once(name):
     environ, words = STARTED[name]
-    code = f"from tfdist.cluster.alone import warn_if_one_of_many as warn; warn({environ}); warn({environ})"
-    command = [sys.executable, "-c", code]
-    err = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=True).stderr
+    err = warned(environ)
     assert err.count("trains alone") == (words is not None)
     assert [word for word in words or () if word not in err] == [], err
+
+
+def test_many_that_may_be_meant_to_train_alone_hear_of_the_strategy_that_joins_them():
+    err = warned({"SLURM_STEP_NUM_TASKS": "8"}, never_joins=True)
+    assert err.count("each of the 8 processes trains alone") == 1, err
+    assert "MultiWorkerMirroredStrategy" in err and "--slurm" in err and "cluster_resolver" not in err, err
 
 
 def test_importing_does_not_load_tensorflow():

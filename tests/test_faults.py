@@ -11,6 +11,8 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -18,7 +20,7 @@ import tfdist
 from launched import eventually
 from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec, free_ports
 from tfdist.exit_codes import PREEMPTED, STALLED
-from tfdist.faults import FaultTolerance
+from tfdist.faults import FaultTolerance, preemption
 from tfdist.faults.lifelines import Lifelines
 
 DEADLINE_SECONDS = 90
@@ -275,6 +277,37 @@ def test_a_forked_child_ends_by_its_own_signal_and_its_parent_does_not_hear_it()
         signal.SIGCONT,
     )
     assert code == 0 and f"child {-signal.SIGUSR1}" in output and "asked" not in output
+
+
+def test_a_forked_child_whose_training_ends_leaves_its_parent_the_signals():
+    code, output, _ = preempted(
+        """
+        ours = preemption._installed
+        child = os.fork()
+        if child == 0:
+            preemption.uninstall()
+            for end in (ours._reader, ours._writer):
+                try:
+                    os.fstat(end)
+                except OSError:
+                    print("closed", flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        time.sleep(0.2)
+        print("ready")
+        time.sleep(1)
+        preemption.leave()
+        """
+    )
+    assert code == PREEMPTED and "asked" in output and output.count("closed") == 2, output
+
+
+@pytest.mark.parametrize(("reports", "warns"), [(preemption.LoneReports(), False), (None, True)])
+def test_that_another_than_the_main_thread_hears_no_signals_is_said_where_there_is_a_strategy(reports, warns, caplog):
+    strategy = types.SimpleNamespace(reports=None)
+    with caplog.at_level("WARNING", logger="absl"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(preemption.install, strategy, reports).result() is None
+    assert ("Preemption is not handled" in caplog.text) == warns
 
 
 def test_after_uninstall_earlier_handlers_and_defaults_hold_again():

@@ -1,6 +1,7 @@
 """Handing out: every example once an epoch and the same global batches, whatever the shares, workers and restarts."""
 
 import functools
+import itertools
 import threading
 
 import numpy as np
@@ -175,8 +176,11 @@ def test_a_reader_waits_for_the_decision_and_close_lets_it_go():
     assert not handout.finished
 
 
-def test_a_reader_does_not_wait_for_ever_for_reports_of_its_rows(monkeypatch):
+def test_a_reader_does_not_wait_for_ever_for_reports_of_its_rows_but_for_callbacks_and_validation(monkeypatch):
     monkeypatch.setattr(handout_module, "_SILENT_SECONDS", 0.05)
+    other, looks = ["callback", "validation", "training"] * 2 * handout_module._LOOKS, []
+    does = itertools.chain(other, itertools.repeat("training"))
+    monkeypatch.setattr(handout_module._tf, "keras_fit_activity", lambda: looks.append(next(does)) or looks[-1])
     handout = Handout(plan_of(100, 5, 0), 0, 0, (2, 3), [5, 5], repeat=False, lead=LEAD)
     steps = handout.indices([0], [0, 1])
     for _ in range(LEAD):
@@ -184,6 +188,7 @@ def test_a_reader_does_not_wait_for_ever_for_reports_of_its_rows(monkeypatch):
         assert not handout.has_trained(np.array([4, 6]))
     with pytest.raises(PositionError, match=rf"out {LEAD} steps, of which 0 were reported, then {LEAD} .* \(4, 6\)"):
         next(steps)
+    assert len(looks) >= len(other)
 
 
 def test_what_is_decided_is_told_before_anybody_waits_for_it():

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import tensorflow as tf
 
 from launched import eventually
 from tfdist.cluster import free_ports
-from tfdist.data import BalancedSharding
+from tfdist.data import BalancedSharding, reading
 from tfdist.data.service import Service
 from tfdist.data.sources import as_source
 from tfdist.data.sources.tfrecord import TFRecordSource
@@ -117,6 +118,22 @@ def drawn(files, service):
 def test_random_operations_draw_afresh_there_too(files, service, pools):
     (values,) = pools("single").run(drawn, files, service)
     assert len(values) == len(set(values)) == 2 * EXAMPLES
+
+
+def drawn_by_workers(files, service):
+    """Of the batches of two workers, those that the servers make and those that a worker makes itself."""
+    tf.random.set_seed(1)
+    served = Service(service, as_source(files), lambda record: tf.random.uniform([], dtype=tf.float64))
+    asked = [("a", np.arange(1))]
+    with mock.patch.object(reading._tf, "is_op_determinism_enabled", lambda: True):
+        there = [float(batch[0]) for replica in (0, 1) for _, _, batch in served.batches(iter(asked), replica=replica)]
+        here = [float(served._make_here(np.arange(1), replica)[0]) for replica in (0, 1)]
+    return there, here
+
+
+def test_where_operations_are_deterministic_workers_draw_apart_there_too(files, service, pools):
+    ((there, here),) = pools("single").run(drawn_by_workers, files, service)
+    assert len(set(there)) == len(set(here)) == 2
 
 
 def weights_after_fit(files, service):

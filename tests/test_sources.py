@@ -233,6 +233,24 @@ def test_fingerprint_stays_and_changes_with_the_number_of_examples(kind, tmp_pat
     assert len(one) <= 16
 
 
+def test_arrays_on_disk_and_computed_of_them_are_the_same_source_as_in_memory(tmp_path):
+    memory, datasets = on_disk(tmp_path, COUNT)
+    strings = datasets["again"].file.create_dataset("text", data=[b"a", b"", b"ccc"])
+    sources = [as_source(array) for array in (memory, datasets["again"], ROWS, memory.copy(), memory.astype("f4"))]
+    assert len({(source.fingerprint(), source.describe(5)) for source in sources}) == 1
+    assert {"PyFunc" in operations_of(source) for source in sources[:2]} == {True}
+    assert {"PyFunc" in operations_of(source) for source in sources[2:]} == {False}
+    assert_same(read(as_source(memory[3:]), [1, 0]), [ROWS[4], ROWS[3]])
+    assert [bytes(text) for text in read(as_source(strings), [2, 0, 2])] == [b"ccc", b"a", b"ccc"]
+    datasets["again"].file.close()
+    assert_told(failure_of(sources[1], [7, 3]), "Example 7 (row 7", "one of 1 with it cannot be read from arrays")
+
+
+def operations_of(source):
+    graph = tf.function(source.read).get_concrete_function(tf.TensorSpec([None], tf.int64)).graph
+    return {operation.type for operation in graph.get_operations()}
+
+
 def test_fingerprint_of_records_changes_with_what_is_in_them(tmp_path):
     paths = [
         write_tfrecord(tmp_path / "a", [b"one", b"two"]),

@@ -94,6 +94,7 @@ def tensorflow_view():
     import tensorflow as tf
 
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    assert tf.autograph.to_graph(pid_and_arguments)  # which writes a file
     return resolver.task_id, resolver.cluster_spec().num_tasks("worker"), len(tf.config.list_logical_devices("CPU"))
 
 
@@ -118,6 +119,7 @@ def virtual_devices_twice():
 def nothing_left_behind(tmp_path, monkeypatch):
     """No child process, and no file in the temporary directory, outlives a test."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     before = children()
     yield
     assert children() <= before

@@ -1,5 +1,6 @@
 """A job that lives but makes no progress is ended, a healthy one never; who held it up is named."""
 
+import contextlib
 import errno
 import json
 import math
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import keras
@@ -24,10 +26,12 @@ from tfdist.backup.steps import CountedSteps
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
 from tfdist.exit_codes import STALLED
-from tfdist.faults import FaultTolerance, watchdog
-from tfdist.faults.board import DONE, Board
+from tfdist.faults import FaultTolerance, agreement, watchdog
+from tfdist.faults import board as board_module
+from tfdist.faults.agreement import Agreement
+from tfdist.faults.board import DONE, OVER, Board
 from tfdist.faults.leaving import hear_aloud
-from tfdist.faults.watchdog import INPUT, TRAINING, Creations, Patience, start, suspect_of
+from tfdist.faults.watchdog import INPUT, TRAINING, Creations, Patience, Watchdog, start, suspect_of
 
 DEADLINE_SECONDS = 90
 MANY = "MultiWorkerMirroredStrategy"
@@ -205,17 +209,109 @@ def test_a_watchdog_that_may_never_judge_or_could_not_look_still_refuses_another
     assert live(Patience(math.inf), (9, TRAINING, 1), (0, TRAINING, 10**5))
 
 
-def test_who_waits_for_a_word_learns_that_the_program_of_another_is_over():
-    class SecondIsOver(Board):
-        def hear(self, subject, worker, timeout_seconds):
-            if (subject, worker) == (DONE, 2):
-                return True
-            raise tf.errors.DeadlineExceededError(None, None, subject)
+class Words(Board):
+    """A board on which others have said these words; `at_end` is said while this worker asks whose program is over."""
 
+    def __init__(self, workers, words, at_end=None):
+        super().__init__(0 if workers == 2 else 1, workers)
+        self.words, self.at_end = words, at_end or {}
+
+    def hear(self, subject, worker, timeout_seconds):
+        if subject in (DONE, OVER):
+            self.words |= self.at_end
+        if subject not in self.words:
+            raise tf.errors.DeadlineExceededError(None, None, subject)
+        return self.words[subject]
+
+
+def test_who_waits_for_a_word_learns_that_the_program_of_another_is_over():
     with pytest.raises(ClusterError, match=r"All workers have a part in .*model.* program of worker 2 is over"):
-        SecondIsOver(0, 3)._await("model-7", 1, time.monotonic() + 300)
+        Words(3, {OVER: 2})._await("model-7", 0, time.monotonic() + 300)
     with pytest.raises(tf.errors.DeadlineExceededError):
-        SecondIsOver(0, 2)._await("model-7", 1, time.monotonic() + 1)
+        Words(2, {})._await("model-7", 1, time.monotonic() + 1)
+    with pytest.raises(ClusterError, match=r"All workers have a part in the save, .* worker 0 is over"):
+        Agreement(Words(3, {OVER: 0, DONE: True}), 60).wait_for_chief("the save", lambda _: None)
+
+
+def test_a_word_that_was_said_just_before_a_program_was_over_is_heard():
+    over = {OVER: 0, DONE: True}
+    assert Words(3, {}, {"model-7": "mine", **over})._await("model-7", 0, time.monotonic() + 300) == "mine"
+    board = Words(3, {})
+    board.at_end = {f"alone-the backup-{agreement._done_alone['the backup'] + 1}": {"failure": None}, **over}
+    Agreement(board, 60).wait_for_chief("the backup", lambda _: None)
+
+
+def test_the_end_of_a_call_while_this_worker_asks_who_is_absent_is_no_fault(monkeypatch):
+    monkeypatch.setattr(watchdog, "_ABSENCE_SECONDS", -1.0)
+    errors, ended = [], contextlib.ExitStack()
+    board = Words(3, {OVER: 0})
+    board.report_error = errors.append
+    dog = Watchdog(Lone(), board, Patience(), Creations())
+    with ended:
+        ended.enter_context(watchdog.waiting_for_all("a broadcast"))
+        board.absent = lambda: ended.close() or 0
+        dog._look_for_the_absent()
+    assert not errors
+    with watchdog.waiting_for_all("a broadcast"):
+        board.absent = lambda: 0
+        dog._look_for_the_absent()
+    assert len(errors) == 1 and "program of worker 0 is over" in errors[0]
+
+
+def test_who_looks_for_the_absent_asks_once_however_many_workers_there_are(monkeypatch):
+    class Service:
+        said, asked = {}, 0
+
+        def get_config_key_value(self, key, milliseconds):
+            self.asked += 1
+            if key not in self.said:
+                raise tf.errors.DeadlineExceededError(None, None, key)
+            return self.said[key]
+
+        def set_config_key_value(self, key, value):
+            if key in self.said:
+                raise tf.errors.AlreadyExistsError(None, None, key)
+            self.said[key] = value
+
+        def delete_config_key_value(self, key):
+            self.said.pop(key, None)
+
+    service = Service()
+    monkeypatch.setattr(
+        board_module, "_tf", types.SimpleNamespace(context=types.SimpleNamespace(context=lambda: service))
+    )
+    boards = [Board(worker, 100) for worker in range(100)]
+    assert boards[0].absent() is None and service.asked == 1
+    boards[7].say_over(True)
+    boards[8].say_over(False)
+    assert boards[0].absent() == 7 and service.asked == 2
+    assert boards[7].absent() is None, "it is not absent for itself"
+    assert [boards[0].hear(DONE, worker, 1) for worker in (7, 8)] == [True, False]
+    boards[0].say_over(False, 9)
+    assert [worker for worker in range(100) if boards[0].is_over(worker)] == [7, 8, 9]
+
+
+class Lone:
+    fault_tolerance = FaultTolerance()
+
+
+def test_a_worker_that_trains_alone_beside_others_is_named_as_in_tf_config(monkeypatch):
+    started = []
+    monkeypatch.setattr(watchdog, "is_supervised", lambda: True)
+    monkeypatch.setattr(watchdog, "start", lambda strategy, board, creations: started.append(board))
+    monkeypatch.setenv("TF_CONFIG", ClusterSpec.local(4, 2, [2301, 2302, 2303, 2304]).to_json())
+    watchdog.start_alone(Lone())
+    monkeypatch.delenv("TF_CONFIG")
+    watchdog.start_alone(Lone())
+    assert [(board.worker, board.others) for board in started] == [(2, []), (0, [])]
+
+
+def test_who_trains_alone_on_one_worker_keeps_the_others_place_on_the_board():
+    def made(board):
+        return Watchdog(Lone(), board, Patience(), Creations())._subject
+
+    first, *_, second = (made(board) for board in (Board(0, 2), watchdog.Alone(1), Board(0, 2)))
+    assert int(second.split("-")[1]) == int(first.split("-")[1]) + 1
 
 
 def test_a_worker_that_is_done_says_for_whom_it_waits_and_whom_it_gives_up(caplog):
@@ -236,9 +332,33 @@ def test_a_worker_that_is_done_says_for_whom_it_waits_and_whom_it_gives_up(caplo
 
 def in_fit(function):
     """Calls a function as Keras' `fit` would."""
+    return called_by("fit", _tf.keras_trainer.__file__, function)
+
+
+def called_by(name, path, function):
     names = {}
-    exec(compile("def fit(function): return function()", _tf.keras_trainer.__file__, "exec"), names)
-    return names["fit"](function)
+    exec(compile(f"def {name}(function): return function()", path, "exec"), names)
+    return names[name](function)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "expected"),
+    [
+        ("py_dataset_adapter", INPUT),
+        ("generator_data_adapter", INPUT),
+        ("array_data_adapter", TRAINING),
+        ("tf_dataset_adapter", TRAINING),
+    ],
+)
+def test_what_keras_reads_before_the_first_step_is_input_and_what_it_converts_is_not(adapter, expected):
+    path = os.path.join(os.path.dirname(_tf.keras_py_dataset.__file__), f"{adapter}.py")
+    main = _tf.main_thread_state()
+    with ThreadPoolExecutor(1) as pool:
+
+        def look():  # from outside, as the watchdog does
+            return pool.submit(_tf.keras_fit_activity, main).result()
+
+        assert in_fit(lambda: called_by("__init__", path, look)) == expected
 
 
 def test_fit_is_seen_among_many_threads():

@@ -116,6 +116,9 @@ from keras.src.backend.common.masking import get_keras_mask
 # Its code runs all callbacks. Without it: a callback that takes minutes, say to save, is taken for a stuck step.
 from keras.src.callbacks import callback_list as keras_callback_list
 
+# Its code reads a generator's first batch. Without it: such a read that is stuck is given half an hour.
+from keras.src.trainers.data_adapters import generator_data_adapter as keras_generator
+
 # Its code calls what a PyDataset does between epochs. Without it: as for callbacks.
 from keras.src.trainers.data_adapters import py_dataset_adapter as keras_py_dataset
 
@@ -450,7 +453,8 @@ def main_thread_state() -> int | None:
 def keras_fit_activity(main_thread: int | None = None) -> str | None:
     """What Keras' `fit` does, in whichever thread: "training", "input", "callback" or "validation"; else `None`.
 
-    It is "input" where Keras itself reads, in Python, as it does to learn what a generator gives.
+    It is "input" where Keras itself reads, in Python, as it does to learn what a generator gives; not where it converts
+    arrays.
 
     A watchdog asks from outside, when the thread may be stuck anywhere. The stacks are read as faulthandler writes
     them, all at once: frames of a thread that runs on must not be walked from Python. It writes the innermost 100 calls
@@ -469,7 +473,7 @@ def keras_fit_activity(main_thread: int | None = None) -> str | None:
                 activity = "callback"
             elif path == keras_py_dataset.__file__ and function in ("on_epoch_begin", "on_epoch_end"):
                 activity = "callback"  # of the data
-            elif os.path.dirname(path) == os.path.dirname(keras_py_dataset.__file__):
+            elif path in (keras_py_dataset.__file__, keras_generator.__file__):
                 activity = "input"
             elif path == keras_trainer.__file__ and function == "evaluate":
                 activity = "validation"

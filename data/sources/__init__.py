@@ -4,8 +4,8 @@
 |---|---|
 | a `Source` | itself |
 | NumPy array, tensor, or anything NumPy makes an array of by itself | `ArraysSource` |
+| `np.memmap` or dataset of h5py, which stay on their disk | `ArraysSource` |
 | tuple or dict of those, nested at will | `ArraysSource` |
-| those, where one is an `np.memmap` or a dataset of h5py, which stay on their disk | `ItemsSource`, row by row |
 | `(builder, "train[:90%]")`: a TFDS builder that has been prepared, and any split of TFDS | `TfdsSource` |
 | `("mnist", "train")`: a name and a split for `tfdist.data.load`, prepared where it has to be | `TfdsSource` |
 | path, glob pattern, or list of them, with "array_record" or "arrayrecord" in each name | `ArrayRecordSource` |
@@ -21,13 +21,12 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist.data.sources.arrays import ArraysSource
 from tfdist.data.sources.files import is_index
-from tfdist.data.sources.items import ItemsSource, RowsOnDisk
-from tfdist.data.sources.source import Source, map_leaves
+from tfdist.data.sources.items import ItemsSource
+from tfdist.data.sources.source import Source
 
 if TYPE_CHECKING:
     from tfdist.data.sources.array_record import ArrayRecordSource
@@ -73,7 +72,7 @@ def as_source(examples: Any) -> Source:
         return TfdsSource(*examples)
     _refuse(examples)
     if isinstance(examples, tuple | Mapping) or _is_array(examples):
-        return ItemsSource(RowsOnDisk(examples)) if _is_on_disk(examples) else ArraysSource(examples)
+        return ArraysSource(examples)
     if hasattr(examples, "__len__") and hasattr(examples, "__getitem__"):
         return ItemsSource(examples)
     raise TypeError(
@@ -138,15 +137,6 @@ def _is_py_dataset(examples: Any) -> bool:
 def _is_array(examples: Any) -> bool:
     tensors = (tf.Tensor, tf.Variable, tf.RaggedTensor, tf.SparseTensor)
     return isinstance(examples, tensors) or hasattr(examples, "__array__")
-
-
-def _is_on_disk(examples: Any) -> bool:
-    """Whether an array among these would be read into memory whole to make a tensor of it."""
-    h5py = sys.modules.get("h5py")  # Who has a dataset of it has loaded it.
-    kinds = (np.memmap,) if h5py is None else (np.memmap, h5py.Dataset)
-    found = []
-    map_leaves(lambda _, leaf: found.append(isinstance(leaf, kinds)), examples, "arrays")
-    return any(found)
 
 
 def _refuse(examples: Any) -> None:

@@ -1,5 +1,7 @@
-"""Examples that are rows of arrays in memory."""
+"""Examples that are rows of arrays."""
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ class ArraysSource(Source):
     graph holds another one; tensors on the CPU are taken as they are. The fingerprint looks at shapes and types alone,
     not at the values.
 
+    An `np.memmap` or a dataset of h5py stays on its disk. It costs no memory, and a call of Python for each batch.
+
     Args:
       arrays: NumPy arrays, tensors or what NumPy makes arrays of, in tuples and dicts.
 
@@ -24,21 +28,67 @@ class ArraysSource(Source):
     """
 
     def __init__(self, arrays: Any):
-        self._tensors = map_leaves(_as_tensor, arrays, "arrays")
-        self._length = _common_length(arrays, self._tensors)
-        self.element_spec = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape[1:], x.dtype), self._tensors)
+        self._columns = map_leaves(self._column, arrays, "arrays")
+        self._length = _common_length(arrays, self._columns)
+        self.element_spec = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape[1:], x.dtype), self._columns)
 
     def __len__(self) -> int:
         return self._length
 
     def read(self, indices: tf.Tensor) -> Any:  # noqa: D102
-        return tf.nest.map_structure(lambda x: tf.gather(x, indices), self._tensors)
+        return tf.nest.map_structure(
+            lambda x: x.read(indices) if isinstance(x, _OnDisk) else tf.gather(x, indices), self._columns
+        )
 
     def describe(self, index: int) -> str:  # noqa: D102
-        return f"row {index} of arrays in memory"
+        return f"row {index} of the arrays"
 
     def fingerprint(self) -> str:  # noqa: D102
         return digest("arrays", self._length, self.element_spec)
+
+    def _column(self, name: str, array: Any) -> "tf.Tensor | _OnDisk":
+        return _OnDisk(name, array, self.failure) if _is_on_disk(array) else _as_tensor(name, array)
+
+
+class _OnDisk:
+    """An array whose rows are read from its file.
+
+    Args:
+      name: Of the array.
+      array: An `np.memmap` or a dataset of h5py.
+      failure: Makes the error of a row, of its number and the problem.
+
+    Attributes:
+      shape: Of all rows.
+      dtype: As a tensor.
+    """
+
+    def __init__(self, name: str, array: Any, failure: Callable[[int, str], Exception]):
+        self._name, self._array, self._failure = name, array, failure
+        self.shape, self.dtype = tf.TensorShape(array.shape), _as_tensor(name, array[:1]).dtype
+
+    def read(self, indices: tf.Tensor) -> tf.Tensor:
+        rows = tf.numpy_function(self._read, [indices], self.dtype)
+        rows.set_shape([indices.shape[0], *self.shape[1:]])
+        return rows
+
+    def _read(self, indices: np.ndarray) -> np.ndarray:
+        try:
+            if isinstance(self._array, np.ndarray):
+                return np.asarray(self._array[indices], self.dtype.as_numpy_dtype)
+            ascending, places = np.unique(indices, return_inverse=True)  # h5py takes no others.
+            return np.asarray(self._array[ascending], self.dtype.as_numpy_dtype)[places]
+        except Exception as error:
+            problem = f"cannot be read from {self._name}: {type(error).__name__}: {error}."
+            raise self._failure(indices[0], f"or one of {len(indices) - 1} with it {problem}") from error
+
+
+def _is_on_disk(array: Any) -> bool:
+    """Whether this would be read into memory whole to make a tensor of it."""
+    if isinstance(array, np.memmap):
+        return bool(array.ndim) and array.filename is not None  # What is computed of one has no file.
+    h5py = sys.modules.get("h5py")  # Who has a dataset of it has loaded it.
+    return h5py is not None and isinstance(array, h5py.Dataset) and bool(array.ndim)
 
 
 def _as_tensor(name: str, array: Any) -> tf.Tensor:
@@ -59,15 +109,15 @@ def _as_tensor(name: str, array: Any) -> tf.Tensor:
         ) from error
 
 
-def _common_length(arrays: Any, tensors: Any) -> int:
+def _common_length(arrays: Any, columns: Any) -> int:
     lengths: dict[str, int] = {}
 
-    def note(name: str, tensor: tf.Tensor) -> None:
-        if not tensor.shape.rank:
-            raise ValueError(f"Each array holds one example a row, but {name} is a single value, {tensor.numpy()!r}.")
-        lengths[name] = tensor.shape[0]
+    def note(name: str, column: Any) -> None:
+        if not column.shape.rank:
+            raise ValueError(f"Each array holds one example a row, but {name} is a single value, {column.numpy()!r}.")
+        lengths[name] = column.shape[0]
 
-    map_leaves(note, tensors, "arrays")
+    map_leaves(note, columns, "arrays")
     if not lengths:
         raise ValueError(f"A source needs at least one array, got {arrays!r}.")
     if len(set(lengths.values())) > 1:

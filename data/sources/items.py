@@ -112,35 +112,6 @@ class ItemsSource(Source):
                 yield error
 
 
-class RowsOnDisk:
-    """The rows of arrays as items, of which some are on a disk: `np.memmap`s, datasets of h5py.
-
-    Each row is read by itself. Where they fit into memory, arrays that are there are several times faster:
-    `np.array(memmap)`, `dataset[:]`.
-
-    Args:
-      arrays: In tuples and dicts.
-
-    Raises:
-      ValueError: If they are not equally long.
-    """
-
-    def __init__(self, arrays: Any):
-        self._arrays = arrays
-        lengths: dict[str, int] = {}
-        map_leaves(lambda name, array: lengths.update({name: len(array)}), arrays, "arrays")
-        if len(set(lengths.values())) > 1:
-            counts = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-            raise ValueError(f"Arrays need equally many rows, one for each example, but {counts}.")
-        self._length = next(iter(lengths.values()))
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, row: int) -> Any:
-        return map_leaves(lambda _, array: np.asarray(array[row]), self._arrays, "")
-
-
 def _as_array(value: Any) -> np.ndarray:
     # Left to itself NumPy takes the zeros off the end of bytes.
     return np.array(value, object) if isinstance(value, bytes | str) else np.asarray(value)

@@ -24,8 +24,9 @@ _LATE = (
 )
 _NOT_COME = (
     "Worker {own} on {host} waited up to {seconds:g} s for worker {worker} to begin a `fit` with BackupAndRestore, as "
-    "all do ({said}). Give BackupAndRestore on every worker, not on the chief alone. If that is so, see the log of "
-    "worker {worker}, or raise start_timeout_seconds of tfdist.FaultTolerance and timeout_seconds of the callback."
+    "all do ({said}). See the log of worker {worker}. Give BackupAndRestore on every worker, not on the chief alone; "
+    "if all have it, and `on_train_begin` of other callbacks takes longer on worker {worker}, raise "
+    "start_timeout_seconds of tfdist.FaultTolerance and timeout_seconds of BackupAndRestore."
 )
 
 _made = itertools.count()  # Among several workers: one alone may make more of its own.

@@ -19,6 +19,7 @@ Start = tuple[Any, list[np.ndarray | Digest]]  # the same, but of large arrays d
 
 _COPIED_BYTES = 1 << 20
 
+_OF_PROCESS = ("acquire", "cancel", "close", "is_alive", "savefig", "wait", "write", "writerow")
 _NOT_STATE = ("_model", "params", "_is_tracing", "_writers")  # Two of TensorBoard's: profile and files of one process.
 
 
@@ -26,7 +27,7 @@ class CallbackStates:
     """The plain attributes of callbacks, as far as training changes them.
 
     What is told to `__init__` of a callback and stays so is not saved: a restarted script may say it anew. A callback
-    with both `get_state` and `set_state` says itself what its state is: plain values, see `encode`. Variables,
+    with both `get_state` and `set_state` says itself what its state is: what `encode` takes without layers. Variables,
     generators of random numbers, metrics, layers, lists, deques, dicts and sets are given back in place; of the model's
     own variables nothing is saved here. A warning tells once of what can be saved no more, and of what cannot be saved
     and was `None` or something else at the start.
@@ -155,10 +156,11 @@ def _put_in_place(attributes: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _is_made_anew(value: Any) -> bool:
-    """Whether something is of this process: a function, a module, a file and what else can be closed."""
-    if callable(value) or isinstance(value, types.ModuleType):
+    """Whether something is of this process: a function, a module, a file, a thread, a figure, a time of day."""
+    kind = type(value)  # Not the value: who knows what it does when it is asked for an attribute.
+    if callable(value) or issubclass(kind, types.ModuleType) or kind.__module__ == "datetime":
         return True
-    return any(hasattr(value, name) for name in ("close", "write", "writerow", "acquire"))
+    return any(hasattr(kind, name) for name in _OF_PROCESS)
 
 
 def _kept(now: Plain) -> Start:
@@ -201,9 +203,9 @@ def _speaks_for_itself(callback: Any) -> bool:
     return hasattr(callback, "get_state") and hasattr(callback, "set_state")
 
 
-def _attributes(callback: Any, of_model: Collection[int]) -> Iterator[tuple[str, Plain]]:
+def _attributes(callback: Any, of_model: Collection[int] | None) -> Iterator[tuple[str, Plain]]:
     if _speaks_for_itself(callback):
-        attributes, of_model = {"state": callback.get_state()}, ()
+        attributes, of_model = {"state": callback.get_state()}, None
     else:
         attributes = vars(callback)
     for key, value in list(attributes.items()):  # which a thread of the callback's may change
@@ -211,5 +213,5 @@ def _attributes(callback: Any, of_model: Collection[int]) -> Iterator[tuple[str,
         try:
             if key not in _NOT_STATE:
                 yield key, (encode(value, arrays, of_model), arrays)
-        except (TypeError, RecursionError):
-            continue  # a file, a function: what a new start makes anew
+        except (TypeError, RecursionError, ReferenceError):
+            continue  # a file, a function, a weak proxy: what a new start makes anew

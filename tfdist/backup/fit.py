@@ -81,6 +81,13 @@ class _Process:
     states: CallbackStates | None = None
 
 
+class _Epoch(int):
+    """An epoch that Keras takes for one also if it is the first: it asks for `_initial_epoch or initial_epoch`."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
 _PLACE_SECONDS = 3.0  # Storage that many hosts share may show a file a little late.
 _processes: dict[str, _Process] = {}
 
@@ -196,7 +203,7 @@ class FitBackup(keras.callbacks.Callback):
             self._check_place(chosen["holder"])
             if commit is not None:
                 self._loaded = load(commit, self.model, self._agreement, self._process.finished)
-                self._check_epoch()
+                self._check_batches()
         except (BackupError, OSError) as error:
             fault = f"worker {self._agreement.own} on {socket.gethostname()}: {error}"
         try:
@@ -230,18 +237,11 @@ class FitBackup(keras.callbacks.Callback):
             )
         probe_writing(directory)
 
-    def _check_epoch(self) -> None:
-        """Whether the epoch in which the commit was made comes, with as many batches as are to be passed over."""
+    def _check_batches(self) -> None:
+        """Whether the epoch in which the commit was made has as many batches as are to be passed over."""
         assert self._loaded is not None
         plain, path, steps = self._loaded.plain, self._loaded.commit.path, self._input.batches
-        if plain["fit"] != self._process.finished:
-            return
-        if self._input.first_epoch > plain["epoch"]:
-            raise BackupError(
-                f"The backup {path} was made in epoch {plain['epoch']}, counted from 0, but this `fit` begins with "
-                f"initial_epoch={self._input.first_epoch}. Give it that of then, or another backup_dir."
-            )
-        if not plain["batch"] or not steps:
+        if plain["fit"] != self._process.finished or not plain["batch"] or not steps:
             return
         together = getattr(self.model, "steps_per_execution", 1)  # Keras counts those that the last had no data for.
         if plain["batch"] > -(-steps // together) * together:
@@ -277,7 +277,7 @@ class FitBackup(keras.callbacks.Callback):
             epoch = max(self.params.get("epochs") or 1, 1)
             self.model.stop_training = True
         # The one name with which Keras' own callback tells `fit` where to begin.
-        self.model._initial_epoch = epoch
+        self.model._initial_epoch = _Epoch(epoch)
         # Not a fault, but absl shows no less by default, and nobody should wonder where the first epochs are.
         tell = logging.warning if self._agreement.is_chief else logging.info
         path, number = self._loaded.commit.path, self._process.finished
@@ -304,7 +304,12 @@ class FitBackup(keras.callbacks.Callback):
             )
             return
         if not self._is_done_before:
-            tell("Restored %s: goes on after %d batches of epoch %d.", path, plain["batch"], plain["epoch"] + 1)
+            told = self._input.first_epoch
+            instead = f", not with initial_epoch={told}, which it was told" if told > epoch else ""
+            tell(
+                "Restored %s: goes on after %d batches of epoch %d%s.",
+                *(path, plain["batch"], epoch + 1, instead),
+            )
             return
         self._stand_in = self._loaded if plain["fit"] > number else None
         self._loaded = None

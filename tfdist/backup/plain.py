@@ -14,6 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist import _tf
+
 _PLAIN = (type(None), bool, int, float, str)
 _OPERATIONS = {"keras.ops": keras.ops, "numpy": np}  # monitors hold a comparison
 _SAME_SIZE = {1: np.uint8, 2: np.uint16}  # Python's buffers know no bfloat16
@@ -50,13 +52,14 @@ class AbsentError(Exception):
     """What can only be given back in place is not there."""
 
 
-def encode(value: Any, arrays: list[np.ndarray], left: Collection[int] = ()) -> Any:
+def encode(value: Any, arrays: list[np.ndarray], left: Collection[int] | None = None) -> Any:
     """`value` as JSON; arrays in it are put at the end of `arrays`. Another thread may change it meanwhile.
 
     Args:
       value: To be encoded.
       arrays: Takes those in it.
-      left: By `id`, what others save: it is not looked at, and stays as it is.
+      left: By `id`, what others save: it is not looked at, and stays as it is. `None` if `decode` is told of nothing in
+        its place: what can only be given back in place is refused then, as are layers.
 
     Raises:
       TypeError: If it holds anything but None, bool, int, float, str, bytes, NumPy arrays and scalars of types that
@@ -68,7 +71,7 @@ def encode(value: Any, arrays: list[np.ndarray], left: Collection[int] = ()) -> 
     kind = type(value)
     if kind in _PLAIN:
         return value
-    if id(value) in left:
+    if left is not None and id(value) in left:
         return {"left": None}
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}
@@ -81,27 +84,28 @@ def encode(value: Any, arrays: list[np.ndarray], left: Collection[int] = ()) -> 
         return {"deque": [value.maxlen, [encode(own, arrays, left) for own in list(value)]]}
     for name, group in _GROUPS.items():
         if kind is group:
-            return {name: [encode(own, arrays, left) for own in list(value)]}
+            in_place = left if name in ("list", "tuple") else None  # Members of sets have no places.
+            return {name: [encode(own, arrays, in_place) for own in list(value)]}
     for name, (generator, state, _, _) in _GENERATORS.items():
         if kind is generator:
             return {name: _encode_state(state(value), arrays)}
     if isinstance(value, tf.Variable | keras.Variable):
-        return {"variable": [isinstance(value, keras.Variable), _put(value.numpy(), arrays)]}
+        return {"variable": [isinstance(value, keras.Variable), _put(_value_of(value), arrays)]}
     if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
         return {"tensor": _put(value.numpy(), arrays)}
     if kind is np.ndarray or isinstance(value, np.generic):  # A subclass may hold more, as a mask.
         return {"array" if kind is np.ndarray else "scalar": _put(value, arrays)}
     variables = _variables_of(value)
-    if variables is not None:
+    if variables is not None and left is not None:
         return {"variables": [encode(variable, arrays, left) for variable in variables]}
     for name, module in _OPERATIONS.items():
-        called = getattr(value, "__name__", "")
-        if callable(value) and getattr(module, called, None) is value:
-            return {name: called}
+        for called, operation in list(vars(module).items()) if callable(value) else ():
+            if operation is value:  # Not by its `__name__`: of what is not known here no attribute is looked at.
+                return {name: called}
     raise TypeError(f"{kind.__name__} cannot be saved")
 
 
-def _encode_items(value: Mapping[Any, Any], arrays: list[np.ndarray], left: Collection[int]) -> list[list[Any]]:
+def _encode_items(value: Mapping[Any, Any], arrays: list[np.ndarray], left: Collection[int] | None) -> list[list[Any]]:
     return [[encode(key, arrays), encode(own, arrays, left)] for key, own in list(value.items())]
 
 
@@ -119,6 +123,13 @@ def _put(value: Any, arrays: list[np.ndarray]) -> int:
         raise TypeError(f"{array.dtype} cannot be saved")
     arrays.append(array)
     return len(arrays) - 1
+
+
+def _value_of(variable: tf.Variable | keras.Variable) -> np.ndarray:
+    held = variable.value if isinstance(variable, keras.Variable) else variable
+    if isinstance(held, _tf.SyncOnReadVariable):  # All workers would have to read it, and not all may have it.
+        raise TypeError("a variable of which each replica has its own part cannot be saved")
+    return variable.numpy()
 
 
 def _variables_of(value: Any) -> list[Any] | None:

@@ -26,7 +26,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     Saved are weights, optimizer, loss scale, accumulated gradients, metrics in progress, states of random layers, what
     compression has left behind, the position in the data, Python's and NumPy's global random states, the attributes of
     the other callbacks that have changed, and the history. A restored `fit` that gets the same data in the same order
-    ends with the bits of an unbroken one.
+    ends with the bits of an unbroken one, and begins in the epoch of the backup, whatever `initial_epoch` says.
 
     - Data: `tfdist.data.BalancedSharding` continues at once. Of any other input, the batches of the epoch that were
       trained on (under `steps_per_epoch`: all of the fit) are read and dropped. A `tf.data` pipeline that shuffles anew
@@ -49,8 +49,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
       tensors, variables, metrics, layers and models (as far as the one that trains does not hold them), generators of
       random numbers, and lists, tuples, sets, dicts and deques of them (also Counters, OrderedDicts, and defaultdicts
       of built-in types); a warning tells of others that change. What is large costs a look at all of its bytes with
-      each save. A callback with `get_state` and `set_state` says itself. What callbacks write to files is theirs; that
-      of `tfdist.callbacks.CSVLogger` has each epoch once.
+      each save. A callback with `get_state` and `set_state` says itself, without metrics, layers and models. What
+      callbacks write to files is theirs; that of `tfdist.callbacks.CSVLogger` has each epoch once.
     - Not saved: tables, `tf.Variable`s and generators that Keras does not know, random operations of TensorFlow
       without a state.
     - Several fits in a program, with one `backup_dir` and `delete_checkpoint=False` for all but the last: those that
@@ -83,8 +83,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
       ValueError: If an argument is not among these, or the model is not built.
       BackupError: Before training, if `backup_dir` cannot be written, another job uses it, it has folders of others
         that are named `step-<n>`, or a backup of another model or a newer format, or one made further on in an epoch
-        than epochs are now long, or before `initial_epoch`; if a worker does not begin the fit with this callback, or
-        was told something else.
+        than epochs are now long; if a worker does not begin the fit with this callback, or was told something else.
     """
 
     def __init__(

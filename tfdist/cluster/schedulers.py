@@ -7,7 +7,10 @@ from typing import Any
 from tfdist.cluster.address import checked_port, is_digits
 from tfdist.errors import TFConfigError
 
-__all__ = ["BASE_PORT", "MPI_RANKS", "addresses_on", "expand_counts", "expand_hosts", "mpi_place", "slurm_place"]
+__all__ = [
+    *("BASE_PORT", "MPI_RANKS", "addresses_on", "expand_counts", "expand_hosts", "mpi_place", "slurm_place"),
+    "slurm_port",
+]
 
 BASE_PORT = 12345
 """The port of the first worker of a machine, unless another is asked for."""
@@ -19,13 +22,13 @@ MPI_RANKS = {
 }
 """Variables of Open MPI, MVAPICH and MPICH: how many processes there are, and which of them this one is."""
 
-_JOBS, _PORTS_A_JOB = 1000, 16
+# The first 17 steps of 17 jobs in a row have ports of their own, all below those that Linux gives to connections. Of
+# others that share them on one host, the later is refused.
+_PORTS_A_STEP, _STEPS, _STEPS_A_JOB = 64, 300, 17
 
 
-def slurm_place(environ: Mapping[str, str]) -> tuple[int, list[str], int]:
-    """Which task of a Slurm step this process is, the host of each task, and a port for the first on each host.
-
-    The port is another for another job, but for every thousandth.
+def slurm_place(environ: Mapping[str, str]) -> tuple[int, list[str]]:
+    """Which task of a Slurm step this process is, and the host of each.
 
     Raises:
       TFConfigError: If this is no task of a step, or its tasks are not placed host by host.
@@ -37,6 +40,12 @@ def slurm_place(environ: Mapping[str, str]) -> tuple[int, list[str], int]:
             f"Slurm tells each task of a step of the others, but {', '.join(missing)} is not set here. Start the tasks "
             f"by `srun`, also from a batch script."
         )
+    if environ.get("SLURM_HET_SIZE", "").strip():
+        raise TFConfigError(
+            f"A step of several components does not tell where each task is, and this job has "
+            f"{environ['SLURM_HET_SIZE']} (SLURM_HET_SIZE). Give each a TF_CONFIG; or start them in one component, "
+            f"by `srun --het-group=0 env -u SLURM_HET_SIZE tfdist run --slurm train.py`."
+        )
     nodes = _read("SLURM_STEP_NODELIST", environ, expand_hosts)
     counts = _read("SLURM_STEP_TASKS_PER_NODE", environ, expand_counts)
     if len(nodes) != len(counts):
@@ -46,15 +55,44 @@ def slurm_place(environ: Mapping[str, str]) -> tuple[int, list[str], int]:
             f"sets them."
         )
     hosts = [node for node, count in zip(nodes, counts, strict=True) for _ in range(count)]
-    rank = _rank("SLURM_PROCID", environ, len(hosts))
-    node = _as_number(environ.get("SLURM_NODEID", ""))
-    if node is not None and (node >= len(nodes) or nodes[node] != hosts[rank]):
+    if _as_number(environ.get("SLURM_STEP_NUM_TASKS", "")) not in (None, len(hosts)):
         raise TFConfigError(
-            f"Workers are numbered host by host, but task {rank} of {environ[names[0]]} "
-            f"({environ[names[1]]} tasks) is on host number {node}. Start them by `srun --distribution=block`."
+            f"A step has the tasks of its hosts, but SLURM_STEP_NUM_TASKS is {environ['SLURM_STEP_NUM_TASKS']} and "
+            f"SLURM_STEP_TASKS_PER_NODE {environ[names[1]]} has {len(hosts)}. Leave both as `srun` sets them."
         )
-    job = _as_number(environ.get("SLURM_JOB_ID", "")) or 0
-    return rank, hosts, BASE_PORT + _PORTS_A_JOB * (job % _JOBS)
+    rank = _rank("SLURM_PROCID", environ, len(hosts))
+    _check_by_host(environ, rank, [node for node, count in enumerate(counts) for _ in range(count)])
+    return rank, hosts
+
+
+def slurm_port(environ: Mapping[str, str], hosts: Sequence[str]) -> int:
+    """A port for the first task on each host: another for each job and step that runs at once.
+
+    Raises:
+      TFConfigError: If a host has more tasks than ports.
+    """
+    host = max(dict.fromkeys(hosts), key=hosts.count)
+    if hosts.count(host) > _PORTS_A_STEP:
+        raise TFConfigError(
+            f"A step has {_PORTS_A_STEP} ports on a host, but {host} has {hosts.count(host)} tasks. Give a base port, "
+            f"another to each step that runs at once: `--base-port 20000`."
+        )
+    job, step = (_as_number(environ.get(name, "")) or 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return BASE_PORT + _PORTS_A_STEP * ((job * _STEPS_A_JOB + step) % _STEPS)
+
+
+def _check_by_host(environ: Mapping[str, str], rank: int, nodes: Sequence[int]) -> None:
+    """Refuses tasks that are placed otherwise; `nodes` are those that each should be on."""
+    here = [task for task, node in enumerate(nodes) if node == nodes[rank]]
+    told = [_as_number(task) for task in environ.get("SLURM_GTIDS", "").split(",")]
+    node = _as_number(environ.get("SLURM_NODEID", ""))
+    if node not in (None, nodes[rank]) or (None not in told and set(told) != set(here)):
+        raise TFConfigError(
+            f"Workers are numbered host by host: {environ['SLURM_STEP_NODELIST']} has "
+            f"{environ['SLURM_STEP_TASKS_PER_NODE']} tasks. But task {rank} is on host number "
+            f"{environ.get('SLURM_NODEID', '?')}, with tasks {environ.get('SLURM_GTIDS', '?')}. Start them by "
+            f"`srun --distribution=block`."
+        )
 
 
 def mpi_place(environ: Mapping[str, str], hosts: Sequence[str]) -> tuple[int, list[str]]:

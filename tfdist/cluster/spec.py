@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.cluster.address import is_digits, split_address
-from tfdist.cluster.schedulers import BASE_PORT, addresses_on, mpi_place, slurm_place
+from tfdist.cluster.schedulers import BASE_PORT, addresses_on, mpi_place, slurm_place, slurm_port
 from tfdist.errors import TFConfigError
 
 __all__ = ["DEVICES_PER_WORKER", "ClusterSpec", "is_chief"]
@@ -106,13 +106,16 @@ class ClusterSpec:
         Args:
           environ: The environment, `os.environ` if None.
           base_port: The port of the first worker on each host, the next have the next; None for 12345 and up, another
-            for each job.
+            for each job and step.
 
         Raises:
-          TFConfigError: If this is no task of a step that `srun` has started, or its tasks are not placed host by host.
+          TFConfigError: If this is no task of a step that `srun` has started, its tasks are not placed host by host, or
+            its job has several components.
         """
-        rank, hosts, port = slurm_place(os.environ if environ is None else environ)
-        return cls({"worker": tuple(addresses_on(hosts, port if base_port is None else base_port))}, "worker", rank)
+        environ = os.environ if environ is None else environ
+        rank, hosts = slurm_place(environ)
+        port = slurm_port(environ, hosts) if base_port is None else base_port
+        return cls({"worker": tuple(addresses_on(hosts, port))}, "worker", rank)
 
     @classmethod
     def from_mpi(

@@ -110,7 +110,10 @@ class Agreement:
         Raises:
           ClusterError: If it is not the same place, or a worker does not come.
         """
-        hint = "Restore it from the same checkpoint on all workers, and read from it on all or on none."
+        hint = (
+            "Restore it from the same checkpoint on all workers, and read from it on all or on none. A loop in a graph "
+            "counts what was read ahead: where it ends amid repeated epochs, take its batches by next() outside."
+        )
         self._compare(self._exchange("position", described), "a BalancedSharding in the same place", hint)
 
     def tell_done(self, what: str, failure: str | None) -> None:
@@ -134,14 +137,18 @@ class Agreement:
         with watchdog.section(watchdog.WAITING):
             while said is None:
                 try:
-                    said = self._board.hear(subject, 0, _ASK_SECONDS)
-                except tf.errors.DeadlineExceededError:
-                    check(0)
-                    self._board.check_presence(what)
+                    said = self._hear_chief(subject, what, check)
                 except tf.errors.OpError as error:
                     raise self._without_chief(what, f"the chief is gone: {error.message}") from error
         if said["failure"] is not None:
             raise self._without_chief(what, f"it failed there: {said['failure']}")
+
+    def _hear_chief(self, subject: str, what: str, check: Callable[[int], None]) -> Any:
+        """What the chief says, `None` if nothing for some seconds."""
+        with contextlib.suppress(tf.errors.DeadlineExceededError):
+            return self._board.hear(subject, 0, _ASK_SECONDS)
+        check(0)
+        return self._board.last_word(subject, 0, what, 0) if self._board.is_over(0) else None
 
     def _without_chief(self, what: str, why: str) -> ClusterError:
         return ClusterError(

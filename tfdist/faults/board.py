@@ -5,7 +5,6 @@ import json
 import socket
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import tensorflow as tf
@@ -14,10 +13,13 @@ from absl import logging
 from tfdist import _tf
 from tfdist.errors import ClusterError
 
-__all__ = ["DONE", "Board"]
+__all__ = ["DONE", "OVER", "Board"]
 
 DONE = "done"
 """The subject on which a worker says at its end whether it is done."""
+
+OVER = "over"
+"""The subject that names the worker whose program was over first, if one is; in worker 0's place, whoever it is."""
 
 _LOOK_SECONDS = 0.5  # For an answer that is there.
 _ASK_SECONDS = 5.0  # Whether the program of who is waited for is over.
@@ -85,13 +87,40 @@ class Board:
             with contextlib.suppress(tf.errors.OpError):
                 self.report_error(message)
             with contextlib.suppress(tf.errors.OpError):
-                self.say(DONE, False, worker)
+                self.say_over(False, worker)
+
+    def say_over(self, done: bool, worker: int | None = None) -> None:
+        """Says that a program is over. Costs three messages.
+
+        Args:
+          done: Whether it is done.
+          worker: Whose program, if it is another's that cannot say so any more.
+
+        Raises:
+          tf.errors.OpError: If the service is out of reach.
+        """
+        self.say(DONE, done, worker)
+        over = json.dumps(self.worker if worker is None else worker)
+        with contextlib.suppress(tf.errors.AlreadyExistsError):
+            _tf.context.context().set_config_key_value(_key(OVER, 0), over)
 
     def absent(self) -> int | None:
-        """A worker whose program is over, done or not; `None` if none is heard of. Costs a message for each other."""
-        with ThreadPoolExecutor(16) as pool:
-            over = list(pool.map(self._is_over, self.others))
-        return next((worker for worker, is_over in zip(self.others, over, strict=True) if is_over), None)
+        """Another worker whose program is over, done or not; `None` if none is heard of.
+
+        Costs a message, however many workers there are: all that wait may ask worker 0 at once.
+        """
+        with contextlib.suppress(tf.errors.OpError):
+            first = int(self.hear(OVER, 0, _LOOK_SECONDS))
+            return first if first != self.worker else None
+        return None
+
+    def is_over(self, worker: int) -> bool:
+        """Whether a worker's program is over, done or not, as far as that is heard of. Costs a message."""
+        try:
+            self.hear(DONE, worker, _LOOK_SECONDS)
+        except tf.errors.OpError:
+            return False
+        return True
 
     def in_vain(self, what: str, absent: int) -> str:
         """Says that this worker waits in vain in `what`, in which all have a part, as the program of one is over."""
@@ -101,15 +130,23 @@ class Board:
             f"tfdist.cluster.is_chief():`. The log of worker {absent} may say why it ended."
         )
 
-    def check_presence(self, what: str) -> None:
-        """Returns if all workers may still come to `what`, in which all have a part.
+    def last_word(self, subject: str, worker: int, what: str, absent: int) -> Any:
+        """What a worker has said, perhaps just before the program of one was over.
+
+        Args:
+          subject: The name of the subject.
+          worker: Whose word is waited for.
+          what: That, in words.
+          absent: Whose program is over, which was found out before: who is healthy ends after it has been waited for.
 
         Raises:
-          ClusterError: If the program of one is over.
+          ClusterError: If it has said nothing.
+          tf.errors.OpError: If the service is out of reach.
         """
-        absent = self.absent()
-        if absent is not None:
-            raise ClusterError(self.in_vain(what, absent))
+        try:
+            return self.hear(subject, worker, _LOOK_SECONDS)
+        except tf.errors.DeadlineExceededError as error:
+            raise ClusterError(self.in_vain(what, absent)) from error
 
     def exchange(self, subject: str, what: Any, timeout_seconds: float) -> Mapping[int, Any]:
         """Says something once in a process, and hears what all say.
@@ -134,15 +171,10 @@ class Board:
         while (left := deadline - time.monotonic()) > _ASK_SECONDS:
             with contextlib.suppress(tf.errors.DeadlineExceededError):
                 return self.hear(subject, worker, _ASK_SECONDS)
-            self.check_presence(f"a comparison ({subject})")
+            absent = self.absent()
+            if absent is not None:
+                return self.last_word(subject, worker, f"a comparison ({subject})", absent)
         return self.hear(subject, worker, max(0.1, left))
-
-    def _is_over(self, worker: int) -> bool:
-        try:
-            self.hear(DONE, worker, _LOOK_SECONDS)
-        except tf.errors.OpError:
-            return False
-        return True
 
 
 def _key(subject: str, worker: int) -> str:

@@ -94,7 +94,7 @@ def _leave(board: Board, lifelines: Lifelines, timeout_seconds: float, pid: int)
             _report(board, error)
     may_leave = False
     try:
-        board.say(DONE, done)
+        board.say_over(done)
         may_leave = done and _wait_for_others(board, timeout_seconds)
     except tf.errors.DeadlineExceededError:
         may_leave = True  # Who is not done may be busy for long, as the chief that saves alone.

@@ -112,9 +112,9 @@ class _Wait:
         if now - self._start > self._timeout_seconds:
             raise ClusterError(
                 f"All {self._cluster.num_workers} workers must come within {self._timeout_seconds:g} s, but {come} "
-                f"came; missing: {names}. This is {self._cluster.describe()} on {socket.gethostname()}. Start the "
-                "missing, see their logs, check that worker 0's port is open to them, or raise start_timeout_seconds "
-                "of tfdist.FaultTolerance."
+                f"came; missing: {names}, or two processes have the same index in TF_CONFIG. This is "
+                f"{self._cluster.describe()} on {socket.gethostname()}. Start the missing, see their logs, check that "
+                "worker 0's port is open to them, or raise start_timeout_seconds of tfdist.FaultTolerance."
             )
         if now - self._said > _LOG_SECONDS:
             self._said = now

@@ -64,8 +64,9 @@ def install(strategy: Any, reports: Any = None, is_under_way: Callable[[], bool]
     `preemption_timeout_seconds`, say since a worker is gone, the process leaves with `PREEMPTED` all the same: it loses
     the steps since the newest backup. Handlers of before are called when the process leaves.
 
-    Call it in the main thread; elsewhere it warns and does nothing, as Python takes handlers from no other. Trainings
-    may be nested: the first has the deadlines, and each that is installed is asked.
+    Call it in the main thread; elsewhere it does nothing, as Python takes handlers from no other, and says so in the
+    log where there are reports of a strategy. Trainings may be nested: the first has the deadlines, and each that is
+    installed is asked.
 
     Args:
       strategy: Of the training.
@@ -78,7 +79,8 @@ def install(strategy: Any, reports: Any = None, is_under_way: Callable[[], bool]
     """
     global _installed
     if threading.current_thread() is not threading.main_thread():
-        logging.warning("Preemption is not handled: signal handlers can only be set in the main thread.")
+        if not isinstance(reports, LoneReports):
+            logging.warning("Preemption is not handled: signal handlers can only be set in the main thread.")
         return None
     if _installed is None:
         _installed = _Preemption(options_of(strategy))
@@ -108,9 +110,15 @@ def options_of(strategy: Any) -> FaultTolerance:
 
 
 def _forget_in_child() -> None:
-    """A forked child hears signals as this process did before; else it would not, and its parent would."""
-    if _installed is not None:
-        _installed.give_back()
+    """A forked child hears signals as this process did before; else it would not, and its parent would.
+
+    It has ends of the parent's pipe, by which it could tell the parent's thread to end.
+    """
+    global _installed
+    forgotten, _installed = _installed, None
+    if forgotten is not None:
+        forgotten.give_back()
+        forgotten.close_pipe()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
@@ -192,14 +200,17 @@ class _Preemption:
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._earlier_fd, warn_on_full_buffer=False)
 
+    def close_pipe(self) -> None:
+        os.close(self._writer)
+        os.close(self._reader)
+
     def close(self) -> None:
         self.give_back()
         self._closing.set()
         os.write(self._writer, b"\0")
         self._thread.join(_JOIN_SECONDS)  # It may wait for a lock of the main thread, which a signal has interrupted.
         if not self._thread.is_alive():
-            os.close(self._writer)
-            os.close(self._reader)
+            self.close_pipe()
         while self._watches:
             self.unwatch(None)
         self._stop_clock()

@@ -44,12 +44,14 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist import _tf
+from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
 from tfdist.exit_codes import STALLED
 from tfdist.failure_report import is_supervised, write_report
 from tfdist.faults.board import Board
 
 __all__ = [
+    "Alone",
     "Creations",
     "Patience",
     "Watchdog",
@@ -83,7 +85,7 @@ _sections: list[str] = []
 _moves = 0
 _iterators: set[int] = set()  # Those from which Keras reads what a strategy splits.
 _calls: list["_Call"] = []  # for which this worker waits
-_made = itertools.count()  # Watchdogs of this process, as many and in the same order on all workers.
+_made = itertools.count()  # Watchdogs that meet others, as many and in the same order on all workers.
 
 
 @contextlib.contextmanager
@@ -155,10 +157,27 @@ class Creations:
             self.since = None
 
 
+class Alone(Board):
+    """The board of a worker that trains without others, though they may run beside it.
+
+    Args:
+      worker: Which worker of its cluster this is.
+    """
+
+    def __init__(self, worker: int) -> None:
+        super().__init__(worker, 1)
+
+    @property
+    def others(self) -> list[int]:
+        """None."""
+        return []
+
+
 def start(strategy: Any, board: Board, creations: Creations) -> None:
     """Watches the training of a strategy for as long as it lives, in threads of its own.
 
-    Costs two messages to worker 0 every two seconds, and a look at the stacks of this process every second.
+    Costs two messages to worker 0 every two seconds, three while it waits, and a look at the stacks of this process
+    every second.
     """
     Watchdog(strategy, board, Patience(strategy.fault_tolerance.stall_timeout_seconds), creations).start()
 
@@ -166,7 +185,8 @@ def start(strategy: Any, board: Board, creations: Creations) -> None:
 def start_alone(strategy: Any) -> None:
     """Watches the training of a strategy of one worker, if `tfdist run` is there to start it again."""
     if is_supervised():
-        start(strategy, Board(0, 1), Creations())
+        cluster = ClusterSpec.from_env()
+        start(strategy, Alone(cluster.worker_id if cluster else 0), Creations())
 
 
 class Patience:
@@ -275,7 +295,7 @@ class Watchdog:
         self._strategy = weakref.ref(strategy)
         self._creations = creations
         self._start_timeout_seconds = strategy.fault_tolerance.start_timeout_seconds
-        self._subject = f"position-{next(_made)}"
+        self._subject = f"position-{next(_made)}" if board.others else "position"
         self._board = board
         self._patience = patience
         self._position: dict[str, Any] = {"step": 0, "section": None, "may_take_long": False, "looks": 0}
@@ -378,7 +398,11 @@ class Watchdog:
         """Lets a call fail to which another worker cannot come any more; takes note if it is a step of `fit`."""
         now = time.monotonic()
         for call in _calls[-1:]:
-            if not call.fault and now - call.since > _ABSENCE_SECONDS and (absent := self._board.absent()) is not None:
+            if call.fault or now - call.since <= _ABSENCE_SECONDS:
+                continue
+            absent = self._board.absent()
+            # Else the call came to its end meanwhile, and then the other's program.
+            if absent is not None and call in _calls:
                 call.fault = self._board.in_vain(call.what, absent)
                 self._board.report_error(call.fault)
         step, is_late = self._position["step"], self._patience.waited_seconds > _ABSENCE_SECONDS

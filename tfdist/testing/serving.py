@@ -1,5 +1,6 @@
 """The worker's side of a `WorkerPool`: prepares the process, then answers calls until the parent is gone."""
 
+import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -8,6 +9,7 @@ import os
 import pickle
 import queue
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -48,6 +50,7 @@ def serve(fd: int, num_devices: int, deadly_parent: int | None) -> None:
         message = calls.get()
         if isinstance(reply, Returned):  # else this process could not be prepared, which is the answer to any call
             reply = _answer(index, functools.partial(_call, message))
+            _remove_generated()
         connection.send_bytes(pickle.dumps(reply))
 
 
@@ -93,6 +96,14 @@ def _call(message: bytes) -> Any:
             f"can import: not in a notebook, `python -c` or standard input."
         ) from error
     return fn(*args, **kwargs)
+
+
+def _remove_generated() -> None:
+    """Removes what AutoGraph has written, and has loaded: it does so at exit, before which workers are killed."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("__autograph_generated_file"):
+            with contextlib.suppress(OSError):
+                os.remove(str(module.__file__))
 
 
 def _answer(index: int, call: Callable[[], Any]) -> Returned | Raised:
