@@ -170,7 +170,7 @@ def let_go(placement):
     def references(use, **options):
         sharding, data = distributed(strategy, arrays(), **options)
         use(data)
-        return [weakref.ref(sharding), weakref.ref(sharding.source._tensors[0])]
+        return [weakref.ref(sharding), weakref.ref(sharding.source._columns[0])]
 
     made = [
         *references(lambda data: model.evaluate(data, verbose=0)),

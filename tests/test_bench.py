@@ -181,6 +181,7 @@ def measure_with_a_deadline():
     return len(rows), left
 
 
+@pytest.mark.exhaustive
 def test_once_all_have_met_the_chief_s_deadline_counts(pools):
     (of_chief, nothing), (of_other, (left,)) = pools("2x1").run(measure_with_a_deadline)
     assert of_chief == of_other == 1 and nothing == [] and 900 < left < 1010

@@ -832,7 +832,7 @@ fit(build(), keras.callbacks.LambdaCallback(on_train_batch_end=leave))
     ("body", "what", "expected"),
     [
         pytest.param(EVALUATES, "`evaluate`", 1, id="evaluates"),
-        pytest.param(TRAINS, "each step of a `fit`", STALLED, id="trains"),
+        pytest.param(TRAINS, "each step of a `fit`", STALLED, id="trains", marks=pytest.mark.exhaustive),
         pytest.param(BUILDS, "the making of variables", 1, id="builds", marks=pytest.mark.exhaustive),
         pytest.param(COMPARES, "a comparison (sharding", 1, id="compares", marks=pytest.mark.exhaustive),
     ],
