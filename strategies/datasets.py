@@ -1,4 +1,4 @@
-"""Datasets as Keras takes them: looked into without reading from them, knowing for what they are read, not tuned."""
+"""Datasets as Keras takes them: looked into without reading, knowing for what they are read, by whom, not tuned."""
 
 import functools
 import weakref
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from tfdist import _tf
 from tfdist.errors import ScopeError
@@ -42,6 +43,60 @@ def alike_on_workers(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options.experimental_distribute.auto_shard_policy = policies.DATA
     options.deterministic = True
     return dataset.with_options(options)
+
+
+def made_by(dataset_fn: Callable[[Any], Any], context: tf.distribute.InputContext) -> Any:
+    """What a dataset function gives, if it is none in which a sharding would be read past the strategy.
+
+    Raises:
+      ValueError: If it is what a call of a `BalancedSharding` gave, or reads from one that another worker's call gave.
+    """
+    dataset = dataset_fn(context)
+    read = [each for each in _tf.datasets_read_by(dataset) if _is_of_sharding(each)]
+    if any(each is dataset for each in read):
+        raise ValueError(
+            "A strategy hands out the batches of a BalancedSharding itself, but the dataset function calls one: nobody "
+            "would know what is trained on. Pass the sharding itself, with no function around it: "
+            "strategy.distribute_datasets_from_function(sharding)."
+        )
+    if any(_who_reads(getattr(each, "context", None)) != _who_reads(context) for each in read):
+        raise ValueError(
+            "A dataset function calls a BalancedSharding without the context that it was given, so that each worker "
+            "would read rows of others. Call `sharding(context)`; or pass the sharding itself: "
+            "strategy.distribute_datasets_from_function(sharding)."
+        )
+    if read:
+        logging.log_first_n(
+            logging.WARN,
+            "A dataset function composes datasets of a BalancedSharding, of which nobody says what is trained on: "
+            "shares stay as they are, its position counts epochs that were read, and `predict` reads in the order of "
+            "training, unless it is called with training=False. Where the sharding alone will do, pass it to "
+            "strategy.distribute_datasets_from_function(sharding).",
+            1,
+        )
+    return dataset
+
+
+def _is_of_sharding(dataset):
+    return hasattr(getattr(dataset, "sharding", None), "for_strategy")
+
+
+def _who_reads(context):
+    return context and (context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync)
+
+
+def check_reads_no_sharding(dataset: Any) -> None:
+    """Refuses what was asked of a sharding beside the strategy: its batches are not split among workers.
+
+    Raises:
+      ValueError: If it reads from one.
+    """
+    if any(map(_is_of_sharding, _tf.datasets_read_by(dataset))):
+        raise ValueError(
+            "A strategy hands out the batches of a BalancedSharding itself, but was given a dataset that a call of the "
+            "sharding made: each worker would read all of it. Give `fit`, `evaluate` and `predict` what "
+            "strategy.distribute_datasets_from_function(sharding) makes."
+        )
 
 
 def _untuned_on_devices(iterator: Any) -> Any:

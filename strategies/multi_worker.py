@@ -26,10 +26,10 @@ from tfdist.faults.lifelines import Lifelines
 from tfdist.strategies import variables
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.launcher import carrier_of
-from tfdist.strategies.communication import policy_of
 from tfdist.strategies.compression import Codec
 from tfdist.strategies.datasets import BalancedDataset
 from tfdist.strategies.devices import make_virtual_devices
+from tfdist.strategies.policy import policy_of
 from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy, variables_of
 
 # What unlike processors make of equal steps stays below; another file, or another epoch, is above.

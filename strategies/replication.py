@@ -9,7 +9,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from absl import logging
 
 from tfdist import _tf
 from tfdist.errors import CompiledCollectivesError, LossScaleError, ScopeError
@@ -20,8 +19,17 @@ from tfdist.strategies.chief_alone import check_in_company
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.all_reduce import symbolic_tensors
 from tfdist.strategies.collectives.sparse import sum_duplicates
-from tfdist.strategies.communication import Communication, check_opted_out_inside, is_uncompressed, policy_of
-from tfdist.strategies.datasets import BalancedDataset, PeekableDataset, alike_on_workers, is_read_by_all, untuned
+from tfdist.strategies.communication import Communication
+from tfdist.strategies.datasets import (
+    BalancedDataset,
+    PeekableDataset,
+    alike_on_workers,
+    check_reads_no_sharding,
+    is_read_by_all,
+    made_by,
+    untuned,
+)
+from tfdist.strategies.policy import check_opted_out_inside, is_uncompressed, policy_of
 from tfdist.strategies.report import StepReports
 
 _KERAS_PREDICT_STEP = "one_step_on_data"
@@ -98,7 +106,7 @@ class ReplicatedStrategy:
         """
         self.extended.check_in_company()
         if self.extended._num_workers > 1:
-            _check_reads_no_sharding(dataset)
+            check_reads_no_sharding(dataset)
         if not _tf.called_by_keras_trainer():
             return super().experimental_distribute_dataset(dataset, options)
         if _tf.keras_made_dataset():
@@ -129,7 +137,7 @@ class ReplicatedStrategy:
             without its context.
         """
         if not hasattr(dataset_fn, "attach"):
-            return super().distribute_datasets_from_function(functools.partial(_made_by, dataset_fn), options)
+            return super().distribute_datasets_from_function(functools.partial(made_by, dataset_fn), options)
         dataset_fn.attach(self.reports)
         if not any(known is dataset_fn for known in self.shardings):
             self._shardings = [weakref.ref(sharding) for sharding in [*self.shardings, dataset_fn]]
@@ -256,51 +264,6 @@ def variables_of(model: keras.Model) -> list[keras.Variable]:
 def _optimizer_variables(model):
     optimizer = getattr(model, "optimizer", None)
     return optimizer.variables if optimizer else []
-
-
-def _made_by(dataset_fn, context):
-    dataset = dataset_fn(context)
-    read = [each for each in _tf.datasets_read_by(dataset) if _is_of_sharding(each)]
-    if any(each is dataset for each in read):
-        raise ValueError(
-            "A strategy hands out the batches of a BalancedSharding itself, but the dataset function calls one: nobody "
-            "would know what is trained on. Pass the sharding itself, with no function around it: "
-            "strategy.distribute_datasets_from_function(sharding)."
-        )
-    if any(_who_reads(getattr(each, "context", None)) != _who_reads(context) for each in read):
-        raise ValueError(
-            "A dataset function calls a BalancedSharding without the context that it was given, so that each worker "
-            "would read rows of others. Call `sharding(context)`; or pass the sharding itself: "
-            "strategy.distribute_datasets_from_function(sharding)."
-        )
-    if read:
-        logging.log_first_n(
-            logging.WARN,
-            "A dataset function composes datasets of a BalancedSharding, of which nobody says what is trained on: "
-            "shares stay as they are, its position counts epochs that were read, and `predict` reads in the order of "
-            "training, unless it is called with training=False. Where the sharding alone will do, pass it to "
-            "strategy.distribute_datasets_from_function(sharding).",
-            1,
-        )
-    return dataset
-
-
-def _is_of_sharding(dataset):
-    return hasattr(getattr(dataset, "sharding", None), "for_strategy")
-
-
-def _who_reads(context):
-    return context and (context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync)
-
-
-def _check_reads_no_sharding(dataset):
-    """Refuses what was asked of a sharding beside the strategy: its batches are not split among workers."""
-    if any(map(_is_of_sharding, _tf.datasets_read_by(dataset))):
-        raise ValueError(
-            "A strategy hands out the batches of a BalancedSharding itself, but was given a dataset that a call of the "
-            "sharding made: each worker would read all of it. Give `fit`, `evaluate` and `predict` what "
-            "strategy.distribute_datasets_from_function(sharding) makes."
-        )
 
 
 def _is_compiled():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.strategies.communication import policy_of, sum_of
+from tfdist.strategies.communication import sum_of
 from tfdist.strategies.compression import (
     NAMES,
     BFloat16,
@@ -22,6 +22,7 @@ from tfdist.strategies.compression import (
     WordCodec,
     from_name,
 )
+from tfdist.strategies.policy import policy_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,8 @@ from tfdist.cluster import ClusterSpec
 from tfdist.cluster.address import split_address
 from tfdist.errors import ClusterError
 from tfdist.launch.memory import free_memory
-from tfdist.strategies.communication import policy_of
 from tfdist.strategies.compression import NAMES
+from tfdist.strategies.policy import policy_of
 
 __all__ = [
     "COMPRESSIONS",
