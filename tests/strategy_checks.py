@@ -541,6 +541,15 @@ def counts_around_the_end_of_data(placement, kind):
     return counts
 
 
+def numbers_of_variables(placement):
+    """What Python makes of variables of one number, of several kinds."""
+    with strategy(placement).scope():
+        optimizer = keras.optimizers.SGD(0.25)
+        metric = keras.metrics.Sum()
+    metric.update_state([3.0])
+    return [float(optimizer.learning_rate), int(optimizer.iterations), float(metric.total)]
+
+
 def reductions_after_unequal_counts(placement):
     """What a step that failed halfway leaves behind, then reductions outside of a step and in one."""
     place = strategy(placement)

@@ -77,6 +77,10 @@ def test_reductions_of_users_are_exact(placement, pools):
         np.testing.assert_array_equal(gathered, [0, 1, 10, 11])
 
 
+def test_variables_of_one_number_are_numbers_to_python(pools):
+    assert pools("1x2").run(checks.numbers_of_variables, "1x2") == [[0.25, 0, 3.0]]
+
+
 @pytest.mark.parametrize(("placement", "devices"), [("1x2", (2, 2)), ("2x1", (1, 2)), ("2x2", (2, 4))])
 def test_all_devices_of_a_worker_are_used(placement, devices, pools):
     assert set(pools(placement).run(checks.number_of_devices, placement)) == {devices}
