@@ -7,7 +7,6 @@ import os
 import random
 import socket
 import time
-import weakref
 import zlib
 
 import keras
@@ -30,7 +29,7 @@ from tfdist.strategies.compression import Codec
 from tfdist.strategies.datasets import BalancedDataset
 from tfdist.strategies.devices import make_virtual_devices
 from tfdist.strategies.policy import policy_of
-from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy, variables_of
+from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy, Use, variables_of
 
 # What unlike processors make of equal steps stays below; another file, or another epoch, is above.
 _ROUNDING = 1e-3
@@ -92,8 +91,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 self.reduce("SUM", tf.ones([]), axis=None)  # Each fetches from another, what a broadcast does not try.
                 _share_seed(self)
             watchdog.start(self, extended.board, extended.creations)
-            self._was_entered = False
-            atexit.register(_warn_if_never_entered, weakref.ref(self))
+            self._use = Use()  # What is above is no use of it.
+            if extended.should_checkpoint:
+                atexit.register(_warn_if_unused, self._use, extended._num_workers, type(self).__name__)
         else:
             watchdog.start_alone(self)
 
@@ -112,11 +112,15 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             held = functools.partial(variables.checksums, variables_of(step.model))
             self.extended.agreement.on_model(step.model, held)
 
-    def _begin_fit(self, model, callbacks):
+    def _begin_fit(self, model, fit):
         if self.extended._num_workers == 1:
             return
         if self.extended.should_checkpoint:
-            _warn_of_writers(callbacks)
+            _warn_of_writers(fit.callbacks)
+        on_all = [type(each).__name__ for each in fit.callbacks if getattr(each, "runs_on_all_workers", False)]
+        arguments = [*fit.arguments, f"{', '.join(on_all) or 'none'} of the callbacks that all need"]
+        if len(set(self._of_all_workers(zlib.crc32(repr(arguments).encode())))) > 1:
+            self.extended.agreement.on_fit(arguments)
         if self.extended.agreement.has_compared(model):
             self._check_still_alike(model)
         sharding = getattr(_tf.dataset_of(_tf.epochs_of_beginning_fit()), "sharding", None)
@@ -343,19 +347,14 @@ def _warn_of_writers(callbacks):
         logging.warning("Keras' own %s on all workers: they write the same files. Take tfdist.callbacks'.", names)
 
 
-def _warn_if_never_entered(strategy):
-    """Says what a forgotten `with strategy.scope():` means: nothing else tells training alone from training together.
-
-    Args:
-      strategy: A weak reference to it.
-    """
-    made = strategy()
-    if made is not None and not made._was_entered and made.extended.should_checkpoint:
+def _warn_if_unused(use, workers, name):
+    """Says what a forgotten `with strategy.scope():` means: nothing else tells training alone from training together."""
+    if not use.began:
         logging.warning(
             "%d workers have met in a %s whose scope() was never entered: whatever they trained, each trained by "
             "itself. Make and compile the model inside `with strategy.scope():`.",
-            made.extended._num_workers,
-            type(made).__name__,
+            workers,
+            name,
         )
 
 

@@ -655,6 +655,23 @@ def reads_other_batches_than_others(placement, kind):
         return str(error)
 
 
+def fits_unlike_others(placement, folder, kind):
+    """What a worker is told whose `fit` is not what it is on another."""
+    x, first = np.ones((8, 4), "float32"), own_index() == 0
+    with strategy(placement).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    given = {
+        "epochs": {"epochs": 2 if first else 3},
+        "validation": {} if first else {"validation_data": (x, x[:, :1])},
+        "backup": {"callbacks": [tfdist.callbacks.BackupAndRestore(folder)] if first else []},
+    }[kind]
+    try:
+        model.fit(x, x[:, :1], verbose=0, **given)
+    except tfdist.errors.ClusterError as error:
+        return str(error)
+
+
 def warnings_of_callbacks(placement, folder):
     """What this worker says as a `fit` begins with each of Keras' callbacks, and tfdist's, that write a file."""
     with strategy(placement).scope():

@@ -803,10 +803,14 @@ def test_a_worker_that_is_done_does_not_end_as_if_all_were_when_another_fails(fa
         f"""
         import os, pathlib, signal, time
         import tfdist
-        strategy = tfdist.MultiWorkerMirroredStrategy()
-        if strategy.extended._id_in_cluster == {failing}:
-            strategy.extended.board.hear("done", {1 - failing}, 30)
-            {how}
+
+        def main():
+            strategy = tfdist.MultiWorkerMirroredStrategy()
+            if strategy.extended._id_in_cluster == {failing}:
+                strategy.extended.board.hear("done", {1 - failing}, 30)
+                {how}
+
+        main()
         """
     )
     codes = job.wait()

@@ -238,6 +238,19 @@ def test_workers_that_read_unlike_numbers_of_batches_are_named(kind, batches, po
         assert "worker 0 has {}, worker 1 has {}".format(*batches) in message
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("epochs", "worker 0 has epochs=2, worker 1 has epochs=3"),
+        ("validation", "worker 0 has no validation_data, worker 1 has validation_data"),
+        ("backup", "worker 0 has BackupAndRestore of the callbacks that all need, worker 1 has none"),
+    ],
+)
+def test_workers_that_fit_unlike_others_are_named(kind, words, pools, tmp_path):
+    for message in pools("2x1").run(checks.fits_unlike_others, "2x1", str(tmp_path / "backup"), kind):
+        assert words in message
+
+
 def test_the_chief_warns_of_callbacks_that_write_the_same_file_on_all_workers(pools, tmp_path):
     (said,), of_other = pools("2x1").run(checks.warnings_of_callbacks, "2x1", str(tmp_path))
     assert "CSVLogger" in said and of_other == []
