@@ -272,6 +272,13 @@ def _join(cluster_resolver, options, connect):
     named = ClusterSpec.from_env()
     if named is not None:
         _check_alike(named, cluster)
+    if _tf.runtime_has_started() and _tf.context.context().coordination_service is None:
+        raise ClusterError(
+            "A strategy of many workers must be made before TensorFlow's runtime starts, which joins the cluster then, "
+            f"but it has started: a tensor, a variable, a layer or a dataset was made before. This is "
+            f"{cluster.describe()} on {socket.gethostname()}. Move `tfdist.MultiWorkerMirroredStrategy()` to the top, "
+            "right after the imports."
+        )
     if _tf.context.context().coordination_service is None:
         check_bindable(cluster, pod_seconds=options.start_timeout_seconds)
     if named is None:
@@ -348,7 +355,7 @@ def _warn_of_writers(callbacks):
 
 
 def _warn_if_unused(use, workers, name):
-    """Says what a forgotten `with strategy.scope():` means: nothing else tells training alone from training together."""
+    """Says what a forgotten `with strategy.scope():` means, which nothing else tells from training together."""
     if not use.began:
         logging.warning(
             "%d workers have met in a %s whose scope() was never entered: whatever they trained, each trained by "

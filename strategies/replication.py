@@ -202,7 +202,7 @@ class ReplicatedStrategy:
         metrics.check_states(step.model)
 
     def _begin_fit(self, model, fit):
-        """Compares what a `fit` begins with on all workers: arguments, a model that was trained before, its position."""
+        """Compares what a `fit` begins with on all workers: arguments, a model trained before, its position."""
 
     def _check_batches(self, epochs):
         """Compares the numbers of batches of what all workers read, for epochs that Keras is about to begin."""

@@ -182,6 +182,7 @@ __all__ = [
     "put_losses_back",
     "python_function_of",
     "regroup",
+    "runtime_has_started",
     "set_cardinality",
     "set_global_seed_generator",
     "tf_convert",
@@ -335,6 +336,14 @@ def keras_model_to_build() -> keras_trainer.TensorFlowTrainer | None:
     frame = sys._getframe(2)
     builds = frame.f_code is keras_trainer.TensorFlowTrainer._maybe_symbolic_build.__code__
     return frame.f_locals["self"] if builds else None
+
+
+def runtime_has_started() -> bool:
+    """Whether TensorFlow has its devices, and can join no cluster any more.
+
+    Without it: a strategy that is made too late raises a RuntimeError that names neither it nor what to do.
+    """
+    return context.context()._context_handle is not None
 
 
 class BeginningFit(NamedTuple):
