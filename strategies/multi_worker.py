@@ -35,7 +35,10 @@ from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy
 _ROUNDING = 1e-3
 
 # Of Keras' callbacks, which each worker would run.
-_WRITERS = (keras.callbacks.BackupAndRestore, keras.callbacks.CSVLogger, keras.callbacks.ModelCheckpoint)
+_WRITERS = (
+    *(keras.callbacks.BackupAndRestore, keras.callbacks.CSVLogger),
+    *(keras.callbacks.ModelCheckpoint, keras.callbacks.TensorBoard),
+)
 
 # TensorFlow packs what it sends into strings of so many bytes, 4096 unless told: see grpc_worker_service.cc. From
 # the 128 KiB of glibc on, the kernel would map and clear each string anew.
