@@ -477,7 +477,24 @@ def _optimizer_alone(placement):
     model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
 
 
+def _gradients_of_other_variables(placement):
+    """A loop that is not traced, under a plain optimizer: each replica takes its own path through Python."""
+    place = strategy(placement)
+    with place.scope():
+        variables = [keras.Variable([1.0], name=name) for name in ("common", "even", "odd")]
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(variables)
+
+    def step():
+        odd = int(tf.distribute.get_replica_context().replica_id_in_sync_group) % 2
+        gradients = [tf.ones([1]), None if odd else tf.ones([1]), tf.ones([1]) if odd else None]
+        optimizer.apply(gradients, variables)
+
+    place.run(step)
+
+
 mistakes = {
+    "gradients of other variables": _gradients_of_other_variables,
     "optimizer that exchanges nothing": _optimizer_alone,
     "loss scaling": _loss_scaling,
     "jit_compile": _compiled,

@@ -34,6 +34,7 @@ IN_ONE_PROCESS = (
     "python_functions",
     "predict_other_than_rows",
     "values_looked_at_eagerly",
+    "parts_of_unlike_kinds_for_some_rows_eagerly",
     "an_output_more_in_training",
     "input_words",
 )
@@ -81,6 +82,7 @@ ALIKE_ON_WORKERS = (
     "two_models",
     "variational_model_without_a_call",
     "input_words",
+    "parts_for_some_rows_eagerly",
 )
 assert {*HIERARCHY, *IN_ONE_PROCESS, *OPTIMIZERS, *ALIKE_ON_WORKERS} <= ROWS.keys()
 WORKERS = [

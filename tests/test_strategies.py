@@ -220,6 +220,7 @@ def test_deterministic_operations_alone_suffice():
         ("compression", "ValueError", "'powersgd'"),
         ("loss scaling", "LossScaleError", "strategy.distributed_optimizer"),
         ("optimizer that exchanges nothing", "ValueError", "`update_step`"),
+        ("gradients of other variables", "ValueError", "those of 'even', 'odd' are None on some"),
     ],
 )
 def test_a_mistake_is_named_on_every_worker(placement, mistake, error, words, pools):
