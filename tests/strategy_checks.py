@@ -246,6 +246,21 @@ def reductions(placement):
     }
 
 
+def reductions_of_types(placement):
+    """What an all-reduce and a `reduce` add up in types that collectives do not know, and each replica's own."""
+    place = strategy(placement)
+    own = [np.array([np.iinfo(kind).max - 3, 5], kind) for kind in ("int8", "uint8", "int16", "uint16", "uint32")]
+    own += [np.array([2**63 + 3, 5], "uint64"), np.array([1 + 2j, 3], "complex64"), np.array(1 - 2j, "complex128")]
+
+    @tf.function
+    def in_replicas():
+        return place.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", own))
+
+    totals = [place.experimental_local_results(total)[0].numpy() for total in in_replicas()]
+    values = [place.run(functools.partial(tf.constant, each)) for each in own]
+    return own, totals, [place.reduce("SUM", value, axis=None).numpy() for value in values]
+
+
 def number_of_devices(placement):
     return len(strategy(placement).extended.worker_devices), strategy(placement).num_replicas_in_sync
 

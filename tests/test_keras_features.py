@@ -1,5 +1,6 @@
 """Every Keras feature on several replicas gives what one device gives, and all replicas the same bits."""
 
+import keras
 import numpy as np
 import pytest
 
@@ -88,6 +89,15 @@ assert {*HIERARCHY, *IN_ONE_PROCESS, *OPTIMIZERS, *ALIKE_ON_WORKERS} <= ROWS.key
 WORKERS = [
     name for name in ROWS if name in OPTIMIZERS or (not name.startswith("optimizer_") and name not in ALIKE_ON_WORKERS)
 ]
+
+
+def test_every_optimizer_of_keras_has_a_row():
+    exported = [value for value in vars(keras.optimizers).values() if isinstance(value, type)]
+    kinds = {value.__name__ for value in exported if issubclass(value, keras.Optimizer)} - {"Optimizer"}
+    of_rows_of_other_names = {"LossScaleOptimizer": "loss_scaling", "MultiOptimizer": "optimizer_multi"}
+
+    rows = {kind: of_rows_of_other_names.get(kind, f"optimizer_{kind.lower()}") for kind in kinds}
+    assert len(kinds) > 10 and set(rows.values()) <= ROWS.keys()
 
 
 def by_default(names, of=tuple(ROWS)):

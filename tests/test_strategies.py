@@ -77,6 +77,15 @@ def test_reductions_of_users_are_exact(placement, pools):
         np.testing.assert_array_equal(gathered, [0, 1, 10, 11])
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_small_whole_numbers_and_complex_ones_are_added_up(placement, pools):
+    for own, in_replicas, across in pools(placement).run(checks.reductions_of_types, placement):
+        for value, *totals in zip(own, in_replicas, across, strict=True):
+            for total in totals:
+                assert total.dtype == value.dtype
+                np.testing.assert_array_equal(total, value + value)  # which begins anew after the largest
+
+
 @pytest.mark.parametrize(("placement", "devices"), [("1x2", (2, 2)), ("2x1", (1, 2)), ("2x2", (2, 4))])
 def test_all_devices_of_a_worker_are_used(placement, devices, pools):
     assert set(pools(placement).run(checks.number_of_devices, placement)) == {devices}
