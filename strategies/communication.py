@@ -300,8 +300,8 @@ def _check_summed(gradients: Sequence[Gradient]) -> None:
     for position, gradient in enumerate(gradients):
         if not is_added_up(gradient.dtype):
             raise ValueError(
-                f"Replicas add up gradients that are numbers, but gradient {position}, of shape {gradient.shape}, is of "
-                f"{gradient.dtype.name}. Keep its variable in a float type."
+                f"Replicas add up gradients that are numbers, but gradient {position}, of shape {gradient.shape}, is "
+                f"of {gradient.dtype.name}. Keep its variable in a float type."
             )
 
 

@@ -47,8 +47,8 @@ def check_of_one_kind(step: Step, optimizer: Any, gradients: Sequence[Any], vari
         paths = ", ".join(repr(optimizer._trainable_variables[place].path) for place in unlike)
         raise ValueError(
             f"All replicas must give optimizer {optimizer.name!r} gradients of the same variables, but those of "
-            f"{paths} are None on some, or of rows on some only. Call `apply` on `strategy.distributed_optimizer(optimizer)` "
-            "instead, which takes them for zeros there."
+            f"{paths} are None on some, or of rows on some only. Call `apply` on "
+            "`strategy.distributed_optimizer(optimizer)` instead, which takes them for zeros there."
         )
 
 
