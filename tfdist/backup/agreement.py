@@ -46,7 +46,7 @@ class Agreement:
         extended = strategy.extended
         self.workers: int = getattr(extended, "_num_workers", 1)
         self.own: int = extended._id_in_cluster if self.workers > 1 else 0
-        self._health = Health(strategy) if self.workers > 1 else None
+        self._health = Health.of(strategy) if self.workers > 1 else None
         self._timeout_seconds = timeout_seconds
         self._begin_seconds = timeout_seconds
         if self.workers > 1:
