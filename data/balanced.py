@@ -6,7 +6,7 @@ import json
 import numbers
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from tfdist.errors import PositionError
 _FORMAT = 1
 _LEAD = 4  # Steps that reading may be ahead of training while shares change.
 _STATE_CHARACTERS = 1000
+_LEAST_WEIGHT = 1e-300  # Of less, and of the sum of more than its inverse, no parts can be computed.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +132,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     Raises:
       ValueError: If an argument is out of range, or there are fewer examples in a global batch than replicas.
-      TypeError: If `source` is nothing that can be read from.
+      TypeError: If `source` is nothing that can be read from, `map_fn` no function, or classes cannot be sorted.
       SourceError: If the source cannot be read, or no service answers.
     """
 
@@ -157,6 +158,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
         if num_parallel_calls != tf.data.AUTOTUNE:
             _check_positive("num_parallel_calls", num_parallel_calls)
         _check_seed(seed)
+        for name, value in (("shuffle", shuffle), ("drop_remainder", drop_remainder), ("repeat", repeat)):
+            _check_truth(name, value)
         self._seed, self._repeat, self._num_parallel_calls = int(seed), repeat, num_parallel_calls
         self._policy, self._max_rows = _checked_policy(policy), max_rows
         self._reader = Reader(self.source, map_fn)
@@ -499,6 +502,12 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     # What a checkpoint keeps.
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A BalancedSharding cannot be copied or pickled, as a strategy moves its position. Make another of the "
+            "same arguments; `other.deserialize(sharding.serialize())` has it begin there."
+        )
+
     def serialize(self) -> str:
         """The position, shares and speeds as JSON."""
         with self._lock:
@@ -632,12 +641,18 @@ def _checked_policy(policy: str | Sequence[float]) -> str | tuple[float, ...]:
     if isinstance(policy, str) and policy in ("speed", "equal"):
         return str(policy)
     try:
-        weights = () if isinstance(policy, str) else tuple(float(weight) for weight in policy)
+        is_text = isinstance(policy, str | Mapping) or any(isinstance(weight, str) for weight in policy)
+        weights = () if is_text else tuple(float(weight) for weight in policy)
     except (TypeError, ValueError):
         weights = ()
-    if not weights or not all(0 < weight < float("inf") for weight in weights):
+    if not weights or not all(_LEAST_WEIGHT <= weight <= 1 / _LEAST_WEIGHT for weight in weights):
         raise ValueError(f'policy is "speed", "equal" or a positive weight for each replica, not {policy!r}.')
     return weights
+
+
+def _check_truth(name: str, value: Any) -> None:
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, not {value!r}.")
 
 
 def _check_seed(seed: Any) -> None:

@@ -136,7 +136,7 @@ def _is_py_dataset(examples: Any) -> bool:
 
 def _is_array(examples: Any) -> bool:
     tensors = (tf.Tensor, tf.Variable, tf.RaggedTensor, tf.SparseTensor)
-    return isinstance(examples, tensors) or hasattr(examples, "__array__")
+    return isinstance(examples, tensors) or hasattr(examples, "__array__") or hasattr(examples, "toarray")
 
 
 def _refuse(examples: Any) -> None:
