@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.counts import checked_count, checked_whole
+from tfdist.data.counts import check_truth, checked_count, checked_whole
 from tfdist.data.handout import Handout
 from tfdist.data.order import Unshuffled, chosen_order
 from tfdist.data.pipeline import Make, Pipeline, Use, finished, telling_ends
@@ -92,7 +92,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     Raises:
       ValueError: If an argument is out of range, or there are fewer examples in a global batch than replicas.
-      TypeError: If `source` is nothing that can be read from.
+      TypeError: If `source` is nothing that can be read from, `map_fn` no function, or classes cannot be sorted.
       SourceError: If the source cannot be read, or no service answers.
     """
 
@@ -115,6 +115,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
     ):
         self.source: Source = as_source(source)
         size = checked_count("global_batch_size", global_batch_size)
+        for name, value in (("shuffle", shuffle), ("drop_remainder", drop_remainder), ("repeat", repeat)):
+            check_truth(name, value)
         self._seed, self._repeat, self._max_rows = checked_whole("seed", seed), repeat, max_rows
         self._shares = Shares(policy, size)
         if service is not None and self._shares.follow_speed:
@@ -376,6 +378,12 @@ class BalancedSharding(tf.train.experimental.PythonState):
         return self._epoch, self._step
 
     # What a checkpoint keeps.
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A BalancedSharding cannot be copied or pickled, as a strategy moves its position. Make another of the "
+            "same arguments; `other.deserialize(sharding.serialize())` has it begin there."
+        )
 
     def serialize(self) -> str:
         """The position, shares and speeds as JSON."""

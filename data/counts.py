@@ -1,7 +1,9 @@
-"""Whole numbers, as a caller gives them."""
+"""Whole numbers and truths, as a caller gives them."""
 
 import numbers
 from typing import Any
+
+import numpy as np
 
 
 def as_count(value: Any) -> int | None:
@@ -31,3 +33,13 @@ def checked_whole(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{name} must be a whole number, the same on all workers, not {value!r}.")
     return int(value)
+
+
+def check_truth(name: str, value: Any) -> None:
+    """Checks that `value` is True or False.
+
+    Raises:
+      ValueError: If it is not; names the argument.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, not {value!r}.")

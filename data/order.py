@@ -99,7 +99,13 @@ class Stratified:
 
     def __init__(self, labels: np.ndarray, seed: int, *, shuffle: bool):
         self._seed, self._shuffle = seed, shuffle
-        _, self._classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        try:
+            _, self._classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        except TypeError as error:
+            raise TypeError(
+                f"The classes of stratify_by are sorted, so they must be of one kind, numbers or strings, but {error}. "
+                "Give a number or a name for each example, also where there is None."
+            ) from error
         self._digest = hashlib.sha256(self._classes.astype("<i8").tobytes()).hexdigest()[:8]
         rank = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
         by_size = np.argsort(np.argsort(counts, kind="stable"))  # Neighbours in size lie far apart in phase.

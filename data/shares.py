@@ -1,12 +1,14 @@
 """Which part of a global batch each replica takes: by policy, and under "speed" by what was learnt."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.data.handout import Handout
 from tfdist.data.place import Place
 from tfdist.data.plan import split
 from tfdist.data.speed import SpeedModel
+
+_LEAST_WEIGHT = 1e-300  # Of less, and of the sum of more than its inverse, no parts can be computed.
 
 
 class Shares:
@@ -90,9 +92,10 @@ def _checked_policy(policy: str | Sequence[float]) -> str | tuple[float, ...]:
     if isinstance(policy, str) and policy in ("speed", "equal"):
         return str(policy)
     try:
-        weights = () if isinstance(policy, str) else tuple(float(weight) for weight in policy)
+        is_text = isinstance(policy, str | Mapping) or any(isinstance(weight, str) for weight in policy)
+        weights = () if is_text else tuple(float(weight) for weight in policy)
     except (TypeError, ValueError):
         weights = ()
-    if not weights or not all(0 < weight < float("inf") for weight in weights):
+    if not weights or not all(_LEAST_WEIGHT <= weight <= 1 / _LEAST_WEIGHT for weight in weights):
         raise ValueError(f'policy is "speed", "equal" or a positive weight for each replica, not {policy!r}.')
     return weights

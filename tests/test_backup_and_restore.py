@@ -782,3 +782,15 @@ def test_another_number_of_replicas_goes_on_with_the_next_global_batch(pools, tm
     assert epochs == list(range(checks.EPOCHS))
     assert iterations == checks.EPOCHS * checks.STEPS
     assert all(len(values) == checks.EPOCHS and np.all(np.isfinite(values)) for values in history.values())
+
+
+@pytest.mark.parametrize(
+    ("note", "expected"), [("3\n/b", "7\n/b"), ("9\n/b", "9\n/b"), ("3\n/a", "3\n/a"), (None, None)]
+)
+def test_a_commit_that_its_maker_could_not_tell_of_is_told_when_it_is_restored(note, expected, tmp_path, monkeypatch):
+    """Without it, killed right after each commit, a run that gets on is given up. It may be of a run before, though."""
+    monkeypatch.setenv("TFDIST_RUN_DIR", str(tmp_path))
+    if note is not None:
+        (tmp_path / "committed").write_text(note)
+    saver.tell_of_untold("/b", 7)
+    assert [path.read_text() for path in tmp_path.iterdir()] == [expected][: expected is not None]

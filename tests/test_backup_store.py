@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from absl import logging
 
+from tfdist.backup.files import LocalFiles
 from tfdist.backup.store import LOCK, MANIFEST, Draft, Store, _digest
 from tfdist.errors import BackupError
 
@@ -315,6 +316,47 @@ def test_a_write_that_fails_half_way_leaves_former_commits_and_the_next_one_work
     assert found(two) == 20
 
 
+class FullDisk:
+    """Refuses to write as long as there is what a killed save has left half-made, or for ever."""
+
+    def __init__(self, monkeypatch, directory, *, for_ever=False):
+        self.is_full = lambda: for_ever or any(name.startswith(".half-cd-") for name in os.listdir(directory))
+        for module, name in ((LocalFiles, "write"), (os, "fsync")):
+            monkeypatch.setattr(module, name, self.guard(getattr(module, name)))
+
+    def guard(self, call):
+        def guarded(*args):
+            if self.is_full():
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return call(*args)
+
+        return guarded
+
+
+def test_what_a_killed_save_has_left_on_a_full_disk_makes_room_for_the_next_start(two, monkeypatch):
+    Draft(str(two), "cd", 20).write("state.bin", [b"half"])
+    FullDisk(monkeypatch, two)
+    with owned(two) as store:
+        assert (two / LOCK).read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+        write(store, 30)
+    assert found(two) == 30
+
+
+def test_on_a_full_disk_a_run_goes_on_that_has_a_whole_commit_and_none_begins(two, tmp_path, monkeypatch, warnings):
+    FullDisk(monkeypatch, two, for_ever=True)
+    (tmp_path / "empty").mkdir()
+    for directory, goes_on in ((two, False), (tmp_path / "empty", True)):
+        store = Store(str(directory))
+        with pytest.raises(BackupError, match=r"the disk is full.*Make room"):
+            store.claim(goes_on=goes_on)
+        store.release()
+    store = Store(str(two))
+    store.claim(goes_on=True)
+    store.release()
+    assert "training goes on from the newest" in warnings[-1] and found(two) == 12
+    assert not [name for name in os.listdir(two) if name.startswith(".")]
+
+
 def test_a_draft_whose_files_are_not_all_there_is_no_commit(two):
     with owned(two) as store:
         draft = Draft(str(two), RUN, 20)
@@ -330,6 +372,8 @@ import sys, time, os
 from tfdist.backup.store import Store
 store = Store(sys.argv[1])
 store.claim()
+for name in os.listdir(sys.argv[1]):  # a copy of it, elsewhere
+    open(os.path.join(sys.argv[1], name)).close()
 if os.fork() == 0:  # what a killed run has forked does not hold its lock
     os.close(1)
     time.sleep(float(sys.argv[2]))

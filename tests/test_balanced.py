@@ -1,9 +1,11 @@
 """`tfdist.data.BalancedSharding` in `fit`: unequal shares, stops and restarts give what one device gives."""
 
+import copy
 import gc
 import itertools
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -405,10 +407,23 @@ def test_weights_and_limits_of_numpy_are_taken():
         (lambda: sharding_of(1, num_parallel_calls=0), ["num_parallel_calls", "0"]),
         (lambda: sharding_of(1, max_rows=True), ["max_rows", "True"]),
         (lambda: sharding_of(1, max_rows=8.5), ["max_rows", "8.5"]),
+        (lambda: sharding_of(1, policy={1: 2}), ["policy", "{1: 2}"]),
+        (lambda: sharding_of(1, policy=["1"]), ["policy", "['1']"]),
+        (lambda: sharding_of(1, policy=[1e-320]), ["policy", "1e-320"]),
+        (lambda: sharding_of(1, shuffle="no"), ["shuffle", "'no'"]),
+        (lambda: sharding_of(1, repeat=2), ["repeat", "2"]),
+        (lambda: sharding_of(1, stratify_by=[None] * 20), ["stratify_by", "NoneType"]),
+        (lambda: sharding_of(1, stratify_by=np.array(["a", 1] * 10, object)), ["stratify_by", "'str'"]),
+        (lambda: sharding_of(1, map_fn=3), ["map_fn", "3"]),
+        (lambda: sharding_of(1, map_fn=lambda x: None)(), ["map_fn", "returned None"]),
+        (lambda: sharding_of(1, map_fn=lambda x: ())(), ["map_fn", "returned ()"]),
+        (lambda: sharding_of(1, map_fn=lambda x: (x, None))(), ["map_fn", "leave out what is None"]),
+        (lambda: copy.deepcopy(sharding_of(1)), ["BalancedSharding", "serialize()"]),
+        (lambda: pickle.dumps(sharding_of(1)), ["BalancedSharding", "serialize()"]),
     ],
 )
 def test_bad_arguments_are_named(make, words):
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises((ValueError, TypeError)) as raised:
         make()
 
     assert [word for word in words if word not in str(raised.value)] == []

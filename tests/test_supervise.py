@@ -213,6 +213,10 @@ FIRST = {
         ["raise UnavailableError()", "time.sleep(0.02); raise KeyError('later')", "raise UnavailableError()"],
         (1, 1, "raised KeyError: 'later'"),
     ),
+    "raises, and another repeats it": (
+        ["time.sleep(0.4); raise ValueError('the cause')", "raise ValueError('The chief says: ValueError: the cause')"],
+        (0, 1, "raised ValueError: the cause"),
+    ),
     "exits without a word": (["time.sleep(0.5); raise UnavailableError()", "sys.exit(9)"], (1, 9, "exit code 9")),
     "raises where there is no tfdist": (
         ["del sys.modules['tfdist']; sys.excepthook = sys.__excepthook__; 1 / 0"],

@@ -137,7 +137,7 @@ def _is_of(kind: tuple[str, str], given: Any) -> bool:
 
 def _is_array(examples: Any) -> bool:
     tensors = (tf.Tensor, tf.Variable, tf.RaggedTensor, tf.SparseTensor)
-    return isinstance(examples, tensors) or hasattr(examples, "__array__")
+    return isinstance(examples, tensors) or hasattr(examples, "__array__") or hasattr(examples, "toarray")
 
 
 def _refuse(examples: Any) -> None:

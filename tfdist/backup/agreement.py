@@ -13,7 +13,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist import _tf
-from tfdist.errors import BackupError, ClusterError
+from tfdist.errors import CHIEF_SAYS, BackupError, ClusterError
 from tfdist.faults import preemption
 from tfdist.faults.health import Health
 
@@ -46,7 +46,7 @@ class Agreement:
         extended = strategy.extended
         self.workers: int = getattr(extended, "_num_workers", 1)
         self.own: int = extended._id_in_cluster if self.workers > 1 else 0
-        self._health = Health(strategy) if self.workers > 1 else None
+        self._health = Health.of(strategy) if self.workers > 1 else None
         self._timeout_seconds = timeout_seconds
         self._begin_seconds = timeout_seconds
         if self.workers > 1:
@@ -97,7 +97,7 @@ class Agreement:
         # The chief may need all of its time to learn who is missing.
         answer = self._hear(f"{name}/decided", 0, seconds + 2 * _ASK_SECONDS, fault)
         if "error" in answer:
-            raise BackupError(f"The chief says: {answer['error']}")
+            raise BackupError(f"{CHIEF_SAYS}: {answer['error']}")
         return answer["decided"]
 
     def _say(self, key: str, said: Any) -> None:

@@ -22,11 +22,12 @@ from tfdist.backup.files import is_remote
 from tfdist.backup.loaded import Loaded, load
 from tfdist.backup.plain import apart, decode, encode, with_arrays
 from tfdist.backup.positions import Positions
-from tfdist.backup.saver import Saver, Snapshot
+from tfdist.backup.saver import Saver, Snapshot, tell_of_untold
 from tfdist.backup.schedule import Schedule
 from tfdist.backup.steps import CountedSteps, count_steps, uncount_steps
 from tfdist.backup.store import LOCK, Commit, Store, probe_writing
 from tfdist.errors import BackupError
+from tfdist.failure_report import is_restarted
 from tfdist.faults import preemption
 from tfdist.strategies.optimizer import exchanging_optimizers
 
@@ -194,13 +195,14 @@ class FitBackup(keras.callbacks.Callback):
         self._is_done_before = chosen["is_done_before"]
         self._is_removed_later = self._options.delete and chosen["is_removed_later"]
         commit = Commit(*chosen["commit"]) if chosen["commit"] else None
+        tell_of_untold(self._options.directory, chosen["newest"])
         if chosen["newest"] > self._process.number:  # Of a `fit` that was skipped: it must not stay the newest.
             self._process.steps = self._process.number = chosen["newest"]
         lacking = self._process.finished - len(self._process.histories)
         self._process.histories += [{} for _ in range(lacking)]
         fault = None
         try:
-            self._check_place(chosen["holder"])
+            self._check_place(chosen["holder"], is_restarted() and chosen["newest"] >= 0)
             if commit is not None:
                 self._loaded = load(commit, self.model, self._agreement, self._process.finished)
                 self._check_batches()
@@ -222,7 +224,7 @@ class FitBackup(keras.callbacks.Callback):
         if store is not None:
             store.release()
 
-    def _check_place(self, holder: str) -> None:
+    def _check_place(self, holder: str, goes_on: bool) -> None:
         """On a worker that is not the chief: whether it can write, and to the same place."""
         directory = self._options.directory
         if self._agreement.is_chief or is_remote(directory):
@@ -235,7 +237,7 @@ class FitBackup(keras.callbacks.Callback):
                 f"All workers write to one backup_dir, but {directory} here is not what the chief has there. Give a "
                 "path on storage that all workers share."
             )
-        probe_writing(directory)
+        probe_writing(directory, may_be_full=lambda: goes_on)
 
     def _check_batches(self) -> None:
         """Whether the epoch in which the commit was made has as many batches as are to be passed over."""
@@ -639,7 +641,7 @@ def _choose(store: Store | None, sites: list[str]) -> dict[str, Any]:
       sites: From where the `fit`s of this process were called, and the one that begins.
     """
     assert store is not None
-    store.claim()
+    store.claim(goes_on=is_restarted())
     leftovers.take_back(store.directory)
     commit = store.newest_whole()
     if commit is None and len(sites) == 1:
@@ -655,7 +657,7 @@ def _choose(store: Store | None, sites: list[str]) -> dict[str, Any]:
         commit = store.end_of_fit(finished) or commit
     return {
         "run": secrets.token_hex(8),
-        "holder": f"process {os.getpid()} on {socket.gethostname()}",
+        "holder": _content(os.path.join(store.directory, LOCK)),
         "newest": newest,
         "commit": commit and [commit.step, commit.path, dict(commit.manifest)],
         "is_done_before": is_done_before,

@@ -188,15 +188,28 @@ def versions() -> dict[str, str]:
     return {**versions, "tensorflow": tf.__version__}
 
 
+def tell_of_untold(directory: str, step: int) -> None:
+    """Lets it see a commit, too, whose maker was killed before it could tell."""
+    if failure_report.RUN_DIR not in os.environ:
+        return
+    with contextlib.suppress(OSError, ValueError):  # Without a note, the commit may be of a run before.
+        told, _, folder = _note().read_text().partition("\n")
+        if folder == directory and int(told) < step:
+            _tell_supervisor(directory, step)
+
+
 def _tell_supervisor(directory: str, step: int) -> None:
     """Lets the `tfdist run` of this host see that there is progress."""
     if failure_report.RUN_DIR not in os.environ:
         return
-    folder = pathlib.Path(os.environ[failure_report.RUN_DIR])
     try:
-        failure_report.write_whole(folder / "committed", f"{step}\n{directory}")
+        failure_report.write_whole(_note(), f"{step}\n{directory}")
     except OSError as error:
         logging.warning("The supervisor is not told of the backup of step %d: %s", step, error)
+
+
+def _note() -> pathlib.Path:
+    return pathlib.Path(os.environ[failure_report.RUN_DIR], "committed")
 
 
 def _is_room_wanted() -> bool:

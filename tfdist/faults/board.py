@@ -80,14 +80,18 @@ class Board:
     def report_loss(self, worker: int, address: str) -> None:
         """Lets collectives fail, since a worker has ended: those of all workers, or these if it was worker 0."""
         message = f"worker {worker} at {address} is gone: its process has ended. Its log may say why."
-        logging.error(message)  # Beside TensorFlow's own error, if that was quicker.
         if worker == 0:
-            _tf.context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+            self._abort(message)
         else:
+            logging.error(message)  # Beside TensorFlow's own error, if that was quicker.
             with contextlib.suppress(tf.errors.OpError):
                 self.report_error(message)
             with contextlib.suppress(tf.errors.OpError):
                 self.say_over(False, worker)
+
+    def report_silence(self, message: str) -> None:
+        """Lets the collectives of this worker fail, since worker 0, that would tell others, does not answer it."""
+        self._abort(message)
 
     def say_over(self, done: bool, worker: int | None = None) -> None:
         """Says that a program is over. Costs three messages.
@@ -166,6 +170,10 @@ class Board:
             with contextlib.suppress(tf.errors.DeadlineExceededError):
                 heard[worker] = self._await(subject, worker, deadline)
         return heard
+
+    def _abort(self, message: str) -> None:
+        logging.error(message)
+        _tf.context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 
     def _await(self, subject: str, worker: int, deadline: float) -> Any:
         while (left := deadline - time.monotonic()) > _ASK_SECONDS:
