@@ -270,12 +270,12 @@ def train(
             histories.append([history.epoch, {name: np.asarray(log).tolist() for name, log in history.history.items()}])
             between.append([np.asarray(variable).tolist() for variable in model.variables] + [drawn()])
             counts.append([count.batches, count.epochs, count.sums.tolist(), float(count.weight), seen])
+        logged = log.read_text() if monitors and own_index() == 0 else None
     except BrokenOffError:
         return None
-    logged = None
-    if monitors and own_index() == 0:
-        logged = log.read_text()
-        log.unlink()
+    finally:
+        if not directory:
+            log.unlink(missing_ok=True)
     return {
         "log": logged,
         "weights": [np.asarray(variable) for variable in model.variables],

@@ -17,7 +17,7 @@ from absl import logging
 from tfdist import _tf
 from tfdist.backup import leftovers, random_states, residuals, variables
 from tfdist.backup.agreement import Agreement
-from tfdist.backup.callbacks import CallbackStates
+from tfdist.backup.callbacks import CallbackStates, Starts
 from tfdist.backup.files import is_remote
 from tfdist.backup.loaded import Loaded, load
 from tfdist.backup.plain import apart, decode, encode, with_arrays
@@ -78,7 +78,7 @@ class _Process:
     saver: Saver | None = None
     store: Store | None = None
     listener: Any = None
-    states: CallbackStates | None = None
+    starts: Starts = dataclasses.field(default_factory=list)  # of the callbacks of the `fit` before
 
 
 class _Epoch(int):
@@ -145,7 +145,8 @@ class FitBackup(keras.callbacks.Callback):
         self._reports = getattr(self._strategy, "reports", None) or preemption.LoneReports()
         self._agreement = Agreement(self._strategy, self._options.timeout_seconds)
         others = [callback for callback in self._list.callbacks if callback is not self]
-        self._states = self._process.states = CallbackStates(others, self._process.states, self.model)
+        self._states = CallbackStates(others, self._process.starts, self.model)
+        self._process.starts = self._states.starts
         self._positions = Positions(
             getattr(self._strategy, "shardings", ()),
             self._input.sharding,
@@ -187,7 +188,6 @@ class FitBackup(keras.callbacks.Callback):
         store = None
         if self._agreement.is_chief:
             store = self._process.store = self._process.store or Store(self._options.directory)
-            store.keep = self._options.keep
         sites = [*self._process.sites[: self._process.finished], self._site]
         chosen = self._agreement.settle("fit", None, lambda _: _choose(store, sites))
         self._process.sites, self._process.finished = chosen["sites"], len(chosen["sites"]) - 1
@@ -205,22 +205,20 @@ class FitBackup(keras.callbacks.Callback):
                 self._loaded = load(commit, self.model, self._agreement, self._process.finished)
                 self._check_batches()
         except (BackupError, OSError) as error:
-            fault = f"worker {self._agreement.own} on {socket.gethostname()}: {error}"
+            fault = f"{self._agreement.who}: {error}"
         try:
             faults = self._agreement.settle("fit", fault, lambda said: _decide(store, said))
+            if faults:
+                alone = self._agreement.workers == 1
+                raise BackupError(faults[0].partition(": ")[2] if alone else "; ".join(faults))
         except BackupError:
-            self._release(store)
+            if store is not None:
+                store.release()
             raise
-        if faults:
-            self._release(store)
-            raise BackupError("; ".join(faults) if self._agreement.workers > 1 else faults[0].partition(": ")[2])
-        self._run = chosen["run"]
-        self._process.saver = Saver(self._options.directory, self._run, self._agreement, store)
+        self._process.saver = Saver(
+            *(self._options.directory, chosen["run"], self._agreement, store, self._options.keep, self._is_asked_now)
+        )
         return commit
-
-    def _release(self, store: Store | None) -> None:
-        if store is not None:
-            store.release()
 
     def _check_place(self, holder: str) -> None:
         """On a worker that is not the chief: whether it can write, and to the same place."""
@@ -418,7 +416,7 @@ class FitBackup(keras.callbacks.Callback):
         is_last = self._batch < (self._batches or 0) <= batch + 1
         self._process.steps += batch + 1 - self._batch
         self._batch, self._logs = batch + 1, logs
-        self._make_room()
+        self._ask_all()
         if self._asked_to_stop or self._is_asked_alone():
             self._leave()
         if self._schedule.is_due(self._process.steps) or (is_last and self._may_validate_long()):
@@ -461,7 +459,7 @@ class FitBackup(keras.callbacks.Callback):
         self._counted = None
         self._list.callbacks.remove(self)
         self._saver.wait()
-        self._make_room()
+        self._ask_all()
         # After it nobody writes any more, unless one was asked to go since the last step.
         if self._agreement.settle("fit", self._is_asked_now(), any):
             self._leave()
@@ -483,6 +481,7 @@ class FitBackup(keras.callbacks.Callback):
             if not self._is_removed_later:  # Else nobody else may take them for his own.
                 store.release()
         self._uninstall_preemption()
+        self._process.saver = None  # Lets go of a copy of the model's state.
 
     def _remove(self, store: Store) -> None:
         """Removes the backups, now or when the job is done."""
@@ -502,7 +501,7 @@ class FitBackup(keras.callbacks.Callback):
     def _save(self) -> None:
         """Copies out what there is, and has it written; makes room, as all have the answer of the commit before."""
         self._saver.wait()
-        leaves = self._saver.is_room_wanted and self._process.listener is not None
+        leaves = self._saver.are_asked and self._process.listener is not None
         self._schedule.saved(self._process.steps)
         slots = variables.slots_of(self.model)
         shared, own = variables.capture(slots)
@@ -569,8 +568,7 @@ class FitBackup(keras.callbacks.Callback):
         """The history of this `fit`."""
         return {
             name: {key: with_arrays(*state) for key, state in attributes.items()}
-            for name, attributes in self._states.capture().items()
-            if "History:" in name
+            for name, attributes in self._states.capture_history().items()
         }
 
     # -- preemption
@@ -584,13 +582,13 @@ class FitBackup(keras.callbacks.Callback):
         self._process.listener = (self._reports.listeners, self._hear, watch)
         self._reports.listeners.append(self._hear)
 
-    def _make_room(self) -> None:
-        """Asks all workers to leave, as by a signal, if the supervisor wants more of them.
+    def _ask_all(self) -> None:
+        """Asks all workers to leave, as by a signal, if at a commit one was asked, or a supervisor wants more of them.
 
         It asks by a file, which is looked for at each commit: a signal may come when nobody listens any more. Where
         steps do not report, as those of loops of the user's, all leave after their next commit.
         """
-        if self._saver.is_room_wanted and self._process.listener is not None:
+        if self._saver.are_asked and self._process.listener is not None:
             self._reports.ask_to_stop()
 
     def _hear(self, report: Any) -> None:
