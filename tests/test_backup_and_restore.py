@@ -21,7 +21,7 @@ import tensorflow as tf
 
 import backup_checks as checks
 import tfdist
-from tfdist.backup import agreement, callbacks, fit, plain, random_states, saver, schedule, steps, variables
+from tfdist.backup import agreement, callbacks, fit, plain, process, random_states, saver, schedule, steps, variables
 from tfdist.backup.positions import Positions
 from tfdist.errors import BackupError, PositionError
 from tfdist.faults import board, health, preemption
@@ -215,7 +215,7 @@ def test_a_fit_that_a_callback_has_stopped_is_done_and_said_to_be(tmp_path, capl
         backup = tfdist.callbacks.BackupAndRestore(directory, delete_checkpoint=False)
         done = model.fit(*checks.data(), epochs=4, verbose=0, callbacks=[stop, backup])
         assert done.epoch == [0, 1]
-        fit._processes.pop(directory)  # as another process
+        process.processes.pop(directory)  # as another process
     told = [record.getMessage() for record in caplog.records if "Restored" in record.getMessage()]
     assert len(told) == 1 and "a callback stopped this fit at the end of epoch 2" in told[0], told
     assert "goes on" not in told[0]
@@ -337,8 +337,7 @@ def broken_off(directory, step, **options):
 
 
 def another_process(directory):
-    process = fit._processes.pop(directory)
-    process.store.release()
+    process.processes.pop(directory).store.release()
 
 
 def fit_on(directory, *others, epochs=1, initial_epoch=0, **options):
