@@ -405,7 +405,7 @@ class FitBackup(keras.callbacks.Callback):
         return self._process.saver
 
     def _save(self) -> None:
-        """Copies out what there is, and has it written; makes room, as all have the answer of the commit before."""
+        """Copies out what there is, and has it written; then leaves if the commit before says so, which all know of."""
         self._saver.wait()
         leaves = self._saver.are_asked and self._asked.listens
         self._schedule.saved(self._process.steps)
