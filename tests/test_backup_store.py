@@ -34,15 +34,15 @@ def content(step, name):
     return np.random.default_rng([step, len(name)]).bytes(size)
 
 
-def write(store, step, **manifest):
+def write(store, step, keep=2, **manifest):
     draft = Draft(store.directory, RUN, step)
     files = {name: draft.write(name, [content(step, name)]) for name in FILES}
-    return store.commit(draft, {"files": files, "workers": 2, "versions": {"tfdist": "0.1.0"}, **manifest})
+    return store.commit(draft, {"files": files, "workers": 2, "versions": {"tfdist": "0.1.0"}, **manifest}, keep)
 
 
 @contextlib.contextmanager
-def owned(directory, keep=2):
-    store = Store(str(directory), keep)
+def owned(directory):
+    store = Store(str(directory))
     store.claim()
     yield store
     store.release()
@@ -184,9 +184,9 @@ def test_half_made_and_strange_folders_do_not_count_and_stay_until_a_new_run_own
 
 
 def test_keep_commits_stay_the_newest(tmp_path):
-    with owned(tmp_path, keep=3) as store:
+    with owned(tmp_path) as store:
         for step in (1, 2, 9, 10, 11):
-            write(store, step)
+            write(store, step, keep=3)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-10", "step-11", "step-9"]
 
 
@@ -203,12 +203,17 @@ def test_the_newest_end_of_each_fit_stays_too(tmp_path):
         assert store.end_of_fit(0) is None
 
 
-def test_a_warning_tells_of_many_ends_of_fits_before_they_fill_the_disk(tmp_path, warnings):
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_warning_tells_of_many_ends_of_fits_before_they_fill_the_disk(keep, tmp_path, warnings):
     with owned(tmp_path) as store:
-        for fit in range(20):
+        for fit in range(20):  # which are removed
+            write(store, fit, keep, fit=fit, is_done=True)
+            store.delete()
+            store.claim()
+        for fit in range(20, 40):
             assert warnings == [], fit
             for step in (3 * fit, 3 * fit + 1):
-                write(store, step, fit=fit, is_done=True)
+                write(store, step, keep, fit=fit, is_done=True)
     (told,) = warnings
     assert f"{tmp_path} keeps a backup of the end of each fit" in told and "20 by now" in told
 
@@ -363,7 +368,7 @@ def test_a_draft_whose_files_are_not_all_there_is_no_commit(two):
         files = {"part-1.json": draft.write("part-1.json", [b"abc"])}
         os.truncate(os.path.join(draft.path, "part-1.json"), 1)
         with pytest.raises(OSError, match=r"part-1\.json"):
-            store.commit(draft, {"files": files, "workers": 1})
+            store.commit(draft, {"files": files, "workers": 1}, keep=2)
     assert found(two) == 12
 
 
@@ -463,7 +468,7 @@ KILLED = """
 import os, sys
 import numpy as np
 from tfdist.backup.store import Draft, Store
-store = Store(sys.argv[1], keep=2)
+store = Store(sys.argv[1])
 store.claim()
 newest = store.newest_whole()
 step = newest.step if newest else 0
@@ -471,7 +476,7 @@ while True:
     step += 1
     draft = Draft(sys.argv[1], "abc", step)
     files = {f"{i}": draft.write(f"{i}", [np.full(30000, step + i, np.int64).data.cast("B")]) for i in range(4)}
-    store.commit(draft, {"files": files, "workers": 1})
+    store.commit(draft, {"files": files, "workers": 1}, keep=2)
     print(step, flush=True)
 """
 

@@ -742,6 +742,30 @@ print("trained", flush=True)
     assert job.wait()[2:] == [0, 0] and "trained" in job.output(0), job.output(0) + job.output(1)
 
 
+@pytest.mark.exhaustive
+def test_all_leave_with_one_that_is_asked_in_a_loop_that_reports_no_steps(job):
+    job.start(
+        "import os, signal\n"
+        + TRAIN
+        + f"""
+import tensorflow as tf
+model = build()
+{OWN_LOOP}
+def ask(batch, logs):
+    time.sleep(0.02)
+    if worker == 1 and model.optimizer.iterations == 30:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+backup = tfdist.callbacks.BackupAndRestore(here / "backup", save_freq=20)
+asked = keras.callbacks.LambdaCallback(on_train_batch_end=ask)
+model.fit(x, x[:, :1], batch_size=8, epochs=25, verbose=0, callbacks=[backup, asked])
+"""
+    )
+    assert job.wait() == [PREEMPTED, PREEMPTED], job.output(0) + job.output(1)
+    assert all("Saved, and leaving" in job.output(worker) for worker in range(2))
+    assert {path.name for path in (job.directory / "backup").glob("step-*")} == {"step-40", "step-60"}
+
+
 def test_who_is_asked_in_a_validation_that_is_too_long_has_saved_the_epoch_before(job):
     script = (
         """

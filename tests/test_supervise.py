@@ -147,7 +147,7 @@ def test_backups_that_a_worker_is_done_with_are_removed_when_the_job_is_done(cod
         store = Store(str(here / "backup"))
         store.claim()
         draft = Draft(store.directory, "abc", 1)
-        store.commit(draft, {{"files": {{"state.bin": draft.write("state.bin", [b"state"])}}, "workers": 1}})
+        store.commit(draft, {{"files": {{"state.bin": draft.write("state.bin", [b"state"])}}, "workers": 1}}, keep=2)
         leftovers.leave(store.directory)
         leftovers.leave(str(here / "removed by the script" / "backup"))
         sys.exit({code})

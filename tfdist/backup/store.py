@@ -112,15 +112,10 @@ class Store:
 
     Args:
       directory: A folder, or a path with "://" that `tf.io.gfile` knows.
-      keep: How many commits stay.
-
-    Attributes:
-      keep: The same, for commits to come.
     """
 
-    def __init__(self, directory: str, keep: int = 2):
+    def __init__(self, directory: str):
         self.directory = directory
-        self.keep = keep
         self._files = files_of(directory)
         self._holding: contextlib.ExitStack | None = None
         self._faulty: list[str] = []
@@ -152,6 +147,7 @@ class Store:
             if not is_remote(self.directory):
                 if not os.path.exists(os.path.join(self.directory, LOCK)):
                     self.release()  # The script has cleared the folder between two `fit`s.
+                    self._ended.clear()
                 self._holding = self._holding or self._hold(wait_seconds, other_host_seconds)
             self._clear()
             probe_writing(self.directory, may_be_full=lambda: goes_on and self.newest_whole() is not None)
@@ -263,13 +259,14 @@ class Store:
                 ) from error
         self._faulty = []
 
-    def commit(self, draft: Draft, manifest: Mapping[str, Any]) -> Commit:
+    def commit(self, draft: Draft, manifest: Mapping[str, Any], keep: int) -> Commit:
         """Turns a draft into a commit, and removes those that are older than the newest `keep` and end no `fit`.
 
         Args:
           draft: Of which all files are written.
           manifest: What is to be known of it: JSON. Its `files` are what `Draft.write` gave, by name, and `workers` how
             many have written them; `fit` is the number of a `fit` in its program, which it ends if there is `is_done`.
+          keep: How many commits stay, with this one.
 
         Raises:
           OSError: If a file is not there as it was written, or the disk refuses; the draft stays, former commits too.
@@ -285,9 +282,9 @@ class Store:
             self._files.flush_folder(draft.path)
             self._files.move(draft.path, path)
         self._ended[draft.step] = _fit_that_is_ended(content)
-        self._prune()
         if self._ended[draft.step] is not None:
             self._tell_of_many(content)
+        self._prune(keep)
         return Commit(draft.step, path, content)
 
     def discard(self, draft: Draft) -> None:
@@ -302,7 +299,7 @@ class Store:
           OSError: If a commit stays.
         """
         for step in sorted(self._own_steps()):
-            self._files.remove(os.path.join(self.directory, f"step-{step}"))
+            self._remove(step)
         self.release()
         with contextlib.suppress(OSError):  # A mount, a link, or in a folder of others: it stays, empty.
             self._files.remove_if_empty(self.directory)
@@ -336,17 +333,21 @@ class Store:
                 f"Which backups are in {self.directory} cannot be seen ({error}). Start again."
             ) from error
 
-    def _prune(self) -> None:
+    def _remove(self, step: int) -> None:
+        self._files.remove(os.path.join(self.directory, f"step-{step}"))
+        self._ended.pop(step, None)
+
+    def _prune(self, keep: int) -> None:
         try:
             steps = sorted(self._own_steps(), reverse=True)
             ends = {fit: step for step in reversed(steps) if (fit := self._ended_fit(step)) is not None}
-            old = [step for step in steps[self.keep :] if step not in ends.values()]
+            old = [step for step in steps[keep:] if step not in ends.values()]
         except OSError as error:
             logging.warning("Old backups stay in %s: %s.", self.directory, error)
             return
         for step in old:
             try:
-                self._files.remove(os.path.join(self.directory, f"step-{step}"))
+                self._remove(step)
             except OSError as error:
                 logging.warning("An old backup stays in %s: %s.", self.directory, error)
 
