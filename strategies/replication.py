@@ -55,6 +55,7 @@ class ReplicatedStrategy:
             return super().scope()
         callbacks = _tf.callbacks_of_beginning_fit()
         if callbacks is not None:
+            self.reports.fits.add(_tf.epochs_of_beginning_fit())
             self._begin_fit(model, callbacks)
         return keras_steps.building(model, super().scope())
 

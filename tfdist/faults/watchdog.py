@@ -3,12 +3,13 @@
 Heartbeats tell of processes that are gone or frozen. Here each worker looks, every second, where it is: its step, and
 what it does ("input", "compute" or "exchange" in training; "callback", "save", "validation"). The rule:
 
-- The clock runs inside Keras' `fit` of the strategy only. It starts anew with each step, with each batch of a
+- The clock runs inside Keras' `fit` of models of the strategy only, and while Keras reads in Python what another
+  `fit` begins with. It starts anew with each step, with each batch of a
   validation and each that is passed over after a restart, and with each change between training and the rest.
 - A step, with its input, may take 20 times the median of the last 64, but at least 60 s and at most 30 minutes; never
   less than three times the longest so far, the first included, which traces.
-- The first step of a `fit`, a callback (also what a `keras.utils.PyDataset` does in its `on_epoch_end` and
-  `on_epoch_begin`), a save or a batch of a validation may take 30 minutes. So it is also where `stall_timeout_seconds`
+- The first step of a `fit`, a callback (also a `fit` that it calls, and what a `keras.utils.PyDataset` does in its
+  `on_epoch_end` and `on_epoch_begin`), a save or a batch of a validation may take 30 minutes. So it is also where `stall_timeout_seconds`
   is given, for the first step, which traces, but not for what Keras reads before it: the first batches of a generator
   or a `PyDataset`. For all else that number holds.
 - A worker whose clock has run out asks the others where they are. While one of them is in its first step, a callback, a
@@ -56,7 +57,6 @@ __all__ = [
     "Patience",
     "Watchdog",
     "moved",
-    "reads",
     "section",
     "start",
     "start_alone",
@@ -66,6 +66,7 @@ __all__ = [
 
 TRAINING = "training"
 INPUT = "input"
+BUILDING = "building"
 OVER = "its program is over"
 WAITING = "waiting for the chief"
 _POLL_SECONDS = 1.0
@@ -83,7 +84,6 @@ _WAITS = {"compute": 1, "input": 2, "exchange": 3}
 
 _sections: list[str] = []
 _moves = 0
-_iterators: set[int] = set()  # Those from which Keras reads what a strategy splits.
 _calls: list["_Call"] = []  # for which this worker waits
 _made = itertools.count()  # Watchdogs that meet others, as many and in the same order on all workers.
 
@@ -102,12 +102,6 @@ def moved() -> None:
     """Says that this worker has got on, where no step of training shows it."""
     global _moves
     _moves += 1
-
-
-def reads(iterator: Any) -> None:
-    """Says that Keras runs steps of a strategy on what it reads from this iterator, for as long as that lives."""
-    _iterators.add(id(iterator))
-    weakref.finalize(iterator, _iterators.discard, id(iterator)).atexit = False
 
 
 class _Call:
@@ -367,6 +361,11 @@ class Watchdog:
         newest = type(strategy.reports).newest
         tells = newest in (None, strategy.reports) and strategy.reports.tells
         activity = _tf.keras_fit_activity(self._main_thread) if tells else None
+        # Else it is the `fit` of a model of no strategy, whose steps nobody reports.
+        if not (activity in (BUILDING, INPUT) or strategy.reports.fits or _calls):
+            activity = None
+        elif activity == BUILDING:
+            activity = TRAINING
         step, part = strategy.reports.position()
         if activity is not None and _sections:
             activity = _sections[-1]
@@ -406,8 +405,7 @@ class Watchdog:
                 call.fault = self._board.in_vain(call.what, absent)
                 self._board.report_error(call.fault)
         step, is_late = self._position["step"], self._patience.waited_seconds > _ABSENCE_SECONDS
-        # Else it may be a model of no strategy, that who is left trains alone; or wait at the end of `fit`.
-        is_in_step = bool(_iterators) and self._position["section"] in _WAITS
+        is_in_step = self._position["section"] in _WAITS  # and does not wait at the end of `fit`
         if not (is_late and is_in_step and _tf.keras_is_in_step(self._main_thread)):
             self._absence = None
         elif (self._absence is None or self._absence[0] != step) and self._board.absent() is not None:
