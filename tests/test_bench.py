@@ -129,7 +129,7 @@ def test_a_worker_that_never_comes_is_waited_for_until_the_timeout(tmp_path):
 def check_part_is_told(chief, expected):
     """That a job which ends after its first row shows it."""
     ((code, out, err),) = finish(chief)
-    assert code == expected and "1000 B" in out and "Traceback" not in err, err
+    assert code == expected and "1 KB" in out and "Traceback" not in err, err
     result = json.loads((pathlib.Path(chief.args[-1])).read_text())
     assert [row["bytes"] for row in result["rows"]] == [1000] and result["error"]
 
@@ -145,7 +145,7 @@ def after_its_first_row(chief, *others):
         stack.callback(late.cancel)
         late.start()
         told = iter(chief.stderr.readline, "")
-        assert any("1000 B: " in line for line in told), chief.poll()
+        assert any("1 KB: " in line for line in told), chief.poll()
         late.cancel()
         yield
 
@@ -276,6 +276,13 @@ def test_what_is_exchanged_is_as_near_a_square_as_can_be():
 
     shapes = {4: [1, 1], 4 * 12: [3, 4], 4 * 7: [1, 7], KIB: [16, 16], 10**6: [500, 500], 1 << 20: [512, 512]}
     assert {size: bench._shape(size) for size in shapes} == shapes
+
+
+def test_bytes_are_shown_in_units_in_which_they_are_round():
+    from tfdist.launch.bench import _show_bytes
+
+    shown = {12: "12 B", 1000: "1 KB", 1 << 10: "1 KiB", 10**6: "1 MB", 3 << 19: "1.5 MiB", 12345678: "11.77 MiB"}
+    assert {size: _show_bytes(size) for size in shown} == shown
 
 
 def rows(*points):

@@ -451,7 +451,7 @@ def main_thread_state() -> int | None:
 
 
 def keras_fit_activity(main_thread: int | None = None) -> str | None:
-    """What Keras' `fit` does, in whichever thread; `None` outside of it. Of a `fit` within another, what the outer does.
+    """What Keras' `fit` does, in whichever thread, of a `fit` within another the outer; `None` outside of it.
 
     It is "training", "callback", "validation"; "input" where Keras itself reads, in Python, as it does to learn what a
     generator gives, not where it converts arrays; or "building", before the first step of a model of a strategy.

@@ -3,15 +3,15 @@
 Heartbeats tell of processes that are gone or frozen. Here each worker looks, every second, where it is: its step, and
 what it does ("input", "compute" or "exchange" in training; "callback", "save", "validation"). The rule:
 
-- The clock runs inside Keras' `fit` of models of the strategy only, and while Keras reads in Python what another
-  `fit` begins with. It starts anew with each step, with each batch of a
-  validation and each that is passed over after a restart, and with each change between training and the rest.
+- The clock runs inside Keras' `fit` of models of the strategy only, and while Keras reads in Python what another `fit`
+  begins with. It starts anew with each step, with each batch of a validation and each that is passed over after a
+  restart, and with each change between training and the rest.
 - A step, with its input, may take 20 times the median of the last 64, but at least 60 s and at most 30 minutes; never
   less than three times the longest so far, the first included, which traces.
 - The first step of a `fit`, a callback (also a `fit` that it calls, and what a `keras.utils.PyDataset` does in its
-  `on_epoch_end` and `on_epoch_begin`), a save or a batch of a validation may take 30 minutes. So it is also where `stall_timeout_seconds`
-  is given, for the first step, which traces, but not for what Keras reads before it: the first batches of a generator
-  or a `PyDataset`. For all else that number holds.
+  `on_epoch_end` and `on_epoch_begin`), a save or a batch of a validation may take 30 minutes. So it is also where
+  `stall_timeout_seconds` is given, for the first step, which traces, but not for what Keras reads before it: the first
+  batches of a generator or a `PyDataset`. For all else that number holds.
 - A worker whose clock has run out asks the others where they are. While one of them is in its first step, a callback, a
   save or a validation, whose own clock runs, all wait. Else the suspect is who does not answer, or is behind, or does
   not wait for others.

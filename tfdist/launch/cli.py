@@ -196,7 +196,7 @@ def _own_place(args: argparse.Namespace) -> ClusterSpec | None:
     if args.slurm:
         return ClusterSpec.from_slurm(base_port=args.base_port)
     if args.mpi is not None:
-        return ClusterSpec.from_mpi(args.mpi.split(","), base_port=args.base_port)
+        return ClusterSpec.from_mpi(args.mpi, base_port=args.base_port)
     if not text.strip():
         args.parser.error(
             "give --workers 2 to start two workers on this machine; or, to start one worker on each host, set "
