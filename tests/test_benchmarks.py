@@ -119,6 +119,7 @@ def test_every_cast_has_the_reference_and_what_is_missing():
         ("json", "/proc/here/a.json", "got /proc/here/a.json: No such file"),
         ("nolab", True, "--links needs the lab"),
         ("codecs", ["int9"], "--codecs takes float16; got int9"),
+        ("variants", ["horse"], "--variants takes stock, tfdist-loop, .*; got horse"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_work_begins(flag, value, words, monkeypatch):
@@ -415,16 +416,17 @@ def run(*flags, **environ):
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ, MARK: str(os.getpid()), **environ}, **pipes)
 
 
-def test_unknown_names_are_refused_with_those_known():
-    with run("--variants", "horse") as process:
-        out, _ = process.communicate(timeout=RUN_SECONDS)
-    assert process.returncode == 1 and "horse" in out and "tfdist-loop" in out, out
-
-
-def test_an_unknown_signal_is_refused_before_the_unbroken_run():
-    command = [sys.executable, "-m", "benchmarks.drill", "--signals=kill"]
+@pytest.mark.parametrize(
+    ("benchmark", "flag", "words"),
+    [
+        ("drill", "--signals=kill", "takes KILL and STOP, or CUT"),
+        pytest.param("convergence", "--codecs=none,int9", "got 'int9'", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_an_unknown_name_is_refused_before_anything_is_trained(benchmark, flag, words):
+    command = [sys.executable, "-m", f"benchmarks.{benchmark}", flag]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS)
-    assert done.returncode == 1 and "takes KILL and STOP, or CUT" in done.stderr, done.stderr
+    assert done.returncode == 1 and words in done.stderr and not done.stdout, done.stderr
 
 
 def test_a_column_whose_keras_is_missing_says_so():
@@ -482,7 +484,9 @@ def test_a_drill_ends_as_the_unbroken_run(flags):
     assert not children_left()
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [pytest.param(signal.SIGKILL, -9, marks=pytest.mark.exhaustive), (signal.SIGTERM, 143)]
+)
 def test_ended_run_leaves_no_workers(signum, code, tmp_path):
     with run("--nolab", "--quick", "--variants=stock", TMPDIR=str(tmp_path)) as process:
         started = eventually(lambda: len(children_left()) == 2)
