@@ -18,9 +18,8 @@ from absl import logging
 from tfdist import _tf
 from tfdist.strategies.collectives.exchange import RAW_BYTES, SENT_BYTES, STEPS, Exchange
 from tfdist.strategies.collectives.parts import Gradient
-from tfdist.strategies.compression import Codec, PowerSGD, TopK, from_name
-from tfdist.strategies.compression.codec import ENCODED
-from tfdist.strategies.policy import OneCodec, Policy
+from tfdist.strategies.compression import Codec, TopK, from_name
+from tfdist.strategies.policy import OneCodec, Policy, unfit
 
 # What collectives add up.
 _SUMMED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
@@ -282,14 +281,11 @@ class Communication(tf.Module):
         codec = from_name(chosen)
         if codec is None:
             return None
-        if dtype not in ENCODED:
-            allowed = ", ".join(known.name for known in ENCODED)
+        if why_not := unfit(codec, shape, dtype):
             raise ValueError(
-                f"The policy gives {codec!r} for gradient {position} of dtype {dtype.name}; only {allowed} can be "
-                "compressed. Give None for it."
+                f"The policy gives {codec!r} for gradient {position} of dtype {dtype.name} and shape {shape}, but "
+                f"{why_not}. Give None for it."
             )
-        if isinstance(codec, PowerSGD) and shape.rank < 2:
-            raise ValueError(f"{codec!r} takes matrices, and gradient {position} has shape {shape}. Give None for it.")
         return codec
 
 

@@ -81,7 +81,6 @@ class ReplicatedStrategy:
         elif self.num_replicas_in_sync == 1:
             if step.name == "train_step":
                 self._check_owned(step.model, _optimizer_variables(step.model))  # Weights may lie anywhere.
-            if step.name == "train_step":
                 self.reports.tells = not _is_compiled()
             if _is_compiled():
                 self._check_nobody_waits_for_reports(step.model)

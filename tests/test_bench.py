@@ -292,23 +292,26 @@ def rows(*points):
 
 
 @pytest.mark.parametrize(
-    ("folder", "limit", "used", "cached"),
+    ("line", "folder", "limit", "used", "cached"),
     [
-        ("", "memory.max", "memory.current", "inactive_file"),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ("0::/", "", "memory.max", "memory.current", "inactive_file"),
+        ("0::/job/step", "job", "memory.max", "memory.current", "inactive_file"),
+        ("0::/job/step", "job/step", "memory.max", "memory.current", "inactive_file"),
+        ("4:memory:/", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ("4:memory:/job", "memory/job", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ],
-    ids=["version 2", "version 1"],
 )
-def test_files_that_the_kernel_can_forget_are_free_memory_of_a_container(folder, limit, used, cached, tmp_path):
-    unlimited = free_memory(tmp_path)
+def test_files_that_the_kernel_can_forget_are_free_memory_of_a_group(line, folder, limit, used, cached, tmp_path):
+    (tmp_path / "own").write_text(f"{line}\n3:cpu,cpuacct:/other\n")
+    unlimited = free_memory(tmp_path, tmp_path / "own")
     group = tmp_path / folder
-    group.mkdir(exist_ok=True)
+    group.mkdir(parents=True, exist_ok=True)
     for name, text in {limit: "1000", used: "900", "memory.stat": f"anon 500\n{cached} 300"}.items():
         (group / name).write_text(text + "\n")
-    assert free_memory(tmp_path) == 400 < unlimited
-    if not folder:
+    assert free_memory(tmp_path, tmp_path / "own") == 400 < unlimited
+    if "memory" not in folder:
         (group / limit).write_text("max\n")
-        assert free_memory(tmp_path) > 400
+        assert free_memory(tmp_path, tmp_path / "own") > 400
 
 
 def test_a_prediction_follows_the_measured_points():

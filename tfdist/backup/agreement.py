@@ -14,8 +14,8 @@ from absl import logging
 
 from tfdist import _tf
 from tfdist.errors import BackupError, ClusterError
-from tfdist.faults import preemption
 from tfdist.faults.health import Health
+from tfdist.faults.options import options_of
 
 _ASK_SECONDS = 5.0  # Whether a worker is still there, of which nothing was heard.
 _LATE = (
@@ -50,7 +50,7 @@ class Agreement:
         self._timeout_seconds = timeout_seconds
         self._begin_seconds = timeout_seconds
         if self.workers > 1:
-            self._begin_seconds = min(timeout_seconds, preemption.options_of(strategy).start_timeout_seconds)
+            self._begin_seconds = min(timeout_seconds, options_of(strategy).start_timeout_seconds)
         self._prefix = f"tfdist/backup/{next(_made)}" if self.workers > 1 else ""
         self._heard: dict[str, list[str]] = {}
         self._rounds: Counter[str] = Counter()

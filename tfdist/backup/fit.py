@@ -28,6 +28,7 @@ from tfdist.backup.steps import CountedSteps, count_steps, uncount_steps
 from tfdist.backup.store import LOCK, Commit, Store, probe_writing
 from tfdist.errors import BackupError
 from tfdist.faults import preemption
+from tfdist.faults.options import options_of
 from tfdist.strategies.optimizer import exchanging_optimizers
 
 
@@ -431,7 +432,7 @@ class FitBackup(keras.callbacks.Callback):
         if self._process.listener is None:
             return False
         if self._validation_seconds is not None:  # Asked here, after a step, as nobody waits for anybody.
-            limit = preemption.options_of(self._strategy).preemption_timeout_seconds / 2
+            limit = options_of(self._strategy).preemption_timeout_seconds / 2
             is_long = self._validation_seconds > limit
             self._validates_long = self._agreement.settle("fit", None, lambda _: is_long)
         return self._validates_long

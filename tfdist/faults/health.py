@@ -1,13 +1,12 @@
 """Whether another worker still answers: who waits for its word asks, as only collectives are told of its end."""
 
 import time
-from typing import Any
 
 import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.errors import ClusterError
-from tfdist.faults.options import FaultTolerance
+from tfdist.faults.options import options_of
 
 __all__ = ["Health"]
 
@@ -25,8 +24,7 @@ class Health:
         spec = strategy.extended._cluster_spec
         jobs = [job for job in ("chief", "worker") if job in spec.jobs]
         self._tasks = [f"/job:{job}/replica:0/task:{i}" for job in jobs for i in range(spec.num_tasks(job))]
-        options: Any = getattr(strategy, "fault_tolerance", None) or FaultTolerance().with_environment()
-        self._silence_seconds = options.heartbeat_timeout_seconds
+        self._silence_seconds = options_of(strategy).heartbeat_timeout_seconds
 
     def check(self, worker: int) -> None:
         """Returns if a worker answers. Its threads need not: also one that computes for long is there.

@@ -67,7 +67,7 @@ __all__ = [
 TRAINING = "training"
 INPUT = "input"
 BUILDING = "building"
-OVER = "its program is over"
+_ITS_END = "its program is over"
 WAITING = "waiting for the chief"
 _POLL_SECONDS = 1.0
 _POST_SECONDS = 2.0
@@ -441,7 +441,7 @@ class Watchdog:
             positions[worker] = position if is_new else None
         absent = self._board.absent()
         if absent is not None:
-            positions[absent] = {"step": 0, **(after[absent] or {}), "section": OVER, "may_take_long": False}
+            positions[absent] = {"step": 0, **(after[absent] or {}), "section": _ITS_END, "may_take_long": False}
         if not any(positions.values()):  # The board is out of reach: so is worker 0, who keeps it.
             positions = {0: None}
         return {**positions, self._board.worker: self._position}
@@ -484,7 +484,7 @@ class Watchdog:
                 '`strategy.reduce("SUM", tf.constant(float(late)), axis=None) > 0`.'
             )
         for worker, position in positions.items():
-            if position and position["section"] == OVER:
+            if position and position["section"] == _ITS_END:
                 return self._board.in_vain("each step of a `fit`", worker)
         return "If this was healthy, raise stall_timeout_seconds of tfdist.FaultTolerance."
 
