@@ -7,7 +7,6 @@ import os
 import random
 import socket
 import time
-import weakref
 import zlib
 
 import keras
@@ -30,13 +29,16 @@ from tfdist.strategies.compression import Codec
 from tfdist.strategies.datasets import BalancedDataset
 from tfdist.strategies.devices import make_virtual_devices
 from tfdist.strategies.policy import policy_of
-from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy, variables_of
+from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy, Use, variables_of
 
 # What unlike processors make of equal steps stays below; another file, or another epoch, is above.
 _ROUNDING = 1e-3
 
 # Of Keras' callbacks, which each worker would run.
-_WRITERS = (keras.callbacks.BackupAndRestore, keras.callbacks.CSVLogger, keras.callbacks.ModelCheckpoint)
+_WRITERS = (
+    *(keras.callbacks.BackupAndRestore, keras.callbacks.CSVLogger),
+    *(keras.callbacks.ModelCheckpoint, keras.callbacks.TensorBoard),
+)
 
 # TensorFlow packs what it sends into strings of so many bytes, 4096 unless told: see grpc_worker_service.cc. From
 # the 128 KiB of glibc on, the kernel would map and clear each string anew.
@@ -92,8 +94,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 self.reduce("SUM", tf.ones([]), axis=None)  # Each fetches from another, what a broadcast does not try.
                 _share_seed(self)
             watchdog.start(self, extended.board, extended.creations)
-            self._was_entered = False
-            atexit.register(_warn_if_never_entered, weakref.ref(self))
+            self._use = Use()  # What is above is no use of it.
+            if extended.should_checkpoint:
+                atexit.register(_warn_if_unused, self._use, extended._num_workers, type(self).__name__)
         else:
             watchdog.start_alone(self)
 
@@ -112,18 +115,19 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             held = functools.partial(variables.checksums, variables_of(step.model))
             self.extended.agreement.on_model(step.model, held)
 
-    def _begin_fit(self, model, callbacks):
+    def _begin_fit(self, model, fit):
         if self.extended._num_workers == 1:
             return
         if self.extended.should_checkpoint:
-            _warn_of_writers(callbacks)
+            _warn_of_writers(fit.callbacks)
+        on_all = [type(each).__name__ for each in fit.callbacks if getattr(each, "runs_on_all_workers", False)]
+        arguments = [*fit.arguments, f"{', '.join(on_all) or 'none'} of the callbacks that all need"]
+        if not self._is_alike(arguments):
+            self.extended.agreement.on_fit(arguments)
         if self.extended.agreement.has_compared(model):
             self._check_still_alike(model)
         sharding = getattr(_tf.dataset_of(_tf.epochs_of_beginning_fit()), "sharding", None)
-        if (
-            sharding is not None
-            and len(set(self.extended.of_all_workers(zlib.crc32(sharding.serialize().encode())))) > 1
-        ):
+        if sharding is not None and not self._is_alike(sharding.serialize()):
             self.extended.agreement.on_position(sharding.described_state())
 
     def _check_still_alike(self, model):
@@ -132,12 +136,11 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         checksums = variables.checksums(held)
         own = [int(value, 16) for _, value in checksums]
         # By a collective, where a worker that comes late, or never, is waited for as in the step that comes next.
-        if len(set(self.extended.of_all_workers(zlib.crc32(repr(own).encode())))) == 1:
+        if self._is_alike(own):
             return
         unlike = _places_where(self.extended.of_all_workers(own), lambda values: len(set(values)) > 1)
-        far = _places_where(
-            self.extended.of_all_workers([int(self._is_far_apart(held[place])) for place in unlike]), any
-        )
+        are_far = [int(self._is_far_apart(held[place])) for place in unlike]
+        far = _places_where(self.extended.of_all_workers(are_far), any)
         if far:
             self.extended.agreement.on_values([checksums[unlike[place]] for place in far])
         if self.extended.should_checkpoint:
@@ -157,6 +160,10 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             "data and `batch_size`, which counts the rows of all workers; or steps_per_epoch. To let each read data of "
             "its own, see `distribute_datasets_from_function`."
         )
+
+    def _is_alike(self, what):
+        """Whether all workers say the same, of which one number is exchanged."""
+        return len(set(self.extended.of_all_workers(zlib.crc32(repr(what).encode())))) == 1
 
     def _is_far_apart(self, variable):
         """Whether workers hold a variable so unlike that it is not from rounding, as unlike processors do it."""
@@ -284,6 +291,13 @@ def _join(cluster_resolver, options, connect):
     named = ClusterSpec.from_env()
     if named is not None:
         _check_alike(named, cluster)
+    if _tf.runtime_has_started() and _tf.context.context().coordination_service is None:
+        raise ClusterError(
+            "A strategy of many workers must be made before TensorFlow's runtime starts, which joins the cluster then, "
+            f"but it has started: a tensor, a variable, a layer or a dataset was made before. This is "
+            f"{cluster.describe()} on {socket.gethostname()}. Move `tfdist.MultiWorkerMirroredStrategy()` to the top, "
+            "right after the imports."
+        )
     if _tf.context.context().coordination_service is None:
         check_bindable(cluster, pod_seconds=options.start_timeout_seconds)
     if named is None:
@@ -359,19 +373,14 @@ def _warn_of_writers(callbacks):
         logging.warning("Keras' own %s on all workers: they write the same files. Take tfdist.callbacks'.", names)
 
 
-def _warn_if_never_entered(strategy):
-    """Says what a forgotten `with strategy.scope():` means: nothing else tells training alone from training together.
-
-    Args:
-      strategy: A weak reference to it.
-    """
-    made = strategy()
-    if made is not None and not made._was_entered and made.extended.should_checkpoint:
+def _warn_if_unused(use, workers, name):
+    """Says what a forgotten `with strategy.scope():` means, which nothing else tells from training together."""
+    if not use.began:
         logging.warning(
             "%d workers have met in a %s whose scope() was never entered: whatever they trained, each trained by "
             "itself. Make and compile the model inside `with strategy.scope():`.",
-            made.extended._num_workers,
-            type(made).__name__,
+            workers,
+            name,
         )
 
 

@@ -1,6 +1,7 @@
 """What tfdist changes in TensorFlow's synchronous strategies, shared by one worker and many."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import random
@@ -38,25 +39,37 @@ _strategies_made = itertools.count()
 _KEYS_PER_STRATEGY = 1 << 16
 
 
+@dataclasses.dataclass
+class Use:
+    """Of a strategy, which may be gone before anybody asks.
+
+    Attributes:
+      began: Whether its scope was entered, or anything reduced.
+    """
+
+    began: bool = False
+
+
 class ReplicatedStrategy:
     """The public half: mixed into a subclass of `tf.distribute.Strategy`."""
 
     extended: Any
     reports: StepReports
     _shardings: list[weakref.ref[Any]]
-    _was_entered = False
+    _use: "Use"
 
     def scope(self):
         """Makes this strategy the current one; see `tf.distribute.Strategy.scope`."""
-        self._was_entered = True
+        self._use.began = True
         self._check_opted_out_inside()
         model = _tf.keras_model_to_build()
         if model is None:
             return super().scope()
-        callbacks = _tf.callbacks_of_beginning_fit()
-        if callbacks is not None:
-            self.reports.fits.add(_tf.epochs_of_beginning_fit())
-            self._begin_fit(model, callbacks)
+        fit, epochs = _tf.beginning_fit(), _tf.epochs_of_beginning_fit()
+        if fit is not None:
+            if epochs is not None:
+                self.reports.fits.add(epochs)
+            self._begin_fit(model, fit)
         return keras_steps.building(model, super().scope())
 
     def run(self, fn, args=(), kwargs=None, options=None):
@@ -157,7 +170,7 @@ class ReplicatedStrategy:
             if keras_steps.is_float(local):
                 return local
             axis = None
-        self._was_entered = True
+        self._use.began = True
         self.extended.check_in_company()
         return super().reduce(reduce_op, value, axis)
 
@@ -189,8 +202,8 @@ class ReplicatedStrategy:
         self._check_owned(step.model, [*variables_of(step.model), *of_metrics])
         metrics.check_states(step.model)
 
-    def _begin_fit(self, model, callbacks):
-        """Compares what a `fit` begins with on all workers: its model, if it was trained before, and its position."""
+    def _begin_fit(self, model, fit):
+        """Compares what a `fit` begins with on all workers: arguments, a model trained before, its position."""
 
     def _check_batches(self, epochs):
         """Compares the numbers of batches of what all workers read, for epochs that Keras is about to begin."""
@@ -233,6 +246,7 @@ class ReplicatedStrategy:
         devices = self.extended.worker_devices
         self.reports = StepReports(devices, self.num_replicas_in_sync)
         self._shardings = []
+        self._use = Use()
 
     def _take_collective_keys(self):
         """Keeps the collectives of several strategies in one process apart; workers make them in the same order."""

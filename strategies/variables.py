@@ -29,14 +29,24 @@ SEED_SHIFT = 0x9E3779B1
 _RANDOM_STATE = "seed_generator_state"  # What Keras calls it.
 
 
-class OptimizerVariable(_tf.MirroredVariable):
+class _Scalar:
+    """What Python makes a number of, as it does of a variable of one device: `float(optimizer.learning_rate)`."""
+
+    def __float__(self):
+        return float(self.numpy())
+
+    def __int__(self):
+        return int(self.numpy())
+
+
+class OptimizerVariable(_Scalar, _tf.MirroredVariable):
     """Optimizer state. Also counters, which TensorFlow would copy from the first replica by leaving the step."""
 
     def _update_replica(self, update_fn, value, **kwargs):
         return update_fn(self._get_on_device_or_primary(), value, **kwargs)
 
 
-class _KeptWithoutRows:
+class _KeptWithoutRows(_Scalar):
     """A variable that a replica without rows leaves as it is, since its means are 0 / 0."""
 
     def assign(self, value, *args, **kwargs):
@@ -81,7 +91,7 @@ class WeightVariable(StatisticVariable):
         return not by_optimizer and may_differ(value, unlike)
 
 
-class RandomStateVariable(_tf.MirroredVariable):
+class RandomStateVariable(_Scalar, _tf.MirroredVariable):
     """The state of a seed generator: [seed, draws], int64.
 
     Stored alike on all replicas, so that any of them may save it and a restored run continues as if unbroken. Read on

@@ -546,6 +546,15 @@ def counts_around_the_end_of_data(placement, kind):
     return counts
 
 
+def numbers_of_variables(placement):
+    """What Python makes of variables of one number, of several kinds."""
+    with strategy(placement).scope():
+        optimizer = keras.optimizers.SGD(0.25)
+        metric = keras.metrics.Sum()
+    metric.update_state([3.0])
+    return [float(optimizer.learning_rate), int(optimizer.iterations), float(metric.total)]
+
+
 def reductions_after_unequal_counts(placement):
     """What a step that failed halfway leaves behind, then reductions outside of a step and in one."""
     place = strategy(placement)
@@ -647,6 +656,23 @@ def reads_other_batches_than_others(placement, kind):
     model.fit(x, x[:, :1], batch_size=batch_size, steps_per_epoch=1, verbose=0)  # As many as all have.
     try:
         model.fit(x, x[:, :1], batch_size=batch_size, verbose=0)
+    except tfdist.errors.ClusterError as error:
+        return str(error)
+
+
+def fits_unlike_others(placement, folder, kind):
+    """What a worker is told whose `fit` is not what it is on another."""
+    x, first = np.ones((8, 4), "float32"), own_index() == 0
+    with strategy(placement).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    given = {
+        "epochs": {"epochs": 2 if first else 3},
+        "validation": {} if first else {"validation_data": (x, x[:, :1])},
+        "backup": {"callbacks": [tfdist.callbacks.BackupAndRestore(folder)] if first else []},
+    }[kind]
+    try:
+        model.fit(x, x[:, :1], verbose=0, **given)
     except tfdist.errors.ClusterError as error:
         return str(error)
 

@@ -443,6 +443,13 @@ def test_a_resolver_stands_in_for_tf_config_and_an_empty_one_trains_alone(job):
     assert "trains alone" not in job.output(1)  # its resolver says who the others are
 
 
+def test_a_strategy_that_is_made_too_late_is_told_so_before_it_waits_for_others(job):
+    job.start("import tensorflow as tf, tfdist\ntf.ones([])\ntfdist.MultiWorkerMirroredStrategy()")
+    assert job.wait() == [1, 1]
+    for worker in range(2):
+        assert f"This is worker {worker} of 2" in job.output(worker) and "right after the imports" in job.output(worker)
+
+
 def test_who_is_waited_for_is_logged(job):
     job.start(
         """
@@ -800,10 +807,14 @@ def test_a_worker_that_is_done_does_not_end_as_if_all_were_when_another_fails(fa
         f"""
         import os, pathlib, signal, time
         import tfdist
-        strategy = tfdist.MultiWorkerMirroredStrategy()
-        if strategy.extended._id_in_cluster == {failing}:
-            strategy.extended.board.hear("done", {1 - failing}, 30)
-            {how}
+
+        def main():
+            strategy = tfdist.MultiWorkerMirroredStrategy()
+            if strategy.extended._id_in_cluster == {failing}:
+                strategy.extended.board.hear("done", {1 - failing}, 30)
+                {how}
+
+        main()
         """
     )
     codes = job.wait()

@@ -77,6 +77,10 @@ def test_reductions_of_users_are_exact(placement, pools):
         np.testing.assert_array_equal(gathered, [0, 1, 10, 11])
 
 
+def test_variables_of_one_number_are_numbers_to_python(pools):
+    assert pools("1x2").run(checks.numbers_of_variables, "1x2") == [[0.25, 0, 3.0]]
+
+
 @pytest.mark.parametrize(("placement", "devices"), [("1x2", (2, 2)), ("2x1", (1, 2)), ("2x2", (2, 4))])
 def test_all_devices_of_a_worker_are_used(placement, devices, pools):
     assert set(pools(placement).run(checks.number_of_devices, placement)) == {devices}
@@ -232,6 +236,19 @@ def test_a_mistake_is_named_on_every_worker(placement, mistake, error, words, po
 def test_workers_that_read_unlike_numbers_of_batches_are_named(kind, batches, pools):
     for message in pools("2x1").run(checks.reads_other_batches_than_others, "2x1", kind):
         assert "worker 0 has {}, worker 1 has {}".format(*batches) in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("epochs", "worker 0 has epochs=2, worker 1 has epochs=3"),
+        ("validation", "worker 0 has no validation_data, worker 1 has validation_data"),
+        ("backup", "worker 0 has BackupAndRestore of the callbacks that all need, worker 1 has none"),
+    ],
+)
+def test_workers_that_fit_unlike_others_are_named(kind, words, pools, tmp_path):
+    for message in pools("2x1").run(checks.fits_unlike_others, "2x1", str(tmp_path / "backup"), kind):
+        assert words in message
 
 
 def test_the_chief_warns_of_callbacks_that_write_the_same_file_on_all_workers(pools, tmp_path):

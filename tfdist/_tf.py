@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -123,6 +123,7 @@ from keras.src.trainers.data_adapters import generator_data_adapter as keras_gen
 from keras.src.trainers.data_adapters import py_dataset_adapter as keras_py_dataset
 
 __all__ = [
+    "BeginningFit",
     "CollectiveAllReduce",
     "CollectiveAllReduceExtended",
     "CollectiveReplicaLauncher",
@@ -138,8 +139,8 @@ __all__ = [
     "SyncOnReadVariable",
     "WhileBodyFuncGraph",
     "WhileCondFuncGraph",
+    "beginning_fit",
     "call_in_step",
-    "callbacks_of_beginning_fit",
     "called_by_keras_trainer",
     "calling_trainer",
     "clone_function",
@@ -181,6 +182,7 @@ __all__ = [
     "put_losses_back",
     "python_function_of",
     "regroup",
+    "runtime_has_started",
     "set_cardinality",
     "set_global_seed_generator",
     "tf_convert",
@@ -336,22 +338,47 @@ def keras_model_to_build() -> keras_trainer.TensorFlowTrainer | None:
     return frame.f_locals["self"] if builds else None
 
 
-def callbacks_of_beginning_fit() -> list[keras.callbacks.Callback] | None:
+def runtime_has_started() -> bool:
+    """Whether TensorFlow has its devices, and can join no cluster any more.
+
+    Without it: a strategy that is made too late raises a RuntimeError that names neither it nor what to do.
+    """
+    return context.context()._context_handle is not None
+
+
+class BeginningFit(NamedTuple):
+    """What a `fit` was given.
+
+    Attributes:
+      callbacks: As a list.
+      arguments: How long it is, and when it validates: each as "name=value".
+    """
+
+    callbacks: list[keras.callbacks.Callback]
+    arguments: list[str]
+
+
+_LENGTHS = ("epochs", "initial_epoch", "steps_per_epoch", "validation_freq", "validation_steps")
+
+
+def beginning_fit() -> BeginningFit | None:
     """What a `fit` was given, if Keras asks for the scope in which it builds a model on its way into one; else `None`.
 
-    Without it: workers whose models have come apart between two fits train on, each its own, and nobody is told of
-    callbacks that write over each other.
+    Without it: workers whose models have come apart between two fits train on, each its own; those that have unlike
+    numbers of epochs wait for each other; and nobody is told of callbacks that write over each other.
     """
     frame = _frame_of(keras_trainer.TensorFlowTrainer._maybe_symbolic_build)
     caller = frame and frame.f_back
     if caller is None or caller.f_code is not inspect.unwrap(keras_trainer.TensorFlowTrainer.fit).__code__:
         return None
-    given = caller.f_locals.get("callbacks")
-    return list(tf.nest.flatten(getattr(given, "callbacks", given) or []))
+    given = caller.f_locals
+    callbacks = tf.nest.flatten(getattr(given.get("callbacks"), "callbacks", given.get("callbacks")) or [])
+    validates = "no validation_data" if given.get("validation_data") is None else "validation_data"
+    return BeginningFit(list(callbacks), [*(f"{name}={given.get(name)}" for name in _LENGTHS), validates])
 
 
 def epochs_of_beginning_fit() -> keras_epoch_iterator.EpochIterator | None:
-    """What a `fit` reads, if Keras asks for the scope in which it builds a model; see `callbacks_of_beginning_fit`.
+    """What a `fit` reads, if Keras asks for the scope in which it builds a model; see `beginning_fit`.
 
     Without it: workers at other positions in their data train on, and take examples twice or never.
     """

@@ -86,6 +86,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         than epochs are now long; if a worker does not begin the fit with this callback, or was told something else.
     """
 
+    runs_on_all_workers = True
+    """Whether a `fit` needs it on all workers or on none: they are compared as it begins."""
+
     def __init__(
         self,
         backup_dir: str | os.PathLike,

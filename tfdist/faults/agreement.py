@@ -95,6 +95,15 @@ class Agreement:
         )
         self._compare(named, "the same values in a model", hint)
 
+    def on_fit(self, described: list[str]) -> None:
+        """Compares what a `fit` was given.
+
+        Raises:
+          ClusterError: If it is unlike, or a worker does not come.
+        """
+        hint = "Call it alike on all workers; what only the chief does is for tfdist.callbacks.ChiefOnly."
+        self._compare(self._exchange("fit", described), "the same arguments of `fit`", hint)
+
     def on_sharding(self, described: list[str]) -> None:
         """Compares what a `BalancedSharding` hands out.
 
