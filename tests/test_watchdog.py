@@ -31,7 +31,9 @@ from tfdist.faults import board as board_module
 from tfdist.faults.agreement import Agreement
 from tfdist.faults.board import DONE, OVER, Board
 from tfdist.faults.leaving import hear_aloud
-from tfdist.faults.watchdog import INPUT, TRAINING, Creations, Patience, Watchdog, start, suspect_of
+from tfdist.faults.patience import INPUT, TRAINING, Patience
+from tfdist.faults.suspect import suspect_of
+from tfdist.faults.watchdog import Creations, Watchdog, start
 
 DEADLINE_SECONDS = 90
 MANY = "MultiWorkerMirroredStrategy"
@@ -66,6 +68,7 @@ HEALTHY = {
         (9, TRAINING, 1),
         (0, "validation", 1200),
     ],
+    "a fit in a callback": [(20, TRAINING, 10), (100, "callback", 0.1), (1, TRAINING, 70)],
     "never trained": [(0, None, 100000)],
 }
 

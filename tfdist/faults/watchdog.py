@@ -25,13 +25,10 @@ begins, while the program of another is over, waits in vain, too: after some 5 s
 """
 
 import atexit
-import collections
 import contextlib
 import faulthandler
 import itertools
-import math
 import os
-import statistics
 import sys
 import threading
 import time
@@ -50,22 +47,20 @@ from tfdist.errors import ClusterError
 from tfdist.exit_codes import STALLED
 from tfdist.failure_report import is_supervised, write_report
 from tfdist.faults.board import Board
+from tfdist.faults.patience import INPUT, TRAINING, Patience
+from tfdist.faults.suspect import WAITS, suspect_of
 
 __all__ = [
     "Alone",
     "Creations",
-    "Patience",
     "Watchdog",
     "moved",
     "section",
     "start",
     "start_alone",
-    "suspect_of",
     "waiting_for_all",
 ]
 
-TRAINING = "training"
-INPUT = "input"
 BUILDING = "building"
 _ITS_END = "its program is over"
 WAITING = "waiting for the chief"
@@ -74,13 +69,6 @@ _POST_SECONDS = 2.0
 _ANSWER_SECONDS = 2.0
 _STOP_SECONDS = 5.0
 _ABSENCE_SECONDS = 5.0
-_FLOOR_SECONDS = 60.0
-_CAP_SECONDS = 1800.0
-_STEPS, _STEPS_REMEMBERED, _LONGEST_STEPS = 20, 64, 3
-
-# How likely a section is one in which a worker waits for others; of the rest, not at all. A dataset that is split among
-# workers lets them agree on its end before each step, so who waits may be in "input".
-_WAITS = {"compute": 1, "input": 2, "exchange": 3}
 
 _sections: list[str] = []
 _moves = 0
@@ -181,105 +169,6 @@ def start_alone(strategy: Any) -> None:
     if is_supervised():
         cluster = ClusterSpec.from_env()
         start(strategy, Alone(cluster.worker_id if cluster else 0), Creations())
-
-
-class Patience:
-    """How long a worker may stay where it is; the rule, without clocks and threads.
-
-    Args:
-      given: The user's number of seconds, `None` to learn it, infinite to stay for ever.
-    """
-
-    def __init__(self, given: float | None = None):
-        self._given = given
-        self._steps: collections.deque[float] = collections.deque(maxlen=_STEPS_REMEMBERED)
-        self._longest = 0.0
-        self._state: tuple[int, str | None] = (0, None)
-        self._progress: Any = None
-        self._in_step = 0.0
-        self._is_first = True
-        self.waited_seconds = 0.0
-
-    def observe(self, step: int, activity: str | None, elapsed_seconds: float, progress: Any = None) -> None:
-        """Takes note of where this worker is.
-
-        Args:
-          step: How many steps are done.
-          activity: `TRAINING`; `INPUT` where that is all; another word for what may take long; `None` outside of `fit`.
-          elapsed_seconds: Since the last call.
-          progress: Another value, if it has got on meanwhile by what is no step.
-        """
-        before, was = self._state
-        self.waited_seconds += elapsed_seconds
-        if was == TRAINING:
-            self._in_step += elapsed_seconds
-        if step > before:
-            took = self._in_step / (step - before)
-            self._longest = max(self._longest, took)
-            if not self._is_first:
-                self._steps.append(took)
-            self._is_first = False
-            self._in_step = 0.0
-        if activity is None:
-            self._is_first = True
-            self._in_step = 0.0
-        if (step, activity) != self._state or progress != self._progress:
-            self.waited_seconds = 0.0
-        self._state, self._progress = (step, activity), progress
-
-    @property
-    def may_take_long(self) -> bool:
-        """Whether this worker does what may take long, and its clock runs: others wait for it."""
-        return self._is_long and not self.is_over
-
-    @property
-    def _is_long(self) -> bool:
-        activity = self._state[1]
-        return activity is not None and (activity not in (TRAINING, INPUT) or self._is_first)
-
-    @property
-    def usual_seconds(self) -> float:
-        """What a step takes, as far as that is known."""
-        return statistics.median(self._steps) if self._steps else self._longest
-
-    @property
-    def limit_seconds(self) -> float:
-        """How long this worker may stay where it is."""
-        if self._state[1] is None or self._given == math.inf:
-            return math.inf
-        longest = _LONGEST_STEPS * self._longest
-        if self._given is not None and (not self._is_first or self._state[1] == INPUT):
-            return self._given
-        if self._is_long or not self._steps:
-            return max(_CAP_SECONDS, longest)
-        return max(min(max(_FLOOR_SECONDS, _STEPS * self.usual_seconds), _CAP_SECONDS), longest)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has stayed there for longer."""
-        return self.waited_seconds > self.limit_seconds
-
-
-def suspect_of(positions: Mapping[int, Mapping[str, Any] | None]) -> int | None:
-    """Who holds up the others.
-
-    Args:
-      positions: By worker its "step" and "section", `None` of one that does not answer.
-
-    Returns:
-      The one that does not answer, else the one that is behind, else the one whose section is least likely to be
-      that of a worker that waits; `None` if nothing tells.
-    """
-    silent = [worker for worker, position in positions.items() if position is None]
-    if silent:
-        return silent[0]
-    steps = {worker: position["step"] for worker, position in positions.items() if position}
-    behind = [worker for worker, step in steps.items() if step == min(steps.values())]
-    if len(behind) < len(steps):
-        return behind[0]
-    rank = {worker: _WAITS.get(position["section"], 0) for worker, position in positions.items() if position}
-    least = [worker for worker in rank if rank[worker] == min(rank.values())]
-    return least[0] if len(least) == 1 else None
 
 
 class Watchdog:
@@ -405,7 +294,7 @@ class Watchdog:
                 call.fault = self._board.in_vain(call.what, absent)
                 self._board.report_error(call.fault)
         step, is_late = self._position["step"], self._patience.waited_seconds > _ABSENCE_SECONDS
-        is_in_step = self._position["section"] in _WAITS  # and does not wait at the end of `fit`
+        is_in_step = self._position["section"] in WAITS  # and does not wait at the end of `fit`
         if not (is_late and is_in_step and _tf.keras_is_in_step(self._main_thread)):
             self._absence = None
         elif (self._absence is None or self._absence[0] != step) and self._board.absent() is not None:
