@@ -26,9 +26,19 @@ from benchmarks.accuracy import KEY, Run, print_table, write_report
 from benchmarks.record import Record
 from tfdist.strategies.compression import NAMES, from_name
 
+
+def are_codecs(names: list[str]) -> bool:
+    """Whether these are codecs that can be trained with; else says which is not."""
+    try:
+        return all(name == "none" or from_name(name) for name in names)
+    except ValueError as error:
+        raise flags.ValidationError(str(error)) from None
+
+
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("model", "digits", ["digits", "char_lm"], "What is trained; digits reports accuracy, char_lm loss.")
 flags.DEFINE_list("codecs", ["none", *NAMES], "Codecs, `none` for uncompressed; also powersgd(16).")
+flags.register_validator("codecs", are_codecs)
 flags.DEFINE_list("optimizers", ["sgd", "adam"], "sgd has a momentum of 0.9.")
 flags.register_validator("optimizers", lambda names: set(names) <= {"sgd", "adam"}, "takes sgd and adam")
 flags.DEFINE_list("seeds", ["0", "1", "2"], "Runs of each.")

@@ -24,13 +24,10 @@ import contextlib
 import dataclasses
 import importlib.util
 import pathlib
-import random
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import rich.console
 import rich.table
@@ -38,13 +35,11 @@ import rich.text
 from absl import app, flags
 
 from benchmarks.models import MODELS
-from benchmarks.netlab import MAX_HOSTS, Netlab, NetlabError, end_on_signals, parse_rate, why_not
-from benchmarks.peers.group import THREADS, Group, GroupError, Host
-from benchmarks.peers.messages import Answer
+from benchmarks.netlab import MAX_HOSTS, Netlab, end_on_signals, parse_rate, why_not
+from benchmarks.peers.group import THREADS
 from benchmarks.record import Record, check_writable
-from benchmarks.report import COLUMNS, KEY, REFERENCE, Row, cells, in_order, notes
-from tfdist.cluster import free_ports
-from tfdist.launch.memory import free_memory
+from benchmarks.report import COLUMNS, KEY, Row, cells, in_order, notes
+from benchmarks.turns import Log, Network, Plan, Variant, alive, measure
 
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("quick", False, "The mlp on 2 workers at 1 Gbit/s, unless other flags say otherwise.")
@@ -62,24 +57,9 @@ flags.DEFINE_integer("starts", 1, "Starts of all processes; two starts of the sa
 flags.DEFINE_bool("nolab", False, "Over loopback: no root needed, but no link of known width either.")
 flags.DEFINE_string("json", None, "A file for the results, which `benchmarks.report` draws.")
 
-_WORKER_BYTES = 1.1e9
 _QUICK_CODECS = ("float16", "int8", "powersgd")
-_MIN_STEPS = 3
-_WARMUP_STEPS = 4  # DDP arranges its buckets anew after the first, PowerSGD starts at the third
-_SETTLE_STEPS = 3  # caches and memory hold what another variant left
-_START_SECONDS = 180.0
-_BLOCK_SECONDS, _BLOCK_TIMES = 300.0, 10.0  # for a block, at least, and in times of what it should take
-_PATIENCE_SECONDS = (5.0, 15.0, 45.0)
 _LOOPBACK = "loopback, not shaped"
 _ROOT = pathlib.Path(__file__).parents[1]
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """A way to train: a module of `benchmarks.peers`, and what its `prepare` takes."""
-
-    peer: str
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def make_variants(codecs: Sequence[str]) -> dict[str, Variant]:
@@ -107,250 +87,6 @@ def available_codecs() -> list[str]:
     if done.returncode:
         sys.exit(f"The codecs of tfdist cannot be imported: {done.stderr.strip().splitlines()[-1]}")
     return done.stdout.split()
-
-
-@dataclasses.dataclass(frozen=True)
-class Loopback:
-    """Stands in for a host of the lab: this machine, in which all workers share one interface."""
-
-    address: str = "127.0.0.1"
-    interface: str = "lo"
-
-    def command(self, argv: Sequence[str]) -> list[str]:
-        """What to run: the same."""
-        return list(argv)
-
-
-class Network:
-    """Hosts, and links between them that can be given a rate; over loopback they cannot.
-
-    Attributes:
-      hosts: Where workers run.
-      sharing: Workers whose bytes one interface counts.
-    """
-
-    def __init__(self, lab: Netlab | None, workers: int):
-        self._lab = lab
-        self.hosts: list[Host] = [Loopback()] * workers if lab is None else list(lab.hosts[:workers])
-        self.sharing = workers if lab is None else 1
-
-    def shape(self, link: str) -> float | None:
-        """Gives all links a rate and returns what was measured, in bit/s; None over loopback.
-
-        Raises:
-          NetlabError: If the links miss the rate even after some waiting: other programs may keep the machine busy.
-        """
-        if self._lab is None:
-            return None
-        for patience in (*_PATIENCE_SECONDS, None):
-            try:
-                self._lab.shape(None if link == "unshaped" else link)
-                break
-            except NetlabError:
-                if patience is None:
-                    raise
-                time.sleep(patience)
-        return self._lab.bits_per_second
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How much to measure."""
-
-    steps: int
-    seconds: float
-    rounds: int
-    starts: int
-
-
-@dataclasses.dataclass
-class Samples:
-    """What one variant showed on one link."""
-
-    blocks: list[list[float]] = dataclasses.field(default_factory=list)
-    stock_blocks: list[float | None] = dataclasses.field(default_factory=list)
-    compute: list[float] = dataclasses.field(default_factory=list)
-    traffic: list[float] = dataclasses.field(default_factory=list)
-    rates: list[float] = dataclasses.field(default_factory=list)
-    rounds: int = 0
-    is_whole: bool = False
-    error: str | None = None
-
-    def end_start(self, rounds: int, error: str | None) -> None:
-        """Notes that one start is over, of so many rounds."""
-        self.rounds += rounds
-        self.error = error or self.error
-        self.is_whole |= error is None
-
-    def add(self, together: Sequence[Answer], alone: Sequence[Answer], sharing: int) -> None:
-        """Takes in one block of all workers."""
-        self.blocks.append(slowest(together))
-        self.compute += [seconds for answer in alone for seconds in answer.step_seconds]
-        self.traffic.append(busiest(together) / sharing)
-
-    def row(self, model: str, workers: int, link: str, variant: str) -> Row:
-        """What is reported of it: what was measured, and why it failed unless it got through a whole start."""
-        rate = statistics.median(self.rates) if self.rates else None
-        error = None if self.is_whole else self.error
-        if not self.blocks:
-            return Row(model, workers, link, variant, rate, error)
-        if error is not None:
-            error = f"crashed after {len(self.blocks)} of {self.rounds} rounds: {error}"
-        low, middle, high = statistics.quantiles([s for block in self.blocks for s in block], n=4, method="inclusive")
-        return Row(
-            model,
-            workers,
-            link,
-            variant,
-            rate,
-            error,
-            step_seconds=(low, middle, high),
-            compute_seconds=statistics.median(self.compute),
-            bytes_per_step=statistics.median(self.traffic),
-            block_seconds=tuple(statistics.median(block) for block in self.blocks),
-            stock_block_seconds=tuple(self.stock_blocks),
-        )
-
-
-def slowest(answers: Sequence[Answer]) -> list[float]:
-    """Seconds of each step, of the worker that took longest."""
-    return [max(times) for times in zip(*(answer.step_seconds for answer in answers), strict=True)]
-
-
-def busiest(answers: Sequence[Answer]) -> float:
-    """Bytes a step of the worker that sent or received most."""
-    return max(max(answer.sent_bytes, answer.received_bytes) / len(answer.step_seconds) for answer in answers)
-
-
-Log = rich.console.Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-Cells = dict[tuple[str, str], Samples]  # by link and variant
-
-
-class Cast:
-    """The groups of some variants, alive together, of which some may have failed."""
-
-    def __init__(self, model: str, network: Network, plan: Plan, found: Cells):
-        self._model, self._network, self._plan, self._found = model, network, plan, found
-        self._groups: dict[str, Group] = {}
-        self._errors: dict[str, str] = {}
-
-    @contextlib.contextmanager
-    def start(self, variants: Mapping[str, Variant]) -> Iterator[None]:
-        """Starts the groups, trains each a little, and ends them in the end."""
-        workers = len(self._network.hosts)
-        ports = iter(free_ports(workers * len(variants)))
-        with contextlib.ExitStack() as stack:
-            for name, variant in variants.items():
-                begin = time.monotonic()
-                group = Group(self._network.hosts, [next(ports) for _ in range(workers)], variant.peer, variant.options)
-                self._groups[name] = stack.enter_context(group)
-                for alone in (True, False):
-                    self._train(name, alone=alone, warmup=_WARMUP_STEPS, steps=1, timeout_seconds=_START_SECONDS)
-                if name in self._groups:
-                    Log.print(f"  {name} started in {time.monotonic() - begin:.0f} s")
-            yield
-
-    def take_turns(self, link: str, rate: float | None, names: Collection[str], order: random.Random) -> None:
-        """Measures the groups of some names on a link that has been shaped."""
-        probes = {name: self._probe(name) for name in names if name in self._groups}
-        steps = {name: self._steps(seconds) for name, seconds in probes.items()}
-        for turn in range(self._plan.rounds):
-            present = [name for name in steps if name in self._groups]
-            medians: dict[str, float] = {}
-            for name in order.sample(present, len(present)):
-                block: dict[str, Any] = {"warmup": _SETTLE_STEPS, "steps": steps[name]}
-                slow_seconds = _BLOCK_TIMES * (_SETTLE_STEPS + steps[name]) * probes[name]
-                block["timeout_seconds"] = max(_BLOCK_SECONDS, slow_seconds)
-                together = self._train(name, alone=False, **block)
-                alone = together and self._train(name, alone=True, **block)
-                if together and alone:
-                    samples = self._found[link, name]
-                    samples.add(together, alone, self._network.sharing)
-                    medians[name] = statistics.median(samples.blocks[-1])
-                    what = f"{1e3 * medians[name]:.0f} ms, {samples.traffic[-1] / 1e6:.2f} MB"
-                    Log.print(f"  {link}, round {turn + 1} of {self._plan.rounds}: {name} {what}")
-            for name in medians:
-                self._found[link, name].stock_blocks.append(medians.get(REFERENCE))
-        for name in names:
-            samples = self._found[link, name]
-            samples.rates += [rate] if rate else []
-            samples.end_start(self._plan.rounds, self._errors.get(name))
-        for name in steps.keys() & self._errors:
-            self._errors[name] = f"not tried: failed on {link} ({self._errors[name]})"
-
-    def skip(self, link: str, names: Collection[str], why: str) -> None:
-        """Notes that a link could not be measured."""
-        Log.print(f"  {link} failed: {why}")
-        for name in names:
-            self._found[link, name].end_start(self._plan.rounds, why)
-
-    def _probe(self, name: str) -> float:
-        """Seconds of a step."""
-        answers = self._train(name, alone=False, warmup=1, steps=1)
-        return slowest(answers)[0] if answers else 1.0
-
-    def _steps(self, seconds: float) -> int:
-        """How many steps of so many seconds make a block."""
-        return max(_MIN_STEPS, min(self._plan.steps, int(self._plan.seconds / seconds)))
-
-    def _train(self, name: str, *, timeout_seconds: float = _BLOCK_SECONDS, **order: Any) -> list[Answer]:
-        """What the workers answer; nothing if the group has failed."""
-        if name not in self._groups:
-            return []
-        try:
-            return self._groups[name].train(self._model, timeout_seconds=timeout_seconds, **order)
-        except GroupError as error:
-            del self._groups[name]
-            self._errors[name] = str(error)
-            Log.print(f"  {name} failed: {error}", *error.details.splitlines()[-5:], sep="\n    ")
-            return []
-
-
-def measure(
-    record: Record, model: str, network: Network, variants: Mapping[str, Variant], links: Sequence[str], plan: Plan
-) -> None:
-    """All variants on all links, for one model and the workers that the network has hosts for.
-
-    What the record holds already is not measured again, but for the reference where others are. It gets each link's
-    rows when they are complete.
-    """
-    workers = len(network.hosts)
-    missing = {link: [name for name in variants if not record.has(model, workers, link, name)] for link in links}
-    found: Cells = {(link, name): Samples() for link in links for name in variants}
-    order = random.Random(0)
-    for start in range(plan.starts):
-        for names in casts(missing, REFERENCE in variants, max(2, alive() // workers)):
-            cast = Cast(model, network, plan, found)
-            network.shape("unshaped")
-            with cast.start({name: variants[name] for name in names}):
-                for link in links:
-                    new = [name for name in names if name in missing[link]]
-                    if not new:
-                        continue
-                    here = [name for name in names if name in new or name == REFERENCE]
-                    try:
-                        rate = network.shape(link)
-                    except NetlabError as error:
-                        cast.skip(link, new, str(error))
-                    else:
-                        cast.take_turns(link, rate, here, order)
-                    if start == plan.starts - 1:
-                        record.add(*(found[link, name].row(model, workers, link, name).to_json() for name in new))
-
-
-def alive() -> int:
-    """How many worker processes the memory that is free now can hold."""
-    return int(free_memory() / _WORKER_BYTES)
-
-
-def casts(missing: Mapping[str, Sequence[str]], with_reference: bool, size: int) -> list[list[str]]:
-    """Variants that are missing on any link, in groups of at most `size`, each group with the reference."""
-    names = list(dict.fromkeys(name for here in missing.values() for name in here))
-    if not with_reference or not names:
-        return [names[first : first + size] for first in range(0, len(names), size)]
-    others = [name for name in names if name != REFERENCE]
-    size -= 1
-    return [[REFERENCE, *others[first : first + size]] for first in range(0, max(1, len(others)), size)]
 
 
 def print_table(rows: Sequence[Row]) -> None:

@@ -19,9 +19,8 @@ from tfdist import _tf
 from tfdist.strategies.collectives.exchange import RAW_BYTES, SENT_BYTES, STEPS, Exchange
 from tfdist.strategies.collectives.launcher import is_added_up
 from tfdist.strategies.collectives.parts import Gradient
-from tfdist.strategies.compression import Codec, PowerSGD, TopK, from_name
-from tfdist.strategies.compression.codec import ENCODED
-from tfdist.strategies.policy import OneCodec, Policy
+from tfdist.strategies.compression import Codec, TopK, from_name
+from tfdist.strategies.policy import OneCodec, Policy, unfit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,14 +279,11 @@ class Communication(tf.Module):
         codec = from_name(chosen)
         if codec is None:
             return None
-        if dtype not in ENCODED:
-            allowed = ", ".join(known.name for known in ENCODED)
+        if why_not := unfit(codec, shape, dtype):
             raise ValueError(
-                f"The policy gives {codec!r} for gradient {position} of dtype {dtype.name}; only {allowed} can be "
-                "compressed. Give None for it."
+                f"The policy gives {codec!r} for gradient {position} of dtype {dtype.name} and shape {shape}, but "
+                f"{why_not}. Give None for it."
             )
-        if isinstance(codec, PowerSGD) and shape.rank < 2:
-            raise ValueError(f"{codec!r} takes matrices, and gradient {position} has shape {shape}. Give None for it.")
         return codec
 
 

@@ -10,7 +10,6 @@ from absl import logging
 
 from tfdist import _tf
 from tfdist.errors import ScopeError
-from tfdist.faults import watchdog
 from tfdist.strategies.step import count_rows
 
 
@@ -103,7 +102,6 @@ def _untuned_on_devices(iterator: Any) -> Any:
     """A distributed iterator that was just made, without the threads that tune its parts on the devices."""
     if tf.executing_eagerly():  # There is nothing to tune in these parts, whatever the pipeline is.
         _tf.make_iterators_on_devices_anew(iterator, untuned)
-        watchdog.reads(iterator)
     return iterator
 
 

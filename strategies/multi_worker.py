@@ -123,29 +123,33 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             _warn_of_writers(fit.callbacks)
         on_all = [type(each).__name__ for each in fit.callbacks if getattr(each, "runs_on_all_workers", False)]
         arguments = [*fit.arguments, f"{', '.join(on_all) or 'none'} of the callbacks that all need"]
-        if len(set(self._of_all_workers(zlib.crc32(repr(arguments).encode())))) > 1:
+        if not self._is_alike(arguments):
             self.extended.agreement.on_fit(arguments)
         if self.extended.agreement.has_compared(model):
             self._check_still_alike(model)
         sharding = getattr(_tf.dataset_of(_tf.epochs_of_beginning_fit()), "sharding", None)
-        if sharding is not None and len(set(self._of_all_workers(zlib.crc32(sharding.serialize().encode())))) > 1:
+        if sharding is not None and not self._is_alike(sharding.serialize()):
             self.extended.agreement.on_position(sharding.described_state())
 
     def _check_still_alike(self, model):
         held = [each for each in variables_of(model) if not isinstance(each.value, variables.RandomStateVariable)]
-        checksums = variables.checksums(held)  # Without random states, which may differ where the chief alone draws.
+        held = variables.held_alike(held)  # Without random states, which may differ where the chief alone draws.
+        checksums = variables.checksums(held)
+        own = [int(value, 16) for _, value in checksums]
         # By a collective, where a worker that comes late, or never, is waited for as in the step that comes next.
-        if len(set(self._of_all_workers(zlib.crc32(repr([value for _, value in checksums]).encode())))) == 1:
+        if self._is_alike(own):
             return
-        far = [self._is_far_apart(each) for each in variables.held_alike(held)]
-        if any(self._of_all_workers(int(any(far)))):
-            self.extended.agreement.on_values(checksums)
+        unlike = _places_where(self.extended.of_all_workers(own), lambda values: len(set(values)) > 1)
+        are_far = [int(self._is_far_apart(held[place])) for place in unlike]
+        far = _places_where(self.extended.of_all_workers(are_far), any)
+        if far:
+            self.extended.agreement.on_values([checksums[unlike[place]] for place in far])
         if self.extended.should_checkpoint:
             logging.warning("Workers round in unlike ways: what they hold of model %r is no longer equal.", model.name)
 
     def _check_batches(self, epochs):
         with watchdog.waiting_for_all("`fit`, `evaluate` and `predict`"):
-            everyone = self._of_all_workers(epochs.data_adapter.num_batches or 0)
+            everyone = self.extended.of_all_workers(epochs.data_adapter.num_batches or 0)
         if len(set(everyone)) == 1 or epochs.steps_per_epoch:
             return
         described = ", ".join(
@@ -158,20 +162,21 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             "its own, see `distribute_datasets_from_function`."
         )
 
+    def _is_alike(self, what):
+        """Whether all workers say the same, of which one number is exchanged."""
+        return len(set(self.extended.of_all_workers(zlib.crc32(repr(what).encode())))) == 1
+
     def _is_far_apart(self, variable):
         """Whether workers hold a variable so unlike that it is not from rounding, as unlike processors do it."""
         own = tf.cast(variable.value.values[0], tf.float64)
         mean = self.reduce("SUM", own, axis=None) / self.extended._num_workers
         tolerance = _ROUNDING if variable.value.dtype.is_floating else 0
-        return bool(tf.reduce_max(tf.abs(own - mean)) > tolerance * tf.reduce_max(tf.abs(mean)))
+        # Not the other way round: of a NaN nothing is true.
+        return not bool(tf.reduce_max(tf.abs(own - mean)) <= tolerance * tf.reduce_max(tf.abs(mean)))
 
     def _longest(self, batches: int) -> int:
-        everyone = self._of_all_workers(batches)
+        everyone = self.extended.of_all_workers(batches)
         return min(everyone) if min(everyone) < 0 else max(everyone)  # Negative: unknown or without end.
-
-    def _of_all_workers(self, number: int) -> list[int]:
-        workers, own = self.extended._num_workers, self.extended._id_in_cluster
-        return self.reduce("SUM", number * tf.one_hot(own, workers, dtype=tf.int64), axis=None).numpy().tolist()
 
 
 class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
@@ -182,6 +187,12 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
     @property
     def _crosses_border(self):
         return self._num_workers > 1
+
+    def of_all_workers(self, numbers):
+        """What the workers say, by worker: a whole number each, or equally long lists of them."""
+        own = tf.one_hot(self._id_in_cluster, self._num_workers, dtype=tf.int64)
+        said = tf.tensordot(own, tf.constant(numbers, tf.int64), 0)
+        return self._container_strategy().reduce("SUM", said, axis=None).numpy().tolist()
 
     @functools.cached_property
     def creations(self):
@@ -250,6 +261,11 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         # counted once.
         alone = len(self._devices) == 1 and "CPU" in self._devices[0]
         self._host_cross_device_ops = self._cross_device_ops if alone else collectives([self._worker_device])
+
+
+def _places_where(of_all_workers, holds):
+    """The places in the workers' lists at which something holds of what all say."""
+    return [place for place, said in enumerate(zip(*of_all_workers, strict=True)) if holds(said)]
 
 
 def _is_local(device, worker_device):

@@ -92,6 +92,15 @@ def _check_arguments(policy: Callable[..., Any]) -> None:
         ) from None
 
 
+def unfit(codec: Codec, shape: tf.TensorShape, dtype: tf.DType) -> str | None:
+    """Why a codec cannot take a gradient of this shape and dtype; `None` if it can."""
+    if dtype not in ENCODED:
+        return f"only {', '.join(known.name for known in ENCODED)} are compressed"
+    if isinstance(codec, PowerSGD) and shape.rank in (0, 1):
+        return "only matrices have factors"
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class OneCodec:
     """The policy of a strategy that is given a codec: whatever it is good for."""
@@ -106,14 +115,12 @@ class OneCodec:
     def objection(self, shape: tf.TensorShape, dtype: tf.DType) -> str | None:
         """Why a gradient travels as it is; `None` if it does not."""
         elements, codec = shape.num_elements(), self.codec
-        if dtype not in ENCODED:
-            return f"only {', '.join(known.name for known in ENCODED)} are compressed"
+        if why_not := unfit(codec, shape, dtype):
+            return why_not
         if elements is None:
             return "its shape is not known"
         if not elements or elements < codec.min_elements:
             return f"min_elements is {codec.min_elements}"
-        if isinstance(codec, PowerSGD) and shape.rank < 2:
-            return "only matrices have factors"
         if isinstance(codec, PowerSGD) and not codec.saves(elements // shape[-1], shape[-1]):
             return f"factors of rank {codec.rank} are not less than half of it"
         return None

@@ -66,8 +66,10 @@ class ReplicatedStrategy:
         model = _tf.keras_model_to_build()
         if model is None:
             return super().scope()
-        fit = _tf.beginning_fit()
+        fit, epochs = _tf.beginning_fit(), _tf.epochs_of_beginning_fit()
         if fit is not None:
+            if epochs is not None:
+                self.reports.fits.add(epochs)
             self._begin_fit(model, fit)
         return keras_steps.building(model, super().scope())
 
@@ -93,7 +95,6 @@ class ReplicatedStrategy:
         elif self.num_replicas_in_sync == 1:
             if step.name == "train_step":
                 self._check_owned(step.model, _optimizer_variables(step.model))  # Weights may lie anywhere.
-            if step.name == "train_step":
                 self.reports.tells = not _is_compiled()
             if _is_compiled():
                 self._check_nobody_waits_for_reports(step.model)

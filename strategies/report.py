@@ -59,6 +59,7 @@ class StepReports:
       latest: The newest report, `None` before the first step.
       num_replicas: R.
       asked_here: Whether this process was asked to stop.
+      fits: Something of each Keras `fit` of the strategy's models that is under way, and gone at its end.
       tells: Whether the training steps that were traced last report at all; those that XLA compiles, and a user's own
         train function, do not.
     """
@@ -69,6 +70,7 @@ class StepReports:
     def __init__(self, devices: Sequence[str], num_replicas: int):
         self.listeners: list[Callable[[StepReport], None]] = []
         self.feeders: weakref.WeakKeyDictionary[Any, Callable[[StepReport], None]] = weakref.WeakKeyDictionary()
+        self.fits: weakref.WeakSet[Any] = weakref.WeakSet()
         self._ends: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
         self.latest: StepReport | None = None
         self._trained: weakref.ref[Any] | None = None

@@ -129,7 +129,7 @@ def test_a_worker_that_never_comes_is_waited_for_until_the_timeout(tmp_path):
 def check_part_is_told(chief, expected):
     """That a job which ends after its first row shows it."""
     ((code, out, err),) = finish(chief)
-    assert code == expected and "1000 B" in out and "Traceback" not in err, err
+    assert code == expected and "1 KB" in out and "Traceback" not in err, err
     result = json.loads((pathlib.Path(chief.args[-1])).read_text())
     assert [row["bytes"] for row in result["rows"]] == [1000] and result["error"]
 
@@ -145,7 +145,7 @@ def after_its_first_row(chief, *others):
         stack.callback(late.cancel)
         late.start()
         told = iter(chief.stderr.readline, "")
-        assert any("1000 B: " in line for line in told), chief.poll()
+        assert any("1 KB: " in line for line in told), chief.poll()
         late.cancel()
         yield
 
@@ -278,6 +278,13 @@ def test_what_is_exchanged_is_as_near_a_square_as_can_be():
     assert {size: bench._shape(size) for size in shapes} == shapes
 
 
+def test_bytes_are_shown_in_units_in_which_they_are_round():
+    from tfdist.launch.bench import _show_bytes
+
+    shown = {12: "12 B", 1000: "1 KB", 1 << 10: "1 KiB", 10**6: "1 MB", 3 << 19: "1.5 MiB", 12345678: "11.77 MiB"}
+    assert {size: _show_bytes(size) for size in shown} == shown
+
+
 def rows(*points):
     from tfdist.launch import bench
 
@@ -285,23 +292,26 @@ def rows(*points):
 
 
 @pytest.mark.parametrize(
-    ("folder", "limit", "used", "cached"),
+    ("line", "folder", "limit", "used", "cached"),
     [
-        ("", "memory.max", "memory.current", "inactive_file"),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ("0::/", "", "memory.max", "memory.current", "inactive_file"),
+        ("0::/job/step", "job", "memory.max", "memory.current", "inactive_file"),
+        ("0::/job/step", "job/step", "memory.max", "memory.current", "inactive_file"),
+        ("4:memory:/", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ("4:memory:/job", "memory/job", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ],
-    ids=["version 2", "version 1"],
 )
-def test_files_that_the_kernel_can_forget_are_free_memory_of_a_container(folder, limit, used, cached, tmp_path):
-    unlimited = free_memory(tmp_path)
+def test_files_that_the_kernel_can_forget_are_free_memory_of_a_group(line, folder, limit, used, cached, tmp_path):
+    (tmp_path / "own").write_text(f"{line}\n3:cpu,cpuacct:/other\n")
+    unlimited = free_memory(tmp_path, tmp_path / "own")
     group = tmp_path / folder
-    group.mkdir(exist_ok=True)
+    group.mkdir(parents=True, exist_ok=True)
     for name, text in {limit: "1000", used: "900", "memory.stat": f"anon 500\n{cached} 300"}.items():
         (group / name).write_text(text + "\n")
-    assert free_memory(tmp_path) == 400 < unlimited
-    if not folder:
+    assert free_memory(tmp_path, tmp_path / "own") == 400 < unlimited
+    if "memory" not in folder:
         (group / limit).write_text("max\n")
-        assert free_memory(tmp_path) > 400
+        assert free_memory(tmp_path, tmp_path / "own") > 400
 
 
 def test_a_prediction_follows_the_measured_points():

@@ -21,7 +21,7 @@ from absl.testing import flagsaver
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # benchmarks are not installed; behind all else, since `data` stands there too
 
-from benchmarks import accuracy, models, netlab, record, report, train_step  # noqa: E402
+from benchmarks import accuracy, models, netlab, record, report, train_step, turns  # noqa: E402
 from benchmarks.peers.group import Group, GroupError  # noqa: E402
 from benchmarks.peers.messages import Answer  # noqa: E402
 from launched import eventually  # noqa: E402
@@ -96,11 +96,11 @@ def test_variants_are_held_against_stock_of_the_same_round():
 
 def test_every_cast_has_the_reference_and_what_is_missing():
     missing = {"1gbit": ["stock", "a", "b", "c"], "unshaped": ["d"]}
-    assert train_step.casts(missing, True, 3) == [["stock", "a", "b"], ["stock", "c", "d"]]
-    assert train_step.casts({"1gbit": ["a"]}, True, 3) == [["stock", "a"]]
-    assert train_step.casts({"1gbit": ["a", "b"]}, False, 1) == [["a"], ["b"]]
-    assert train_step.casts({"1gbit": ["stock"]}, True, 3) == [["stock"]]
-    assert train_step.casts({"1gbit": []}, True, 3) == []
+    assert turns.casts(missing, True, 3) == [["stock", "a", "b"], ["stock", "c", "d"]]
+    assert turns.casts({"1gbit": ["a"]}, True, 3) == [["stock", "a"]]
+    assert turns.casts({"1gbit": ["a", "b"]}, False, 1) == [["a"], ["b"]]
+    assert turns.casts({"1gbit": ["stock"]}, True, 3) == [["stock"]]
+    assert turns.casts({"1gbit": []}, True, 3) == []
 
 
 @pytest.mark.parametrize(
@@ -119,6 +119,7 @@ def test_every_cast_has_the_reference_and_what_is_missing():
         ("json", "/proc/here/a.json", "got /proc/here/a.json: No such file"),
         ("nolab", True, "--links needs the lab"),
         ("codecs", ["int9"], "--codecs takes float16; got int9"),
+        ("variants", ["horse"], "--variants takes stock, tfdist-loop, .*; got horse"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_work_begins(flag, value, words, monkeypatch):
@@ -158,13 +159,11 @@ class FakeGroup:
 
 def measured(monkeypatch, links, plan, failing, blocks=0):
     """The rows of one variant whose groups fail so."""
-    monkeypatch.setattr(train_step, "Group", FakeGroup)
+    monkeypatch.setattr(turns, "Group", FakeGroup)
     for name, value in {"failing": failing, "blocks": blocks, "made": 0}.items():
         monkeypatch.setattr(FakeGroup, name, value)
     rows = record.Record(None, {}, report.KEY)
-    train_step.measure(
-        rows, "mlp", train_step.Network(None, 2), {"stock": train_step.Variant("none")}, list(links), plan
-    )
+    turns.measure(rows, "mlp", turns.Network(None, 2), {"stock": turns.Variant("none")}, list(links), plan)
     return rows
 
 
@@ -178,12 +177,12 @@ def measured(monkeypatch, links, plan, failing, blocks=0):
     ids=["both starts", "the first", "the second"],
 )
 def test_a_failure_is_told_of_the_link_it_came_on_and_only_if_no_start_did_better(failing, errors, monkeypatch):
-    rows = measured(monkeypatch, errors, train_step.Plan(steps=3, seconds=1, rounds=1, starts=2), failing)
+    rows = measured(monkeypatch, errors, turns.Plan(steps=3, seconds=1, rounds=1, starts=2), failing)
     assert {row["link"]: row["error"] for row in rows.rows} == errors
 
 
 def test_who_crashes_after_some_rounds_is_no_peer_that_trains(monkeypatch):
-    rows = measured(monkeypatch, ["1gbit"], train_step.Plan(steps=3, seconds=1, rounds=3, starts=1), [0], blocks=1)
+    rows = measured(monkeypatch, ["1gbit"], turns.Plan(steps=3, seconds=1, rounds=3, starts=1), [0], blocks=1)
     row = report.Row.from_json(rows.rows[0])
     assert row.error == "crashed after 1 of 3 rounds: it broke" and len(row.block_seconds) == 1
     assert report.cells(row)[4] == row.error and not rows.has("mlp", 2, "1gbit", "stock")
@@ -193,7 +192,7 @@ def test_who_crashes_after_some_rounds_is_no_peer_that_trains(monkeypatch):
 def test_slow_steps_have_time(seconds, longest, monkeypatch):
     monkeypatch.setattr(FakeGroup, "seconds", seconds)
     monkeypatch.setattr(FakeGroup, "longest", 0.0)
-    measured(monkeypatch, ["1gbit"], train_step.Plan(steps=3, seconds=1, rounds=1, starts=1), [])
+    measured(monkeypatch, ["1gbit"], turns.Plan(steps=3, seconds=1, rounds=1, starts=1), [])
     assert FakeGroup.longest == longest
 
 
@@ -270,8 +269,8 @@ def test_record_does_not_go_on_with_another_tree(tmp_path, monkeypatch):
 
 def test_slowest_worker_counts_step_by_step_and_the_busiest_by_bytes():
     answers = [Answer([1.0, 2.0], 10, 30), Answer([3.0, 1.0], 20, 10)]
-    assert train_step.slowest(answers) == [3.0, 2.0]
-    assert train_step.busiest(answers) == 15
+    assert turns.slowest(answers) == [3.0, 2.0]
+    assert turns.busiest(answers) == 15
 
 
 def test_report_is_written_beside_the_results(tmp_path):
@@ -392,7 +391,7 @@ def test_a_batch_that_is_never_full_is_refused():
 
 
 def test_failed_group_says_why_in_one_line_and_is_gone():
-    hosts = [train_step.Loopback()] * 2
+    hosts = [turns.Loopback()] * 2
     with Group(hosts, free_ports(2), "no_such_peer", {}) as group:
         with pytest.raises(GroupError, match="no_such_peer") as caught:
             group.train("mlp", alone=True, warmup=1, steps=1, timeout_seconds=60)
@@ -401,7 +400,7 @@ def test_failed_group_says_why_in_one_line_and_is_gone():
 
 def test_late_group_is_ended_and_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with Group([train_step.Loopback()] * 2, free_ports(2), "keras_fit", {}) as group:
+    with Group([turns.Loopback()] * 2, free_ports(2), "keras_fit", {}) as group:
         begin = time.monotonic()
         with pytest.raises(GroupError, match=r"0 of 2 workers answered in 0\.5 s"):
             group.train("mlp", alone=True, warmup=1, steps=1, timeout_seconds=0.5)
@@ -415,16 +414,17 @@ def run(*flags, **environ):
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ, MARK: str(os.getpid()), **environ}, **pipes)
 
 
-def test_unknown_names_are_refused_with_those_known():
-    with run("--variants", "horse") as process:
-        out, _ = process.communicate(timeout=RUN_SECONDS)
-    assert process.returncode == 1 and "horse" in out and "tfdist-loop" in out, out
-
-
-def test_an_unknown_signal_is_refused_before_the_unbroken_run():
-    command = [sys.executable, "-m", "benchmarks.drill", "--signals=kill"]
+@pytest.mark.parametrize(
+    ("benchmark", "flag", "words"),
+    [
+        ("drill", "--signals=kill", "takes KILL and STOP, or CUT"),
+        pytest.param("convergence", "--codecs=none,int9", "got 'int9'", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_an_unknown_name_is_refused_before_anything_is_trained(benchmark, flag, words):
+    command = [sys.executable, "-m", f"benchmarks.{benchmark}", flag]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS)
-    assert done.returncode == 1 and "takes KILL and STOP, or CUT" in done.stderr, done.stderr
+    assert done.returncode == 1 and words in done.stderr and not done.stdout, done.stderr
 
 
 def test_a_column_whose_keras_is_missing_says_so():
@@ -482,7 +482,9 @@ def test_a_drill_ends_as_the_unbroken_run(flags):
     assert not children_left()
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [pytest.param(signal.SIGKILL, -9, marks=pytest.mark.exhaustive), (signal.SIGTERM, 143)]
+)
 def test_ended_run_leaves_no_workers(signum, code, tmp_path):
     with run("--nolab", "--quick", "--variants=stock", TMPDIR=str(tmp_path)) as process:
         started = eventually(lambda: len(children_left()) == 2)

@@ -157,6 +157,7 @@ def test_slots_tell_workers_of_a_host_apart():
     jobs = {"chief": ["a:1"], "worker": ["b:1", "A:2", "b:2", "a:3"]}
     specs = [ClusterSpec(jobs, "chief", 0), *(ClusterSpec(jobs, "worker", index) for index in range(4))]
     assert [spec.slot for spec in specs] == [0, 0, 1, 1, 2]
+    assert [len(spec.workers_on_host) for spec in specs] == [3, 2, 3, 2, 3]
 
 
 # A list of hosts as Slurm writes it, and the hosts.
@@ -207,6 +208,7 @@ def mpi(rank, size, hosts=("a:2", "b"), names=("OMPI_COMM_WORLD_RANK", "OMPI_COM
 
 def test_processes_of_mpi_are_workers_on_the_hosts_that_are_given():
     assert [mpi(rank, 3).address for rank in range(3)] == ["a:12345", "a:12346", "b:12345"]
+    assert mpi(2, 3, "a:2,b").address == "b:12345"
     assert mpi(1, 2, ("a", "b"), ("PMI_RANK", "PMI_SIZE")).describe() == "worker 1 of 2 at b:12345"
 
 
@@ -215,6 +217,7 @@ NO_STEP = {
     "no srun": (lambda: ClusterSpec.from_slurm({"SLURM_PROCID": "0"}), ["SLURM_STEP_NODELIST", "is not set", "`srun`"]),
     "brackets": (lambda: ClusterSpec.from_slurm(slurm(0, "n[1-2")), ["SLURM_STEP_NODELIST", "brackets", "'n[1-2'"]),
     "no range": (lambda: ClusterSpec.from_slurm(slurm(0, "n[1-x]")), ["SLURM_STEP_NODELIST", "'1-x'"]),
+    "no range that rises": (lambda: ClusterSpec.from_slurm(slurm(0, "n[3-1],gpu")), ["SLURM_STEP_NODELIST", "'3-1'"]),
     "no count": (lambda: ClusterSpec.from_slurm(slurm(0, tasks="2(y3)")), ["SLURM_STEP_TASKS_PER_NODE", "'2(y3)'"]),
     "fewer counts": (lambda: ClusterSpec.from_slurm(slurm(0, tasks="2")), ["has 3", "has 1"]),
     "rank": (lambda: ClusterSpec.from_slurm(slurm(5)), ["SLURM_PROCID", "from 0 to 4", "'5'"]),
@@ -330,6 +333,8 @@ STARTED = {
     "MPICH": ({"PMI_SIZE": "2", "TF_CONFIG": " "}, ["PMI_SIZE is 2", "PMI_RANK", "--mpi"]),
     "MVAPICH": ({"MV2_COMM_WORLD_SIZE": "2"}, ["MV2_COMM_WORLD_SIZE is 2", "MV2_COMM_WORLD_RANK"]),
     "srun": ({"SLURM_STEP_NUM_TASKS": "3"}, ["SLURM_STEP_NUM_TASKS is 3", "SLURM_PROCID", "--slurm"]),
+    "srun with PMI": ({"PMI_SIZE": "3", "SLURM_STEP_NUM_TASKS": "3"}, ["SLURM_STEP_NUM_TASKS is 3", "--slurm"]),
+    "mpirun in a batch script": ({"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, ["--mpi"]),
     "a batch script": ({"SLURM_NTASKS": "3", "SLURM_PROCID": "0"}, None),
     "mpirun of one": ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
     "with TF_CONFIG": ({"OMPI_COMM_WORLD_SIZE": "4", "TF_CONFIG": "{}"}, None),

@@ -85,7 +85,7 @@ def test_who_is_missing_is_named_by_all_who_came_within_the_deadline(missing):
     for result, seconds in group.results.values():
         assert f"worker {missing} at {specs[missing].address}" in result
         assert "two processes have the same index in TF_CONFIG" in result
-        assert START_SECONDS - 1 < seconds < START_SECONDS + 3
+        assert START_SECONDS - 1 < seconds < 10 * START_SECONDS
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,7 @@ def shown(name):
 )
 def test_under_a_scheduler_each_process_is_a_worker(name, environ, rank, tmp_path):
     """As the scheduler would start them, both on this machine."""
-    (tmp_path / "train.py").write_text(
-        block("main") if name == "slurm" else "import os; print(os.environ['TF_CONFIG'])"
-    )
+    (tmp_path / "train.py").write_text("import os; print(os.environ['TF_CONFIG'])")
     (line,) = [line for line in shown(name).splitlines() if "tfdist run" in line]
     command = line[line.index("tfdist run") :].replace("node1:4,node2:4", "localhost:2").split()
     command = [TFDIST, *command[1:2], "--base-port", str(free_ports(1)[0]), *command[2:]]

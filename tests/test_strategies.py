@@ -266,11 +266,19 @@ def test_the_chief_warns_of_callbacks_that_write_the_same_file_on_all_workers(po
     assert "CSVLogger" in said and of_other == []
 
 
-@pytest.mark.parametrize("used", ["fit", "evaluate", "fit again"])
-def test_weights_that_the_chief_alone_has_set_are_named_on_every_worker(used, pools):
-    for kind, message in pools("2x1").run(checks.chief_loads_alone, "2x1", used):
+@pytest.mark.parametrize(
+    ("used", "bias", "named"),
+    [
+        ("fit", 1.0, "kernel"),
+        ("evaluate", 1.0, "kernel"),
+        ("fit again", 100.0, "bias"),
+        ("fit again", float("nan"), "bias"),
+    ],
+)
+def test_weights_that_the_chief_alone_has_set_are_named_on_every_worker(used, bias, named, pools):
+    for kind, message in pools("2x1").run(checks.chief_loads_alone, "2x1", used, bias):
         assert kind == "ClusterError"
-        assert "the same values in a model" in message and "kernel" in message
+        assert "the same values in a model" in message and f"/{named}'" in message
 
 
 def test_rounding_and_draws_on_one_worker_do_not_end_training(pools):

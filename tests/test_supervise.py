@@ -582,6 +582,7 @@ def total(): return float(strategy.reduce("SUM", strategy.run(lambda: tf.ones([]
 """
 
 
+@pytest.mark.exhaustive
 def test_a_killed_worker_of_tensorflow_is_the_first_failure_and_the_job_goes_on(run):
     body = (
         TRAINS

@@ -31,7 +31,9 @@ from tfdist.faults import board as board_module
 from tfdist.faults.agreement import Agreement
 from tfdist.faults.board import DONE, OVER, Board
 from tfdist.faults.leaving import hear_aloud
-from tfdist.faults.watchdog import INPUT, TRAINING, Creations, Patience, Watchdog, start, suspect_of
+from tfdist.faults.patience import INPUT, TRAINING, Patience
+from tfdist.faults.suspect import suspect_of
+from tfdist.faults.watchdog import Creations, Watchdog, start
 
 DEADLINE_SECONDS = 90
 MANY = "MultiWorkerMirroredStrategy"
@@ -66,6 +68,7 @@ HEALTHY = {
         (9, TRAINING, 1),
         (0, "validation", 1200),
     ],
+    "a fit in a callback": [(20, TRAINING, 10), (100, "callback", 0.1), (1, TRAINING, 70)],
     "never trained": [(0, None, 100000)],
 }
 
@@ -146,17 +149,52 @@ def test_batches_of_a_validation_and_those_passed_over_are_seen_by_who_watches()
     before = strategy.reports.evaluated
     model.evaluate(x, x[:, :1], verbose=0)
     assert strategy.reports.evaluated > before > 0
-    reading, seen = set(watchdog._iterators), []
-    look = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: seen.append(watchdog._iterators - reading)
-    )
-    model.fit(x, x[:, :1], verbose=0, callbacks=[look])
-    assert seen[0] and watchdog._iterators <= reading  # What is trained then is not of the strategy.
     counted, before = CountedSteps(next, 1), watchdog._moves
     counted.pass_over(3, 2, lambda _: None, reads=True, runs_last=False, logs=None)
     iterator = iter(range(9))
     assert [counted(iterator) for _ in range(4)] == [None, None, None, 5]
     assert watchdog._moves == before + 5
+
+
+def test_the_fit_of_a_model_of_no_strategy_is_not_watched_unless_a_callback_of_another_fit_calls_it():
+    strategy = tfdist.MirroredStrategy(["CPU:0"])
+    dog = Watchdog(strategy, watchdog.Alone(0), Patience(), Creations())
+    x, seen = np.ones((4, 2)), []
+
+    def look():
+        with ThreadPoolExecutor(1) as pool:  # from outside, as the watchdog does
+            pool.submit(dog._look, 0.0).result()
+        seen.append(dog._position["section"])
+
+    def loss(y_true, y_pred):
+        look()
+        return keras.ops.mean(keras.ops.square(y_true - y_pred), -1)
+
+    def build():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", loss, run_eagerly=True)
+        return model
+
+    def looked(model, **options):
+        seen.clear()
+        model.fit(x, x[:, :1], verbose=0, **options)
+        return set(seen)
+
+    def at_end(function):
+        return [keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: function())]
+
+    plain = build()
+    with strategy.scope():
+        own = build()
+    assert looked(plain) == {None}
+    assert None not in looked(own)
+    assert looked(plain) == {None}
+    assert {"callback", None} - looked(own, callbacks=at_end(lambda: plain.fit(x, x[:, :1], verbose=0))) == {None}
+    with pytest.raises(ZeroDivisionError):
+        own.fit(x, x[:, :1], validation_data=(x, x[:, :1]), verbose=0, callbacks=at_end(lambda: 1 / 0))
+    assert looked(plain) == {None}  # though Keras keeps what `own` was validated on
+    with watchdog.waiting_for_all("what a fit of the strategy exchanges before its first step"):
+        assert None not in looked(plain)
 
 
 def at(step, section):
@@ -182,7 +220,7 @@ def test_the_suspect_is_who_the_others_wait_for(name):
 
 def test_a_watchdog_that_may_never_judge_or_could_not_look_still_refuses_another_model():
     class Reports:
-        newest, tells = None, True
+        newest, tells, fits = None, True, ()
 
         def position(self):
             raise OSError(errno.EMFILE, "no file left")

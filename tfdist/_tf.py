@@ -478,10 +478,10 @@ def main_thread_state() -> int | None:
 
 
 def keras_fit_activity(main_thread: int | None = None) -> str | None:
-    """What Keras' `fit` does, in whichever thread: "training", "input", "callback" or "validation"; else `None`.
+    """What Keras' `fit` does, in whichever thread, of a `fit` within another the outer; `None` outside of it.
 
-    It is "input" where Keras itself reads, in Python, as it does to learn what a generator gives; not where it converts
-    arrays.
+    It is "training", "callback", "validation"; "input" where Keras itself reads, in Python, as it does to learn what a
+    generator gives, not where it converts arrays; or "building", before the first step of a model of a strategy.
 
     A watchdog asks from outside, when the thread may be stuck anywhere. The stacks are read as faulthandler writes
     them, all at once: frames of a thread that runs on must not be walked from Python. It writes the innermost 100 calls
@@ -494,7 +494,7 @@ def keras_fit_activity(main_thread: int | None = None) -> str | None:
       OSError: If this process may open no more files.
     """
     for thread in _calls_of_threads(main_thread):
-        activity = "training"
+        activity, of_fit = "training", None
         for path, function in thread:
             if path == keras_callback_list.__file__:
                 activity = "callback"
@@ -504,8 +504,12 @@ def keras_fit_activity(main_thread: int | None = None) -> str | None:
                 activity = "input"
             elif path == keras_trainer.__file__ and function == "evaluate":
                 activity = "validation"
+            elif path == keras_trainer.__file__ and function == "_maybe_symbolic_build" and activity != "input":
+                activity = "building"
             elif path == keras_trainer.__file__ and function == "fit":
-                return activity
+                of_fit = activity
+        if of_fit:
+            return of_fit
     return None
 
 

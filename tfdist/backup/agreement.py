@@ -13,9 +13,9 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist.errors import CHIEF_SAYS, BackupError, ClusterError
-from tfdist.faults import preemption
 from tfdist.faults.board import Board
 from tfdist.faults.health import Health
+from tfdist.faults.options import options_of
 
 _ASK_SECONDS = 5.0  # Whether a worker is still there, of which nothing was heard.
 _LOOK_SECONDS = 0.5  # For an answer that is there.
@@ -51,7 +51,7 @@ class Agreement:
         self._timeout_seconds = timeout_seconds
         self._begin_seconds = timeout_seconds
         if self.workers > 1:
-            self._begin_seconds = min(timeout_seconds, preemption.options_of(strategy).start_timeout_seconds)
+            self._begin_seconds = min(timeout_seconds, options_of(strategy).start_timeout_seconds)
         self._board = Board(self.own, self.workers)
         self._prefix = f"backup/{next(_made)}" if self.workers > 1 else ""
         self._former: dict[str, str] = {}

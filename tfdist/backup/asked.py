@@ -10,6 +10,7 @@ from tfdist import _tf
 from tfdist.backup.agreement import Agreement
 from tfdist.backup.saver import Saver
 from tfdist.faults import preemption
+from tfdist.faults.options import options_of
 
 
 class Asked:
@@ -77,7 +78,7 @@ class Asked:
         if not self.listens:
             return False
         if self.validation_seconds is not None:  # Asked here, after a step, as nobody waits for anybody.
-            limit = preemption.options_of(self._strategy).preemption_timeout_seconds / 2
+            limit = options_of(self._strategy).preemption_timeout_seconds / 2
             is_long = self.validation_seconds > limit
             self._validates_long = self._agreement.settle("fit", None, lambda _: is_long)
         return self._validates_long

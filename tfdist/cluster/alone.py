@@ -11,6 +11,7 @@ from tfdist.cluster.schedulers import MPI_RANKS
 # How many processes were started together, and which of them this one is. Slurm sets SLURM_NTASKS and SLURM_PROCID in a
 # batch script too, which is one process.
 _SCHEDULERS = {**MPI_RANKS, "SLURM_STEP_NUM_TASKS": "SLURM_PROCID"}
+_SCHEDULERS["PMI_SIZE"] = _SCHEDULERS.pop("PMI_SIZE")  # Last: Slurm sets it, too, where it speaks PMI.
 _SLURM = "`srun tfdist run --slurm train.py`"
 _MPI = "`mpirun -H node1,node2 tfdist run --mpi node1,node2 train.py`"
 

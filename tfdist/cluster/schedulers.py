@@ -95,12 +95,13 @@ def _check_by_host(environ: Mapping[str, str], rank: int, nodes: Sequence[int]) 
         )
 
 
-def mpi_place(environ: Mapping[str, str], hosts: Sequence[str]) -> tuple[int, list[str]]:
+def mpi_place(environ: Mapping[str, str], hosts: Sequence[str] | str) -> tuple[int, list[str]]:
     """Which process of MPI this is, and the host of each.
 
     Args:
       environ: The environment.
-      hosts: Hosts in the order of ranks, as `mpirun -H` takes them: "node1" has one, "node1:4" has four.
+      hosts: Hosts in the order of ranks, as `mpirun -H` takes them: "node1" has one, "node1:4" has four. Also in one
+        string, with commas between.
 
     Raises:
       TFConfigError: If MPI has not started this process, or as many as the hosts have.
@@ -110,6 +111,7 @@ def mpi_place(environ: Mapping[str, str], hosts: Sequence[str]) -> tuple[int, li
         raise TFConfigError(
             f"MPI tells a process its rank, but none of {', '.join(MPI_RANKS)} is set here. Start it by `mpirun`."
         )
+    hosts = hosts.split(",") if isinstance(hosts, str) else hosts
     expanded = []
     for host in hosts:
         name, colon, count = host.partition(":")
@@ -172,6 +174,8 @@ def _expand(part: str) -> list[str]:
         first, dash, last = each.partition("-")
         if not is_digits(first) or (dash and not is_digits(last)):
             raise ValueError(f"[{ranges}] has {each!r}, which is no number or range")
+        if dash and int(last) < int(first):
+            raise ValueError(f"[{ranges}] has {each!r}, which ends before it begins")
         numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
     return [f"{head}{number}{rest}" for number in numbers for rest in _expand(tail)]
 

@@ -66,10 +66,15 @@ class ClusterSpec:
         return self.jobs[self.task_type][self.task_index]
 
     @property
+    def workers_on_host(self) -> list[int]:
+        """The workers on the host of this one, this one among them."""
+        hosts = [_canonical(split_address(address)[0]) for address in self._training_addresses]
+        return [worker for worker, host in enumerate(hosts) if host == hosts[self.worker_id]]
+
+    @property
     def slot(self) -> int:
         """How many workers before this one are on the same host."""
-        hosts = [_canonical(split_address(address)[0]) for address in self._training_addresses]
-        return hosts[: self.worker_id].count(hosts[self.worker_id])
+        return self.workers_on_host.index(self.worker_id)
 
     @property
     def _training_addresses(self) -> tuple[str, ...]:
@@ -119,13 +124,13 @@ class ClusterSpec:
 
     @classmethod
     def from_mpi(
-        cls, hosts: Sequence[str], environ: Mapping[str, str] | None = None, *, base_port: int | None = None
+        cls, hosts: Sequence[str] | str, environ: Mapping[str, str] | None = None, *, base_port: int | None = None
     ) -> "ClusterSpec":
         """The processes that `mpirun` has started, one worker each.
 
         Args:
           hosts: Where they are, in the order of ranks: MPI tells a process of ranks only. As `mpirun -H` takes them:
-            "node1", or "node1:4" for four.
+            "node1", or "node1:4" for four; also in one string, with commas between.
           environ: The environment, `os.environ` if None.
           base_port: The port of the first worker on each host, the next have the next; None for 12345.
 

@@ -2,13 +2,12 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.errors import ClusterError
-from tfdist.faults.options import FaultTolerance
+from tfdist.faults.options import options_of
 
 __all__ = ["Health"]
 
@@ -32,8 +31,7 @@ class Health:
     @classmethod
     def of(cls, strategy: tf.distribute.Strategy) -> "Health":
         """Asks the workers of a strategy, of which there are several."""
-        options: Any = getattr(strategy, "fault_tolerance", None) or FaultTolerance().with_environment()
-        return cls(strategy.extended._cluster_spec.as_dict(), options.heartbeat_timeout_seconds)
+        return cls(strategy.extended._cluster_spec.as_dict(), options_of(strategy).heartbeat_timeout_seconds)
 
     def check(self, worker: int) -> None:
         """Returns if a worker answers. Its threads need not: also one that computes for long is there.

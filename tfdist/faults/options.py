@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["FaultTolerance"]
+__all__ = ["FaultTolerance", "options_of"]
 
 _LONGEST_SECONDS = 2_000_000  # TensorFlow counts milliseconds in 32 bits.
 
@@ -91,6 +91,11 @@ class FaultTolerance:
                         f"{environ[variable]!r}. Correct it or leave it out."
                     ) from error
         return dataclasses.replace(self, **given)
+
+
+def options_of(strategy: Any) -> FaultTolerance:
+    """The deadlines that hold under a strategy, also one that is given none."""
+    return getattr(strategy, "fault_tolerance", None) or FaultTolerance().with_environment()
 
 
 def _numbers() -> list[str]:

@@ -21,9 +21,9 @@ from absl import logging
 from tfdist.exit_codes import PREEMPTED
 from tfdist.failure_report import is_supervised
 from tfdist.faults.ending import end_with
-from tfdist.faults.options import FaultTolerance
+from tfdist.faults.options import FaultTolerance, options_of
 
-__all__ = ["LoneReports", "Watch", "give_signals_back", "install", "leave", "options_of", "uninstall"]
+__all__ = ["LoneReports", "Watch", "give_signals_back", "install", "leave", "uninstall"]
 
 _LEAVE_SECONDS = 10.0  # For handlers, `finally` blocks and `atexit` functions once the save is done.
 _MAIN_SECONDS = 0.1  # For the main thread to find that no training is under way.
@@ -102,11 +102,6 @@ def _close() -> None:
     closing, _installed = _installed, None
     if closing is not None:
         closing.close()
-
-
-def options_of(strategy: Any) -> FaultTolerance:
-    """The deadlines that hold under a strategy, also one that is given none."""
-    return getattr(strategy, "fault_tolerance", None) or FaultTolerance().with_environment()
 
 
 def _forget_in_child() -> None:

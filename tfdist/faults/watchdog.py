@@ -3,14 +3,15 @@
 Heartbeats tell of processes that are gone or frozen. Here each worker looks, every second, where it is: its step, and
 what it does ("input", "compute" or "exchange" in training; "callback", "save", "validation"). The rule:
 
-- The clock runs inside Keras' `fit` of the strategy only. It starts anew with each step, with each batch of a
-  validation and each that is passed over after a restart, and with each change between training and the rest.
+- The clock runs inside Keras' `fit` of models of the strategy only, and while Keras reads in Python what another `fit`
+  begins with. It starts anew with each step, with each batch of a validation and each that is passed over after a
+  restart, and with each change between training and the rest.
 - A step, with its input, may take 20 times the median of the last 64, but at least 60 s and at most 30 minutes; never
   less than three times the longest so far, the first included, which traces.
-- The first step of a `fit`, a callback (also what a `keras.utils.PyDataset` does in its `on_epoch_end` and
-  `on_epoch_begin`), a save or a batch of a validation may take 30 minutes. So it is also where `stall_timeout_seconds`
-  is given, for the first step, which traces, but not for what Keras reads before it: the first batches of a generator
-  or a `PyDataset`. For all else that number holds.
+- The first step of a `fit`, a callback (also a `fit` that it calls, and what a `keras.utils.PyDataset` does in its
+  `on_epoch_end` and `on_epoch_begin`), a save or a batch of a validation may take 30 minutes. So it is also where
+  `stall_timeout_seconds` is given, for the first step, which traces, but not for what Keras reads before it: the first
+  batches of a generator or a `PyDataset`. For all else that number holds.
 - A worker whose clock has run out asks the others where they are. While one of them is in its first step, a callback, a
   save or a validation, whose own clock runs, all wait. Else the suspect is who does not answer, or is behind, or does
   not wait for others.
@@ -24,13 +25,10 @@ begins, while the program of another is over, waits in vain, too: after some 5 s
 """
 
 import atexit
-import collections
 import contextlib
 import faulthandler
 import itertools
-import math
 import os
-import statistics
 import sys
 import threading
 import time
@@ -49,41 +47,31 @@ from tfdist.errors import ClusterError
 from tfdist.exit_codes import STALLED
 from tfdist.failure_report import is_supervised, write_report
 from tfdist.faults.board import Board
+from tfdist.faults.patience import INPUT, TRAINING, Patience
+from tfdist.faults.suspect import WAITS, suspect_of
 
 __all__ = [
     "Alone",
     "Creations",
-    "Patience",
     "Watchdog",
     "moved",
-    "reads",
     "section",
     "start",
     "start_alone",
-    "suspect_of",
     "waiting_for_all",
 ]
 
-TRAINING = "training"
-INPUT = "input"
-OVER = "its program is over"
+BUILDING = "building"
+_ITS_END = "its program is over"
 WAITING = "waiting for the chief"
 _POLL_SECONDS = 1.0
 _POST_SECONDS = 2.0
 _ANSWER_SECONDS = 2.0
 _STOP_SECONDS = 2.0
 _ABSENCE_SECONDS = 5.0
-_FLOOR_SECONDS = 60.0
-_CAP_SECONDS = 1800.0
-_STEPS, _STEPS_REMEMBERED, _LONGEST_STEPS = 20, 64, 3
-
-# How likely a section is one in which a worker waits for others; of the rest, not at all. A dataset that is split among
-# workers lets them agree on its end before each step, so who waits may be in "input".
-_WAITS = {"compute": 1, "input": 2, "exchange": 3}
 
 _sections: list[str] = []
 _moves = 0
-_iterators: set[int] = set()  # Those from which Keras reads what a strategy splits.
 _calls: list["_Call"] = []  # for which this worker waits
 _made = itertools.count()  # Watchdogs that meet others, as many and in the same order on all workers.
 
@@ -102,12 +90,6 @@ def moved() -> None:
     """Says that this worker has got on, where no step of training shows it."""
     global _moves
     _moves += 1
-
-
-def reads(iterator: Any) -> None:
-    """Says that Keras runs steps of a strategy on what it reads from this iterator, for as long as that lives."""
-    _iterators.add(id(iterator))
-    weakref.finalize(iterator, _iterators.discard, id(iterator)).atexit = False
 
 
 class _Call:
@@ -189,105 +171,6 @@ def start_alone(strategy: Any) -> None:
         start(strategy, Alone(cluster.worker_id if cluster else 0), Creations())
 
 
-class Patience:
-    """How long a worker may stay where it is; the rule, without clocks and threads.
-
-    Args:
-      given: The user's number of seconds, `None` to learn it, infinite to stay for ever.
-    """
-
-    def __init__(self, given: float | None = None):
-        self._given = given
-        self._steps: collections.deque[float] = collections.deque(maxlen=_STEPS_REMEMBERED)
-        self._longest = 0.0
-        self._state: tuple[int, str | None] = (0, None)
-        self._progress: Any = None
-        self._in_step = 0.0
-        self._is_first = True
-        self.waited_seconds = 0.0
-
-    def observe(self, step: int, activity: str | None, elapsed_seconds: float, progress: Any = None) -> None:
-        """Takes note of where this worker is.
-
-        Args:
-          step: How many steps are done.
-          activity: `TRAINING`; `INPUT` where that is all; another word for what may take long; `None` outside of `fit`.
-          elapsed_seconds: Since the last call.
-          progress: Another value, if it has got on meanwhile by what is no step.
-        """
-        before, was = self._state
-        self.waited_seconds += elapsed_seconds
-        if was == TRAINING:
-            self._in_step += elapsed_seconds
-        if step > before:
-            took = self._in_step / (step - before)
-            self._longest = max(self._longest, took)
-            if not self._is_first:
-                self._steps.append(took)
-            self._is_first = False
-            self._in_step = 0.0
-        if activity is None:
-            self._is_first = True
-            self._in_step = 0.0
-        if (step, activity) != self._state or progress != self._progress:
-            self.waited_seconds = 0.0
-        self._state, self._progress = (step, activity), progress
-
-    @property
-    def may_take_long(self) -> bool:
-        """Whether this worker does what may take long, and its clock runs: others wait for it."""
-        return self._is_long and not self.is_over
-
-    @property
-    def _is_long(self) -> bool:
-        activity = self._state[1]
-        return activity is not None and (activity not in (TRAINING, INPUT) or self._is_first)
-
-    @property
-    def usual_seconds(self) -> float:
-        """What a step takes, as far as that is known."""
-        return statistics.median(self._steps) if self._steps else self._longest
-
-    @property
-    def limit_seconds(self) -> float:
-        """How long this worker may stay where it is."""
-        if self._state[1] is None or self._given == math.inf:
-            return math.inf
-        longest = _LONGEST_STEPS * self._longest
-        if self._given is not None and (not self._is_first or self._state[1] == INPUT):
-            return self._given
-        if self._is_long or not self._steps:
-            return max(_CAP_SECONDS, longest)
-        return max(min(max(_FLOOR_SECONDS, _STEPS * self.usual_seconds), _CAP_SECONDS), longest)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has stayed there for longer."""
-        return self.waited_seconds > self.limit_seconds
-
-
-def suspect_of(positions: Mapping[int, Mapping[str, Any] | None]) -> int | None:
-    """Who holds up the others.
-
-    Args:
-      positions: By worker its "step" and "section", `None` of one that does not answer.
-
-    Returns:
-      The one that does not answer, else the one that is behind, else the one whose section is least likely to be
-      that of a worker that waits; `None` if nothing tells.
-    """
-    silent = [worker for worker, position in positions.items() if position is None]
-    if silent:
-        return silent[0]
-    steps = {worker: position["step"] for worker, position in positions.items() if position}
-    behind = [worker for worker, step in steps.items() if step == min(steps.values())]
-    if len(behind) < len(steps):
-        return behind[0]
-    rank = {worker: _WAITS.get(position["section"], 0) for worker, position in positions.items() if position}
-    least = [worker for worker in rank if rank[worker] == min(rank.values())]
-    return least[0] if len(least) == 1 else None
-
-
 class Watchdog:
     """The threads that watch: one looks, one tells the others, since a message may hang where a look may not."""
 
@@ -367,6 +250,11 @@ class Watchdog:
         newest = type(strategy.reports).newest
         tells = newest in (None, strategy.reports) and strategy.reports.tells
         activity = _tf.keras_fit_activity(self._main_thread) if tells else None
+        # Else it is the `fit` of a model of no strategy, whose steps nobody reports.
+        if not (activity in (BUILDING, INPUT) or strategy.reports.fits or _calls):
+            activity = None
+        elif activity == BUILDING:
+            activity = TRAINING
         step, part = strategy.reports.position()
         if activity is not None and _sections:
             activity = _sections[-1]
@@ -406,8 +294,7 @@ class Watchdog:
                 call.fault = self._board.in_vain(call.what, absent)
                 self._board.report_error(call.fault)
         step, is_late = self._position["step"], self._patience.waited_seconds > _ABSENCE_SECONDS
-        # Else it may be a model of no strategy, that who is left trains alone; or wait at the end of `fit`.
-        is_in_step = bool(_iterators) and self._position["section"] in _WAITS
+        is_in_step = self._position["section"] in WAITS  # and does not wait at the end of `fit`
         if not (is_late and is_in_step and _tf.keras_is_in_step(self._main_thread)):
             self._absence = None
         elif (self._absence is None or self._absence[0] != step) and self._board.absent() is not None:
@@ -443,7 +330,7 @@ class Watchdog:
             positions[worker] = position if is_new else None
         absent = self._board.absent()
         if absent is not None:
-            positions[absent] = {"step": 0, **(after[absent] or {}), "section": OVER, "may_take_long": False}
+            positions[absent] = {"step": 0, **(after[absent] or {}), "section": _ITS_END, "may_take_long": False}
         if not any(positions.values()):  # The board is out of reach: so is worker 0, who keeps it.
             positions = {0: None}
         return {**positions, self._board.worker: self._position}
@@ -486,7 +373,7 @@ class Watchdog:
                 '`strategy.reduce("SUM", tf.constant(float(late)), axis=None) > 0`.'
             )
         for worker, position in positions.items():
-            if position and position["section"] == OVER:
+            if position and position["section"] == _ITS_END:
                 return self._board.in_vain("each step of a `fit`", worker)
         return "If this was healthy, raise stall_timeout_seconds of tfdist.FaultTolerance."
 

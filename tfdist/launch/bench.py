@@ -24,7 +24,6 @@ from absl import logging
 
 import tfdist
 from tfdist.cluster import ClusterSpec
-from tfdist.cluster.address import split_address
 from tfdist.errors import ClusterError
 from tfdist.launch.memory import free_memory
 from tfdist.strategies.compression import NAMES
@@ -47,7 +46,10 @@ _GRACE_SECONDS = 5.0  # for the chief, which knows what was measured, to end fir
 _LONGEST_SECONDS = 1e6
 _LEAST_REPETITIONS, _MOST_REPETITIONS = 3, 50
 COMPRESSIONS = ("none", *NAMES)
-_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_UNITS = (
+    (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)),
+    (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1)),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,27 +163,20 @@ def measure(plan: Plan, spec: ClusterSpec, end_in: Callable[[float], None]) -> I
             compression=None if name == "none" else name,
             fault_tolerance=tfdist.FaultTolerance(start_timeout_seconds=seconds),
         )
-        _check_equal(plan, strategy, spec)
-        left = _tell_all(math.ceil(plan.deadline - time.monotonic()), strategy, spec)[0]
+        _check_equal(plan, strategy)
+        left = strategy.extended.of_all_workers(math.ceil(plan.deadline - time.monotonic()))[0]
         if not spec.is_chief:
             end_in(max(0, left) + _GRACE_SECONDS)
         rows: list[Row] = []
         for size in plan.sizes:
             reason = _reason_to_skip(size, name, rows, plan, strategy, spec)
-            times = () if reason else _time_exchanges(size, name, plan.seconds, strategy, spec)
+            times = () if reason else _time_exchanges(size, name, plan.seconds, strategy)
             rows.append(Row(name, size, strategy.num_replicas_in_sync, times, reason))
             yield rows[-1]
 
 
-def _tell_all(number: int, strategy: tf.distribute.Strategy, spec: ClusterSpec) -> list[int]:
-    """The whole numbers that the workers say, by worker."""
-    own = number * tf.one_hot(spec.worker_id, spec.num_workers, dtype=tf.int64)
-    numbers: list[int] = strategy.reduce("SUM", own, axis=None).numpy().tolist()
-    return numbers
-
-
-def _check_equal(plan: Plan, strategy: tf.distribute.Strategy, spec: ClusterSpec) -> None:
-    digests = _tell_all(zlib.crc32(repr((plan.sizes, plan.compressions)).encode()), strategy, spec)
+def _check_equal(plan: Plan, strategy: tf.distribute.Strategy) -> None:
+    digests = strategy.extended.of_all_workers(zlib.crc32(repr((plan.sizes, plan.compressions)).encode()))
     others = [worker for worker, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise ClusterError(
@@ -197,26 +192,23 @@ def _reason_to_skip(
     policy = policy_of(None if name == "none" else name)
     if policy and policy(tf.TensorShape(_shape(size)), tf.float32, 0) is None:
         return f"{name} sends a tensor of {' x '.join(map(str, _shape(size)))} as it is"
-    rooms = _tell_all(_room(strategy, spec), strategy, spec)
+    rooms = strategy.extended.of_all_workers(_room(strategy, spec))
     small = [worker for worker, room in enumerate(rooms) if size > room]
     if small:
         return f"an eighth of the free memory of {_workers(small)} is {_show_bytes(min(rooms))} a replica"
     known = [row for row in rows if row.times]
     seconds = predict(known, size) * (_LEAST_REPETITIONS + 1) + plan.seconds if len(known) > 1 else 0.0
     is_late = time.monotonic() + seconds > plan.deadline
-    return "--timeout leaves no time for it" if _tell_all(int(is_late), strategy, spec)[0] else ""
+    return "--timeout leaves no time for it" if strategy.extended.of_all_workers(int(is_late))[0] else ""
 
 
 def _room(strategy: tf.distribute.Strategy, spec: ClusterSpec) -> int:
     """Bytes that one tensor may have here: with its sum, residuals and buffers it takes five to eight times as many."""
-    hosts = [split_address(address)[0] for role in ("chief", "worker") for address in spec.jobs.get(role, ())]
-    replicas_here = hosts.count(split_address(spec.address)[0]) * len(strategy.extended.worker_devices)
+    replicas_here = len(spec.workers_on_host) * len(strategy.extended.worker_devices)
     return max(0, free_memory()) // 8 // replicas_here
 
 
-def _time_exchanges(
-    size: int, name: str, seconds: float, strategy: tf.distribute.Strategy, spec: ClusterSpec
-) -> tuple[float, ...]:
+def _time_exchanges(size: int, name: str, seconds: float, strategy: tf.distribute.Strategy) -> tuple[float, ...]:
     """The seconds of each exchange, after one that is checked and not counted."""
     devices, replicas = strategy.extended.worker_devices, strategy.num_replicas_in_sync
     with strategy.scope():
@@ -247,7 +239,7 @@ def _time_exchanges(
     timed(check=True)
     times = [timed()]
     repetitions = min(max(int(seconds / times[0]), _LEAST_REPETITIONS), _MOST_REPETITIONS)
-    repetitions = _tell_all(repetitions, strategy, spec)[0]
+    repetitions = strategy.extended.of_all_workers(repetitions)[0]
     return (*times, *(timed() for _ in range(repetitions - 1)))
 
 
@@ -422,9 +414,13 @@ def measure_aloud(plan: Plan, spec: ClusterSpec, keep: Callable[[Row], None], en
 
 
 def _show_bytes(size: int) -> str:
-    """A number of bytes for reading: "64 KiB"."""
-    unit, factor = next(((unit, factor) for unit, factor in _UNITS if size >= factor), ("B", 1))
-    return f"{size / factor:.4g} {unit}"
+    """A number of bytes for reading, in units in which it is round if there are any: "64 KiB", "1 MB"."""
+    shown = []
+    for units in _UNITS:
+        unit, factor = next((each for each in units if size >= each[1]), units[-1])
+        number = f"{size / factor:.4g}"
+        shown.append((float(number) * factor != size, len(number), f"{number} {unit}"))
+    return min(shown, key=lambda each: each[:2])[2]
 
 
 def _ms(seconds: float) -> str:

@@ -16,11 +16,9 @@ from tfdist.launch.guard import Guard
 from tfdist.launch.output import Output
 from tfdist.launch.signals import hear_of_children
 
-__all__ = ["SLOT", "WorkerExit", "WorkerGroup", "describe_exit", "log_path"]
+__all__ = ["WorkerExit", "WorkerGroup", "describe_exit", "log_path"]
 
-SLOT = "TFDIST_SLOT"
-"""The environment variable that tells the workers of one machine apart, also when some are left out."""
-
+_SLOT = "TFDIST_SLOT"  # tells the workers of one machine apart, also when some are left out
 _POLL_SECONDS = 0.05
 _DRAIN_SECONDS = 1.0
 _KILL_SECONDS = 60.0
@@ -115,7 +113,7 @@ class WorkerGroup:
         try:
             for place, spec in enumerate(self._specs):
                 self._not_started = spec.worker_id
-                self._start_worker(spec, {SLOT: str(self._slots[place])} if self._slots else {})
+                self._start_worker(spec, {_SLOT: str(self._slots[place])} if self._slots else {})
                 self._guard.watch(process.pid for process in self._running.values())
             self._not_started = None
         except BaseException:

@@ -19,7 +19,7 @@ from tfdist.launch.failures import Failure, first_failure, not_started, reported
 from tfdist.launch.group import WorkerExit, WorkerGroup
 from tfdist.launch.restarts import Commits, Restarts, Size
 
-__all__ = ["Attempt", "Options", "Stragglers", "Supervisor"]
+__all__ = ["Options", "Stragglers", "Supervisor"]
 
 _FAILURE_GRACE_SECONDS = 2.0
 _CAUSE_SECONDS = 1.5

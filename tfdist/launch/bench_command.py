@@ -1,0 +1,222 @@
+"""`tfdist bench`: what it takes, its end in time, and its results; `bench.py` measures."""
+
+import argparse
+import json
+import os
+import pathlib
+import shlex
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from absl import logging
+
+from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec
+from tfdist.failure_report import write_whole
+from tfdist.launch import arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of the command."""
+    parser.add_argument(
+        "--workers",
+        type=arguments.positive_int,
+        metavar="N",
+        help="start N workers on this machine (default: take part in the cluster of TF_CONFIG, where every host starts "
+        "the same command)",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=arguments.sizes,
+        default="1KiB,16KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB",
+        metavar="S,...",
+        help="bytes of the tensors that are summed (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--compression",
+        "--codecs",
+        type=arguments.names,
+        metavar="NAME,...",
+        help="codecs, `none` for the plain exchange (default: that and all codecs)",
+    )
+    parser.add_argument(
+        "--parameters",
+        type=arguments.parameters,
+        default="25M",
+        metavar="P",
+        help="float32 parameters of the model whose exchange is predicted (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--compute-ms",
+        type=arguments.seconds,
+        metavar="MS",
+        help="milliseconds of its step without an exchange, to predict the step",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=arguments.seconds,
+        default=1.0,
+        metavar="S",
+        help="how long one size and codec may take, 3 to 50 times (default: 1)",
+    )
+    parser.add_argument(
+        "--devices-per-worker",
+        type=arguments.positive_int,
+        metavar="D",
+        help="logical devices of each worker (default: all GPUs, or all logical CPUs)",
+    )
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="where the chief writes the results")
+    parser.add_argument(
+        "--timeout",
+        type=arguments.seconds,
+        default=600.0,
+        metavar="S",
+        help="seconds after which all ends, with what was measured by then; the chief's, once all have met (default: "
+        "600)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, and tells what was measured; or starts workers that do.
+
+    Raises:
+      ClusterError: If workers do not come, were started with unlike commands, or an exchange fails.
+      TFConfigError: If TF_CONFIG is faulty.
+    """
+    spec = _cluster_of(args)
+    if args.json and (spec is None or spec.is_chief):
+        if args.json.is_dir():
+            args.parser.error(f"--json needs a file, but {args.json} is a directory")
+        try:
+            tempfile.TemporaryFile(dir=args.json.parent).close()
+        except OSError as error:
+            args.parser.error(f"--json {args.json} cannot be written: {error}")
+    if spec is None:
+        in_workers = ["-m", "tfdist.launch.cli", *args.argv]
+        return args.main(["run", "--workers", str(args.workers), "--max-restarts", "0", *in_workers])
+    if args.devices_per_worker:
+        os.environ[DEVICES_PER_WORKER] = str(args.devices_per_worker)
+    deadline = time.monotonic() + args.timeout
+    results = _Results(args, spec)
+    failure: BaseException | None = None
+    _end_at_sigterm(results.end)
+    with _Timeout(args.timeout, results.end) as timeout:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the table is what is to be read
+        from tfdist.launch import bench  # loads TensorFlow
+
+        unknown = [name for name in args.compression or () if name not in bench.COMPRESSIONS]
+        if unknown:
+            args.parser.error(f"--compression takes {', '.join(bench.COMPRESSIONS)}; got {unknown[0]!r}")
+        plan = bench.Plan(args.sizes, args.compression, args.seconds, deadline)
+        try:
+            bench.measure_aloud(plan, spec, results.rows.append, timeout.end_in)
+        except BaseException as error:
+            failure = error
+    results.tell(None if failure is None else str(failure) or type(failure).__name__)
+    if failure:
+        raise failure
+    return 0
+
+
+class _Results:
+    """What was measured, which the chief tells once, all or as much as there is."""
+
+    def __init__(self, args: argparse.Namespace, spec: ClusterSpec):
+        self.rows: list[Any] = []
+        self._args, self._spec = args, spec
+        self._is_told, self._lock = False, threading.Lock()
+
+    def tell(self, error: str | None) -> None:
+        """Prints the results, and writes them, with the reason if they are not all."""
+        with self._lock:
+            if self._is_told or not self.rows or not self._spec.is_chief:
+                return
+            self._is_told = True
+            from tfdist.launch import bench
+
+            args, command = self._args, shlex.join(["tfdist", *self._args.argv])
+            report = bench.report(self.rows, self._spec, command, args.parameters, args.compute_ms) | {"error": error}
+            bench.print_tables(self.rows, report["expectations"])
+            sys.stdout.flush()
+            if args.json:
+                write_whole(args.json, json.dumps(report, indent=2) + "\n")
+
+    def end(self, why: str, exit_code: int) -> None:
+        """Ends this process: an orderly end may wait for an exchange."""
+        try:
+            logging.error("%s", why)
+            self.tell(why)
+        finally:
+            os._exit(exit_code)
+
+
+def _end_at_sigterm(end: Callable[[str, int], None]) -> None:
+    """Lets a thread hear SIGTERM: the main thread hears nothing in an exchange. Called before others are started."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def hear() -> None:
+        signum = signal.sigwait({signal.SIGTERM})
+        end("ended by SIGTERM", 128 + signum)
+
+    threading.Thread(target=hear, daemon=True).start()
+
+
+def _cluster_of(args: argparse.Namespace) -> ClusterSpec | None:
+    """The cluster to take part in; None if one is to be started here."""
+    spec = ClusterSpec.from_env()
+    if spec is None and args.workers is None:
+        args.parser.error(
+            "TF_CONFIG names no cluster to measure; start this command on every host with its TF_CONFIG, or give "
+            "--workers 2 to start two workers on this machine"
+        )
+    workers = args.workers if spec is None else spec.num_workers
+    if args.workers not in (None, workers):
+        args.parser.error(
+            f"TF_CONFIG names {workers} workers, but --workers is {args.workers}; leave --workers out to measure "
+            "that cluster, or unset TF_CONFIG to start workers on this machine"
+        )
+    if workers < 2:
+        where = "--workers is" if spec is None else "TF_CONFIG names"
+        args.parser.error(f"an exchange needs two workers or more, but {where} 1; on one machine give --workers 2")
+    return spec
+
+
+class _Timeout:
+    """Ends this process if a block takes longer: in an exchange TensorFlow hears no signal and no exception.
+
+    Args:
+      seconds: How long it may take.
+      end: Called with the reason and the exit code, in another thread.
+    """
+
+    def __init__(self, seconds: float, end: Callable[[str, int], None]):
+        self._seconds, self._end = seconds, end
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> "_Timeout":
+        self.end_in(self._seconds)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cancel()
+
+    def end_in(self, seconds: float) -> None:
+        """Sets another time for the end, from this moment."""
+        self._cancel()
+        self._timer = threading.Timer(seconds, self._end, [self._why(), 1])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _cancel(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+
+    def _why(self) -> str:
+        return (
+            f"not done after --timeout {self._seconds:g} s; see that every worker runs and can be reached, or give "
+            f"more --timeout or smaller --sizes"
+        )

@@ -1,0 +1,63 @@
+"""The folder of a run: this process's own, without what the run before left."""
+
+import argparse
+import contextlib
+import pathlib
+import tempfile
+from collections.abc import Iterator
+
+from tfdist.backup import leftovers
+from tfdist.cluster import ClusterSpec
+from tfdist.held_file import held, way_out
+
+
+@contextlib.contextmanager
+def folder_of_run(args: argparse.Namespace, spec: ClusterSpec | None) -> Iterator[pathlib.Path]:
+    """The folder of this run, this process's own."""
+    if args.log_dir is None:
+        try:
+            temporary = pathlib.Path(tempfile.mkdtemp(prefix="tfdist-run-"))
+        except OSError as error:
+            args.parser.error(f"no temporary directory can be written ({error}): give --log-dir")
+        yield temporary
+        return
+    # Hosts may share a disk, but not a run's folder.
+    run_dir: pathlib.Path = args.log_dir.absolute() / (f"worker-{spec.worker_id}" if spec else "")
+    with contextlib.ExitStack() as stack:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(held(run_dir / "tfdist-run.lock"))
+            _set_aside(run_dir)
+            tempfile.TemporaryFile(dir=run_dir).close()
+        except BlockingIOError as error:
+            args.parser.error(
+                f"--log-dir {args.log_dir} serves one run at a time, and {error.strerror} is using {run_dir}; let it "
+                f"finish or end it, or give another --log-dir.{way_out(error)}"
+            )
+        except OSError as error:
+            args.parser.error(f"--log-dir {args.log_dir} cannot be written to: {error}")
+        yield run_dir
+
+
+def _set_aside(run_dir: pathlib.Path) -> None:
+    """Moves what the run before left, which would mislead, to `earlier`, in place of what is there."""
+    earlier = run_dir / "earlier"
+    left = _files_of_run(run_dir)
+    for path in _files_of_run(earlier) if left else ():
+        path.unlink()
+    for path in left:
+        place = earlier / path.relative_to(run_dir)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(place)
+    for pattern in ("attempt-*/make-room", "committed", leftovers.NOTES):
+        for path in run_dir.glob(pattern):
+            path.unlink()
+    for path in (*run_dir.glob("attempt-*"), *earlier.glob("attempt-*")):
+        with contextlib.suppress(OSError):  # not empty: what else is in it is not ours
+            path.rmdir()
+
+
+def _files_of_run(run_dir: pathlib.Path) -> list[pathlib.Path]:
+    """What a run leaves for those who want to know how it went."""
+    patterns = ("attempt-*/worker-*.log", "attempt-*/failure-*.json", "failure.json")
+    return [path for pattern in patterns for path in run_dir.glob(pattern)]
