@@ -718,7 +718,7 @@ def warnings_of_callbacks(placement, folder):
     for given in (keras.callbacks.CSVLogger(path), [tfdist.callbacks.CSVLogger(path)]):
         with mock.patch.object(logging, "warning", lambda text, *values: said.append(text % values)):
             model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0, callbacks=given)
-    return said
+    return [each for each in said if "Keras' own" in each]  # others may tell of a slow machine
 
 
 def asked_for_on_the_chief_alone(placement):
