@@ -22,7 +22,7 @@ def of_one_kind(step: Step, gradients: list[Any], variables: Sequence[Any]) -> l
 
     What only replicas without rows have is none. Costs an exchange of three numbers for each, if nothing is traced.
     """
-    if _are_traced() or len(gradients) != len(variables):  # Which Keras refuses.
+    if _are_alike_anyway() or len(gradients) != len(variables):  # Which Keras refuses.
         return gradients
     counts = _replicas_by_kind(step, gradients, bool(step.has_rows))
     return [_of_kind(*each) for each in zip(gradients, variables, counts, strict=True)]
@@ -36,7 +36,7 @@ def check_of_one_kind(step: Step, optimizer: Any, gradients: Sequence[Any], vari
     Raises:
       ValueError: On all replicas.
     """
-    if _are_traced():
+    if _are_alike_anyway():
         return
     everyone: list[Any] = [None] * len(optimizer._trainable_variables)
     for place, gradient in zip(_tf.places_in_optimizer(optimizer, variables), gradients, strict=False):
@@ -52,7 +52,7 @@ def check_of_one_kind(step: Step, optimizer: Any, gradients: Sequence[Any], vari
         )
 
 
-def _are_traced():
+def _are_alike_anyway():
     return not tf.executing_eagerly() or tf.distribute.get_replica_context().num_replicas_in_sync == 1
 
 

@@ -432,7 +432,7 @@ class ReplicatedExtended:
         if step is not None and reduce_op == tf.distribute.ReduceOp.SUM:
             value = tf.nest.pack_sequence_as(value, step.or_zeros(tf.nest.flatten(value)))
         optimizer = next(iter(_tf.keras_callers()), None)
-        if of and step is not None:
+        if of and step is not None and isinstance(optimizer, keras.optimizers.Optimizer):
             check_of_one_kind(step, optimizer, value, of)
         if self._is_compressed(optimizer, reduce_op, step):
             totals = self.exchange_gradients(optimizer, tf.nest.flatten(value), of)
