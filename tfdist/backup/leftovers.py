@@ -49,7 +49,7 @@ def remove(run_dir: pathlib.Path) -> None:
             directory = note.read_text()
             if os.path.isdir(directory):  # else the script has removed it
                 store = Store(directory)
-                store.claim()
+                store.claim(goes_on=True)  # On a full disk, it makes room.
                 store.delete()
             note.unlink()
         except (BackupError, OSError) as error:
