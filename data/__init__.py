@@ -3,7 +3,7 @@
 Names are handed on lazily (PEP 562), so that `import tfdist.data` does not load TensorFlow.
 """
 
-import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,18 +16,17 @@ if TYPE_CHECKING:
 __all__ = ["Audit", "BalancedSharding", "Digits", "load", "sources"]
 
 _HOMES = {
-    "Audit": "tfdist.data.audit",
-    "BalancedSharding": "tfdist.data.balanced",
-    "Digits": "tfdist.data.digits",
-    "load": "tfdist.data.loading",
+    "Audit": "tfdist.data.audit:Audit",
+    "BalancedSharding": "tfdist.data.balanced:BalancedSharding",
+    "Digits": "tfdist.data.digits:Digits",
+    "load": "tfdist.data.loading:load",
+    "sources": "tfdist.data.sources",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "sources":
-        return importlib.import_module("tfdist.data.sources")
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        return pkgutil.resolve_name(_HOMES[name])
     raise AttributeError(f"module 'tfdist.data' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 

@@ -1,5 +1,6 @@
 """A check, during training, that every example is trained on once an epoch."""
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -7,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.balanced import BalancedSharding
+from tfdist.data.weakly import listen
 from tfdist.errors import AuditError
 
 _SHOWN = 5
@@ -33,6 +35,7 @@ class Audit(keras.callbacks.Callback):
         self._sharding = sharding
         self._visits: dict[int, np.ndarray] = {}  # By epoch of the sharding: how often each example, int32 [n].
         self._first_epoch = 0  # That is trained on from its beginning.
+        self._end_counting: Callable[[], None] | None = None
         self._is_trained_on, self._steps_before = False, 0  # In this epoch of `fit`, and before it.
 
     def get_state(self) -> dict[str, Any]:
@@ -54,8 +57,8 @@ class Audit(keras.callbacks.Callback):
                 "`fit` what strategy.distribute_datasets_from_function(sharding) makes of it."
             )
         self._begin()
-        if self._count not in self._sharding.visitors:  # Where an earlier `fit` failed it still is.
-            self._sharding.visitors.append(self._count)
+        Audit.on_train_end(self)  # Where an earlier `fit` failed it still counts.
+        self._end_counting = listen(self._sharding.visitors, self._count)
 
     @property
     def _workers(self) -> int:
@@ -68,7 +71,8 @@ class Audit(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Ends it."""
-        self._sharding.visitors.remove(self._count)
+        if self._end_counting is not None:
+            self._end_counting()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Waits for the first step."""

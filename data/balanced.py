@@ -3,67 +3,28 @@
 import dataclasses
 import functools
 import json
-import numbers
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist.data.counts import check_truth, checked_count, checked_whole
 from tfdist.data.handout import Handout
-from tfdist.data.order import BlockShuffled, Order, Shuffled, Stratified, Unshuffled
+from tfdist.data.order import Unshuffled, chosen_order
+from tfdist.data.pipeline import Make, Pipeline, Use, finished, telling_ends
 from tfdist.data.place import Place
-from tfdist.data.plan import Plan, split
-from tfdist.data.reading import Reader
-from tfdist.data.service import Service
+from tfdist.data.plan import Plan
+from tfdist.data.shares import Shares
 from tfdist.data.sources import Source, as_source
-from tfdist.data.speed import SpeedModel
-from tfdist.data.together import EXAMPLES_TOGETHER, Asked, Made, together
+from tfdist.data.statistics import Statistics, StepTimes
 from tfdist.data.weakly import weakly
 from tfdist.errors import PositionError
 
 _FORMAT = 1
 _LEAD = 4  # Steps that reading may be ahead of training while shares change.
 _STATE_CHARACTERS = 1000
-
-
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-    """How the work was shared in the last training step, by replica where it is a list.
-
-    Attributes:
-      rows: Of the global batch.
-      compute_seconds: For them, without waiting.
-      wait_seconds: The rest of the step: exchange, and waiting for slower replicas.
-      step_seconds: Between the ends of this step and of the one before; 0 for the first.
-      rows_per_second: Of the whole step, all replicas together.
-      imbalance: The longest compute time over the mean; 1 is perfect.
-      changes: How often shares have changed.
-    """
-
-    rows: tuple[int, ...]
-    compute_seconds: tuple[float, ...]
-    wait_seconds: tuple[float, ...]
-    step_seconds: float
-    rows_per_second: float
-    imbalance: float
-    changes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Use:
-    """What a dataset is read for: where, whether to train, and whether `start` begins its iterators."""
-
-    place: Place
-    training: bool
-    is_started: bool
-
-    @property
-    def tells_ends(self) -> bool:
-        """Whether with each batch comes the epoch that begins after it, else 0: to count epochs that are read."""
-        return self.training and not self.is_started
 
 
 class BalancedSharding(tf.train.experimental.PythonState):
@@ -131,7 +92,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     Raises:
       ValueError: If an argument is out of range, or there are fewer examples in a global batch than replicas.
-      TypeError: If `source` is nothing that can be read from.
+      TypeError: If `source` is nothing that can be read from, `map_fn` no function, or classes cannot be sorted.
       SourceError: If the source cannot be read, or no service answers.
     """
 
@@ -153,21 +114,19 @@ class BalancedSharding(tf.train.experimental.PythonState):
         service: str | None = None,
     ):
         self.source: Source = as_source(source)
-        _check_positive("global_batch_size", global_batch_size)
-        if num_parallel_calls != tf.data.AUTOTUNE:
-            _check_positive("num_parallel_calls", num_parallel_calls)
-        _check_seed(seed)
-        self._seed, self._repeat, self._num_parallel_calls = int(seed), repeat, num_parallel_calls
-        self._policy, self._max_rows = _checked_policy(policy), max_rows
-        self._reader = Reader(self.source, map_fn)
-        if service is not None and self._policy == "speed":
+        size = checked_count("global_batch_size", global_batch_size)
+        for name, value in (("shuffle", shuffle), ("drop_remainder", drop_remainder), ("repeat", repeat)):
+            check_truth(name, value)
+        self._seed, self._repeat, self._max_rows = checked_whole("seed", seed), repeat, max_rows
+        self._shares = Shares(policy, size)
+        if service is not None and self._shares.follow_speed:
             raise ValueError(
                 'A tf.data service is asked for batches long before they are trained on, so policy="speed" has no say. '
                 'Give policy="equal", or a weight for each replica.'
             )
-        self._service = Service(service, self.source, map_fn) if service is not None else None
-        order = _order(len(self.source), self._seed, shuffle, block_size, stratify_by)
-        self.plan = Plan(len(self.source), int(global_batch_size), order, drop_remainder)
+        self._pipeline = Pipeline(self.source, map_fn, num_parallel_calls, service)
+        order = chosen_order(len(self.source), self._seed, shuffle, block_size, stratify_by)
+        self.plan = Plan(len(self.source), size, order, drop_remainder)
         if not self.plan.steps_per_epoch:
             raise ValueError(
                 f"drop_remainder=True leaves nothing of {len(self.source)} examples in batches of {global_batch_size}. "
@@ -176,10 +135,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         self._fingerprint = self.source.fingerprint()
         self._epoch = self._step = 0
         self._lock = threading.RLock()
-        # Where the strategy reads that it belongs to, with its shares; until then only what was restored.
-        self._place: Place | None = None
-        self._speed = SpeedModel(1)
-        self._shares: tuple[int, ...] = ()
+        self._place: Place | None = None  # Where the strategy reads that it belongs to.
         self._reports: Any = None
         # Without such a strategy: where all begin, and the epochs before which all was read, by who reads.
         self._restored = (0, 0)
@@ -187,8 +143,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         # For iterators from which nothing was read yet, those of training and those of evaluation.
         self._begun: dict[bool, list[Handout]] = {True: [], False: []}
         self._unreported: Handout | None = None
-        self._statistics: Statistics | None = None
-        self._changes, self._noted = 0, 0.0
+        self._times = StepTimes()
         self.visitors: list[Callable[[int, np.ndarray], None]] = []
 
     @property
@@ -223,8 +178,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
         place = self._place_of(context)
         with self._lock:
             self._place = place
-            self._settle_shares()
-        return self._finished(self._dataset(_Use(place, training, is_started=True), self._shares))
+            self._shares.settle(place)
+        return self._dataset(Use(place, training, is_started=True))
 
     def __call__(self, context: tf.distribute.InputContext | None = None, *, training: bool = True) -> tf.data.Dataset:
         """A worker's dataset: for each step the batches of its replicas, one after the other.
@@ -238,10 +193,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         """
         context = context or tf.distribute.InputContext()
         place = self._place_of(context)
-        made = self._dataset(_Use(place, training, is_started=False), self._shares_at(place))
-        if training:  # Behind all that reads ahead.
-            made = made.map(functools.partial(_taken, functools.partial(weakly(self._has_read), place)))
-        made = self._finished(made)
+        made = self._dataset(Use(place, training, is_started=False))
         made.context = context  # A strategy compares it with that of the worker that reads.
         steps = self.cardinality if training else self.evaluation_steps
         batches = steps * len(place.own) if steps > 0 else steps
@@ -249,48 +201,13 @@ class BalancedSharding(tf.train.experimental.PythonState):
         made.cardinality = lambda: tf.constant(batches, tf.int64)
         return made
 
-    def _finished(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        options = tf.data.Options()
-        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-        options.autotune.enabled = False  # There is nothing to tune, and `fit` would wait for the end of the tuner.
-        finished = dataset.with_options(options)
-        finished.sharding = self  # Kept by who reads from it.
-        return finished
-
-    def _dataset(self, use: _Use, shares: Sequence[int]) -> tf.data.Dataset:
-        """Batches, read ahead."""
-        if self._service is None:
-            batches = self._read_here(use, max(shares))
-        else:
-            batches = tf.data.Dataset.from_generator(
-                functools.partial(weakly(self._batches_served), use),
-                output_signature=(self._service.element_spec, tf.TensorSpec([], tf.int64)),
-            )
-            if not use.tells_ends:
-                batches = batches.map(lambda batch, _: batch)
-        return batches.prefetch(len(use.place.own))
-
-    def _read_here(self, use: _Use, rows: int) -> tf.data.Dataset:
-        """The batches, of about so many rows each, read by this worker."""
-        is_together = self.source.examples_together >= 2 * rows
-        most = min(self.source.examples_together, EXAMPLES_TOGETHER) if is_together else EXAMPLES_TOGETHER
-        steps = tf.data.Dataset.from_generator(
-            functools.partial(weakly(self._batches_made_here), most, use),
-            output_signature=(tf.TensorSpec([None, None], tf.int64), *[tf.TensorSpec([None], tf.int64)] * 2),
-        )
-        if is_together:
-            steps = steps.map(
-                lambda indices, lengths, ends: (indices, lengths, ends, self.source.read(indices)),
-                num_parallel_calls=1,
-                deterministic=True,
-            )
-
-        def read(indices: tf.Tensor, length: tf.Tensor, end: tf.Tensor, *examples: tf.Tensor) -> Any:
-            first = use.place.own.start
-            batch = self._reader(indices[:length], *[each[:length] for each in examples], replica=first)
-            return (batch, end) if use.tells_ends else batch
-
-        return steps.unbatch().map(read, num_parallel_calls=self._num_parallel_calls, deterministic=True)
+    def _dataset(self, use: Use) -> tf.data.Dataset:
+        made = self._pipeline.dataset(use, max(self._shares.at(use.place)), weakly(self._batches))
+        if use.tells_ends:  # Behind all that reads ahead.
+            made = telling_ends(made, functools.partial(weakly(self._has_read), use.place))
+        made = finished(made)
+        made.sharding = self  # Kept by who reads from it.
+        return made
 
     @property
     def cardinality(self) -> int:
@@ -343,33 +260,25 @@ class BalancedSharding(tf.train.experimental.PythonState):
             return handout
 
     def _handout_of_evaluation(self, place: Place) -> Handout:
-        return Handout(self._plan_of_evaluation, 0, 0, self._shares_at(place), place.at_most, repeat=False)
+        return Handout(self._plan_of_evaluation, 0, 0, self._shares.at(place), place.at_most, repeat=False)
 
     def _start_training(self, place: Place, models: Sequence[Any], counts: bool, repeat: bool) -> Handout:
         reported = bool(models) and self._reports is not None
-        adapts = reported and self._policy == "speed" and place.replicas > 1
+        adapts = reported and self._shares.follow_speed and place.replicas > 1
         lead = _LEAD if adapts else None
         position = self._epoch, self._step
-        handout = Handout(self.plan, *position, self._shares, place.at_most, repeat=repeat, lead=lead)
+        handout = Handout(self.plan, *position, self._shares.present, place.at_most, repeat=repeat, lead=lead)
         if reported:
             self._reports.feed(models, functools.partial(self._take, place, handout))
             self._unreported = None
         elif counts:
             self._unreported = handout
-        self._noted = 0.0
+        self._times.begin()
         return handout
 
     # What the pipeline calls.
 
-    def _batches_made_here(self, most: int, use: _Use) -> Iterator[Any]:
-        for made, ends in self._batches(functools.partial(together, most), use):
-            yield *made, ends
-
-    def _batches_served(self, use: _Use) -> Iterator[Any]:
-        for batch, (end,) in self._batches(functools.partial(self._served, use.place.own.start), use):
-            yield batch, end
-
-    def _batches(self, make: Callable[[Asked, Handout], Made], use: _Use) -> Iterator[tuple[Any, np.ndarray]]:
+    def _batches(self, make: Make, use: Use) -> Iterator[tuple[Any, np.ndarray]]:
         """What `make` makes of batches, of one or of several of an epoch at once; and of each which epoch it ends at.
 
         That is the next, if it is the last batch of one, and else 0.
@@ -397,7 +306,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
             self._begun[training] = waiting[:-1]
             return handout
 
-    def _handout_apart(self, use: _Use) -> Handout:
+    def _handout_apart(self, use: Use) -> Handout:
         """For whom no strategy of tfdist calls `start`."""
         with self._lock:
             if not use.training:
@@ -407,12 +316,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
             else:
                 read = self._epochs_read.get(use.place)
                 position = self._restored if read is None else (read, 0)
-            return Handout(self.plan, *position, self._shares_at(use.place), use.place.at_most, repeat=self._repeat)
-
-    def _served(self, replica: int, asked: Asked, handout: Handout) -> Made:
-        assert self._service is not None
-        for epoch, indices, batch in self._service.batches(asked, lambda: handout.closed, replica=replica):
-            yield epoch, [indices], batch
+            return Handout(self.plan, *position, self._shares.at(use.place), use.place.at_most, repeat=self._repeat)
 
     def _count_read(self, handout: Handout, epoch: int) -> None:
         """Takes note that all before `epoch` was read for an iterator."""
@@ -454,43 +358,19 @@ class BalancedSharding(tf.train.experimental.PythonState):
                 return
             self._epoch, self._step = handout.position
             self._tell_visitors(place, epoch, handout)
-            self._note(report)
+            self._times.note(report, self._shares.changes)
             if handout.adapts:
-                self._adapt(place, handout, report)
-
-    def _adapt(self, place: Place, handout: Handout, report: Any) -> None:
-        self._speed.observe(report.rows, report.compute_seconds)
-        shares = handout.latest_shares
-        if handout.may_change():
-            shares = self._speed.proposal(shares, place.at_most)
-            self._changes += shares != handout.latest_shares
-        handout.decide(shares)
-        self._shares = shares
+                self._shares.learn(place, handout, report)
 
     def _tell_visitors(self, place: Place, epoch: int, handout: Handout) -> None:
         if self.visitors:
             examples = np.concatenate([handout.handed_out.popleft() for _ in place.own])
-            for visitor in self.visitors:
+            for visitor in list(self.visitors):  # One that is let go meanwhile takes itself out.
                 visitor(epoch, examples)
-
-    def _note(self, report: Any) -> None:
-        now = time.monotonic()
-        step_seconds = now - self._noted if self._noted else 0.0
-        self._noted = now
-        seconds = [float(each) for each in report.compute_seconds]
-        self._statistics = Statistics(
-            tuple(report.rows.tolist()),
-            tuple(seconds),
-            tuple(max(step_seconds - each, 0.0) for each in seconds),
-            step_seconds,
-            sum(report.rows.tolist()) / step_seconds if step_seconds else 0.0,
-            max(seconds) / (sum(seconds) / len(seconds)) if sum(seconds) else 1.0,
-            self._changes,
-        )
 
     def statistics(self) -> Statistics | None:
         """How the last training step was shared; `None` before the first."""
-        return self._statistics
+        return self._times.statistics
 
     @property
     def position(self) -> tuple[int, int]:
@@ -498,6 +378,12 @@ class BalancedSharding(tf.train.experimental.PythonState):
         return self._epoch, self._step
 
     # What a checkpoint keeps.
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A BalancedSharding cannot be copied or pickled, as a strategy moves its position. Make another of the "
+            "same arguments; `other.deserialize(sharding.serialize())` has it begin there."
+        )
 
     def serialize(self) -> str:
         """The position, shares and speeds as JSON."""
@@ -507,8 +393,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
                 "epoch": self._epoch,
                 "step": self._step,
                 "of": self._identity(),
-                "shares": list(self._shares),
-                "speed": self._speed.state(),
+                **self._shares.state(),
             }
         for learnt in ("speed", "shares", None):
             text = json.dumps(state, separators=(",", ":"))
@@ -541,23 +426,20 @@ class BalancedSharding(tf.train.experimental.PythonState):
         with self._lock:
             self._epoch, self._step = self._restored = epoch, step
             self._epochs_read.clear()
-            if self._policy == "speed" and state.get("shares"):
-                self._shares = tuple(state["shares"])
-                speed = state.get("speed")
-                self._speed = SpeedModel.restored(speed) if speed else SpeedModel(len(self._shares))
+            self._shares.restore(state)
             if self._place is not None:
-                self._settle_shares()
+                self._shares.settle(self._place)
 
     def described(self) -> list[str]:
         """What all workers must have alike, else they would train on other examples than each other think."""
-        alike = {**self._identity(), "policy": self._policy, "max_rows": self._max_rows, "repeat": self._repeat}
+        alike = {**self._identity(), "policy": self._shares.policy, "max_rows": self._max_rows, "repeat": self._repeat}
         alike["drop_remainder"] = self.plan.drop_remainder
         return [f"{name} {value}" for name, value in alike.items()]
 
     def described_state(self) -> list[str]:
         """What all workers must have alike when they begin to train."""
         with self._lock:
-            state = {"position": self.position, "shares": self._shares, "speeds": self._speed.state()}
+            state = {"position": self.position, **self._shares.state()}
         return [f"{name} {value}" for name, value in state.items()]
 
     def _identity(self) -> dict[str, Any]:
@@ -573,78 +455,3 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     def _place_of(self, context: tf.distribute.InputContext) -> Place:
         return Place.of(context, self.plan.global_batch_size, self._max_rows)
-
-    def _settle_shares(self) -> None:
-        """Keeps shares that are there if they are for these replicas; else starts from those of the policy."""
-        assert self._place is not None
-        shares = self._shares_at(self._place)
-        if shares is not self._shares:
-            self._speed, self._shares = SpeedModel(self._place.replicas), shares
-
-    def _shares_at(self, place: Place) -> tuple[int, ...]:
-        """Those that are there if they are for as many replicas; else those that the policy begins with."""
-        size, weights = self.plan.global_batch_size, self._weights(place.replicas)
-        fits = len(self._shares) == place.replicas and sum(self._shares) == size
-        if fits and all(share <= most for share, most in zip(self._shares, place.at_most, strict=True)):
-            return self._shares
-        return split(size, weights, place.at_most)
-
-    def _weights(self, replicas: int) -> list[float]:
-        if isinstance(self._policy, str):
-            return [1.0] * replicas
-        if len(self._policy) != replicas:
-            raise ValueError(
-                f"policy needs a weight for each replica, but {list(self._policy)} has {len(self._policy)} and there "
-                f'are {replicas} replicas. Give as many; or "speed", which learns them for any number.'
-            )
-        return list(self._policy)
-
-
-def _taken(has_read: Callable[[np.ndarray], None], batch: Any, end: tf.Tensor) -> Any:
-    """A batch that is taken, in a graph; tells `has_read` the epoch that begins after it, if one does."""
-
-    def tell() -> tf.Operation:
-        told = tf.numpy_function(has_read, [end], [])
-        with tf.control_dependencies(tf.nest.flatten([told])):
-            return tf.no_op()
-
-    tf.cond(end > 0, tell, tf.no_op)
-    return batch
-
-
-def _order(n: int, seed: int, shuffle: bool, block_size: int | None, stratify_by: Any) -> Order:
-    if stratify_by is not None:
-        labels = np.asarray(stratify_by)
-        if labels.shape != (n,) or block_size is not None:
-            raise ValueError(
-                f"stratify_by needs one class for each of the {n} examples, shape [{n}], and no block_size; it has "
-                f"shape {list(labels.shape)} and block_size is {block_size}."
-            )
-        return Stratified(labels, seed, shuffle=shuffle)
-    if block_size is not None:
-        _check_positive("block_size", block_size)
-    if not shuffle:
-        return Unshuffled()
-    return Shuffled(n, seed) if block_size is None else BlockShuffled(n, seed, int(block_size))
-
-
-def _checked_policy(policy: str | Sequence[float]) -> str | tuple[float, ...]:
-    if isinstance(policy, str) and policy in ("speed", "equal"):
-        return str(policy)
-    try:
-        weights = () if isinstance(policy, str) else tuple(float(weight) for weight in policy)
-    except (TypeError, ValueError):
-        weights = ()
-    if not weights or not all(0 < weight < float("inf") for weight in weights):
-        raise ValueError(f'policy is "speed", "equal" or a positive weight for each replica, not {policy!r}.')
-    return weights
-
-
-def _check_seed(seed: Any) -> None:
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-        raise ValueError(f"seed must be a whole number, the same on all workers, not {seed!r}.")
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value // 1 or value < 1:
-        raise ValueError(f"{name} must be a whole number from 1, not {value!r}.")

@@ -2,10 +2,11 @@
 
 import functools
 import hashlib
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from tfdist.data.counts import checked_count
 from tfdist.data.permutation import Permutation, random_numbers
 
 _CHUNK = 1 << 14  # Positions whose permutation is computed at once, which costs less each.
@@ -98,7 +99,13 @@ class Stratified:
 
     def __init__(self, labels: np.ndarray, seed: int, *, shuffle: bool):
         self._seed, self._shuffle = seed, shuffle
-        _, self._classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        try:
+            _, self._classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        except TypeError as error:
+            raise TypeError(
+                f"The classes of stratify_by are sorted, so they must be of one kind, numbers or strings, but {error}. "
+                "Give a number or a name for each example, also where there is None."
+            ) from error
         self._digest = hashlib.sha256(self._classes.astype("<i8").tobytes()).hexdigest()[:8]
         rank = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
         by_size = np.argsort(np.argsort(counts, kind="stable"))  # Neighbours in size lie far apart in phase.
@@ -119,3 +126,24 @@ class Stratified:
         if not self._shuffle:
             return np.argsort(self._classes, kind="stable")
         return np.lexsort([random_numbers(np.arange(len(self._classes)), (self._seed, epoch)), self._classes])
+
+
+def chosen_order(n: int, seed: int, shuffle: bool, block_size: int | None, stratify_by: Any) -> Order:
+    """The order that a `BalancedSharding` is asked for.
+
+    Raises:
+      ValueError: If `block_size` is no whole number from 1, `stratify_by` is no class for each of n examples, or both
+        are given.
+    """
+    if stratify_by is not None:
+        labels = np.asarray(stratify_by)
+        if labels.shape != (n,) or block_size is not None:
+            raise ValueError(
+                f"stratify_by needs one class for each of the {n} examples, shape [{n}], and no block_size; it has "
+                f"shape {list(labels.shape)} and block_size is {block_size}."
+            )
+        return Stratified(labels, seed, shuffle=shuffle)
+    size = None if block_size is None else checked_count("block_size", block_size)
+    if not shuffle:
+        return Unshuffled()
+    return Shuffled(n, seed) if size is None else BlockShuffled(n, seed, size)

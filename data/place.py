@@ -1,12 +1,13 @@
 """Which replicas are a worker's own, and which part of a global batch each replica gets."""
 
 import dataclasses
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+from tfdist.data.counts import as_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +48,11 @@ class Place:
 
 def _limits(replicas: int, size: int, max_rows: Any) -> tuple[int, ...]:
     given: Any = size if max_rows is None else max_rows
-    limits = list(given) if isinstance(given, Sequence | np.ndarray) else [given] * replicas
-    whole = all(isinstance(limit, numbers.Integral) for limit in limits)
-    if len(limits) != replicas or not whole or min(limits) < 1 or sum(limits) < size:
+    each = list(given) if isinstance(given, Sequence | np.ndarray) else [given] * replicas
+    limits = [limit for limit in map(as_count, each) if limit is not None]
+    if not len(limits) == len(each) == replicas or sum(limits) < size:
         raise ValueError(
             f"max_rows must leave room for a global batch of {size} on {replicas} replicas, one whole number from 1 up "
             f"or one for each replica, but it is {max_rows!r}."
         )
-    return tuple(min(int(limit), size) for limit in limits)
+    return tuple(min(limit, size) for limit in limits)

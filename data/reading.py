@@ -19,9 +19,14 @@ class Reader:
     Args:
       source: What is read.
       map_fn: What to make of an example, as for `tf.data.Dataset.map`, in parallel.
+
+    Raises:
+      TypeError: If that is no function.
     """
 
     def __init__(self, source: Source, map_fn: Callable[..., Any] | None):
+        if map_fn is not None and not callable(map_fn):
+            raise TypeError(f"map_fn is a function of an example, not {map_fn!r}.")
         self._source, self._map_fn = source, map_fn
 
     def __call__(self, indices: tf.Tensor, examples: Any = None, *, replica: int = 0) -> Any:
@@ -108,9 +113,20 @@ def drawing_afresh(map_fn: Callable[..., Any], replica: int = 0) -> Callable[...
             graph.seed = None
         elif graph.seed is not None:
             graph.seed = (graph.seed + replica) % _SEEDS
-        return map_fn(*example)
+        mapped = map_fn(*example)
+        _check_whole(mapped)
+        return mapped
 
     return draw
+
+
+def _check_whole(mapped: Any) -> None:
+    leaves = tf.nest.flatten(mapped)
+    if not leaves or any(leaf is None for leaf in leaves):
+        raise ValueError(
+            f"map_fn makes tensors of an example, in tuples and dicts, but it returned {mapped!r}. Return what to "
+            "train on, and leave out what is None."
+        )
 
 
 def _listed(shapes: list[list[int]]) -> str:

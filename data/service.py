@@ -77,9 +77,9 @@ class Service:
     def batches(
         self,
         asked: Iterator[tuple[Tag, np.ndarray]],
-        is_over: Callable[[], bool] = lambda: False,
+        is_over: Callable[[], bool],
         *,
-        replica: int = 0,
+        replica: int,
     ) -> Iterator[tuple[Tag, np.ndarray, Any]]:
         """Makes batches.
 

@@ -17,12 +17,10 @@ from absl import logging
 
 from tfdist import _tf
 from tfdist.strategies.collectives.exchange import RAW_BYTES, SENT_BYTES, STEPS, Exchange
+from tfdist.strategies.collectives.launcher import is_added_up
 from tfdist.strategies.collectives.parts import Gradient
 from tfdist.strategies.compression import Codec, TopK, from_name
 from tfdist.strategies.policy import OneCodec, Policy, unfit
-
-# What collectives add up.
-_SUMMED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,12 +294,10 @@ def _signature(gradients: Sequence[Gradient], places: Sequence[int]) -> str:
 
 def _check_summed(gradients: Sequence[Gradient]) -> None:
     for position, gradient in enumerate(gradients):
-        if gradient.dtype not in _SUMMED:
-            allowed = ", ".join(dtype.name for dtype in _SUMMED)
+        if not is_added_up(gradient.dtype):
             raise ValueError(
-                f"Replicas add up gradients of {allowed}, but gradient {position}, of shape {gradient.shape}, is of "
-                f"{gradient.dtype.name}. Keep its variable in one of these: of a complex number, the real and the "
-                "imaginary part."
+                f"Replicas add up gradients that are numbers, but gradient {position}, of shape {gradient.shape}, is "
+                f"of {gradient.dtype.name}. Keep its variable in a float type."
             )
 
 

@@ -22,6 +22,7 @@ from tfdist.faults.agreement import Agreement
 from tfdist.faults.board import Board
 from tfdist.faults.leaving import leave_together
 from tfdist.faults.lifelines import Lifelines
+from tfdist.faults.silence import watch_chief
 from tfdist.strategies import variables
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.launcher import carrier_of
@@ -319,6 +320,8 @@ def _join(cluster_resolver, options, connect):
         addresses = meeting.addresses_of(cluster)
         lifelines = Lifelines(lines, addresses, lambda worker: board.report_loss(worker, addresses[worker]))
         leave_together(board, lifelines, options.shutdown_timeout_seconds)
+        if cluster.worker_id:
+            watch_chief(jobs, lifelines, board, options.heartbeat_timeout_seconds)
 
 
 def _check_alike(named, cluster):

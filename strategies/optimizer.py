@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdist.strategies import report
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.dependence import may_differ
+from tfdist.strategies.kinds import of_one_kind
 from tfdist.strategies.step import current_step
 
 
@@ -157,8 +158,10 @@ class _Weigh:
             trainable_variables = list(trainable_variables)
         if trainable_variables is not None or args:
             args = (trainable_variables, *args)
-        given = grads
-        scales = _scales(grads, self._trainable_variables if trainable_variables is None else trainable_variables)
+        variables = self._trainable_variables if trainable_variables is None else trainable_variables
+        if step is not None:
+            grads = of_one_kind(step, grads, variables)
+        given, scales = grads, _scales(grads, variables)
         if step is not None and step.share is not None:
             if not step.weights_loss:
                 grads = [grad if i in scales else times(grad, step.share) for i, grad in enumerate(grads)]

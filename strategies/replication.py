@@ -30,6 +30,7 @@ from tfdist.strategies.datasets import (
     made_by,
     untuned,
 )
+from tfdist.strategies.kinds import check_of_one_kind
 from tfdist.strategies.policy import check_opted_out_inside, is_uncompressed, policy_of
 from tfdist.strategies.report import StepReports
 
@@ -424,13 +425,15 @@ class ReplicatedExtended:
             _check_loss_scaling()
         if step is not None and not step.in_own_exchange:
             step.exchanges += 1
-        of = _tf.variables_of_summed_gradients()
+        of = [] if step is not None and step.in_own_exchange else _tf.variables_of_summed_gradients()
         # Of an optimizer that the model does not hold, which nobody has told of unequal rows.
         if of and step is not None and step.share is not None and not step.weighs and not step.weights_loss:
             value = [optimizers.times(gradient, step.share) for gradient in value]
         if step is not None and reduce_op == tf.distribute.ReduceOp.SUM:
             value = tf.nest.pack_sequence_as(value, step.or_zeros(tf.nest.flatten(value)))
         optimizer = next(iter(_tf.keras_callers()), None)
+        if of and step is not None:
+            check_of_one_kind(step, optimizer, value, of)
         if self._is_compressed(optimizer, reduce_op, step):
             totals = self.exchange_gradients(optimizer, tf.nest.flatten(value), of)
             return tf.nest.pack_sequence_as(value, self._scattered(optimizer, totals))

@@ -153,7 +153,9 @@ class StepReports:
         self.latest = StepReport(number, np.rint(rows).astype(np.int64), seconds, bool(totals[-1] > 0))
         trained = model()
         feeder = None if trained is None else self.feeders.get(trained)
-        for listener in self.listeners if feeder is None else [feeder, *self.listeners]:
+        if feeder is not None:
+            feeder(self.latest)
+        for listener in list(self.listeners):  # A copy: one that is let go meanwhile takes itself out.
             listener(self.latest)
 
 

@@ -18,8 +18,7 @@ import tfdist
 from keras_features import start_anew
 from keras_features.models import Noise
 from tfdist import compression
-from tfdist.backup import fit as backup_fit
-from tfdist.backup import plain
+from tfdist.backup import plain, process
 from tfdist.callbacks import BackupAndRestore
 
 BATCH, STEPS, EPOCHS = 8, 6, 4  # 24 steps in all
@@ -270,12 +269,12 @@ def train(
             histories.append([history.epoch, {name: np.asarray(log).tolist() for name, log in history.history.items()}])
             between.append([np.asarray(variable).tolist() for variable in model.variables] + [drawn()])
             counts.append([count.batches, count.epochs, count.sums.tolist(), float(count.weight), seen])
+        logged = log.read_text() if monitors and own_index() == 0 else None
     except BrokenOffError:
         return None
-    logged = None
-    if monitors and own_index() == 0:
-        logged = log.read_text()
-        log.unlink()
+    finally:
+        if not directory:
+            log.unlink(missing_ok=True)
     return {
         "log": logged,
         "weights": [np.asarray(variable) for variable in model.variables],
@@ -302,7 +301,7 @@ def broken_off_in_the_second_fit(directory, **options):
     options = {"fits": 2, "epochs": 1, "save_freq": 4, **options}
     assert train("plain", directory, break_off=STEPS + 5, **options) is None
     _await_save()
-    backup_fit._processes.pop(os.path.realpath(directory)).store.release()
+    process.processes.pop(os.path.realpath(directory)).store.release()
     resumed = train("plain", directory, **options)
     return resumed, unbroken("plain", **options)
 
@@ -326,7 +325,7 @@ def skipped_in_later_starts(directory, breaks, **options):
             model.fit(*data(), batch_size=BATCH, epochs=2, verbose=0, callbacks=[*backup, count, broken])
         except BrokenOffError:
             _await_save()
-            backup_fit._processes.pop(os.path.realpath(directory)).store.release()
+            process.processes.pop(os.path.realpath(directory)).store.release()
         return len(trained), model.get_weights()
 
     trained = []
@@ -374,7 +373,7 @@ def refusals(directory):
     }
     said, before = {}, None
     for name, run in wrong.items():
-        backup_fit._processes.clear()  # as another process
+        process.processes.clear()  # as another process
         try:
             run()
         except (BackupError, ValueError) as error:

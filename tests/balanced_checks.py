@@ -378,6 +378,7 @@ def drawn_by_workers():
         draw = lambda i: tf.random.uniform([], dtype=tf.float64)  # noqa: E731
         data = BalancedSharding(np.arange(64), 16, map_fn=draw)(tf.distribute.InputContext(2, worker, 2))
         drawn += [float(value) for _ in range(2) for batch in data for value in batch]
+    tf.random.set_seed(None)  # The process is shared with other tests.
     return drawn
 
 

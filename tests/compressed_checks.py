@@ -285,7 +285,7 @@ def mistakes_of_a_first_step(mistake):
     """What the first step says of what only it can see."""
     policies = {"kind": lambda *gradient: 8, "name": lambda *gradient: "int9"}
     strategy = tfdist.MirroredStrategy(compression=policies.get(mistake, CODECS["int8"]))
-    dtype = tf.complex64 if mistake == "complex" else tf.float32
+    dtype = tf.bool if mistake == "truths" else tf.float32
     with strategy.scope():
         variable = tf.Variable(tf.zeros([40, 30], dtype))
         optimizer = keras.optimizers.SGD(1.0)

@@ -246,6 +246,21 @@ def reductions(placement):
     }
 
 
+def reductions_of_types(placement):
+    """What an all-reduce and a `reduce` add up in types that collectives do not know, and each replica's own."""
+    place = strategy(placement)
+    own = [np.array([np.iinfo(kind).max - 3, 5], kind) for kind in ("int8", "uint8", "int16", "uint16", "uint32")]
+    own += [np.array([2**63 + 3, 5], "uint64"), np.array([1 + 2j, 3], "complex64"), np.array(1 - 2j, "complex128")]
+
+    @tf.function
+    def in_replicas():
+        return place.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", own))
+
+    totals = [place.experimental_local_results(total)[0].numpy() for total in in_replicas()]
+    values = [place.run(functools.partial(tf.constant, each)) for each in own]
+    return own, totals, [place.reduce("SUM", value, axis=None).numpy() for value in values]
+
+
 def number_of_devices(placement):
     return len(strategy(placement).extended.worker_devices), strategy(placement).num_replicas_in_sync
 
@@ -482,7 +497,24 @@ def _optimizer_alone(placement):
     model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
 
 
+def _gradients_of_other_variables(placement):
+    """A loop that is not traced, under a plain optimizer: each replica takes its own path through Python."""
+    place = strategy(placement)
+    with place.scope():
+        variables = [keras.Variable([1.0], name=name) for name in ("common", "even", "odd")]
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(variables)
+
+    def step():
+        odd = int(tf.distribute.get_replica_context().replica_id_in_sync_group) % 2
+        gradients = [tf.ones([1]), None if odd else tf.ones([1]), tf.ones([1]) if odd else None]
+        optimizer.apply(gradients, variables)
+
+    place.run(step)
+
+
 mistakes = {
+    "gradients of other variables": _gradients_of_other_variables,
     "optimizer that exchanges nothing": _optimizer_alone,
     "loss scaling": _loss_scaling,
     "jit_compile": _compiled,

@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import contextlib
 import datetime
+import gc
 import io
 import json
 import pathlib
@@ -11,6 +12,7 @@ import random
 import signal
 import threading
 import types
+import weakref
 
 import keras
 import numpy as np
@@ -19,10 +21,10 @@ import tensorflow as tf
 
 import backup_checks as checks
 import tfdist
-from tfdist.backup import agreement, callbacks, fit, plain, random_states, saver, schedule, steps
+from tfdist.backup import agreement, callbacks, fit, plain, process, random_states, saver, schedule, steps, variables
 from tfdist.backup.positions import Positions
 from tfdist.errors import BackupError, PositionError
-from tfdist.faults import health
+from tfdist.faults import board, health, preemption
 from tfdist.testing import WorkerPool
 
 
@@ -213,7 +215,7 @@ def test_a_fit_that_a_callback_has_stopped_is_done_and_said_to_be(tmp_path, capl
         backup = tfdist.callbacks.BackupAndRestore(directory, delete_checkpoint=False)
         done = model.fit(*checks.data(), epochs=4, verbose=0, callbacks=[stop, backup])
         assert done.epoch == [0, 1]
-        fit._processes.pop(directory)  # as another process
+        process.processes.pop(directory)  # as another process
     told = [record.getMessage() for record in caplog.records if "Restored" in record.getMessage()]
     assert len(told) == 1 and "a callback stopped this fit at the end of epoch 2" in told[0], told
     assert "goes on" not in told[0]
@@ -335,8 +337,7 @@ def broken_off(directory, step, **options):
 
 
 def another_process(directory):
-    process = fit._processes.pop(directory)
-    process.store.release()
+    process.processes.pop(directory).store.release()
 
 
 def fit_on(directory, *others, epochs=1, initial_epoch=0, **options):
@@ -385,6 +386,52 @@ def test_where_commits_go_and_how_many_stay_is_as_each_fit_was_told(tmp_path, mo
     assert sum("Keras' own BackupAndRestore" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_a_model_that_was_backed_up_is_let_go(tmp_path):
+    model, stop = checks.build(None), keras.callbacks.EarlyStopping(monitor="loss")
+    model.run_eagerly = True
+    backup = tfdist.callbacks.BackupAndRestore(tmp_path / "backup")
+    model.fit(*checks.data(), batch_size=checks.BATCH, verbose=0, callbacks=[stop, backup])
+    gone = [weakref.ref(model), weakref.ref(stop)]
+    del model, stop, backup
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+
+
+class OfTwo:
+    """An agreement with a second worker, which is asked to leave."""
+
+    workers, own, is_chief, who = 2, 0, True, "Worker 0"
+
+    def __init__(self, strategy, timeout_seconds):
+        pass
+
+    def begin(self, told):
+        pass
+
+    def settle(self, topic, said, decide):
+        return decide([said, {"files": {}, "asked": True} if topic == "save" else said])
+
+
+def test_all_leave_with_a_worker_that_is_asked_also_where_steps_do_not_report(tmp_path, monkeypatch):
+    def leave(refusals):
+        left.append(batch)
+        raise SystemExit
+
+    left, directory = [], str(tmp_path / "backup")
+    monkeypatch.setattr(fit, "Agreement", OfTwo)
+    monkeypatch.setattr(preemption, "leave", leave)
+    backup = tfdist.callbacks.BackupAndRestore(directory, save_freq=3)
+    loop = keras.callbacks.CallbackList([backup], model=checks.build(None))
+    loop.on_train_begin()
+    loop.on_epoch_begin(0)
+    with pytest.raises(SystemExit):
+        for batch in range(9):
+            loop.on_train_batch_end(batch)
+    preemption.uninstall()
+    another_process(directory)
+    assert left == [5] and checks._steps(directory) == [3, 6], "with the second save"
+
+
 REFUSED = {
     "save_freq": [True, 0, -1, 0.0, -2.0, float("nan"), float("inf"), 1e300, "batch", None, np.int64(0), [1]],
     "keep": [0, 1.5, None, "2"],
@@ -417,6 +464,10 @@ def test_a_path_that_has_lost_a_slash_is_refused(place):
         tfdist.callbacks.BackupAndRestore(place)
     for other in ("gs://bucket/run", "./s3:/bucket", pathlib.Path("a:b/c"), "C:"):
         tfdist.callbacks.BackupAndRestore(other)
+
+
+def states_of(callback, model=None):
+    return callbacks.CallbackStates([callback], [], model or keras.Sequential())
 
 
 def as_saved(captured):
@@ -466,8 +517,8 @@ class Collects(keras.callbacks.Callback):
 
 def test_collections_of_callbacks_are_saved_and_a_warning_tells_what_cannot_be(caplog):
     callback, again = Collects(), Collects()
-    states = callbacks.CallbackStates([callback], None)
-    held, restored = again.last, callbacks.CallbackStates([again], None)
+    states = states_of(callback)
+    held, restored = again.last, states_of(again)
     callback.train()
     for _ in range(2):
         captured = states.capture()
@@ -499,7 +550,7 @@ class Speaks(keras.callbacks.Callback):
 def test_of_a_callback_that_says_its_state_nothing_else_is_missed(caplog):
     callback, again = Speaks(), Speaks()
     callback.made = None
-    states, restored = (callbacks.CallbackStates([each], None) for each in (callback, again))
+    states, restored = (states_of(each) for each in (callback, again))
     callback.made, callback.state = object(), 5
     restored.restore(as_saved(states.capture()))
     assert again.state == 5 and not caplog.records
@@ -509,7 +560,7 @@ def test_of_a_callback_that_says_its_state_nothing_else_is_missed(caplog):
 def test_a_state_that_nothing_could_take_is_told_when_it_is_saved(make, caplog):
     callback = Speaks()
     callback.state = make()
-    states = callbacks.CallbackStates([callback], None)
+    states = states_of(callback)
     assert states.capture() == states.capture() == {next(iter(states.capture())): {}}
     (told,) = [record.getMessage() for record in caplog.records]
     assert "Speaks is not saved whole: what its get_state() gives" in told
@@ -551,7 +602,7 @@ def test_variables_metrics_and_generators_of_callbacks_are_given_back_in_place()
     model = checks.build(None)
     kernels = model.trainable_variables
     callback, again = HoldsInPlace(kernels), HoldsInPlace(kernels)
-    states, restored = (callbacks.CallbackStates([each], None, model) for each in (callback, again))
+    states, restored = (states_of(each, model) for each in (callback, again))
     held = again.held()
     before = kernels[0].numpy()
     callback.train()
@@ -574,7 +625,7 @@ def test_variables_metrics_and_generators_of_callbacks_are_given_back_in_place()
 
 def test_what_is_to_be_given_back_in_place_and_is_not_there_begins_anew_with_a_warning(caplog):
     callback, again = HoldsInPlace([]), HoldsInPlace([])
-    states, restored = callbacks.CallbackStates([callback], None), callbacks.CallbackStates([again], None)
+    states, restored = states_of(callback), states_of(again)
     callback.mean.update_state(5.0)
     again.mean = None
     for _ in range(2):
@@ -608,7 +659,7 @@ class InPlace(keras.callbacks.Callback):
 
 def test_arrays_that_a_callback_changes_in_place_are_saved_and_no_others():
     callback, again = InPlace(), InPlace()
-    states, restored = callbacks.CallbackStates([callback], None), callbacks.CallbackStates([again], None)
+    states, restored = states_of(callback), states_of(again)
     at_start = states.capture()
     callback.train()
     captured = states.capture()
@@ -621,6 +672,16 @@ def test_arrays_that_a_callback_changes_in_place_are_saved_and_no_others():
             np.testing.assert_equal(getattr(again, name), getattr(callback, name))
     restored.restore(at_start)
     assert again.seen[-1] == again.many[1]["a"][-1] == 0
+
+
+def test_for_callbacks_that_hold_no_variables_those_of_the_model_are_not_looked_up(monkeypatch):
+    def fail(model):
+        raise AssertionError
+
+    monkeypatch.setattr(variables, "slots_of", fail)
+    for callback in (InPlace(), Collects(), keras.callbacks.History()):
+        states = states_of(callback)
+        states.restore(as_saved(states.capture()))
 
 
 def test_random_numbers_that_reading_has_not_drawn_are_told_from_those_it_has():
@@ -673,18 +734,18 @@ class Service:
 
 def test_the_chief_does_not_wait_for_the_word_of_a_worker_that_is_gone(monkeypatch):
     service = Service()
-    monkeypatch.setattr(agreement, "_tf", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(board, "_tf", types.SimpleNamespace(context=service))
     monkeypatch.setattr(health, "_tf", types.SimpleNamespace(context=service))
     with pytest.raises(BackupError, match=r"Worker 0 on .* of worker 2 .* does not answer .*Connection refused"):
         agreement.Agreement(strategy_of_workers(3), 600).settle("fit", None, any)
     assert set(service.asked) == {"/job:worker/replica:0/task:1"}
-    decided = next(value for key, value in service.said.items() if key.endswith("/decided"))
+    decided = next(value for key, value in service.said.items() if key.endswith("/decided/0"))
     assert "does not answer" in json.loads(decided)["error"], "the others hear of it"
 
 
 def test_a_worker_that_begins_no_backup_is_named_when_all_should_have_come(monkeypatch):
     service = Service(answers=float("inf"))
-    monkeypatch.setattr(agreement, "_tf", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(board, "_tf", types.SimpleNamespace(context=service))
     monkeypatch.setattr(health, "_tf", types.SimpleNamespace(context=service))
     strategy = strategy_of_workers(3)
     strategy.fault_tolerance = tfdist.FaultTolerance(start_timeout_seconds=0.05)
@@ -697,14 +758,14 @@ def test_a_worker_that_begins_no_backup_is_named_when_all_should_have_come(monke
 def test_workers_that_were_told_otherwise_are_named_with_what_they_were_told(monkeypatch):
     words = {"1": {"save_freq": "2", "keep": "2"}, "2": {"save_freq": "3", "keep": "2"}}
     service = Service(words=words)
-    monkeypatch.setattr(agreement, "_tf", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(board, "_tf", types.SimpleNamespace(context=service))
     with pytest.raises(BackupError, match="save_freq=2 on worker 0 and save_freq=3 on worker 2"):
         agreement.Agreement(strategy_of_workers(3), 600).begin(words["1"])
 
 
 def test_a_fit_of_the_chief_alone_leaves_the_next_of_all_their_words(monkeypatch):
     service = Service()
-    monkeypatch.setattr(agreement, "_tf", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(board, "_tf", types.SimpleNamespace(context=service))
     topics = []
     for alone in (0, 1):
         for _ in range(alone):
@@ -714,6 +775,51 @@ def test_a_fit_of_the_chief_alone_leaves_the_next_of_all_their_words(monkeypatch
             agreement.Agreement(strategy_of_workers(2, own=1), 600).settle("fit", None, any)
         topics += [int(key.split("/")[2]) for key in service.said]
     assert topics == [topics[0], topics[0] + 1]
+
+
+class Clocked(Service):
+    """A coordination service on which words come at their seconds, by the ends of their keys, by a clock of its own."""
+
+    def __init__(self, comes):
+        super().__init__(answers=float("inf"))
+        self.comes, self.now = comes, 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def get_config_key_value(self, key, milliseconds):
+        at = next((at for end, at in self.comes.items() if key.endswith(end)), float("inf"))
+        if at > self.now + milliseconds / 1000:
+            self.now += milliseconds / 1000
+            raise tf.errors.DeadlineExceededError(None, None, "GetKeyValue() timed out")
+        self.now = max(self.now, at)
+        return json.dumps({"decided": None} if "/decided" in key else {})
+
+
+MEETINGS = {
+    "who comes late leaves the next no time of its own": (0, {"/fit/0/1": 290}, "for worker 2", 301),
+    "the chief comes late, and waits for others": (1, {"/waits/0": 250, "/decided/0": 545}, None, 545),
+    "the chief comes not": (1, {}, "for worker 0", 312),
+    "the chief is heard no more": (1, {"/waits/0": 250}, "for worker 0", 622),
+    "a program is over": (0, {"/fit/0/1": 0, "done/2": 7}, "the program of worker 2 is over, and worker 0 ", 15),
+    "a program is over that has said its word": (
+        *(0, {"/fit/0/1": 7, "/fit/0/2": 12.2, "done/2": 6, "/decided/0": 12.3}),
+        *(None, 12.3),
+    ),
+}
+
+
+@pytest.mark.parametrize("meeting", MEETINGS)
+def test_who_begins_no_backup_is_named_by_all_once_its_time_is_over(meeting, monkeypatch):
+    own, comes, named, latest = MEETINGS[meeting]
+    service = Clocked(comes)
+    for module in (board, health):
+        monkeypatch.setattr(module, "_tf", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(agreement, "time", service)
+    of_worker = agreement.Agreement(strategy_of_workers(3, own), 600)
+    with pytest.raises(BackupError, match=named) if named else contextlib.nullcontext():
+        of_worker.begin({})
+    assert service.now <= latest
 
 
 def sharding_at(step, seed=0, epoch=3, *, followed=True):
@@ -782,3 +888,15 @@ def test_another_number_of_replicas_goes_on_with_the_next_global_batch(pools, tm
     assert epochs == list(range(checks.EPOCHS))
     assert iterations == checks.EPOCHS * checks.STEPS
     assert all(len(values) == checks.EPOCHS and np.all(np.isfinite(values)) for values in history.values())
+
+
+@pytest.mark.parametrize(
+    ("note", "expected"), [("3\n/b", "7\n/b"), ("9\n/b", "9\n/b"), ("3\n/a", "3\n/a"), (None, None)]
+)
+def test_a_commit_that_its_maker_could_not_tell_of_is_told_when_it_is_restored(note, expected, tmp_path, monkeypatch):
+    """Without it, killed right after each commit, a run that gets on is given up. It may be of a run before, though."""
+    monkeypatch.setenv("TFDIST_RUN_DIR", str(tmp_path))
+    if note is not None:
+        (tmp_path / "committed").write_text(note)
+    saver.tell_of_untold("/b", 7)
+    assert [path.read_text() for path in tmp_path.iterdir()] == [expected][: expected is not None]

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from absl import logging
 
+from tfdist.backup.files import LocalFiles
 from tfdist.backup.store import LOCK, MANIFEST, Draft, Store, _digest
 from tfdist.errors import BackupError
 
@@ -33,15 +34,15 @@ def content(step, name):
     return np.random.default_rng([step, len(name)]).bytes(size)
 
 
-def write(store, step, **manifest):
+def write(store, step, keep=2, **manifest):
     draft = Draft(store.directory, RUN, step)
     files = {name: draft.write(name, [content(step, name)]) for name in FILES}
-    return store.commit(draft, {"files": files, "workers": 2, "versions": {"tfdist": "0.1.0"}, **manifest})
+    return store.commit(draft, {"files": files, "workers": 2, "versions": {"tfdist": "0.1.0"}, **manifest}, keep)
 
 
 @contextlib.contextmanager
-def owned(directory, keep=2):
-    store = Store(str(directory), keep)
+def owned(directory):
+    store = Store(str(directory))
     store.claim()
     yield store
     store.release()
@@ -183,9 +184,9 @@ def test_half_made_and_strange_folders_do_not_count_and_stay_until_a_new_run_own
 
 
 def test_keep_commits_stay_the_newest(tmp_path):
-    with owned(tmp_path, keep=3) as store:
+    with owned(tmp_path) as store:
         for step in (1, 2, 9, 10, 11):
-            write(store, step)
+            write(store, step, keep=3)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-10", "step-11", "step-9"]
 
 
@@ -202,12 +203,17 @@ def test_the_newest_end_of_each_fit_stays_too(tmp_path):
         assert store.end_of_fit(0) is None
 
 
-def test_a_warning_tells_of_many_ends_of_fits_before_they_fill_the_disk(tmp_path, warnings):
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_warning_tells_of_many_ends_of_fits_before_they_fill_the_disk(keep, tmp_path, warnings):
     with owned(tmp_path) as store:
-        for fit in range(20):
+        for fit in range(20):  # which are removed
+            write(store, fit, keep, fit=fit, is_done=True)
+            store.delete()
+            store.claim()
+        for fit in range(20, 40):
             assert warnings == [], fit
             for step in (3 * fit, 3 * fit + 1):
-                write(store, step, fit=fit, is_done=True)
+                write(store, step, keep, fit=fit, is_done=True)
     (told,) = warnings
     assert f"{tmp_path} keeps a backup of the end of each fit" in told and "20 by now" in told
 
@@ -315,13 +321,54 @@ def test_a_write_that_fails_half_way_leaves_former_commits_and_the_next_one_work
     assert found(two) == 20
 
 
+class FullDisk:
+    """Refuses to write as long as there is what a killed save has left half-made, or for ever."""
+
+    def __init__(self, monkeypatch, directory, *, for_ever=False):
+        self.is_full = lambda: for_ever or any(name.startswith(".half-cd-") for name in os.listdir(directory))
+        for module, name in ((LocalFiles, "write"), (os, "fsync")):
+            monkeypatch.setattr(module, name, self.guard(getattr(module, name)))
+
+    def guard(self, call):
+        def guarded(*args):
+            if self.is_full():
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return call(*args)
+
+        return guarded
+
+
+def test_what_a_killed_save_has_left_on_a_full_disk_makes_room_for_the_next_start(two, monkeypatch):
+    Draft(str(two), "cd", 20).write("state.bin", [b"half"])
+    FullDisk(monkeypatch, two)
+    with owned(two) as store:
+        assert (two / LOCK).read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+        write(store, 30)
+    assert found(two) == 30
+
+
+def test_on_a_full_disk_a_run_goes_on_that_has_a_whole_commit_and_none_begins(two, tmp_path, monkeypatch, warnings):
+    FullDisk(monkeypatch, two, for_ever=True)
+    (tmp_path / "empty").mkdir()
+    for directory, goes_on in ((two, False), (tmp_path / "empty", True)):
+        store = Store(str(directory))
+        with pytest.raises(BackupError, match=r"the disk is full.*Make room"):
+            store.claim(goes_on=goes_on)
+        store.release()
+    store = Store(str(two))
+    store.claim(goes_on=True)
+    store.release()
+    assert "training goes on from the newest" in warnings[-1] and found(two) == 12
+    assert not [name for name in os.listdir(two) if name.startswith(".")]
+
+
 def test_a_draft_whose_files_are_not_all_there_is_no_commit(two):
     with owned(two) as store:
         draft = Draft(str(two), RUN, 20)
         files = {"part-1.json": draft.write("part-1.json", [b"abc"])}
         os.truncate(os.path.join(draft.path, "part-1.json"), 1)
         with pytest.raises(OSError, match=r"part-1\.json"):
-            store.commit(draft, {"files": files, "workers": 1})
+            store.commit(draft, {"files": files, "workers": 1}, keep=2)
     assert found(two) == 12
 
 
@@ -330,6 +377,8 @@ import sys, time, os
 from tfdist.backup.store import Store
 store = Store(sys.argv[1])
 store.claim()
+for name in os.listdir(sys.argv[1]):  # a copy of it, elsewhere
+    open(os.path.join(sys.argv[1], name)).close()
 if os.fork() == 0:  # what a killed run has forked does not hold its lock
     os.close(1)
     time.sleep(float(sys.argv[2]))
@@ -419,7 +468,7 @@ KILLED = """
 import os, sys
 import numpy as np
 from tfdist.backup.store import Draft, Store
-store = Store(sys.argv[1], keep=2)
+store = Store(sys.argv[1])
 store.claim()
 newest = store.newest_whole()
 step = newest.step if newest else 0
@@ -427,7 +476,7 @@ while True:
     step += 1
     draft = Draft(sys.argv[1], "abc", step)
     files = {f"{i}": draft.write(f"{i}", [np.full(30000, step + i, np.int64).data.cast("B")]) for i in range(4)}
-    store.commit(draft, {"files": files, "workers": 1})
+    store.commit(draft, {"files": files, "workers": 1}, keep=2)
     print(step, flush=True)
 """
 

@@ -1,8 +1,11 @@
 """`tfdist.data.BalancedSharding` in `fit`: unequal shares, stops and restarts give what one device gives."""
 
+import copy
+import gc
 import itertools
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -175,6 +178,33 @@ def test_an_epoch_of_one_step_has_its_balance_in_the_logs():
         assert seconds > 0 and rows == pytest.approx(4 / seconds)
 
 
+def test_a_fit_that_is_broken_off_leaves_nobody_who_listens():
+    strategy = tfdist.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    sharding = BalancedSharding((np.ones((8, 1)), np.ones(8)), 4)
+    data = strategy.distribute_datasets_from_function(sharding)
+
+    def listening():
+        return len(strategy.reports.listeners), len(sharding.visitors)
+
+    def break_off(callbacks):
+        broken = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.fit(data, verbose=0, callbacks=[*callbacks, broken])
+
+    before = listening()
+    for _ in range(2):
+        break_off([tfdist.callbacks.Balance(), tfdist.data.Audit(sharding)])
+        gc.collect()
+        assert listening() == before
+    kept = [tfdist.callbacks.Balance(), tfdist.data.Audit(sharding)]
+    break_off(kept)
+    model.fit(data, verbose=0, callbacks=kept)
+    assert listening() == before
+
+
 @pytest.mark.parametrize("placement", ["2x1", "1x2"])
 def test_an_audit_names_what_was_repeated_and_missed_on_every_worker(placement, pools):
     errors = [error for error, _, _ in pools(placement).run(checks.audited, placement, broken=True)]
@@ -186,10 +216,12 @@ def test_an_audit_names_what_was_repeated_and_missed_on_every_worker(placement, 
 
 @pytest.mark.parametrize("placement", ["2x1", pytest.param("1x2", marks=pytest.mark.exhaustive)])
 def test_who_looks_beside_training_disturbs_it_in_nothing(placement, pools):
-    for rows, position, looked_at in pools(placement).run(checks.look_beside_training, placement):
+    chief, *others = pools(placement).run(checks.look_beside_training, placement)
+    assert chief[-1] == [checks.BATCH, checks.ROWS]
+    for rows, position, looked_at in [chief, *others]:
         assert rows == [checks.BATCH] * (STEPS - 1) + [checks.ROWS - checks.BATCH * (STEPS - 1)]
         assert position == (1, 0)
-        assert looked_at in (None, [checks.BATCH, checks.ROWS])
+        assert looked_at in (None, chief[-1])
 
 
 CONTEXTS = [tf.distribute.InputContext(3, worker, 3) for worker in range(3)]
@@ -336,8 +368,9 @@ def test_evaluate_and_predict_take_what_training_leaves_out_or_repeats_once(opti
 
 
 def test_numbers_that_are_whole_are_taken_and_any_number_of_calls():
-    sharding = BalancedSharding(np.arange(20), 8.0, block_size=4.0, num_parallel_calls=tf.data.AUTOTUNE)
-    assert sorted(itertools.chain(*rows_read(sharding()))) == list(range(20))
+    for calls in (2.0, tf.data.AUTOTUNE):
+        sharding = BalancedSharding(np.arange(20), 8.0, block_size=4.0, num_parallel_calls=calls, max_rows=8.0)
+        assert sorted(itertools.chain(*rows_read(sharding()))) == list(range(20))
 
 
 def test_weights_and_limits_of_numpy_are_taken():
@@ -372,10 +405,25 @@ def test_weights_and_limits_of_numpy_are_taken():
         (lambda: sharding_of(1, size=None), ["global_batch_size", "None"]),
         (lambda: sharding_of(1, size=float("inf")), ["global_batch_size", "inf"]),
         (lambda: sharding_of(1, num_parallel_calls=0), ["num_parallel_calls", "0"]),
+        (lambda: sharding_of(1, max_rows=True), ["max_rows", "True"]),
+        (lambda: sharding_of(1, max_rows=8.5), ["max_rows", "8.5"]),
+        (lambda: sharding_of(1, policy={1: 2}), ["policy", "{1: 2}"]),
+        (lambda: sharding_of(1, policy=["1"]), ["policy", "['1']"]),
+        (lambda: sharding_of(1, policy=[1e-320]), ["policy", "1e-320"]),
+        (lambda: sharding_of(1, shuffle="no"), ["shuffle", "'no'"]),
+        (lambda: sharding_of(1, repeat=2), ["repeat", "2"]),
+        (lambda: sharding_of(1, stratify_by=[None] * 20), ["stratify_by", "NoneType"]),
+        (lambda: sharding_of(1, stratify_by=np.array(["a", 1] * 10, object)), ["stratify_by", "'str'"]),
+        (lambda: sharding_of(1, map_fn=3), ["map_fn", "3"]),
+        (lambda: sharding_of(1, map_fn=lambda x: None)(), ["map_fn", "returned None"]),
+        (lambda: sharding_of(1, map_fn=lambda x: ())(), ["map_fn", "returned ()"]),
+        (lambda: sharding_of(1, map_fn=lambda x: (x, None))(), ["map_fn", "leave out what is None"]),
+        (lambda: copy.deepcopy(sharding_of(1)), ["BalancedSharding", "serialize()"]),
+        (lambda: pickle.dumps(sharding_of(1)), ["BalancedSharding", "serialize()"]),
     ],
 )
 def test_bad_arguments_are_named(make, words):
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises((ValueError, TypeError)) as raised:
         make()
 
     assert [word for word in words if word not in str(raised.value)] == []

@@ -100,23 +100,18 @@ def test_preparing_twice_writes_the_same_files(data_dir, tmp_path):
     assert contents(tmp_path) == contents(data_dir)
 
 
-def test_processes_that_start_together_prepare_once(start, tmp_path):
-    workers = [start(LOAD, tmp_path / "data") for _ in range(2)]
-    for process, path in workers:
-        assert process.wait(DEADLINE_SECONDS) == 0, path.read_text()
-        assert "1433 rows" in path.read_text()
-    assert sum(path.read_text().count("Downloading and preparing") for _, path in workers) == 1
-
-
-def test_a_killed_preparer_is_replaced(start, tmp_path):
+def test_of_those_that_wait_for_a_killed_preparer_one_prepares(start, tmp_path):
     preparer, output = start(STALL, tmp_path / "data")
     wait_for_text(output, "preparing")
-    waiter, output = start(LOAD, tmp_path / "data")
-    wait_for_text(output, f"Waiting for process {preparer.pid} on {socket.gethostname()}")
-    assert waiter.poll() is None
+    waiters = [start(LOAD, tmp_path / "data") for _ in range(2)]
+    for waiter, output in waiters:
+        wait_for_text(output, f"Waiting for process {preparer.pid} on {socket.gethostname()}")
+        assert waiter.poll() is None
     preparer.kill()
-    assert waiter.wait(DEADLINE_SECONDS) == 0, output.read_text()
-    assert "1433 rows" in output.read_text()
+    for waiter, output in waiters:
+        assert waiter.wait(DEADLINE_SECONDS) == 0, output.read_text()
+        assert "1433 rows" in output.read_text()
+    assert sum(output.read_text().count("Downloading and preparing") for _, output in waiters) == 1
 
 
 def test_waiting_ends_at_its_deadline_and_names_the_holder(tmp_path):

@@ -484,6 +484,15 @@ def test_a_killed_worker_ends_the_others(job, killed):
     assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 1, job.output(1 - killed)
 
 
+def test_a_frozen_chief_is_named_and_ends_the_other(job):
+    job.start(TRAIN + "fit(build())", TFDIST_HEARTBEAT_TIMEOUT_SECONDS="3")
+    for index in range(2):
+        job.wait_for(index, "training")
+    tfdist.testing.faults.freeze(job.processes[0].pid)
+    assert job.processes[1].wait(DEADLINE_SECONDS / 3) == 1
+    assert re.search(r"worker 0 at 127\.0\.0\.1:\d+ does not answer for .* is frozen", job.output(1)), job.output(1)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_who_waits_for_a_frozen_worker_in_an_agreement_names_it_soon(frozen, job):
@@ -504,7 +513,8 @@ def test_who_waits_for_a_frozen_worker_in_an_agreement_names_it_soon(frozen, job
         TFDIST_HEARTBEAT_TIMEOUT_SECONDS="3",
     )
     settled = job.wait_for(1 - frozen, "settled")
-    assert job.wait_for(1 - frozen, f"worker {frozen} does not answer for 3 s") - settled < DEADLINE_SECONDS / 3
+    assert job.wait_for(1 - frozen, "does not answer for") - settled < DEADLINE_SECONDS / 3
+    assert f"worker {frozen} at 127.0.0.1" in job.output(1 - frozen)
 
 
 def test_sigterm_ends_a_worker_that_waits_in_a_collective(job):
@@ -727,6 +737,30 @@ print("trained", flush=True)
     assert "trained" not in job.output(0) and 20 <= int(step) < 200 and folder == str(job.directory / "backup")
     job.start(script, **run, TFDIST_ATTEMPT="1")
     assert job.wait()[2:] == [0, 0] and "trained" in job.output(0), job.output(0) + job.output(1)
+
+
+@pytest.mark.exhaustive
+def test_all_leave_with_one_that_is_asked_in_a_loop_that_reports_no_steps(job):
+    job.start(
+        "import os, signal\n"
+        + TRAIN
+        + f"""
+import tensorflow as tf
+model = build()
+{OWN_LOOP}
+def ask(batch, logs):
+    time.sleep(0.02)
+    if worker == 1 and model.optimizer.iterations == 30:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+backup = tfdist.callbacks.BackupAndRestore(here / "backup", save_freq=20)
+asked = keras.callbacks.LambdaCallback(on_train_batch_end=ask)
+model.fit(x, x[:, :1], batch_size=8, epochs=25, verbose=0, callbacks=[backup, asked])
+"""
+    )
+    assert job.wait() == [PREEMPTED, PREEMPTED], job.output(0) + job.output(1)
+    assert all("Saved, and leaving" in job.output(worker) for worker in range(2))
+    assert {path.name for path in (job.directory / "backup").glob("step-*")} == {"step-40", "step-60"}
 
 
 def test_who_is_asked_in_a_validation_that_is_too_long_has_saved_the_epoch_before(job):

@@ -1,5 +1,6 @@
 """Every Keras feature on several replicas gives what one device gives, and all replicas the same bits."""
 
+import keras
 import numpy as np
 import pytest
 
@@ -34,6 +35,7 @@ IN_ONE_PROCESS = (
     "python_functions",
     "predict_other_than_rows",
     "values_looked_at_eagerly",
+    "parts_of_unlike_kinds_for_some_rows_eagerly",
     "an_output_more_in_training",
     "input_words",
 )
@@ -81,11 +83,23 @@ ALIKE_ON_WORKERS = (
     "two_models",
     "variational_model_without_a_call",
     "input_words",
+    "parts_for_some_rows_eagerly",
 )
 assert {*HIERARCHY, *IN_ONE_PROCESS, *OPTIMIZERS, *ALIKE_ON_WORKERS} <= ROWS.keys()
 WORKERS = [
     name for name in ROWS if name in OPTIMIZERS or (not name.startswith("optimizer_") and name not in ALIKE_ON_WORKERS)
 ]
+
+
+def test_every_optimizer_of_keras_has_a_row():
+    exported = [value for value in vars(keras.optimizers).values() if isinstance(value, type)]
+    kinds = {value.__name__ for value in exported if issubclass(value, keras.Optimizer)} - {"Optimizer"}
+    others = {"LossScaleOptimizer": "loss_scaling", "MultiOptimizer": "optimizer_multi"}
+    wanted = {others.get(kind, f"optimizer_{kind.lower()}") for kind in kinds}
+
+    assert len(kinds) > 10 and not [
+        name for name in wanted if not any(f"{row}_".startswith(f"{name}_") for row in ROWS)
+    ]
 
 
 def by_default(names, of=tuple(ROWS)):

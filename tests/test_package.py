@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -271,13 +272,68 @@ def test_every_private_name_is_used():
     nodes = [node for module in parse(HOUSE).values() for node in ast.walk(module)]
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == "_tf"}
     here = ast.parse((ROOT / "tfdist/_tf.py").read_text())
-    (exported,) = (ast.literal_eval(node.value) for node in here.body if isinstance(node, ast.Assign))
+    assigned = {node.targets[0].id: node.value for node in here.body if isinstance(node, ast.Assign)}
+    exported = ast.literal_eval(assigned["__all__"])
     bound = {alias.asname or alias.name for node in here.body if imported(node) for alias in node.names}
     defined = {node.name for node in here.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     used_here = {node.id for node in ast.walk(here) if isinstance(node, ast.Name)}
     assert sorted(exported) == sorted(used), "what _tf.py hands on is what the rest of the tree uses"
     assert set(exported) <= bound | defined
     assert bound - set(exported) <= used_here
+
+
+@pytest.fixture(scope="module")
+def architecture():
+    return (ROOT / "docs/architecture.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def modules():
+    return {path.relative_to(ROOT).as_posix(): module for path, module in parse(HOUSE).items()}
+
+
+def file_of(name, modules):
+    """The file of this tree that an imported name is in; None if in no such."""
+    path = name.replace(".", "/")
+    for folder, installed in HOUSE.items():
+        path = re.sub(f"^{installed}(?=/|$)", folder, path)
+    while path:
+        for file in (f"{path}.py", f"{path}/__init__.py"):
+            if file in modules:
+                return file
+        path = path.rpartition("/")[0]
+
+
+def test_nobody_imports_from_a_higher_floor(architecture, modules):
+    table = re.findall(r"^\| (\d) \| (.*?) \|", architecture, re.MULTILINE)
+    floors = {room: int(floor) for floor, rooms in table for room in re.findall(r"`([\w./]+)`", rooms)}
+
+    def floor_of(file):
+        return floors[max((room for room in floors if file.startswith(room)), key=len)]
+
+    imports = [
+        (file, line, other)
+        for file, module in modules.items()
+        for node in ast.walk(module)
+        for line in [getattr(node, "lineno", None)]
+        for other in filter(None, (file_of(name, modules) for name in imported(node)))
+    ]
+    assert len(imports) > len(modules)
+    assert [each for each in imports if floor_of(each[0]) < floor_of(each[2])] == []
+
+
+def test_every_file_has_its_place_in_the_house(architecture, modules):
+    named, folders = set(), []
+    for line in architecture.split("```")[1].strip().splitlines():
+        depth, names = (len(line) - len(line.lstrip())) // 2, re.split(r"  +", line.strip())[0].split(", ")
+        folders = folders[:depth]
+        named |= {"".join([*folders, name]) for name in names}
+        folders.append(names[0])
+    told_whole = tuple(one for one in named if one.endswith("/") and sum(name.startswith(one) for name in named) == 1)
+
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+    files = {file for file in modules if not file.endswith("/__init__.py") and not file.startswith(told_whole)}
+    assert files - named == set()
 
 
 def test_wrong_tf_config_ends_the_program_before_tensorflow_is_loaded(tmp_path):

@@ -126,8 +126,13 @@ def drawn_by_workers(files, service):
     served = Service(service, as_source(files), lambda record: tf.random.uniform([], dtype=tf.float64))
     asked = [("a", np.arange(1))]
     with mock.patch.object(reading._tf, "is_op_determinism_enabled", lambda: True):
-        there = [float(batch[0]) for replica in (0, 1) for _, _, batch in served.batches(iter(asked), replica=replica)]
+        there = [
+            float(batch[0])
+            for replica in (0, 1)
+            for _, _, batch in served.batches(iter(asked), lambda: False, replica=replica)
+        ]
         here = [float(served._make_here(np.arange(1), replica)[0]) for replica in (0, 1)]
+    tf.random.set_seed(None)  # The process is shared with other tests.
     return there, here
 
 
@@ -167,7 +172,7 @@ def test_without_its_servers_a_worker_makes_the_batches_itself(signum, files, tm
     asked = [(number, np.arange(number % 60, number % 60 + 40)) for number in range(150)]  # More than are held.
     with started(tmp_path, "--port", str(port)) as process:
         served = Service(f"localhost:{port}", as_source(files), parse, timeout_seconds=2.0)
-        batches = served.batches(iter(asked))
+        batches = served.batches(iter(asked), lambda: False, replica=0)
         got = [next(batches) for _ in range(2)]
         os.kill(process.pid, signum)
         got += batches
@@ -187,7 +192,7 @@ def test_without_its_servers_a_worker_makes_the_batches_itself(signum, files, tm
 def test_nothing_is_received_for_who_has_gone(files, service):
     before = threading.enumerate()  # Some may still hear of servers that were killed.
     asked = ((number, np.arange(40)) for number in range(60))
-    batches = Service(service, as_source(files), parse).batches(asked)
+    batches = Service(service, as_source(files), parse).batches(asked, lambda: False, replica=0)
     next(batches)
     batches.close()
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import h5py
 import numpy as np
 import pytest
+import scipy.sparse
 import tensorflow as tf
 import tensorflow_datasets as tfds
 from array_record.python import array_record_module
@@ -277,6 +278,10 @@ class OutOfOrder:
         (["hello", "world"], ValueError, ["No file hello", "for texts a tuple (texts,)"]),
         (np.array([{}, {}]), TypeError, ["arrays is a ndarray"]),
         (tf.ragged.constant([[1], [2, 3]]), TypeError, ["RaggedTensor", "to_tensor"]),
+        (scipy.sparse.eye(3, format="csr"), TypeError, ["csr_matrix", "arrays.toarray()"]),
+        ((np.ones(3), scipy.sparse.eye(3)), TypeError, ["arrays[1].toarray()"]),
+        ((np.ones(3), None), TypeError, ["arrays[1] is None", "Leave it out"]),
+        (np.ma.array([1, 2], mask=[0, 1]), TypeError, ["arrays are masked", "arrays.filled(...)"]),
         (tf.data.Dataset.range(3), TypeError, ["tf.data.Dataset", "map_fn"]),
         (OutOfOrder(), TypeError, ["OutOfOrder", "__len__", "__getitem__"]),
         ([object()], TypeError, ["example 0", "object"]),

@@ -81,6 +81,15 @@ def test_variables_of_one_number_are_numbers_to_python(pools):
     assert pools("1x2").run(checks.numbers_of_variables, "1x2") == [[0.25, 0, 3.0]]
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_small_whole_numbers_and_complex_ones_are_added_up(placement, pools):
+    for own, in_replicas, across in pools(placement).run(checks.reductions_of_types, placement):
+        for value, *totals in zip(own, in_replicas, across, strict=True):
+            for total in totals:
+                assert total.dtype == value.dtype
+                np.testing.assert_array_equal(total, value + value)  # which begins anew after the largest
+
+
 @pytest.mark.parametrize(("placement", "devices"), [("1x2", (2, 2)), ("2x1", (1, 2)), ("2x2", (2, 4))])
 def test_all_devices_of_a_worker_are_used(placement, devices, pools):
     assert set(pools(placement).run(checks.number_of_devices, placement)) == {devices}
@@ -224,6 +233,7 @@ def test_deterministic_operations_alone_suffice():
         ("compression", "ValueError", "'powersgd'"),
         ("loss scaling", "LossScaleError", "strategy.distributed_optimizer"),
         ("optimizer that exchanges nothing", "ValueError", "`update_step`"),
+        ("gradients of other variables", "ValueError", "those of 'even', 'odd' are None on some"),
     ],
 )
 def test_a_mistake_is_named_on_every_worker(placement, mistake, error, words, pools):

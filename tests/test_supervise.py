@@ -147,7 +147,7 @@ def test_backups_that_a_worker_is_done_with_are_removed_when_the_job_is_done(cod
         store = Store(str(here / "backup"))
         store.claim()
         draft = Draft(store.directory, "abc", 1)
-        store.commit(draft, {{"files": {{"state.bin": draft.write("state.bin", [b"state"])}}, "workers": 1}})
+        store.commit(draft, {{"files": {{"state.bin": draft.write("state.bin", [b"state"])}}, "workers": 1}}, keep=2)
         leftovers.leave(store.directory)
         leftovers.leave(str(here / "removed by the script" / "backup"))
         sys.exit({code})
@@ -212,6 +212,10 @@ FIRST = {
     "all raise": (
         ["raise UnavailableError()", "time.sleep(0.02); raise KeyError('later')", "raise UnavailableError()"],
         (1, 1, "raised KeyError: 'later'"),
+    ),
+    "raises, and another repeats it": (
+        ["time.sleep(0.4); raise ValueError('the cause')", "raise ValueError('The chief says: ValueError: the cause')"],
+        (0, 1, "raised ValueError: the cause"),
     ),
     "exits without a word": (["time.sleep(0.5); raise UnavailableError()", "sys.exit(9)"], (1, 9, "exit code 9")),
     "raises where there is no tfdist": (

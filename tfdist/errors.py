@@ -38,6 +38,9 @@ class BackupError(TfdistError, RuntimeError):
 WAIT_FOR_CHIEF = "All workers wait for what the chief does alone"
 """How the error of a worker begins that waits for a chief which fails: that is to blame."""
 
+CHIEF_SAYS = "The chief says"
+"""How the error of a worker begins that repeats the chief's."""
+
 
 class TFConfigError(TfdistError, ValueError):
     """TF_CONFIG is not a cluster spec that this process can join."""

@@ -18,6 +18,7 @@ __all__ = [
     "LEFT",
     "RUN_DIR",
     "install_hook",
+    "is_restarted",
     "is_supervised",
     "report_path",
     "room_path",
@@ -107,6 +108,11 @@ def is_supervised() -> bool:
     """Whether this process is a worker of `tfdist run`."""
     # A worker leads its session. What it starts has the same environment, but its end is the worker's to judge.
     return RUN_DIR in os.environ and os.getsid(0) == os.getpid()
+
+
+def is_restarted() -> bool:
+    """Whether `tfdist run` has started this worker after the failure of another attempt."""
+    return os.environ.get(ATTEMPT, "0") != "0"
 
 
 def report_path(run_dir: pathlib.Path, attempt: int, worker: int) -> pathlib.Path:

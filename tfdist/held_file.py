@@ -6,8 +6,9 @@ import fcntl
 import os
 import re
 import socket
+import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO
 
 from absl import logging
@@ -17,36 +18,44 @@ __all__ = ["OTHER_HOST_SECONDS", "held", "way_out"]
 OTHER_HOST_SECONDS = 120.0  # A server of NFS keeps the locks of a host that died for its lease, 90 s by default.
 _POLL_SECONDS, _TELL_SECONDS = 0.1, 30.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# All of a file, as `struct flock` of Linux: type, whence, start, length, process.
+_ALL_OF_IT = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+_held: set[IO[str]] = set()  # by this process
 
 
 @contextlib.contextmanager
 def held(
-    path: str | os.PathLike[str], wait_seconds: float = 0.0, other_host_seconds: float = OTHER_HOST_SECONDS
+    path: str | os.PathLike[str],
+    wait_seconds: float = 0.0,
+    other_host_seconds: float = OTHER_HOST_SECONDS,
+    make_room: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Holds a file in the block, and removes it.
 
-    The kernel lets go of it when this process dies, whatever that has started: no child inherits it. Hosts that share
-    a disk exclude each other as far as its file system can lock; where it cannot, a warning says so. A host that dies
-    lets go late.
+    The kernel lets go of it when this process dies, whatever that has started: no child inherits it. Whoever reads the
+    file leaves it held. Hosts that share a disk exclude each other as far as its file system can lock; where it cannot,
+    a warning says so. A host that dies lets go late. On a full disk the file may not say who holds it.
 
     Args:
       path: The file.
       wait_seconds: How long to wait for another process that holds it.
       other_host_seconds: The same for one on another host, if that is longer.
+      make_room: Called when it is held, before it is written.
 
     Raises:
       BlockingIOError: If another process holds it; its `strerror` says which.
       OSError: If it cannot be written.
     """
     with _opened(path, wait_seconds, other_host_seconds) as file:
-        file.truncate(0)
         owner = os.getpid()
-        file.write(f"process {owner} on {socket.gethostname()}")
-        file.flush()
-        os.fsync(file.fileno())  # or other hosts may see it much later
+        _held.add(file)
         try:
+            make_room()
+            _write(file, f"process {owner} on {socket.gethostname()}")
             yield
         finally:
+            _held.discard(file)
             if os.getpid() == owner:  # and not a child that was forked in the block
                 with contextlib.suppress(OSError):
                     os.unlink(path)
@@ -102,9 +111,29 @@ def _is_elsewhere(error: BlockingIOError) -> bool:
     return False
 
 
+def _write(file: IO[str], text: str) -> None:
+    file.truncate(0)
+    try:
+        os.write(file.fileno(), text.encode())
+        os.fsync(file.fileno())  # or other hosts may see it much later
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+
+
+def _let_go_in_child() -> None:
+    """A child that is forked has the same files, and would hold them for longer than its parent lives."""
+    for file in _held:
+        file.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
 def _lock(file: IO[str]) -> None:
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock_as_opened(file)
     except OSError as error:
         if error.errno in _NO_LOCKS:
             logging.warning("%s cannot be locked (%s): let nobody else use its folder.", file.name, error.strerror)
@@ -113,6 +142,16 @@ def _lock(file: IO[str]) -> None:
             raise BlockingIOError(errno.EAGAIN, file.read(1000) or "another process", file.name) from error
         else:
             raise
+
+
+def _lock_as_opened(file: IO[str]) -> None:
+    """By a lock of the file as it was opened here: one of the process ends when any part of it closes that file."""
+    try:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, _ALL_OF_IT)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, *_NO_LOCKS):
+            raise
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _is_at(path: str | os.PathLike[str], file: IO[str]) -> bool:

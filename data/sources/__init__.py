@@ -16,6 +16,7 @@ Everything else is refused: a `tf.data.Dataset`, which has no random access; an 
 """
 
 import importlib
+import operator
 import os
 import sys
 from collections.abc import Mapping
@@ -40,6 +41,10 @@ _HOMES = {
     "TFRecordSource": "tfdist.data.sources.tfrecord",
     "TfdsSource": "tfdist.data.sources.tfds",  # TensorFlow Datasets takes a second to load.
 }
+
+_BUILDER = "tensorflow_datasets", "core.DatasetBuilder"
+_SPLIT = "tensorflow_datasets", "core.splits.AbstractSplit"
+_PY_DATASET = "keras", "utils.PyDataset"
 
 
 def __getattr__(name: str) -> Any:
@@ -116,27 +121,23 @@ def _is_path(example: Any) -> bool:
 def _is_split(examples: Any) -> bool:
     if not isinstance(examples, tuple) or len(examples) != 2:
         return False
-    return _is_builder(examples[0]) or (isinstance(examples[0], str) and _names_split(examples[1]))
+    return _is_of(_BUILDER, examples[0]) or (isinstance(examples[0], str) and _names_split(examples[1]))
 
 
 def _names_split(split: Any) -> bool:
-    tfds = sys.modules.get("tensorflow_datasets")  # Who has a split that is no text has loaded it.
-    return isinstance(split, str) or (tfds is not None and isinstance(split, tfds.core.splits.AbstractSplit))
+    return isinstance(split, str) or _is_of(_SPLIT, split)
 
 
-def _is_builder(examples: Any) -> bool:
-    tfds = sys.modules.get("tensorflow_datasets")  # Who has a builder has loaded it.
-    return tfds is not None and isinstance(examples, tfds.core.DatasetBuilder)
-
-
-def _is_py_dataset(examples: Any) -> bool:
-    keras = sys.modules.get("keras")  # Who has one has loaded it.
-    return keras is not None and isinstance(examples, keras.utils.PyDataset)
+def _is_of(kind: tuple[str, str], given: Any) -> bool:
+    """Whether it is of a class of a module that may not be loaded: who has such a thing has loaded it."""
+    module, name = kind
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(given, operator.attrgetter(name)(loaded))
 
 
 def _is_array(examples: Any) -> bool:
     tensors = (tf.Tensor, tf.Variable, tf.RaggedTensor, tf.SparseTensor)
-    return isinstance(examples, tensors) or hasattr(examples, "__array__")
+    return isinstance(examples, tensors) or hasattr(examples, "__array__") or hasattr(examples, "toarray")
 
 
 def _refuse(examples: Any) -> None:
@@ -147,11 +148,11 @@ def _refuse(examples: Any) -> None:
             "what the dataset was made of (arrays, files, a TFDS builder and a split), and what it does to each "
             "example as `map_fn`."
         )
-    if _is_builder(examples):
+    if _is_of(_BUILDER, examples):
         raise TypeError(
             f'A TFDS builder has several splits ({", ".join(examples.info.splits)}): give (builder, "train").'
         )
-    if _is_py_dataset(examples):
+    if _is_of(_PY_DATASET, examples):
         raise TypeError(
             "The items of a PyDataset are batches, and balanced shares need each example by its number. Give what it "
             "reads from, or an object whose items are examples."

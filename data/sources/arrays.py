@@ -92,10 +92,18 @@ def _is_on_disk(array: Any) -> bool:
 
 
 def _as_tensor(name: str, array: Any) -> tf.Tensor:
-    if isinstance(array, tf.RaggedTensor | tf.SparseTensor):
+    dense = "to_tensor" if isinstance(array, tf.RaggedTensor | tf.SparseTensor) else "toarray"
+    if hasattr(array, dense):  # the second: SciPy's
         raise TypeError(
-            f"Rows are read from dense arrays, but {name} is a {type(array).__name__}. Give {name}.to_tensor(), or an "
+            f"Rows are read from dense arrays, but {name} is a {type(array).__name__}. Give {name}.{dense}(), or an "
             "object with __len__ and __getitem__ that gives one example at a time."
+        )
+    if array is None:
+        raise TypeError(f"Rows are read from arrays of numbers or strings, but {name} is None. Leave it out.")
+    if np.ma.is_masked(array):
+        raise TypeError(
+            f"Rows are read whole, but some elements of {name} are masked, which no tensor can say. Give "
+            f"{name}.filled(...), or the mask as another array beside it."
         )
     try:
         with tf.device("CPU:0"):

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.strategies.collectives.buckets import BUCKET_BYTES, fill_buckets, join, separate
-from tfdist.strategies.collectives.launcher import Launcher
+from tfdist.strategies.collectives.launcher import Launcher, added_up, to_add_up
 from tfdist.strategies.collectives.sparse import all_reduce_sparse
 from tfdist.strategies.collectives.stopwatch import Stopwatch
 
@@ -159,19 +159,20 @@ class Collectives(_tf.CollectiveAllReduce):
         return tf.nest.pack_sequence_as(value, flat)
 
     def _sum(self, tensors, launcher, options):
-        totals = list(tensors)
+        totals, terms = list(tensors), list(tensors)
         groups: dict[tf.DType, list[int]] = {}
         for i, tensor in enumerate(tensors):
             if isinstance(tensor, tf.IndexedSlices):
                 totals[i] = all_reduce_sparse(tensor, launcher, self._group_size, options)
             else:
-                groups.setdefault(tensor.dtype, []).append(i)
+                terms[i] = to_add_up(tensor)
+                groups.setdefault(terms[i].dtype, []).append(i)
         for group in groups.values():
-            members = [tensors[i] for i in group]
+            members = [terms[i] for i in group]
             buckets = fill_buckets(members, options.bytes_per_pack or BUCKET_BYTES)
             reduced = [launcher.all_reduce(join(bucket, members), options=options) for bucket in buckets]
             for i, total in zip(group, separate(buckets, reduced, members), strict=True):
-                totals[i] = total
+                totals[i] = added_up(total, tensors[i].dtype)
         return totals
 
 

@@ -343,6 +343,7 @@ def _bytes(tensor: tf.Tensor) -> int:
 def _is_finite(total: Gradient) -> tf.Tensor:
     """The same on all replicas, as the totals are."""
     values = total.values if isinstance(total, tf.IndexedSlices) else total
+    values = tf.abs(values) if values.dtype.is_complex else values
     return tf.reduce_all(tf.math.is_finite(values)) if values.dtype.is_floating else tf.constant(True)
 
 

@@ -13,12 +13,36 @@ _CARRIERS = {
 }
 # What no type that collectives know holds: gathered as it lies in memory.
 _AS_BITS = (tf.uint64, tf.complex64, tf.complex128)
+# What they add up; and as what others are added up: the real and the imaginary part, whole numbers of as many bits.
+_KNOWN = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
+_ADDED_AS = {tf.uint64: tf.int64, tf.complex64: tf.float32, tf.complex128: tf.float64}
 _BYTES = [bytes([byte]) for byte in range(256)]
 
 
 def carrier_of(dtype: tf.DType | None) -> tf.DType | None:
     """A type that collectives know, to which a value of one that they do not can be cast and back; else `None`."""
     return None if dtype is None else _CARRIERS.get(tf.as_dtype(dtype))
+
+
+def to_add_up(tensor: tf.Tensor) -> tf.Tensor:
+    """`tensor` as one of a type that collectives add up, if there is one for it; back by `added_up`."""
+    if tensor.dtype in _ADDED_AS:
+        return tf.bitcast(tensor, _ADDED_AS[tensor.dtype])
+    return tf.cast(tensor, _CARRIERS[tensor.dtype]) if _is_small(tensor.dtype) else tensor
+
+
+def added_up(total: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """What a sum of `to_add_up` is in the type of its terms; a whole number that is too large begins anew there."""
+    return tf.bitcast(total, dtype) if dtype in _ADDED_AS else tf.cast(total, dtype)
+
+
+def is_added_up(dtype: tf.DType) -> bool:
+    """Whether collectives add up tensors of this type, or of what `to_add_up` makes of it."""
+    return dtype in _KNOWN or dtype in _ADDED_AS or _is_small(dtype)
+
+
+def _is_small(dtype):
+    return dtype.is_integer and dtype in _CARRIERS
 
 
 class Launcher(_tf.CollectiveReplicaLauncher):

@@ -302,6 +302,62 @@ def values_looked_at_eagerly(place):
     return outcome(model, fit(model, x, y, validation_data=(x, y)))
 
 
+class Routed(keras.Model):
+    """Shows each part the rows that are its own, and calls none without rows: replicas train unlike parts."""
+
+    def __init__(self, parts):
+        super().__init__()
+        self.all, self.parts = layers.Dense(3), parts
+        for layer in (self.all, *parts):
+            layer.build((None, 6))
+        self.built = True
+
+    def call(self, x):
+        total = self.all(x)
+        chosen = np.digitize(tf.reduce_mean(x, axis=1), np.linspace(-0.5, 0.5, len(self.parts) - 1))
+        for number, part in enumerate(self.parts):
+            own = np.flatnonzero(chosen == number)
+            if len(own):
+                total = tf.tensor_scatter_nd_add(total, own[:, None], part(tf.gather(x, own)))
+        return total
+
+
+class Words(layers.Layer):
+    """Takes the number that a row begins with for a word, or all words by how much of them is in the row."""
+
+    def __init__(self, vectors, *, all_at_once=False):
+        super().__init__()
+        self.vectors, self.all_at_once = vectors, all_at_once
+
+    def call(self, x):
+        if self.all_at_once:
+            return x @ self.vectors.embeddings
+        return self.vectors(tf.cast(x[:, 0] > 0, tf.int32))
+
+
+def routed_to_parts_of_unlike_kinds():
+    """One has rows for a gradient, one of the same weight a matrix."""
+    vectors = layers.Embedding(6, 3)
+    vectors.build((None,))
+    wide = keras.Sequential([layers.Input((6,)), layers.Dense(8, activation="tanh"), layers.Dense(3)])
+    return Routed([Words(vectors), wide, Words(vectors, all_at_once=True)])
+
+
+@row()
+def parts_for_some_rows_eagerly(place):
+    make = functools.partial(Routed, [layers.Dense(3), layers.Dense(3), layers.Dense(3)])
+    model = built(place, make, optimizer="adam", run_eagerly=True)
+    x, y = data(33)
+    return outcome(model, fit(model, x, y))
+
+
+@row()
+def parts_of_unlike_kinds_for_some_rows_eagerly(place):
+    model = built(place, routed_to_parts_of_unlike_kinds, optimizer="adam", run_eagerly=True)
+    x, y = data(33)
+    return outcome(model, fit(model, x, y))
+
+
 class OfUnlikeLengths(keras.Model):
     """Asks of its input what a tensor without values does not have."""
 

@@ -5,7 +5,7 @@ import functools
 import keras
 import numpy as np
 
-from keras_features.table import built, data, fit, outcome, row
+from keras_features.table import built, compiled, data, fit, mlp, outcome, row
 
 
 def _optimizer_row(name, tolerance=1e-5, **arguments):
@@ -36,6 +36,16 @@ _optimizer_row("SGD", gradient_accumulation_steps=3)
 
 
 _optimizer_row("Adam", gradient_accumulation_steps=2, global_clipnorm=0.3)
+
+
+@row()
+def optimizer_schedulefreeadamw(place):
+    with place.scope():
+        model, optimizer = mlp(), keras.optimizers.ScheduleFreeAdamW(0.01, warmup_steps=3)
+        optimizer.build(model.trainable_variables)  # In a first step it would begin at zeros, without a strategy.
+        compiled(model, optimizer)
+    x, y = data(37)
+    return outcome(model, fit(model, x, y, validation_data=(x, y), epochs=2))
 
 
 @row()

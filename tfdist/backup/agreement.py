@@ -1,8 +1,8 @@
 """How the workers of a run agree: each says something, the chief decides, all hear what was decided."""
 
 import contextlib
+import functools
 import itertools
-import json
 import socket
 import time
 from collections import Counter
@@ -12,19 +12,20 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tfdist import _tf
-from tfdist.errors import BackupError, ClusterError
+from tfdist.errors import CHIEF_SAYS, BackupError, ClusterError
+from tfdist.faults.board import Board
 from tfdist.faults.health import Health
 from tfdist.faults.options import options_of
 
 _ASK_SECONDS = 5.0  # Whether a worker is still there, of which nothing was heard.
+_LOOK_SECONDS = 0.5  # For an answer that is there.
 _LATE = (
-    "Worker {own} on {host} waited up to {seconds:g} s for worker {worker} to say how its part of a backup went: "
-    "{said}. See the log of worker {worker}."
+    "{who} waited up to {seconds:g} s for worker {worker} to say how its part of a backup went. See the log of worker "
+    "{worker}."
 )
 _NOT_COME = (
-    "Worker {own} on {host} waited up to {seconds:g} s for worker {worker} to begin a `fit` with BackupAndRestore, as "
-    "all do ({said}). See the log of worker {worker}. Give BackupAndRestore on every worker, not on the chief alone; "
+    "{who} waited up to {seconds:g} s for worker {worker} to begin a `fit` with BackupAndRestore, as all do. See the "
+    "log of worker {worker}. Give BackupAndRestore on every worker, not on the chief alone; "
     "if all have it, and `on_train_begin` of other callbacks takes longer on worker {worker}, raise "
     "start_timeout_seconds of tfdist.FaultTolerance and timeout_seconds of BackupAndRestore."
 )
@@ -46,19 +47,25 @@ class Agreement:
         extended = strategy.extended
         self.workers: int = getattr(extended, "_num_workers", 1)
         self.own: int = extended._id_in_cluster if self.workers > 1 else 0
-        self._health = Health(strategy) if self.workers > 1 else None
+        self._health = Health.of(strategy) if self.workers > 1 else None
         self._timeout_seconds = timeout_seconds
         self._begin_seconds = timeout_seconds
         if self.workers > 1:
             self._begin_seconds = min(timeout_seconds, options_of(strategy).start_timeout_seconds)
-        self._prefix = f"tfdist/backup/{next(_made)}" if self.workers > 1 else ""
-        self._heard: dict[str, list[str]] = {}
+        self._board = Board(self.own, self.workers)
+        self._prefix = f"backup/{next(_made)}" if self.workers > 1 else ""
+        self._former: dict[str, str] = {}
         self._rounds: Counter[str] = Counter()
 
     @property
     def is_chief(self) -> bool:
         """Whether this worker decides."""
         return self.own == 0
+
+    @property
+    def who(self) -> str:
+        """This worker, for errors: "Worker 1 on node2"."""
+        return f"Worker {self.own} on {socket.gethostname()}"
 
     def begin(self, told: Mapping[str, str]) -> None:
         """Waits until all workers begin, for no longer than they may take to come, and compares what each was told.
@@ -81,58 +88,99 @@ class Agreement:
     def _settle(self, topic: str, said: Any, decide: Callable[[list[Any]], Any], seconds: float, fault: str) -> Any:
         if self.workers == 1:
             return decide([said])
-        name = f"{self._prefix}/{topic}/{self._rounds[topic]}"
+        subject = f"{self._prefix}/{topic}/{self._rounds[topic]}"
         self._rounds[topic] += 1
         if not self.is_chief:
-            self._say(f"{name}/{self.own}", said)
+            self._board.say_once(subject, said)
         else:
             try:
-                words = [said, *(self._hear(f"{name}/{i}", i, seconds, fault) for i in range(1, self.workers))]
-                self._forget(topic, name)
-                self._say(f"{name}/decided", {"decided": decide(words)})
+                words = [said, *self._hear_all(subject, seconds, fault)]
+                self._forget(topic, subject)
+                self._board.say_once(_decided(subject), {"decided": decide(words)})
             except BaseException as error:
                 with contextlib.suppress(tf.errors.OpError):  # those that are left may hear it
-                    self._say(f"{name}/decided", {"error": f"{type(error).__name__}: {error}"})
+                    self._board.say_once(_decided(subject), {"error": f"{type(error).__name__}: {error}"})
                 raise
-        # The chief may need all of its time to learn who is missing.
-        answer = self._hear(f"{name}/decided", 0, seconds + 2 * _ASK_SECONDS, fault)
+        answer = self._hear_decided(subject, seconds, fault)
         if "error" in answer:
-            raise BackupError(f"The chief says: {answer['error']}")
+            raise BackupError(f"{CHIEF_SAYS}: {answer['error']}")
         return answer["decided"]
 
-    def _say(self, key: str, said: Any) -> None:
-        _tf.context.context().set_config_key_value(key, json.dumps(said))
-
-    def _hear(self, key: str, worker: int, seconds: float, fault: str) -> Any:
+    def _hear_all(self, subject: str, seconds: float, fault: str) -> list[Any]:
+        """On the chief: what the others say. All have the same time, and hear meanwhile that it waits."""
         deadline = time.monotonic() + seconds
+
+        def meanwhile() -> float:
+            with contextlib.suppress(tf.errors.AlreadyExistsError):
+                self._board.say_once(_waits(subject), True)
+            return deadline
+
+        named = functools.partial(fault.format, who=self.who, seconds=seconds)
+        return [
+            self._hear(subject, worker, deadline, meanwhile, named(worker=worker)) for worker in range(1, self.workers)
+        ]
+
+    def _hear_decided(self, subject: str, seconds: float, fault: str) -> Any:
+        """What the chief makes of what all say; it has as long to come as all, and then to learn who is missing."""
+        start, patience = time.monotonic(), seconds + 2 * _ASK_SECONDS
+
+        def meanwhile() -> float:
+            try:
+                self._board.hear(_waits(subject), 0, _LOOK_SECONDS)
+            except tf.errors.OpError:
+                return start + patience
+            return start + 2 * patience
+
+        named = fault.format(who=self.who, seconds=seconds, worker=0)
+        return self._hear(_decided(subject), 0, start + patience, meanwhile, named)
+
+    def _hear(self, subject: str, worker: int, deadline: float, meanwhile: Callable[[], float], fault: str) -> Any:
+        """What a worker says; `fault` if it does not by the deadline, or by the one that `meanwhile` gives."""
         while True:
             try:
-                patience = max(0.1, min(_ASK_SECONDS, deadline - time.monotonic()))
-                return json.loads(_tf.context.context().get_config_key_value(key, round(patience * 1000)))
+                return self._board.hear(subject, worker, max(0.1, min(_ASK_SECONDS, deadline - time.monotonic())))
+            except tf.errors.DeadlineExceededError as error:
+                deadline = meanwhile()
+                if time.monotonic() >= deadline:
+                    raise BackupError(f"{fault} ({error.message})") from error
             except tf.errors.OpError as error:
-                if not isinstance(error, tf.errors.DeadlineExceededError) or time.monotonic() >= deadline:
-                    said = {"own": self.own, "host": socket.gethostname(), "seconds": seconds, "worker": worker}
-                    raise BackupError(fault.format(**said, said=error.message)) from error
-            self._check_is_there(worker)
+                raise BackupError(f"{fault} ({error.message})") from error
+            self._check_answers(worker)
+            if self._board.is_over(worker):
+                try:
+                    return self._board.last_word(subject, worker, "a backup", worker)
+                except ClusterError as error:
+                    raise BackupError(str(error)) from error
 
-    def _check_is_there(self, worker: int) -> None:
+    def _check_answers(self, worker: int) -> None:
         assert self._health is not None
         try:
             self._health.check(worker)
         except ClusterError as error:
             raise BackupError(
-                f"Worker {self.own} on {socket.gethostname()} cannot learn how the part of worker {worker} of a backup "
-                f"went: {error}. Start again: training goes on from the newest backup."
+                f"{self.who} cannot learn how the part of worker {worker} of a backup went: {error}. Start again: "
+                "training goes on from the newest backup."
             ) from error
 
-    def _forget(self, topic: str, name: str) -> None:
+    def _forget(self, topic: str, subject: str) -> None:
         """Removes what was said in the round before, which all have heard, since all have spoken again."""
-        for key in self._heard.get(topic, ()):
-            try:
-                _tf.context.context().delete_config_key_value(key)
-            except tf.errors.OpError as error:
-                logging.debug("A word of a former agreement stays: %s", error.message)
-        self._heard[topic] = [f"{name}/decided", *(f"{name}/{worker}" for worker in range(1, self.workers))]
+        former, self._former[topic] = self._former.get(topic), subject
+        if former is not None:
+            words = [(former, worker) for worker in range(1, self.workers)]
+            for said, worker in [(_decided(former), 0), (_waits(former), 0), *words]:
+                try:
+                    self._board.forget(said, worker)
+                except tf.errors.OpError as error:
+                    logging.debug("A word of a former agreement stays: %s", error.message)
+
+
+def _decided(subject: str) -> str:
+    return f"{subject}/decided"
+
+
+def _waits(subject: str) -> str:
+    """Where the chief says that it is there, and waits for others."""
+    return f"{subject}/waits"
 
 
 def _compare(told: list[Mapping[str, str]]) -> None:

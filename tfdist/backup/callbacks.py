@@ -2,9 +2,10 @@
 
 import hashlib
 import types
+import weakref
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -16,6 +17,9 @@ from tfdist.backup.plain import AbsentError, decode, encode
 Plain = tuple[Any, list[np.ndarray]]  # what `encode` gives
 Digest = tuple[Any, ...]
 Start = tuple[Any, list[np.ndarray | Digest]]  # the same, but of large arrays digests
+Starts = list[
+    tuple[weakref.ref[keras.callbacks.Callback], dict[str, Start]]
+]  # not by callback: it need not be hashable
 
 _COPIED_BYTES = 1 << 20
 
@@ -37,27 +41,29 @@ class CallbackStates:
 
     Args:
       callbacks: All but those that back up.
-      former: Those of the `fit` before in this process. A callback of both is compared with the start of the first,
-        as nobody tells a new process what it learnt there.
+      former: The `starts` of the `fit` before in this process. A callback of both is compared with the start of the
+        first, as nobody tells a new process what it learnt there.
       model: That trains.
+
+    Attributes:
+      starts: What the callbacks held at the start; holds neither them nor the model.
     """
 
     def __init__(
         self,
         callbacks: Sequence[keras.callbacks.Callback],
-        former: Optional["CallbackStates"],
-        model: keras.Model | None = None,
+        former: Starts,
+        model: keras.Model,
     ):
         self._callbacks = dict(_named(callbacks))
         self._model = model
-        of_model = self._of_model()
-        # By identity: a callback need not be hashable.
-        known: dict[int, dict[str, Start]] = former._starts if former else {}
-        self._starts: dict[int, dict[str, Start]] = {
-            id(callback): known.get(id(callback)) or {key: _kept(own) for key, own in _attributes(callback, of_model)}
-            for callback in self._callbacks.values()
+        of_model = variables.Identities(model)
+        known = {id(callback): start for made, start in former if (callback := made()) is not None}
+        self._at_start: dict[str, dict[str, Start]] = {
+            name: known.get(id(callback)) or {key: _kept(own) for key, own in _attributes(callback, of_model)}
+            for name, callback in self._callbacks.items()
         }
-        self._at_start = {name: self._starts[id(callback)] for name, callback in self._callbacks.items()}
+        self.starts: Starts = [(weakref.ref(self._callbacks[name]), start) for name, start in self._at_start.items()]
         self._objects_at_start = {
             name: {key: value for key, value in self._objects(name) if value is None or key not in start}
             for name, start in self._at_start.items()
@@ -66,10 +72,17 @@ class CallbackStates:
 
     def capture(self) -> dict[str, dict[str, Plain]]:
         """What differs from the start, by callback; nothing in it changes any more. Copies the arrays in it."""
-        captured, of_model = {}, self._of_model()
-        for name, callback in self._callbacks.items():
-            now = dict(_attributes(callback, of_model))
-            self._tell_of_lost(name, callback, now)
+        return self._capture(self._callbacks)
+
+    def capture_history(self) -> dict[str, dict[str, Plain]]:
+        """The same of Keras' `History` alone."""
+        return self._capture(name for name in self._callbacks if "History:" in name)
+
+    def _capture(self, names: Iterable[str]) -> dict[str, dict[str, Plain]]:
+        captured, of_model = {}, variables.Identities(self._model)
+        for name in names:
+            now = dict(_attributes(self._callbacks[name], of_model))
+            self._tell_of_lost(name, self._callbacks[name], now)
             captured[name] = {
                 key: (node, [np.array(array) for array in arrays])
                 for key, (node, arrays) in now.items()
@@ -97,7 +110,7 @@ class CallbackStates:
 
     def restore(self, captured: Mapping[str, Mapping[str, Plain]]) -> None:
         """Puts back what was captured; the rest as it was at the start."""
-        of_model = self._of_model()
+        of_model = variables.Identities(self._model)
         for name, callback in self._callbacks.items():
             if name not in captured:
                 continue
@@ -125,9 +138,6 @@ class CallbackStates:
                     "Make it in __init__ or on_train_begin.",
                     *(type(callback).__name__, key, error),
                 )
-
-    def _of_model(self) -> Collection[int]:
-        return variables.identities(self._model) if self._model is not None else ()
 
     def _objects(self, name: str) -> Iterator[tuple[str, Any]]:
         """Attributes of a callback that may be what cannot be saved; what Keras' own and tfdist's hold is known."""
@@ -203,7 +213,7 @@ def _speaks_for_itself(callback: Any) -> bool:
     return hasattr(callback, "get_state") and hasattr(callback, "set_state")
 
 
-def _attributes(callback: Any, of_model: Collection[int] | None) -> Iterator[tuple[str, Plain]]:
+def _attributes(callback: Any, of_model: Container[int] | None) -> Iterator[tuple[str, Plain]]:
     if _speaks_for_itself(callback):
         attributes, of_model = {"state": callback.get_state()}, None
     else:

@@ -3,11 +3,7 @@
 import dataclasses
 import functools
 import math
-import os
-import secrets
-import socket
 import time
-import weakref
 from typing import Any
 
 import keras
@@ -15,21 +11,21 @@ import numpy as np
 from absl import logging
 
 from tfdist import _tf
-from tfdist.backup import leftovers, random_states, residuals, variables
+from tfdist.backup import choice, leftovers, random_states, variables
 from tfdist.backup.agreement import Agreement
+from tfdist.backup.asked import Asked
 from tfdist.backup.callbacks import CallbackStates
-from tfdist.backup.files import is_remote
-from tfdist.backup.loaded import Loaded, load
+from tfdist.backup.loaded import Loaded, load, take
 from tfdist.backup.plain import apart, decode, encode, with_arrays
 from tfdist.backup.positions import Positions
-from tfdist.backup.saver import Saver, Snapshot
+from tfdist.backup.process import of_directory
+from tfdist.backup.saver import Saver, tell_of_untold
 from tfdist.backup.schedule import Schedule
 from tfdist.backup.steps import CountedSteps, count_steps, uncount_steps
-from tfdist.backup.store import LOCK, Commit, Store, probe_writing
+from tfdist.backup.store import Commit, Store
 from tfdist.errors import BackupError
+from tfdist.failure_report import is_restarted
 from tfdist.faults import preemption
-from tfdist.faults.options import options_of
-from tfdist.strategies.optimizer import exchanging_optimizers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,30 +63,11 @@ class Input:
     is_known: bool = False
 
 
-@dataclasses.dataclass
-class _Process:
-    """What this process remembers of a directory from one `fit` to the next."""
-
-    finished: int = 0
-    sites: list[str] = dataclasses.field(default_factory=list)  # of the `fit`s so far, with the one that runs
-    steps: int = 0
-    number: int = -1
-    histories: list[Any] = dataclasses.field(default_factory=list)
-    saver: Saver | None = None
-    store: Store | None = None
-    listener: Any = None
-    states: CallbackStates | None = None
-
-
 class _Epoch(int):
     """An epoch that Keras takes for one also if it is the first: it asks for `_initial_epoch or initial_epoch`."""
 
     def __bool__(self) -> bool:
         return True
-
-
-_PLACE_SECONDS = 3.0  # Storage that many hosts share may show a file a little late.
-_processes: dict[str, _Process] = {}
 
 
 class FitBackup(keras.callbacks.Callback):
@@ -123,12 +100,9 @@ class FitBackup(keras.callbacks.Callback):
         self._random_of_input: Any = None
         self._reads_again = False
         self._random_as_begun: Any = None  # of the input that is read again
-        self._asked_to_stop = False
         self._batches = given.batches  # of an epoch, by the one before; in the first, if it is known
-        self._validates_long = given.validates  # until one is timed
         self._batch_ended = 0.0
         self._has_validated = False
-        self._validation_seconds: float | None = None
 
     # -- the beginning
 
@@ -140,13 +114,14 @@ class FitBackup(keras.callbacks.Callback):
                 f"BackupAndRestore restores the variables of a model that has them, and {self.model.name!r} is not "
                 "built yet. Call it on a batch, or give it an Input, before `fit`."
             )
-        self._process = _processes.setdefault(_key(self._options.directory), _Process())
-        self._end_former()
+        self._process = of_directory(self._options.directory)
+        self._process.end_former()
         self._strategy = self.model.distribute_strategy
-        self._reports = getattr(self._strategy, "reports", None) or preemption.LoneReports()
         self._agreement = Agreement(self._strategy, self._options.timeout_seconds)
+        self._asked = self._process.asked = Asked(self._strategy, self._agreement, self._input.validates)
         others = [callback for callback in self._list.callbacks if callback is not self]
-        self._states = self._process.states = CallbackStates(others, self._process.states, self.model)
+        self._states = CallbackStates(others, self._process.starts, self.model)
+        self._process.starts = self._states.starts
         self._positions = Positions(
             getattr(self._strategy, "shardings", ()),
             self._input.sharding,
@@ -158,7 +133,8 @@ class FitBackup(keras.callbacks.Callback):
             self._apply()
             self._take_position()
         self._schedule = Schedule(self._options.save_freq, self._agreement, self._process.steps)
-        self._install_preemption()
+        if self._options.preemption:
+            self._asked.begin(self.model if self._input.is_known else None)
         uncount_steps(self.model)  # of a `fit` that was broken off
         self._count_steps()
 
@@ -167,14 +143,6 @@ class FitBackup(keras.callbacks.Callback):
         if self.model.train_function is not None:
             self._counted = count_steps(self.model, self._counted)
         return self._counted
-
-    def _end_former(self) -> None:
-        """Waits for the last save of a `fit` in this process that was broken off."""
-        if self._process.saver is not None:
-            try:
-                self._process.saver.wait()
-            except Exception as error:
-                logging.warning("The last backup of a former fit failed: %s", error)
 
     def _claim(self) -> Commit | None:
         self._agreement.begin(
@@ -188,55 +156,40 @@ class FitBackup(keras.callbacks.Callback):
         store = None
         if self._agreement.is_chief:
             store = self._process.store = self._process.store or Store(self._options.directory)
-            store.keep = self._options.keep
         sites = [*self._process.sites[: self._process.finished], self._site]
-        chosen = self._agreement.settle("fit", None, lambda _: _choose(store, sites))
+        chosen = self._agreement.settle("fit", None, lambda _: choice.choose(store, sites))
         self._process.sites, self._process.finished = chosen["sites"], len(chosen["sites"]) - 1
         self._is_done_before = chosen["is_done_before"]
         self._is_removed_later = self._options.delete and chosen["is_removed_later"]
         commit = Commit(*chosen["commit"]) if chosen["commit"] else None
+        tell_of_untold(self._options.directory, chosen["newest"])
         if chosen["newest"] > self._process.number:  # Of a `fit` that was skipped: it must not stay the newest.
             self._process.steps = self._process.number = chosen["newest"]
         lacking = self._process.finished - len(self._process.histories)
         self._process.histories += [{} for _ in range(lacking)]
         fault = None
         try:
-            self._check_place(chosen["holder"])
+            if not self._agreement.is_chief:
+                goes_on = is_restarted() and chosen["newest"] >= 0
+                choice.check_place(self._options.directory, chosen["holder"], goes_on=goes_on)
             if commit is not None:
                 self._loaded = load(commit, self.model, self._agreement, self._process.finished)
                 self._check_batches()
         except (BackupError, OSError) as error:
-            fault = f"worker {self._agreement.own} on {socket.gethostname()}: {error}"
+            fault = f"{self._agreement.who}: {error}"
         try:
-            faults = self._agreement.settle("fit", fault, lambda said: _decide(store, said))
+            faults = self._agreement.settle("fit", fault, lambda said: choice.decide(store, said))
+            if faults:
+                alone = self._agreement.workers == 1
+                raise BackupError(faults[0].partition(": ")[2] if alone else "; ".join(faults))
         except BackupError:
-            self._release(store)
+            if store is not None:
+                store.release()
             raise
-        if faults:
-            self._release(store)
-            raise BackupError("; ".join(faults) if self._agreement.workers > 1 else faults[0].partition(": ")[2])
-        self._run = chosen["run"]
-        self._process.saver = Saver(self._options.directory, self._run, self._agreement, store)
+        self._process.saver = Saver(
+            *(self._options.directory, chosen["run"], self._agreement, store, self._options.keep, self._asked.is_here)
+        )
         return commit
-
-    def _release(self, store: Store | None) -> None:
-        if store is not None:
-            store.release()
-
-    def _check_place(self, holder: str) -> None:
-        """On a worker that is not the chief: whether it can write, and to the same place."""
-        directory = self._options.directory
-        if self._agreement.is_chief or is_remote(directory):
-            return
-        deadline = time.monotonic() + _PLACE_SECONDS
-        while not (same := _content(os.path.join(directory, LOCK)) == holder) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        if not same:
-            raise BackupError(
-                f"All workers write to one backup_dir, but {directory} here is not what the chief has there. Give a "
-                "path on storage that all workers share."
-            )
-        probe_writing(directory)
 
     def _check_batches(self) -> None:
         """Whether the epoch in which the commit was made has as many batches as are to be passed over."""
@@ -272,56 +225,19 @@ class FitBackup(keras.callbacks.Callback):
         plain = self._loaded.plain
         self._process.steps, self._process.number = plain["steps"], self._loaded.commit.step
         self._process.histories = list(plain["histories"])
-        epoch = plain["epoch"]
-        was_stopped = plain["stop"] and not plain["batch"]
-        if self._is_done_before or was_stopped:
+        epoch, last = plain["epoch"], self.params.get("epochs") or math.inf
+        if self._is_done_before or (plain["stop"] and not plain["batch"]):
             epoch = max(self.params.get("epochs") or 1, 1)
             self.model.stop_training = True
         # The one name with which Keras' own callback tells `fit` where to begin.
         self.model._initial_epoch = _Epoch(epoch)
+        self._is_beyond = not self._is_done_before and choice.is_beyond(self._loaded, last)
         # Not a fault, but absl shows no less by default, and nobody should wonder where the first epochs are.
         tell = logging.warning if self._agreement.is_chief else logging.info
-        path, number = self._loaded.commit.path, self._process.finished
-        last = self.params.get("epochs") or math.inf
-        self._is_beyond = not self._is_done_before and (plain["epoch"], plain["batch"]) > (last, 0)
-        if self._is_beyond:
-            tell(
-                "Restored %s, which was made after %d batches of epoch %d, but this fit ends with epoch %d: it trains "
-                "nothing, and the backups stay.",
-                *(path, plain["batch"], plain["epoch"] + 1, last),
-            )
-            return
-        if was_stopped and not self._is_done_before:
-            tell(
-                "Restored %s: a callback stopped this fit at the end of epoch %d, so it is done. Without that folder "
-                "it trains on, from the backup before or anew.",
-                *(path, plain["epoch"]),
-            )
-            return
-        if not self._is_done_before and not plain["batch"] and epoch >= last:
-            tell(
-                "Restored %s, the end of this fit: what comes after it is next. Without that folder it trains anew.",
-                path,
-            )
-            return
-        if not self._is_done_before:
-            told = self._input.first_epoch
-            instead = f", not with initial_epoch={told}, which it was told" if told > epoch else ""
-            tell(
-                "Restored %s: goes on after %d batches of epoch %d%s.",
-                *(path, plain["batch"], epoch + 1, instead),
-            )
-            return
-        self._stand_in = self._loaded if plain["fit"] > number else None
-        self._loaded = None
-        if self._stand_in is not None:
-            tell(
-                "Restored %s, of fit %d of this program, and fit %d passed over: no backup of its end was kept, so "
-                "what comes before fit %d sees the weights as they were later. delete_checkpoint=False keeps them.",
-                *(path, plain["fit"] + 1, number + 1, plain["fit"] + 1),
-            )
-        else:
-            tell("Restored %s, the end of fit %d of this program, which was done before.", path, number + 1)
+        tell("%s", choice.told(self._loaded, last, self._input.first_epoch, is_done_before=self._is_done_before))
+        if self._is_done_before:
+            self._stand_in = self._loaded if plain["fit"] > self._process.finished else None
+            self._loaded = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """In the first epoch of a restored `fit`: passes over what was trained on before."""
@@ -419,23 +335,13 @@ class FitBackup(keras.callbacks.Callback):
         is_last = self._batch < (self._batches or 0) <= batch + 1
         self._process.steps += batch + 1 - self._batch
         self._batch, self._logs = batch + 1, logs
-        self._make_room()
-        if self._asked_to_stop or self._is_asked_alone():
+        self._asked.tell(self._saver)
+        if self._asked.by_all:
             self._leave()
-        if self._schedule.is_due(self._process.steps) or (is_last and self._may_validate_long()):
+        if self._schedule.is_due(self._process.steps) or (is_last and self._asked.may_validate_long()):
             self._save()
         else:
             self._saver.check()
-
-    def _may_validate_long(self) -> bool:
-        """Whether a request to leave may not be answered in time in the validation that follows."""
-        if self._process.listener is None:
-            return False
-        if self._validation_seconds is not None:  # Asked here, after a step, as nobody waits for anybody.
-            limit = options_of(self._strategy).preemption_timeout_seconds / 2
-            is_long = self._validation_seconds > limit
-            self._validates_long = self._agreement.settle("fit", None, lambda _: is_long)
-        return self._validates_long
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Takes note of a validation."""
@@ -444,7 +350,7 @@ class FitBackup(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Saves if it is time; the last epoch always, if backups are to stay."""
         if self._has_validated:
-            self._validation_seconds = time.monotonic() - self._batch_ended
+            self._asked.validation_seconds = time.monotonic() - self._batch_ended
         self._batches = self._batch
         self._epoch, self._batch, self._logs = epoch + 1, 0, None
         stays = not self._options.delete or self._is_removed_later
@@ -462,9 +368,9 @@ class FitBackup(keras.callbacks.Callback):
         self._counted = None
         self._list.callbacks.remove(self)
         self._saver.wait()
-        self._make_room()
+        self._asked.tell(self._saver)
         # After it nobody writes any more, unless one was asked to go since the last step.
-        if self._agreement.settle("fit", self._is_asked_now(), any):
+        if self._agreement.settle("fit", self._asked.is_here(), any):
             self._leave()
         self._process.finished += 1
         self._positions = Positions(())  # Lets go of the data.
@@ -483,7 +389,8 @@ class FitBackup(keras.callbacks.Callback):
                 self._remove(store)
             if not self._is_removed_later:  # Else nobody else may take them for his own.
                 store.release()
-        self._uninstall_preemption()
+        self._asked.end()
+        self._process.saver = self._process.asked = None  # Lets go of a copy of the model's state.
 
     def _remove(self, store: Store) -> None:
         """Removes the backups, now or when the job is done."""
@@ -501,43 +408,15 @@ class FitBackup(keras.callbacks.Callback):
         return self._process.saver
 
     def _save(self) -> None:
-        """Copies out what there is, and has it written; makes room, as all have the answer of the commit before."""
+        """Copies out what there is, and has it written; then leaves if the commit before says so, which all know of."""
         self._saver.wait()
-        leaves = self._saver.is_room_wanted and self._process.listener is not None
+        leaves = self._saver.are_asked and self._asked.listens
         self._schedule.saved(self._process.steps)
-        slots = variables.slots_of(self.model)
-        shared, own = variables.capture(slots)
-        communication = getattr(self._strategy, "communication", None)
-        optimizers = exchanging_optimizers(self.model)
-        kept = residuals.capture(communication, optimizers)
-        own_arrays: dict[str, Any] = {**own, **{f"residuals/{name}": tensor for name, tensor in kept.items()}}
-        callbacks = self._states.capture()
-        for callback, attributes in callbacks.items():
-            for key, (_, arrays) in attributes.items():
-                own_arrays.update({f"callbacks/{callback}/{key}/{i}": array for i, array in enumerate(arrays)})
-        own_plain = {
-            "callbacks": {
-                callback: {key: [node, len(arrays)] for key, (node, arrays) in attributes.items()}
-                for callback, attributes in callbacks.items()
-            },
-            "random": random_states.capture(),
-            "random_of_input": self._random_of_input,
-        }
         # By steps; an epoch's end may be saved after its last step.
         self._process.number = max(self._process.steps, self._process.number + 1)
+        described = {"fit": self._process.finished, "is_done": self._is_at_end(), "sites": self._process.sites}
         self._saver.save(
-            Snapshot(
-                self._process.number,
-                {"fit": self._process.finished, "is_done": self._is_at_end(), "sites": self._process.sites},
-                shared,
-                own_arrays,
-                {"variables": {slot.key: slot.described for slot in slots}, **self._position()},
-                own_plain,
-                lambda: {
-                    f"pending/{name}": array
-                    for name, array in residuals.pending(communication, optimizers, kept).items()
-                },
-            )
+            take(self._process.number, described, self._position(), self.model, self._states, self._random_of_input)
         )
         if leaves:
             self._saver.wait()
@@ -570,49 +449,10 @@ class FitBackup(keras.callbacks.Callback):
         """The history of this `fit`."""
         return {
             name: {key: with_arrays(*state) for key, state in attributes.items()}
-            for name, attributes in self._states.capture().items()
-            if "History:" in name
+            for name, attributes in self._states.capture_history().items()
         }
 
-    # -- preemption
-
-    def _install_preemption(self) -> None:
-        self._uninstall_preemption()  # of a `fit` that was broken off
-        if not self._options.preemption:
-            return
-        is_under_way = functools.partial(_is_fitting, weakref.ref(self.model)) if self._input.is_known else _always
-        watch = preemption.install(self._strategy, self._reports, is_under_way)
-        self._process.listener = (self._reports.listeners, self._hear, watch)
-        self._reports.listeners.append(self._hear)
-
-    def _make_room(self) -> None:
-        """Asks all workers to leave, as by a signal, if the supervisor wants more of them.
-
-        It asks by a file, which is looked for at each commit: a signal may come when nobody listens any more. Where
-        steps do not report, as those of loops of the user's, all leave after their next commit.
-        """
-        if self._saver.is_room_wanted and self._process.listener is not None:
-            self._reports.ask_to_stop()
-
-    def _hear(self, report: Any) -> None:
-        if report.stop:
-            self._asked_to_stop = True
-
-    def _is_asked_alone(self) -> bool:
-        """Whether this process, the only one, was asked: its step may be one that does not report."""
-        return self._agreement.workers == 1 and self._is_asked_now()
-
-    def _is_asked_now(self) -> bool:
-        """Whether this worker was asked, also while a `fit` is passed over."""
-        return self._process.listener is not None and self._reports.asked_here
-
-    def _uninstall_preemption(self) -> None:
-        if self._process.listener is not None:
-            listeners, listener, watch = self._process.listener
-            self._process.listener = None
-            listeners.remove(listener)
-            if watch is not None:
-                preemption.uninstall(watch)  # nothing would answer a signal any more
+    # -- leaving
 
     def _leave(self) -> None:
         """Saves what is new, then ends the process; the exit code says that it may be started again."""
@@ -620,97 +460,6 @@ class FitBackup(keras.callbacks.Callback):
             self._save()
             self._saver.wait()
         preemption.leave(self._saver.refusals)
-
-
-def _is_fitting(model: weakref.ref[Any]) -> bool:
-    """Whether a Keras `fit` of this model is under way in this thread."""
-    return any(fitting is model() for fitting in _tf.keras_fitting_models())
-
-
-def _always() -> bool:
-    """Of a loop of the user's nobody knows whether it still runs."""
-    return True
-
-
-def _choose(store: Store | None, sites: list[str]) -> dict[str, Any]:
-    """On the chief: owns the directory and picks the commit: the newest, or the end of a `fit` before that one's.
-
-    Args:
-      store: Where commits are.
-      sites: From where the `fit`s of this process were called, and the one that begins.
-    """
-    assert store is not None
-    store.claim()
-    leftovers.take_back(store.directory)
-    commit = store.newest_whole()
-    if commit is None and len(sites) == 1:
-        store.tell_of_keras()
-    newest = -1 if commit is None else commit.step
-    if commit is not None:
-        sites = _with_skipped(sites, commit)
-    finished = len(sites) - 1
-    if commit is not None and commit.manifest["fit"] < finished:
-        commit = None  # Of a `fit` before this one.
-    is_done_before = commit is not None and commit.manifest["fit"] > finished
-    if is_done_before:
-        commit = store.end_of_fit(finished) or commit
-    return {
-        "run": secrets.token_hex(8),
-        "holder": f"process {os.getpid()} on {socket.gethostname()}",
-        "newest": newest,
-        "commit": commit and [commit.step, commit.path, dict(commit.manifest)],
-        "is_done_before": is_done_before,
-        "is_removed_later": leftovers.are_removed_later(store.directory),
-        "sites": sites,
-    }
-
-
-def _with_skipped(sites: list[str], commit: Commit) -> list[str]:
-    """The sites of all `fit`s up to now, with those that a script skips in this start, say since their model is there.
-
-    Skipped are those before the only one that was called from here when the commit was made; and those up to its end,
-    if all were called from elsewhere.
-    """
-    first, before = len(sites) - 1, commit.manifest.get("sites", [])
-    same = [number for number in range(first, len(before)) if before[number] == sites[first]]
-    number = same[0] if len(same) == 1 else first
-    if commit.manifest.get("is_done") and all(_is_elsewhere(sites[first], each) for each in before[first:]):
-        number = max(first, len(before))
-    if number > first:
-        logging.warning(
-            "This is fit %d of the program that made %s, by where it is called; those before are skipped.",
-            *(number + 1, commit.path),
-        )
-    return [*sites[:first], *before[first:number], sites[first]]
-
-
-def _is_elsewhere(site: str, former: str) -> bool:
-    """Whether two sites are in the same code, at two places of it. Where code was edited nobody can tell."""
-    for mine, other in zip(site.split("/"), former.split("/"), strict=False):
-        if mine != other:
-            return mine.partition(":")[0] == other.partition(":")[0]
-    return False
-
-
-def _decide(store: Store | None, said: list[Any]) -> list[str]:
-    """On the chief: what hinders a worker; else makes room for new commits."""
-    assert store is not None
-    faults = [one for one in said if one]
-    if not faults:
-        store.set_faulty_aside()
-    return faults
-
-
-def _content(path: str) -> str | None:
-    try:
-        with open(path) as file:
-            return file.read()
-    except FileNotFoundError:
-        return None
-
-
-def _key(directory: str) -> str:
-    return directory if is_remote(directory) else os.path.realpath(directory)
 
 
 def _encoded_logs(logs: Any) -> Any:

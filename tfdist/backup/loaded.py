@@ -1,4 +1,4 @@
-"""A commit that has been read, and how it is given back to a model, its callbacks and its data."""
+"""What a commit is made of, and how one that has been read is given back to a model, its callbacks and its data."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from absl import logging
 
 from tfdist.backup import random_states, residuals, variables
 from tfdist.backup.agreement import Agreement
-from tfdist.backup.callbacks import CallbackStates
+from tfdist.backup.callbacks import CallbackStates, Plain
 from tfdist.backup.plain import apart
 from tfdist.backup.positions import Positions
-from tfdist.backup.saver import read_part, versions
+from tfdist.backup.saver import Snapshot, read_part, versions
 from tfdist.backup.store import Commit
 from tfdist.errors import BackupError
 from tfdist.strategies.optimizer import exchanging_optimizers
@@ -129,6 +129,40 @@ def load(commit: Commit, model: keras.Model, agreement: Agreement, finished: int
     return Loaded(commit, plain, shared, parts, is_alike, finished)
 
 
+def take(
+    number: int,
+    described: Mapping[str, Any],
+    position: Mapping[str, Any],
+    model: keras.Model,
+    states: CallbackStates,
+    random_of_input: Any,
+) -> Snapshot:
+    """What is there now, for a commit: what `load` reads, and `Loaded` gives back.
+
+    Args:
+      number: Of the commit.
+      described: What its manifest says of it.
+      position: What all workers share beside variables: JSON.
+      model: That trains.
+      states: Of the callbacks.
+      random_of_input: The random states with which the input at hand was begun.
+    """
+    communication = getattr(model.distribute_strategy, "communication", None)
+    slots, optimizers = variables.slots_of(model), exchanging_optimizers(model)
+    shared, own = variables.capture(slots)
+    kept = residuals.capture(communication, optimizers)
+    callbacks, arrays = _apart(states.capture())
+    return Snapshot(
+        number,
+        described,
+        shared,
+        {**own, **_with_prefix(kept, "residuals/"), **arrays},
+        {"variables": {slot.key: slot.described for slot in slots}, **position},
+        {"callbacks": callbacks, "random": random_states.capture(), "random_of_input": random_of_input},
+        lambda: _with_prefix(residuals.pending(communication, optimizers, kept), "pending/"),
+    )
+
+
 def _tell_of_versions(commit: Commit) -> None:
     before, now = commit.manifest.get("versions", {}), versions()
     others = [f"{name} {before[name]} (here: {now[name]})" for name in now if before.get(name, now[name]) != now[name]]
@@ -142,7 +176,26 @@ def _prefixed(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.nda
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-def _callback_states(saved: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _with_prefix(arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {f"{prefix}{name}": array for name, array in arrays.items()}
+
+
+def _apart(states: Mapping[str, Mapping[str, Plain]]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """States of callbacks as JSON and arrays by name."""
+    saved = {
+        name: {key: [node, len(arrays)] for key, (node, arrays) in attributes.items()}
+        for name, attributes in states.items()
+    }
+    return saved, {
+        f"callbacks/{name}/{key}/{i}": array
+        for name, attributes in states.items()
+        for key, (_, arrays) in attributes.items()
+        for i, array in enumerate(arrays)
+    }
+
+
+def _callback_states(saved: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, Plain]]:
+    """What `_apart` was given."""
     return {
         name: {
             key: (node, [arrays[f"callbacks/{name}/{key}/{i}"] for i in range(count)])

@@ -7,7 +7,7 @@ import base64
 import itertools
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -52,14 +52,14 @@ class AbsentError(Exception):
     """What can only be given back in place is not there."""
 
 
-def encode(value: Any, arrays: list[np.ndarray], left: Collection[int] | None = None) -> Any:
+def encode(value: Any, arrays: list[np.ndarray], left: Container[int] | None = None) -> Any:
     """`value` as JSON; arrays in it are put at the end of `arrays`. Another thread may change it meanwhile.
 
     Args:
       value: To be encoded.
       arrays: Takes those in it.
-      left: By `id`, what others save: it is not looked at, and stays as it is. `None` if `decode` is told of nothing in
-        its place: what can only be given back in place is refused then, as are layers.
+      left: By `id`, variables that others save: they are not looked at, and stay as they are. `None` if `decode` is
+        told of nothing in its place: what can only be given back in place is refused then, as are layers.
 
     Raises:
       TypeError: If it holds anything but None, bool, int, float, str, bytes, NumPy arrays and scalars of types that
@@ -71,8 +71,6 @@ def encode(value: Any, arrays: list[np.ndarray], left: Collection[int] | None = 
     kind = type(value)
     if kind in _PLAIN:
         return value
-    if left is not None and id(value) in left:
-        return {"left": None}
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}
     for name, mapping in _MAPPINGS.items():
@@ -90,6 +88,8 @@ def encode(value: Any, arrays: list[np.ndarray], left: Collection[int] | None = 
         if kind is generator:
             return {name: _encode_state(state(value), arrays)}
     if isinstance(value, tf.Variable | keras.Variable):
+        if left is not None and id(value) in left:
+            return {"left": None}
         return {"variable": [isinstance(value, keras.Variable), _put(_value_of(value), arrays)]}
     if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
         return {"tensor": _put(value.numpy(), arrays)}
@@ -105,7 +105,7 @@ def encode(value: Any, arrays: list[np.ndarray], left: Collection[int] | None = 
     raise TypeError(f"{kind.__name__} cannot be saved")
 
 
-def _encode_items(value: Mapping[Any, Any], arrays: list[np.ndarray], left: Collection[int] | None) -> list[list[Any]]:
+def _encode_items(value: Mapping[Any, Any], arrays: list[np.ndarray], left: Container[int] | None) -> list[list[Any]]:
     return [[encode(key, arrays), encode(own, arrays, left)] for key, own in list(value.items())]
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import socket
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -59,23 +58,35 @@ class Saver:
       run: Of `Draft`.
       agreement: Among the workers.
       store: On the chief; elsewhere `None`.
+      keep: How many commits stay.
+      is_asked: Whether this worker was asked to leave; called in the thread that saves.
 
     Attributes:
       refusals: Why the last save failed, if the storage refused it.
-      is_room_wanted: Whether, before the last commit, a worker's `tfdist run` wanted to start with more workers; after
-        `wait` all have the same answer.
+      are_asked: Whether, before the last commit, a worker was asked to leave, or its `tfdist run` wanted to start with
+        more workers; after `wait` all have the same answer.
     """
 
-    def __init__(self, directory: str, run: str, agreement: Agreement, store: Store | None):
+    def __init__(
+        self,
+        directory: str,
+        run: str,
+        agreement: Agreement,
+        store: Store | None,
+        keep: int,
+        is_asked: Callable[[], bool],
+    ):
         self._directory = directory
         self._run = run
         self._agreement = agreement
         self._store = store
+        self._keep = keep
+        self._is_asked = is_asked
         self._buffers: dict[str, np.ndarray] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.refusals: list[str] = []
-        self.is_room_wanted = False
+        self.are_asked = False
 
     def save(self, snapshot: Snapshot) -> None:
         """Starts to write; first waits for the save before.
@@ -108,7 +119,7 @@ class Saver:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         draft = Draft(self._directory, self._run, snapshot.step)
         try:
-            said = {**self._write(draft, snapshot), "room": _is_room_wanted()}
+            said = {**self._write(draft, snapshot), "asked": self._is_asked() or _is_room_wanted()}
             settled = self._agreement.settle("save", said, lambda words: self._commit(draft, snapshot, words))
             self.refusals = settled["refusals"]
             if self.refusals:
@@ -120,7 +131,7 @@ class Saver:
                 )
             else:
                 _tell_supervisor(self._directory, snapshot.step)
-                self.is_room_wanted = settled["room"]
+                self.are_asked = settled["asked"]
         except BaseException as error:
             self._error = error
 
@@ -143,24 +154,24 @@ class Saver:
         except Exception as error:
             if not isinstance(error, OSError):
                 self._error = error
-            return {"refusal": f"worker {own} on {socket.gethostname()}: {error or type(error).__name__}"}
+            return {"refusal": f"{self._agreement.who}: {error or type(error).__name__}"}
 
     def _commit(self, draft: Draft, snapshot: Snapshot, words: list[Any]) -> dict[str, Any]:
-        """On the chief: commits what all have written; what they say of it if they have not, and if one wants room."""
+        """On the chief: commits what all have written; what they say of it if they have not, and if one is to leave."""
         assert self._store is not None
         refusals = [said["refusal"] for said in words if "refusal" in said]
-        room = any(said["room"] for said in words)
+        asked = any(said["asked"] for said in words)
         if not refusals:
             files = {name: described for said in words for name, described in said["files"].items()}
             workers = self._agreement.workers
             manifest = {**snapshot.described, "workers": workers, "versions": versions(), "files": files}
             try:
-                self._store.commit(draft, manifest)
-                return {"refusals": [], "room": room}
+                self._store.commit(draft, manifest, self._keep)
+                return {"refusals": [], "asked": asked}
             except OSError as error:
-                refusals = [f"the chief on {socket.gethostname()}: {error}"]
+                refusals = [f"{self._agreement.who}: {error}"]
         self._store.discard(draft)
-        return {"refusals": refusals, "room": room}
+        return {"refusals": refusals, "asked": asked}
 
 
 def write_part(draft: Draft, name: str, packed: Packed, plain: Any) -> dict[str, Any]:
@@ -188,15 +199,28 @@ def versions() -> dict[str, str]:
     return {**versions, "tensorflow": tf.__version__}
 
 
+def tell_of_untold(directory: str, step: int) -> None:
+    """Lets it see a commit, too, whose maker was killed before it could tell."""
+    if failure_report.RUN_DIR not in os.environ:
+        return
+    with contextlib.suppress(OSError, ValueError):  # Without a note, the commit may be of a run before.
+        told, _, folder = _note().read_text().partition("\n")
+        if folder == directory and int(told) < step:
+            _tell_supervisor(directory, step)
+
+
 def _tell_supervisor(directory: str, step: int) -> None:
     """Lets the `tfdist run` of this host see that there is progress."""
     if failure_report.RUN_DIR not in os.environ:
         return
-    folder = pathlib.Path(os.environ[failure_report.RUN_DIR])
     try:
-        failure_report.write_whole(folder / "committed", f"{step}\n{directory}")
+        failure_report.write_whole(_note(), f"{step}\n{directory}")
     except OSError as error:
         logging.warning("The supervisor is not told of the backup of step %d: %s", step, error)
+
+
+def _note() -> pathlib.Path:
+    return pathlib.Path(os.environ[failure_report.RUN_DIR], "committed")
 
 
 def _is_room_wanted() -> bool:

@@ -21,7 +21,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from absl import logging
@@ -37,6 +37,7 @@ LOCK = "lock"
 _OF_KERAS = "latest.weights.h5"
 _LOCK_SECONDS = 10.0  # for a killed former run to be gone
 _MANIFEST_BYTES = 1 << 28
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _MANY = (20, 200, 2000)
 _COMMIT = re.compile(r"step-([0-9]{1,18})")
 _FILE = re.compile(r"(state|part-[0-9]+|late-[0-9]+)\.(bin|json)")
@@ -111,30 +112,34 @@ class Store:
 
     Args:
       directory: A folder, or a path with "://" that `tf.io.gfile` knows.
-      keep: How many commits stay.
-
-    Attributes:
-      keep: The same, for commits to come.
     """
 
-    def __init__(self, directory: str, keep: int = 2):
+    def __init__(self, directory: str):
         self.directory = directory
-        self.keep = keep
         self._files = files_of(directory)
         self._holding: contextlib.ExitStack | None = None
         self._faulty: list[str] = []
         self._ended: dict[int, int | None] = {}  # By commit: the `fit` that it ends.
 
     def claim(
-        self, wait_seconds: float = _LOCK_SECONDS, other_host_seconds: float = held_file.OTHER_HOST_SECONDS
+        self,
+        wait_seconds: float = _LOCK_SECONDS,
+        other_host_seconds: float = held_file.OTHER_HOST_SECONDS,
+        *,
+        goes_on: bool = False,
     ) -> None:
         """Makes the directory this process's own, proves that it can be written, clears what dead runs left half-made.
 
         On other storage than a disk there is no lock: two jobs must not be given the same path.
 
+        Args:
+          wait_seconds: How long to wait for another process that holds it.
+          other_host_seconds: The same for one on another host, if that is longer.
+          goes_on: Whether a run goes on that had claimed it: with a whole commit there, a full disk is but a warning.
+
         Raises:
-          BackupError: If it cannot be written, or another process holds it after `wait_seconds`, one on another host
-            after `other_host_seconds`; if it has folders of others that are named like commits.
+          BackupError: If it cannot be written, or another process holds it; if it has folders of others that are named
+            like commits.
         """
         try:
             self._files.make_folder(self.directory)
@@ -142,13 +147,29 @@ class Store:
             if not is_remote(self.directory):
                 if not os.path.exists(os.path.join(self.directory, LOCK)):
                     self.release()  # The script has cleared the folder between two `fit`s.
-                self._holding = self._holding or _hold(self.directory, wait_seconds, other_host_seconds)
-            probe_writing(self.directory)
-            for name in self._files.names(self.directory):
-                if self._is_half_made(name):
-                    self._files.remove(os.path.join(self.directory, name))
+                    self._ended.clear()
+                self._holding = self._holding or self._hold(wait_seconds, other_host_seconds)
+            self._clear()
+            probe_writing(self.directory, may_be_full=lambda: goes_on and self.newest_whole() is not None)
         except OSError as error:
             raise BackupError(_cannot_write(self.directory, error)) from error
+
+    def _hold(self, wait_seconds: float, other_host_seconds: float) -> contextlib.ExitStack:
+        """Holds the directory until what it gives is closed."""
+        holding, lock = contextlib.ExitStack(), os.path.join(self.directory, LOCK)
+        try:
+            holding.enter_context(held_file.held(lock, wait_seconds, other_host_seconds, make_room=self._clear))
+        except BlockingIOError as error:
+            raise BackupError(
+                f"One backup_dir serves one job at a time, and {error.strerror} is using {self.directory}. Let it "
+                f"finish or end it, or give this job a backup_dir of its own.{held_file.way_out(error)}"
+            ) from None
+        return holding
+
+    def _clear(self) -> None:
+        for name in self._files.names(self.directory):
+            if self._is_half_made(name):
+                self._files.remove(os.path.join(self.directory, name))
 
     def _refuse_others(self) -> None:
         held = {f"step-{step}": others for step in sorted(self._steps()) if (others := self._files_of_others(step))}
@@ -238,13 +259,14 @@ class Store:
                 ) from error
         self._faulty = []
 
-    def commit(self, draft: Draft, manifest: Mapping[str, Any]) -> Commit:
+    def commit(self, draft: Draft, manifest: Mapping[str, Any], keep: int) -> Commit:
         """Turns a draft into a commit, and removes those that are older than the newest `keep` and end no `fit`.
 
         Args:
           draft: Of which all files are written.
           manifest: What is to be known of it: JSON. Its `files` are what `Draft.write` gave, by name, and `workers` how
             many have written them; `fit` is the number of a `fit` in its program, which it ends if there is `is_done`.
+          keep: How many commits stay, with this one.
 
         Raises:
           OSError: If a file is not there as it was written, or the disk refuses; the draft stays, former commits too.
@@ -260,9 +282,9 @@ class Store:
             self._files.flush_folder(draft.path)
             self._files.move(draft.path, path)
         self._ended[draft.step] = _fit_that_is_ended(content)
-        self._prune()
         if self._ended[draft.step] is not None:
             self._tell_of_many(content)
+        self._prune(keep)
         return Commit(draft.step, path, content)
 
     def discard(self, draft: Draft) -> None:
@@ -277,7 +299,7 @@ class Store:
           OSError: If a commit stays.
         """
         for step in sorted(self._own_steps()):
-            self._files.remove(os.path.join(self.directory, f"step-{step}"))
+            self._remove(step)
         self.release()
         with contextlib.suppress(OSError):  # A mount, a link, or in a folder of others: it stays, empty.
             self._files.remove_if_empty(self.directory)
@@ -311,17 +333,21 @@ class Store:
                 f"Which backups are in {self.directory} cannot be seen ({error}). Start again."
             ) from error
 
-    def _prune(self) -> None:
+    def _remove(self, step: int) -> None:
+        self._files.remove(os.path.join(self.directory, f"step-{step}"))
+        self._ended.pop(step, None)
+
+    def _prune(self, keep: int) -> None:
         try:
             steps = sorted(self._own_steps(), reverse=True)
             ends = {fit: step for step in reversed(steps) if (fit := self._ended_fit(step)) is not None}
-            old = [step for step in steps[self.keep :] if step not in ends.values()]
+            old = [step for step in steps[keep:] if step not in ends.values()]
         except OSError as error:
             logging.warning("Old backups stay in %s: %s.", self.directory, error)
             return
         for step in old:
             try:
-                self._files.remove(os.path.join(self.directory, f"step-{step}"))
+                self._remove(step)
             except OSError as error:
                 logging.warning("An old backup stays in %s: %s.", self.directory, error)
 
@@ -352,8 +378,12 @@ def _fit_that_is_ended(manifest: Mapping[str, Any]) -> int | None:
     return manifest.get("fit") if manifest.get("is_done") else None
 
 
-def probe_writing(directory: str) -> None:
+def probe_writing(directory: str, *, may_be_full: Callable[[], bool]) -> None:
     """Writes a small file and removes it: what a user may do says the file system alone, as root has all rights.
+
+    Args:
+      directory: Where.
+      may_be_full: Asked on a full disk, whether that is but a warning.
 
     Raises:
       OSError: If it cannot be written.
@@ -361,25 +391,24 @@ def probe_writing(directory: str) -> None:
     # Not by pid: those of workers on several hosts may be equal.
     path = os.path.join(directory, f".half-{secrets.token_hex(8)}-step-0")
     files = files_of(directory)
-    files.write(path, [b"tfdist"])
-    files.remove(path)
-
-
-def _hold(directory: str, wait_seconds: float, other_host_seconds: float) -> contextlib.ExitStack:
-    """Holds the directory until what it gives is closed."""
-    holding = contextlib.ExitStack()
     try:
-        holding.enter_context(held_file.held(os.path.join(directory, LOCK), wait_seconds, other_host_seconds))
-    except BlockingIOError as error:
-        raise BackupError(
-            f"One backup_dir serves one job at a time, and {error.strerror} is using {directory}. Let it "
-            f"finish or end it, or give this job a backup_dir of its own.{held_file.way_out(error)}"
-        ) from None
-    return holding
+        files.write(path, [b"tfdist"])
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            files.remove(path)
+        if error.errno not in _FULL or not may_be_full():
+            raise
+        logging.warning(
+            "No backup can be written to %s (%s): training goes on from the newest there, and comes back to it until "
+            "there is room.",
+            *(directory, error),
+        )
+    else:
+        files.remove(path)
 
 
 def _cannot_write(directory: str, error: OSError) -> str:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = error.errno in _FULL
     return (
         f"Backups are to be written to {directory}, but {'the disk is full' if full else 'that cannot be done'} "
         f"({error}). {'Make room' if full else 'Let this user write there'}, or give another backup_dir."

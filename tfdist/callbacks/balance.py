@@ -1,10 +1,13 @@
 """How evenly the work of a step is shared, as Keras logs."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
+
+from tfdist.data.weakly import listen
 
 
 class Balance(keras.callbacks.Callback):
@@ -19,6 +22,8 @@ class Balance(keras.callbacks.Callback):
     start of its input included. `sharding.statistics()` has the last step by replica.
     """
 
+    _end_listening: Callable[[], None] | None = None
+
     def get_state(self) -> dict[str, Any]:
         """Nothing: moments of one process say nothing to the next, and a backup keeps none."""
         return {}
@@ -28,37 +33,39 @@ class Balance(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begins to listen to the steps."""
-        self._reports = getattr(self.model.distribute_strategy, "reports", None)
-        if self._reports is not None and self._add not in self._reports.listeners:
-            self._reports.listeners.append(self._add)
+        Balance.on_train_end(self)  # Where an earlier `fit` failed it still listens.
+        reports = getattr(self.model.distribute_strategy, "reports", None)
+        if reports is not None:
+            self._end_listening = listen(reports.listeners, self._add)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Ends it."""
-        if self._reports is not None:
-            self._reports.listeners.remove(self._add)
+        if self._end_listening is not None:
+            self._end_listening()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts from nothing."""
-        self._began, self._ends = time.monotonic(), list[float]()
+        self._began, self._steps = time.monotonic(), 0
+        self._first_end = self._last_end = self._began
         self._first = self._totals = np.zeros(3)  # Rows; the mean and the longest of all replicas' compute times.
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds to `logs`."""
-        if logs is None or not self._ends:
+        if logs is None or not self._steps:
             return
-        is_only = len(self._ends) == 1
-        seconds = self._ends[-1] - (self._began if is_only else self._ends[0])
+        is_only = self._steps == 1
+        seconds = self._last_end - (self._began if is_only else self._first_end)
         rows, mean, longest = self._first if is_only else self._totals
         logs["rows_per_second"] = rows / seconds
-        logs["step_seconds"] = seconds / max(len(self._ends) - 1, 1)
+        logs["step_seconds"] = seconds / max(self._steps - 1, 1)
         logs["imbalance"] = longest / mean if mean else 1.0
         logs["wait_share"] = max(1 - mean / seconds, 0.0)
 
     def _add(self, report: Any) -> None:
         seconds = report.compute_seconds
         work = np.array([report.rows.sum(), seconds.mean(), seconds.max()])
-        if self._ends:
-            self._totals = self._totals + work
+        self._steps, self._last_end = self._steps + 1, time.monotonic()
+        if self._steps == 1:
+            self._first, self._first_end = work, self._last_end
         else:
-            self._first = work
-        self._ends.append(time.monotonic())
+            self._totals = self._totals + work

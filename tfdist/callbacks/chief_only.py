@@ -61,7 +61,7 @@ def _on_chief(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         what = f"the callback {type(self).__name__!r}"
         if not self._is_chief:
             if agreement is not None:
-                agreement.wait_for_chief(what, Health(self.model.distribute_strategy).check)
+                agreement.wait_for_chief(what, Health.of(self.model.distribute_strategy).check)
             return None
         with _telling(agreement, what), _training_on(self), on_chief_alone(what):
             return hook(self, *args, **kwargs)

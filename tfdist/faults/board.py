@@ -55,10 +55,26 @@ class Board:
         Raises:
           tf.errors.OpError: If the service is out of reach.
         """
-        context, key = _tf.context.context(), _key(subject, self.worker if worker is None else worker)
+        self.forget(subject, worker)  # A key can only be written once.
+        self.say_once(subject, what, worker)
+
+    def say_once(self, subject: str, what: Any, worker: int | None = None) -> None:
+        """The same on a subject of which this worker has said nothing; half the cost.
+
+        Raises:
+          tf.errors.OpError: If it has, or the service is out of reach.
+        """
+        key = _key(subject, self.worker if worker is None else worker)
+        _tf.context.context().set_config_key_value(key, json.dumps(what))
+
+    def forget(self, subject: str, worker: int | None = None) -> None:
+        """Removes what this worker, or another, has said.
+
+        Raises:
+          tf.errors.OpError: If the service is out of reach.
+        """
         with contextlib.suppress(tf.errors.NotFoundError):
-            context.delete_config_key_value(key)  # A key can only be written once.
-        context.set_config_key_value(key, json.dumps(what))
+            _tf.context.context().delete_config_key_value(_key(subject, self.worker if worker is None else worker))
 
     def hear(self, subject: str, worker: int, timeout_seconds: float) -> Any:
         """What a worker says, as soon as it does.
@@ -80,14 +96,18 @@ class Board:
     def report_loss(self, worker: int, address: str) -> None:
         """Lets collectives fail, since a worker has ended: those of all workers, or these if it was worker 0."""
         message = f"worker {worker} at {address} is gone: its process has ended. Its log may say why."
-        logging.error(message)  # Beside TensorFlow's own error, if that was quicker.
         if worker == 0:
-            _tf.context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+            self._abort(message)
         else:
+            logging.error(message)  # Beside TensorFlow's own error, if that was quicker.
             with contextlib.suppress(tf.errors.OpError):
                 self.report_error(message)
             with contextlib.suppress(tf.errors.OpError):
                 self.say_over(False, worker)
+
+    def report_silence(self, message: str) -> None:
+        """Lets the collectives of this worker fail, since worker 0, that would tell others, does not answer it."""
+        self._abort(message)
 
     def say_over(self, done: bool, worker: int | None = None) -> None:
         """Says that a program is over. Costs three messages.
@@ -100,9 +120,8 @@ class Board:
           tf.errors.OpError: If the service is out of reach.
         """
         self.say(DONE, done, worker)
-        over = json.dumps(self.worker if worker is None else worker)
         with contextlib.suppress(tf.errors.AlreadyExistsError):
-            _tf.context.context().set_config_key_value(_key(OVER, 0), over)
+            self.say_once(OVER, self.worker if worker is None else worker, 0)
 
     def absent(self) -> int | None:
         """Another worker whose program is over, done or not; `None` if none is heard of.
@@ -160,12 +179,16 @@ class Board:
         """
         deadline = time.monotonic() + timeout_seconds
         with contextlib.suppress(tf.errors.AlreadyExistsError):
-            _tf.context.context().set_config_key_value(_key(subject, self.worker), json.dumps(what))
+            self.say_once(subject, what)
         heard = {}
         for worker in range(self.workers):
             with contextlib.suppress(tf.errors.DeadlineExceededError):
                 heard[worker] = self._await(subject, worker, deadline)
         return heard
+
+    def _abort(self, message: str) -> None:
+        logging.error(message)
+        _tf.context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 
     def _await(self, subject: str, worker: int, deadline: float) -> Any:
         while (left := deadline - time.monotonic()) > _ASK_SECONDS:

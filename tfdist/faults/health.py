@@ -1,6 +1,7 @@
 """Whether another worker still answers: who waits for its word asks, as only collectives are told of its end."""
 
 import time
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
@@ -14,17 +15,23 @@ _PAUSE_SECONDS = 1.0
 
 
 class Health:
-    """Asks the workers of a strategy whether they are there.
+    """Asks the workers of a cluster whether they are there.
 
     Args:
-      strategy: Of several workers.
+      jobs: The cluster: addresses of tasks by job.
+      silence_seconds: For how long one may be silent.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy):
-        spec = strategy.extended._cluster_spec
-        jobs = [job for job in ("chief", "worker") if job in spec.jobs]
-        self._tasks = [f"/job:{job}/replica:0/task:{i}" for job in jobs for i in range(spec.num_tasks(job))]
-        self._silence_seconds = options_of(strategy).heartbeat_timeout_seconds
+    def __init__(self, jobs: Mapping[str, Sequence[str]], silence_seconds: float):
+        tasks = [(job, i) for job in ("chief", "worker") for i in range(len(jobs.get(job, ())))]
+        self._tasks = [f"/job:{job}/replica:0/task:{i}" for job, i in tasks]
+        self._names = [f"worker {worker} at {jobs[job][i]}" for worker, (job, i) in enumerate(tasks)]
+        self._silence_seconds = silence_seconds
+
+    @classmethod
+    def of(cls, strategy: tf.distribute.Strategy) -> "Health":
+        """Asks the workers of a strategy, of which there are several."""
+        return cls(strategy.extended._cluster_spec.as_dict(), options_of(strategy).heartbeat_timeout_seconds)
 
     def check(self, worker: int) -> None:
         """Returns if a worker answers. Its threads need not: also one that computes for long is there.
@@ -42,7 +49,7 @@ class Health:
                 if time.monotonic() >= deadline:
                     said = (error.message.strip().splitlines() or [""])[0]
                     raise ClusterError(
-                        f"worker {worker} does not answer for {self._silence_seconds:g} s: it has ended, is frozen, or "
-                        f"the network between is cut ({said}). See its log"
+                        f"{self._names[worker]} does not answer for {self._silence_seconds:g} s: it has ended, is "
+                        f"frozen, or the network between is cut ({said}). See its log"
                     ) from error
             time.sleep(min(_PAUSE_SECONDS, left))

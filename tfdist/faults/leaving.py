@@ -41,7 +41,7 @@ def leave_together(board: Board, lifelines: Lifelines, timeout_seconds: float) -
     global _installed
     if not _installed:
         _installed = True
-        _tell_of_exceptions(board)
+        _tell_of_exceptions(board, lifelines)
         atexit.register(_leave, board, lifelines, timeout_seconds, os.getpid())
 
 
@@ -63,7 +63,7 @@ def hear_aloud(board: Board, subject: str, worker: int, timeout_seconds: float) 
         raise
 
 
-def _tell_of_exceptions(board: Board) -> None:
+def _tell_of_exceptions(board: Board, lifelines: Lifelines) -> None:
     """Lets others know at once: a thread that does not end keeps this process from its end, and its `atexit`."""
     before, pid = sys.excepthook, os.getpid()
 
@@ -73,15 +73,17 @@ def _tell_of_exceptions(board: Board) -> None:
         finally:
             goes_on = sys.flags.interactive or hasattr(sys, "ps1")
             if os.getpid() == pid and threading.current_thread() is threading.main_thread() and not goes_on:
-                with contextlib.suppress(tf.errors.OpError):
-                    _report(board, error)
+                _report(board, lifelines, error)
 
     sys.excepthook = hook
 
 
-def _report(board: Board, error: BaseException) -> None:
-    # Else the others notice by its heartbeats, after seconds.
-    board.report_error(f"worker {board.worker} ended by {type(error).__name__}: {_in_short(str(error))}")
+def _report(board: Board, lifelines: Lifelines, error: BaseException) -> None:
+    if 0 in lifelines.silent:  # A message to it would be waited for without end.
+        return
+    with contextlib.suppress(tf.errors.OpError):  # it may have been told already
+        # Else the others notice by its heartbeats, after seconds.
+        board.report_error(f"worker {board.worker} ended by {type(error).__name__}: {_in_short(str(error))}")
 
 
 def _leave(board: Board, lifelines: Lifelines, timeout_seconds: float, pid: int) -> None:
@@ -90,12 +92,12 @@ def _leave(board: Board, lifelines: Lifelines, timeout_seconds: float, pid: int)
     error = getattr(sys, "last_value", None)
     done = error is None
     if error is not None:
-        with contextlib.suppress(tf.errors.OpError):  # it may have been told already
-            _report(board, error)
+        _report(board, lifelines, error)
     may_leave = False
     try:
-        board.say_over(done)
-        may_leave = done and _wait_for_others(board, timeout_seconds)
+        if 0 not in lifelines.silent:
+            board.say_over(done)
+            may_leave = done and _wait_for_others(board, timeout_seconds)
     except tf.errors.DeadlineExceededError:
         may_leave = True  # Who is not done may be busy for long, as the chief that saves alone.
     except tf.errors.OpError:  # who keeps the board is gone, or cut off: it may have waited long enough

@@ -1,7 +1,8 @@
 """The end of a worker is known at once: the kernel closes its connections, whatever ended it.
 
 TensorFlow knows by its heartbeats, after seconds, unless a message to that worker is under way. A worker that is
-frozen, or whose host is off, is left to the heartbeats: nobody closes its connections.
+frozen, or whose host is off, is left to the heartbeats, or is the chief, see `tfdist.faults.silence`: nobody closes its
+connections.
 """
 
 import contextlib
@@ -30,6 +31,8 @@ class Lifelines:
 
     Attributes:
       left: The workers that have said goodbye when they were done.
+      ended: Those, the ones that said so as they failed, and the ones that ended without a word.
+      silent: The workers that were found not to answer.
     """
 
     def __init__(self, lines: Mapping[int, socket.socket], addresses: list[str], on_loss: Callable[[int], None]):
@@ -37,6 +40,8 @@ class Lifelines:
         self._addresses = addresses
         self._on_loss = on_loss
         self.left: set[int] = set()
+        self.ended: set[int] = set()
+        self.silent: set[int] = set()
         for line in self._lines.values():
             line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
@@ -56,6 +61,7 @@ class Lifelines:
                 for key, _ in selector.select():
                     selector.unregister(key.fileobj)
                     if self._has_died(key.data):
+                        self.ended.add(key.data)
                         self._on_loss(key.data)
 
     def _has_died(self, worker: int) -> bool:
@@ -64,6 +70,7 @@ class Lifelines:
             if said == _DONE:
                 self.left.add(worker)
             if said:
+                self.ended.add(worker)
                 return False
         except ConnectionResetError:
             pass

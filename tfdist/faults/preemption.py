@@ -33,7 +33,7 @@ _installed: "_Preemption | None" = None
 
 
 class LoneReports:
-    """Stands for the reports of a strategy where there are none: the only worker asks nobody but itself.
+    """Stands for the reports of a strategy where there are none: what one worker was asked, others learn elsewhere.
 
     Attributes:
       listeners: As those of `strategy.reports`; they are told nothing.
@@ -240,7 +240,11 @@ class _Preemption:
             return
         seconds = self._options.preemption_timeout_seconds
         name = signal.Signals(signum).name
-        logging.warning("%s: all workers save after a step to come and leave, in %g s at most.", name, seconds)
+        logging.warning(
+            "%s: all workers leave in %g s at most, saved after a step to come; or, in a loop of your own on several "
+            "workers, with the second save from now.",
+            *(name, seconds),
+        )
         self._start_clock()
         self._is_asked = True
         for watch in list(self._watches):

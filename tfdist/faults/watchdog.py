@@ -67,7 +67,7 @@ WAITING = "waiting for the chief"
 _POLL_SECONDS = 1.0
 _POST_SECONDS = 2.0
 _ANSWER_SECONDS = 2.0
-_STOP_SECONDS = 5.0
+_STOP_SECONDS = 2.0
 _ABSENCE_SECONDS = 5.0
 
 _sections: list[str] = []

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist.errors import WAIT_FOR_CHIEF
+from tfdist.errors import CHIEF_SAYS, WAIT_FOR_CHIEF
 from tfdist.exit_codes import PREEMPTED, STALLED
 from tfdist.failure_report import LEFT, report_path
 from tfdist.launch.group import WorkerExit, describe_exit, log_path
@@ -21,7 +21,7 @@ _TAIL_BYTES = 1 << 16
 _FROM_REPORT = ("exception", "message", "stack", "suspect", "step", "section")
 # What TensorFlow raises in a worker whose peer is gone.
 _CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError")
-_CONSEQUENCE_TEXTS = ("Collective ops is aborted", WAIT_FOR_CHIEF)
+_CONSEQUENCE_TEXTS = ("Collective ops is aborted", WAIT_FOR_CHIEF, f"{CHIEF_SAYS}: ")
 
 
 def is_consequence(exception: str | None, message: str) -> bool:
