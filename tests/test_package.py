@@ -272,7 +272,8 @@ def test_every_private_name_is_used():
     nodes = [node for module in parse(HOUSE).values() for node in ast.walk(module)]
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == "_tf"}
     here = ast.parse((ROOT / "tfdist/_tf.py").read_text())
-    (exported,) = (ast.literal_eval(node.value) for node in here.body if isinstance(node, ast.Assign))
+    assigned = {node.targets[0].id: node.value for node in here.body if isinstance(node, ast.Assign)}
+    exported = ast.literal_eval(assigned["__all__"])
     bound = {alias.asname or alias.name for node in here.body if imported(node) for alias in node.names}
     defined = {node.name for node in here.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     used_here = {node.id for node in ast.walk(here) if isinstance(node, ast.Name)}

@@ -123,7 +123,6 @@ from keras.src.trainers.data_adapters import generator_data_adapter as keras_gen
 from keras.src.trainers.data_adapters import py_dataset_adapter as keras_py_dataset
 
 __all__ = [
-    "BeginningFit",
     "CollectiveAllReduce",
     "CollectiveAllReduceExtended",
     "CollectiveReplicaLauncher",
