@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -402,12 +402,15 @@ class BalancedSharding(tf.train.experimental.PythonState):
             state[learnt] = None  # So many replicas learn it anew.
         return text
 
-    def deserialize(self, string_value: str) -> None:
-        """Continues where `serialize` was called, on any number of replicas.
+    def check(self, string_value: str) -> None:
+        """Checks that `deserialize` can continue there, and changes nothing.
 
         Raises:
           PositionError: If the state is of another source, seed or batch size.
         """
+        self._read(string_value)
+
+    def _read(self, string_value: str) -> tuple[int, int, Mapping[str, Any]]:
         try:
             state = json.loads(string_value)
             epoch, step, identity = int(state["epoch"]), int(state["step"]), dict(state["of"])
@@ -421,6 +424,15 @@ class BalancedSharding(tf.train.experimental.PythonState):
                 f"The saved position belongs to other global batches: {different}. Restore it with the source and "
                 "arguments that it was saved with, or start a new run."
             )
+        return epoch, step, state
+
+    def deserialize(self, string_value: str) -> None:
+        """Continues where `serialize` was called, on any number of replicas.
+
+        Raises:
+          PositionError: If the state is of another source, seed or batch size.
+        """
+        epoch, step, state = self._read(string_value)
         if step >= self.plan.steps_per_epoch:  # saved before a short last batch that is left out now
             epoch, step = epoch + 1, 0
         with self._lock:

@@ -401,6 +401,29 @@ def fewer_batches(directory):
     return said, before == _tree(directory)
 
 
+def other_data(directory):
+    """What is said to a `fit` on other global batches than its backup's, and whether it left all as it was."""
+    from tfdist.errors import BackupError
+
+    place = tfdist.MirroredStrategy(["CPU:0"])
+
+    def trains(seed, *others):
+        model = build(place)
+        x, y = data()
+        train_on = place.distribute_datasets_from_function(tfdist.data.BalancedSharding((x, y), BATCH, seed=seed))
+        weights = model.get_weights()
+        try:
+            model.fit(train_on, epochs=EPOCHS, callbacks=[*others, BackupAndRestore(directory, save_freq=1)], verbose=0)
+        except BackupError as error:
+            return str(error), all(map(np.array_equal, weights, model.get_weights()))
+
+    with contextlib.suppress(BrokenOffError):
+        trains(0, BreakOff(3, kills=False))
+    _await_save()
+    before = _tree(directory)
+    return *trains(1), before == _tree(directory)
+
+
 def full_disk(directory):
     """A training in which a save cannot be written, as the system refuses all but tiny files for a while."""
     import resource

@@ -266,6 +266,12 @@ def test_epochs_of_fewer_batches_than_were_trained_on_are_refused_and_nothing_is
     assert untouched
 
 
+def test_a_backup_of_other_data_is_refused_before_anything_is_given_back(pools, tmp_path):
+    said, *untouched = pools("single").run(checks.other_data, str(tmp_path / "backup"))[0]
+    assert "seed was 0, is 1" in said and "another backup_dir" in said
+    assert untouched == [True, True]
+
+
 def test_what_each_replica_has_its_part_of_is_not_read_for_a_callback(pools):
     assert pools("1x2").run(checks.refused_parts_of_replicas, "1x2") == [[True, False]]
 

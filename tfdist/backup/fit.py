@@ -23,7 +23,7 @@ from tfdist.backup.saver import Saver, tell_of_untold
 from tfdist.backup.schedule import Schedule
 from tfdist.backup.steps import CountedSteps, count_steps, uncount_steps
 from tfdist.backup.store import Commit, Store
-from tfdist.errors import BackupError
+from tfdist.errors import BackupError, PositionError
 from tfdist.failure_report import is_restarted
 from tfdist.faults import preemption
 
@@ -175,6 +175,7 @@ class FitBackup(keras.callbacks.Callback):
             if commit is not None:
                 self._loaded = load(commit, self.model, self._agreement, self._process.finished)
                 self._check_batches()
+                self._check_positions()
         except (BackupError, OSError) as error:
             fault = f"{self._agreement.who}: {error}"
         try:
@@ -211,6 +212,18 @@ class FitBackup(keras.callbacks.Callback):
                 "whatever is in them.",
                 *(plain["steps_per_epoch"], path, steps, plain["batch"]),
             )
+
+    def _check_positions(self) -> None:
+        """Whether the data are those of which the commit knows the place."""
+        assert self._loaded is not None
+        if self._loaded.plain["fit"] > self._loaded.finished:  # There they may be others.
+            return
+        try:
+            self._positions.check(self._loaded.plain["shardings"])
+        except PositionError as error:
+            raise BackupError(
+                f"The backup {self._loaded.commit.path} is of other data: {error} Or give another backup_dir."
+            ) from error
 
     # -- restoring
 

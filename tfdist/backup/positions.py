@@ -40,18 +40,31 @@ class Positions:
         """For a commit: JSON."""
         return {"now": self._now(), "at_epoch": self._at_epoch, "own": self._own}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Gives back what was captured, as far as there are such shardings.
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Checks that `restore` can give back what was captured, and changes nothing.
 
         Raises:
           PositionError: If what was trained on in the epoch belongs to other global batches than what is there now.
         """
+        for place, before in self._counterparts(saved):
+            self._shardings[place].check(saved["now"][before])
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Gives back what was captured, as far as there are such shardings.
+
+        Raises:
+          PositionError: See `check`.
+        """
+        for place, before in self._counterparts(saved):
+            is_counted = place != self._own or self._shardings[place].is_followed
+            self._shardings[place].deserialize(saved["now" if is_counted else "at_epoch"][before])
+
+    def _counterparts(self, saved: Mapping[str, Any]) -> list[tuple[int, int]]:
+        """Places here, and in the commit: of those that are alike, and of those that were read and are not there."""
         matched = self._matched(saved)
         free = [place for place in range(len(self._shardings)) if place not in matched]
         lost = [i for i in range(len(saved["now"])) if i not in matched.values() and _has_moved(saved, i)]
-        for place, before in [*matched.items(), *zip(free, lost, strict=False)]:
-            is_counted = place != self._own or self._shardings[place].is_followed
-            self._shardings[place].deserialize(saved["now" if is_counted else "at_epoch"][before])
+        return [*matched.items(), *zip(free, lost, strict=False)]
 
     def continues(self, saved: Mapping[str, Any]) -> bool:
         """Whether the input of the `fit` goes on by itself where it was, once `restore` was called."""
