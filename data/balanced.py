@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -410,7 +410,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         """
         self._read(string_value)
 
-    def _read(self, string_value: str) -> tuple[int, int, Mapping[str, Any]]:
+    def _read(self, string_value: str) -> tuple[int, int, dict[str, Any]]:
         try:
             state = json.loads(string_value)
             epoch, step, identity = int(state["epoch"]), int(state["step"]), dict(state["of"])
