@@ -214,7 +214,7 @@ time.sleep(60)
 
 def test_a_failing_chief_is_told_too(run):
     code, _, err = run.finish("--workers", 2, run.script("sys.exit(4 if worker == 0 else time.sleep(60))"))
-    assert code == 4 and "worker 0 ended with exit code 4, its output is above; ended worker 1" in err
+    assert code == 4 and "worker 0 ended with exit code 4 (its output is above); ended worker 1" in err
 
 
 def test_a_killed_worker_is_the_first_though_its_peers_fail_after_it(run):

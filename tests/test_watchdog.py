@@ -218,7 +218,7 @@ def test_the_suspect_is_who_the_others_wait_for(name):
     assert suspect_of(positions) == expected
 
 
-def test_a_watchdog_that_may_never_judge_or_could_not_look_still_refuses_another_model():
+def test_a_watchdog_that_may_never_judge_or_could_not_look_still_refuses_another_model(caplog, monkeypatch):
     class Reports:
         newest, tells, fits = None, True, ()
 
@@ -239,11 +239,13 @@ def test_a_watchdog_that_may_never_judge_or_could_not_look_still_refuses_another
         def report_error(self, message):
             self.errors = message
 
+    monkeypatch.setattr(watchdog, "_TELL_SECONDS", 0.2)
     strategy, board, creations = Strategy(), Board(), Creations()
     with creations.one_more():
         start(strategy, board, creations)
         assert eventually(lambda: board.errors)
     assert "All workers must make the same variables" in board.errors
+    assert [record.getMessage() for record in caplog.records if "variable number 1 in the scope" in record.getMessage()]
     assert live(Patience(math.inf), (9, TRAINING, 1), (0, TRAINING, 10**5))
 
 

@@ -69,6 +69,7 @@ _POST_SECONDS = 2.0
 _ANSWER_SECONDS = 2.0
 _STOP_SECONDS = 2.0
 _ABSENCE_SECONDS = 5.0
+_TELL_SECONDS = 10.0  # Whom one waits for who makes variables.
 
 _sections: list[str] = []
 _moves = 0
@@ -177,6 +178,7 @@ class Watchdog:
     def __init__(self, strategy: Any, board: Board, patience: Patience, creations: Creations):
         self._strategy = weakref.ref(strategy)
         self._creations = creations
+        self._told_of: float | None = None
         self._start_timeout_seconds = strategy.fault_tolerance.start_timeout_seconds
         self._subject = f"position-{next(_made)}" if board.others else "position"
         self._board = board
@@ -220,6 +222,9 @@ class Watchdog:
             if since is not None and now - since > self._start_timeout_seconds:
                 self._refuse_model()
                 return
+            if since not in (None, self._told_of) and now - since > _TELL_SECONDS:
+                self._told_of = since
+                self._tell_of_variable()
 
     def _tell_blindness(self, error: OSError) -> None:
         if not self._is_blind:
@@ -228,18 +233,27 @@ class Watchdog:
 
     def _refuse_model(self) -> None:
         """Lets the broadcast fail that this worker waits in, and all other collectives."""
-        heard = {worker: self._hear(worker) for worker in self._board.others}
-        counts = {worker: position["variables"] if position else "not answered" for worker, position in heard.items()}
-        named = ", ".join(f"worker {worker} has {count}" for worker, count in counts.items())
         message = (
             "All workers must make the same variables in the same order, but after "
             f"{self._start_timeout_seconds:g} s worker {self._board.worker} still waits for others to make number "
-            f"{self._creations.count + 1} ({named}). Build the same model with the same optimizer on each, or raise "
+            f"{self._creations.count + 1} ({self._variables()}). Build the same model with the same optimizer on each, or raise "
             "start_timeout_seconds of tfdist.FaultTolerance."
         )
         logging.error(message)
         with contextlib.suppress(tf.errors.OpError):
             self._board.report_error(message)
+
+    def _tell_of_variable(self) -> None:
+        logging.warning(
+            "worker %d waits for others to make variable number %d in the scope (%s): all must build, or load, the same "
+            "model. It gives up after %g s.",
+            *(self._board.worker, self._creations.count + 1, self._variables(), self._start_timeout_seconds),
+        )
+
+    def _variables(self) -> str:
+        heard = {worker: self._hear(worker) for worker in self._board.others}
+        counts = {worker: position["variables"] if position else "not answered" for worker, position in heard.items()}
+        return ", ".join(f"worker {worker} has {count}" for worker, count in counts.items())
 
     def _look(self, elapsed_seconds: float) -> None:
         strategy = self._strategy()

@@ -85,7 +85,7 @@ class Attempt:
     def describe(self) -> str:
         """The attempt in a line."""
         workers = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
-        committed = "" if self.committed is None else f", committed step {self.committed}"
+        committed = "" if self.committed is None else f", newest backup step-{self.committed}"
         why = f": {self.failure.describe()}" if self.failure else ""
         return f"attempt {self.number}: {workers}, {self.seconds:.1f} s{committed}, {self.outcome}{why}"
 
@@ -359,7 +359,7 @@ class Supervisor:
         others = [index for index in others if index != failure.worker]
         ended = f"; ended {_named(others)}" if others else ""
         if failure.worker == first and not self._options.tee:
-            logging.error("%s, its output is above%s", failure.describe(), ended)
+            logging.error("%s (its output is above)%s", failure.describe(), ended)
         else:
             output = failure.output or "(empty)"
             logging.error("%s%s; the end of %s:\n%s", failure.describe(), ended, failure.log, output)
