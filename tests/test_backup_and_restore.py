@@ -396,7 +396,10 @@ def test_a_model_that_was_backed_up_is_let_go(tmp_path):
     model, stop = checks.build(None), keras.callbacks.EarlyStopping(monitor="loss")
     model.run_eagerly = True
     backup = tfdist.callbacks.BackupAndRestore(tmp_path / "backup")
-    model.fit(*checks.data(), batch_size=checks.BATCH, verbose=0, callbacks=[stop, backup])
+    options = tf.data.Options()
+    options.autotune.enabled = False  # Who collects an iterator waits for its tuner.
+    batches = tf.data.Dataset.from_tensor_slices(checks.data()).batch(checks.BATCH).with_options(options)
+    model.fit(batches, verbose=0, callbacks=[stop, backup])
     gone = [weakref.ref(model), weakref.ref(stop)]
     del model, stop, backup
     gc.collect()
