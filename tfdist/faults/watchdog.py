@@ -236,8 +236,8 @@ class Watchdog:
         message = (
             "All workers must make the same variables in the same order, but after "
             f"{self._start_timeout_seconds:g} s worker {self._board.worker} still waits for others to make number "
-            f"{self._creations.count + 1} ({self._variables()}). Build the same model with the same optimizer on each, or raise "
-            "start_timeout_seconds of tfdist.FaultTolerance."
+            f"{self._creations.count + 1} ({self._variables()}). Build the same model with the same optimizer on each, "
+            "or raise start_timeout_seconds of tfdist.FaultTolerance."
         )
         logging.error(message)
         with contextlib.suppress(tf.errors.OpError):
@@ -245,8 +245,8 @@ class Watchdog:
 
     def _tell_of_variable(self) -> None:
         logging.warning(
-            "worker %d waits for others to make variable number %d in the scope (%s): all must build, or load, the same "
-            "model. It gives up after %g s.",
+            "worker %d waits for others to make variable number %d in the scope (%s): all must build, or load, the "
+            "same model. It gives up after %g s.",
             *(self._board.worker, self._creations.count + 1, self._variables(), self._start_timeout_seconds),
         )
 
