@@ -18,6 +18,7 @@ import pytest
 from launched import DEADLINE_SECONDS, eventually, is_alive, nothing_left
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.launch import WorkerExit
+from tfdist.launch.stopped import Stopped
 from tfdist.launch.supervisor import Stragglers
 
 PREEMPTED = 75
@@ -297,6 +298,42 @@ def test_workers_that_run_on_while_others_are_done_are_named():
     assert told == [110, 170, 230] and stragglers.tell(exits, [], 300.0) is None
     words = stragglers.tell(exits, [0, 2], 300.0)
     assert words == "worker 1 ended with exit code 0; still running: worker 0, worker 2"
+
+
+def test_a_worker_that_is_stopped_for_long_is_seen_and_one_that_goes_on_or_was_stopped_with_its_supervisor_is_not():
+    asleep = {1}
+    stopped = Stopped(lambda pid: pid in asleep)
+    pids = {0: 1, 1: 2}
+    assert [now for now in range(20) if stopped.see(pids, now)] == [15, 16, 17, 18, 19]
+    asleep.clear()
+    assert stopped.see(pids, 20) == []
+    asleep.add(2)
+    assert not any(stopped.see(pids, now) for now in range(21, 30))
+    assert stopped.see(pids, 10_000) == [], "its supervisor was stopped"
+    assert stopped.see(pids, 10_010) == [] and [stopped.see(pids, 10_010 + i) for i in (1, 2, 3)][-1] == [1]
+
+
+def test_what_is_stopped_says_the_kernel():
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        try:
+            states = []
+            for signum in (signal.SIGSTOP, signal.SIGCONT):
+                os.kill(process.pid, signum)
+                os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WCONTINUED)
+                stopped = Stopped()
+                states.append(any(stopped.see({7: process.pid}, now) == [7] for now in range(20)))
+            assert states == [True, False]
+        finally:
+            process.kill()
+
+
+@pytest.mark.exhaustive
+def test_a_worker_that_is_stopped_while_it_starts_is_killed_and_started_again(run):
+    body = """
+        if os.environ["TFDIST_ATTEMPT"] == "0" and worker == 1: os.kill(os.getpid(), signal.SIGSTOP)
+    """
+    code, err = finish(run, 2, body)
+    assert code == 0 and "worker 1 is stopped (SIGSTOP)" in err and "worker 1 was killed by SIGKILL" in err
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1, "time": 0}', '{"pid": PID, "time": "now"}'])

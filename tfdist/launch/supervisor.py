@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import signal
 import time
@@ -18,6 +19,7 @@ from tfdist.failure_report import ATTEMPT, RUN_DIR, room_path, write_whole
 from tfdist.launch.failures import Failure, first_failure, not_started, reported_since
 from tfdist.launch.group import WorkerExit, WorkerGroup
 from tfdist.launch.restarts import Commits, Restarts, Size
+from tfdist.launch.stopped import SECONDS, Stopped
 
 __all__ = ["Options", "Stragglers", "Supervisor"]
 
@@ -213,7 +215,7 @@ class Supervisor:
     def _watch(
         self, group: WorkerGroup, number: int, start: float, commits: Commits, ended: Callable[..., Attempt]
     ) -> Attempt:
-        options, caught, stragglers = self._options, self._caught, Stragglers()
+        options, caught, stragglers, stopped = self._options, self._caught, Stragglers(), Stopped()
         looked, wants_room = 0.0, False
 
         def look() -> bool:
@@ -223,6 +225,7 @@ class Supervisor:
                 return bool(caught)
             looked = now
             commits.see(self._committed())
+            self._kill_stopped(group, stopped.see(group.pids, now))
             told = stragglers.tell(group.exits, group.running, now)
             if told:
                 logging.info("%s", told)
@@ -254,6 +257,11 @@ class Supervisor:
         failure = first_failure(self._run_dir, number, by_themselves, asked, since)
         self._tell_failure(failure, others)
         return ended("failed", failure.exit_code, failure)
+
+    def _kill_stopped(self, group: WorkerGroup, stopped: Sequence[int]) -> None:
+        for worker in stopped:
+            logging.error("worker %d is stopped (SIGSTOP) for %g s, and is killed", worker, SECONDS)
+            os.kill(group.pids[worker], signal.SIGKILL)
 
     def _ask_for_room(self, number: int) -> None:
         """Asks the workers to leave after their next commit.
