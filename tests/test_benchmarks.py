@@ -366,6 +366,13 @@ def test_accuracy_is_reported_beside_its_results(tmp_path):
     assert "| digits | sgd | int8 | 256 | 0.9000 | 0.9000 | +0.00 points | 1.0x |" in text and "abc" in text
 
 
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_curves_are_drawn_of_a_seed_that_is_there_also_of_defaults_alone(codec):
+    pytest.importorskip("matplotlib")
+    figure = accuracy.plot([trained("digits", codec, 2, 0.9, min_elements=0)])
+    assert [line.get_label() for axis in figure.axes for line in axis.lines] == [codec]
+
+
 @pytest.mark.parametrize("name", models.MODELS)
 def test_frameworks_train_the_same_number_of_parameters(name):
     import keras
