@@ -81,8 +81,8 @@ def _difference(model: str, pairs: Sequence[tuple[float, float]]) -> str:
     return f"{100 * statistics.mean(mine / theirs - 1 for mine, theirs in pairs):+.2f} %"
 
 
-def markdown(document: Mapping[str, Any]) -> str:
-    """The table as a Markdown document, with what it was measured on."""
+def markdown(document: Mapping[str, Any], picture: str) -> str:
+    """The table as a Markdown document, with what it was measured on, and the file with the curves."""
     settings = document["settings"]
     epochs, steps = settings["epochs"]["digits"], settings["epochs"]["char_lm"] * settings["char_lm_steps"]
     lines = [f"| {' | '.join(line)} |" for line in summary(runs_of(document))]
@@ -91,7 +91,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"{settings['devices']} virtual devices. digits: test accuracy after {epochs} epochs. char_lm: validation loss "
         f"after {steps} steps. Tensors of fewer than `from elements` travelled as they are.",
         "\n".join([f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|", *lines]),
-        "![Training loss by epoch](convergence.png)",
+        f"![Training loss by epoch]({picture})",
         f"- commit: `{document['commit']}`",
         "- versions: " + ", ".join(f"{name} {version}" for name, version in document["versions"].items()),
         *(f"- `{command}`" for command in document["commands"]),
@@ -124,9 +124,10 @@ def plot(runs: Sequence[Run]) -> Any:
 
 def write_report(path: pathlib.Path, document: Mapping[str, Any]) -> None:
     """Writes the table and the curves beside the JSON file of that path."""
-    text, figure = markdown(document), plot(runs_of(document))
+    picture = path.with_suffix(".png")
+    text, figure = markdown(document, picture.name), plot(runs_of(document))
     write_whole(path.with_suffix(".md"), lambda to: to.write_text(text))
-    write_whole(path.with_suffix(".png"), lambda to: figure.savefig(to, dpi=90))
+    write_whole(picture, lambda to: figure.savefig(to, dpi=90))
 
 
 def print_table(document: Mapping[str, Any]) -> None:
