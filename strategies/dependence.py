@@ -20,7 +20,11 @@ _CALLS = {
 }
 
 
-def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable] = ()) -> bool:
+# Of these a replica's own batch decides no more than how many rows it has, or how long they are.
+_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
+
+
+def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable] = (), by_shape: bool = True) -> bool:
     """Whether a value depends on a batch, or on random numbers, other than by what replicas have exchanged.
 
     Eager values tell nothing of where they come from, and may differ. Costs a walk over the operations that the value
@@ -29,6 +33,7 @@ def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable
     Args:
       value: What replicas compute.
       unlike: Variables that are not alike on all replicas, as all others are.
+      by_shape: Whether to depend on the shape of a batch counts.
     """
     ahead = [leaf for leaf in tf.nest.flatten(value, expand_composites=True) if tf.is_tensor(leaf)]
     if any(not tf.is_symbolic_tensor(leaf) for leaf in ahead):
@@ -44,7 +49,11 @@ def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable
         handles = [tensor for tensor in operation.inputs if tensor.dtype == tf.resource]
         if any(handle is operation.graph.capture(variable.handle) for handle in handles for variable in unlike):
             return True
-        if kind in _VARIABLE_READS:
+        if kind in _VARIABLE_READS or (kind in _SHAPES and not by_shape):
+            continue
+        captured = _captured(operation)
+        if captured is not None:
+            ahead += [captured] if tf.is_symbolic_tensor(captured) else []  # Others are constants of the program.
             continue
         if kind == "Placeholder" or any(word in kind for word in _DRAWS):
             return True
@@ -52,3 +61,10 @@ def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable
             return True
         ahead += inputs
     return False
+
+
+def _captured(operation: tf.Operation) -> tf.Tensor | None:
+    """What a function or a branch has taken from around it, if this placeholder stands for that."""
+    if operation.type != "Placeholder" or not isinstance(operation.graph, tf.__internal__.FuncGraph):
+        return None
+    return next((outside for outside, inside in operation.graph.captures if inside is operation.outputs[0]), None)

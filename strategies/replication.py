@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.errors import CompiledCollectivesError, LossScaleError, ScopeError
-from tfdist.strategies import keras_steps, losses, metrics, variables
+from tfdist.strategies import fixed_rows, keras_steps, losses, metrics, variables
 from tfdist.strategies import optimizer as optimizers
 from tfdist.strategies import step as steps
 from tfdist.strategies.chief_alone import check_in_company
@@ -343,12 +343,14 @@ class ReplicatedExtended:
         if not self._compresses or is_uncompressed():
             return steps.current_step().all_reduce(tf.distribute.ReduceOp.SUM, gradients)
         self.check_compiled()
+        gradients, as_rows = fixed_rows.as_dense(gradients)
         exchange = self.communication.exchange_of(optimizer, gradients, _tf.places_in_optimizer(optimizer, of or ()))
         done, step = tf.convert_to_tensor(optimizer.iterations), steps.current_step()
         if tf.executing_eagerly():
             with _losses_kept(step):
                 return tf.distribute.get_replica_context().merge_call(_exchange_eagerly, (exchange, gradients, done))
-        return _in_one_frame(step, functools.partial(exchange, _tf.get_current_replica_id_as_int()), gradients, done)
+        exchange = functools.partial(exchange, _tf.get_current_replica_id_as_int())
+        return as_rows(_in_one_frame(step, exchange, gradients, done))
 
     @property
     def _compresses(self):
@@ -413,7 +415,8 @@ class ReplicatedExtended:
         step = steps.current_step()
         share = None if step is None or step.in_own_exchange or step.weights_loss else step.share
         if share is None or not _tf.is_gradient_of_all_reduce():
-            return self._all_reduce_of(step, reduce_op, value, options)
+            dense, as_rows = fixed_rows.as_dense(value)
+            return as_rows(self._all_reduce_of(step, reduce_op, dense, options))
         # Gradients get the share of their replica's loss at the end, when these have crossed from one to another.
         shared = tf.nest.map_structure(lambda leaf: optimizers.times(leaf, share), value)
         totals = self._all_reduce_of(step, reduce_op, shared, options)

@@ -105,12 +105,14 @@ class Step:
         """`values`, but zeros on a replica without rows, whose row of zeros stands for none."""
         if self.in_own_exchange or self.has_rows is True:
             return values
-        # A branch begins when all that it takes is there: the first gradients shall not wait for the last.
-        groups = _in_groups(values, BUCKET_BYTES)
-        return [value for group in groups for value in self._group_or_zeros(group)]
+        # A branch begins when all that it takes is there: the first gradients shall not wait for the last. Indices stay
+        # out of it, whose graph tells where they come from.
+        tensors = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
+        kept = [tensor for group in _in_groups(tensors, BUCKET_BYTES) for tensor in self._group_or_zeros(group)]
+        return [_with_values(*each) for each in zip(values, kept, strict=True)]
 
     def _group_or_zeros(self, group):
-        return tf.cond(self.has_rows, lambda: group, lambda: [_zeros_like(value) for value in group])
+        return tf.cond(self.has_rows, lambda: group, lambda: [tf.zeros_like(tensor) for tensor in group])
 
 
 def current_step() -> Step | None:
@@ -151,10 +153,9 @@ def _in_groups(values, least_bytes):
     return groups
 
 
-def _zeros_like(value):
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.zeros_like(value.values), value.indices, value.dense_shape)
-    return tf.zeros_like(value)
+def _with_values(like, values):
+    """`values`, with the indices of what they are `like`, if it has any."""
+    return tf.IndexedSlices(values, like.indices, like.dense_shape) if isinstance(like, tf.IndexedSlices) else values
 
 
 def at_least_one_row(data: Any, rows: int | tf.Tensor | None) -> Any:

@@ -38,6 +38,8 @@ IN_ONE_PROCESS = (
     "parts_of_unlike_kinds_for_some_rows_eagerly",
     "an_output_more_in_training",
     "input_words",
+    "embedding_of_positions_in_texts_of_any_length",
+    "embedding_of_positions_by_a_constant",
 )
 # Replicas meet before the update, which is each optimizer's own; the others are `exhaustive`.
 OPTIMIZERS = (
@@ -84,6 +86,8 @@ ALIKE_ON_WORKERS = (
     "variational_model_without_a_call",
     "input_words",
     "parts_for_some_rows_eagerly",
+    "embedding_of_positions_in_texts_of_any_length",
+    "embedding_of_positions_by_a_constant",
 )
 assert {*HIERARCHY, *IN_ONE_PROCESS, *OPTIMIZERS, *ALIKE_ON_WORKERS} <= ROWS.keys()
 WORKERS = [

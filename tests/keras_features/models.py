@@ -265,6 +265,64 @@ def embedding_sgd_sparse_clipped(place):
     return outcome(model, fit(model, x, y))
 
 
+class WithPositions(keras.Model):
+    """Adds a vector for the place of each token, of which there is one whatever the rows are."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions, self.out = layers.Embedding(50, 4), layers.Embedding(9, 4), layers.Dense(3)
+
+    def call(self, x):
+        places = self.positions(tf.range(tf.shape(x)[1]))
+        return self.out(tf.reduce_mean(tf.tanh(self.tokens(x) + places), axis=1))
+
+
+@row()
+def embedding_of_positions(place):
+    model = built(place, WithPositions, optimizer=lambda: keras.optimizers.Adam(0.01))
+    x, y = tokens()
+    return outcome(model, fit(model, x, y, epochs=2))
+
+
+@row()
+def embedding_of_positions_under_loss_scaling(place):
+    """Replicas exchange gradients inside of a branch, inside of a loop."""
+
+    def optimizer():
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01, clipnorm=0.1))
+
+    model = built(place, WithPositions, optimizer=optimizer, steps_per_execution=3)
+    x, y = tokens()
+    return outcome(model, fit(model, x, y, epochs=2))
+
+
+@row()
+def embedding_of_positions_in_texts_of_any_length(place):
+    model = built(place, WithPositions, optimizer=lambda: keras.optimizers.Adam(0.01))
+    x, y = tokens(40)
+    texts = tf.data.Dataset.from_generator(
+        lambda: ((x[i, : 3 + i % 5], y[i]) for i in range(40)),
+        output_signature=(tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.int64)),
+    )
+    dataset = texts.padded_batch(BATCH).with_options(untuned())
+    return outcome(model, model.fit(dataset, verbose=0, epochs=2).history)
+
+
+@row()
+def embedding_of_positions_by_a_constant(place):
+    class WithConstant(WithPositions):
+        def __init__(self):
+            super().__init__()
+            self.places = tf.range(7)
+
+        def call(self, x):
+            return self.out(tf.reduce_mean(tf.tanh(self.tokens(x) + self.positions(self.places)), axis=1))
+
+    model = built(place, WithConstant, optimizer=lambda: keras.optimizers.Adam(0.01))
+    x, y = tokens()
+    return outcome(model, fit(model, x, y, epochs=2))
+
+
 class OverRagged(keras.Model):
     def __init__(self):
         super().__init__()
