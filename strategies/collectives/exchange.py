@@ -205,10 +205,14 @@ class Exchange(tf.Module):
         if hasattr(self, "_function"):
             del self._function  # whose graphs hold it, too
 
-    def residuals(self) -> list[tf.Variable]:
+    def residuals(self) -> list[tf.Tensor]:
         """What all replicas of this worker have left behind."""
-        kinds = [is_residual for part in self._parts for is_residual in part.is_residual]
-        return [state for states in self.states for state, kind in zip(states, kinds, strict=True) if kind]
+        return [
+            residual
+            for states in self.states
+            for part, own in self._by_part(states)
+            for residual in part.residuals(own)
+        ]
 
     def pending(self) -> list[np.ndarray]:
         """What the replicas of this worker have left behind: their part of the sum over all, whatever the layout."""

@@ -31,9 +31,9 @@ class Words:
         self.state_shapes = [shape for first, second in shapes for shape in [*first, *second]]
         self.num_states = len(self.state_shapes)
         self.kinds = codec.states
-        # The last kind is what was not sent; before it stands its momentum.
-        kinds = [kind for first, second in shapes for encoding in (first, second) for kind in range(len(encoding))]
-        self.is_residual = [kind == self.kinds - 1 for kind in kinds]
+        self._kinds = [
+            kind for first, second in shapes for encoding in (first, second) for kind in range(len(encoding))
+        ]
 
     def initial_states(self):
         """What is kept before the first step; `None` for zeros."""
@@ -72,6 +72,10 @@ class Words:
             finite.append(is_finite if collectives.spread == 1 else tf.reduce_all(tf.math.is_finite(total)))
         sums = separate(self._buckets, totals, gradients, self._granule)
         return sums, kept, tf.reduce_all(finite)
+
+    def residuals(self, states):
+        """What was not sent, some tensors; before it stands its momentum."""
+        return [state for state, kind in zip(states, self._kinds, strict=True) if kind == self.kinds - 1]
 
     def _without_padding(self, bucket, first, second, replica, collectives):
         """States with zeros where the bucket is padded."""
@@ -117,11 +121,11 @@ class Words:
 
 
 # Of matrices; their factors are a hundredth of that, and each exchange takes a core about a millisecond.
-_MATRICES_BYTES = 32 << 20
+_MATRICES_BYTES = 64 << 20
 
 
 class Matrices:
-    """Gradients under PowerSGD."""
+    """Gradients under PowerSGD. Kept are, matrix after matrix, three of the step before, and the factors."""
 
     def __init__(self, codec: PowerSGD, positions: list[int], gradients: Sequence[Gradient], seed: int):
         self.codec, self.positions = codec, positions
@@ -130,11 +134,12 @@ class Matrices:
         like = [tf.TensorSpec(shape, tf.float32) for shape in self._shapes]
         buckets = fill_buckets(like, _MATRICES_BYTES)
         self._groups = list(dict.fromkeys(tuple(segment.tensor for segment in bucket) for bucket in buckets))
-        factors = [(columns, codec.rank) for _, columns in self._shapes]
-        self.state_shapes = [*(self._shapes if codec.error_feedback else []), *factors]
+        self._factors = [(columns, codec.rank) for _, columns in self._shapes]
+        before = [((rows, cols), (rows, codec.rank), (cols, codec.rank)) for rows, cols in self._shapes]
+        kept = [shape for shapes in before for shape in shapes] if codec.error_feedback else []
+        self.state_shapes = [*kept, *self._factors]
         self.num_states = len(self.state_shapes)
         self.kinds = 1 + codec.error_feedback
-        self.is_residual = [i < self.num_states - len(factors) for i in range(self.num_states)]
 
     def initial_states(self):
         """What is kept before the first step; `None` for zeros."""
@@ -151,42 +156,53 @@ class Matrices:
 
     def exchange(self, gradients, states, replica, collectives, options, watch):
         """As `Words.exchange`."""
-        count = len(self._shapes)
-        residuals, factors = list(states[: self.num_states - count]), list(states[self.num_states - count :])
-        totals: list[Any] = [None] * count
+        before, factors = self._apart(states)
+        totals: list[Any] = [None] * len(self._shapes)
         finite = []
         launcher = watch.of_collectives(collectives.launcher(replica))
         for group in self._groups:
             matrices = watch.begin([tf.reshape(tf.cast(gradients[i], tf.float32), self._shapes[i]) for i in group])
-            sums, kept, new_factors, is_finite = all_reduce_low_rank(
+            sums, after, new_factors, is_finite = all_reduce_low_rank(
                 self.codec,
                 matrices,
-                [residuals[i] for i in group] if residuals else [],
+                [before[i] for i in group] if before else [],
                 [factors[i] for i in group],
                 launcher,
                 options,
             )
-            sums, kept, new_factors = watch.end([sums, kept, new_factors])
+            sums, after, new_factors = watch.end([sums, after, new_factors])
             finite.append(is_finite)
             for place, i in enumerate(group):
                 totals[i] = tf.cast(tf.reshape(sums[place], gradients[i].shape), gradients[i].dtype)
                 factors[i] = new_factors[place]
-                if residuals:
-                    residuals[i] = kept[place]
-        return totals, [*residuals, *factors], tf.reduce_all(finite)
+                if before:
+                    before[i] = after[place]
+        return totals, [*(state for then in before for state in then), *factors], tf.reduce_all(finite)
+
+    def residuals(self, states):
+        """As `Words.residuals`; costs a pass over them."""
+        return [self.codec.rest(*then) for then in self._apart(states)[0]]
 
     def pending(self, states, replica, collectives):
         """As `Words.pending`; factors are the same on all replicas, and count as pending on the first alone."""
-        count = len(self._shapes)
-        residuals, factors = states[: self.num_states - count], states[self.num_states - count :]
+        residuals, factors = self.residuals(states), self._apart(states)[1]
         first = collectives.is_first(replica)
         kinds = [[residual.numpy() for residual in residuals]] if residuals else []
         return [*kinds, [factor.numpy() if first else np.zeros_like(factor.numpy()) for factor in factors]]
 
     def spread(self, kinds, replica, collectives):
         """As `Words.spread`."""
-        replicas = collectives.ranks * collectives.spread
-        return [*(residual / replicas for residuals in kinds[:-1] for residual in residuals), *kinds[-1]]
+        replicas, rank = collectives.ranks * collectives.spread, self.codec.rank
+        states = []
+        for matrix in (matrix for residuals in kinds[:-1] for matrix in residuals):
+            # Of a product of zeros, it is left as it is.
+            states += [matrix / replicas, *(tf.zeros([axis, rank]) for axis in matrix.shape)]
+        return [*states, *kinds[-1]]
+
+    def _apart(self, states):
+        """What is kept of the step before, a list of three for each matrix, if anything; and the factors."""
+        own, factors = list(states[: -len(self._factors)]), list(states[-len(self._factors) :])
+        return [own[i : i + 3] for i in range(0, len(own), 3)], factors
 
 
 def _matrix(shape: tf.TensorShape) -> tuple[int, int]:

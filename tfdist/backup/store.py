@@ -30,7 +30,7 @@ from tfdist import held_file
 from tfdist.backup.files import files_of, is_remote
 from tfdist.errors import BackupError
 
-FORMAT = 6
+FORMAT = 7
 MANIFEST = "manifest.json"
 LOCK = "lock"
 
