@@ -4,7 +4,8 @@ import argparse
 import re
 from collections.abc import Mapping
 
-_BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+BINARY = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _COUNTS = {"k": 10**3, "M": 10**6, "B": 10**9}
 
 
@@ -44,7 +45,7 @@ def _quantity(text: str, units: Mapping[str, int]) -> int:
 
 def sizes(text: str) -> tuple[int, ...]:
     """Sizes of float32 tensors, in bytes: "1KiB,4MB"."""
-    found = sorted({_quantity(part, _BYTES) for part in text.split(",")})
+    found = sorted({_quantity(part, BINARY | DECIMAL) for part in text.split(",")})
     odd = [size for size in found if size % 4]
     if odd:
         raise argparse.ArgumentTypeError(f"needs multiples of 4 bytes, the size of a float32, got {odd[0]} B")

@@ -25,6 +25,7 @@ from absl import logging
 import tfdist
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
+from tfdist.launch.arguments import BINARY, DECIMAL
 from tfdist.launch.memory import free_memory
 from tfdist.strategies.compression import NAMES
 from tfdist.strategies.policy import policy_of
@@ -46,10 +47,6 @@ _GRACE_SECONDS = 5.0  # for the chief, which knows what was measured, to end fir
 _LONGEST_SECONDS = 1e6
 _LEAST_REPETITIONS, _MOST_REPETITIONS = 3, 50
 COMPRESSIONS = ("none", *NAMES)
-_UNITS = (
-    (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)),
-    (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1)),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -416,8 +413,8 @@ def measure_aloud(plan: Plan, spec: ClusterSpec, keep: Callable[[Row], None], en
 def _show_bytes(size: int) -> str:
     """A number of bytes for reading, in units in which it is round if there are any: "64 KiB", "1 MB"."""
     shown = []
-    for units in _UNITS:
-        unit, factor = next((each for each in units if size >= each[1]), units[-1])
+    for units in (BINARY, DECIMAL):
+        unit, factor = max((each for each in units.items() if size >= each[1]), key=lambda each: each[1])
         number = f"{size / factor:.4g}"
         shown.append((float(number) * factor != size, len(number), f"{number} {unit}"))
     return min(shown, key=lambda each: each[:2])[2]

@@ -1,5 +1,6 @@
 """Workers that are stopped (SIGSTOP): of one that still starts, or that trains alone, nobody else learns soon."""
 
+import math
 import pathlib
 from collections.abc import Callable, Mapping
 
@@ -21,16 +22,16 @@ class Stopped:
     def __init__(self, is_stopped: Callable[[int], bool] | None = None):
         self._is_stopped = is_stopped or _is_stopped
         self._seconds: dict[int, float] = {}
-        self._looked: float | None = None
+        self._looked = -math.inf
 
     def see(self, pids: Mapping[int, int], now: float) -> list[int]:
         """Those that have been stopped for `SECONDS` by now, in seconds of any clock; by worker, the numbers of all."""
-        elapsed = 0.0 if self._looked is None else now - self._looked
-        if self._looked is not None and abs(elapsed) < _LOOK_SECONDS:
+        elapsed = abs(now - self._looked)
+        if elapsed < _LOOK_SECONDS:
             return []
         self._looked = now
         # Who is stopped itself, as a batch system may stop a whole job, does not count that time.
-        elapsed = min(abs(elapsed), 2 * _LOOK_SECONDS)
+        elapsed = min(elapsed, 2 * _LOOK_SECONDS)
         stopped = [worker for worker, pid in pids.items() if self._is_stopped(pid)]
         self._seconds = {worker: self._seconds.get(worker, -elapsed) + elapsed for worker in stopped}
         return [worker for worker, seconds in self._seconds.items() if seconds >= SECONDS]
