@@ -49,7 +49,7 @@ def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable
         handles = [tensor for tensor in operation.inputs if tensor.dtype == tf.resource]
         if any(handle is operation.graph.capture(variable.handle) for handle in handles for variable in unlike):
             return True
-        if kind in _VARIABLE_READS or (kind in _SHAPES and not by_shape):
+        if kind in _VARIABLE_READS or (kind in _SHAPES and not by_shape) or _is_known_length(operation):
             continue
         captured = _captured(operation)
         if captured is not None:
@@ -61,6 +61,15 @@ def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable
             return True
         ahead += inputs
     return False
+
+
+def _is_known_length(operation: tf.Operation) -> bool:
+    """Whether it looks up the length of an axis, as `tf.shape(x)[1]`, that is the same in all batches."""
+    if operation.type != "StridedSlice" or operation.inputs[0].op.type != "Shape":
+        return False
+    shape, place = operation.inputs[0].op.inputs[0].shape, tf.get_static_value(operation.inputs[1])
+    is_one = place is not None and operation.get_attr("shrink_axis_mask") == 1
+    return bool(is_one and shape.rank is not None and shape[int(place[0])] is not None)
 
 
 def _captured(operation: tf.Operation) -> tf.Tensor | None:

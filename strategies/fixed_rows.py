@@ -15,36 +15,34 @@ from tfdist.strategies.dependence import may_differ
 def as_dense(value: Any) -> tuple[Any, Callable[[Any], Any]]:
     """A nest of gradients in which such rows are tensors that replicas can add up, and what makes rows of the sums.
 
-    Rows whose number depends on the batch, as in texts of any length, become the whole table, and stay that.
+    Rows that follow from how long the texts of a batch are become the whole table, and stay that: other replicas may
+    have others.
     """
     leaves = tf.nest.flatten(value)
-    fixed = [leaf if _is_fixed(leaf) else None for leaf in leaves]
-    dense = [leaf if rows is None else _dense(rows) for leaf, rows in zip(leaves, fixed, strict=True)]
+    kinds = [_kind(leaf) for leaf in leaves]
 
     def as_rows(sums: Any) -> Any:
-        pairs = zip(tf.nest.flatten(sums), fixed, strict=True)
-        return tf.nest.pack_sequence_as(sums, [_rows_of(total, rows) for total, rows in pairs])
+        totals = [
+            tf.IndexedSlices(total, leaf.indices, leaf.dense_shape) if kind == "rows" else total
+            for total, leaf, kind in zip(tf.nest.flatten(sums), leaves, kinds, strict=True)
+        ]
+        return tf.nest.pack_sequence_as(sums, totals)
 
-    return tf.nest.pack_sequence_as(value, dense), as_rows
+    return tf.nest.pack_sequence_as(value, [_dense(*each) for each in zip(leaves, kinds, strict=True)]), as_rows
 
 
-def _is_fixed(leaf):
+def _kind(leaf):
+    """As what a leaf of a nest is added up: by its "rows", as a "table", or as it is (`None`)."""
     if not isinstance(leaf, tf.IndexedSlices) or not leaf.values.shape[1:].is_fully_defined():
-        return False
-    return not may_differ(leaf.indices, by_shape=False)
+        return None
+    if leaf.indices.shape.is_fully_defined() and not may_differ(leaf.indices):
+        return "rows"
+    return None if may_differ(leaf.indices, by_shape=False) else "table"
 
 
-def _has_known_length(rows):
-    return rows.indices.shape.is_fully_defined()
-
-
-def _dense(rows):
-    if _has_known_length(rows):
-        return tf.ensure_shape(rows.values, [*rows.indices.shape, *rows.values.shape[1:]])
-    return tf.math.unsorted_segment_sum(rows.values, rows.indices, rows.dense_shape[0])
-
-
-def _rows_of(total, rows):
-    if rows is None or not _has_known_length(rows):
-        return total
-    return tf.IndexedSlices(total, rows.indices, rows.dense_shape)
+def _dense(leaf, kind):
+    if kind == "rows":
+        return tf.ensure_shape(leaf.values, [*leaf.indices.shape, *leaf.values.shape[1:]])
+    if kind == "table":
+        return tf.math.unsorted_segment_sum(leaf.values, leaf.indices, leaf.dense_shape[0])
+    return leaf

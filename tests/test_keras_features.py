@@ -40,6 +40,7 @@ IN_ONE_PROCESS = (
     "input_words",
     "embedding_of_positions_in_texts_of_any_length",
     "embedding_of_positions_by_a_constant",
+    "embedding_of_places_counted_from_the_last_row",
 )
 # Replicas meet before the update, which is each optimizer's own; the others are `exhaustive`.
 OPTIMIZERS = (
@@ -88,6 +89,7 @@ ALIKE_ON_WORKERS = (
     "parts_for_some_rows_eagerly",
     "embedding_of_positions_in_texts_of_any_length",
     "embedding_of_positions_by_a_constant",
+    "embedding_of_places_counted_from_the_last_row",
 )
 assert {*HIERARCHY, *IN_ONE_PROCESS, *OPTIMIZERS, *ALIKE_ON_WORKERS} <= ROWS.keys()
 WORKERS = [

@@ -323,6 +323,20 @@ def embedding_of_positions_by_a_constant(place):
     return outcome(model, fit(model, x, y, epochs=2))
 
 
+@row(exempt="each replica counts its own rows")
+def embedding_of_places_counted_from_the_last_row(place):
+    """Replicas look up other rows, as each has other rows of the batch."""
+
+    class FromTheLast(WithPositions):
+        def call(self, x):
+            places = self.positions(tf.shape(x)[0] % 2 + tf.range(7))
+            return self.out(tf.reduce_mean(tf.tanh(self.tokens(x) + places), axis=1))
+
+    model = built(place, FromTheLast, optimizer=lambda: keras.optimizers.Adam(0.01))
+    x, y = tokens(35)
+    return outcome(model, fit(model, x, y, epochs=2))
+
+
 class OverRagged(keras.Model):
     def __init__(self):
         super().__init__()
