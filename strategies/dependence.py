@@ -6,6 +6,7 @@ import tensorflow as tf
 
 _VARIABLE_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
 _EXCHANGES = {"CollectiveReduceV2", "CollectiveReduceV3", "CollectiveGatherV2"}
+_LOOKUPS = {"LookupTableFind", "LookupTableFindV2"}  # Tables are alike.
 _DRAWS = ("Random", "Multinomial", "TruncatedNormal")
 # Looked at from outside: what they draw or read inside is not seen.
 _CALLS = {
@@ -20,11 +21,7 @@ _CALLS = {
 }
 
 
-# Of these a replica's own batch decides no more than how many rows it has, or how long they are.
-_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
-
-
-def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable] = (), by_shape: bool = True) -> bool:
+def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable] = (), by_length: bool = True) -> bool:
     """Whether a value depends on a batch, or on random numbers, other than by what replicas have exchanged.
 
     Eager values tell nothing of where they come from, and may differ. Costs a walk over the operations that the value
@@ -33,23 +30,25 @@ def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable
     Args:
       value: What replicas compute.
       unlike: Variables that are not alike on all replicas, as all others are.
-      by_shape: Whether to depend on the shape of a batch counts.
+      by_length: Whether it counts to depend on how long the rows of a batch are, which is known of a shape's axes from
+        the second on.
     """
     ahead = [leaf for leaf in tf.nest.flatten(value, expand_composites=True) if tf.is_tensor(leaf)]
     if any(not tf.is_symbolic_tensor(leaf) for leaf in ahead):
         return tf.executing_eagerly()
     seen = set()
     while ahead:
-        operation = ahead.pop().op
+        tensor = ahead.pop()
+        operation = tensor.op
         kind = operation.type
-        if operation in seen or kind in _EXCHANGES:
+        if operation in seen or kind in _EXCHANGES or _is_length(tensor, of_any_batch=by_length):
             continue
         seen.add(operation)
         inputs = [tensor for tensor in operation.inputs if tensor.dtype != tf.resource]
         handles = [tensor for tensor in operation.inputs if tensor.dtype == tf.resource]
         if any(handle is operation.graph.capture(variable.handle) for handle in handles for variable in unlike):
             return True
-        if kind in _VARIABLE_READS or (kind in _SHAPES and not by_shape) or _is_known_length(operation):
+        if kind in _VARIABLE_READS:
             continue
         captured = _captured(operation)
         if captured is not None:
@@ -57,19 +56,31 @@ def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable
             continue
         if kind == "Placeholder" or any(word in kind for word in _DRAWS):
             return True
-        if operation.op_def.is_stateful and kind not in _CALLS:
+        if operation.op_def.is_stateful and kind not in _CALLS | _LOOKUPS:
             return True
         ahead += inputs
     return False
 
 
-def _is_known_length(operation: tf.Operation) -> bool:
-    """Whether it looks up the length of an axis, as `tf.shape(x)[1]`, that is the same in all batches."""
-    if operation.type != "StridedSlice" or operation.inputs[0].op.type != "Shape":
+def _is_length(tensor: tf.Tensor, of_any_batch: bool) -> bool:
+    """Whether it is the length of an axis of a shape, as `tf.shape(x)[1]`.
+
+    Args:
+      tensor: What may be one.
+      of_any_batch: Whether it has to be the same in all batches, or just not their number of rows.
+    """
+    operation = tensor.op
+    if operation.type not in ("StridedSlice", "Unpack") or operation.inputs[0].op.type != "Shape":
         return False
-    shape, place = operation.inputs[0].op.inputs[0].shape, tf.get_static_value(operation.inputs[1])
-    is_one = place is not None and operation.get_attr("shrink_axis_mask") == 1
-    return bool(is_one and shape.rank is not None and shape[int(place[0])] is not None)
+    shape, place = operation.inputs[0].op.inputs[0].shape, tensor.value_index
+    if operation.type == "StridedSlice":
+        begin = tf.get_static_value(operation.inputs[1])
+        if begin is None or operation.get_attr("shrink_axis_mask") != 1:
+            return False
+        place = int(begin[0])
+    if shape.rank is None:
+        return False
+    return shape[place] is not None or (not of_any_batch and place % shape.rank != 0)
 
 
 def _captured(operation: tf.Operation) -> tf.Tensor | None:

@@ -1,48 +1,139 @@
-"""Sparse gradients of rows that no batch chooses, such as those of positions in a text.
+"""Sparse gradients of which one device has one row where every replica has one of its own.
 
-One device has one gradient for each such row, summed over the whole batch. Joined as other rows are, there would be one
-of each replica, and Keras' adaptive optimizers square each by itself.
+Keras' adaptive optimizers, and norms, square each row of `tf.IndexedSlices` by itself, so what one device adds up
+before must be added up here, too: rows that no batch chooses, such as those of positions in a text, and rows of which a
+replica has each index once, as of sparse inputs. All other rows are joined.
+
+Which rows are meant, the graph of a replica tells, but not always the same on all, since one may know how many rows it
+has, and another not. So each heads its rows by one more, of a negative index, and all decide by the heads of all.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.dependence import may_differ
+from tfdist.strategies.step import Step
+
+# What a head says of its rows: of a batch; of no batch; of no batch, on a replica without rows; each index once.
+_OF_BATCH, _FIXED, _FIXED_OF_NOTHING, _UNIQUE = range(4)
+_KINDS = 4
+# Of operations on indices that change none, which input they pass on. A select is Keras' way with negative ones.
+_PASSED_ON = {"Reshape": 0, "Identity": 0, "Cast": 0, "SelectV2": 2}
 
 
-def as_dense(value: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """A nest of gradients in which such rows are tensors that replicas can add up, and what makes rows of the sums.
+def with_heads(value: Any, step: Step | None) -> tuple[Any, Callable[[Any], Any]]:
+    """A nest of gradients as replicas exchange them, and what makes of the sums what one device would have.
 
-    Rows that follow from how long the texts of a batch are become the whole table, and stay that: other replicas may
-    have others.
+    Costs a row for each replica and sparse gradient, and a copy of these. Eagerly nothing is known, and all is joined.
     """
+    if tf.executing_eagerly():
+        return value, lambda totals: totals
     leaves = tf.nest.flatten(value)
-    kinds = [_kind(leaf) for leaf in leaves]
+    kinds = [_kinds(leaf, step) if isinstance(leaf, tf.IndexedSlices) else [] for leaf in leaves]
+    headed = [_headed(*each, step) for each in zip(leaves, kinds, strict=True)]
 
-    def as_rows(sums: Any) -> Any:
-        totals = [
-            tf.IndexedSlices(total, leaf.indices, leaf.dense_shape) if kind == "rows" else total
-            for total, leaf, kind in zip(tf.nest.flatten(sums), leaves, kinds, strict=True)
-        ]
-        return tf.nest.pack_sequence_as(sums, totals)
+    def without_heads(totals: Any) -> Any:
+        pairs = zip(tf.nest.flatten(totals), kinds, strict=True)
+        return tf.nest.pack_sequence_as(totals, [_without_heads(*each) for each in pairs])
 
-    return tf.nest.pack_sequence_as(value, [_dense(*each) for each in zip(leaves, kinds, strict=True)]), as_rows
+    return tf.nest.pack_sequence_as(value, headed), without_heads
 
 
-def _kind(leaf):
-    """As what a leaf of a nest is added up: by its "rows", as a "table", or as it is (`None`)."""
-    if not isinstance(leaf, tf.IndexedSlices) or not leaf.values.shape[1:].is_fully_defined():
-        return None
-    if leaf.indices.shape.is_fully_defined() and not may_differ(leaf.indices):
-        return "rows"
-    return None if may_differ(leaf.indices, by_shape=False) else "table"
+def _lookups(slices):
+    """The indices of each lookup of a table, which TensorFlow joins if there are several."""
+    operation = slices.indices.op
+    joins = operation.type == "ConcatV2" and all(part.shape.rank == 1 for part in operation.inputs[:-1])
+    return list(operation.inputs[:-1]) if joins else [slices.indices]
 
 
-def _dense(leaf, kind):
-    if kind == "rows":
-        return tf.ensure_shape(leaf.values, [*leaf.indices.shape, *leaf.values.shape[1:]])
-    if kind == "table":
-        return tf.math.unsorted_segment_sum(leaf.values, leaf.indices, leaf.dense_shape[0])
-    return leaf
+def _kinds(slices, step):
+    return [_kind(indices, step) for indices in _lookups(slices)]
+
+
+def _kind(indices, step):
+    while indices.op.type in _PASSED_ON:
+        indices = indices.op.inputs[_PASSED_ON[indices.op.type]]
+    if indices.op.type.startswith("Unique"):
+        return _UNIQUE
+    if may_differ(indices, by_length=False):
+        return _OF_BATCH
+    # Where a batch has a known number of rows, what is made for each of them looks like a constant.
+    rows = None if step is None else step.rows
+    is_for_each_row = isinstance(rows, int) and rows > 1 and len(indices.shape) > 1 and indices.shape[0] == rows
+    return _OF_BATCH if is_for_each_row else _FIXED
+
+
+def _headed(leaf, kinds, step):
+    if not kinds:
+        return leaf
+    parts = _lookups(leaf)
+    values = tf.split(leaf.values, [tf.size(part) for part in parts]) if len(parts) > 1 else [leaf.values]
+    indices = []
+    for place, (part, kind) in enumerate(zip(parts, kinds, strict=True)):
+        head = tf.constant(kind)
+        if kind == _FIXED and step is not None:
+            head = tf.where(step.has_rows, head, _FIXED_OF_NOTHING)
+        indices += [tf.cast(-1 - (head + _KINDS * place), leaf.indices.dtype)[None], tf.cast(part, leaf.indices.dtype)]
+    above = [[1, 0]] + [[0, 0]] * (leaf.values.shape.rank - 1)
+    headed = tf.concat([tf.pad(part, above) for part in values], axis=0)
+    return tf.IndexedSlices(headed, tf.concat(indices, axis=0), leaf.dense_shape)
+
+
+def _without_heads(total, kinds):
+    if not kinds:
+        return total
+    is_head = total.indices < 0
+    heads = tf.cast(-1 - tf.boolean_mask(total.indices, is_head), tf.int32)  # [replicas * lookups]
+    owners = tf.cumsum(tf.cast(is_head, tf.int32)) - 1
+    parts = []
+    for place, kind in enumerate(kinds):
+        is_own = heads // _KINDS == place
+        rows = ~is_head & tf.gather(is_own, owners)
+        of_replica = tf.gather(tf.cumsum(tf.cast(is_own, tf.int32)) - 1, tf.boolean_mask(owners, rows))
+        joined = tf.boolean_mask(total.values, rows), tf.boolean_mask(total.indices, rows)
+        parts.append(_as_one_device(kind, joined, tf.boolean_mask(heads, is_own) % _KINDS, of_replica))
+    values, indices = (tf.concat(part, axis=0) for part in zip(*parts, strict=True))
+    return tf.IndexedSlices(tf.ensure_shape(values, [None, *total.values.shape[1:]]), indices, total.dense_shape)
+
+
+def _as_one_device(kind, joined, heads, owners):
+    """Values and indices of one lookup.
+
+    Args:
+      kind: What this replica takes it for.
+      joined: Those of all replicas, [rows, ...] and [rows].
+      heads: What each replica takes it for, [replicas].
+      owners: Which replica each row is of, [rows].
+    """
+    if kind == _UNIQUE:
+        slices = tf.IndexedSlices(*joined)
+        return tf.cond(tf.reduce_all(heads == kind), lambda: _parts(sum_duplicates(slices)), lambda: joined)
+    return _added_up(*joined, heads, owners) if kind == _FIXED else joined
+
+
+def _parts(slices):
+    return slices.values, slices.indices
+
+
+def _added_up(values, indices, heads, owners):
+    """The values and indices of one replica, with the sums over all that have rows, if all have the same."""
+    counts = heads == _FIXED
+    lengths = tf.boolean_mask(tf.math.bincount(owners, minlength=tf.size(heads)), counts)
+    are_fixed = tf.reduce_all(counts | (heads == _FIXED_OF_NOTHING)) & (tf.size(lengths) > 0)
+    is_counted = tf.gather(counts, owners)
+
+    def of_each(tensor):  # [rows, ...] -> [replicas with rows, rows of one, ...]
+        kept = tf.boolean_mask(tensor, is_counted)
+        return tf.reshape(kept, tf.concat([[tf.size(lengths), lengths[0]], tf.shape(kept)[1:]], axis=0))
+
+    def if_alike():
+        own = of_each(indices)
+        added = functools.partial(tf.reduce_sum, of_each(values), axis=0)
+        return tf.cond(tf.reduce_all(own == own[:1]), lambda: (added(), own[0]), lambda: (values, indices))
+
+    are_alike = are_fixed & tf.reduce_all(lengths == lengths[:1])
+    return tf.cond(are_alike, if_alike, lambda: (values, indices))

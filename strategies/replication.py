@@ -343,14 +343,14 @@ class ReplicatedExtended:
         if not self._compresses or is_uncompressed():
             return steps.current_step().all_reduce(tf.distribute.ReduceOp.SUM, gradients)
         self.check_compiled()
-        gradients, as_rows = fixed_rows.as_dense(gradients)
         exchange = self.communication.exchange_of(optimizer, gradients, _tf.places_in_optimizer(optimizer, of or ()))
         done, step = tf.convert_to_tensor(optimizer.iterations), steps.current_step()
+        gradients, without_heads = fixed_rows.with_heads(gradients, step)
         if tf.executing_eagerly():
             with _losses_kept(step):
                 return tf.distribute.get_replica_context().merge_call(_exchange_eagerly, (exchange, gradients, done))
         exchange = functools.partial(exchange, _tf.get_current_replica_id_as_int())
-        return as_rows(_in_one_frame(step, exchange, gradients, done))
+        return without_heads(_in_one_frame(step, exchange, gradients, done))
 
     @property
     def _compresses(self):
@@ -415,8 +415,7 @@ class ReplicatedExtended:
         step = steps.current_step()
         share = None if step is None or step.in_own_exchange or step.weights_loss else step.share
         if share is None or not _tf.is_gradient_of_all_reduce():
-            dense, as_rows = fixed_rows.as_dense(value)
-            return as_rows(self._all_reduce_of(step, reduce_op, dense, options))
+            return self._all_reduce_of(step, reduce_op, value, options)
         # Gradients get the share of their replica's loss at the end, when these have crossed from one to another.
         shared = tf.nest.map_structure(lambda leaf: optimizers.times(leaf, share), value)
         totals = self._all_reduce_of(step, reduce_op, shared, options)
@@ -442,18 +441,19 @@ class ReplicatedExtended:
             return tf.nest.pack_sequence_as(value, self._scattered(optimizer, totals))
         if of:
             value = _shaped(value, of)
+        value, without_heads = fixed_rows.with_heads(value, step)
         if tf.executing_eagerly() or not isinstance(self._cross_device_ops, Collectives):
             # Replicas run one after another, or others' code wants the values of all: leave the step for it.
             with _losses_kept(step):
                 merge = functools.partial(_all_reduce_merged, reduce_op, options)
                 totals = tf.distribute.get_replica_context().merge_call(merge, (tf.nest.flatten(value),))
-            return tf.nest.pack_sequence_as(value, totals)
+            return without_heads(tf.nest.pack_sequence_as(value, totals))
         replica = _tf.get_current_replica_id_as_int()
         options = options or _tf.CommunicationOptions()
         total = _in_one_frame(
             step, lambda value: self._cross_device_ops._all_reduce(reduce_op, value, replica, options), value
         )
-        return self._scattered(optimizer, total)
+        return self._scattered(optimizer, without_heads(total))
 
     def _is_compressed(self, optimizer, reduce_op, step):
         """Whether an all-reduce is an optimizer's exchange of gradients: what its name scope encloses, but for ours."""

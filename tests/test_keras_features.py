@@ -40,6 +40,10 @@ IN_ONE_PROCESS = (
     "input_words",
     "embedding_of_positions_in_texts_of_any_length",
     "embedding_of_positions_by_a_constant",
+    "embedding_of_positions_for_each_row",
+    "embedding_of_positions_for_each_of_so_many_rows",
+    "embedding_of_all_items_beside_those_of_the_batch",
+    "embedding_of_each_token_once",
     "embedding_of_places_counted_from_the_last_row",
 )
 # Replicas meet before the update, which is each optimizer's own; the others are `exhaustive`.
@@ -89,6 +93,10 @@ ALIKE_ON_WORKERS = (
     "parts_for_some_rows_eagerly",
     "embedding_of_positions_in_texts_of_any_length",
     "embedding_of_positions_by_a_constant",
+    "embedding_of_positions_for_each_row",
+    "embedding_of_positions_for_each_of_so_many_rows",
+    "embedding_of_all_items_beside_those_of_the_batch",
+    "embedding_of_each_token_once",
     "embedding_of_places_counted_from_the_last_row",
 )
 assert {*HIERARCHY, *IN_ONE_PROCESS, *OPTIMIZERS, *ALIKE_ON_WORKERS} <= ROWS.keys()

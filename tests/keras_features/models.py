@@ -337,6 +337,61 @@ def embedding_of_places_counted_from_the_last_row(place):
     return outcome(model, fit(model, x, y, epochs=2))
 
 
+class ForEachRow(WithPositions):
+    """Looks the places up for each row: one device has as many gradients of each as rows."""
+
+    def call(self, x):
+        places = self.positions(tf.tile(tf.range(7)[None], [tf.shape(x)[0], 1]))
+        return self.out(tf.reduce_mean(tf.tanh(self.tokens(x) + places), axis=1))
+
+
+@row()
+def embedding_of_positions_for_each_row(place):
+    model = built(place, ForEachRow, optimizer=lambda: keras.optimizers.Adam(0.01))
+    x, y = tokens(37)
+    return outcome(model, fit(model, x, y))
+
+
+@row(same_bits=False)
+def embedding_of_positions_for_each_of_so_many_rows(place):
+    """Replicas know how many rows they have, and have unlike ones; two devices are told of five together."""
+    model = built(place, ForEachRow, optimizer=lambda: keras.optimizers.Adam(0.01))
+    x, y = tokens(5)
+    own = slice(5)
+    if place.strategy is not None and place.strategy.extended._num_workers > 1:
+        own = slice(3) if place.is_chief else slice(3, 5)
+    for _ in range(3):
+        model.train_on_batch(x[own], y[own])
+    return outcome(model)
+
+
+@row()
+def embedding_of_all_items_beside_those_of_the_batch(place):
+    class Scores(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.items = layers.Embedding(20, 4)
+
+        def call(self, x):
+            return tf.reduce_mean(self.items(x), axis=1) @ tf.transpose(self.items(tf.range(20)))
+
+    model = built(place, Scores, optimizer=lambda: keras.optimizers.Adam(0.01))
+    x, y = tokens()
+    return outcome(model, fit(model, x, y, epochs=2))
+
+
+@row()
+def embedding_of_each_token_once(place):
+    class Once(WithPositions):
+        def call(self, x):
+            once, places = tf.unique(tf.reshape(x, [-1]))
+            return self.out(tf.reduce_mean(tf.gather(self.tokens(once), tf.reshape(places, tf.shape(x))), axis=1))
+
+    model = built(place, Once, optimizer=lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1))
+    x, y = tokens()
+    return outcome(model, fit(model, x, y, epochs=2))
+
+
 class OverRagged(keras.Model):
     def __init__(self):
         super().__init__()
