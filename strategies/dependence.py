@@ -21,7 +21,7 @@ _CALLS = {
 }
 
 
-def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable] = (), by_length: bool = True) -> bool:
+def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable] = (), strict: bool = True) -> bool:
     """Whether a value depends on a batch, or on random numbers, other than by what replicas have exchanged.
 
     Eager values tell nothing of where they come from, and may differ. Costs a walk over the operations that the value
@@ -30,8 +30,8 @@ def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable
     Args:
       value: What replicas compute.
       unlike: Variables that are not alike on all replicas, as all others are.
-      by_length: Whether it counts to depend on how long the rows of a batch are, which is known of a shape's axes from
-        the second on.
+      strict: Whether it counts to depend on what replicas mostly, not always, have alike: how long the rows of a batch
+        are, which is known of a shape's axes from the second on, and tensors that the program holds.
     """
     ahead = [leaf for leaf in tf.nest.flatten(value, expand_composites=True) if tf.is_tensor(leaf)]
     if any(not tf.is_symbolic_tensor(leaf) for leaf in ahead):
@@ -41,7 +41,7 @@ def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable
         tensor = ahead.pop()
         operation = tensor.op
         kind = operation.type
-        if operation in seen or kind in _EXCHANGES or _is_length(tensor, of_any_batch=by_length):
+        if operation in seen or kind in _EXCHANGES or _is_length(tensor, of_any_batch=strict):
             continue
         seen.add(operation)
         inputs = [tensor for tensor in operation.inputs if tensor.dtype != tf.resource]
@@ -52,7 +52,10 @@ def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable
             continue
         captured = _captured(operation)
         if captured is not None:
-            ahead += [captured] if tf.is_symbolic_tensor(captured) else []  # Others are constants of the program.
+            if tf.is_symbolic_tensor(captured):
+                ahead.append(captured)
+            elif strict:
+                return True
             continue
         if kind == "Placeholder" or any(word in kind for word in _DRAWS):
             return True

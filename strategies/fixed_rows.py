@@ -5,7 +5,8 @@ before must be added up here, too: rows that no batch chooses, such as those of 
 replica has each index once, as of sparse inputs. All other rows are joined.
 
 Which rows are meant, the graph of a replica tells, but not always the same on all, since one may know how many rows it
-has, and another not. So each heads its rows by one more, of a negative index, and all decide by the heads of all.
+has, and another not. So each heads its rows by one more, of an index that no row has; by the heads of all, and by
+whether all have the same indices, all decide alike.
 """
 
 import functools
@@ -46,8 +47,7 @@ def with_heads(value: Any, step: Step | None) -> tuple[Any, Callable[[Any], Any]
 def _lookups(slices):
     """The indices of each lookup of a table, which TensorFlow joins if there are several."""
     operation = slices.indices.op
-    joins = operation.type == "ConcatV2" and all(part.shape.rank == 1 for part in operation.inputs[:-1])
-    return list(operation.inputs[:-1]) if joins else [slices.indices]
+    return list(operation.inputs[:-1]) if operation.type == "ConcatV2" else [slices.indices]
 
 
 def _kinds(slices, step):
@@ -59,12 +59,19 @@ def _kind(indices, step):
         indices = indices.op.inputs[_PASSED_ON[indices.op.type]]
     if indices.op.type.startswith("Unique"):
         return _UNIQUE
-    if may_differ(indices, by_length=False):
+    if may_differ(indices, strict=False):
         return _OF_BATCH
-    # Where a batch has a known number of rows, what is made for each of them looks like a constant.
-    rows = None if step is None else step.rows
-    is_for_each_row = isinstance(rows, int) and rows > 1 and len(indices.shape) > 1 and indices.shape[0] == rows
-    return _OF_BATCH if is_for_each_row else _FIXED
+    return _OF_BATCH if _may_be_for_each_row(indices.shape, step) else _FIXED
+
+
+def _may_be_for_each_row(shape, step):
+    """Whether what looks like constants may be made for each row of a batch, of which so many are known."""
+    if shape.rank is None:
+        return True
+    if shape.rank < 2 or shape[0] == 1:
+        return False
+    rows = None if step is None or step.model is None else step.rows
+    return rows is None or (isinstance(rows, int) and shape[0] == rows)
 
 
 def _headed(leaf, kinds, step):
@@ -77,7 +84,8 @@ def _headed(leaf, kinds, step):
         head = tf.constant(kind)
         if kind == _FIXED and step is not None:
             head = tf.where(step.has_rows, head, _FIXED_OF_NOTHING)
-        indices += [tf.cast(-1 - (head + _KINDS * place), leaf.indices.dtype)[None], tf.cast(part, leaf.indices.dtype)]
+        dtype = leaf.indices.dtype
+        indices += [tf.cast(head + _KINDS * place, dtype)[None] + dtype.min, tf.cast(part, dtype)]
     above = [[1, 0]] + [[0, 0]] * (leaf.values.shape.rank - 1)
     headed = tf.concat([tf.pad(part, above) for part in values], axis=0)
     return tf.IndexedSlices(headed, tf.concat(indices, axis=0), leaf.dense_shape)
@@ -86,8 +94,9 @@ def _headed(leaf, kinds, step):
 def _without_heads(total, kinds):
     if not kinds:
         return total
-    is_head = total.indices < 0
-    heads = tf.cast(-1 - tf.boolean_mask(total.indices, is_head), tf.int32)  # [replicas * lookups]
+    least = total.indices.dtype.min
+    is_head = total.indices < least + _KINDS * len(kinds)
+    heads = tf.cast(tf.boolean_mask(total.indices, is_head) - least, tf.int32)  # [replicas * lookups]
     owners = tf.cumsum(tf.cast(is_head, tf.int32)) - 1
     parts = []
     for place, kind in enumerate(kinds):

@@ -392,6 +392,55 @@ def embedding_of_each_token_once(place):
     return outcome(model, fit(model, x, y, epochs=2))
 
 
+class ByEachReplica(WithPositions):
+    """Looks up other places on each replica, though its graph shows no batch."""
+
+    def __init__(self, places):
+        super().__init__()
+        self.places = places
+
+    def call(self, x):
+        places = self.positions(self.places(x))
+        return self.out(tf.reduce_mean(tf.tanh(self.tokens(x) + places), axis=1))
+
+
+@tf.function
+def drawn():
+    return tf.random.uniform([7], maxval=9, dtype=tf.int32)
+
+
+@row(exempt="each replica draws places of its own", same_bits=False)
+def embedding_of_places_drawn_in_a_function(place):
+    model = built(place, lambda: ByEachReplica(lambda x: drawn()), optimizer=lambda: keras.optimizers.Adam(0.01))
+    x, y = tokens()
+    return outcome(model, fit(model, x, y))
+
+
+@row(exempt="each replica has places of its own")
+def embedding_of_places_by_the_replica(place):
+    def places(x):
+        context = tf.distribute.get_replica_context()  # None while the model is built
+        return tf.range(7) + (context.replica_id_in_sync_group % 2 if context else 0)
+
+    model = built(place, lambda: ByEachReplica(places), optimizer=lambda: keras.optimizers.Adam(0.01))
+    x, y = tokens()
+    return outcome(model, fit(model, x, y))
+
+
+@row()
+def embedding_of_one_kind_for_all(place):
+    """One device has a gradient of it for each token."""
+
+    class OfOneKind(ForEachRow):
+        def call(self, x):
+            kinds = self.positions(tf.fill(tf.shape(x), 0))
+            return self.out(tf.reduce_mean(tf.tanh(self.tokens(x) + kinds), axis=1))
+
+    model = built(place, OfOneKind, optimizer=lambda: keras.optimizers.Adam(0.01))
+    x, y = tokens(37)
+    return outcome(model, fit(model, x, y))
+
+
 class OverRagged(keras.Model):
     def __init__(self):
         super().__init__()
