@@ -206,7 +206,7 @@ class Exchange(tf.Module):
             del self._function  # whose graphs hold it, too
 
     def residuals(self) -> list[tf.Tensor]:
-        """What all replicas of this worker have left behind."""
+        """What all replicas of this worker have left behind; costs a pass over it where it is kept as a product."""
         return [
             residual
             for states in self.states

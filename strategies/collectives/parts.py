@@ -125,7 +125,11 @@ _MATRICES_BYTES = 64 << 20
 
 
 class Matrices:
-    """Gradients under PowerSGD. Kept are, matrix after matrix, three of the step before, and the factors."""
+    """Gradients under PowerSGD.
+
+    Kept are, for each matrix, itself, its basis and this replica's back projection as they were in the step before, and
+    after those of all matrices the factors that all replicas share.
+    """
 
     def __init__(self, codec: PowerSGD, positions: list[int], gradients: Sequence[Gradient], seed: int):
         self.codec, self.positions = codec, positions
@@ -195,7 +199,7 @@ class Matrices:
         replicas, rank = collectives.ranks * collectives.spread, self.codec.rank
         states = []
         for matrix in (matrix for residuals in kinds[:-1] for matrix in residuals):
-            # Of a product of zeros, it is left as it is.
+            # With a basis and a back projection of zeros, what is left of the matrix is the matrix.
             states += [matrix / replicas, *(tf.zeros([axis, rank]) for axis in matrix.shape)]
         return [*states, *kinds[-1]]
 
