@@ -34,7 +34,10 @@ def with_heads(value: Any, step: Step | None) -> tuple[Any, Callable[[Any], Any]
     if tf.executing_eagerly():
         return value, lambda totals: totals
     leaves = tf.nest.flatten(value)
-    kinds = [_kinds(leaf, step) if isinstance(leaf, tf.IndexedSlices) else [] for leaf in leaves]
+    kinds = [
+        [_kind(indices, step) for indices in _lookups(leaf)] if isinstance(leaf, tf.IndexedSlices) else []
+        for leaf in leaves
+    ]
     headed = [_headed(*each, step) for each in zip(leaves, kinds, strict=True)]
 
     def without_heads(totals: Any) -> Any:
@@ -48,10 +51,6 @@ def _lookups(slices):
     """The indices of each lookup of a table, which TensorFlow joins if there are several."""
     operation = slices.indices.op
     return list(operation.inputs[:-1]) if operation.type == "ConcatV2" else [slices.indices]
-
-
-def _kinds(slices, step):
-    return [_kind(indices, step) for indices in _lookups(slices)]
 
 
 def _kind(indices, step):
@@ -96,6 +95,9 @@ def _without_heads(total, kinds):
         return total
     least = total.indices.dtype.min
     is_head = total.indices < least + _KINDS * len(kinds)
+    if kinds == [_OF_BATCH]:  # As most are; nobody has to know which rows are whose.
+        values = tf.ensure_shape(tf.boolean_mask(total.values, ~is_head), [None, *total.values.shape[1:]])
+        return tf.IndexedSlices(values, tf.boolean_mask(total.indices, ~is_head), total.dense_shape)
     heads = tf.cast(tf.boolean_mask(total.indices, is_head) - least, tf.int32)  # [replicas * lookups]
     owners = tf.cumsum(tf.cast(is_head, tf.int32)) - 1
     parts = []

@@ -13,6 +13,19 @@ HIERARCHY = (
     "batch_normalization",
     "embedding_adam_sparse",
 )
+# What one device adds up is told by a replica's graph, which is the same in a process and on a worker.
+ROWS_ADDED_UP = (
+    "embedding_of_positions_in_texts_of_any_length",
+    "embedding_of_positions_by_a_constant",
+    "embedding_of_positions_for_each_row",
+    "embedding_of_places_drawn_in_a_function",
+    "embedding_of_places_by_the_replica",
+    "embedding_of_one_kind_for_all",
+    "embedding_of_positions_for_each_of_so_many_rows",
+    "embedding_of_all_items_beside_those_of_the_batch",
+    "embedding_of_each_token_once",
+    "embedding_of_places_counted_from_the_last_row",
+)
 # Where replicas in one graph, or one after another, do not go the way of processes; on two devices the others are
 # `exhaustive`.
 IN_ONE_PROCESS = (
@@ -38,16 +51,7 @@ IN_ONE_PROCESS = (
     "parts_of_unlike_kinds_for_some_rows_eagerly",
     "an_output_more_in_training",
     "input_words",
-    "embedding_of_positions_in_texts_of_any_length",
-    "embedding_of_positions_by_a_constant",
-    "embedding_of_positions_for_each_row",
-    "embedding_of_places_drawn_in_a_function",
-    "embedding_of_places_by_the_replica",
-    "embedding_of_one_kind_for_all",
-    "embedding_of_positions_for_each_of_so_many_rows",
-    "embedding_of_all_items_beside_those_of_the_batch",
-    "embedding_of_each_token_once",
-    "embedding_of_places_counted_from_the_last_row",
+    *ROWS_ADDED_UP,
 )
 # Replicas meet before the update, which is each optimizer's own; the others are `exhaustive`.
 OPTIMIZERS = (
@@ -94,16 +98,7 @@ ALIKE_ON_WORKERS = (
     "variational_model_without_a_call",
     "input_words",
     "parts_for_some_rows_eagerly",
-    "embedding_of_positions_in_texts_of_any_length",
-    "embedding_of_positions_by_a_constant",
-    "embedding_of_positions_for_each_row",
-    "embedding_of_places_drawn_in_a_function",
-    "embedding_of_places_by_the_replica",
-    "embedding_of_one_kind_for_all",
-    "embedding_of_positions_for_each_of_so_many_rows",
-    "embedding_of_all_items_beside_those_of_the_batch",
-    "embedding_of_each_token_once",
-    "embedding_of_places_counted_from_the_last_row",
+    *ROWS_ADDED_UP,
 )
 assert {*HIERARCHY, *IN_ONE_PROCESS, *OPTIMIZERS, *ALIKE_ON_WORKERS} <= ROWS.keys()
 WORKERS = [
