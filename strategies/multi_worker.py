@@ -26,6 +26,8 @@ from tfdist.faults.silence import watch_chief
 from tfdist.strategies import variables
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.launcher import carrier_of
+from tfdist.strategies.collectives.lines import connect
+from tfdist.strategies.collectives.wire import Wire
 from tfdist.strategies.compression import Codec
 from tfdist.strategies.datasets import BalancedDataset
 from tfdist.strategies.devices import make_virtual_devices
@@ -47,6 +49,7 @@ _CHUNK_BYTES = 1 << 16
 # TensorFlow connects workers that are all there in seconds. It has what is left of the time to start, at least the one
 # number and at most the other, or a fifth of that time if it is more; after the part it gives up by itself.
 _CONNECT_SECONDS, _REGISTER_PART = (10.0, 60.0), 0.7
+_LINES_SECONDS = 10.0  # For connections that training can do without.
 
 
 class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerMirroredStrategy):
@@ -94,6 +97,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             with _first_exchange():
                 self.reduce("SUM", tf.ones([]), axis=None)  # Each fetches from another, what a broadcast does not try.
                 _share_seed(self)
+            if compression is not None:
+                extended.lay_wire(self.fault_tolerance)
             watchdog.start(self, extended.board, extended.creations)
             self._use = Use()  # What is above is no use of it.
             if extended.should_checkpoint:
@@ -183,6 +188,8 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
     # A process joins its cluster once. For a second strategy TensorFlow would join again, at another moment on each
     # worker, and collectives between these moments would be lost.
     _has_joined = False
+    # Whether this process has tried to make connections for gradients, and what came of it.
+    _has_tried, _wire = False, None
 
     @property
     def _crosses_border(self):
@@ -193,6 +200,25 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         own = tf.one_hot(self._id_in_cluster, self._num_workers, dtype=tf.int64)
         said = tf.tensordot(own, tf.constant(numbers, tf.int64), 0)
         return self._container_strategy().reduce("SUM", said, axis=None).numpy().tolist()
+
+    def lay_wire(self, options):
+        """Lets encoded gradients go over connections of their own, if all workers can make them."""
+        if not _MultiWorkerExtended._has_tried:
+            _MultiWorkerExtended._has_tried = True
+            addresses = meeting.addresses_of(ClusterSpec.from_env())
+            lines, names = {}, [f"worker {worker} at {address}" for worker, address in enumerate(addresses)]
+            try:
+                lines = connect(self.board, addresses, _LINES_SECONDS, options.heartbeat_timeout_seconds)
+            except (OSError, ClusterError) as error:
+                logging.warning(
+                    "Encoded gradients go the way of all others, which takes more processor time, since workers could "
+                    "not connect at other ports than those of TF_CONFIG: %s. Open the hosts' ports to each other.",
+                    error,
+                )
+            if all(self.of_all_workers(int(bool(lines)))):
+                _MultiWorkerExtended._wire = Wire(self._id_in_cluster, lines, names)
+        if self._wire is not None:
+            self._cross_device_ops.use(self._wire)
 
     @functools.cached_property
     def creations(self):

@@ -484,6 +484,43 @@ def test_a_killed_worker_ends_the_others(job, killed):
     assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 1, job.output(1 - killed)
 
 
+ENCODED = TRAIN.replace("Strategy()", "Strategy(compression=tfdist.compression.Int8(min_elements=1))")
+
+
+@pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
+def test_a_killed_worker_ends_the_others_who_wait_for_its_encoded_gradients(killed, job):
+    job.start(ENCODED + "assert strategy.extended._wire is not None\nfit(build())", workers=3)
+    for index in range(3):
+        job.wait_for(index, "training")
+    job.processes[killed].kill()
+    codes = job.wait()
+    others = [index for index in range(3) if index != killed]
+    assert all(codes[index] == 1 for index in others), [job.output(index) for index in others]
+    assert all(re.search(rf"worker {killed} at \S+ is gone", job.output(index)) for index in others)
+
+
+def test_a_frozen_worker_ends_who_waits_for_its_encoded_gradients(job):
+    job.start(ENCODED + "fit(build())", TFDIST_HEARTBEAT_TIMEOUT_SECONDS="3")
+    for index in range(2):
+        job.wait_for(index, "training")
+    tfdist.testing.faults.freeze(job.processes[1].pid)
+    assert job.processes[0].wait(DEADLINE_SECONDS / 3) == 1
+    assert "UnavailableError" in job.output(0) and "task:1" in job.output(0), job.output(0)
+
+
+def test_workers_that_cannot_connect_at_other_ports_exchange_encoded_gradients_as_all_else(job):
+    blocked = """
+from tfdist.strategies.collectives import lines
+if worker:
+    lines.split_address = lambda address: ("192.0.2.1", 1)  # of nobody, as RFC 5737 has it
+"""
+    head, tail = ENCODED.split("strategy = ", 1)
+    job.start(head + blocked + "strategy = " + tail + "assert strategy.extended._wire is None\nfit(build(), epochs=2)")
+    assert job.wait() == [0, 0], job.output(0) + job.output(1)
+    assert "cannot connect to worker 0 at 192.0.2.1" in job.output(1)
+    assert "Open the hosts' ports to each other" in job.output(0)
+
+
 def test_a_frozen_chief_is_named_and_ends_the_other(job):
     job.start(TRAIN + "fit(build())", TFDIST_HEARTBEAT_TIMEOUT_SECONDS="3")
     for index in range(2):

@@ -9,6 +9,7 @@ from tfdist.strategies.collectives.buckets import BUCKET_BYTES, fill_buckets, jo
 from tfdist.strategies.collectives.launcher import Launcher, added_up, to_add_up
 from tfdist.strategies.collectives.sparse import all_reduce_sparse
 from tfdist.strategies.collectives.stopwatch import Stopwatch
+from tfdist.strategies.collectives.wire import Wire
 
 # Far from the group keys that a strategy's other collectives have.
 _HIERARCHY_KEYS = 1 << 10
@@ -79,6 +80,11 @@ class Collectives(_tf.CollectiveAllReduce):
     def is_first(self, replica: int) -> bool:
         """Whether it is the first replica of all workers."""
         return self.worker == 0 and replica == 0
+
+    def use(self, wire: Wire) -> None:
+        """Lets encoded exchanges between workers go over connections of their own, unless devices are GPUs."""
+        for launcher in self._across or self._launchers:
+            launcher.wire = wire if "CPU" in launcher._device else None
 
     def count_alike(self, data: Sequence[tf.Tensor] = ()) -> None:
         """Lets the replicas of this worker count on from one number, and not before `data` are there.

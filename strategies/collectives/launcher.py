@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from tfdist import _tf
+from tfdist.strategies.collectives.wire import Wire
 
 # Away from the keys that TensorFlow gives to the broadcasts of initial values, which count up from 100.
 _FIRST_INSTANCE_KEY = 1 << 20
@@ -61,7 +62,10 @@ class Launcher(_tf.CollectiveReplicaLauncher):
     Attributes:
       count: The key of the collective that was launched last, int32 [].
       untouched: A variable that nobody reads or writes, on a CPU.
+      wire: Carries what `all_gather_rows` and `all_to_all` exchange, if there is one.
     """
+
+    wire: Wire | None = None
 
     def __init__(self, group_key, group_size, collective_keys, device, options):
         super().__init__(group_key, group_size, collective_keys, device, options)
@@ -107,10 +111,14 @@ class Launcher(_tf.CollectiveReplicaLauncher):
 
     def all_gather_rows(self, tensor: tf.Tensor, options) -> tf.Tensor:
         """Joins tensors of equal shape along their first axis: [n, ...] -> [replicas * n, ...]."""
+        if self._goes_by_wire(tensor, options):
+            return self._over_wire(tensor, apart=False)
         return self._all_gather(tensor, options)
 
     def all_to_all(self, rows: tf.Tensor, options) -> tf.Tensor:
         """Sends row j to replica j: [replicas, ...] -> [replicas, ...], row i from replica i."""
+        if self._goes_by_wire(rows, options):
+            return self._over_wire(rows, apart=True)
         key, token = self._next_instance_key(), self._get_ordering_token()
         options = self._options.merge(options)
         with tf.device(self._device):
@@ -123,3 +131,11 @@ class Launcher(_tf.CollectiveReplicaLauncher):
                 communication_hint=options.implementation.value,
                 timeout_seconds=options.timeout_seconds or 0,
             )
+
+    def _goes_by_wire(self, rows, options):
+        # TensorFlow alone gives collectives a deadline.
+        return self.wire is not None and self.wire.carries(rows) and not self._options.merge(options).timeout_seconds
+
+    def _over_wire(self, rows, apart):
+        key, token = self._next_instance_key(), self._get_ordering_token()
+        return self.wire.exchange(rows, self._group_key, key, token, apart=apart)

@@ -1,0 +1,245 @@
+"""Connections of each worker to each other, over which encoded gradients travel.
+
+What TensorFlow's collectives exchange they fetch by calls of gRPC, which take two to three milliseconds of processor a
+MB; a connection of our own takes less than half a one. All that is not encoded stays with TensorFlow's, and they tell
+of workers that are gone: while a step waits here, a thread asks every second whether they would still run.
+"""
+
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from tfdist import _tf
+
+__all__ = ["Wire"]
+
+_HEADER = struct.Struct("!iiq")  # The group of an exchange, its key in the group, the bytes that follow.
+_CARRIED = (tf.int8, tf.uint8, tf.int16, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64)
+_FAILED = -1  # In place of a key; those are positive.
+_LOOK_SECONDS = 1.0
+_PROBE_KEYS = 1 << 20  # Group keys that TensorFlow gives count up from 1.
+
+_Tag = tuple[int, int]  # The group of an exchange, and its key.
+
+
+class Wire:
+    """Exchanges between all workers. Each costs a copy on its way out and one on its way in.
+
+    Args:
+      worker: Which worker this is.
+      lines: A connection to each other, by worker.
+      names: What to call the workers in errors.
+    """
+
+    def __init__(self, worker: int, lines: Mapping[int, socket.socket], names: Sequence[str]):
+        self._worker, self._lines, self._names = worker, lines, names
+        self._lock = threading.Lock()
+        self._rounds: dict[_Tag, _Round] = {}
+        self._gone: dict[int, str] = {}  # Workers that send no more, and what is to be said of each.
+        self._fault: str | None = None
+        self._outboxes: dict[int, queue.SimpleQueue] = {peer: queue.SimpleQueue() for peer in lines}
+        threads = [(target, peer) for peer in lines for target in (self._send, self._receive)]
+        for target, *args in [*threads, (self._watch,)]:
+            threading.Thread(target=target, args=args, name=f"tfdist-wire{target.__name__}", daemon=True).start()
+
+    def exchange(self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor, *, apart: bool) -> tf.Tensor:
+        """The rows of all workers, in their order.
+
+        Args:
+          rows: Of one type and shape on all workers: [n, ...], or [workers, ...] if they go apart.
+          group: The key of the group of replicas that exchange.
+          key: int32 [], positive, that none of the group's other exchanges under way has.
+          token: A handle by which TensorFlow orders what can fail.
+          apart: Whether row j is for worker j; else all are for all.
+
+        Returns:
+          [workers * n, ...]; or [workers, ...], row i from worker i, if they went apart.
+
+        Raises:
+          tf.errors.UnavailableError: While the graph runs, if a worker is gone or TensorFlow's collectives fail.
+        """
+        workers = len(self._names)
+        sent = tf.reshape(tf.bitcast(rows, tf.uint8), [workers if apart else 1, -1])
+        with tf.init_scope(), tf.device("CPU:0"):
+            inbox = tf.queue.FIFOQueue(-1, [tf.int32, tf.uint8])
+
+        def post(key, sent):
+            self._post((group, int(key)), sent, inbox)
+            return key
+
+        def take():
+            got, received = inbox.dequeue()
+            return tf.ensure_shape(got, []), tf.ensure_shape(received, [workers, None])
+
+        # Not stateful: of those TensorFlow begins one after another. Its input is no constant, so it is not folded.
+        posted = tf.ensure_shape(tf.numpy_function(post, [key, sent], tf.int32, stateful=False), [])
+        # What a step has left that failed halfway is of another key.
+        got, received = tf.while_loop(lambda got, _: (got != posted) & (got != _FAILED), lambda *_: take(), take())
+        checked = tf.cond(got == _FAILED, lambda: self._probe(token), lambda: tf.zeros([1]))
+        with tf.control_dependencies([checked]):
+            received = tf.reshape(received, [-1, rows.dtype.size] if rows.dtype.size > 1 else [-1])
+        first = workers if apart else workers * tf.shape(rows)[0]
+        return tf.reshape(tf.bitcast(received, rows.dtype), tf.concat([[first], tf.shape(rows)[1:]], axis=0))
+
+    @staticmethod
+    def carries(rows: tf.Tensor) -> bool:
+        """Whether it exchanges such a tensor: numbers, in a graph."""
+        return rows.dtype in _CARRIED and not tf.executing_eagerly()
+
+    def _post(self, tag, sent, inbox):
+        size = sent.shape[1]
+        with self._lock:
+            current = self._round(tag, size)
+            current.inbox, current.since = inbox, time.monotonic()
+            gone = [self._gone[peer] for peer in sorted(current.missing) if peer in self._gone]
+            fault = next(filter(None, [self._fault, *gone, self._unlike(current, size, self._worker)]), None)
+            if fault:
+                self._rounds.pop(tag)
+        if fault:
+            self._fail(fault)
+            current.deliver(_FAILED)
+            return
+        for peer, outbox in self._outboxes.items():
+            outbox.put((tag, _row_of(sent, peer)))
+        current.rows[self._worker] = _row_of(sent, self._worker)
+        self._arrive(tag, current, self._worker)
+
+    def _round(self, tag, size):
+        """The exchange of that tag, which begins with the worker that is first."""
+        if tag not in self._rounds:
+            self._rounds[tag] = _Round(len(self._names), size)
+        return self._rounds[tag]
+
+    def _unlike(self, current, size, worker):
+        """What is wrong with a worker's part of an exchange, if its size is not that of another's."""
+        known = current.rows.shape[1]
+        if size == known:
+            return None
+        return (
+            f"All workers must exchange gradients of one size, but {self._names[worker]} has {size} bytes, and another "
+            f"{known}. Give all the same model and the same codec, and let all take the same steps."
+        )
+
+    def _arrive(self, tag, current, worker):
+        with self._lock:
+            current.missing.discard(worker)
+            is_whole = not current.missing and self._rounds.pop(tag, None) is current
+        if is_whole:
+            current.deliver(tag[1])
+
+    def _lose(self, peer, error):
+        """Takes note that a worker sends no more; who waits for it need not wait on."""
+        why = f"{self._names[peer]} is gone: its connection for gradients has ended ({error}). Its log may say why."
+        with self._lock:
+            self._gone[peer] = why
+            is_missed = any(each.inbox is not None and peer in each.missing for each in self._rounds.values())
+        if is_missed:
+            self._fail(why)
+
+    def _fail(self, why):
+        """Lets all exchanges fail, now and from now on, and with them TensorFlow's collectives on this worker."""
+        with self._lock:
+            if self._fault is not None:
+                return
+            self._fault = why
+            rounds = list(self._rounds.values())
+            self._rounds.clear()
+        _tf.context.context().abort_collective_ops(tf.errors.UNAVAILABLE, why)
+        for current in rounds:
+            current.deliver(_FAILED)
+
+    def _probe(self, *tokens):
+        """Raises if TensorFlow's collectives are aborted: one of this worker alone, that meets nobody."""
+        return tf.raw_ops.CollectiveReduceV2(
+            input=tf.zeros([1]),
+            group_size=1,
+            group_key=_PROBE_KEYS + self._worker,
+            instance_key=1,
+            ordering_token=tokens,
+            merge_op="Add",
+            final_op="Id",
+        )
+
+    # Threads: two for each other worker, and one that watches.
+
+    def _send(self, peer):
+        line, outbox = self._lines[peer], self._outboxes[peer]
+        try:
+            while True:
+                (group, key), row = outbox.get()
+                line.sendmsg([_HEADER.pack(group, key, row.nbytes)], [], socket.MSG_MORE)
+                line.sendall(row)
+                del row  # Else what was sent last is kept.
+        except Exception as error:  # Whatever it is, nobody may wait for this thread.
+            self._lose(peer, error)
+
+    def _receive(self, peer):
+        line, header = self._lines[peer], bytearray(_HEADER.size)
+        try:
+            while self._fault is None:
+                _fill(line, header)
+                group, key, size = _HEADER.unpack(header)
+                with self._lock:
+                    current = self._round((group, key), size)
+                if fault := self._unlike(current, size, peer):
+                    self._fail(fault)
+                    return
+                _fill(line, current.rows[peer])
+                self._arrive((group, key), current, peer)
+        except Exception as error:  # See above.
+            self._lose(peer, error)
+
+    def _watch(self):
+        while self._fault is None:
+            time.sleep(_LOOK_SECONDS)
+            before = time.monotonic() - _LOOK_SECONDS
+            with self._lock:
+                waits = any(each.inbox is not None and each.since < before for each in self._rounds.values())
+            if waits:
+                try:
+                    self._probe()
+                except tf.errors.OpError as error:
+                    self._fail(error.message)
+
+
+class _Round:
+    """One exchange under way.
+
+    Attributes:
+      rows: What the workers send, uint8 [workers, bytes].
+      missing: Whose has not come.
+      inbox: The queue from which this worker's step takes it; `None` before it is there.
+      since: When it was there, of the monotonic clock.
+    """
+
+    def __init__(self, workers, size):
+        with tf.device("CPU:0"):
+            # Memory of TensorFlow's, which no other thread gives back under the interpreter's lock.
+            self._tensor = tf.raw_ops.Empty(shape=[workers, size], dtype=tf.uint8)
+        self.rows = self._tensor.__array__()  # Not a copy, and not `np.asarray`, which makes one that is read-only.
+        self.missing = set(range(workers))
+        self.inbox, self.since = None, 0.0
+
+    def deliver(self, key):
+        """Gives this worker's step what has come, under that key."""
+        if self.inbox is not None:
+            with tf.device("CPU:0"):
+                self.inbox.enqueue([tf.constant(key), self._tensor])
+
+
+def _row_of(sent, worker):
+    return sent[worker] if len(sent) > 1 else sent[0]
+
+
+def _fill(line, buffer):
+    rest = memoryview(buffer)
+    while rest:
+        count = line.recv_into(rest, len(rest), socket.MSG_WAITALL)
+        if not count:
+            raise EOFError("closed")
+        rest = rest[count:]
