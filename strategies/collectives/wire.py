@@ -43,9 +43,10 @@ class Wire:
         self._gone: dict[int, str] = {}  # Workers that send no more, and what is to be said of each.
         self._fault: str | None = None
         self._outboxes: dict[int, queue.SimpleQueue] = {peer: queue.SimpleQueue() for peer in lines}
-        threads = [(target, peer) for peer in lines for target in (self._send, self._receive)]
-        for target, *args in [*threads, (self._watch,)]:
-            threading.Thread(target=target, args=args, name=f"tfdist-wire{target.__name__}", daemon=True).start()
+        ways = ("send", self._send), ("receive", self._receive)
+        threads: list = [(name, target, (peer,)) for peer in lines for name, target in ways]
+        for name, target, args in [*threads, ("watch", self._watch, ())]:
+            threading.Thread(target=target, args=args, name=f"tfdist-wire-{name}", daemon=True).start()
 
     def exchange(self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor, *, apart: bool) -> tf.Tensor:
         """The rows of all workers, in their order.
