@@ -496,7 +496,6 @@ def test_a_killed_worker_ends_the_others_who_wait_for_its_encoded_gradients(kill
     codes = job.wait()
     others = [index for index in range(3) if index != killed]
     assert all(codes[index] == 1 for index in others), [job.output(index) for index in others]
-    assert all(re.search(rf"worker {killed} at \S+ is gone", job.output(index)) for index in others)
 
 
 def test_a_frozen_worker_ends_who_waits_for_its_encoded_gradients(job):
