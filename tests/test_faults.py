@@ -52,6 +52,12 @@ class Job:
                     )
                 )
 
+    def train(self, body, workers=2, **environ):
+        """Starts them, and waits until all are in the middle of a `fit`."""
+        self.start(body, workers, **environ)
+        for index in range(workers):
+            self.wait_for(index, "training")
+
     def output(self, index):
         return (self.directory / f"worker-{index}.log").read_text()
 
@@ -476,9 +482,7 @@ def test_a_strategy_waits_no_longer_than_it_is_told(job):
 
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_killed_worker_ends_the_others(job, killed):
-    job.start(TRAIN + "fit(build())")
-    for index in range(2):
-        job.wait_for(index, "training")
+    job.train(TRAIN + "fit(build())")
     job.processes[killed].kill()
     codes = job.wait()
     assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 1, job.output(1 - killed)
@@ -489,9 +493,7 @@ ENCODED = TRAIN.replace("Strategy()", "Strategy(compression=tfdist.compression.I
 
 @pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
 def test_a_killed_worker_ends_the_others_who_wait_for_its_encoded_gradients(killed, job):
-    job.start(ENCODED + "assert strategy.extended._wire is not None\nfit(build())", workers=3)
-    for index in range(3):
-        job.wait_for(index, "training")
+    job.train(ENCODED + "assert strategy.extended._wire is not None\nfit(build())", workers=3)
     job.processes[killed].kill()
     codes = job.wait()
     others = [index for index in range(3) if index != killed]
@@ -499,9 +501,7 @@ def test_a_killed_worker_ends_the_others_who_wait_for_its_encoded_gradients(kill
 
 
 def test_a_frozen_worker_ends_who_waits_for_its_encoded_gradients(job):
-    job.start(ENCODED + "fit(build())", TFDIST_HEARTBEAT_TIMEOUT_SECONDS="3")
-    for index in range(2):
-        job.wait_for(index, "training")
+    job.train(ENCODED + "fit(build())", TFDIST_HEARTBEAT_TIMEOUT_SECONDS="3")
     tfdist.testing.faults.freeze(job.processes[1].pid)
     assert job.processes[0].wait(DEADLINE_SECONDS / 3) == 1
     assert "UnavailableError" in job.output(0) and "task:1" in job.output(0), job.output(0)
@@ -521,9 +521,7 @@ if worker:
 
 
 def test_a_frozen_chief_is_named_and_ends_the_other(job):
-    job.start(TRAIN + "fit(build())", TFDIST_HEARTBEAT_TIMEOUT_SECONDS="3")
-    for index in range(2):
-        job.wait_for(index, "training")
+    job.train(TRAIN + "fit(build())", TFDIST_HEARTBEAT_TIMEOUT_SECONDS="3")
     tfdist.testing.faults.freeze(job.processes[0].pid)
     assert job.processes[1].wait(DEADLINE_SECONDS / 3) == 1
     assert re.search(r"worker 0 at 127\.0\.0\.1:\d+ does not answer for .* is frozen", job.output(1)), job.output(1)

@@ -100,8 +100,8 @@ def _set_up(line: socket.socket, silence_seconds: float) -> None:
     line.settimeout(None)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError):  # Not on this machine, or not allowed.
-        # Linux' own choice, unless told otherwise. BBR, which some are told, measures bursts that go both ways wrong:
-        # steps over 1 Gbit/s take a tenth longer.
+        # Linux' own choice, unless told otherwise. BBR, which some are told, takes bursts that go both ways for a
+        # slow link.
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(silence_seconds / 2)))

@@ -1,7 +1,7 @@
 """Connections of each worker to each other, over which encoded gradients travel.
 
-What TensorFlow's collectives exchange they fetch by calls of gRPC, which take two to three milliseconds of processor a
-MB; a connection of our own takes less than half a one. All that is not encoded stays with TensorFlow's, and they tell
+What TensorFlow's collectives exchange they fetch by calls of gRPC, which copy it several times; a connection of our own
+takes less of the processor. All that is not encoded stays with TensorFlow's, and they tell
 of workers that are gone: while a step waits here, a thread asks every second whether they would still run.
 """
 
