@@ -97,8 +97,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             with _first_exchange():
                 self.reduce("SUM", tf.ones([]), axis=None)  # Each fetches from another, what a broadcast does not try.
                 _share_seed(self)
-            if compression is not None:
-                extended.lay_wire(self.fault_tolerance)
+            extended.lay_wire(self.fault_tolerance)
             watchdog.start(self, extended.board, extended.creations)
             self._use = Use()  # What is above is no use of it.
             if extended.should_checkpoint:
@@ -202,7 +201,9 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         return self._container_strategy().reduce("SUM", said, axis=None).numpy().tolist()
 
     def lay_wire(self, options):
-        """Lets encoded gradients go over connections of their own, if all workers can make them."""
+        """Lets what workers exchange go over connections of their own, if all can make them; not from GPUs."""
+        if "CPU" not in self._devices[0]:
+            return
         if not _MultiWorkerExtended._has_tried:
             _MultiWorkerExtended._has_tried = True
             addresses = meeting.addresses_of(ClusterSpec.from_env())
@@ -211,8 +212,8 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
                 lines = connect(self.board, addresses, _LINES_SECONDS, options.heartbeat_timeout_seconds)
             except (OSError, ClusterError) as error:
                 logging.warning(
-                    "Encoded gradients go the way of all others, which takes more processor time, since workers could "
-                    "not connect at other ports than those of TF_CONFIG: %s. Open the hosts' ports to each other.",
+                    "What workers exchange goes over gRPC, which takes more processor time, since they could not "
+                    "connect at other ports than those of TF_CONFIG: %s. Open the hosts' ports to each other.",
                     error,
                 )
             if all(self.of_all_workers(int(bool(lines)))):

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.strategies.collectives.buckets import BUCKET_BYTES, fill_buckets, join, separate
-from tfdist.strategies.collectives.launcher import Launcher, added_up, to_add_up
+from tfdist.strategies.collectives.launcher import Launcher, added_up, sum_in_order, to_add_up
 from tfdist.strategies.collectives.sparse import all_reduce_sparse
 from tfdist.strategies.collectives.stopwatch import Stopwatch
 from tfdist.strategies.collectives.wire import Wire
@@ -47,6 +47,8 @@ class Collectives(_tf.CollectiveAllReduce):
             return [Launcher(key, size, collective_keys, device, options) for key, device in placed]
 
         self._launchers = launchers([group_key] * self.replicas, group_size)
+        for launcher in self._launchers:  # A ring crosses the network fewer times where workers have several devices.
+            launcher.is_ordered = self.spread == 1 and "CPU" in launcher._device
         self._across, self._within = [], []
         if self.spread > 1:
             first = group_key + _HIERARCHY_KEYS
@@ -82,7 +84,7 @@ class Collectives(_tf.CollectiveAllReduce):
         return self.worker == 0 and replica == 0
 
     def use(self, wire: Wire) -> None:
-        """Lets encoded exchanges between workers go over connections of their own, unless devices are GPUs."""
+        """Lets encoded exchanges between workers go over connections of their own; and all, if each has one device."""
         for launcher in self._across or self._launchers:
             launcher.wire = wire if "CPU" in launcher._device else None
 
@@ -126,7 +128,7 @@ class Collectives(_tf.CollectiveAllReduce):
             return exchange(bucket, watch.of_collectives(self._launchers[replica]), self.ranks)
         within = watch.of_collectives(self._within[replica])
         parts = within.all_to_all(tf.reshape(bucket, [self.spread, -1]), options)
-        part = tf.ensure_shape(tf.add_n(tf.unstack(parts, num=self.spread)), [bucket.shape[0] // self.spread])
+        part = tf.ensure_shape(sum_in_order(tf.unstack(parts, num=self.spread)), [bucket.shape[0] // self.spread])
         total, *rest = exchange(part, watch.of_collectives(self._across[replica]), self.ranks)
         return tf.ensure_shape(within.all_gather_rows(total, options), bucket.shape), *rest
 

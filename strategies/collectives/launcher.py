@@ -1,5 +1,7 @@
 """Launches collective operations on one replica, under keys that all replicas agree on."""
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 from tfdist import _tf
@@ -46,6 +48,15 @@ def _is_small(dtype):
     return dtype.is_integer and dtype in _CARRIERS
 
 
+def sum_in_order(terms: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The sum, to the bit that of adding one after another."""
+    total = terms[0]
+    for place, term in enumerate(terms[1:], start=1):
+        # TensorFlow would make one `tf.add_n` of it, which begins with whichever term it may overwrite.
+        total = tf.add(total if place == 1 else tf.raw_ops.Snapshot(input=total), term)
+    return total
+
+
 class Launcher(_tf.CollectiveReplicaLauncher):
     """A launcher whose instance keys are counted while the step runs.
 
@@ -62,10 +73,12 @@ class Launcher(_tf.CollectiveReplicaLauncher):
     Attributes:
       count: The key of the collective that was launched last, int32 [].
       untouched: A variable that nobody reads or writes, on a CPU.
-      wire: Carries what `all_gather_rows` and `all_to_all` exchange, if there is one.
+      wire: Carries all but what `all_to_all` does by itself, if there is one.
+      is_ordered: Whether sums are added up in the order of replicas, in a graph.
     """
 
     wire: Wire | None = None
+    is_ordered = False
 
     def __init__(self, group_key, group_size, collective_keys, device, options):
         super().__init__(group_key, group_size, collective_keys, device, options)
@@ -109,16 +122,35 @@ class Launcher(_tf.CollectiveReplicaLauncher):
         lengths = self._all_gather(lengths, options)
         return tf.strings.substr(joined, tf.zeros_like(lengths), lengths)
 
+    def all_reduce(self, input_tensor, control_input=None, options=None) -> tf.Tensor:
+        """Sums tensors of equal shape.
+
+        In order, each replica adds up a part, and sends the sum to all: the same bits on virtual devices and between
+        workers, whatever carries it. Traffic a replica: 2 (replicas - 1) / replicas of the tensor, as in a ring.
+        """
+        if not self.is_ordered or tf.executing_eagerly():
+            return super().all_reduce(input_tensor, control_input, options)
+        with tf.device(self._device), self._control_input(control_input):
+            return tf.ensure_shape(self._in_order(input_tensor, options), input_tensor.shape)
+
+    def _in_order(self, tensor, options):
+        ranks, flat = self._group_size, tf.reshape(tensor, [-1])
+        if ranks == 2:  # All to the other is no more bytes, in one go.
+            return tf.reshape(sum_in_order(self.rows_of_all(flat, options)), tf.shape(tensor))
+        elements = tf.size(flat)
+        rows = tf.reshape(tf.pad(flat, [[0, -elements % ranks]]), [ranks, -1])
+        part = sum_in_order(self.rows_of_all(rows, options, apart=True))
+        total = tf.concat(self.rows_of_all(part[0], options), axis=0)[:elements]
+        return tf.reshape(total, tf.shape(tensor))
+
     def all_gather_rows(self, tensor: tf.Tensor, options) -> tf.Tensor:
         """Joins tensors of equal shape along their first axis: [n, ...] -> [replicas * n, ...]."""
         if self._goes_by_wire(tensor, options):
-            return self._over_wire(tensor, apart=False)
+            return tf.concat(self.rows_of_all(tensor, options), axis=0)
         return self._all_gather(tensor, options)
 
     def all_to_all(self, rows: tf.Tensor, options) -> tf.Tensor:
         """Sends row j to replica j: [replicas, ...] -> [replicas, ...], row i from replica i."""
-        if self._goes_by_wire(rows, options):
-            return self._over_wire(rows, apart=True)
         key, token = self._next_instance_key(), self._get_ordering_token()
         options = self._options.merge(options)
         with tf.device(self._device):
@@ -132,10 +164,15 @@ class Launcher(_tf.CollectiveReplicaLauncher):
                 timeout_seconds=options.timeout_seconds or 0,
             )
 
+    def rows_of_all(self, rows: tf.Tensor, options, *, apart: bool = False) -> list[tf.Tensor]:
+        """What each replica sends, in their order: [n, ...] each; or `apart`, as `all_to_all` does, [1, ...] each."""
+        if self._goes_by_wire(rows, options):
+            key, token = self._next_instance_key(), self._get_ordering_token()
+            return self.wire.exchange(rows, self._group_key, key, token, apart=apart)
+        joined = self.all_to_all(rows, options) if apart else self._all_gather(rows, options)
+        parts = tf.split(joined, self._group_size)
+        return [tf.ensure_shape(part, [1, *rows.shape[1:]] if apart else rows.shape) for part in parts]
+
     def _goes_by_wire(self, rows, options):
         # TensorFlow alone gives collectives a deadline.
         return self.wire is not None and self.wire.carries(rows) and not self._options.merge(options).timeout_seconds
-
-    def _over_wire(self, rows, apart):
-        key, token = self._next_instance_key(), self._get_ordering_token()
-        return self.wire.exchange(rows, self._group_key, key, token, apart=apart)

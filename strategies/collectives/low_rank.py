@@ -17,7 +17,6 @@ def all_reduce_low_rank(
     before: Sequence[tuple[tf.Tensor, tf.Tensor, tf.Tensor]],
     factors: Sequence[tf.Tensor],
     launcher,
-    ranks: int,
     options,
 ) -> tuple[list[tf.Tensor], list[tuple[tf.Tensor, tf.Tensor, tf.Tensor]], list[tf.Tensor], tf.Tensor]:
     """Sums the gradients of all replicas, approximately.
@@ -36,7 +35,6 @@ def all_reduce_low_rank(
       before: Of the step before: its matrix, orthonormal basis and own back projection; none without error feedback.
       factors: Q, [columns, rank] each, equal on all replicas.
       launcher: Of the group of all replicas.
-      ranks: Size of that group.
       options: Communication options.
 
     Returns:
@@ -53,9 +51,9 @@ def all_reduce_low_rank(
     else:
         pairs = [(gradient, codec.project(gradient, q)) for gradient, q in zip(gradients, factors, strict=True)]
     matrices, projections = zip(*pairs, strict=True)
-    bases = [codec.orthonormalise(basis) for basis in _all_reduce(projections, launcher, ranks, options)]
+    bases = [codec.orthonormalise(basis) for basis in _all_reduce(projections, launcher, options)]
     own = [codec.back_project(matrix, basis) for matrix, basis in zip(matrices, bases, strict=True)]
-    common = _all_reduce(own, launcher, ranks, options)
+    common = _all_reduce(own, launcher, options)
     totals = [codec.decode(basis, factor) for basis, factor in zip(bases, common, strict=True)]
     finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(small)) for small in [*bases, *common]])
     after = list(zip(matrices, bases, own, strict=True)) if before else []
@@ -77,19 +75,9 @@ def _join(codec: PowerSGD, compiled: bool):
     return tf.function(join, jit_compile=True, autograph=False) if compiled else join
 
 
-def _all_reduce(tensors, launcher, ranks, options):
-    """Sums small tensors of all ranks, in the order of ranks: each of a part, which it sends to all."""
+def _all_reduce(tensors, launcher, options):
+    """Sums small tensors of all ranks as one."""
     sizes = [tensor.shape.num_elements() for tensor in tensors]
     joined = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-    if ranks == 2:  # As many bytes, in one go.
-        total = _sum(launcher.all_gather_rows(joined[None], options), ranks)
-    else:
-        rows = tf.reshape(tf.pad(joined, [[0, -sum(sizes) % ranks]]), [ranks, -1])
-        part = _sum(launcher.all_to_all(rows, options), ranks)
-        total = launcher.all_gather_rows(part, options)[: sum(sizes)]
-    parts = tf.split(tf.ensure_shape(total, [sum(sizes)]), sizes)
+    parts = tf.split(launcher.all_reduce(joined, options=options), sizes)
     return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def _sum(rows, ranks):
-    return functools.reduce(tf.add, tf.unstack(rows, num=ranks))

@@ -172,7 +172,6 @@ class Matrices:
                 [before[i] for i in group] if before else [],
                 [factors[i] for i in group],
                 launcher,
-                collectives.ranks * collectives.spread,
                 options,
             )
             sums, after, new_factors = watch.end([sums, after, new_factors])

@@ -31,7 +31,7 @@ class Stopwatch:
         """A launcher whose collectives count as exchanging, from launch to arrival; they must not run side by side."""
         return _TimedLauncher(launcher, self)
 
-    def exchanged(self, collective: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
+    def exchanged(self, collective: Callable[[tf.Tensor], Any], tensor: tf.Tensor) -> Any:
         """What a collective makes of a tensor; that counts as exchanging."""
         begun, tensor = self._noted(tensor)
         ended, result = self._noted(collective(tensor))
@@ -80,6 +80,9 @@ class _TimedLauncher:
 
     def all_to_all(self, rows, options):
         return self._watch.exchanged(lambda own: self._launcher.all_to_all(own, options), rows)
+
+    def rows_of_all(self, rows, options, *, apart=False):
+        return self._watch.exchanged(lambda own: self._launcher.rows_of_all(own, options, apart=apart), rows)
 
 
 def _difference(later: tf.Tensor, earlier: tf.Tensor) -> tf.Tensor:

@@ -1,9 +1,11 @@
 """All-reduce of a bucket that travels encoded: chunks to their owners, sums back to all; or all of it to the other."""
 
 import functools
+from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist.strategies.collectives.launcher import sum_in_order
 from tfdist.strategies.compression import WordCodec
 
 State = tuple[tf.Tensor, ...]
@@ -66,13 +68,11 @@ def all_reduce_encoded(
     words, first = _encode(codec, compiled)(tf.reshape(bucket, [rows, -1]), first)
     chunk = bucket.shape[0] // rows
     if not two_shots:
-        received = tf.ensure_shape(launcher.all_gather_rows(words, options), [ranks, words.shape[1]])
-        total, finite = _sum(codec, compiled)(received, chunk)
+        total, finite = _sum(codec, compiled)(launcher.rows_of_all(words, options), chunk)
         return tf.reshape(total, [-1]), first, second, finite
-    received = tf.ensure_shape(launcher.all_to_all(words, options), words.shape)
+    received = launcher.rows_of_all(words, options, apart=True)
     words, second = _sum_and_encode(codec, compiled)(received, second, chunk)
-    gathered = tf.ensure_shape(launcher.all_gather_rows(words, options), [ranks, words.shape[1]])
-    total, finite = _decode(codec, compiled)(gathered, chunk)
+    total, finite = _decode(codec, compiled)(launcher.rows_of_all(words, options), chunk)
     return tf.reshape(total, [-1]), first, second, finite
 
 
@@ -86,31 +86,32 @@ def _encode(codec: WordCodec, compiled: bool):
 
 @functools.cache
 def _sum_and_encode(codec: WordCodec, compiled: bool):
-    return _function(lambda words, state, elements: codec.compress(_sum_rows(codec, words, elements), state), compiled)
+    return _function(lambda rows, state, elements: codec.compress(_sum_rows(codec, rows, elements), state), compiled)
 
 
 @functools.cache
 def _sum(codec: WordCodec, compiled: bool):
-    return _function(
-        lambda words, elements: _checked(codec, _sum_rows(codec, words, elements), words, elements), compiled
-    )
+    return _function(lambda rows, elements: _checked(codec, _sum_rows(codec, rows, elements), rows, elements), compiled)
 
 
 @functools.cache
 def _decode(codec: WordCodec, compiled: bool):
-    return _function(lambda words, elements: _checked(codec, codec.decode(words, elements), words, elements), compiled)
+    def decode(rows, elements):
+        return _checked(codec, tf.concat([codec.decode(row, elements) for row in rows], axis=0), rows, elements)
+
+    return _function(decode, compiled)
 
 
-def _checked(codec, total, words, elements):
+def _checked(codec, total, rows, elements):
     """`total`, and whether it is finite; it is only looked at, one more pass, if a bound cannot tell."""
 
     def look():
         return tf.reduce_all(tf.math.is_finite(total))
 
-    bound = codec.bound(words, elements)
-    if bound is None:
+    bounds = [codec.bound(row, elements) for row in rows]
+    if None in bounds:
         return total, look()
-    is_bounded = tf.reduce_all(tf.math.is_finite(tf.reduce_sum(bound, axis=0)))
+    is_bounded = tf.reduce_all(tf.math.is_finite(tf.add_n(bounds)))
     return total, tf.cond(is_bounded, lambda: True, look)
 
 
@@ -118,9 +119,6 @@ def _function(function, compiled):
     return tf.function(function, jit_compile=True, autograph=False) if compiled else function
 
 
-def _sum_rows(codec: WordCodec, words: tf.Tensor, elements: int) -> tf.Tensor:
-    """[ranks, words] -> float32 [1, elements], added up in the order of ranks."""
-    total = codec.decode(words[:1], elements)
-    for rank in range(1, words.shape[0]):
-        total += codec.decode(words[rank : rank + 1], elements)
-    return total
+def _sum_rows(codec: WordCodec, rows: Sequence[tf.Tensor], elements: int) -> tf.Tensor:
+    """[1, words] each -> float32 [1, elements], added up in the order of ranks."""
+    return sum_in_order([codec.decode(row, elements) for row in rows])

@@ -5,6 +5,7 @@ takes less of the processor. All that is not encoded stays with TensorFlow's, an
 of workers that are gone: while a step waits here, a thread asks every second whether they would still run.
 """
 
+import atexit
 import queue
 import socket
 import struct
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist import _tf
@@ -21,6 +23,7 @@ __all__ = ["Wire"]
 _HEADER = struct.Struct("!iiq")  # The group of an exchange, its key in the group, the bytes that follow.
 _CARRIED = (tf.int8, tf.uint8, tf.int16, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _FAILED = -1  # In place of a key; those are positive.
+_LAST = (-1, 0, 0)  # Told to the thread that takes what steps send.
 _LOOK_SECONDS = 1.0
 _PROBE_KEYS = 1 << 20  # Group keys that TensorFlow gives count up from 1.
 
@@ -28,7 +31,7 @@ _Tag = tuple[int, int]  # The group of an exchange, and its key.
 
 
 class Wire:
-    """Exchanges between all workers. Each costs a copy on its way out and one on its way in.
+    """Exchanges between all workers, without copies of its own.
 
     Args:
       worker: Which worker this is.
@@ -42,57 +45,64 @@ class Wire:
         self._rounds: dict[_Tag, _Round] = {}
         self._gone: dict[int, str] = {}  # Workers that send no more, and what is to be said of each.
         self._fault: str | None = None
-        self._outboxes: dict[int, queue.SimpleQueue] = {peer: queue.SimpleQueue() for peer in lines}
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._outbox = tf.queue.FIFOQueue(-1, [tf.int32, tf.uint8])
+        self._inboxes: list[tf.queue.FIFOQueue] = []  # One for each exchange that was built: graphs may run again.
+        self._letters: dict[int, queue.SimpleQueue] = {peer: queue.SimpleQueue() for peer in lines}
         ways = ("send", self._send), ("receive", self._receive)
         threads: list = [(name, target, (peer,)) for peer in lines for name, target in ways]
-        for name, target, args in [*threads, ("watch", self._watch, ())]:
+        for name, target, args in [*threads, ("post", self._post, ()), ("watch", self._watch, ())]:
             threading.Thread(target=target, args=args, name=f"tfdist-wire-{name}", daemon=True).start()
+        atexit.register(self._outbox.enqueue, [_LAST, tf.zeros([1, 0], tf.uint8)])  # Lest it waits in TensorFlow then.
 
-    def exchange(self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor, *, apart: bool) -> tf.Tensor:
-        """The rows of all workers, in their order.
+    def exchange(
+        self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor, *, apart: bool
+    ) -> list[tf.Tensor]:
+        """What each worker sends to this one, in their order.
 
         Args:
-          rows: Of one type and shape on all workers: [n, ...], or [workers, ...] if they go apart.
+          rows: Of one type and shape on all workers: [workers, ...] if they go apart.
           group: The key of the group of replicas that exchange.
           key: int32 [], positive, that none of the group's other exchanges under way has.
           token: A handle by which TensorFlow orders what can fail.
           apart: Whether row j is for worker j; else all are for all.
 
         Returns:
-          [workers * n, ...]; or [workers, ...], row i from worker i, if they went apart.
+          The rows of each worker; if they go apart, [1, ...], row `worker` of them.
 
         Raises:
           tf.errors.UnavailableError: While the graph runs, if a worker is gone or TensorFlow's collectives fail.
         """
-        workers = len(self._names)
+        workers, others = len(self._names), len(self._lines)
         sent = tf.reshape(tf.bitcast(rows, tf.uint8), [workers if apart else 1, -1])
         with tf.init_scope(), tf.device("CPU:0"):
             inbox = tf.queue.FIFOQueue(-1, [tf.int32, tf.uint8])
-
-        def post(key, sent):
-            self._post((group, int(key)), sent, inbox)
-            return key
+        with self._lock:
+            number = len(self._inboxes)
+            self._inboxes.append(inbox)
+        # A handle that TensorFlow takes for another queue each time: it runs what is done to one in order.
+        outbox = tf.raw_ops.Reshape(tensor=self._outbox.queue_ref, shape=tf.constant([], tf.int32))
+        tf.raw_ops.QueueEnqueueV2(handle=outbox, components=[tf.stack([number, group, key]), sent])
 
         def take():
             got, received = inbox.dequeue()
-            return tf.ensure_shape(got, []), tf.ensure_shape(received, [workers, None])
+            return tf.ensure_shape(got, []), tf.ensure_shape(received, [others, None])
 
-        # Not stateful: of those TensorFlow begins one after another. Its input is no constant, so it is not folded.
-        posted = tf.ensure_shape(tf.numpy_function(post, [key, sent], tf.int32, stateful=False), [])
         # What a step has left that failed halfway is of another key.
-        got, received = tf.while_loop(lambda got, _: (got != posted) & (got != _FAILED), lambda *_: take(), take())
+        got, received = tf.while_loop(lambda got, _: (got != key) & (got != _FAILED), lambda *_: take(), take())
         checked = tf.cond(got == _FAILED, lambda: self._probe(token), lambda: tf.zeros([1]))
+        own = rows[self._worker : self._worker + 1] if apart else rows
         with tf.control_dependencies([checked]):
-            received = tf.reshape(received, [-1, rows.dtype.size] if rows.dtype.size > 1 else [-1])
-        first = workers if apart else workers * tf.shape(rows)[0]
-        return tf.reshape(tf.bitcast(received, rows.dtype), tf.concat([[first], tf.shape(rows)[1:]], axis=0))
+            parts = tf.unstack(received, num=others)
+        parts = [_as(part, own) for part in parts]
+        return [*parts[: self._worker], own, *parts[self._worker :]]
 
     @staticmethod
     def carries(rows: tf.Tensor) -> bool:
         """Whether it exchanges such a tensor: numbers, in a graph."""
         return rows.dtype in _CARRIED and not tf.executing_eagerly()
 
-    def _post(self, tag, sent, inbox):
+    def _begin(self, tag, sent, inbox):
         size = sent.shape[1]
         with self._lock:
             current = self._round(tag, size)
@@ -105,20 +115,19 @@ class Wire:
             self._fail(fault)
             current.deliver(_FAILED)
             return
-        for peer, outbox in self._outboxes.items():
-            outbox.put((tag, _row_of(sent, peer)))
-        current.rows[self._worker] = _row_of(sent, self._worker)
+        for peer, letters in self._letters.items():
+            letters.put((tag, sent[peer] if len(sent) > 1 else sent[0]))
         self._arrive(tag, current, self._worker)
 
     def _round(self, tag, size):
         """The exchange of that tag, which begins with the worker that is first."""
         if tag not in self._rounds:
-            self._rounds[tag] = _Round(len(self._names), size)
+            self._rounds[tag] = _Round(self._worker, len(self._names), size)
         return self._rounds[tag]
 
     def _unlike(self, current, size, worker):
         """What is wrong with a worker's part of an exchange, if its size is not that of another's."""
-        known = current.rows.shape[1]
+        known = current.size
         if size == known:
             return None
         return (
@@ -166,17 +175,30 @@ class Wire:
             final_op="Id",
         )
 
-    # Threads: two for each other worker, and one that watches.
+    # Threads: two for each other worker, one that takes what steps send, and one that watches.
 
-    def _send(self, peer):
-        line, outbox = self._lines[peer], self._outboxes[peer]
+    def _post(self):
         try:
             while True:
-                (group, key), row = outbox.get()
+                with tf.device("CPU:0"):
+                    address, sent = self._outbox.dequeue()
+                number, group, key = address.numpy().tolist()
+                if number == _LAST[0]:
+                    return
+                self._begin((group, key), sent.__array__(), self._inboxes[number])  # Not a copy.
+                del sent  # Else what was sent last is kept.
+        except Exception as error:  # Whatever it is, nobody may wait for this thread.
+            self._fail(f"{self._names[self._worker]} can send no gradients: {error}")
+
+    def _send(self, peer):
+        line, letters = self._lines[peer], self._letters[peer]
+        try:
+            while True:
+                (group, key), row = letters.get()
                 line.sendmsg([_HEADER.pack(group, key, row.nbytes)], [], socket.MSG_MORE)
                 line.sendall(row)
-                del row  # Else what was sent last is kept.
-        except Exception as error:  # Whatever it is, nobody may wait for this thread.
+                del row  # See above.
+        except Exception as error:  # See above.
             self._lose(peer, error)
 
     def _receive(self, peer):
@@ -190,7 +212,7 @@ class Wire:
                 if fault := self._unlike(current, size, peer):
                     self._fail(fault)
                     return
-                _fill(line, current.rows[peer])
+                _fill(line, current.row(peer))
                 self._arrive((group, key), current, peer)
         except Exception as error:  # See above.
             self._lose(peer, error)
@@ -212,29 +234,36 @@ class _Round:
     """One exchange under way.
 
     Attributes:
-      rows: What the workers send, uint8 [workers, bytes].
-      missing: Whose has not come.
-      inbox: The queue from which this worker's step takes it; `None` before it is there.
+      size: Bytes that each worker sends.
+      missing: Whose have not come.
+      inbox: The queue from which this worker's step takes them; `None` before it is there.
       since: When it was there, of the monotonic clock.
     """
 
-    def __init__(self, workers, size):
+    def __init__(self, worker, workers, size):
         with tf.device("CPU:0"):
             # Memory of TensorFlow's, which no other thread gives back under the interpreter's lock.
-            self._tensor = tf.raw_ops.Empty(shape=[workers, size], dtype=tf.uint8)
-        self.rows = self._tensor.__array__()  # Not a copy, and not `np.asarray`, which makes one that is read-only.
-        self.missing = set(range(workers))
+            self._tensor = tf.raw_ops.Empty(shape=[workers - 1, size], dtype=tf.uint8)
+        self._rows = self._tensor.__array__()  # Not a copy, and not `np.asarray`, which makes one that is read-only.
+        self._worker, self.size, self.missing = worker, size, set(range(workers))
         self.inbox, self.since = None, 0.0
+
+    def row(self, peer):
+        """Where to put what another worker sends."""
+        return self._rows[peer - (peer > self._worker)]
 
     def deliver(self, key):
         """Gives this worker's step what has come, under that key."""
         if self.inbox is not None:
             with tf.device("CPU:0"):
-                self.inbox.enqueue([tf.constant(key), self._tensor])
+                # A number of Python's would stay in a cache of TensorFlow's for ever.
+                self.inbox.enqueue([tf.constant(np.int32(key)), self._tensor])
 
 
-def _row_of(sent, worker):
-    return sent[worker] if len(sent) > 1 else sent[0]
+def _as(part, own):
+    """Bytes as a tensor of the type and the shape of another."""
+    bits = tf.reshape(part, [-1, own.dtype.size] if own.dtype.size > 1 else [-1])
+    return tf.ensure_shape(tf.reshape(tf.bitcast(bits, own.dtype), tf.shape(own)), own.shape)
 
 
 def _fill(line, buffer):
