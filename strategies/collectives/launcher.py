@@ -145,7 +145,7 @@ class Launcher(_tf.CollectiveReplicaLauncher):
 
     def all_gather_rows(self, tensor: tf.Tensor, options) -> tf.Tensor:
         """Joins tensors of equal shape along their first axis: [n, ...] -> [replicas * n, ...]."""
-        if self._goes_by_wire(tensor, options):
+        if self._wire_for(tensor, options):
             return tf.concat(self.rows_of_all(tensor, options), axis=0)
         return self._all_gather(tensor, options)
 
@@ -166,13 +166,14 @@ class Launcher(_tf.CollectiveReplicaLauncher):
 
     def rows_of_all(self, rows: tf.Tensor, options, *, apart: bool = False) -> list[tf.Tensor]:
         """What each replica sends, in their order: [n, ...] each; or `apart`, as `all_to_all` does, [1, ...] each."""
-        if self._goes_by_wire(rows, options):
+        if wire := self._wire_for(rows, options):
             key, token = self._next_instance_key(), self._get_ordering_token()
-            return self.wire.exchange(rows, self._group_key, key, token, apart=apart)
+            return wire.exchange(rows, self._group_key, key, token, apart=apart)
         joined = self.all_to_all(rows, options) if apart else self._all_gather(rows, options)
         parts = tf.split(joined, self._group_size)
         return [tf.ensure_shape(part, [1, *rows.shape[1:]] if apart else rows.shape) for part in parts]
 
-    def _goes_by_wire(self, rows, options):
+    def _wire_for(self, rows, options) -> Wire | None:
         # TensorFlow alone gives collectives a deadline.
-        return self.wire is not None and self.wire.carries(rows) and not self._options.merge(options).timeout_seconds
+        goes = self.wire is not None and self.wire.carries(rows) and not self._options.merge(options).timeout_seconds
+        return self.wire if goes else None
