@@ -29,7 +29,7 @@ class Traffic:
 
     Attributes:
       steps: Exchanges; those that were opted out of do not count.
-      raw_bytes: What uncompressed rings would have sent.
+      raw_bytes: What uncompressed exchanges would have sent.
       sent_bytes: What was sent: values, scales, indices and padding.
       encode_seconds: What a replica has spent on encoding and decoding, with sums and residuals; a mean over the
         replicas of this worker, added up over buckets, of which several may be under way at once. Of what travels

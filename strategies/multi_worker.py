@@ -187,7 +187,7 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
     # A process joins its cluster once. For a second strategy TensorFlow would join again, at another moment on each
     # worker, and collectives between these moments would be lost.
     _has_joined = False
-    # Whether this process has tried to make connections for gradients, and what came of it.
+    # Whether this process has tried to make connections of its own, and what came of it.
     _has_tried, _wire = False, None
 
     @property

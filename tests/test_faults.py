@@ -482,7 +482,7 @@ def test_a_strategy_waits_no_longer_than_it_is_told(job):
 
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_killed_worker_ends_the_others(job, killed):
-    job.train(TRAIN + "fit(build())")
+    job.train(TRAIN + "assert strategy.extended._wire is not None\nfit(build())")
     job.processes[killed].kill()
     codes = job.wait()
     assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 1, job.output(1 - killed)

@@ -84,7 +84,7 @@ class Collectives(_tf.CollectiveAllReduce):
         return self.worker == 0 and replica == 0
 
     def use(self, wire: Wire) -> None:
-        """Lets encoded exchanges between workers go over connections of their own; and all, if each has one device."""
+        """Lets exchanges go over the workers' own connections; encoded ones only, where they have several devices."""
         for launcher in self._across or self._launchers:
             launcher.wire = wire if "CPU" in launcher._device else None
 

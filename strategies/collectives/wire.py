@@ -1,8 +1,8 @@
-"""Connections of each worker to each other, over which encoded gradients travel.
+"""Connections of each worker to each other, over which goes what steps exchange.
 
 What TensorFlow's collectives exchange they fetch by calls of gRPC, which copy it several times; a connection of our own
-takes less of the processor. All that is not encoded stays with TensorFlow's, and they tell
-of workers that are gone: while a step waits here, a thread asks every second whether they would still run.
+takes less of the processor. TensorFlow's still tell of workers that are gone: while a step waits here, a thread asks
+every second whether they would still run.
 """
 
 import atexit
@@ -131,7 +131,7 @@ class Wire:
         if size == known:
             return None
         return (
-            f"All workers must exchange gradients of one size, but {self._names[worker]} has {size} bytes, and another "
+            f"All workers must exchange tensors of one size, but {self._names[worker]} has {size} bytes, and another "
             f"{known}. Give all the same model and the same codec, and let all take the same steps."
         )
 
@@ -144,7 +144,7 @@ class Wire:
 
     def _lose(self, peer, error):
         """Takes note that a worker sends no more; who waits for it need not wait on."""
-        why = f"{self._names[peer]} is gone: its connection for gradients has ended ({error}). Its log may say why."
+        why = f"{self._names[peer]} is gone: its connection to this worker has ended ({error}). Its log may say why."
         with self._lock:
             self._gone[peer] = why
             is_missed = any(each.inbox is not None and peer in each.missing for each in self._rounds.values())
@@ -188,7 +188,7 @@ class Wire:
                 self._begin((group, key), sent.__array__(), self._inboxes[number])  # Not a copy.
                 del sent  # Else what was sent last is kept.
         except Exception as error:  # Whatever it is, nobody may wait for this thread.
-            self._fail(f"{self._names[self._worker]} can send no gradients: {error}")
+            self._fail(f"{self._names[self._worker]} can send nothing: {error}")
 
     def _send(self, peer):
         line, letters = self._lines[peer], self._letters[peer]
