@@ -3,13 +3,9 @@
 Each line says why the name is needed and what breaks if it goes. `setup.cfg` bounds the versions to those tested.
 """
 
-import ctypes
-import faulthandler
 import inspect
-import os
-import re
 import sys
-import threading
+import traceback
 from collections.abc import Callable
 from types import FrameType, MethodType
 from typing import Any, NamedTuple
@@ -173,7 +169,6 @@ __all__ = [
     "keras_model_in_step",
     "keras_model_to_build",
     "keras_variable_made_late",
-    "main_thread_state",
     "make_iterators_on_devices_anew",
     "match_anew",
     "multi_worker_util",
@@ -467,32 +462,13 @@ def keras_is_evaluating() -> bool:
     return any(_frame_of(inspect.unwrap(method)) for method in (trainer.evaluate, trainer.predict))
 
 
-def main_thread_state() -> int | None:
-    """Where CPython keeps what `keras_fit_activity` asks of the main thread; `None` if another thread asks."""
-    if threading.current_thread() is not threading.main_thread():
-        return None
-    get = ctypes.pythonapi.PyThreadState_Get
-    get.restype = ctypes.c_void_p
-    return get()
-
-
-def keras_fit_activity(main_thread: int | None = None) -> str | None:
+def keras_fit_activity() -> str | None:
     """What Keras' `fit` does, in whichever thread, of a `fit` within another the outer; `None` outside of it.
 
     It is "training", "callback", "validation"; "input" where Keras itself reads, in Python, as it does to learn what a
     generator gives, not where it converts arrays; or "building", before the first step of a model of a strategy.
-
-    A watchdog asks from outside, when the thread may be stuck anywhere. The stacks are read as faulthandler writes
-    them, all at once: frames of a thread that runs on must not be walked from Python. It writes the innermost 100 calls
-    of a thread: a `fit` before them is not seen.
-
-    Args:
-      main_thread: From `main_thread_state`.
-
-    Raises:
-      OSError: If this process may open no more files.
     """
-    for thread in _calls_of_threads(main_thread):
+    for thread in _calls_of_threads():
         activity, of_fit = "training", None
         for path, function in thread:
             if path == keras_callback_list.__file__:
@@ -512,36 +488,28 @@ def keras_fit_activity(main_thread: int | None = None) -> str | None:
     return None
 
 
-def keras_is_in_step(main_thread: int | None = None) -> bool:
-    """Whether Keras' `fit` has handed a step to TensorFlow and waits for its end; see `keras_fit_activity`."""
+def keras_is_in_step() -> bool:
+    """Whether Keras' `fit` has handed a step to TensorFlow and waits for its end."""
     return any(
         thread[0] == (eager_execute.__file__, "quick_execute")
         and any(path == keras_trainer.__file__ and function == "fit" for path, function in thread)
-        for thread in _calls_of_threads(main_thread)
-        if thread
+        for thread in _calls_of_threads()
     )
 
 
-def _calls_of_threads(main_thread: int | None) -> list[list[tuple[str, str]]]:
-    """The calls of each thread, the innermost first: file and function."""
-    with open(os.memfd_create("tfdist-stacks"), "w+b") as file:  # in memory: a disk may be full, or not answer
-        faulthandler.dump_traceback(file, all_threads=True)
-        if main_thread is not None:
-            os.write(file.fileno(), b"\n")
-            _write_stack_of(main_thread, file.fileno())
-        file.seek(0)
-        threads = file.read().decode(errors="replace").split("\n\n")
-    return [re.findall(r'File "(.*)", line \d+ in (.*)', thread) for thread in threads]
+def _calls_of_threads() -> list[list[tuple[str, str]]]:
+    """The calls of each thread, the innermost first: file and function.
 
-
-def _write_stack_of(thread: int, file: int) -> None:
-    """Writes the stack of one thread as faulthandler does, which writes those of the 100 newest only.
-
-    Without it, as from CPython 3.13 on: the `fit` of a main thread with more than 100 others is not watched.
+    A watchdog looks from outside, when a thread may be anywhere. Of a frame that runs its code alone may be looked at:
+    its variables are put together for who asks, which crashed a worker. So did faulthandler, which follows CPython
+    3.11's list of threads without its lock, while TensorFlow's enter Python.
     """
-    write = getattr(ctypes.pythonapi, "_Py_DumpTraceback", None)
-    if write is not None:
-        write(file, ctypes.c_void_p(thread))
+    frames = sys._current_frames()
+    calls = [
+        [(f.f_code.co_filename, f.f_code.co_name) for f, _ in traceback.walk_stack(frame)] for frame in frames.values()
+    ]
+    frames.clear()  # One is that of this call, which would hold itself, and what the others hold.
+    return calls
 
 
 def keras_fitting_models() -> list[keras_trainer.TensorFlowTrainer]:

@@ -61,6 +61,7 @@ class _Worker:
             "TF_CONFIG": spec.to_json(),
             "TMPDIR": self._folder.name,
             "TF_CPP_MIN_LOG_LEVEL": "2",
+            "PYTHONFAULTHANDLER": "1",
             "CUDA_VISIBLE_DEVICES": "-1",
             "GLOO_SOCKET_IFNAME": host.interface,
             "BENCHMARK_INTERFACE": host.interface,

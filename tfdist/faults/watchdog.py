@@ -26,7 +26,6 @@ begins, while the program of another is over, waits in vain, too: after some 5 s
 
 import atexit
 import contextlib
-import faulthandler
 import itertools
 import os
 import sys
@@ -36,6 +35,7 @@ import traceback
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
 import tensorflow as tf
@@ -190,8 +190,6 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Event()
         self._warned = False
-        self._is_blind = False
-        self._main_thread = _tf.main_thread_state()
 
     def start(self) -> None:
         """Starts the threads. They end before TensorFlow takes its runtime apart, which would wait for them."""
@@ -210,13 +208,10 @@ class Watchdog:
         last = time.monotonic()
         while not self._stopping.wait(_POLL_SECONDS):
             now = time.monotonic()
-            try:
-                # A process that was itself frozen counts the seconds in which it ran.
-                self._look(min(now - last, 2 * _POLL_SECONDS))
-                if self._patience.is_over or self._is_in_vain:
-                    self._judge()
-            except OSError as error:  # no file is left to open; the next look may find one
-                self._tell_blindness(error)
+            # A process that was itself frozen counts the seconds in which it ran.
+            self._look(min(now - last, 2 * _POLL_SECONDS))
+            if self._patience.is_over or self._is_in_vain:
+                self._judge()
             last = now
             since = self._creations.since
             if since is not None and now - since > self._start_timeout_seconds:
@@ -225,11 +220,6 @@ class Watchdog:
             if since not in (None, self._told_of) and now - since > _TELL_SECONDS:
                 self._told_of = since
                 self._tell_of_variable()
-
-    def _tell_blindness(self, error: OSError) -> None:
-        if not self._is_blind:
-            self._is_blind = True
-            logging.warning("The watchdog of worker %d could not look: %s. It tries again.", self._board.worker, error)
 
     def _refuse_model(self) -> None:
         """Lets the broadcast fail that this worker waits in, and all other collectives."""
@@ -263,7 +253,7 @@ class Watchdog:
         # `faults` knows no strategies, so the newest reports are found by their class.
         newest = type(strategy.reports).newest
         tells = newest in (None, strategy.reports) and strategy.reports.tells
-        activity = _tf.keras_fit_activity(self._main_thread) if tells else None
+        activity = _tf.keras_fit_activity() if tells else None
         # Else it is the `fit` of a model of no strategy, whose steps nobody reports.
         if not (activity in (BUILDING, INPUT) or strategy.reports.fits or _calls):
             activity = None
@@ -309,7 +299,7 @@ class Watchdog:
                 self._board.report_error(call.fault)
         step, is_late = self._position["step"], self._patience.waited_seconds > _ABSENCE_SECONDS
         is_in_step = self._position["section"] in WAITS  # and does not wait at the end of `fit`
-        if not (is_late and is_in_step and _tf.keras_is_in_step(self._main_thread)):
+        if not (is_late and is_in_step and _tf.keras_is_in_step()):
             self._absence = None
         elif (self._absence is None or self._absence[0] != step) and self._board.absent() is not None:
             self._absence = step, now
@@ -368,11 +358,11 @@ class Watchdog:
             f"{self._way_out(positions)}"
         )
         try:
-            sys.stderr.write(f"tfdist: {message}\n")
+            stacks = _stacks()
+            sys.stderr.write(f"tfdist: {message}\n{stacks}\n")
             sys.stderr.flush()
-            faulthandler.dump_traceback(file=2, all_threads=True)
             step, part = self._position["step"], self._position["section"]
-            write_report("stall", message=message, stack=_stacks(), suspect=suspect, step=step, section=part)
+            write_report("stall", message=message, stack=stacks, suspect=suspect, step=step, section=part)
         finally:
             os._exit(STALLED)
 
@@ -402,9 +392,14 @@ def _describe(positions: Mapping[int, Mapping[str, Any] | None]) -> str:
 
 
 def _stacks() -> str:
-    """Where each thread of this process is."""
+    """Where each thread of this process is, the innermost call first; without a look at its source, on some disk."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
+    return "\n\n".join(
+        "\n".join([f"Thread {names.get(ident, ident)}:", *map(_call, traceback.walk_stack(innermost))])
+        for ident, innermost in sys._current_frames().items()
     )
+
+
+def _call(of_stack: tuple[FrameType, int]) -> str:
+    frame, line = of_stack
+    return f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}'

@@ -173,7 +173,8 @@ class WorkerGroup:
         is_first = index == self._specs[0].worker_id
         show = "by line" if self._tee else "as it is" if is_first else "no"
         # Unbuffered, so that a killed worker's last words are in its log.
-        env = {"PYTHONUNBUFFERED": "1", **os.environ, **self._env, **own_env, "TF_CONFIG": spec.to_json()}
+        defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+        env = {**defaults, **os.environ, **self._env, **own_env, "TF_CONFIG": spec.to_json()}
         try:
             output = self._outputs[index] = Output(log_path(self._log_dir, index), show=show, name=f"[worker {index}]")
             self._running[index] = subprocess.Popen(
