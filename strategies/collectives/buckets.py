@@ -5,9 +5,17 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-# Large enough to hide latency, small enough that the first bucket leaves while the backward pass still runs, and that
-# the copies at both ends of one bucket overlap with the transfer of another.
+# Large enough to hide latency, small enough that the first bucket leaves while the backward pass still runs.
 BUCKET_BYTES = 4 << 20
+
+
+def part_bytes(ranks: int) -> int:
+    """How large the parts of a tensor are that is larger than a bucket, at most, where replicas add up in order.
+
+    What is cut has to be put together again, one more copy. But with more than two ranks a part goes two ways, and
+    others fill the link meanwhile.
+    """
+    return (16 if ranks == 2 else 8) << 20
 
 
 class Segment(NamedTuple):
@@ -30,16 +38,19 @@ class Segment(NamedTuple):
 Bucket = list[Segment]
 
 
-def fill_buckets(tensors: Sequence[tf.Tensor], bucket_bytes: int = BUCKET_BYTES, granule: int = 1) -> list[Bucket]:
+def fill_buckets(
+    tensors: Sequence[tf.Tensor], bucket_bytes: int = BUCKET_BYTES, granule: int = 1, part_bytes: int = 0
+) -> list[Bucket]:
     """Lays tensors of one dtype into buckets of at most `bucket_bytes`, last tensor first.
 
     Gradients appear from the last layer to the first, so the last tensors are exchanged first. A tensor as large as a
-    bucket is cut into equal parts that travel alone; one of unknown size travels alone and whole.
+    bucket travels alone, in equal parts; one of unknown size alone and whole.
 
     Args:
       tensors: What to lay out; only shapes and dtypes are looked at.
       bucket_bytes: The limit, in bytes.
       granule: Cuts are made at multiples of so many elements, and each tensor counts as padded to such a multiple.
+      part_bytes: The limit for parts of a tensor that travels alone, if larger.
 
     Returns:
       Buckets; the same for the same shapes and dtypes, so equal on all replicas.
@@ -55,7 +66,8 @@ def fill_buckets(tensors: Sequence[tf.Tensor], bucket_bytes: int = BUCKET_BYTES,
             continue
         limit = max(bucket_bytes // tensor.dtype.size // granule, 1) * granule
         if elements >= limit:
-            buckets += [[Segment(position, start, stop)] for start, stop in _cut(elements, limit, granule)]
+            part = max(limit, part_bytes // tensor.dtype.size // granule * granule)
+            buckets += [[Segment(position, start, stop)] for start, stop in _cut(elements, part, granule)]
             continue
         segment = Segment(position, 0, elements)
         if open_bucket is None or filled + segment.padded(granule) > limit:

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from tfdist.strategies.collectives.buckets import BUCKET_BYTES, Bucket, fill_buckets, join, separate
+from tfdist.strategies.collectives.buckets import BUCKET_BYTES, Bucket, fill_buckets, join, part_bytes, separate
 from tfdist.strategies.collectives.low_rank import all_reduce_low_rank
 from tfdist.strategies.collectives.two_shot import all_reduce_encoded, in_two_shots, sent_words, state_shapes
 from tfdist.strategies.compression import PowerSGD, WordCodec
@@ -23,7 +23,7 @@ class Words:
         self._granule = codec.granule
         spread, ranks = collectives.spread, collectives.ranks
         self._multiple = codec.granule * spread * (ranks if in_two_shots(codec, ranks) else 1)
-        self._buckets: list[Bucket] = fill_buckets(like, BUCKET_BYTES, codec.granule)
+        self._buckets: list[Bucket] = fill_buckets(like, BUCKET_BYTES, codec.granule, part_bytes(ranks))
         padded = [sum(segment.padded(codec.granule) for segment in bucket) for bucket in self._buckets]
         self._elements = [-(-size // self._multiple) * self._multiple for size in padded]
         shapes = [state_shapes(codec, elements // spread, ranks) for elements in self._elements]
