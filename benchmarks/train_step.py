@@ -57,7 +57,7 @@ flags.DEFINE_integer("starts", 1, "Starts of all processes; two starts of the sa
 flags.DEFINE_bool("nolab", False, "Over loopback: no root needed, but no link of known width either.")
 flags.DEFINE_string("json", None, "A file for the results, which `benchmarks.report` draws.")
 
-_QUICK_CODECS = ("float16", "int8", "powersgd")
+_QUICK_CODECS = ("float16", "int8", "powersgd(4)")
 _LOOPBACK = "loopback, not shaped"
 _ROOT = pathlib.Path(__file__).parents[1]
 
@@ -79,14 +79,14 @@ def make_variants(codecs: Sequence[str]) -> dict[str, Variant]:
 
 
 def available_codecs() -> list[str]:
-    """The names that `compression=` takes; asked in a process of its own, since they come with TensorFlow."""
+    """What `compression=` is given: all names, asked in a process of its own, since they come with TensorFlow."""
     if importlib.util.find_spec("tfdist.compression") is None:
         return []
     code = "from tfdist.strategies.compression import NAMES; print(*NAMES)"
     done = subprocess.run([sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, timeout=60)
     if done.returncode:
         sys.exit(f"The codecs of tfdist cannot be imported: {done.stderr.strip().splitlines()[-1]}")
-    return done.stdout.split()
+    return [*done.stdout.split(), "powersgd(4)"]
 
 
 def print_table(rows: Sequence[Row]) -> None:
