@@ -209,7 +209,7 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
             addresses = meeting.addresses_of(ClusterSpec.from_env())
             lines, names = {}, [f"worker {worker} at {address}" for worker, address in enumerate(addresses)]
             try:
-                lines = connect(self.board, addresses, _LINES_SECONDS, options.heartbeat_timeout_seconds)
+                lines = connect(self.board, addresses, _LINES_SECONDS)
             except (OSError, ClusterError) as error:
                 logging.warning(
                     "What workers exchange goes over gRPC, which takes more processor time, since they could not "

@@ -1,7 +1,7 @@
 """Cuts large tensors and joins small ones into buckets, so that few collectives run and none of them is long."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import tensorflow as tf
 
@@ -31,8 +31,8 @@ class Segment(NamedTuple):
 
     def padded(self, granule: int) -> int:
         """Its elements, up to the next multiple of `granule`."""
-        assert self.stop is not None  # Only tensors of known size are encoded.
-        return -(-(self.stop - self.start) // granule) * granule
+        stop = cast(int, self.stop)  # Only tensors of known size are encoded.
+        return -(-(stop - self.start) // granule) * granule
 
 
 Bucket = list[Segment]

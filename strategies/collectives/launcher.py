@@ -100,7 +100,8 @@ class Launcher(_tf.CollectiveReplicaLauncher):
         return tf.raw_ops.Reshape(tensor=self.untouched.handle, shape=tf.constant([], tf.int32))
 
     def _next_instance_key(self):
-        return self.count.assign_add(1)
+        # As a tensor, at once: what reads the variable later, as in a loop, keeps the next collective waiting.
+        return tf.convert_to_tensor(self.count.assign_add(1))
 
     def _all_gather(self, input_tensor, options):
         dtype = input_tensor.dtype

@@ -15,11 +15,12 @@ __all__ = ["connect"]
 
 _TOKEN_BYTES, _WORKER_BYTES = 16, 4
 _TRY_SECONDS = 3.0
+# Heartbeats tell sooner of a host that is gone. This ends what is cut between two that both still reach worker 0, and
+# must be long: who takes nothing in meanwhile may be in one long call that keeps Python's lock.
+_SILENCE_SECONDS = 120
 
 
-def connect(
-    board: Board, addresses: Sequence[str], timeout_seconds: float, silence_seconds: float
-) -> Mapping[int, socket.socket]:
+def connect(board: Board, addresses: Sequence[str], timeout_seconds: float) -> Mapping[int, socket.socket]:
     """Connects this worker with each other, at a free port of the hosts in TF_CONFIG; once in a process.
 
     Each listens, tells the others its port and a token, connects to those before it, and takes in those after it that
@@ -29,7 +30,6 @@ def connect(
       board: Where workers tell each other.
       addresses: Of all workers.
       timeout_seconds: For all of it.
-      silence_seconds: After which a connection ends whose other side acknowledges nothing.
 
     Returns:
       The connections, by worker.
@@ -48,15 +48,17 @@ def connect(
         lines: dict[int, socket.socket] = {}
         for peer in range(board.worker):
             lines[peer] = stack.enter_context(_call(board.worker, peer, addresses[peer], said.get(peer)))
-        while len(lines) < board.workers - 1:
-            listener.settimeout(max(0.01, deadline - time.monotonic()))
-            guest, peer = _welcome(listener, token)
-            if guest and board.worker < peer < board.workers and peer not in lines:
+        while missing := [i for i in range(board.worker + 1, board.workers) if i not in lines]:
+            rest_seconds = deadline - time.monotonic()
+            if rest_seconds <= 0:
+                raise OSError("not connected in time: " + ", ".join(f"worker {i} at {addresses[i]}" for i in missing))
+            guest, peer = _welcome(listener, token, rest_seconds)
+            if guest and peer in missing:
                 lines[peer] = stack.enter_context(guest)
             elif guest:
                 guest.close()
         for line in lines.values():
-            _set_up(line, silence_seconds)
+            _set_up(line)
         return {peer: line.dup() for peer, line in lines.items()}
 
 
@@ -79,13 +81,14 @@ def _call(worker: int, peer: int, address: str, said: Sequence | None) -> socket
     return line
 
 
-def _welcome(listener: socket.socket, token: bytes) -> tuple[socket.socket | None, int]:
-    """A connection and who it is from, if it is from one of ours: not a health check, nor a scanner."""
+def _welcome(listener: socket.socket, token: bytes, timeout_seconds: float) -> tuple[socket.socket | None, int]:
+    """A connection and who it is from, if one comes that is from one of ours: not a health check, nor a scanner."""
+    listener.settimeout(timeout_seconds)
     try:
         guest, _ = listener.accept()
-    except TimeoutError as error:
-        raise OSError("not all workers have connected in time") from error
-    guest.settimeout(_TRY_SECONDS)
+    except TimeoutError:
+        return None, -1
+    guest.settimeout(min(_TRY_SECONDS, timeout_seconds))
     try:
         said = guest.recv(_TOKEN_BYTES + _WORKER_BYTES, socket.MSG_WAITALL)
     except OSError:
@@ -96,7 +99,7 @@ def _welcome(listener: socket.socket, token: bytes) -> tuple[socket.socket | Non
     return guest, int.from_bytes(said[_TOKEN_BYTES:], "big")
 
 
-def _set_up(line: socket.socket, silence_seconds: float) -> None:
+def _set_up(line: socket.socket) -> None:
     line.settimeout(None)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError):  # Not on this machine, or not allowed.
@@ -104,6 +107,6 @@ def _set_up(line: socket.socket, silence_seconds: float) -> None:
         # slow link.
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(silence_seconds / 2)))
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_SECONDS // 2)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(silence_seconds * 1000))
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_SECONDS * 1000)

@@ -25,7 +25,9 @@ _CARRIED = (tf.int8, tf.uint8, tf.int16, tf.int32, tf.int64, tf.float16, tf.bflo
 _FAILED = -1  # In place of a key; those are positive.
 _LAST = (-1, 0, 0)  # Told to the thread that takes what steps send.
 _LOOK_SECONDS = 1.0
-_PROBE_KEYS = 1 << 20  # Group keys that TensorFlow gives count up from 1.
+_UNLIKE_SECONDS = 60.0  # For a worker that exchanges something else meanwhile.
+_PROBE_KEYS = 1 << 30  # Group keys of strategies count up from 1, each from a multiple of 65536.
+_MOST_BYTES = (1 << 31) - 1  # Of a message: sizes of TensorFlow's tensors are int32 where Python makes them.
 
 _Tag = tuple[int, int]  # The group of an exchange, and its key.
 
@@ -45,6 +47,7 @@ class Wire:
         self._rounds: dict[_Tag, _Round] = {}
         self._gone: dict[int, str] = {}  # Workers that send no more, and what is to be said of each.
         self._fault: str | None = None
+        self._has_aborted = threading.Event()  # TensorFlow's collectives, after a fault.
         with tf.init_scope(), tf.device("CPU:0"):
             self._outbox = tf.queue.FIFOQueue(-1, [tf.int32, tf.uint8])
         self._inboxes: list[tf.queue.FIFOQueue] = []  # One for each exchange that was built: graphs may run again.
@@ -154,12 +157,18 @@ class Wire:
     def _fail(self, why):
         """Lets all exchanges fail, now and from now on, and with them TensorFlow's collectives on this worker."""
         with self._lock:
-            if self._fault is not None:
-                return
-            self._fault = why
-            rounds = list(self._rounds.values())
+            is_first = self._fault is None
+            if is_first:
+                self._fault = why
+            rounds = list(self._rounds.values()) if is_first else []
             self._rounds.clear()
-        _tf.context.context().abort_collective_ops(tf.errors.UNAVAILABLE, why)
+        if not is_first:
+            self._has_aborted.wait()  # Until then a step that is told of it would find nothing amiss.
+            return
+        try:
+            _tf.context.context().abort_collective_ops(tf.errors.UNAVAILABLE, why)
+        finally:
+            self._has_aborted.set()
         for current in rounds:
             current.deliver(_FAILED)
 
@@ -178,24 +187,28 @@ class Wire:
     # Threads: two for each other worker, one that takes what steps send, and one that watches.
 
     def _post(self):
-        try:
-            while True:
+        while True:
+            with tf.device("CPU:0"):
+                address, sent = self._outbox.dequeue()
+            number, group, key = address.numpy().tolist()
+            if number == _LAST[0]:
+                return
+            inbox = self._inboxes[number]
+            try:
+                self._begin((group, key), sent.__array__(), inbox)  # Not a copy.
+            except Exception as error:  # Whatever it is, nobody may wait for this thread.
+                self._fail(f"{self._names[self._worker]} can send nothing: {error}")
                 with tf.device("CPU:0"):
-                    address, sent = self._outbox.dequeue()
-                number, group, key = address.numpy().tolist()
-                if number == _LAST[0]:
-                    return
-                self._begin((group, key), sent.__array__(), self._inboxes[number])  # Not a copy.
-                del sent  # Else what was sent last is kept.
-        except Exception as error:  # Whatever it is, nobody may wait for this thread.
-            self._fail(f"{self._names[self._worker]} can send nothing: {error}")
+                    inbox.enqueue([tf.constant(np.int32(_FAILED)), tf.zeros([len(self._lines), 0], tf.uint8)])
+            del sent  # Else what was sent last is kept.
 
     def _send(self, peer):
         line, letters = self._lines[peer], self._letters[peer]
         try:
             while True:
                 (group, key), row = letters.get()
-                line.sendmsg([_HEADER.pack(group, key, row.nbytes)], [], socket.MSG_MORE)
+                # Of nothing nothing follows, for which the kernel would keep the header.
+                line.sendmsg([_HEADER.pack(group, key, row.nbytes)], [], socket.MSG_MORE if row.nbytes else 0)
                 line.sendall(row)
                 del row  # See above.
         except Exception as error:  # See above.
@@ -214,20 +227,37 @@ class Wire:
                     return
                 _fill(line, current.row(peer))
                 self._arrive((group, key), current, peer)
-        except Exception as error:  # See above.
+                del current  # See above.
+        except (OSError, EOFError) as error:
             self._lose(peer, error)
+        except Exception as error:  # See above.
+            self._fail(f"{self._names[self._worker]} can receive nothing of {self._names[peer]}: {error}")
 
     def _watch(self):
         while self._fault is None:
             time.sleep(_LOOK_SECONDS)
-            before = time.monotonic() - _LOOK_SECONDS
+            now = time.monotonic()
             with self._lock:
-                waits = any(each.inbox is not None and each.since < before for each in self._rounds.values())
-            if waits:
+                waiting = [each for each in self._rounds.values() if each.waits(now - _LOOK_SECONDS)]
+                astray = self._astray(now)
+            if astray is not None:
+                self._fail(
+                    f"{self._names[self._worker]} has waited {_UNLIKE_SECONDS:g} s for {self._names[astray]}, which "
+                    "exchanges something else. All workers must take the same steps: a step that fails on one must "
+                    "end the program of that worker, or be left out by all."
+                )
+            elif waiting:
                 try:
                     self._probe()
                 except tf.errors.OpError as error:
                     self._fail(error.message)
+
+    def _astray(self, now):
+        """Who is long waited for while it has sent what this worker has not come to."""
+        unasked = [each for each in self._rounds.values() if each.inbox is None]
+        late = [each for each in self._rounds.values() if each.waits(now - _UNLIKE_SECONDS)]
+        peers = (peer for each in late for peer in sorted(each.missing))
+        return next((peer for peer in peers if any(peer not in each.missing for each in unasked)), None)
 
 
 class _Round:
@@ -241,12 +271,20 @@ class _Round:
     """
 
     def __init__(self, worker, workers, size):
+        if size > _MOST_BYTES:
+            raise ValueError(
+                f"an exchange takes less than 2 GiB of each worker, not {size} bytes; cut what you exchange"
+            )
         with tf.device("CPU:0"):
             # Memory of TensorFlow's, which no other thread gives back under the interpreter's lock.
             self._tensor = tf.raw_ops.Empty(shape=[workers - 1, size], dtype=tf.uint8)
         self._rows = self._tensor.__array__()  # Not a copy, and not `np.asarray`, which makes one that is read-only.
         self._worker, self.size, self.missing = worker, size, set(range(workers))
         self.inbox, self.since = None, 0.0
+
+    def waits(self, since):
+        """Whether this worker's step has waited since before that moment."""
+        return self.inbox is not None and self.since < since
 
     def row(self, peer):
         """Where to put what another worker sends."""

@@ -1,0 +1,110 @@
+"""Exchanges over the workers' own connections: side by side, and failing with a name where something is amiss."""
+
+import subprocess
+import sys
+
+import pytest
+
+DEADLINE_SECONDS = 120
+
+# Two workers in one process, in place of two that TensorFlow connects.
+WORKERS = """
+import os, socket, threading, time
+import numpy as np, tensorflow as tf
+from tensorflow.python.distribute.cross_device_utils import CollectiveKeys
+from tfdist import _tf
+from tfdist.strategies.collectives import wire as module
+from tfdist.strategies.collectives.launcher import Launcher
+
+options = _tf.CommunicationOptions()
+names = ["worker 0 at a:1", "worker 1 at b:1"]
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    ends = [socket.create_connection(listener.getsockname()), listener.accept()[0]]
+wires = [module.Wire(worker, {1 - worker: ends[worker]}, names) for worker in range(2)]
+launchers = [Launcher(77, 2, CollectiveKeys(), "/device:CPU:0", options) for _ in wires]
+for launcher, wire in zip(launchers, wires):
+    launcher.wire, launcher.is_ordered = wire, True
+
+def sums(launcher):
+    def step(*tensors):
+        return [launcher.all_reduce(each, options=options) for each in tensors]
+
+    return tf.function(step, autograph=False)
+
+steps = [sums(launcher) for launcher in launchers]
+ended = [None, None]
+
+def run(worker, *tensors):
+    try:
+        ended[worker] = [total.numpy().sum() for total in steps[worker](*tensors)]
+    except tf.errors.OpError as error:
+        ended[worker] = f"{type(error).__name__} {error.message}"
+
+def begin(*workers, sizes=(1000, 500)):
+    threads = [threading.Thread(target=run, args=(i, *map(tf.ones, sizes)), daemon=True) for i in workers]
+    for thread in threads:
+        thread.start()
+    return threads
+
+def both(**options):
+    for thread in begin(0, 1, **options):
+        thread.join(60)
+    return ended
+
+def eventually(found):
+    deadline = time.monotonic() + 60
+    while not found() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found()
+
+assert both() == [[2000, 1000]] * 2, ended
+"""
+
+SCENARIOS = {
+    "exchanges do not wait for each other": """
+thread, = begin(0)
+assert eventually(lambda: len(wires[0]._rounds) == 2), wires[0]._rounds
+begin(1)
+thread.join(60)
+assert ended == [[2000, 1000]] * 2, ended
+""",
+    "of nothing nothing comes": """
+assert both(sizes=(0, 4)) == [[0, 8]] * 2, ended
+""",
+    "a worker that has taken other steps is named": """
+module._LOOK_SECONDS, module._UNLIKE_SECONDS = 0.05, 0.5
+launchers[0].count.assign_add(2)  # as of a step that has failed on one worker alone
+assert all("UnavailableError" in each for each in both()), ended
+assert any("exchanges something else" in each and "worker" in each for each in ended), ended
+""",
+    "who can send nothing fails, and does not wait": """
+def without_room(self, *args):
+    raise MemoryError("no room")
+
+module._Round.__init__ = without_room
+assert all("UnavailableError" in each for each in both()), ended
+assert all("no room" in each for each in ended), ended
+""",
+    "what has failed is no result, however soon it is asked for": """
+context, begun = _tf.context.context(), threading.Event()
+abort = context.abort_collective_ops
+
+def slowly(*args):
+    begun.set()
+    time.sleep(0.5)
+    abort(*args)
+
+context.abort_collective_ops = slowly
+threading.Thread(target=wires[0]._fail, args=("worker 1 at b:1 is gone",), daemon=True).start()
+begun.wait()
+begin(0)[0].join(60)
+assert "worker 1 at b:1 is gone" in ended[0], ended
+""",
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_over_connections_of_their_own(name):
+    script = WORKERS + SCENARIOS[name] + "\nprint('as expected', flush=True)\nos._exit(0)\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert done.stdout == "as expected\n", done.stderr
