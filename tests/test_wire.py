@@ -85,6 +85,18 @@ module._Round.__init__ = without_room
 assert all("UnavailableError" in each for each in both()), ended
 assert all("no room" in each for each in ended), ended
 """,
+    "who can take nothing from steps fails, and does not wait": """
+thread, = begin(0)
+assert eventually(lambda: len(wires[0]._rounds) == 2), wires[0]._rounds
+with tf.device("CPU:0"):
+    wires[0]._outbox.close()
+thread.join(60)
+assert "can send nothing any more" in ended[0], ended
+""",
+    "much and little arrive in order of their own": """
+sizes = [3, 4_000_000, 5, 70_000, 100_001, 1, 2_000_000]
+assert both(sizes=sizes) == [[2 * size for size in sizes]] * 2, ended
+""",
     "what has failed is no result, however soon it is asked for": """
 context, begun = _tf.context.context(), threading.Event()
 abort = context.abort_collective_ops

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.strategies.collectives.buckets import BUCKET_BYTES, fill_buckets, join, part_bytes, separate
+from tfdist.strategies.collectives.buckets import bucket_bytes, fill_buckets, join, part_bytes, separate
 from tfdist.strategies.collectives.launcher import Launcher, added_up, sum_in_order, to_add_up
 from tfdist.strategies.collectives.sparse import all_reduce_sparse
 from tfdist.strategies.collectives.stopwatch import Stopwatch
@@ -175,11 +175,11 @@ class Collectives(_tf.CollectiveAllReduce):
             else:
                 terms[i] = to_add_up(tensor)
                 groups.setdefault(terms[i].dtype, []).append(i)
-        limit = options.bytes_per_pack or BUCKET_BYTES
         # A ring of TensorFlow's waits for its own copies.
-        part = part_bytes(self._group_size) if launcher.is_ordered and not options.bytes_per_pack else limit
+        part = part_bytes(self._group_size) if launcher.is_ordered and not options.bytes_per_pack else 0
         for group in groups.values():
             members = [terms[i] for i in group]
+            limit = options.bytes_per_pack or bucket_bytes(members, self._group_size)
             buckets = fill_buckets(members, limit, part_bytes=part)
             reduced = [launcher.all_reduce(join(bucket, members), options=options) for bucket in buckets]
             for i, total in zip(group, separate(buckets, reduced, members), strict=True):

@@ -1,5 +1,6 @@
 """Cuts large tensors and joins small ones into buckets, so that few collectives run and none of them is long."""
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -7,6 +8,21 @@ import tensorflow as tf
 
 # Large enough to hide latency, small enough that the first bucket leaves while the backward pass still runs.
 BUCKET_BYTES = 4 << 20
+_LEAST_BYTES = 256 << 10
+# Tensors of so many elements on average are sliced out of a bucket, mostly without a copy. Smaller ones are copied by
+# one operation for all, as a slice of each would be four.
+_SLICED_ELEMENTS = 1 << 14
+
+
+def bucket_bytes(tensors: Sequence[tf.Tensor], ranks: int) -> int:
+    """How large the buckets of these tensors are, at most.
+
+    Smaller where the model is small, else none would leave before the backward pass ends; but each costs a rank time
+    for every other.
+    """
+    total = sum((tensor.shape.num_elements() or 0) * tensor.dtype.size for tensor in tensors)
+    fewest = max(4 // max(ranks - 1, 1), 1)
+    return min(max(total // fewest, _LEAST_BYTES), BUCKET_BYTES)
 
 
 def part_bytes(ranks: int) -> int:
@@ -39,16 +55,16 @@ Bucket = list[Segment]
 
 
 def fill_buckets(
-    tensors: Sequence[tf.Tensor], bucket_bytes: int = BUCKET_BYTES, granule: int = 1, part_bytes: int = 0
+    tensors: Sequence[tf.Tensor], limit_bytes: int = BUCKET_BYTES, granule: int = 1, part_bytes: int = 0
 ) -> list[Bucket]:
-    """Lays tensors of one dtype into buckets of at most `bucket_bytes`, last tensor first.
+    """Lays tensors of one dtype into buckets of at most `limit_bytes`, last tensor first.
 
     Gradients appear from the last layer to the first, so the last tensors are exchanged first. A tensor as large as a
     bucket travels alone, in equal parts; one of unknown size alone and whole.
 
     Args:
       tensors: What to lay out; only shapes and dtypes are looked at.
-      bucket_bytes: The limit, in bytes.
+      limit_bytes: The limit.
       granule: Cuts are made at multiples of so many elements, and each tensor counts as padded to such a multiple.
       part_bytes: The limit for parts of a tensor that travels alone, if larger.
 
@@ -64,7 +80,7 @@ def fill_buckets(
         if elements is None:
             buckets.append([Segment(position)])
             continue
-        limit = max(bucket_bytes // tensor.dtype.size // granule, 1) * granule
+        limit = max(limit_bytes // tensor.dtype.size // granule, 1) * granule
         if elements >= limit:
             part = max(limit, part_bytes // tensor.dtype.size // granule * granule)
             buckets += [[Segment(position, start, stop)] for start, stop in _cut(elements, part, granule)]
@@ -119,18 +135,26 @@ def separate(
     """Takes buckets apart again, after `join`: [elements] each -> the shapes and dtypes of `like`."""
     parts: dict[int, list[tuple[int, tf.Tensor]]] = {position: [] for position in range(len(like))}
     for bucket, total in zip(buckets, totals, strict=True):
-        offset = 0
-        for segment in bucket:
-            if segment.stop is None:
-                parts[segment.tensor].append((0, total))
-                continue
-            elements = segment.stop - segment.start
-            parts[segment.tensor].append((segment.start, total[offset : offset + elements]))
-            offset += segment.padded(granule)
+        for segment, part in zip(bucket, _split(bucket, total, granule), strict=True):
+            parts[segment.tensor].append((segment.start, part))
     separated = []
     for position, tensor in enumerate(like):
         flat = [part for _, part in sorted(parts[position], key=lambda placed: placed[0])]
         whole = flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)
         shape = tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
-        separated.append(tf.ensure_shape(tf.reshape(tf.cast(whole, tensor.dtype), shape), tensor.shape))
+        whole = tf.reshape(tf.cast(whole, tensor.dtype), shape)
+        separated.append(whole if whole.shape == tensor.shape else tf.ensure_shape(whole, tensor.shape))
     return separated
+
+
+def _split(bucket, total, granule):
+    """The segments of a bucket, without their padding."""
+    if bucket[0].stop is None:
+        return [total]
+    sizes = [segment.stop - segment.start for segment in bucket]
+    padded = [segment.padded(granule) for segment in bucket]
+    if len(bucket) == 1 or sum(padded) > len(bucket) * _SLICED_ELEMENTS:
+        starts = itertools.accumulate(padded, initial=0)
+        return [total[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    parts = tf.split(total, [*padded, -1])
+    return [part if part.shape[0] == size else part[:size] for part, size in zip(parts, sizes, strict=False)]

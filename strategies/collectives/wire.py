@@ -27,6 +27,7 @@ _LAST = (-1, 0, 0)  # Told to the thread that takes what steps send.
 _LOOK_SECONDS = 1.0
 _UNLIKE_SECONDS = 60.0  # For a worker that exchanges something else meanwhile.
 _PROBE_KEYS = 1 << 30  # Group keys of strategies count up from 1, each from a multiple of 65536.
+_AT_ONCE_BYTES = 256 << 10  # To wake a thread takes longer than to copy so much.
 _MOST_BYTES = (1 << 31) - 1  # Of a message: sizes of TensorFlow's tensors are int32 where Python makes them.
 
 _Tag = tuple[int, int]  # The group of an exchange, and its key.
@@ -52,6 +53,8 @@ class Wire:
             self._outbox = tf.queue.FIFOQueue(-1, [tf.int32, tf.uint8])
         self._inboxes: list[tf.queue.FIFOQueue] = []  # One for each exchange that was built: graphs may run again.
         self._letters: dict[int, queue.SimpleQueue] = {peer: queue.SimpleQueue() for peer in lines}
+        # How many letters were put there, and how many are sent; each is written by one thread alone.
+        self._given, self._sent = dict.fromkeys(lines, 0), dict.fromkeys(lines, 0)
         ways = ("send", self._send), ("receive", self._receive)
         threads: list = [(name, target, (peer,)) for peer in lines for name, target in ways]
         for name, target, args in [*threads, ("post", self._post, ()), ("watch", self._watch, ())]:
@@ -118,9 +121,23 @@ class Wire:
             self._fail(fault)
             current.deliver(_FAILED)
             return
-        for peer, letters in self._letters.items():
-            letters.put((tag, sent[peer] if len(sent) > 1 else sent[0]))
+        for peer in self._lines:
+            self._give(peer, _HEADER.pack(*tag, size), sent[peer] if len(sent) > 1 else sent[0])
         self._arrive(tag, current, self._worker)
+
+    def _give(self, peer, header, row):
+        """Sends what the connection takes at once, if it is little and nothing waits; its thread sends the rest."""
+        header, row = memoryview(header), memoryview(row)
+        if row.nbytes <= _AT_ONCE_BYTES and self._given[peer] == self._sent[peer]:
+            try:
+                count = self._lines[peer].sendmsg([header, row], [], socket.MSG_DONTWAIT)
+            except OSError:  # Also if there is no room; what is amiss the thread will find.
+                count = 0
+            if count == header.nbytes + row.nbytes:
+                return
+            header, row = header[count:], row[max(count - header.nbytes, 0) :]
+        self._given[peer] += 1
+        self._letters[peer].put((header, row))
 
     def _round(self, tag, size):
         """The exchange of that tag, which begins with the worker that is first."""
@@ -160,8 +177,8 @@ class Wire:
             is_first = self._fault is None
             if is_first:
                 self._fault = why
-            rounds = list(self._rounds.values()) if is_first else []
-            self._rounds.clear()
+                rounds = list(self._rounds.values())
+                self._rounds.clear()
         if not is_first:
             self._has_aborted.wait()  # Until then a step that is told of it would find nothing amiss.
             return
@@ -188,29 +205,40 @@ class Wire:
 
     def _post(self):
         while True:
-            with tf.device("CPU:0"):
-                address, sent = self._outbox.dequeue()
+            try:
+                with tf.device("CPU:0"):
+                    address, sent = self._outbox.dequeue()
+            except Exception as error:  # Whatever it is, nobody may wait for this thread.
+                self._fail(f"{self._names[self._worker]} can send nothing any more: {error}")
+                self._outbox.close(cancel_pending_enqueues=True)
+                for inbox in self._inboxes:
+                    self._tell_of_failure(inbox)
+                return
             number, group, key = address.numpy().tolist()
             if number == _LAST[0]:
                 return
             inbox = self._inboxes[number]
             try:
                 self._begin((group, key), sent.__array__(), inbox)  # Not a copy.
-            except Exception as error:  # Whatever it is, nobody may wait for this thread.
+            except Exception as error:  # See above.
                 self._fail(f"{self._names[self._worker]} can send nothing: {error}")
-                with tf.device("CPU:0"):
-                    inbox.enqueue([tf.constant(np.int32(_FAILED)), tf.zeros([len(self._lines), 0], tf.uint8)])
+                self._tell_of_failure(inbox)
             del sent  # Else what was sent last is kept.
+
+    def _tell_of_failure(self, inbox):
+        with tf.device("CPU:0"):
+            inbox.enqueue([tf.constant(np.int32(_FAILED)), tf.zeros([len(self._lines), 0], tf.uint8)])
 
     def _send(self, peer):
         line, letters = self._lines[peer], self._letters[peer]
         try:
             while True:
-                (group, key), row = letters.get()
+                header, row = letters.get()
                 # Of nothing nothing follows, for which the kernel would keep the header.
-                line.sendmsg([_HEADER.pack(group, key, row.nbytes)], [], socket.MSG_MORE if row.nbytes else 0)
+                line.sendall(header, socket.MSG_MORE if row.nbytes else 0)
                 line.sendall(row)
                 del row  # See above.
+                self._sent[peer] += 1
         except Exception as error:  # See above.
             self._lose(peer, error)
 
