@@ -66,6 +66,19 @@ class Collectives(_tf.CollectiveAllReduce):
         # Of several devices of a worker, one stands at its border.
         return 2 * (replicas - 1) / replicas / self.spread
 
+    def sum_bytes(self, size: int) -> float:
+        """What a replica sends to sum so many bytes at once, across the network if there is one."""
+        return size * (self._group_size - 1 if self._launchers[0].in_one_go(size) else self.ring)
+
+    def uncompressed_bytes(self, tensors: Sequence[tf.Tensor], options) -> float:
+        """What a replica sends to sum these tensors uncompressed."""
+        laid_out = self._laid_out(tensors, self._launchers[0], self._options.merge(options))
+        return sum(
+            self.sum_bytes(sum(segment.bytes_of(members[segment.tensor]) for segment in bucket))
+            for _, members, buckets in laid_out
+            for bucket in buckets
+        )
+
     def shard(self, replica: int, elements: int) -> slice:
         """The part of a bucket that a replica of this worker exchanges."""
         size = elements // self.spread
@@ -167,24 +180,31 @@ class Collectives(_tf.CollectiveAllReduce):
         return tf.nest.pack_sequence_as(value, flat)
 
     def _sum(self, tensors, launcher, options):
-        totals, terms = list(tensors), list(tensors)
-        groups: dict[tf.DType, list[int]] = {}
-        for i, tensor in enumerate(tensors):
-            if isinstance(tensor, tf.IndexedSlices):
-                totals[i] = all_reduce_sparse(tensor, launcher, self._group_size, options)
-            else:
-                terms[i] = to_add_up(tensor)
-                groups.setdefault(terms[i].dtype, []).append(i)
-        # A ring of TensorFlow's waits for its own copies.
-        part = part_bytes(self._group_size) if launcher.is_ordered and not options.bytes_per_pack else 0
-        for group in groups.values():
-            members = [terms[i] for i in group]
-            limit = options.bytes_per_pack or bucket_bytes(members, self._group_size)
-            buckets = fill_buckets(members, limit, part_bytes=part)
+        totals = [
+            all_reduce_sparse(tensor, launcher, self._group_size, options)
+            if isinstance(tensor, tf.IndexedSlices)
+            else tensor
+            for tensor in tensors
+        ]
+        for group, members, buckets in self._laid_out(tensors, launcher, options):
             reduced = [launcher.all_reduce(join(bucket, members), options=options) for bucket in buckets]
             for i, total in zip(group, separate(buckets, reduced, members), strict=True):
                 totals[i] = added_up(total, tensors[i].dtype)
         return totals
+
+    def _laid_out(self, tensors, launcher, options):
+        """Dense tensors by the type in which they are added up: their positions, themselves, and their buckets."""
+        terms: dict[tf.DType, dict[int, tf.Tensor]] = {}
+        for i, tensor in enumerate(tensors):
+            if not isinstance(tensor, tf.IndexedSlices):
+                term = to_add_up(tensor)
+                terms.setdefault(term.dtype, {})[i] = term
+        # A ring of TensorFlow's waits for its own copies.
+        part = part_bytes(self._group_size) if launcher.is_ordered and not options.bytes_per_pack else 0
+        for group in terms.values():
+            members = list(group.values())
+            limit = options.bytes_per_pack or bucket_bytes(members, self._group_size)
+            yield list(group), members, fill_buckets(members, limit, part_bytes=part)
 
 
 def symbolic_tensors(values) -> list[tf.Tensor]:

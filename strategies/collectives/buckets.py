@@ -45,6 +45,10 @@ class Segment(NamedTuple):
         """The segment of its tensor, flattened to [elements]."""
         return flat if self.stop is None else flat[self.start : self.stop]
 
+    def bytes_of(self, tensor: tf.Tensor) -> int:
+        """Its bytes, of its tensor; 0 if only the run can tell."""
+        return 0 if self.stop is None else (self.stop - self.start) * tensor.dtype.size
+
     def padded(self, granule: int) -> int:
         """Its elements, up to the next multiple of `granule`."""
         stop = cast(int, self.stop)  # Only tensors of known size are encoded.

@@ -182,7 +182,7 @@ class Exchange(tf.Module):
                 ]
                 finite += [_is_finite(totals[i]) for i in unseen]
                 tf.cond(tf.reduce_all(finite), lambda: _assign(old, new), lambda: tf.constant(False))
-            self._count(replica, gradients, totals, done)
+            self._count(replica, gradients, totals, done, options)
             self.times.of_replicas[replica].assign_add(tf.add_n(seconds) if seconds else _NO_TIME)
         return totals
 
@@ -270,11 +270,11 @@ class Exchange(tf.Module):
                 self.counts.append(tf.Variable(tf.zeros([3], tf.int64), trainable=False, name="counts"))
                 self.times.of_replicas.append(tf.Variable(_NO_TIME, trainable=False, name="times"))
 
-    def _count(self, replica, gradients, totals, done):
+    def _count(self, replica, gradients, totals, done, options):
         """Adds to the counts of a replica; of sparse rows nearly what is sent, as each replica pads to the longest."""
         collectives = self._collectives
-        dense = [i for i in self._raw if i not in self._sparse]
-        raw = sent = tf.constant(round(collectives.ring * sum(_bytes(gradients[i]) for i in dense)), tf.int64)
+        dense = [gradients[i] for i in self._raw if i not in self._sparse]
+        raw = sent = tf.constant(round(collectives.uncompressed_bytes(dense, options)), tf.int64)
         for part in self._parts:
             uncompressed = round(_raw_bytes(part, gradients, collectives))
             raw += uncompressed

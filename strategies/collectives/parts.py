@@ -156,7 +156,8 @@ class Matrices:
 
     def sent_bytes(self, collectives):
         """What a replica sends in a step."""
-        return collectives.ring * sum(4 * self.codec.rank * (rows + cols) for rows, cols in self._shapes)
+        sides = [[self._shapes[i][side] for i in group] for group in self._groups for side in range(2)]
+        return sum(collectives.sum_bytes(4 * self.codec.rank * sum(side)) for side in sides)
 
     def exchange(self, gradients, states, replica, collectives, options, watch):
         """As `Words.exchange`."""
