@@ -491,3 +491,20 @@ def bytes_of_narrow_rows(placement):
     model.fit(tokens, np.ones((16, 1)), batch_size=8, verbose=0)
     traffic = strategy.communication.traffic() - before
     return traffic.sent_bytes, traffic.raw_bytes
+
+
+def bytes_of_small_tensors(placement, sizes):
+    """What is counted as sent for an uncompressed exchange of float32 vectors of so many elements, for each alone."""
+    strategy = strategy_of(placement, "powersgd")  # which leaves vectors as they are
+    sent = []
+    for size in sizes:
+        with strategy.scope():
+            weights = tf.Variable(tf.zeros([size]))
+            optimizer = keras.optimizers.SGD(1.0)
+            optimizer.build([weights])
+        before = strategy.communication.traffic()
+        step = tf.function(lambda: strategy.run(lambda: optimizer.apply([tf.ones([size])], [weights])))  # noqa: B023
+        step()
+        assert float(weights[0]) == -strategy.num_replicas_in_sync
+        sent.append((strategy.communication.traffic() - before).sent_bytes)
+    return sent

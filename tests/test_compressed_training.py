@@ -349,3 +349,11 @@ def test_lists_of_equal_shapes_under_one_optimizer_keep_residuals_of_their_own(p
 def test_rows_that_a_codec_would_make_longer_travel_as_they_are(pools):
     for sent, raw in pools("1x2").run(checks.bytes_of_narrow_rows, "1x2"):
         assert 0 < sent <= raw
+
+
+@pytest.mark.parametrize("placement", ["1x4", "3x1"])
+def test_what_is_sent_whole_is_counted_whole(pools, placement):
+    others, replicas = (3, 4) if placement == "1x4" else (2, 1)  # Replicas of a worker.
+    small, large = pools(placement).run(checks.bytes_of_small_tensors, placement, [1000, 120_000])[0]
+    assert small == replicas * others * 4000
+    assert large == replicas * 2 * others / (others + 1) * 480_000

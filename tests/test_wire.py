@@ -97,6 +97,12 @@ assert "can send nothing any more" in ended[0], ended
 sizes = [3, 4_000_000, 5, 70_000, 100_001, 1, 2_000_000]
 assert both(sizes=sizes) == [[2 * size for size in sizes]] * 2, ended
 """,
+    "what a connection takes only in part arrives whole": """
+for end in ends:
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+for sizes in ([50_000], [1000, 60_000, 3], [64_000, 64_000]):
+    assert both(sizes=sizes) == [[2 * size for size in sizes]] * 2, ended
+""",
     "what has failed is no result, however soon it is asked for": """
 context, begun = _tf.context.context(), threading.Event()
 abort = context.abort_collective_ops

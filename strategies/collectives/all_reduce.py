@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.strategies.collectives.buckets import bucket_bytes, fill_buckets, join, part_bytes, separate
+from tfdist.strategies.collectives.buckets import BUCKET_BYTES, bucket_bytes, fill_buckets, join, part_bytes, separate
 from tfdist.strategies.collectives.launcher import Launcher, added_up, sum_in_order, to_add_up
 from tfdist.strategies.collectives.sparse import all_reduce_sparse
 from tfdist.strategies.collectives.stopwatch import Stopwatch
@@ -61,7 +61,7 @@ class Collectives(_tf.CollectiveAllReduce):
 
     @property
     def ring(self) -> float:
-        """What an uncompressed all-reduce makes a replica send for each byte, across the network if there is one."""
+        """What a replica sends for each byte that is summed, not in one go, across the network if there is one."""
         replicas = self.ranks * self.spread
         # Of several devices of a worker, one stands at its border.
         return 2 * (replicas - 1) / replicas / self.spread
@@ -70,9 +70,9 @@ class Collectives(_tf.CollectiveAllReduce):
         """What a replica sends to sum so many bytes at once, across the network if there is one."""
         return size * (self._group_size - 1 if self._launchers[0].in_one_go(size) else self.ring)
 
-    def uncompressed_bytes(self, tensors: Sequence[tf.Tensor], options) -> float:
+    def uncompressed_bytes(self, tensors: Sequence[tf.Tensor], options=None) -> float:
         """What a replica sends to sum these tensors uncompressed."""
-        laid_out = self._laid_out(tensors, self._launchers[0], self._options.merge(options))
+        laid_out = self._laid_out(tensors, self._launchers[0], self._options.merge(options or self._options))
         return sum(
             self.sum_bytes(sum(segment.bytes_of(members[segment.tensor]) for segment in bucket))
             for _, members, buckets in laid_out
@@ -200,10 +200,11 @@ class Collectives(_tf.CollectiveAllReduce):
                 term = to_add_up(tensor)
                 terms.setdefault(term.dtype, {})[i] = term
         # A ring of TensorFlow's waits for its own copies.
-        part = part_bytes(self._group_size) if launcher.is_ordered and not options.bytes_per_pack else 0
+        largest = part_bytes(self._group_size) if launcher.is_ordered else BUCKET_BYTES
         for group in terms.values():
             members = list(group.values())
             limit = options.bytes_per_pack or bucket_bytes(members, self._group_size)
+            part = options.bytes_per_pack or largest
             yield list(group), members, fill_buckets(members, limit, part_bytes=part)
 
 

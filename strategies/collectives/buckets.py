@@ -17,12 +17,11 @@ _SLICED_ELEMENTS = 1 << 14
 def bucket_bytes(tensors: Sequence[tf.Tensor], ranks: int) -> int:
     """How large the buckets of these tensors are, at most.
 
-    Smaller where the model is small, else none would leave before the backward pass ends; but each costs a rank time
-    for every other.
+    Between two, half of a small model, else none would leave before the backward pass ends. Among more, a bucket costs
+    a rank more of its processor than that is worth.
     """
     total = sum((tensor.shape.num_elements() or 0) * tensor.dtype.size for tensor in tensors)
-    fewest = max(4 // max(ranks - 1, 1), 1)
-    return min(max(total // fewest, _LEAST_BYTES), BUCKET_BYTES)
+    return min(max(total // 2, _LEAST_BYTES), BUCKET_BYTES) if ranks == 2 else BUCKET_BYTES
 
 
 def part_bytes(ranks: int) -> int:

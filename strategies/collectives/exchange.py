@@ -109,7 +109,9 @@ class Exchange(tf.Module):
         parts = _parts(gradients, codecs, collectives, seed)
         # Padding to whole blocks for each rank can outweigh what a codec saves.
         self._parts = [
-            part for part in parts if part.sent_bytes(collectives) < _raw_bytes(part, gradients, collectives)
+            part
+            for part in parts
+            if part.sent_bytes(collectives) < collectives.uncompressed_bytes([gradients[i] for i in part.positions])
         ]
         encoded = {i for part in self._parts for i in part.positions}
         self._sparse = [i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
@@ -276,7 +278,7 @@ class Exchange(tf.Module):
         dense = [gradients[i] for i in self._raw if i not in self._sparse]
         raw = sent = tf.constant(round(collectives.uncompressed_bytes(dense, options)), tf.int64)
         for part in self._parts:
-            uncompressed = round(_raw_bytes(part, gradients, collectives))
+            uncompressed = round(collectives.uncompressed_bytes([gradients[i] for i in part.positions], options))
             raw += uncompressed
             sent += _from(part.codec.start_step, done, round(part.sent_bytes(collectives)), uncompressed)
         others = collectives.ranks * collectives.spread - 1
@@ -308,11 +310,6 @@ def _from(start_step: int, done: tf.Tensor, then: int, before: int) -> tf.Tensor
     return tf.where(done >= start_step, tf.constant(then, tf.int64), tf.constant(before, tf.int64))
 
 
-def _raw_bytes(part, gradients, collectives) -> float:
-    """What a replica would send for the gradients of a part, uncompressed."""
-    return collectives.ring * sum(_bytes(gradients[i]) for i in part.positions)
-
-
 def _from_step(part, done, gradients, states, replica, collectives, options, timed):
     """The exchange of one part, uncompressed until its codec's `start_step`."""
 
@@ -338,10 +335,6 @@ def _rows_from_step(codec, done, slices, replica, collectives, options, timed):
         return collectives.all_reduce_rows(slices, replica, options, None), tf.constant(_NO_TIME)
 
     return encoded() if codec.start_step == 0 else tf.cond(done >= codec.start_step, encoded, raw)
-
-
-def _bytes(tensor: tf.Tensor) -> int:
-    return (tensor.shape.num_elements() or 0) * tensor.dtype.size
 
 
 def _is_finite(total: Gradient) -> tf.Tensor:

@@ -19,7 +19,7 @@ _AS_BITS = (tf.uint64, tf.complex64, tf.complex128)
 # What they add up; and as what others are added up: the real and the imaginary part, whole numbers of as many bits.
 _KNOWN = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 _ADDED_AS = {tf.uint64: tf.int64, tf.complex64: tf.float32, tf.complex128: tf.float64}
-_SMALL_BYTES = 16 << 10
+_IN_ONE_GO_BYTES = 48 << 10  # That a replica sends.
 _BYTES = [bytes([byte]) for byte in range(256)]
 
 
@@ -128,8 +128,8 @@ class Launcher(_tf.CollectiveReplicaLauncher):
         """Sums tensors of equal shape.
 
         In order, each replica adds up a part, and sends the sum to all: the same bits on virtual devices and between
-        workers, whatever carries it. Traffic a replica: 2 (replicas - 1) / replicas of the tensor, as in a ring; up to
-        16 KiB are sent whole, to each.
+        workers, whatever carries it. Traffic a replica: 2 (replicas - 1) / replicas of the tensor, as in a ring; what
+        is little, up to 48 KiB to all others together, goes to them whole.
         """
         if not self.is_ordered or tf.executing_eagerly():
             return super().all_reduce(input_tensor, control_input, options)
@@ -138,17 +138,27 @@ class Launcher(_tf.CollectiveReplicaLauncher):
 
     def in_one_go(self, size: int) -> bool:
         """Whether so many bytes go to all at once: between two that is no more, and of little it does not matter."""
-        return self.is_ordered and (self._group_size == 2 or size <= _SMALL_BYTES)
+        others = self._group_size - 1
+        return self.is_ordered and (others == 1 or size * others <= _IN_ONE_GO_BYTES)
 
     def _in_order(self, tensor, options):
-        ranks, flat = self._group_size, tf.reshape(tensor, [-1])
-        known = tensor.shape.num_elements()
-        if ranks == 2 or (known is not None and self.in_one_go(known * tensor.dtype.size)):
-            return tf.reshape(sum_in_order(self.rows_of_all(flat, options)), tf.shape(tensor))
-        elements = tf.size(flat)
-        rows = tf.reshape(tf.pad(flat, [[0, -elements % ranks]]), [ranks, -1])
-        part = sum_in_order(self.rows_of_all(rows, options, apart=True))
-        total = tf.concat(self.rows_of_all(part[0], options), axis=0)[:elements]
+        flat, elements = tf.reshape(tensor, [-1]), tensor.shape.num_elements()
+
+        def whole():
+            return sum_in_order(self.rows_of_all(flat, options))
+
+        def by_parts():
+            ranks, size = self._group_size, tf.size(flat)
+            rows = tf.reshape(tf.pad(flat, [[0, -size % ranks]]), [ranks, -1])
+            part = sum_in_order(self.rows_of_all(rows, options, apart=True))
+            return tf.concat(self.rows_of_all(part[0], options), axis=0)[:size]
+
+        if self._group_size == 2:
+            total = whole()
+        elif elements is None:  # Another replica may know, and all must do the same.
+            total = tf.cond(self.in_one_go(tf.size(flat) * tensor.dtype.size), whole, by_parts)
+        else:
+            total = whole() if self.in_one_go(elements * tensor.dtype.size) else by_parts()
         return tf.reshape(total, tf.shape(tensor))
 
     def all_gather_rows(self, tensor: tf.Tensor, options) -> tf.Tensor:

@@ -6,6 +6,7 @@ every second whether they would still run.
 """
 
 import atexit
+import contextlib
 import queue
 import socket
 import struct
@@ -59,7 +60,7 @@ class Wire:
         threads: list = [(name, target, (peer,)) for peer in lines for name, target in ways]
         for name, target, args in [*threads, ("post", self._post, ()), ("watch", self._watch, ())]:
             threading.Thread(target=target, args=args, name=f"tfdist-wire-{name}", daemon=True).start()
-        atexit.register(self._outbox.enqueue, [_LAST, tf.zeros([1, 0], tf.uint8)])  # Lest it waits in TensorFlow then.
+        atexit.register(self._end_post)
 
     def exchange(
         self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor, *, apart: bool
@@ -78,6 +79,7 @@ class Wire:
 
         Raises:
           tf.errors.UnavailableError: While the graph runs, if a worker is gone or TensorFlow's collectives fail.
+          tf.errors.CancelledError: The same, if nothing can be sent any more, which was told before.
         """
         workers, others = len(self._names), len(self._lines)
         sent = tf.reshape(tf.bitcast(rows, tf.uint8), [workers if apart else 1, -1])
@@ -186,8 +188,8 @@ class Wire:
             _tf.context.context().abort_collective_ops(tf.errors.UNAVAILABLE, why)
         finally:
             self._has_aborted.set()
-        for current in rounds:
-            current.deliver(_FAILED)
+            for current in rounds:
+                current.deliver(_FAILED)
 
     def _probe(self, *tokens):
         """Raises if TensorFlow's collectives are aborted: one of this worker alone, that meets nobody."""
@@ -224,6 +226,11 @@ class Wire:
                 self._fail(f"{self._names[self._worker]} can send nothing: {error}")
                 self._tell_of_failure(inbox)
             del sent  # Else what was sent last is kept.
+
+    def _end_post(self):
+        """Lest it waits in TensorFlow at the end."""
+        with contextlib.suppress(tf.errors.OpError):  # It has failed before.
+            self._outbox.enqueue([_LAST, tf.zeros([1, 0], tf.uint8)])
 
     def _tell_of_failure(self, inbox):
         with tf.device("CPU:0"):
