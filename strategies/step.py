@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.strategies.collectives.buckets import bucket_bytes
+from tfdist.strategies.collectives.buckets import bucket_bytes, known_bytes
 from tfdist.strategies.report import Clock
 
 _local = threading.local()
@@ -150,7 +150,7 @@ def _in_groups(values, least_bytes):
             groups.append([])
             held = 0
         groups[-1].append(value)
-        held += (value.shape.num_elements() or 0) * value.dtype.size
+        held += known_bytes(value)
     return groups
 
 

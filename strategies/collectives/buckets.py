@@ -20,8 +20,13 @@ def bucket_bytes(tensors: Sequence[tf.Tensor], ranks: int) -> int:
     Between two, half of a small model, else none would leave before the backward pass ends. Among more, a bucket costs
     a rank more of its processor than that is worth.
     """
-    total = sum((tensor.shape.num_elements() or 0) * tensor.dtype.size for tensor in tensors)
+    total = sum(known_bytes(tensor) for tensor in tensors)
     return min(max(total // 2, _LEAST_BYTES), BUCKET_BYTES) if ranks == 2 else BUCKET_BYTES
+
+
+def known_bytes(tensor: tf.Tensor) -> int:
+    """Bytes of a tensor; 0 if only the run can tell."""
+    return (tensor.shape.num_elements() or 0) * tensor.dtype.size
 
 
 def part_bytes(ranks: int) -> int:
