@@ -54,7 +54,7 @@ class Row:
       variant: Who trained.
       link_bits_per_second: The rate that was measured, None if it was not.
       error: Why it failed, in a line.
-      step_seconds: Lower quartile, median and upper quartile; of several workers the slowest counts, step by step.
+      step_seconds: Lower quartile, median and upper quartile, from one step's end on the last worker to the next's.
       compute_seconds: The median step of workers that run side by side, each by itself.
       bytes_per_step: The larger of sent and received, on the busiest worker's interface.
       block_seconds: The median step of each block.

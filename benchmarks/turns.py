@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import random
 import statistics
 import time
@@ -112,7 +113,7 @@ class Samples:
 
     def add(self, together: Sequence[Answer], alone: Sequence[Answer], sharing: int) -> None:
         """Takes in one block of all workers."""
-        self.blocks.append(slowest(together))
+        self.blocks.append(periods(together))
         self.compute += [seconds for answer in alone for seconds in answer.step_seconds]
         self.traffic.append(busiest(together) / sharing)
 
@@ -140,14 +141,19 @@ class Samples:
         )
 
 
-def slowest(answers: Sequence[Answer]) -> list[float]:
-    """Seconds of each step, of the worker that took longest."""
-    return [max(times) for times in zip(*(answer.step_seconds for answer in answers), strict=True)]
+def periods(answers: Sequence[Answer]) -> list[float]:
+    """Seconds from one step's end to the next one's, each when the last worker has ended it.
+
+    They add up to what all steps took. The longest of the workers' own times would not: who began a step early, and so
+    has waited for the others, would count for longer than the step took.
+    """
+    ends = [max(each) for each in zip(*(answer.ends for answer in answers), strict=True)]
+    return [after - before for before, after in itertools.pairwise(ends)]
 
 
 def busiest(answers: Sequence[Answer]) -> float:
     """Bytes a step of the worker that sent or received most."""
-    return max(max(answer.sent_bytes, answer.received_bytes) / len(answer.step_seconds) for answer in answers)
+    return max(max(answer.sent_bytes, answer.received_bytes) / (len(answer.ends) - 1) for answer in answers)
 
 
 Cells = dict[tuple[str, str], Samples]  # by link and variant
@@ -214,7 +220,7 @@ class Cast:
     def _probe(self, name: str) -> float:
         """Seconds of a step."""
         answers = self._train(name, alone=False, warmup=1, steps=1)
-        return slowest(answers)[0] if answers else 1.0
+        return periods(answers)[0] if answers else 1.0
 
     def _steps(self, seconds: float) -> int:
         """How many steps of so many seconds make a block."""

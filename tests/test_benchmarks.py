@@ -154,7 +154,7 @@ class FakeGroup:
         if self._left < 0:
             raise GroupError("it broke")
         FakeGroup.longest = max(self.longest, timeout_seconds)
-        return [Answer([self.seconds] * steps, 1, 1)]
+        return [Answer([self.seconds * step for step in range(steps + 1)], 1, 1)]
 
 
 def measured(monkeypatch, links, plan, failing, blocks=0):
@@ -267,9 +267,10 @@ def test_record_does_not_go_on_with_another_tree(tmp_path, monkeypatch):
     assert (goes_on(), goes_on()) == (False, False)
 
 
-def test_slowest_worker_counts_step_by_step_and_the_busiest_by_bytes():
-    answers = [Answer([1.0, 2.0], 10, 30), Answer([3.0, 1.0], 20, 10)]
-    assert turns.slowest(answers) == [3.0, 2.0]
+def test_a_step_lasts_until_the_last_worker_ends_it_and_the_busiest_counts_by_bytes():
+    answers = [Answer([0.0, 1.0, 5.0], 10, 30), Answer([1.0, 3.0, 4.0], 20, 10)]
+    assert [answer.step_seconds for answer in answers] == [[1.0, 4.0], [2.0, 1.0]]
+    assert turns.periods(answers) == [2.0, 2.0]
     assert turns.busiest(answers) == 15
 
 

@@ -1,6 +1,7 @@
 """What the processes of a benchmark say to each other."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 
@@ -18,11 +19,22 @@ class Order:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Seconds of each step, and what the interface carried meanwhile."""
+    """When each step ended, and what the interface carried meanwhile.
 
-    step_seconds: list[float]
+    Attributes:
+      ends: By the monotonic clock of the machine, which all its processes share; first when the first step began.
+      sent_bytes: In all steps.
+      received_bytes: Alike.
+    """
+
+    ends: list[float]
     sent_bytes: int
     received_bytes: int
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """What each step took this worker."""
+        return [after - before for before, after in itertools.pairwise(self.ends)]
 
 
 @dataclasses.dataclass(frozen=True)

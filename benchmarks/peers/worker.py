@@ -11,7 +11,6 @@ where `train` calls `tick()` when a step has ended and its loss was read. `alone
 
 import functools
 import importlib
-import itertools
 import os
 import pathlib
 import sys
@@ -34,13 +33,12 @@ class _Meter:
 
     def tick(self) -> None:
         sent, received = (int(path.read_bytes()) for path in self._counters)
-        self._marks.append((time.perf_counter(), sent, received))
+        self._marks.append((time.monotonic(), sent, received))
 
     def answer(self, steps: int) -> Answer:
         """The last `steps` steps."""
         marks = self._marks[-steps - 1 :]
-        seconds = [after[0] - before[0] for before, after in itertools.pairwise(marks)]
-        return Answer(seconds, marks[-1][1] - marks[0][1], marks[-1][2] - marks[0][2])
+        return Answer([mark[0] for mark in marks], marks[-1][1] - marks[0][1], marks[-1][2] - marks[0][2])
 
 
 @functools.cache
