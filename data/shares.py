@@ -58,7 +58,7 @@ class Shares:
 
     def learn(self, place: Place, handout: Handout, report: Any) -> None:
         """Decides on one more step of a handout, by the report of one that was trained on."""
-        self._speed.observe(report.rows, report.compute_seconds)
+        self._speed.observe(report.rows, report.own_seconds)
         shares = handout.latest_shares
         if handout.may_change():
             shares = self._speed.proposal(shares, place.at_most)

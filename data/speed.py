@@ -34,7 +34,7 @@ class SpeedModel:
         self._speeds = [_Speed() for _ in range(replicas)]
 
     def observe(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
-        """Takes the rows and compute times of one step, by replica. Replicas without rows say nothing."""
+        """Takes the rows and own times of one step, by replica. Replicas without rows say nothing."""
         self.steps += 1
         if self.steps <= WARM_UP_STEPS:
             return

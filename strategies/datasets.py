@@ -141,7 +141,7 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
     def __init__(self, distribute: Callable[[Any], Any], sharding: Any, maps: tuple[Callable[..., Any], ...] = ()):
         self._distribute, self.sharding, self._maps = distribute, sharding, maps
         # Instead of the parent's `__init__`, which would build it once more.
-        self.__dict__.update(distribute(functools.partial(self._make, True)).__dict__)
+        self.__dict__.update(self._made(training=True).__dict__)
 
     def __iter__(self):
         fitting, epochs = _tf.keras_fitting_models(), _tf.keras_epochs_of_iterator()
@@ -188,7 +188,10 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
     @functools.cached_property
     def _for_evaluation(self) -> Any:
         """One of its own: iterators that Keras makes for later wait to be read from beside those of training."""
-        return self._distribute(functools.partial(self._make, False))
+        return self._made(training=False)
+
+    def _made(self, *, training: bool) -> Any:
+        return _tf.end_together(self._distribute(functools.partial(self._make, training)))
 
     def _make(self, training: bool, context: tf.distribute.InputContext) -> tf.data.Dataset:
         dataset = self.sharding.for_strategy(context, training=training)

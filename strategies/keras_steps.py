@@ -101,7 +101,10 @@ def on_one_of_many(called, reports):
             step.mark(GRADIENTS, logs)  # Where no optimizer has taken any.
             logs = metrics.global_results(model, logs, step)
             logs, total = _average_statistics(step, logs, reports.of_replica(step.clock, replica, step.rows))
-            reports.tell(local, total, model)
+            # What others send of the gradients is waited for until then. Those of the first layer come last.
+            updated = [tf.convert_to_tensor(variable) for variable in step.variables[:1]]
+            with tf.control_dependencies(updated):
+                reports.tell(local, total, model)
             return logs
 
     return on_replica

@@ -6,6 +6,7 @@ It travels in the exchange of statistics and logs that a step makes anyway. Time
                  rows to all ──── SHARE ──┴─ backward ─┘
 
 A replica waits for others between LOSS and SHARE, and after GRADIENTS; the rest from BEGIN on is its own computation.
+From the END of one step to the BEGIN of the next its process does what others wait for too: calls back, gets data.
 """
 
 import dataclasses
@@ -36,19 +37,22 @@ class StepReport:
       number: Training steps since the strategy was made, this one included.
       rows: Of the global batch, by replica, int64 [R].
       compute_seconds: From the arrival of the data to the last gradient, without waiting for others, float32 [R].
+      own_seconds: That, and from the end of the step before, if there was one and no evaluation since, to the arrival
+        of the data; float32 [R]. After a pause, as between epochs, it is long.
       stop: Whether a worker asked to stop.
     """
 
     number: int
     rows: np.ndarray
     compute_seconds: np.ndarray
+    own_seconds: np.ndarray
     stop: bool
 
 
 class StepReports:
     """The reports of a strategy, as `strategy.reports`; of Keras' training steps, not of custom loops.
 
-    Costs a few timestamps and one callback into Python a step, and 2 R + 1 numbers in an exchange for R replicas. A
+    Costs a few timestamps and one callback into Python a step, and 3 R + 1 numbers in an exchange for R replicas. A
     step that XLA compiles for a lone replica reports nothing.
 
     Attributes:
@@ -134,23 +138,27 @@ class StepReports:
         return self._clocks[local]
 
     def of_replica(self, clock: "Clock", replica: Any, rows: Any) -> tf.Tensor:
-        """What replica `replica` says of its step, float32 [2 R + 1]; summed over replicas it is the report."""
-        own = tf.one_hot(replica, self.num_replicas)
+        """What replica `replica` says of its step, float32 [3 R + 1]; summed over replicas it is the report."""
+        place = tf.one_hot(replica, self.num_replicas)
         rows = tf.cast(0 if rows is None else rows, tf.float32)
-        return tf.concat([own * rows, own * clock.compute_seconds(), [self._stop]], axis=0)
+        compute = clock.compute_seconds()
+        own = compute + clock.seconds_before()
+        return tf.concat([place * rows, place * compute, place * own, [self._stop]], axis=0)
 
     def tell(self, local: int, totals: tf.Tensor, model: Any) -> None:
-        """Ends a step of this worker's first replica: hands the sum of what all replicas said to the listeners."""
-        if local == 0:
-            if model not in self._ends:  # not anew in each step of an eager run
-                self._ends[model] = _in_order(functools.partial(self._take, weakref.ref(model)))
-            self._clocks[0].end(self._ends[model], totals)
+        """Ends a step of a replica; of this worker's first, hands the sum of what all said to the listeners."""
+        if local:
+            self._clocks[local].mark(END, totals[-1])
+            return
+        if model not in self._ends:  # not anew in each step of an eager run
+            self._ends[model] = _in_order(functools.partial(self._take, weakref.ref(model)))
+        self._clocks[0].end(self._ends[model], totals)
 
     def _take(self, model: weakref.ref, totals: np.ndarray) -> None:
-        rows, seconds = totals[: self.num_replicas], totals[self.num_replicas : -1]
+        rows, compute, own = np.split(totals[:-1], 3)
         number = self.latest.number + 1 if self.latest else 1
         StepReports.newest, self._trained = self, model
-        self.latest = StepReport(number, np.rint(rows).astype(np.int64), seconds, bool(totals[-1] > 0))
+        self.latest = StepReport(number, np.rint(rows).astype(np.int64), compute, own, bool(totals[-1] > 0))
         trained = model()
         feeder = None if trained is None else self.feeders.get(trained)
         if feeder is not None:
@@ -194,6 +202,12 @@ class Clock:
         begin, loss, share, gradients, _ = tf.unstack(self.times.read_value()[:_SEEN])
         waited = tf.where(loss >= begin, tf.maximum(share - loss, 0), 0)
         return tf.cast(gradients - begin - waited, tf.float32)
+
+    def seconds_before(self) -> tf.Tensor:
+        """From the end of the last step to the begin of this one, if there was one and no evaluation, float32 []."""
+        times = self.times.read_value()
+        begin, end, evaluated = times[BEGIN], times[END], times[_EVALUATED]
+        return tf.cast(tf.where((end > 0) & (evaluated < end), tf.maximum(begin - end, 0), 0), tf.float32)
 
     def end(self, call: Callable[..., Any], value: tf.Tensor) -> None:
         """Makes a call that is `_in_order` with `value`, which also notes the end of the step."""

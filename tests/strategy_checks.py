@@ -841,17 +841,21 @@ class Delayed(layers.Layer):
         return both_ways(x)
 
 
-def compute_seconds(placement):
-    """Of each step, by replica."""
+def seconds_of_replicas(placement):
+    """Of each step, by replica: computing, and its own; the last worker's callback takes as long as its computing."""
     keras.utils.set_random_seed(1)
     place = strategy(placement) or tfdist.MirroredStrategy(["CPU:0"])
     with place.scope():
         delayed = Delayed(place.num_replicas_in_sync)
         model = keras.Sequential([layers.Input((4,)), layers.Dense(4), delayed, layers.Dense(3)])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    delay = 2 * Delayed.seconds
+    is_last = own_index() == place.num_replicas_in_sync - 1
     seconds = []
-    listener = lambda report: seconds.append(report.compute_seconds)  # noqa: E731
+    listener = lambda report: seconds.append((report.compute_seconds, report.own_seconds))  # noqa: E731
     place.reports.listeners.append(listener)
-    model.fit(np.ones((24, 4), "float32"), np.zeros(24), batch_size=8, verbose=0)
+    after = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(delay if is_last else 0))
+    sharding = tfdist.data.BalancedSharding((np.ones((24, 4), "float32"), np.zeros(24)), 8, policy="equal")
+    model.fit(place.distribute_datasets_from_function(sharding), callbacks=[after], verbose=0)
     place.reports.listeners.remove(listener)
-    return np.array(seconds), 2 * Delayed.seconds
+    return *np.moveaxis(np.array(seconds), 1, 0), delay

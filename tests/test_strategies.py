@@ -157,9 +157,12 @@ def test_pipelines_that_keras_makes_are_not_tuned_and_those_of_users_as_they_say
 
 @pytest.mark.parametrize("placement", ["single", "2x1"])
 def test_a_replica_reports_what_it_took_forward_and_back_and_not_its_waiting(placement, pools):
-    for seconds, delay in pools(placement).run(checks.compute_seconds, placement):
-        assert np.all(seconds[:, -1] >= delay)
-        assert np.all(seconds[1:, :-1] < delay), "waiting for the last replica is not computing"
+    for compute, own, delay in pools(placement).run(checks.seconds_of_replicas, placement):
+        assert np.all(compute[:, -1] >= delay)
+        assert np.all(compute[1:, :-1] < delay), "waiting for the last replica is not computing"
+        assert np.all(own >= compute)
+        assert np.all(own[1:, -1] >= compute[1:, -1] + delay), "others wait for a callback too"
+        assert np.all(own[1:, :-1] < delay), "nor is that waiting anything of one's own"
 
 
 def test_only_the_chief_runs_the_hooks_of_a_callback(pools):
