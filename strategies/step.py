@@ -108,8 +108,8 @@ class Step:
         # A branch begins when all that it takes is there: the first gradients shall not wait for the last. Indices stay
         # out of it, whose graph tells where they come from.
         tensors = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
-        least = bucket_bytes(tensors, tf.distribute.get_strategy().num_replicas_in_sync)
-        kept = [tensor for group in _in_groups(tensors, least) for tensor in self._group_or_zeros(group)]
+        groups = _in_groups(tensors, bucket_bytes(tensors))
+        kept = [tensor for group in groups for tensor in self._group_or_zeros(group)]
         return [_with_values(*each) for each in zip(values, kept, strict=True)]
 
     def _group_or_zeros(self, group):

@@ -203,7 +203,7 @@ class Collectives(_tf.CollectiveAllReduce):
         largest = part_bytes(self._group_size) if launcher.is_ordered else BUCKET_BYTES
         for group in terms.values():
             members = list(group.values())
-            limit = options.bytes_per_pack or bucket_bytes(members, self._group_size)
+            limit = options.bytes_per_pack or bucket_bytes(members)
             part = options.bytes_per_pack or largest
             yield list(group), members, fill_buckets(members, limit, part_bytes=part)
 

@@ -14,14 +14,13 @@ _LEAST_BYTES = 256 << 10
 _SLICED_ELEMENTS = 1 << 14
 
 
-def bucket_bytes(tensors: Sequence[tf.Tensor], ranks: int) -> int:
+def bucket_bytes(tensors: Sequence[tf.Tensor]) -> int:
     """How large the buckets of these tensors are, at most.
 
-    Between two, half of a small model, else none would leave before the backward pass ends. Among more, a bucket costs
-    a rank more of its processor than that is worth.
+    Half of a small model, else none would leave before the backward pass ends.
     """
     total = sum(known_bytes(tensor) for tensor in tensors)
-    return min(max(total // 2, _LEAST_BYTES), BUCKET_BYTES) if ranks == 2 else BUCKET_BYTES
+    return min(max(total // 2, _LEAST_BYTES), BUCKET_BYTES)
 
 
 def known_bytes(tensor: tf.Tensor) -> int:
