@@ -353,14 +353,15 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     def _take(self, place: Place, handout: Handout, report: Any) -> None:
         with self._lock:
-            epoch, _ = handout.position
+            epoch, step = handout.position
             if not handout.has_trained(report.rows):
                 return
             self._epoch, self._step = handout.position
             self._tell_visitors(place, epoch, handout)
             self._times.note(report, self._shares.changes)
             if handout.adapts:
-                self._shares.learn(place, handout, report)
+                is_first = step == 0 or not self._times.statistics.step_seconds
+                self._shares.learn(place, handout, report, is_first=is_first)
 
     def _tell_visitors(self, place: Place, epoch: int, handout: Handout) -> None:
         if self.visitors:

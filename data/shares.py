@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from tfdist.data.handout import Handout
 from tfdist.data.place import Place
 from tfdist.data.plan import split
@@ -31,7 +33,7 @@ class Shares:
         self.policy, self._size = _checked_policy(policy), global_batch_size
         self.present: tuple[int, ...] = ()
         self.changes = 0
-        self._speed = SpeedModel(1)
+        self._speed, self._before = SpeedModel(1), np.zeros(1)
 
     @property
     def follow_speed(self) -> bool:
@@ -55,10 +57,21 @@ class Shares:
         shares = self.at(place)
         if shares is not self.present:
             self._speed, self.present = SpeedModel(place.replicas), shares
+        if len(self._before) != place.replicas:
+            self._before = np.zeros(place.replicas)
 
-    def learn(self, place: Place, handout: Handout, report: Any) -> None:
-        """Decides on one more step of a handout, by the report of one that was trained on."""
-        self._speed.observe(report.rows, report.own_seconds)
+    def learn(self, place: Place, handout: Handout, report: Any, *, is_first: bool) -> None:
+        """Decides on one more step of a handout, by the report of one that was trained on.
+
+        Args:
+          place: Of this worker.
+          handout: That hands out.
+          report: Of the step.
+          is_first: Whether a pause may have been before the step: it counts as what was before the last other one.
+        """
+        before = report.own_seconds - report.compute_seconds
+        self._before = np.where((before > 0) & (not is_first), before, self._before)
+        self._speed.observe(report.rows, report.compute_seconds + self._before)
         shares = handout.latest_shares
         if handout.may_change():
             shares = self._speed.proposal(shares, place.at_most)

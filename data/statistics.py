@@ -12,10 +12,10 @@ class Statistics:
     Attributes:
       rows: Of the global batch.
       compute_seconds: For them, without waiting.
-      wait_seconds: The rest of the step: exchange, and waiting for slower replicas.
+      wait_seconds: The rest of the step: what lies between steps, exchange, and waiting for slower replicas.
       step_seconds: Between the ends of this step and of the one before; 0 for the first.
       rows_per_second: Of the whole step, all replicas together.
-      imbalance: The longest compute time over the mean; 1 is perfect.
+      imbalance: The longest compute time over the mean; about 1 where a step is little else.
       changes: How often shares have changed.
     """
 

@@ -100,10 +100,12 @@ def on_one_of_many(called, reports):
             logs = fn(steps.at_least_one_row(data, step.rows))
             step.mark(GRADIENTS, logs)  # Where no optimizer has taken any.
             logs = metrics.global_results(model, logs, step)
-            logs, total = _average_statistics(step, logs, reports.of_replica(step.clock, replica, step.rows))
-            # What others send of the gradients is waited for until then. Those of the first layer come last.
-            updated = [tf.convert_to_tensor(variable) for variable in step.variables[:1]]
-            with tf.control_dependencies(updated):
+            arrived = step.arrived
+            # Of several steps in one call TensorFlow's iterator waits for the data of all workers.
+            tells_before = bool(arrived) and model.steps_per_execution == 1
+            report = reports.of_replica(step.clock, replica, step.rows, tells_before)
+            logs, total = _average_statistics(step, logs, report)
+            with tf.control_dependencies(arrived):  # Until then the step waits for others.
                 reports.tell(local, total, model)
             return logs
 

@@ -239,7 +239,9 @@ def _exchange(optimizer: Any, grads: list[Any]) -> list[Any]:
     step.exchanges += 1
     extended = tf.distribute.get_strategy().extended
     of = [variable for variable, grad in zip(step.variables, grads, strict=True) if grad is not None]
-    return _to_present(lambda present: extended.exchange_gradients(optimizer, present, of), grads)
+    summed = _to_present(lambda present: extended.exchange_gradients(optimizer, present, of), grads)
+    step.summed += [grad for grad in summed if grad is not None]
+    return summed
 
 
 def _check_alike(optimizer: Any, gradients: list[Any]) -> None:

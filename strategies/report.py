@@ -1,4 +1,4 @@
-"""What all workers learn of each training step: rows and compute times of every replica, whether one has to stop.
+"""What all workers learn of each training step: rows and times of every replica, whether one has to stop.
 
 It travels in the exchange of statistics and logs that a step makes anyway. Times are read in the graph:
 
@@ -37,8 +37,9 @@ class StepReport:
       number: Training steps since the strategy was made, this one included.
       rows: Of the global batch, by replica, int64 [R].
       compute_seconds: From the arrival of the data to the last gradient, without waiting for others, float32 [R].
-      own_seconds: That, and from the end of the step before, if there was one and no evaluation since, to the arrival
-        of the data; float32 [R]. After a pause, as between epochs, it is long.
+      own_seconds: That, and from the end of the step before to the arrival of the data, where it can be told: an
+        optimizer exchanges gradients in each step, `steps_per_execution` is 1, there was a step before and no
+        evaluation since; float32 [R]. After a pause, as between epochs, it is long.
       stop: Whether a worker asked to stop.
     """
 
@@ -118,10 +119,10 @@ class StepReports:
         "input" is all that is outside of a step: data, callbacks, validation. May be called in any thread.
         """
         number = self.latest.number if self.latest else 0
-        begin, _, _, gradients, end = self._clocks[0].times.numpy()[:_SEEN]
+        begin, loss, share, gradients, end = self._clocks[0].times.numpy()[:_SEEN]
         if begin <= end:
             return number, "input"
-        return number, "compute" if gradients < begin else "exchange"
+        return number, "exchange" if gradients >= begin or loss >= begin > share else "compute"
 
     @property
     def has_stopped(self) -> bool:
@@ -137,12 +138,19 @@ class StepReports:
         """The clock of this worker's replica number `local`."""
         return self._clocks[local]
 
-    def of_replica(self, clock: "Clock", replica: Any, rows: Any) -> tf.Tensor:
-        """What replica `replica` says of its step, float32 [3 R + 1]; summed over replicas it is the report."""
+    def of_replica(self, clock: "Clock", replica: Any, rows: Any, tells_before: bool = False) -> tf.Tensor:
+        """What replica `replica` says of its step, float32 [3 R + 1]; summed over replicas it is the report.
+
+        Args:
+          clock: Its clock.
+          replica: Its number among all.
+          rows: That it holds.
+          tells_before: Whether nobody else is waited for between steps.
+        """
         place = tf.one_hot(replica, self.num_replicas)
         rows = tf.cast(0 if rows is None else rows, tf.float32)
         compute = clock.compute_seconds()
-        own = compute + clock.seconds_before()
+        own = compute + clock.seconds_before() if tells_before else compute
         return tf.concat([place * rows, place * compute, place * own, [self._stop]], axis=0)
 
     def tell(self, local: int, totals: tf.Tensor, model: Any) -> None:
@@ -231,8 +239,9 @@ def _mark(clock, which, seen):
 
 def _in_order(function):
     def call_and_tell_time(value):
+        now = np.float64(time.time())  # Of a Python number TensorFlow makes a float32, if functions run eagerly.
         function(value)
-        return np.float64(time.time())  # Of a Python number TensorFlow makes a float32, if functions run eagerly.
+        return now
 
     @tf.function
     def call(clock, value):

@@ -28,6 +28,7 @@ class Step:
       exchanges: How many exchanges of optimizers and of the user's code have been begun.
       in_own_exchange: Whether the step itself exchanges something, in which no gradients are.
       variables: Those that an optimizer is about to update, in the order of its gradients.
+      summed: Gradients as optimizers have them of all replicas.
       share: The weight of this replica's mean in the mean over the global batch, float32 []; 1 for equal shares.
         `None` until `exchange_rows`.
       clock: Of this replica, in Keras' training steps; else `None`.
@@ -40,6 +41,7 @@ class Step:
         # One of Keras' own has one loss, of which all gradients are: one product for each gradient less.
         self.weights_loss = model is not None and is_keras_own(model, "train_step")
         self.variables: list[Any] = []
+        self.summed: list[tf.Tensor | tf.IndexedSlices] = []
         self.share: tf.Tensor | None = None
         self.weighs = False
         self.exchanges = 0
@@ -58,6 +60,12 @@ class Step:
                 return True
             graph = getattr(graph, "outer_graph", None)
         return False
+
+    @property
+    def arrived(self) -> list[tf.Tensor]:
+        """What of `summed` is to be had outside of branches; once it is there, nobody's gradients are waited for."""
+        tensors = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in self.summed]
+        return [tensor for tensor in tensors if getattr(tensor, "graph", None) is self._graph]
 
     def mark(self, moment: int, after: Any) -> None:
         """Notes when the tensors in `after` are there, the first time that `moment` comes in a step."""

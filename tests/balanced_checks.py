@@ -295,18 +295,21 @@ class Slow(layers.Layer):
         return shape
 
 
-def slowed(placement):
-    """Rows of each step with a slow worker 1."""
+def slowed(placement, by_callback=False):
+    """Rows of each step with a slow worker 1, or one whose callback is slow."""
     strategy = strategy_of(placement)
     keras.utils.set_random_seed(1)
+    slow = Slow(own_index() if by_callback else 1, 0.003)
+    pause = 0.03 if by_callback and own_index() == 1 else 0
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(pause))
     with strategy.scope():
-        model = keras.Sequential([layers.Input((6,)), Slow(1, 0.003), layers.Dense(3)])
+        model = keras.Sequential([layers.Input((6,)), slow, layers.Dense(3)])
         model.compile("sgd", CROSSENTROPY)
     rows = []
     listener = lambda report: rows.append(tuple(report.rows.tolist()))  # noqa: E731
     strategy.reports.listeners.append(listener)
     sharding, data = distributed(strategy, arrays())
-    model.fit(data, epochs=EPOCHS, verbose=0)
+    model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[callback])
     strategy.reports.listeners.remove(listener)
     return rows, sharding.serialize(), sharding.statistics()
 

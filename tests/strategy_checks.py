@@ -845,12 +845,13 @@ def seconds_of_replicas(placement):
     """Of each step, by replica: computing, and its own; the last worker's callback takes as long as its computing."""
     keras.utils.set_random_seed(1)
     place = strategy(placement) or tfdist.MirroredStrategy(["CPU:0"])
+    workers = place.num_replicas_in_sync // len(place.extended.worker_devices)
     with place.scope():
-        delayed = Delayed(place.num_replicas_in_sync)
+        delayed = Delayed(workers)
         model = keras.Sequential([layers.Input((4,)), layers.Dense(4), delayed, layers.Dense(3)])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     delay = 2 * Delayed.seconds
-    is_last = own_index() == place.num_replicas_in_sync - 1
+    is_last = own_index() == workers - 1
     seconds = []
     listener = lambda report: seconds.append((report.compute_seconds, report.own_seconds))  # noqa: E731
     place.reports.listeners.append(listener)

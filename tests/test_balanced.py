@@ -137,6 +137,14 @@ def test_all_workers_give_a_slow_one_less_at_the_same_step(pools):
     assert statistics.changes >= 1 and statistics.rows_per_second > 0 and statistics.imbalance >= 1
 
 
+def test_a_worker_that_is_slow_between_steps_gets_less(pools):
+    (first, *_), (second, *_) = pools("2x1").run(checks.slowed, "2x1", by_callback=True)
+
+    assert first == second
+    fast, slow = first[-2]
+    assert fast > slow + 4
+
+
 @pytest.mark.parametrize("placement", ["2x1", "1x2"])
 def test_a_custom_loop_reads_each_example_once_and_counts_epochs(placement, pools):
     workers = pools(placement).run(checks.custom_loop, placement)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import types
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tfdist.data.handout import Handout
 from tfdist.data.order import Unshuffled
 from tfdist.data.plan import Plan, split
+from tfdist.data.shares import Shares
 from tfdist.data.speed import SpeedModel
 
 ROWS, LEAD = 256, 4
@@ -137,3 +139,27 @@ def test_first_steps_after_a_restart_are_not_taken_for_a_change():
         restored.observe(taken[-1], (3.0, 0.2, 0.2))
 
     assert restored.proposal(taken[-1], [ROWS] * 3) == taken[-1]
+
+
+@pytest.mark.parametrize("steps_per_epoch", [3, 5])
+def test_pauses_between_short_epochs_are_not_learnt(steps_per_epoch):
+    """What lies before steps is alike, but each epoch begins after a second, and ends with a short batch."""
+    place = types.SimpleNamespace(replicas=2, at_most=[ROWS] * 2)
+    shares, epochs = Shares("speed", ROWS), 12
+    shares.settle(place)
+    short = ROWS // 8
+    for _ in range(epochs):
+        plan = Plan((steps_per_epoch - 1) * ROWS + short, ROWS, Unshuffled())
+        handout = Handout(plan, 0, 0, shares.present, place.at_most, repeat=False, lead=LEAD)
+        batches = handout.indices(range(2), range(2))
+        for step in range(steps_per_epoch):
+            rows = np.array([len(next(batches)) for _ in range(2)])
+            assert handout.has_trained(rows)
+            compute = np.array([1e-3, 2e-3]) * rows
+            report = types.SimpleNamespace(
+                rows=rows, compute_seconds=compute, own_seconds=compute + (0.05 if step else 1.0)
+            )
+            shares.learn(place, handout, report, is_first=step == 0)
+
+    fast, slow = shares.present
+    assert 1.5 < fast / slow < 2.5

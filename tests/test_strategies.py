@@ -5,6 +5,7 @@ import pytest
 
 import strategy_checks as checks
 from conftest import PLACEMENTS as PLACEMENT_SIZES
+from tfdist.strategies.report import StepReports
 from tfdist.testing import run_workers
 
 PLACEMENTS = ["1x2", "2x1"]
@@ -122,7 +123,7 @@ def test_a_custom_loop_is_taken_by_autograph_without_a_word(placement, pools):
 def test_a_step_that_finds_no_data_counts_no_collectives(placement, kind, pools):
     for before, after in pools(placement).run(checks.counts_around_the_end_of_data, placement, kind):
         assert len(set(before)) == len(set(after)) == 1
-        assert after[0] - before[0] <= 1, "but for the workers' agreement that none has data, which all wait for"
+        assert after == before, "all workers' data end in the same step: nobody asks who has any"
 
 
 @pytest.mark.parametrize(("placement", "replicas"), [("1x2", 2), ("2x2", 4)])
@@ -163,6 +164,28 @@ def test_a_replica_reports_what_it_took_forward_and_back_and_not_its_waiting(pla
         assert np.all(own >= compute)
         assert np.all(own[1:, -1] >= compute[1:, -1] + delay), "others wait for a callback too"
         assert np.all(own[1:, :-1] < delay), "nor is that waiting anything of one's own"
+
+
+def test_what_lies_before_a_step_is_of_all_replicas_of_the_process(pools):
+    ((compute, own, delay),) = pools("1x2").run(checks.seconds_of_replicas, "1x2")
+    assert np.all(own[1:] >= compute[1:] + delay)
+
+
+@pytest.mark.parametrize(
+    ("moments", "section"),
+    [
+        ((3, 1, 1, 1, 2), "compute"),  # BEGIN, LOSS, SHARE, GRADIENTS, END, of which those before BEGIN are old.
+        ((3, 4, 1, 1, 2), "exchange"),
+        ((3, 4, 5, 1, 2), "compute"),
+        ((3, 1, 4, 1, 2), "compute"),
+        ((3, 4, 5, 6, 2), "exchange"),
+        ((3, 4, 5, 6, 7), "input"),
+    ],
+)
+def test_a_step_that_waits_for_others_says_so(moments, section):
+    reports = StepReports(["/device:CPU:0"], 1)
+    reports.clock(0).times.assign([*moments, 0, 0])
+    assert reports.position() == (0, section)
 
 
 def test_only_the_chief_runs_the_hooks_of_a_callback(pools):

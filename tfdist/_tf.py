@@ -406,8 +406,8 @@ def make_iterators_on_devices_anew(iterator: Any, change: Callable[[Any], Any]) 
 def end_together(dataset: DistributedDatasetsFromFunction) -> DistributedDatasetsFromFunction:
     """Lets a distributed dataset, which ends in the same step on all workers, be read without asking them.
 
-    By itself its iterators sum up over all workers, before each step, how many have data left. If the name goes, that
-    exchange comes back.
+    By itself its iterators sum up over all workers, before each step, how many have data left, and still do for
+    `get_next_as_optional`: several steps in one call, loops in a graph. If the name goes, that exchange comes back.
     """
     dataset._enable_get_next_as_optional = False
     return dataset

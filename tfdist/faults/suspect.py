@@ -6,7 +6,7 @@ from typing import Any
 __all__ = ["WAITS", "suspect_of"]
 
 # How likely a section is one in which a worker waits for others; of the rest, not at all. A dataset that is split among
-# workers lets them agree on its end before each step, so who waits may be in "input".
+# workers, unless a BalancedSharding is, lets them agree on its end before each step, so who waits may be in "input".
 WAITS = {"compute": 1, "input": 2, "exchange": 3}
 
 
