@@ -358,9 +358,9 @@ class BalancedSharding(tf.train.experimental.PythonState):
                 return
             self._epoch, self._step = handout.position
             self._tell_visitors(place, epoch, handout)
-            self._times.note(report, self._shares.changes)
+            statistics = self._times.note(report, self._shares.changes)
             if handout.adapts:
-                is_first = step == 0 or not self._times.statistics.step_seconds
+                is_first = step == 0 or not statistics.step_seconds
                 self._shares.learn(place, handout, report, is_first=is_first)
 
     def _tell_visitors(self, place: Place, epoch: int, handout: Handout) -> None:

@@ -43,8 +43,8 @@ class StepTimes:
         """The step that comes is the first of an iterator."""
         self._ended = 0.0
 
-    def note(self, report: Any, changes: int) -> None:
-        """Takes the report of a step that has ended."""
+    def note(self, report: Any, changes: int) -> Statistics:
+        """Makes the statistics of the report of a step that has ended."""
         now = time.monotonic()
         step_seconds = now - self._ended if self._ended else 0.0
         self._ended = now
@@ -58,3 +58,4 @@ class StepTimes:
             max(seconds) / (sum(seconds) / len(seconds)) if sum(seconds) else 1.0,
             changes,
         )
+        return self.statistics
