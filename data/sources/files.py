@@ -23,7 +23,9 @@ INDEX_SUFFIX = ".tfdist-index"
 _READ_AHEAD_BYTES = 1 << 20
 _OPEN_FILES = 128  # With maps of them, half or less of what a process may have open.
 _MAPPED_BYTES = 1 << 32  # Of larger ones it takes long to see whether they are in memory.
+_MISSING_BYTES = 1 << 25  # Of a mapped file: read together, before it is used.
 _LOOKS_BEFORE_MAP, _LOOKS_BETWEEN_MAPS = 3, 100  # Of a file: not for one, and anew should it come or go.
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python does not name.
 
 
 def several(paths: Any) -> Any:
@@ -100,9 +102,10 @@ class LocalFile:
     """A file that any number of threads read at any place. Closed when nobody holds it any more.
 
     Attributes:
-      mapped: The file as memory, while all of it is in the system's page cache: reading it so needs no system calls.
-        Else it is better read: a map waits for a disk with Python's lock held, and where the disk fails the process
-        dies of SIGBUS.
+      mapped: The file as memory, while it is in the system's page cache: reading it so needs no system calls. Of a
+        file that is there but for a little, as where a host takes some of a virtual machine's memory back, the rest is
+        read first. Else it is better read: a map waits for a disk with Python's lock held, and where the disk fails
+        the process dies of SIGBUS.
     """
 
     def __init__(self, path: str):
@@ -116,7 +119,8 @@ class LocalFile:
     def mapped(self) -> mmap.mmap | None:  # noqa: D102
         self._looks += 1
         if self._is_ours and self._looks % _LOOKS_BETWEEN_MAPS == _LOOKS_BEFORE_MAP:
-            self._mapped = _map_if_cached(self._descriptor)
+            mapped = self._mapped or _map(self._descriptor)
+            self._mapped = mapped if mapped is not None and _is_in_memory(mapped) else None
         return self._mapped
 
     def read(self, spans: list[tuple[int, int]]) -> list[bytes]:
@@ -142,19 +146,25 @@ class LocalFile:
         return found.st_size, found.st_mtime_ns
 
 
-def _map_if_cached(descriptor: int) -> mmap.mmap | None:
+def _map(descriptor: int) -> mmap.mmap | None:
     if os.fstat(descriptor).st_size > _MAPPED_BYTES:
         return None
-    try:
-        mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError):  # not of every file system, nor of nothing
-        return None
+    with contextlib.suppress(OSError, ValueError):  # Not of every file system, nor of nothing.
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    return None
+
+
+def _is_in_memory(mapped: mmap.mmap) -> bool:
+    """Whether all of it is, once the little that may be missing has been read; without Python's lock meanwhile."""
+    system = ctypes.CDLL(None)
+    address = ctypes.c_void_p(np.frombuffer(mapped, np.uint8).ctypes.data)
+    size = ctypes.c_size_t(len(mapped))
     pages = np.zeros(-(-len(mapped) // mmap.PAGESIZE), np.uint8)
-    address = np.frombuffer(mapped, np.uint8).ctypes.data
-    failed = ctypes.CDLL(None).mincore(
-        ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), ctypes.c_void_p(pages.ctypes.data)
-    )
-    return mapped if not failed and np.all(pages & 1) else None
+    if system.mincore(address, size, ctypes.c_void_p(pages.ctypes.data)):
+        return False
+    missing = int(np.count_nonzero(~pages & 1))
+    is_little = missing * mmap.PAGESIZE <= min(_MISSING_BYTES, len(mapped) / 2)
+    return not missing or (is_little and not system.madvise(address, size, _POPULATE_READ))
 
 
 class RemoteFile:
