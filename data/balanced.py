@@ -13,12 +13,13 @@ import tensorflow as tf
 from tfdist.data.counts import check_truth, checked_count, checked_whole
 from tfdist.data.handout import Handout
 from tfdist.data.order import Unshuffled, chosen_order
-from tfdist.data.pipeline import Make, Pipeline, Use, finished, telling_ends
+from tfdist.data.pipeline import Make, Pipeline, Use, finished
 from tfdist.data.place import Place
 from tfdist.data.plan import Plan
 from tfdist.data.shares import Shares
 from tfdist.data.sources import Source, as_source
 from tfdist.data.statistics import Statistics, StepTimes
+from tfdist.data.together import Asked, When
 from tfdist.data.weakly import weakly
 from tfdist.errors import PositionError
 
@@ -179,7 +180,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         with self._lock:
             self._place = place
             self._shares.settle(place)
-        return self._dataset(Use(place, training, is_started=True))
+        return self._dataset(place, training, is_started=True)
 
     def __call__(self, context: tf.distribute.InputContext | None = None, *, training: bool = True) -> tf.data.Dataset:
         """A worker's dataset: for each step the batches of its replicas, one after the other.
@@ -193,7 +194,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         """
         context = context or tf.distribute.InputContext()
         place = self._place_of(context)
-        made = self._dataset(Use(place, training, is_started=False))
+        made = self._dataset(place, training, is_started=False)
         made.context = context  # A strategy compares it with that of the worker that reads.
         steps = self.cardinality if training else self.evaluation_steps
         batches = steps * len(place.own) if steps > 0 else steps
@@ -201,11 +202,11 @@ class BalancedSharding(tf.train.experimental.PythonState):
         made.cardinality = lambda: tf.constant(batches, tf.int64)
         return made
 
-    def _dataset(self, use: Use) -> tf.data.Dataset:
-        made = self._pipeline.dataset(use, max(self._shares.at(use.place)), weakly(self._batches))
-        if use.tells_ends:  # Behind all that reads ahead.
-            made = telling_ends(made, functools.partial(weakly(self._has_read), use.place))
-        made = finished(made)
+    def _dataset(self, place: Place, training: bool, is_started: bool) -> tf.data.Dataset:
+        fewest = self._plan_of_evaluation.rows(self.evaluation_steps - 1)
+        use = Use(place, training, is_started, has_rows=fewest >= place.replicas)
+        rows, has_read = max(self._shares.at(place)), functools.partial(weakly(self._has_read), place)
+        made = finished(self._pipeline.dataset(use, rows, weakly(self._batches), has_read))
         made.sharding = self  # Kept by who reads from it.
         return made
 
@@ -278,25 +279,23 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     # What the pipeline calls.
 
-    def _batches(self, make: Make, use: Use) -> Iterator[tuple[Any, np.ndarray]]:
-        """What `make` makes of batches, of one or of several of an epoch at once; and of each which epoch it ends at.
-
-        That is the next, if it is the last batch of one, and else 0.
-        """
-        own = use.place.own
+    def _batches(self, make: Make, use: Use) -> Iterator[tuple[Any, When]]:
+        """What `make` makes of batches, of one or of several that stand alike, and when they stand."""
         handout = self._begun_for(use.training) if use.is_started else self._handout_apart(use)
-        batches, of_epoch = handout.position[1] * len(own), self.plan.steps_per_epoch * len(own)
-        asked = ((handout.epoch, indices) for indices in handout.indices(own, use.place.parts))
-        for epoch, examples, made in make(asked, handout):
+        for when, examples, made in make(self._asked(handout, use.place), handout):
             if use.is_started:
-                self._count_read(handout, epoch)
+                self._count_read(handout, when.epoch)
                 if self.visitors:
                     handout.handed_out.extend(examples)
-            numbers = batches + 1 + np.arange(len(examples))
-            yield made, np.where(numbers % of_epoch == 0, epoch + 1, 0)
-            batches += len(examples)
+            yield made, when
         if handout.finished and use.is_started:
             self._count_read(handout, handout.epoch + 1)
+
+    def _asked(self, handout: Handout, place: Place) -> Asked:
+        own = place.own
+        before, of_epoch = handout.position[1] * len(own), self.plan.steps_per_epoch * len(own)
+        for number, indices in enumerate(handout.indices(own, place.parts), before + 1):
+            yield When(handout.epoch, handout.epoch + 1 if number % of_epoch == 0 else 0), indices
 
     def _begun_for(self, training: bool) -> Handout:
         """Of the iterators that nobody has read from, the newest: Keras makes some that it drops."""

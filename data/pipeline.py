@@ -14,7 +14,7 @@ from tfdist.data.place import Place
 from tfdist.data.reading import Reader
 from tfdist.data.service import Service
 from tfdist.data.sources import Source
-from tfdist.data.together import EXAMPLES_TOGETHER, Asked, Made, together
+from tfdist.data.together import EXAMPLES_TOGETHER, Asked, Made, When, together
 from tfdist.data.weakly import weakly
 
 
@@ -26,6 +26,8 @@ class Use:
     training: bool
     is_started: bool
 
+    has_rows: bool
+
     @property
     def tells_ends(self) -> bool:
         """Whether with each batch comes the epoch that begins after it, else 0: to count epochs that are read."""
@@ -33,9 +35,7 @@ class Use:
 
 
 Make = Callable[[Asked, Handout], Made]
-# Hands out for a use, and gives what was made of it, of one batch or of several of an epoch at once; and of each batch
-# the epoch that begins after it, else 0.
-Batches = Callable[[Make, Use], Iterator[tuple[Any, np.ndarray]]]
+Batches = Callable[[Make, Use], Iterator[tuple[Any, When]]]  # Hands out for a use, and gives what was made of it.
 
 
 class Pipeline:
@@ -58,45 +58,55 @@ class Pipeline:
             self._calls = checked_count("num_parallel_calls", num_parallel_calls)
         self._service = Service(service, source, map_fn) if service is not None else None
 
-    def dataset(self, use: Use, rows: int, batches: Batches) -> tf.data.Dataset:
-        """Batches of about so many rows each, read ahead; with the epoch that begins after it, if the use tells ends.
+    def dataset(self, use: Use, rows: int, batches: Batches, has_read: Callable[[np.ndarray], None]) -> tf.data.Dataset:
+        """Batches of about so many rows each, read ahead.
 
         Args:
           use: What it is read for.
           rows: Of a batch, about.
           batches: Hands out; TensorFlow keeps it for ever.
+          has_read: If the use tells ends: told which epoch begins, when the batch before it is taken.
         """
-        made = self._read_here(use, rows, batches) if self._service is None else self._read_there(use, batches)
-        return made.prefetch(len(use.place.own))
-
-    def _read_here(self, use: Use, rows: int, batches: Batches) -> tf.data.Dataset:
+        tell = has_read if use.tells_ends else None
+        if self._service is not None:
+            return _taken(self._read_there(use, batches).prefetch(len(use.place.own)), tell)
         is_together = self._source.examples_together >= 2 * rows
-        most = min(self._source.examples_together, EXAMPLES_TOGETHER) if is_together else EXAMPLES_TOGETHER
-        steps = tf.data.Dataset.from_generator(
-            functools.partial(_made_here, batches, most, use),
+        if is_together and not self._reader.makes_anything and len(use.place.own) == 1 and use.has_rows:
+            # No function is called for each batch, which would cost 40 us.
+            return _taken(self._read_together(use, batches, are_equal=True).map(_as_read), tell).unbatch()
+        steps = self._read_together(use, batches) if is_together else self._asked(use, batches, EXAMPLES_TOGETHER)
+        return _taken(self._read_here(use, steps).prefetch(len(use.place.own)), tell)
+
+    def _asked(self, use: Use, batches: Batches, most: int, *, are_equal: bool = False) -> tf.data.Dataset:
+        """Of some batches at once, what `together` makes, and which epochs begin after them."""
+        make = functools.partial(together, most, are_equal)
+        return tf.data.Dataset.from_generator(
+            functools.partial(_made_here, batches, make, use),
             output_signature=(tf.TensorSpec([None, None], tf.int64), *[tf.TensorSpec([None], tf.int64)] * 2),
         )
-        if is_together:
-            steps = steps.map(
-                lambda indices, lengths, ends: (indices, lengths, ends, self._source.read(indices)),
-                num_parallel_calls=1,
-                deterministic=True,
-            )
 
+    def _read_together(self, use: Use, batches: Batches, *, are_equal: bool = False) -> tf.data.Dataset:
+        """The same, with their examples."""
+        asked = self._asked(use, batches, min(self._source.examples_together, EXAMPLES_TOGETHER), are_equal=are_equal)
+        return asked.map(
+            lambda indices, lengths, ends: (indices, lengths, ends, self._source.read(indices)),
+            num_parallel_calls=1,
+            deterministic=True,
+        )
+
+    def _read_here(self, use: Use, steps: tf.data.Dataset) -> tf.data.Dataset:
         def read(indices: tf.Tensor, length: tf.Tensor, end: tf.Tensor, *examples: tf.Tensor) -> Any:
             first = use.place.own.start
-            batch = self._reader(indices[:length], *[each[:length] for each in examples], replica=first)
-            return (batch, end) if use.tells_ends else batch
+            return self._reader(indices[:length], *[each[:length] for each in examples], replica=first), end
 
         return steps.unbatch().map(read, num_parallel_calls=self._calls, deterministic=True)
 
     def _read_there(self, use: Use, batches: Batches) -> tf.data.Dataset:
         assert self._service is not None
-        made = tf.data.Dataset.from_generator(
+        return tf.data.Dataset.from_generator(
             functools.partial(_made_there, batches, weakly(self._service.batches), use),
             output_signature=(self._service.element_spec, tf.TensorSpec([], tf.int64)),
         )
-        return made if use.tells_ends else made.map(lambda batch, _: batch)
 
 
 def finished(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -107,30 +117,43 @@ def finished(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def telling_ends(dataset: tf.data.Dataset, has_read: Callable[[np.ndarray], None]) -> tf.data.Dataset:
-    """The batches of a dataset that tells ends; `has_read` is told when one is taken after which an epoch begins."""
+def _as_read(indices: tf.Tensor, lengths: tf.Tensor, ends: tf.Tensor, examples: Any) -> tuple[Any, tf.Tensor]:
+    del indices, lengths
+    return examples, ends
 
-    def taken(batch: Any, end: tf.Tensor) -> Any:
-        def tell() -> tf.Operation:
-            told = tf.numpy_function(has_read, [end], [])
-            with tf.control_dependencies(tf.nest.flatten([told])):
+
+def _taken(dataset: tf.data.Dataset, tell: Callable[[np.ndarray], None] | None) -> tf.data.Dataset:
+    """What a dataset of (batch or batches, which epochs begin after them) reads, without the latter.
+
+    Args:
+      dataset: Behind all that reads ahead.
+      tell: Told which epoch begins, when what stands before it is taken.
+    """
+    if tell is None:
+        return dataset.map(lambda batch, _: batch)
+
+    def taken(batch: Any, ends: tf.Tensor) -> Any:
+        end = tf.reduce_max(ends)
+
+        def told() -> tf.Operation:
+            with tf.control_dependencies(tf.nest.flatten([tf.numpy_function(tell, [end], [])])):
                 return tf.no_op()
 
-        tf.cond(end > 0, tell, tf.no_op)
+        tf.cond(end > 0, told, tf.no_op)
         return batch
 
     return dataset.map(taken)
 
 
-def _made_here(batches: Batches, most: int, use: Use) -> Iterator[Any]:
-    for made, ends in batches(functools.partial(together, most), use):
-        yield *made, ends
+def _made_here(batches: Batches, make: Make, use: Use) -> Iterator[Any]:
+    for (rows, lengths), when in batches(make, use):
+        yield rows, lengths, np.full(len(lengths), when.begins)
 
 
 def _made_there(batches: Batches, serve: Callable[..., Any], use: Use) -> Iterator[Any]:
     def make(asked: Asked, handout: Handout) -> Made:
-        for epoch, indices, batch in serve(asked, lambda: handout.closed, replica=use.place.own.start):
-            yield epoch, [indices], batch
+        for when, indices, batch in serve(asked, lambda: handout.closed, replica=use.place.own.start):
+            yield when, [indices], batch
 
-    for batch, (end,) in batches(make, use):
-        yield batch, end
+    for batch, when in batches(make, use):
+        yield batch, when.begins

@@ -29,6 +29,11 @@ class Reader:
             raise TypeError(f"map_fn is a function of an example, not {map_fn!r}.")
         self._source, self._map_fn = source, map_fn
 
+    @property
+    def makes_anything(self) -> bool:
+        """Whether a batch is more than what the source reads."""
+        return self._source.decodes or self._map_fn is not None
+
     def __call__(self, indices: tf.Tensor, examples: Any = None, *, replica: int = 0) -> Any:
         """Reads examples in a `tf.data` graph.
 
@@ -44,7 +49,7 @@ class Reader:
           ValueError: If `map_fn` gives what cannot be batched.
           tf.errors.OpError: While the graph runs, with the message of a `SourceError`, if an example cannot be read.
         """
-        if not self._source.decodes and self._map_fn is None:
+        if not self.makes_anything:
             return self._source.read(indices) if examples is None else examples
         rows = tf.size(indices)
         some = tf.cond(rows > 0, lambda: indices, lambda: tf.zeros([1], tf.int64))  # No dataset of nothing.

@@ -507,6 +507,19 @@ def test_a_file_that_is_read_often_is_mapped_if_it_is_known_to_be_in_memory(ours
     assert_told(failure_of(source, [4, 7]), f"Example 4 (record 4 of {path})")
 
 
+def test_a_file_of_which_a_little_is_not_in_memory_is_mapped(tmp_path):
+    records = [bytes([i]) * 4000 for i in range(100)]
+    path = write_tfrecord(tmp_path / "a.tfrecord", records)
+    source = as_source(path)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 1 << 17, os.POSIX_FADV_DONTNEED)
+        mapped = files._map(file.fileno())
+        assert files._is_in_memory(mapped)
+    for _ in range(5):
+        assert read(source, [70, 2, 3, 7]) == [records[i] for i in (70, 2, 3, 7)]
+
+
 def test_index_is_made_once_and_anew_for_a_changed_file(tmp_path, caplog):
     path = write_tfrecord(tmp_path / "a.tfrecord")
     index = tmp_path / f".a.tfrecord{INDEX_SUFFIX}"
@@ -597,8 +610,9 @@ def test_files_of_other_file_systems_are_read(tmp_path):
 
 @pytest.mark.parametrize("map_fn", [None, lambda record: (record, tf.strings.length(record))], ids=["as is", "mapped"])
 @pytest.mark.parametrize("files_together", [True, False], ids=["together", "by batches"])
-def test_parts_of_records_make_up_the_global_batches(files_together, map_fn, tmp_path):
-    source = as_source(write_tfrecord(tmp_path / "a.tfrecord"))
+@pytest.mark.parametrize("last_rows", [0, 1, 3])
+def test_parts_of_records_make_up_the_global_batches(last_rows, files_together, map_fn, tmp_path):
+    source = as_source(write_tfrecord(tmp_path / "a.tfrecord", RECORDS[: 10 + last_rows]))
     source.examples_together *= files_together
     shardings = [BalancedSharding(source, 5, seed=3, map_fn=map_fn, policy=(1, 3), repeat=True) for _ in range(2)]
     parts = [
@@ -613,3 +627,14 @@ def test_parts_of_records_make_up_the_global_batches(files_together, map_fn, tmp
             assert [length for part in both for length in part[1].tolist()] == list(map(len, got[-1]))
     wanted = [plan.batch(*divmod(step, plan.steps_per_epoch)) for step in range(steps)]
     assert got == [[RECORDS[i] for i in batch] for batch in wanted]
+
+
+def test_an_epoch_of_records_that_are_read_together_is_over_when_its_last_batch_is_taken(tmp_path):
+    source = as_source(write_tfrecord(tmp_path / "a.tfrecord", RECORDS[:8]))
+    sharding = BalancedSharding(source, 2, seed=3)
+    read = iter(sharding())
+    for _ in range(3):
+        next(read)
+    assert sharding.position == (0, 0)
+    next(read)
+    assert sharding.position == (1, 0)
