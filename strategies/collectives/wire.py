@@ -5,9 +5,10 @@ takes less of the processor. TensorFlow's still tell of workers that are gone: w
 every second whether they would still run.
 """
 
-import atexit
-import contextlib
+import functools
+import os
 import queue
+import select
 import socket
 import struct
 import threading
@@ -23,13 +24,15 @@ __all__ = ["Wire"]
 
 _HEADER = struct.Struct("!iiq")  # The group of an exchange, its key in the group, the bytes that follow.
 _CARRIED = (tf.int8, tf.uint8, tf.int16, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64)
+_KEY_BYTES = 4  # Behind what has come.
 _FAILED = -1  # In place of a key; those are positive.
-_LAST = (-1, 0, 0)  # Told to the thread that takes what steps send.
 _LOOK_SECONDS = 1.0
 _UNLIKE_SECONDS = 60.0  # For a worker that exchanges something else meanwhile.
 _PROBE_KEYS = 1 << 30  # Group keys of strategies count up from 1, each from a multiple of 65536.
 _AT_ONCE_BYTES = 256 << 10  # To wake a thread takes longer than to copy so much.
+_WAKING_BYTES = 256 << 10  # Of much that comes, before the thread that receives is waked again.
 _MOST_BYTES = (1 << 31) - 1  # Of a message: sizes of TensorFlow's tensors are int32 where Python makes them.
+_ROW_BITS = 20  # Of a tensor that holds more.
 
 _Tag = tuple[int, int]  # The group of an exchange, and its key.
 
@@ -50,17 +53,15 @@ class Wire:
         self._gone: dict[int, str] = {}  # Workers that send no more, and what is to be said of each.
         self._fault: str | None = None
         self._has_aborted = threading.Event()  # TensorFlow's collectives, after a fault.
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._outbox = tf.queue.FIFOQueue(-1, [tf.int32, tf.uint8])
-        self._inboxes: list[tf.queue.FIFOQueue] = []  # One for each exchange that was built: graphs may run again.
+        self._sending = {peer: threading.Lock() for peer in lines}
+        self._whole: queue.SimpleQueue[tuple[_Tag, _Round]] = queue.SimpleQueue()  # For the thread that delivers.
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._letters: dict[int, queue.SimpleQueue] = {peer: queue.SimpleQueue() for peer in lines}
-        # How many letters were put there, and how many are sent; each is written by one thread alone.
+        # How many letters were put there, and how many are sent; the latter is written by one thread alone.
         self._given, self._sent = dict.fromkeys(lines, 0), dict.fromkeys(lines, 0)
-        ways = ("send", self._send), ("receive", self._receive)
-        threads: list = [(name, target, (peer,)) for peer in lines for name, target in ways]
-        for name, target, args in [*threads, ("post", self._post, ()), ("watch", self._watch, ())]:
+        threads: list = [("send", self._send, (peer,)) for peer in lines]
+        for name, target, args in [*threads, ("receive", self._receive, ()), ("watch", self._watch, ())]:
             threading.Thread(target=target, args=args, name=f"tfdist-wire-{name}", daemon=True).start()
-        atexit.register(self._end_post)
 
     def exchange(
         self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor, *, apart: bool
@@ -79,29 +80,25 @@ class Wire:
 
         Raises:
           tf.errors.UnavailableError: While the graph runs, if a worker is gone or TensorFlow's collectives fail.
-          tf.errors.CancelledError: The same, if nothing can be sent any more, which was told before.
         """
         workers, others = len(self._names), len(self._lines)
         sent = tf.reshape(tf.bitcast(rows, tf.uint8), [workers if apart else 1, -1])
+        size = tf.shape(sent, tf.int64)[1] if sent.shape[1] is None else sent.shape[1]
         with tf.init_scope(), tf.device("CPU:0"):
-            inbox = tf.queue.FIFOQueue(-1, [tf.int32, tf.uint8])
-        with self._lock:
-            number = len(self._inboxes)
-            self._inboxes.append(inbox)
-        # A handle that TensorFlow takes for another queue each time: it runs what is done to one in order.
-        outbox = tf.raw_ops.Reshape(tensor=self._outbox.queue_ref, shape=tf.constant([], tf.int32))
-        tf.raw_ops.QueueEnqueueV2(handle=outbox, components=[tf.stack([number, group, key]), sent])
+            inbox = tf.queue.FIFOQueue(-1, [tf.uint8])
+        # In a thread of the step: to wake another takes longer. Not stateful, since TensorFlow runs those in order.
+        key = tf.numpy_function(functools.partial(self._begin, inbox, group), [key, sent], tf.int32, stateful=False)
 
         def take():
-            got, received = inbox.dequeue()
-            return tf.ensure_shape(got, []), tf.ensure_shape(received, [others, None])
+            received = tf.reshape(inbox.dequeue(), [-1])
+            return tf.bitcast(received[-_KEY_BYTES:], tf.int32), received
 
         # What a step has left that failed halfway is of another key.
         got, received = tf.while_loop(lambda got, _: (got != key) & (got != _FAILED), lambda *_: take(), take())
         checked = tf.cond(got == _FAILED, lambda: self._probe(token), lambda: tf.zeros([1]))
         own = rows[self._worker : self._worker + 1] if apart else rows
         with tf.control_dependencies([checked]):
-            parts = tf.unstack(received, num=others)
+            parts = tf.unstack(tf.reshape(received[: others * size], [others, size]), num=others)
         parts = [_as(part, own) for part in parts]
         return [*parts[: self._worker], own, *parts[self._worker :]]
 
@@ -110,36 +107,50 @@ class Wire:
         """Whether it exchanges such a tensor: numbers, in a graph."""
         return rows.dtype in _CARRIED and not tf.executing_eagerly()
 
-    def _begin(self, tag, sent, inbox):
+    def _begin(self, inbox, group, key, sent):
+        """Sends this worker's part of an exchange, for which its step waits at the inbox; gives the key back."""
+        try:
+            fault = self._join(inbox, (group, int(key)), sent)
+        except Exception as error:  # Whatever it is, nobody may wait for this worker.
+            fault = f"{self._names[self._worker]} can send nothing: {error}"
+        if fault:
+            self._fail(fault)
+            self._tell_of_failure(inbox)
+        return key
+
+    def _join(self, inbox, tag, sent):
+        """Why it cannot be sent, or `None`."""
         size = sent.shape[1]
         with self._lock:
             current = self._round(tag, size)
-            current.inbox, current.since = inbox, time.monotonic()
             gone = [self._gone[peer] for peer in sorted(current.missing) if peer in self._gone]
             fault = next(filter(None, [self._fault, *gone, self._unlike(current, size, self._worker)]), None)
             if fault:
                 self._rounds.pop(tag)
-        if fault:
-            self._fail(fault)
-            current.deliver(_FAILED)
-            return
+                return fault
+            current.inbox, current.since = inbox, time.monotonic()
         for peer in self._lines:
             self._give(peer, _HEADER.pack(*tag, size), sent[peer] if len(sent) > 1 else sent[0])
-        self._arrive(tag, current, self._worker)
+        if self._is_whole(tag, current, self._worker):
+            # In a thread that lasts: in one of a step TensorFlow would set up what its operations need each time.
+            self._whole.put((tag, current))
+            os.eventfd_write(self._bell, 1)
+        return None
 
     def _give(self, peer, header, row):
         """Sends what the connection takes at once, if it is little and nothing waits; its thread sends the rest."""
         header, row = memoryview(header), memoryview(row)
-        if row.nbytes <= _AT_ONCE_BYTES and self._given[peer] == self._sent[peer]:
-            try:
-                count = self._lines[peer].sendmsg([header, row], [], socket.MSG_DONTWAIT)
-            except OSError:  # Also if there is no room; what is amiss the thread will find.
-                count = 0
-            if count == header.nbytes + row.nbytes:
-                return
-            header, row = header[count:], row[max(count - header.nbytes, 0) :]
-        self._given[peer] += 1
-        self._letters[peer].put((header, row))
+        with self._sending[peer]:
+            if row.nbytes <= _AT_ONCE_BYTES and self._given[peer] == self._sent[peer]:
+                try:
+                    count = self._lines[peer].sendmsg([header, row], [], socket.MSG_DONTWAIT)
+                except OSError:  # Also if there is no room; what is amiss the thread will find.
+                    count = 0
+                if count == header.nbytes + row.nbytes:
+                    return
+                header, row = header[count:], row[max(count - header.nbytes, 0) :]
+            self._given[peer] += 1
+            self._letters[peer].put((header, row))
 
     def _round(self, tag, size):
         """The exchange of that tag, which begins with the worker that is first."""
@@ -157,12 +168,11 @@ class Wire:
             f"{known}. Give all the same model and the same codec, and let all take the same steps."
         )
 
-    def _arrive(self, tag, current, worker):
+    def _is_whole(self, tag, current, worker):
+        """Whether an exchange is, now that a worker's part has come."""
         with self._lock:
             current.missing.discard(worker)
-            is_whole = not current.missing and self._rounds.pop(tag, None) is current
-        if is_whole:
-            current.deliver(tag[1])
+            return not current.missing and self._rounds.pop(tag, None) is current
 
     def _lose(self, peer, error):
         """Takes note that a worker sends no more; who waits for it need not wait on."""
@@ -189,7 +199,12 @@ class Wire:
         finally:
             self._has_aborted.set()
             for current in rounds:
-                current.deliver(_FAILED)
+                if current.inbox is not None:
+                    self._tell_of_failure(current.inbox)
+
+    def _tell_of_failure(self, inbox):
+        with tf.device("CPU:0"):
+            inbox.enqueue([np.frombuffer(np.int32(_FAILED), np.uint8)])
 
     def _probe(self, *tokens):
         """Raises if TensorFlow's collectives are aborted: one of this worker alone, that meets nobody."""
@@ -203,38 +218,7 @@ class Wire:
             final_op="Id",
         )
 
-    # Threads: two for each other worker, one that takes what steps send, and one that watches.
-
-    def _post(self):
-        while True:
-            try:
-                with tf.device("CPU:0"):
-                    address, sent = self._outbox.dequeue()
-            except Exception as error:  # Whatever it is, nobody may wait for this thread.
-                self._fail(f"{self._names[self._worker]} can send nothing any more: {error}")
-                self._outbox.close(cancel_pending_enqueues=True)
-                for inbox in self._inboxes:
-                    self._tell_of_failure(inbox)
-                return
-            number, group, key = address.numpy().tolist()
-            if number == _LAST[0]:
-                return
-            inbox = self._inboxes[number]
-            try:
-                self._begin((group, key), sent.__array__(), inbox)  # Not a copy.
-            except Exception as error:  # See above.
-                self._fail(f"{self._names[self._worker]} can send nothing: {error}")
-                self._tell_of_failure(inbox)
-            del sent  # Else what was sent last is kept.
-
-    def _end_post(self):
-        """Lest it waits in TensorFlow at the end."""
-        with contextlib.suppress(tf.errors.OpError):  # It has failed before.
-            self._outbox.enqueue([_LAST, tf.zeros([1, 0], tf.uint8)])
-
-    def _tell_of_failure(self, inbox):
-        with tf.device("CPU:0"):
-            inbox.enqueue([tf.constant(np.int32(_FAILED)), tf.zeros([len(self._lines), 0], tf.uint8)])
+    # Threads: one for each other worker to which much is sent, one that receives, and one that watches.
 
     def _send(self, peer):
         line, letters = self._lines[peer], self._letters[peer]
@@ -249,24 +233,52 @@ class Wire:
         except Exception as error:  # See above.
             self._lose(peer, error)
 
-    def _receive(self, peer):
-        line, header = self._lines[peer], bytearray(_HEADER.size)
+    def _receive(self):
+        arrivals = {line.fileno(): _Arrival(peer, line) for peer, line in self._lines.items()}
+        poll = select.epoll()
+        for descriptor in [self._bell, *arrivals]:
+            poll.register(descriptor, select.EPOLLIN)
+        with tf.device("CPU:0"):  # Each step has all of Python leave the caches, so what is done once is much.
+            while True:
+                for descriptor, _ in poll.poll():
+                    if descriptor == self._bell:
+                        self._deliver_whole()
+                    elif self._fault is not None or not self._takes(arrivals[descriptor]):
+                        poll.unregister(descriptor)
+
+    def _takes(self, arrival):
+        """Takes what is there of one exchange; whether more may come."""
         try:
-            while self._fault is None:
-                _fill(line, header)
-                group, key, size = _HEADER.unpack(header)
+            self._take(arrival)
+            return True
+        except (OSError, EOFError) as error:
+            self._lose(arrival.peer, error)
+        except Exception as error:  # Whatever it is, nobody may wait for this thread.
+            names = self._names[self._worker], self._names[arrival.peer]
+            self._fail("{} can receive nothing of {}: {}".format(*names, error))
+        return False
+
+    def _take(self, arrival):
+        while arrival.fill():
+            if arrival.current is None:
+                group, key, size = _HEADER.unpack(arrival.header)
                 with self._lock:
                     current = self._round((group, key), size)
-                if fault := self._unlike(current, size, peer):
+                if fault := self._unlike(current, size, arrival.peer):
                     self._fail(fault)
                     return
-                _fill(line, current.row(peer))
-                self._arrive((group, key), current, peer)
-                del current  # See above.
-        except (OSError, EOFError) as error:
-            self._lose(peer, error)
-        except Exception as error:  # See above.
-            self._fail(f"{self._names[self._worker]} can receive nothing of {self._names[peer]}: {error}")
+                arrival.expect((group, key), current)
+            else:
+                if self._is_whole(arrival.tag, arrival.current, arrival.peer):
+                    arrival.current.deliver(arrival.tag[1])
+                arrival.expect(None, None)
+                return
+
+    def _deliver_whole(self):
+        os.eventfd_read(self._bell)
+        while not self._whole.empty():
+            (_, key), current = self._whole.get()
+            current.deliver(key)
 
     def _watch(self):
         while self._fault is None:
@@ -310,11 +322,8 @@ class _Round:
             raise ValueError(
                 f"an exchange takes less than 2 GiB of each worker, not {size} bytes; cut what you exchange"
             )
-        with tf.device("CPU:0"):
-            # Memory of TensorFlow's, which no other thread gives back under the interpreter's lock.
-            self._tensor = tf.raw_ops.Empty(shape=[workers - 1, size], dtype=tf.uint8)
-        self._rows = self._tensor.__array__()  # Not a copy, and not `np.asarray`, which makes one that is read-only.
-        self._worker, self.size, self.missing = worker, size, set(range(workers))
+        self._worker, self._others, self.size, self.missing = worker, workers - 1, size, set(range(workers))
+        self._tensor, self._bytes = None, None
         self.inbox, self.since = None, 0.0
 
     def waits(self, since):
@@ -323,26 +332,69 @@ class _Round:
 
     def row(self, peer):
         """Where to put what another worker sends."""
-        return self._rows[peer - (peer > self._worker)]
+        if self._bytes is None:
+            # Memory of TensorFlow's, which no other thread gives back under the interpreter's lock.
+            self._tensor = tf.raw_ops.Empty(shape=_shape(self._others * self.size + _KEY_BYTES), dtype=tf.uint8)
+            # Not a copy, and not `np.asarray`, which makes one to read only.
+            self._bytes = self._tensor.__array__().reshape(-1)
+        place = peer - (peer > self._worker)
+        return self._bytes[place * self.size : (place + 1) * self.size]
 
     def deliver(self, key):
         """Gives this worker's step what has come, under that key."""
-        if self.inbox is not None:
-            with tf.device("CPU:0"):
-                # A number of Python's would stay in a cache of TensorFlow's for ever.
-                self.inbox.enqueue([tf.constant(np.int32(key)), self._tensor])
+        self._bytes[-_KEY_BYTES:] = np.frombuffer(np.int32(key), np.uint8)
+        tf.raw_ops.QueueEnqueueV2(handle=self.inbox.queue_ref, components=[self._tensor])
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape(size):
+    """Of at least so many bytes."""
+    return tf.constant([size] if size <= _MOST_BYTES else [-(-size >> _ROW_BITS), 1 << _ROW_BITS])
+
+
+class _Arrival:
+    """What comes of another worker: a header, and as much as that says.
+
+    Attributes:
+      peer: The worker.
+      header: What has come of the header.
+      tag: Of the exchange whose header has come.
+      current: That exchange.
+    """
+
+    def __init__(self, peer, line):
+        self.peer, self._line, self.header = peer, line, bytearray(_HEADER.size)
+        self._waking_bytes = 1
+        self.expect(None, None)
+
+    def expect(self, tag, current):
+        """Has `fill` fill the part of an exchange, or the header of the next."""
+        self.tag, self.current = tag, current
+        self._rest = memoryview(self.header if current is None else current.row(self.peer))
+        if current is None:
+            self._wake_at(1)
+
+    def fill(self):
+        """Takes what is there of what is expected; whether that is all of it."""
+        while self._rest.nbytes:
+            try:
+                count = self._line.recv_into(self._rest, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._wake_at(min(self._rest.nbytes, _WAKING_BYTES))
+                return False
+            if not count:
+                raise EOFError("closed")
+            self._rest = self._rest[count:]
+        return True
+
+    def _wake_at(self, count):
+        """Has the thread that receives waked when so much is there, and not for each piece."""
+        if count != self._waking_bytes:
+            self._line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+            self._waking_bytes = count
 
 
 def _as(part, own):
     """Bytes as a tensor of the type and the shape of another."""
     bits = tf.reshape(part, [-1, own.dtype.size] if own.dtype.size > 1 else [-1])
     return tf.ensure_shape(tf.reshape(tf.bitcast(bits, own.dtype), tf.shape(own)), own.shape)
-
-
-def _fill(line, buffer):
-    rest = memoryview(buffer)
-    while rest:
-        count = line.recv_into(rest, len(rest), socket.MSG_WAITALL)
-        if not count:
-            raise EOFError("closed")
-        rest = rest[count:]
