@@ -171,12 +171,12 @@ def _averages(values: list[tf.Tensor], step: steps.Step, report: tf.Tensor | Non
         weight = tf.cast(step.rows, tf.float32)
     # A replica without rows may have made an Inf or NaN of its row of zeros, and of halves a sum may leave the range.
     wide = [tf.cast(value, tf.float32) if value.dtype.size < 4 else value for value in values]
-    unweighted = wide
+    unweighted = vectors = _joined(wide)
     if weight is not None:
-        wide = [tf.math.multiply_no_nan(value, tf.cast(weight, value.dtype)) for value in wide]
+        vectors = [tf.math.multiply_no_nan(vector, tf.cast(weight, vector.dtype)) for vector in vectors]
     reports = [] if report is None else [report]
     weights = [weight] if report is None and weight is not None else []
-    averages = list(step.all_reduce(tf.distribute.ReduceOp.MEAN, [*wide, *reports, *weights]))
+    averages = list(step.all_reduce(tf.distribute.ReduceOp.MEAN, [*vectors, *reports, *weights]))
     if weights:
         mean = averages.pop()
         # Where nobody has rows, all stays as it is.
@@ -185,7 +185,34 @@ def _averages(values: list[tf.Tensor], step: steps.Step, report: tf.Tensor | Non
             for average, own in zip(averages, unweighted, strict=True)
         ]
     total = averages.pop() * tf.distribute.get_replica_context().num_replicas_in_sync if reports else None
-    return [tf.cast(average, value.dtype) for average, value in zip(averages, values, strict=True)], total
+    apart = _apart(averages, wide)
+    return [tf.cast(average, value.dtype) for average, value in zip(apart, values, strict=True)], total
+
+
+def _joined(values: list[tf.Tensor]) -> list[tf.Tensor]:
+    """A vector for each dtype, as many small operations take longer than one."""
+    return [tf.concat([tf.reshape(values[i], [-1]) for i in group], 0) for group in _by_dtype(values)]
+
+
+def _apart(vectors: list[tf.Tensor], like: list[tf.Tensor]) -> list[tf.Tensor]:
+    """What was `_joined`, in the shapes of `like`."""
+    parts = list(like)
+    for group, vector in zip(_by_dtype(like), vectors, strict=True):
+        sizes = [like[i].shape.num_elements() for i in group]
+        sizes = [tf.size(like[i]) if size is None else size for i, size in zip(group, sizes, strict=True)]
+        for i, part in zip(group, tf.split(vector, sizes), strict=True):
+            known = like[i].shape.is_fully_defined()
+            parts[i] = tf.reshape(part, like[i].shape if known else tf.shape(like[i]))
+            parts[i].set_shape(like[i].shape)
+    return parts
+
+
+def _by_dtype(values: list[tf.Tensor]) -> list[list[int]]:
+    """The positions of the values of each dtype."""
+    groups: dict[tf.DType, list[int]] = {}
+    for i, value in enumerate(values):
+        groups.setdefault(value.dtype, []).append(i)
+    return list(groups.values())
 
 
 def _as_tensor(leaf: Any) -> Any:
