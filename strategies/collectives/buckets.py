@@ -17,10 +17,12 @@ _SLICED_ELEMENTS = 1 << 14
 def bucket_bytes(tensors: Sequence[tf.Tensor]) -> int:
     """How large the buckets of these tensors are, at most.
 
-    Half of a small model, else none would leave before the backward pass ends.
+    Half of a small model, else none would leave before the backward pass ends; and one tensor more, else a little would
+    be left for a third.
     """
-    total = sum(known_bytes(tensor) for tensor in tensors)
-    return min(max(total // 2, _LEAST_BYTES), BUCKET_BYTES)
+    sizes = [known_bytes(tensor) for tensor in tensors]
+    half = sum(sizes) // 2
+    return min(max(half + max((size for size in sizes if size < half), default=0), _LEAST_BYTES), BUCKET_BYTES)
 
 
 def known_bytes(tensor: tf.Tensor) -> int:
