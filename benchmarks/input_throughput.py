@@ -1,6 +1,6 @@
 """How fast `BalancedSharding` reads, beside plain `tf.data` on the same files.
 
-    python -m benchmarks.input_throughput                                 # all sizes, about two minutes
+    python -m benchmarks.input_throughput                                 # all sizes, about four minutes
     python -m benchmarks.input_throughput --sizes 1024 --batches 64,512   # small records, two batch sizes
     python -m benchmarks.input_throughput --json input.json
 
@@ -36,7 +36,7 @@ from tfdist.data.sources import Source, as_source
 FLAGS = flags.FLAGS
 flags.DEFINE_list("sizes", ["1024", "8192", "131072"], "Bytes of a record.")
 flags.DEFINE_list("batches", ["128"], "Records of a batch.")
-flags.DEFINE_integer("megabytes", 64, "How much is read in one run.", 1)
+flags.DEFINE_integer("megabytes", 256, "How much is read in one run.", 1)
 flags.DEFINE_integer("files", 4, "Files that the records are spread over.", 1)
 flags.DEFINE_integer("shuffle_buffer", 1024, "Records in the buffer of plain tf.data.", 1)
 flags.DEFINE_integer("repeats", 9, "Times each is run.", 3)
