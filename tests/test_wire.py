@@ -91,6 +91,8 @@ assert both(sizes=sizes) == [[2 * size for size in sizes]] * 2, ended
 """,
     "what one dimension cannot count arrives": """
 module._MOST_BYTES, module._ROW_BITS = 4000, 4  # of a message of 4000 bytes, and its key
+module._shape.cache_clear()
+assert module._shape(4004).shape == [2]
 assert both() == [[2000, 1000]] * 2, ended
 """,
     "what a connection takes only in part arrives whole": """

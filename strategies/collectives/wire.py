@@ -55,6 +55,7 @@ class Wire:
         self._has_aborted = threading.Event()  # TensorFlow's collectives, after a fault.
         self._sending = {peer: threading.Lock() for peer in lines}
         self._whole: queue.SimpleQueue[tuple[_Tag, _Round]] = queue.SimpleQueue()  # For the thread that delivers.
+        self._poll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._letters: dict[int, queue.SimpleQueue] = {peer: queue.SimpleQueue() for peer in lines}
         # How many letters were put there, and how many are sent; the latter is written by one thread alone.
@@ -228,14 +229,14 @@ class Wire:
                 # Of nothing nothing follows, for which the kernel would keep the header.
                 line.sendall(header, socket.MSG_MORE if row.nbytes else 0)
                 line.sendall(row)
-                del row  # See above.
+                del row  # Else what was sent last is kept.
                 self._sent[peer] += 1
         except Exception as error:  # See above.
             self._lose(peer, error)
 
     def _receive(self):
         arrivals = {line.fileno(): _Arrival(peer, line) for peer, line in self._lines.items()}
-        poll = select.epoll()
+        poll = self._poll
         for descriptor in [self._bell, *arrivals]:
             poll.register(descriptor, select.EPOLLIN)
         with tf.device("CPU:0"):  # Each step has all of Python leave the caches, so what is done once is much.
@@ -270,15 +271,21 @@ class Wire:
                 arrival.expect((group, key), current)
             else:
                 if self._is_whole(arrival.tag, arrival.current, arrival.peer):
-                    arrival.current.deliver(arrival.tag[1])
+                    self._deliver(arrival.tag, arrival.current)
                 arrival.expect(None, None)
                 return
 
     def _deliver_whole(self):
         os.eventfd_read(self._bell)
         while not self._whole.empty():
-            (_, key), current = self._whole.get()
-            current.deliver(key)
+            self._deliver(*self._whole.get())
+
+    def _deliver(self, tag, current):
+        try:
+            current.deliver(tag[1])
+        except Exception as error:  # Nobody else knows this exchange any more.
+            self._fail(f"{self._names[self._worker]} can receive nothing: {error}")
+            self._tell_of_failure(current.inbox)
 
     def _watch(self):
         while self._fault is None:
