@@ -20,12 +20,15 @@ from tfdist.data.weakly import weakly
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """What a dataset is read for: where, whether to train, and whether `start` begins its iterators."""
+    """What a dataset is read for: where, whether to train, and whether `start` begins its iterators.
+
+    Attributes:
+      has_rows: Whether each of its batches has some, on every replica.
+    """
 
     place: Place
     training: bool
     is_started: bool
-
     has_rows: bool
 
     @property

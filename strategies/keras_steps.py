@@ -1,6 +1,7 @@
 """Keras' own step functions, and any other, as replicas run them: rows counted, statistics and logs averaged."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from tfdist.errors import TfdistError
 from tfdist.strategies import metrics
 from tfdist.strategies import optimizer as optimizers
 from tfdist.strategies import step as steps
+from tfdist.strategies.collectives.buckets import Bucket, fill_buckets, join, separate
 from tfdist.strategies.report import GRADIENTS
 
 _KERAS_STEPS = ("train_step", "test_step")
@@ -171,7 +173,8 @@ def _averages(values: list[tf.Tensor], step: steps.Step, report: tf.Tensor | Non
         weight = tf.cast(step.rows, tf.float32)
     # A replica without rows may have made an Inf or NaN of its row of zeros, and of halves a sum may leave the range.
     wide = [tf.cast(value, tf.float32) if value.dtype.size < 4 else value for value in values]
-    unweighted = vectors = _joined(wide)
+    laid_out = _laid_out(wide)
+    unweighted = vectors = [join(bucket, members) for _, members, buckets in laid_out for bucket in buckets]
     if weight is not None:
         vectors = [tf.math.multiply_no_nan(vector, tf.cast(weight, vector.dtype)) for vector in vectors]
     reports = [] if report is None else [report]
@@ -185,34 +188,23 @@ def _averages(values: list[tf.Tensor], step: steps.Step, report: tf.Tensor | Non
             for average, own in zip(averages, unweighted, strict=True)
         ]
     total = averages.pop() * tf.distribute.get_replica_context().num_replicas_in_sync if reports else None
-    apart = _apart(averages, wide)
+    apart = list(wide)
+    for group, members, buckets in laid_out:
+        joined, averages = averages[: len(buckets)], averages[len(buckets) :]
+        for i, average in zip(group, separate(buckets, joined, members), strict=True):
+            apart[i] = average
     return [tf.cast(average, value.dtype) for average, value in zip(apart, values, strict=True)], total
 
 
-def _joined(values: list[tf.Tensor]) -> list[tf.Tensor]:
-    """A vector for each dtype, as many small operations take longer than one."""
-    return [tf.concat([tf.reshape(values[i], [-1]) for i in group], 0) for group in _by_dtype(values)]
-
-
-def _apart(vectors: list[tf.Tensor], like: list[tf.Tensor]) -> list[tf.Tensor]:
-    """What was `_joined`, in the shapes of `like`."""
-    parts = list(like)
-    for group, vector in zip(_by_dtype(like), vectors, strict=True):
-        sizes = [like[i].shape.num_elements() for i in group]
-        sizes = [tf.size(like[i]) if size is None else size for i, size in zip(group, sizes, strict=True)]
-        for i, part in zip(group, tf.split(vector, sizes), strict=True):
-            known = like[i].shape.is_fully_defined()
-            parts[i] = tf.reshape(part, like[i].shape if known else tf.shape(like[i]))
-            parts[i].set_shape(like[i].shape)
-    return parts
-
-
-def _by_dtype(values: list[tf.Tensor]) -> list[list[int]]:
-    """The positions of the values of each dtype."""
+def _laid_out(values: list[tf.Tensor]) -> list[tuple[list[int], list[tf.Tensor], list[Bucket]]]:
+    """Values by dtype: their positions, themselves, and how to join them, as many small operations take long."""
     groups: dict[tf.DType, list[int]] = {}
     for i, value in enumerate(values):
         groups.setdefault(value.dtype, []).append(i)
-    return list(groups.values())
+    members = [[values[i] for i in group] for group in groups.values()]
+    return [
+        (group, each, fill_buckets(each, sys.maxsize)) for group, each in zip(groups.values(), members, strict=True)
+    ]
 
 
 def _as_tensor(leaf: Any) -> Any:

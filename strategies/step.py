@@ -1,5 +1,6 @@
 """What one replica knows about the step it runs: how many rows it holds, which statistics it has updated."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.strategies.collectives.buckets import bucket_bytes, known_bytes
+from tfdist.strategies.collectives.buckets import bucket_bytes, fill_buckets
 from tfdist.strategies.report import Clock
 
 _local = threading.local()
@@ -113,11 +114,13 @@ class Step:
         """`values`, but zeros on a replica without rows, whose row of zeros stands for none."""
         if self.in_own_exchange or self.has_rows is True:
             return values
-        # A branch begins when all that it takes is there: the first gradients shall not wait for the last. Indices stay
-        # out of it, whose graph tells where they come from.
-        tensors = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
-        groups = _in_groups(tensors, bucket_bytes(tensors))
-        kept = [tensor for group in groups for tensor in self._group_or_zeros(group)]
+        # A branch begins when all that it takes is there: no bucket shall wait for what is in another. Indices stay out
+        # of it, whose graph tells where they come from.
+        kept = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
+        for bucket in fill_buckets(kept, bucket_bytes(kept), part_bytes=sys.maxsize):  # None of them in parts.
+            group = [segment.tensor for segment in bucket]
+            for i, tensor in zip(group, self._group_or_zeros([kept[i] for i in group]), strict=True):
+                kept[i] = tensor
         return [_with_values(*each) for each in zip(values, kept, strict=True)]
 
     def _group_or_zeros(self, group):
@@ -148,18 +151,6 @@ def is_keras_own(model: keras.Model, method: str) -> bool:
 def _any(rows: int | tf.Tensor | None) -> bool | tf.Tensor:
     """Whether there is any row, True or bool []; taken for granted where rows are not known."""
     return True if rows is None or (isinstance(rows, int) and rows > 0) else tf.convert_to_tensor(rows) > 0
-
-
-def _in_groups(values, least_bytes):
-    """Cuts a list into parts of at least so many bytes each, as far as these are known, but for the last."""
-    groups, held = [[]], 0
-    for value in values:
-        if held >= least_bytes:
-            groups.append([])
-            held = 0
-        groups[-1].append(value)
-        held += known_bytes(value)
-    return groups
 
 
 def _with_values(like, values):

@@ -17,12 +17,12 @@ _SLICED_ELEMENTS = 1 << 14
 def bucket_bytes(tensors: Sequence[tf.Tensor]) -> int:
     """How large the buckets of these tensors are, at most.
 
-    Half of a small model, else none would leave before the backward pass ends; and one tensor more, else a little would
-    be left for a third.
+    Of a small model the last tensors that are half of it together, else nothing would leave before the backward pass
+    ends; no less, else there would be a third bucket for a little.
     """
-    sizes = [known_bytes(tensor) for tensor in tensors]
-    half = sum(sizes) // 2
-    return min(max(half + max((size for size in sizes if size < half), default=0), _LEAST_BYTES), BUCKET_BYTES)
+    sums = list(itertools.accumulate(known_bytes(tensor) for tensor in reversed(tensors)))
+    first = next((held for held in sums if 2 * held >= sums[-1]), 0)
+    return min(max(first, _LEAST_BYTES), BUCKET_BYTES)
 
 
 def known_bytes(tensor: tf.Tensor) -> int:

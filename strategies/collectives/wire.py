@@ -236,16 +236,15 @@ class Wire:
 
     def _receive(self):
         arrivals = {line.fileno(): _Arrival(peer, line) for peer, line in self._lines.items()}
-        poll = self._poll
         for descriptor in [self._bell, *arrivals]:
-            poll.register(descriptor, select.EPOLLIN)
+            self._poll.register(descriptor, select.EPOLLIN)
         with tf.device("CPU:0"):  # Each step has all of Python leave the caches, so what is done once is much.
             while True:
-                for descriptor, _ in poll.poll():
+                for descriptor, _ in self._poll.poll():
                     if descriptor == self._bell:
                         self._deliver_whole()
                     elif self._fault is not None or not self._takes(arrivals[descriptor]):
-                        poll.unregister(descriptor)
+                        self._poll.unregister(descriptor)
 
     def _takes(self, arrival):
         """Takes what is there of one exchange; whether more may come."""
@@ -255,8 +254,8 @@ class Wire:
         except (OSError, EOFError) as error:
             self._lose(arrival.peer, error)
         except Exception as error:  # Whatever it is, nobody may wait for this thread.
-            names = self._names[self._worker], self._names[arrival.peer]
-            self._fail("{} can receive nothing of {}: {}".format(*names, error))
+            own, other = self._names[self._worker], self._names[arrival.peer]
+            self._fail(f"{own} can receive nothing of {other}: {error}")
         return False
 
     def _take(self, arrival):

@@ -1,0 +1,31 @@
+"""How gradients are laid into buckets."""
+
+import random
+
+import pytest
+import tensorflow as tf
+
+from tfdist.strategies.collectives.buckets import BUCKET_BYTES, bucket_bytes, fill_buckets
+
+
+def laid_out(kilobytes):
+    tensors = [tf.TensorSpec([size * 256]) for size in kilobytes]
+    return [[segment.tensor for segment in bucket] for bucket in fill_buckets(tensors, bucket_bytes(tensors))]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_small_model_leaves_in_two_buckets_the_first_as_soon_as_it_is_half(seed):
+    draw = random.Random(seed)
+    sizes = [draw.choice([1, 10, 100, 500]) for _ in range(draw.randint(2, 12))]
+    first, *rest = laid_out(sizes)
+    assert len(rest) <= 1
+    if sum(sizes) * 1024 > BUCKET_BYTES // 2:  # Below, the least size of a bucket counts.
+        assert 2 * sum(sizes[i] for i in first) >= sum(sizes)
+        assert 2 * sum(sizes[i] for i in first if i != min(first)) < sum(sizes), sizes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "buckets"), [([10, 490, 490, 10], [[3, 2], [1, 0]]), ([891, 43, 928, 6], [[3, 2], [1, 0]])]
+)
+def test_half_is_half_where_tensors_allow(sizes, buckets):
+    assert laid_out(sizes) == buckets
