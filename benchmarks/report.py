@@ -276,6 +276,8 @@ def write_report(path: pathlib.Path) -> list[pathlib.Path]:
 
 def plot_step_time(rows: Sequence[Row]) -> Any:
     """Step time of one model against link rate, a line for each variant, a panel for each number of workers."""
+    from matplotlib import ticker
+
     workers = _distinct(rows, "workers")
     figure, axes = _panels(1, len(workers))
     colors = _colors(rows)
@@ -289,10 +291,12 @@ def plot_step_time(rows: Sequence[Row]) -> Any:
             panel.plot(places, milliseconds, marker="o", markersize=4, color=colors[variant], label=variant)
         panel.set(title=f"{rows[0].model}, {count} workers", yscale="log", ylabel="step, ms", xticks=range(len(links)))
         panel.set_xticklabels(links)
+        panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter("{x:g}")
-        panel.yaxis.set_minor_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter(ticker.NullFormatter())
         panel.grid(alpha=0.3)
-    axes[0][0].legend(fontsize="x-small")
+    fullest = max(axes[0], key=lambda panel: len(panel.lines))
+    axes[0][-1].legend(handles=fullest.lines, fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
