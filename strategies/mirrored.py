@@ -9,7 +9,8 @@ from tfdist.cluster.alone import warn_if_one_of_many
 from tfdist.faults import FaultTolerance, watchdog
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.devices import local_devices
-from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy
+from tfdist.strategies.replicated import ReplicatedStrategy
+from tfdist.strategies.replicated_extended import ReplicatedExtended
 
 
 class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):

@@ -32,7 +32,8 @@ from tfdist.strategies.compression import Codec
 from tfdist.strategies.datasets import BalancedDataset
 from tfdist.strategies.devices import make_virtual_devices
 from tfdist.strategies.policy import policy_of
-from tfdist.strategies.replication import ReplicatedExtended, ReplicatedStrategy, Use, variables_of
+from tfdist.strategies.replicated import ReplicatedStrategy, Use, variables_of
+from tfdist.strategies.replicated_extended import ReplicatedExtended
 
 # What unlike processors make of equal steps stays below; another file, or another epoch, is above.
 _ROUNDING = 1e-3

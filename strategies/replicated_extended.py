@@ -1,19 +1,16 @@
-"""What tfdist changes in TensorFlow's synchronous strategies, shared by one worker and many."""
+"""The inner half of what tfdist changes in TensorFlow's synchronous strategies: how replicas run and exchange."""
 
 import contextlib
-import dataclasses
 import functools
-import itertools
 import random
 import weakref
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.errors import CompiledCollectivesError, LossScaleError, ScopeError
-from tfdist.strategies import fixed_rows, keras_steps, losses, metrics, variables
+from tfdist.errors import CompiledCollectivesError, LossScaleError
+from tfdist.strategies import fixed_rows, keras_steps, variables
 from tfdist.strategies import optimizer as optimizers
 from tfdist.strategies import step as steps
 from tfdist.strategies.chief_alone import check_in_company
@@ -21,284 +18,12 @@ from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.all_reduce import symbolic_tensors
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.communication import Communication
-from tfdist.strategies.datasets import (
-    BalancedDataset,
-    PeekableDataset,
-    alike_on_workers,
-    check_reads_no_sharding,
-    is_read_by_all,
-    made_by,
-    untuned,
-)
 from tfdist.strategies.kinds import check_of_one_kind
-from tfdist.strategies.policy import check_opted_out_inside, is_uncompressed, policy_of
-from tfdist.strategies.report import StepReports
-
-_KERAS_PREDICT_STEP = "one_step_on_data"
-
-_strategies_made = itertools.count()
-_KEYS_PER_STRATEGY = 1 << 16
-
-
-@dataclasses.dataclass
-class Use:
-    """Of a strategy, which may be gone before anybody asks.
-
-    Attributes:
-      began: Whether its scope was entered, or anything reduced.
-    """
-
-    began: bool = False
-
-
-class ReplicatedStrategy:
-    """The public half: mixed into a subclass of `tf.distribute.Strategy`."""
-
-    extended: Any
-    reports: StepReports
-    _shardings: list[weakref.ref[Any]]
-    _use: "Use"
-
-    def scope(self):
-        """Makes this strategy the current one; see `tf.distribute.Strategy.scope`."""
-        self._use.began = True
-        self._check_opted_out_inside()
-        model = _tf.keras_model_to_build()
-        if model is None:
-            return super().scope()
-        fit, epochs = _tf.beginning_fit(), _tf.epochs_of_beginning_fit()
-        if fit is not None:
-            if epochs is not None:
-                self.reports.fits.add(epochs)
-            self._begin_fit(model, fit)
-        return keras_steps.building(model, super().scope())
-
-    def run(self, fn, args=(), kwargs=None, options=None):
-        """Runs `fn` on each replica; see `tf.distribute.Strategy.run`.
-
-        A Keras model's `train_step` or `test_step` also gets what makes it equal to one device: gradients summed before
-        they are clipped, unequal shares weighted by their rows, logs averaged over all replicas.
-
-        Raises:
-          CompiledCollectivesError: If XLA compiles the call, or what `fn` exchanges, and the devices have no compiled
-            collectives.
-          ClusterError: If only the chief calls it, in a `ChiefOnly` callback, and there are other workers.
-          RuntimeError: If the strategy compresses, and it is called in `tfdist.compression.uncompressed`.
-        """
-        self._check_opted_out_inside()
-        self.extended.check_in_company()
-        self.extended.check_compiled()
-        args = () if args is None else args
-        step = keras_steps.keras_step_of(fn, args, kwargs, _tf.calling_trainer())
-        if step is None:
-            self._check_nobody_waits_for_steps(fn)
-        elif self.num_replicas_in_sync == 1:
-            if step.name == "train_step":
-                self._check_owned(step.model, _optimizer_variables(step.model))  # Weights may lie anywhere.
-                self.reports.tells = not _is_compiled()
-            if _is_compiled():
-                self._check_nobody_waits_for_reports(step.model)
-            else:
-                fn = keras_steps.on_the_only(step, self.reports)
-        else:
-            self._check_scope(step)
-            self.reports.tells |= step.name == "train_step"
-            if _tf.called_by_keras_trainer():
-                args = self._split_plain_batch(args, _among_devices)
-            views = optimizers.viewed_optimizers(step.model, optimizers.distributed)
-            with views, losses.global_losses(step.model, step.name), metrics.noted_results(step.model):
-                return super().run(keras_steps.on_one_of_many(step, self.reports), args, kwargs, options)
-        if self.num_replicas_in_sync > 1 and _tf.called_by_keras_trainer() and fn.__name__ == _KERAS_PREDICT_STEP:
-            args, fn = self._split_plain_batch(args, _as_outputs_are_joined), keras_steps.predict_step(fn)
-        return super().run(fn, args, kwargs, options)
-
-    def experimental_distribute_dataset(self, dataset, options=None):
-        """Splits `dataset` among the replicas; see `tf.distribute.Strategy.experimental_distribute_dataset`.
-
-        Raises:
-          ValueError: If it is what a call of a `tfdist.data.BalancedSharding` gave, and there are other workers.
-        """
-        self.extended.check_in_company()
-        if self.extended._num_workers > 1:
-            check_reads_no_sharding(dataset)
-        if not _tf.called_by_keras_trainer():
-            return super().experimental_distribute_dataset(dataset, options)
-        if _tf.keras_made_dataset():
-            dataset = untuned(dataset)
-        if self.extended._num_workers > 1 and is_read_by_all(dataset):
-            self._check_batches(_tf.keras_epochs_to_distribute())
-            dataset = alike_on_workers(dataset)
-        distributed = super().experimental_distribute_dataset(dataset, options)
-        if not _tf.keras_is_evaluating():
-            self.reports.feed(_tf.keras_fitting_models(), None)
-        return PeekableDataset(distributed)
-
-    def distribute_datasets_from_function(self, dataset_fn, options=None):
-        """Makes each worker's own dataset; see `tf.distribute.Strategy.distribute_datasets_from_function`.
-
-        All workers call it, since they compare their numbers of batches. Workers may have unequal numbers: all take as
-        many steps as the longest, those that have run out with no rows.
-
-        Args:
-          dataset_fn: A function of a `tf.distribute.InputContext`, or a `tfdist.data.BalancedSharding`. A function may
-            compose datasets of several, each called with its context; shares then stay as they are, the position
-            counts epochs that were read, and `predict` has the order of training unless they are called with
-            `training=False`.
-          options: As in TensorFlow.
-
-        Raises:
-          ValueError: If the function does nothing but to call a `BalancedSharding`, instead of being one, or calls one
-            without its context.
-        """
-        if not hasattr(dataset_fn, "attach"):
-            return super().distribute_datasets_from_function(functools.partial(made_by, dataset_fn), options)
-        dataset_fn.attach(self.reports)
-        if not any(known is dataset_fn for known in self.shardings):
-            self._shardings = [weakref.ref(sharding) for sharding in [*self.shardings, dataset_fn]]
-        make = super().distribute_datasets_from_function
-        return BalancedDataset(lambda function: make(function, options), dataset_fn)
-
-    def reduce(self, reduce_op, value, axis):
-        """Reduces `value` over all replicas; see `tf.distribute.Strategy.reduce`.
-
-        Keras' `fit` asks for two things that are no reductions: the shapes of the first batch, and logs that `run` has
-        already averaged. Both are answered from this worker, without traffic.
-        """
-        if _tf.called_by_keras_trainer():
-            if axis is None:
-                return tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
-            local = self.experimental_local_results(value)[0]
-            if keras_steps.is_float(local):
-                return local
-            axis = None
-        self._use.began = True
-        self.extended.check_in_company()
-        return super().reduce(reduce_op, value, axis)
-
-    @property
-    def shardings(self) -> list[Any]:
-        """The `BalancedSharding`s whose datasets were distributed, in this order, as far as somebody still has them."""
-        return [sharding for known in self._shardings if (sharding := known()) is not None]
-
-    @property
-    def communication(self) -> Communication | None:
-        """What codecs keep and what was sent, of a strategy with `compression`; else `None`."""
-        return self.extended.communication
-
-    def distributed_optimizer(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-        """A view of `optimizer` for custom loops that clip gradients or scale the loss.
-
-        Keras clips each replica's gradients before they are summed, and `LossScaleOptimizer` looks at one replica's
-        only. Inside `strategy.run`, `strategy.distributed_optimizer(optimizer).apply(...)` sums first, so that clipping
-        equals one device and an Inf on one replica skips the step on all. `fit` does so by itself.
-        """
-        return optimizers.distributed(optimizer)
-
-    def _check_opted_out_inside(self):
-        if self.communication is not None:
-            check_opted_out_inside()
-
-    def _check_scope(self, step):
-        of_metrics = [variable for metric in step.model.metrics for variable in metric.variables]
-        self._check_owned(step.model, [*variables_of(step.model), *of_metrics])
-        metrics.check_states(step.model)
-
-    def _begin_fit(self, model, fit):
-        """Compares what a `fit` begins with on all workers: arguments, a model trained before, its position."""
-
-    def _check_batches(self, epochs):
-        """Compares the numbers of batches of what all workers read, for epochs that Keras is about to begin."""
-
-    def _check_owned(self, model, variables):
-        for variable in variables:
-            if getattr(variable.value, "distribute_strategy", None) is not self:
-                raise ScopeError(
-                    f"Model {model.name!r}, its optimizer and its metrics must be made inside `with "
-                    f"strategy.scope():`, but the variable {variable.path!r} was not. Move the lines that build and "
-                    "compile the model there."
-                )
-
-    def _split_plain_batch(self, args, place):
-        """Splits a batch that Keras hands over whole, as for `train_on_batch`.
-
-        Args:
-          args: Of the step.
-          place: Which part a replica gets, of how many; of its number, the replicas and those of a worker.
-        """
-        whole = tf.distribute.DistributedValues | tf.RaggedTensor | tf.SparseTensor
-        replicas, devices = self.num_replicas_in_sync, len(self.extended.worker_devices)
-        if place(0, replicas, devices)[1] == 1 or any(isinstance(leaf, whole) for leaf in tf.nest.flatten(args)):
-            return args
-
-        def part(leaf, context):
-            number, parts = place(context.replica_id_in_sync_group, replicas, devices)
-            rows = tf.shape(leaf)[0]
-            return leaf[rows * number // parts : rows * (number + 1) // parts]
-
-        def split(leaf):
-            if leaf is None or tf.convert_to_tensor(leaf).shape.rank == 0:
-                return leaf
-            leaf = tf.convert_to_tensor(leaf)
-            return self.experimental_distribute_values_from_function(lambda context: part(leaf, context))
-
-        return tf.nest.map_structure(split, args)
-
-    def _make_reports(self):
-        devices = self.extended.worker_devices
-        self.reports = StepReports(devices, self.num_replicas_in_sync)
-        self._shardings = []
-        self._use = Use()
-
-    def _take_collective_keys(self):
-        """Keeps the collectives of several strategies in one process apart; workers make them in the same order."""
-        self._collective_key_base = next(_strategies_made) * _KEYS_PER_STRATEGY
-
-    def _check_nobody_waits_for_steps(self, fn):
-        model = _tf.keras_model_in_step()
-        self.reports.tells &= model is None
-        if model is not None and model in self.reports.feeders:
-            raise ValueError(
-                "BalancedSharding hands out by what is reported of each training step, and the strategy knows such a "
-                f"step as `model.train_step`, but was given {getattr(fn, '__name__', fn)!r}. Override `train_step`, or "
-                "let `make_train_function` call `strategy.run(self.train_step, args=(data,))`."
-            )
-
-    def _check_nobody_waits_for_reports(self, model):
-        if model in self.reports.feeders:
-            raise CompiledCollectivesError(
-                "jit_compile=True compiles the whole step, which then cannot report that it is done, and "
-                "BalancedSharding hands out by these reports. Pass jit_compile=False to `compile`."
-            )
-
-
-def variables_of(model: keras.Model) -> list[keras.Variable]:
-    """Those of a model and of its optimizer."""
-    return [*model.variables, *_optimizer_variables(model)]
-
-
-def _optimizer_variables(model):
-    optimizer = getattr(model, "optimizer", None)
-    return optimizer.variables if optimizer else []
-
-
-def _is_compiled():
-    return not tf.executing_eagerly() and _tf.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
-
-
-def _among_devices(replica, replicas, devices):
-    """Each worker has a batch of its own."""
-    del replicas
-    return replica % devices, devices
-
-
-def _as_outputs_are_joined(replica, replicas, devices):
-    """All workers have the same batch. Keras joins outputs device by device, and worker by worker within."""
-    worker, device = divmod(replica, devices)
-    return device * (replicas // devices) + worker, replicas
+from tfdist.strategies.policy import is_uncompressed, policy_of
 
 
 class ReplicatedExtended:
-    """The inner half: mixed into a subclass of `tf.distribute.StrategyExtended`."""
+    """Mixed into a subclass of `tf.distribute.StrategyExtended`."""
 
     communication: Communication | None = None
     _num_workers = 1
@@ -324,7 +49,7 @@ class ReplicatedExtended:
     def check_compiled(self):
         """Refuses to exchange anything in what XLA compiles, where it cannot."""
         devices = self.worker_devices
-        if _is_compiled() and self._num_replicas_in_sync > 1 and not all("GPU" in device for device in devices):
+        if is_compiled() and self._num_replicas_in_sync > 1 and not all("GPU" in device for device in devices):
             raise CompiledCollectivesError(
                 "jit_compile=True compiles the whole step, and XLA has no collectives for CPU devices. Got "
                 f"{self._num_replicas_in_sync} replicas, here on {', '.join(devices)}. "
@@ -491,6 +216,11 @@ class ReplicatedExtended:
             return leaf
         numbers = iter(local)
         return self._experimental_distribute_values_from_function(lambda context: tf.convert_to_tensor(next(numbers)))
+
+
+def is_compiled() -> bool:
+    """Whether XLA compiles what is traced now."""
+    return not tf.executing_eagerly() and _tf.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 @contextlib.contextmanager
