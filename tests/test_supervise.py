@@ -118,6 +118,23 @@ def test_what_fails_at_the_same_place_is_given_up_however_long_it_takes(run):
     assert code == 4 and attempts(run) == [1] * 3
 
 
+@pytest.mark.parametrize(("base", "tries"), [("ValueError", 2), ("ImportError", 2), ("OSError", 4)])
+def test_what_is_wrong_in_the_program_is_tried_once_more_and_not_as_often_as_a_machine(run, base, tries):
+    code, err = finish(run, 2, f"import tfdist\nclass Mine({base}): pass\nmeet()\nraise Mine('no such codec')")
+    assert code == 1 and attempts(run) == [2] * tries, err
+
+
+def test_a_mistake_that_comes_elsewhere_or_after_a_commit_is_no_repeat(run):
+    body = """
+        import tfdist
+        if attempt == 0: raise ValueError("of a file that another writes")
+        if attempt == 2: commit(1)
+        if attempt < 3: raise ValueError("another")
+    """
+    code, err = finish(run, 1, body)
+    assert code == 0 and attempts(run) == [1] * 4, err
+
+
 def test_training_anew_what_was_committed_is_no_progress_and_not_done_a_third_time(run):
     body = """
         commit(5)

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from types import TracebackType
 
 __all__ = [
@@ -44,7 +45,8 @@ def install_hook() -> None:
         try:
             if not isinstance(error, KeyboardInterrupt):  # asked to end
                 stack = "".join(traceback.format_exception(kind, error, trace))
-                write_report("exception", exception=kind.__name__, message=str(error), stack=stack)
+                bases = [each.__name__ for each in kind.__mro__]
+                write_report("exception", exception=kind.__name__, bases=bases, message=str(error), stack=stack)
         finally:
             before(kind, error, trace)
 
@@ -55,6 +57,7 @@ def write_report(
     kind: str,
     *,
     exception: str | None = None,
+    bases: Sequence[str] = (),
     message: str | None = None,
     stack: str | None = None,
     suspect: int | None = None,
@@ -66,6 +69,7 @@ def write_report(
     Args:
       kind: "exception", "stall", or another word.
       exception: The name of its class.
+      bases: The names of that and of all it derives from.
       message: What it says.
       stack: Where this worker was.
       suspect: The worker that is believed to be the cause, if another.
@@ -93,6 +97,7 @@ def write_report(
             "time": time.time(),
             "kind": kind,
             "exception": exception,
+            "bases": list(bases),
             "message": message,
             "stack": stack,
             "suspect": suspect,

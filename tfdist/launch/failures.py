@@ -19,6 +19,19 @@ __all__ = ["Failure", "first_failure", "is_consequence", "not_started", "reporte
 _TAIL_LINES = 30
 _TAIL_BYTES = 1 << 16
 _FROM_REPORT = ("exception", "message", "stack", "suspect", "step", "section")
+# By which Python says that the program or what it was given is wrong, not the machine.
+_OF_THE_PROGRAM = {
+    "ArithmeticError",
+    "AssertionError",
+    "AttributeError",
+    "ImportError",
+    "LookupError",
+    "NameError",
+    "NotImplementedError",
+    "SyntaxError",
+    "TypeError",
+    "ValueError",
+}
 # What TensorFlow raises in a worker whose peer is gone.
 _CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError")
 _CONSEQUENCE_TEXTS = ("Collective ops is aborted", WAIT_FOR_CHIEF, f"{CHIEF_SAYS}: ")
@@ -42,6 +55,7 @@ class Failure:
       exit_code: As a shell gives it: 128 + n for signal n.
       signal: The name of the signal that killed it.
       exception: The name of the exception's class.
+      is_of_the_program: Whether that is of a kind that comes again: nobody mends a program between two attempts.
       message: What it says.
       stack: Where the worker was.
       suspect: The worker that it believes to be the cause.
@@ -59,6 +73,7 @@ class Failure:
     exit_code: int
     signal: str | None = None
     exception: str | None = None
+    is_of_the_program: bool = False
     message: str | None = None
     stack: str | None = None
     suspect: int | None = None
@@ -152,7 +167,8 @@ def reported_since(run_dir: pathlib.Path, attempt: int, pids: Mapping[int, int])
 
 def not_started(attempt: int, worker: int | None, error: Exception, time: float) -> Failure:
     """The failure of a group that could not be started, because of one worker or in general."""
-    return Failure(attempt, worker, socket.gethostname(), time, "start", 1, None, type(error).__name__, str(error))
+    name, host = type(error).__name__, socket.gethostname()
+    return Failure(attempt, worker, host, time, "start", exit_code=1, exception=name, message=str(error))
 
 
 def _failure(
@@ -168,6 +184,7 @@ def _failure(
         exit_code=returncode if returncode >= 0 else 128 - returncode,
         signal=_signal_name(-returncode) if returncode < 0 else None,
         log=str(path),
+        is_of_the_program=not _OF_THE_PROGRAM.isdisjoint(report.get("bases") or ()),
         output=_tail(path),
         **{name: report.get(name) for name in _FROM_REPORT},
     )

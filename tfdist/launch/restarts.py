@@ -32,7 +32,8 @@ class Restarts:
         Args:
           now: When it was, in seconds.
           place: Where it was, None if that says nothing.
-          is_vain: Whether all was trained again up to there. That is done once, not again and again.
+          is_vain: Whether little speaks for another try: all was trained again up to there, or it is the program's
+            mistake. There is one nevertheless, not one after the other.
 
         Returns:
           Seconds to wait before the next start; None if there is to be none.

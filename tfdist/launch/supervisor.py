@@ -328,7 +328,8 @@ class Supervisor:
                     ", ".join(map(str, self._size.slots)),
                 )
                 self._restarts.progress()  # another job, in a way: it deserves tries of its own
-            is_vain = attempt.again and failure.signal is None  # a signal may have come from anywhere
+            is_again = attempt.again and failure.signal is None  # a signal may have come from anywhere
+            is_vain = is_again or (failure.is_of_the_program and not attempt.progressed)
             pause = self._restarts.pause(time.time(), failure.place, is_vain=is_vain)
         if pause is not None:
             logging.info("starting again%s", f" in {pause:g} s" if pause else "")
