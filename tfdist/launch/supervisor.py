@@ -383,9 +383,10 @@ class Supervisor:
         if len(self._attempts) > 1 or last.failure:
             for attempt in self._attempts:
                 logging.info("%s", attempt.describe())
+            restarts = f"{len(self._attempts) - 1} restart{'' if len(self._attempts) == 2 else 's'}"
             words = {
-                "failed": f"failed for good: {len(self._attempts) - 1} restarts",
-                "preempted": f"gave up: {len(self._attempts) - 1} restarts, and the last ones without a commit",
+                "failed": f"failed for good: {restarts}",
+                "preempted": f"gave up: {restarts}, and the last ones without a commit",
             }
             logging.info("%s; logs and failure.json in %s", words.get(outcome, outcome), self._run_dir)
         return exit_code
