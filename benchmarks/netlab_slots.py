@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 COMMAND_SECONDS = 10.0
 
@@ -113,7 +113,8 @@ class Slot:
 
     def run(self, *command: str) -> str:
         """Runs a command that holds the lock too, so that it is not overtaken if this process is killed meanwhile."""
-        return run_command(*command, pass_fds=[self._lock])
+        with _undisturbed():
+            return run_command(*command, pass_fds=[self._lock])
 
     def build(self, count: int) -> list[Host]:
         """Makes the switch and the hosts, with links between them, unshaped."""
@@ -152,6 +153,16 @@ class Slot:
                         os.kill(int(pid), signal.SIGKILL)
                 time.sleep(0.01)
             self.run("ip", "netns", "delete", name)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Puts off what asks to end: a command that is just being started would go on, and make what was just removed."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _lock_path(number: int) -> pathlib.Path:
