@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 __all__ = [
@@ -45,12 +45,19 @@ def install_hook() -> None:
         try:
             if not isinstance(error, KeyboardInterrupt):  # asked to end
                 stack = "".join(traceback.format_exception(kind, error, trace))
-                bases = [each.__name__ for each in kind.__mro__]
+                bases = [each.__name__ for cause in _causes(error) for each in type(cause).__mro__]
                 write_report("exception", exception=kind.__name__, bases=bases, message=str(error), stack=stack)
         finally:
             before(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and those that it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def write_report(
@@ -69,7 +76,7 @@ def write_report(
     Args:
       kind: "exception", "stall", or another word.
       exception: The name of its class.
-      bases: The names of that and of all it derives from.
+      bases: The names of all that it derives from, and of what it was raised from.
       message: What it says.
       stack: Where this worker was.
       suspect: The worker that is believed to be the cause, if another.

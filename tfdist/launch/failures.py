@@ -19,7 +19,8 @@ __all__ = ["Failure", "first_failure", "is_consequence", "not_started", "reporte
 _TAIL_LINES = 30
 _TAIL_BYTES = 1 << 16
 _FROM_REPORT = ("exception", "message", "stack", "suspect", "step", "section")
-# By which Python says that the program or what it was given is wrong, not the machine.
+# By which it is said that the program or what it was given is wrong; and that a disk, a network, a machine is.
+_OF_THE_MACHINE = {"OSError", "OpError"}
 _OF_THE_PROGRAM = {
     "ArithmeticError",
     "AssertionError",
@@ -184,10 +185,14 @@ def _failure(
         exit_code=returncode if returncode >= 0 else 128 - returncode,
         signal=_signal_name(-returncode) if returncode < 0 else None,
         log=str(path),
-        is_of_the_program=not _OF_THE_PROGRAM.isdisjoint(report.get("bases") or ()),
+        is_of_the_program=_is_of_the_program(set(report.get("bases") or ())),
         output=_tail(path),
         **{name: report.get(name) for name in _FROM_REPORT},
     )
+
+
+def _is_of_the_program(bases: set[str]) -> bool:
+    return bool(bases & _OF_THE_PROGRAM) and not bases & _OF_THE_MACHINE
 
 
 def _report(run_dir: pathlib.Path, attempt: int, worker: int, pid: int) -> Mapping[str, Any]:

@@ -329,7 +329,8 @@ class Supervisor:
                 )
                 self._restarts.progress()  # another job, in a way: it deserves tries of its own
             is_again = attempt.again and failure.signal is None  # a signal may have come from anywhere
-            is_vain = is_again or (failure.is_of_the_program and not attempt.progressed)
+            # Of several hosts the others would wait for one that gives up alone.
+            is_vain = is_again or (failure.is_of_the_program and self._spec is None)
             pause = self._restarts.pause(time.time(), failure.place, is_vain=is_vain)
         if pause is not None:
             logging.info("starting again%s", f" in {pause:g} s" if pause else "")
