@@ -295,8 +295,8 @@ def plot_step_time(rows: Sequence[Row]) -> Any:
         panel.yaxis.set_major_formatter("{x:g}")
         panel.yaxis.set_minor_formatter(ticker.NullFormatter())
         panel.grid(alpha=0.3)
-    fullest = max(axes[0], key=lambda panel: len(panel.lines))
-    axes[0][-1].legend(handles=fullest.lines, fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
+    of_variants = {line.get_label(): line for panel in axes[0] for line in panel.lines}
+    axes[0][-1].legend(handles=list(of_variants.values()), fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 

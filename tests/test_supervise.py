@@ -120,7 +120,13 @@ def test_what_fails_at_the_same_place_is_given_up_however_long_it_takes(run):
 
 @pytest.mark.parametrize(
     ("base", "cause", "tries"),
-    [("ValueError", None, 2), ("ImportError", "KeyError()", 2), ("OSError", None, 4), ("ValueError", "OSError()", 4)],
+    [
+        ("ValueError", None, 2),
+        ("ImportError", "KeyError()", 2),
+        ("OSError", None, 4),
+        ("ValueError", "OSError()", 4),
+        ("ValueError", "type('OpError', (Exception,), {})()", 4),
+    ],
 )
 def test_what_is_wrong_in_the_program_is_tried_once_more_and_not_as_often_as_a_machine(run, base, cause, tries):
     code, err = finish(run, 2, f"import tfdist\nclass Mine({base}): pass\nmeet()\nraise Mine('of x') from {cause}")

@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 
 __all__ = [
@@ -53,11 +53,13 @@ def install_hook() -> None:
     sys.excepthook = hook
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception, and those that it was raised from."""
-    while error is not None:
-        yield error
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """An exception, and those that it was raised from; once each, as a chain of them may close."""
+    causes: list[BaseException] = []
+    while error is not None and not any(error is cause for cause in causes):
+        causes.append(error)
         error = error.__cause__
+    return causes
 
 
 def write_report(
