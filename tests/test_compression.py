@@ -410,17 +410,17 @@ def test_a_round_trip_takes_what_an_exchange_takes():
 
 BLOCK = np.ones([1, 256], np.float32)
 MISUSES = [
-    (lambda: Int8().encode(tf.ones([256])), "a multiple of 256, not float32 [256]"),
-    (lambda: Int8().encode(tf.ones([1, 255])), "not float32 [1, 255]"),
-    (lambda: Int4().compress(tf.ones([1, 256], tf.float64), (BLOCK,)), "not float64 [1, 256]"),
-    (lambda: Sign().encode(tf.ones([1, 1024], tf.complex64)), "not complex64"),
-    (lambda: TopK().encode(tf.ones([2, 2, 100])), "not float32 [2, 2, 100]"),
-    (lambda: BFloat16().encode(tf.ones([1, 2], tf.float16)), "not float16 [1, 2]"),
-    (lambda: Int8().compress(BLOCK, ()), "keeps 1 tensors"),
-    (lambda: Int8().decode(tf.ones([1, 65], tf.int32), 255), "to 255 elements"),
-    (lambda: Float16().decode(tf.ones([1, 7], tf.int32), 4096), "not int32 [1, 7]"),
-    (lambda: PowerSGD().project(tf.ones([9]), tf.ones([9, 4])), "[rows, columns], not float32 [9]"),
-    (lambda: PowerSGD().round_trip(tf.ones([9])), "two axes at least"),
+    (lambda: Int8().encode(tf.ones([256])), "a multiple of 256, got float32 [256]"),
+    (lambda: Int8().encode(tf.ones([1, 255])), "got float32 [1, 255]"),
+    (lambda: Int4().compress(tf.ones([1, 256], tf.float64), (BLOCK,)), "got float64 [1, 256]"),
+    (lambda: Sign().encode(tf.ones([1, 1024], tf.complex64)), "got complex64"),
+    (lambda: TopK().encode(tf.ones([2, 2, 100])), "got float32 [2, 2, 100]"),
+    (lambda: BFloat16().encode(tf.ones([1, 2], tf.float16)), "got float16 [1, 2]"),
+    (lambda: Int8().compress(BLOCK, ()), "keeps 1 state tensors"),
+    (lambda: Int8().decode(tf.ones([1, 65], tf.int32), 255), "for 255 elements"),
+    (lambda: Float16().decode(tf.ones([1, 7], tf.int32), 4096), "got int32 [1, 7]"),
+    (lambda: PowerSGD().project(tf.ones([9]), tf.ones([9, 4])), "[rows, columns], got float32 [9]"),
+    (lambda: PowerSGD().round_trip(tf.ones([9])), "at least two axes"),
     (lambda: Int8().round_trip(tf.ones([9], tf.float64)), "float16, bfloat16, float32"),
 ]
 
@@ -559,16 +559,16 @@ def test_rows_travel_without_state(name):
 
 
 WRONG = [
-    *((codec, "min_elements", value, "from 0 up") for codec in NAMES.values() for value in (-1, 1.0, "many", True)),
-    *((codec, "start_step", value, "from 0 up") for codec in NAMES.values() for value in (-1, None)),
+    *((codec, "min_elements", value, "of at least 0") for codec in NAMES.values() for value in (-1, 1.0, "many", True)),
+    *((codec, "start_step", value, "of at least 0") for codec in NAMES.values() for value in (-1, None)),
     *((codec, "error_feedback", value, "True or False") for codec in NAMES.values() for value in (1, "yes", None)),
-    *((Float16, "block_size", value, "a multiple of 8 from 8 up") for value in (0, -8, 4, 12, 8.0)),
-    *((Int8, "block_size", value, "a multiple of 4 from 4 up") for value in (0, -4, 6, "256")),
-    *((Int4, "block_size", value, "a multiple of 8 from 8 up") for value in (0, -8, 4, None)),
-    *((Sign, "block_size", value, "a multiple of 32 from 32 up") for value in (0, -32, 16, 48)),
+    *((Float16, "block_size", value, "a multiple of 8 of at least 8") for value in (0, -8, 4, 12, 8.0)),
+    *((Int8, "block_size", value, "a multiple of 4 of at least 4") for value in (0, -4, 6, "256")),
+    *((Int4, "block_size", value, "a multiple of 8 of at least 8") for value in (0, -8, 4, None)),
+    *((Sign, "block_size", value, "a multiple of 32 of at least 32") for value in (0, -32, 16, 48)),
     *((TopK, "ratio", value, "from 1/65536 to 0.5") for value in (0, 0.0, -0.1, 0.51, 1e-6, float("nan"), "1%", True)),
-    *((TopK, "momentum", value, "from 0 up to but not 1") for value in (-0.1, 1, float("nan"), None)),
-    *((PowerSGD, "rank", value, "from 1 up") for value in (0, -1, 2.0, True)),
+    *((TopK, "momentum", value, "at least 0 and less than 1") for value in (-0.1, 1, float("nan"), None)),
+    *((PowerSGD, "rank", value, "of at least 1") for value in (0, -1, 2.0, True)),
     *((PowerSGD, "seed", value, "from 0 to") for value in (-1, 2**31, 0.5)),
 ]
 

@@ -1,4 +1,4 @@
-"""The all-reduce of both strategies: dense tensors in buckets, sparse ones by rows."""
+"""The all-reduce of both strategies: buckets of dense tensors, rows of sparse ones."""
 
 from collections.abc import Sequence
 
@@ -11,27 +11,26 @@ from tfdist.strategies.collectives.sparse import all_reduce_sparse
 from tfdist.strategies.collectives.stopwatch import Stopwatch
 from tfdist.strategies.collectives.wire import Wire
 
-# Far from the group keys that a strategy's other collectives have.
+# Far above the group keys of the strategy's other collectives.
 _HIERARCHY_KEYS = 1 << 10
 
 
 class Collectives(_tf.CollectiveAllReduce):
-    """`CollectiveAllReduce` with run-time keys, buckets by dtype and a deterministic sparse exchange.
+    """`CollectiveAllReduce` with run-time instance keys, buckets by dtype and a deterministic sparse exchange.
 
     Args:
-      devices: Of this worker, one for each of its replicas.
-      group_size: Replicas of all workers.
+      devices: The devices of this worker, one per replica.
+      group_size: Number of replicas on all workers.
       options: Communication options.
-      collective_keys: Of the strategy.
-      worker: Which of the workers this is. If workers have several devices each, what is encoded is summed among a
-        worker's devices first, and crosses the network once.
+      collective_keys: The strategy's collective keys.
+      worker: Index of this worker. If workers have several devices each, gradients to encode are first summed over the
+        worker's devices, so that they cross the network once.
 
     Attributes:
-      replicas: Replicas of this worker.
-      worker: Which of the workers this is.
-      ranks: How many take part in an encoded exchange: workers, or replicas if each has one device.
-      spread: Over how many devices of a worker an encoded exchange is spread; 1 if each has one,
-        or there is one worker.
+      replicas: Number of replicas of this worker.
+      worker: Index of this worker.
+      ranks: Number of participants of an encoded exchange: the workers if each has several devices, else the replicas.
+      spread: Number of devices of a worker that share an encoded exchange; 1 with one device per worker or one worker.
     """
 
     def __init__(self, devices, group_size, options, collective_keys, worker=0):
@@ -47,7 +46,7 @@ class Collectives(_tf.CollectiveAllReduce):
             return [Launcher(key, size, collective_keys, device, options) for key, device in placed]
 
         self._launchers = launchers([group_key] * self.replicas, group_size)
-        for launcher in self._launchers:  # A ring crosses the network fewer times where workers have several devices.
+        for launcher in self._launchers:  # With several devices per worker, a ring crosses the network fewer times.
             launcher.is_ordered = self.spread == 1 and "CPU" in launcher._device
         self._across, self._within = [], []
         if self.spread > 1:
@@ -61,17 +60,17 @@ class Collectives(_tf.CollectiveAllReduce):
 
     @property
     def ring(self) -> float:
-        """What a replica sends for each byte that is summed, not in one go, across the network if there is one."""
+        """Bytes a replica sends per byte of a large sum; with several workers only bytes across the network count."""
         replicas = self.ranks * self.spread
-        # Of several devices of a worker, one stands at its border.
+        # In a ring only one of the worker's devices sends to another worker.
         return 2 * (replicas - 1) / replicas / self.spread
 
     def sum_bytes(self, size: int) -> float:
-        """What a replica sends to sum so many bytes at once, across the network if there is one."""
+        """Bytes a replica sends to sum a tensor of `size` bytes; see `ring`."""
         return size * (self._group_size - 1 if self._launchers[0].in_one_go(size) else self.ring)
 
     def uncompressed_bytes(self, tensors: Sequence[tf.Tensor], options=None) -> float:
-        """What a replica sends to sum these tensors uncompressed."""
+        """Bytes a replica sends to sum these tensors uncompressed; see `ring`."""
         laid_out = self._laid_out(tensors, self._launchers[0], self._options.merge(options or self._options))
         return sum(
             self.sum_bytes(sum(segment.bytes_of(members[segment.tensor]) for segment in bucket))
@@ -80,33 +79,33 @@ class Collectives(_tf.CollectiveAllReduce):
         )
 
     def shard(self, replica: int, elements: int) -> slice:
-        """The part of a bucket that a replica of this worker exchanges."""
+        """The range of a bucket of `elements` that a replica of this worker exchanges."""
         size = elements // self.spread
         place = replica if self.spread > 1 else 0
         return slice(place * size, (place + 1) * size)
 
     def owned(self, replica: int, elements: int) -> slice:
-        """The chunk of that part of which it makes the sum."""
+        """The chunk, within the replica's `shard`, that this replica sums for all ranks."""
         size = elements // self.spread // self.ranks
         rank = self.worker if self.spread > 1 else self.worker * self.replicas + replica
         start = self.shard(replica, elements).start + rank * size
         return slice(start, start + size)
 
     def is_first(self, replica: int) -> bool:
-        """Whether it is the first replica of all workers."""
+        """Whether `replica` of this worker is the first replica of the cluster."""
         return self.worker == 0 and replica == 0
 
     def use(self, wire: Wire) -> None:
-        """Lets exchanges go over the workers' own connections; encoded ones only, where they have several devices."""
+        """Sends collectives of CPUs over the workers' own connections; with several devices, only encoded ones."""
         for launcher in self._across or self._launchers:
             launcher.wire = wire if "CPU" in launcher._device else None
 
     def count_alike(self, data: Sequence[tf.Tensor] = ()) -> None:
-        """Lets the replicas of this worker count on from one number, and not before `data` are there.
+        """Sets the instance keys of this worker's replicas to the highest of them, after `data` are computed.
 
-        Counting needs no data and would begin with the function. A step that finds no more data, or fails halfway,
-        would then count more collectives on one replica than on another, and the next collective of the two, under
-        different keys, wait for ever.
+        A step that ends early, because its data ends or an operation fails, may have counted more collectives on one
+        replica than on another. The next collective would then wait for ever, under different keys. Counting must wait
+        for `data`, since without inputs of its own it would run before the step fails.
         """
         if self._group_size == 1:
             return
@@ -117,25 +116,25 @@ class Collectives(_tf.CollectiveAllReduce):
                 launcher.count.assign(highest, read_value=False)
 
     def launcher(self, replica: int) -> Launcher:
-        """The launcher among all replicas."""
+        """The launcher of a replica of this worker in the group of all replicas."""
         return self._launchers[replica]
 
     def across_workers(self, bucket: tf.Tensor, replica: int, options, exchange, watch: Stopwatch) -> tuple:
-        """Sums a bucket by an `exchange` between workers, each of which takes part once.
+        """Sums a bucket over all replicas, by an `exchange` in which each worker takes part once.
 
-        Several devices of a worker first sum in full precision, each one part of the bucket: [elements] -> [elements /
-        devices]. Each exchanges its part with its likes in the other workers, and all gather the sums. Every device of
-        a worker thus sends an equal part of what the worker sends.
+        If a worker has several devices, they first sum the bucket in full precision, each device one part: [elements]
+        -> [elements / devices]. Each device exchanges its part with the matching devices of the other workers, and the
+        worker's devices gather the sums. All devices of a worker thus send the same number of bytes.
 
         Args:
           bucket: float32 [elements], elements a multiple of `spread`.
-          replica: Of this worker.
+          replica: Index of the replica within this worker.
           options: Communication options.
-          exchange: A function of (part, launcher, ranks) -> (sum of the part, ...).
-          watch: Times the collectives.
+          exchange: A function (part, launcher, ranks) -> (sum of the part, ...).
+          watch: Stopwatch that times the collectives.
 
         Returns:
-          The sum [elements], and what else `exchange` returns.
+          The sum [elements], followed by the other results of `exchange`.
         """
         if self.spread == 1:
             return exchange(bucket, watch.of_collectives(self._launchers[replica]), self.ranks)
@@ -163,11 +162,11 @@ class Collectives(_tf.CollectiveAllReduce):
         return super()._batch_all_gather(per_replica_values, axis, options)
 
     def _count_alike_before(self, per_replica_values):
-        with self._lock:  # Another thread may be in the middle of an eager reduction.
+        with self._lock:  # Another thread may be running an eager reduction.
             self.count_alike(symbolic_tensors([value.values for value in per_replica_values]))
 
     def _all_reduce(self, reduce_op, value, replica_id, options):
-        """Reduces a nest of tensors and `IndexedSlices`, called once for each local replica."""
+        """Reduces a nest of tensors and `IndexedSlices`. Called once per replica of this worker."""
         flat = tf.nest.flatten(value)
         if self._group_size == 1:
             return value
@@ -193,13 +192,13 @@ class Collectives(_tf.CollectiveAllReduce):
         return totals
 
     def _laid_out(self, tensors, launcher, options):
-        """Dense tensors by the type in which they are added up: their positions, themselves, and their buckets."""
+        """Groups dense tensors by the type of their sum. Yields the positions, tensors and buckets of each group."""
         terms: dict[tf.DType, dict[int, tf.Tensor]] = {}
         for i, tensor in enumerate(tensors):
             if not isinstance(tensor, tf.IndexedSlices):
                 term = to_add_up(tensor)
                 terms.setdefault(term.dtype, {})[i] = term
-        # A ring of TensorFlow's waits for its own copies.
+        # TensorFlow's ring all-reduce waits for its own copies, so it does not gain from larger parts.
         largest = part_bytes(self._group_size) if launcher.is_ordered else BUCKET_BYTES
         for group in terms.values():
             members = list(group.values())
@@ -209,7 +208,7 @@ class Collectives(_tf.CollectiveAllReduce):
 
 
 def symbolic_tensors(values) -> list[tf.Tensor]:
-    """The tensors in a nest that the present function has yet to compute."""
+    """The tensors in a nest that are symbolic, that is, computed by the function being traced."""
     return [leaf for leaf in tf.nest.flatten(values, expand_composites=True) if tf.is_symbolic_tensor(leaf)]
 
 

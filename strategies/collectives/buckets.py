@@ -1,4 +1,4 @@
-"""Cuts large tensors and joins small ones into buckets, so that few collectives run and none of them is long."""
+"""Buckets: large tensors are cut and small ones joined, so that few collectives run and none of them takes long."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ import tensorflow as tf
 # Large enough to hide latency, small enough that the first bucket leaves while the backward pass still runs.
 BUCKET_BYTES = 4 << 20
 _LEAST_BYTES = 256 << 10
-# Tensors of so many elements on average are sliced out of a bucket, mostly without a copy. Smaller ones are copied by
-# one operation for all, as a slice of each would be four.
+# Tensors with more elements than this on average are sliced out of a bucket, mostly without a copy. Smaller ones are
+# copied by one `tf.split`, since a slice of each tensor would be four operations.
 _SLICED_ELEMENTS = 1 << 14
 
 
 def bucket_bytes(tensors: Sequence[tf.Tensor]) -> int:
-    """How large the buckets of these tensors are, at most.
+    """The size limit of the buckets for these tensors, in bytes.
 
-    Of a small model the last tensors that are half of it together, else nothing would leave before the backward pass
-    ends; no less, else there would be a third bucket for a little.
+    For a small model it is the size of the last tensors that together make up half of the model. Larger buckets would
+    not leave before the backward pass ends, and smaller ones would need a third bucket for a few bytes.
     """
     sums = list(itertools.accumulate(known_bytes(tensor) for tensor in reversed(tensors)))
     first = next((held for held in sums if 2 * held >= sums[-1]), 0)
@@ -26,37 +26,37 @@ def bucket_bytes(tensors: Sequence[tf.Tensor]) -> int:
 
 
 def known_bytes(tensor: tf.Tensor) -> int:
-    """Bytes of a tensor; 0 if only the run can tell."""
+    """Bytes of a tensor, or 0 if its shape is not static."""
     return (tensor.shape.num_elements() or 0) * tensor.dtype.size
 
 
 def part_bytes(ranks: int) -> int:
-    """How large the parts of a tensor are that is larger than a bucket, at most, where replicas add up in order.
+    """The size limit, in bytes, for the parts of a tensor larger than a bucket, for sums in the order of ranks.
 
-    What is cut has to be put together again, one more copy. But with more than two ranks a part goes two ways, and
-    others fill the link meanwhile.
+    Joining the parts again costs a copy. With more than two ranks smaller parts pay off, because each part travels
+    twice and other parts use the link in between.
     """
     return (16 if ranks == 2 else 8) << 20
 
 
 class Segment(NamedTuple):
-    """The elements from `start` to `stop` of a flattened tensor; all of them where `stop` is `None`."""
+    """The elements from `start` to `stop` of a flattened tensor, or all of them if `stop` is None."""
 
     tensor: int
     start: int = 0
     stop: int | None = None
 
     def of(self, flat: tf.Tensor) -> tf.Tensor:
-        """The segment of its tensor, flattened to [elements]."""
+        """Slices the segment out of its flattened tensor: [tensor's elements] -> [elements]."""
         return flat if self.stop is None else flat[self.start : self.stop]
 
     def bytes_of(self, tensor: tf.Tensor) -> int:
-        """Its bytes, of its tensor; 0 if only the run can tell."""
+        """Bytes of the segment of `tensor`, or 0 if the size is not static."""
         return 0 if self.stop is None else (self.stop - self.start) * tensor.dtype.size
 
     def padded(self, granule: int) -> int:
-        """Its elements, up to the next multiple of `granule`."""
-        stop = cast(int, self.stop)  # Only tensors of known size are encoded.
+        """Number of elements, rounded up to a multiple of `granule`."""
+        stop = cast(int, self.stop)  # Only tensors of static size are encoded.
         return -(-(stop - self.start) // granule) * granule
 
 
@@ -66,19 +66,19 @@ Bucket = list[Segment]
 def fill_buckets(
     tensors: Sequence[tf.Tensor], limit_bytes: int = BUCKET_BYTES, granule: int = 1, part_bytes: int = 0
 ) -> list[Bucket]:
-    """Lays tensors of one dtype into buckets of at most `limit_bytes`, last tensor first.
+    """Distributes tensors of one dtype over buckets of at most `limit_bytes`, starting with the last tensor.
 
-    Gradients appear from the last layer to the first, so the last tensors are exchanged first. A tensor as large as a
-    bucket travels alone, in equal parts; one of unknown size alone and whole.
+    The backward pass yields gradients from the last layer to the first, so the last tensors are exchanged first. A
+    tensor as large as a bucket travels alone, in equal parts. A tensor of unknown size travels alone and whole.
 
     Args:
-      tensors: What to lay out; only shapes and dtypes are looked at.
-      limit_bytes: The limit.
-      granule: Cuts are made at multiples of so many elements, and each tensor counts as padded to such a multiple.
-      part_bytes: The limit for parts of a tensor that travels alone, if larger.
+      tensors: The tensors; only their shapes and dtypes are read.
+      limit_bytes: Largest size of a bucket.
+      granule: Tensors are cut at multiples of this number of elements, and count as padded to such a multiple.
+      part_bytes: Largest size of a part of a tensor that travels alone, if larger than `limit_bytes`.
 
     Returns:
-      Buckets; the same for the same shapes and dtypes, so equal on all replicas.
+      The buckets. They depend on shapes and dtypes alone, so they are equal on all replicas.
     """
     buckets: list[Bucket] = []
     open_bucket: Bucket | None = None
@@ -104,7 +104,7 @@ def fill_buckets(
 
 
 def _cut(elements: int, limit: int, granule: int) -> list[tuple[int, int]]:
-    """Equal parts but for the last, so that few shapes are compiled."""
+    """Ranges of parts of equal size, apart from the last, so that few shapes are compiled."""
     parts = -(-elements // limit)
     size = -(-elements // (parts * granule)) * granule
     return [(start, min(start + size, elements)) for start in range(0, elements, size)]
@@ -113,10 +113,10 @@ def _cut(elements: int, limit: int, granule: int) -> list[tuple[int, int]]:
 def join(
     bucket: Bucket, tensors: Sequence[tf.Tensor], granule: int = 1, multiple: int = 1, *, repeats: bool = False
 ) -> tf.Tensor:
-    """Copies a bucket's segments together: shapes [...] -> [elements].
+    """Concatenates a bucket's segments: shapes [...] -> [elements].
 
-    Each segment is padded to a multiple of `granule`, with zeros, or with its own last elements again where it
-    `repeats`; all of them with zeros to a multiple of `multiple`.
+    Each segment is padded to a multiple of `granule`, with zeros or, if `repeats`, with copies of its last elements.
+    The whole is then padded with zeros to a multiple of `multiple`.
     """
     flat = []
     total = 0
@@ -141,7 +141,7 @@ def join(
 def separate(
     buckets: list[Bucket], totals: list[tf.Tensor], like: Sequence[tf.Tensor], granule: int = 1
 ) -> list[tf.Tensor]:
-    """Takes buckets apart again, after `join`: [elements] each -> the shapes and dtypes of `like`."""
+    """Inverse of `join` for all buckets: [elements] each -> tensors of the shapes and dtypes of `like`."""
     parts: dict[int, list[tuple[int, tf.Tensor]]] = {position: [] for position in range(len(like))}
     for bucket, total in zip(buckets, totals, strict=True):
         for segment, part in zip(bucket, _split(bucket, total, granule), strict=True):
@@ -157,7 +157,7 @@ def separate(
 
 
 def _split(bucket, total, granule):
-    """The segments of a bucket, without their padding."""
+    """Splits a joined bucket into its segments, without their padding."""
     if bucket[0].stop is None:
         return [total]
     sizes = [segment.stop - segment.start for segment in bucket]

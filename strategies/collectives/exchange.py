@@ -1,4 +1,4 @@
-"""The compressed exchange of one optimizer's gradients: what travels how, and what is kept from step to step."""
+"""The compressed exchange of one optimizer's gradients: codec of each gradient, states and counts of traffic."""
 
 import json
 from collections.abc import Sequence
@@ -14,26 +14,26 @@ from tfdist.strategies.collectives.sparse import sparse_row_bytes
 from tfdist.strategies.collectives.stopwatch import Stopwatch
 from tfdist.strategies.compression import Codec, PowerSGD, WordCodec
 
-# Of a replica, since the strategy was made: exchanges, bytes as float32 would send them, bytes sent. All across the
-# network only, if workers have several devices.
+# Counts of a replica since the strategy was made: exchanges, bytes that would be sent uncompressed, bytes sent. If
+# workers have several devices, only bytes across the network count.
 STEPS, RAW_BYTES, SENT_BYTES = range(3)
 _NO_TIME = np.zeros([2])
 
 
 class Times:
-    """What each replica of this worker has spent, as `Stopwatch.seconds`; apart from what checkpoints see."""
+    """Total `Stopwatch.seconds` of each replica of this worker, in an object that checkpoints do not track."""
 
     def __init__(self):
         self.of_replicas: list[tf.Variable] = []
 
 
 class Layout(tf.train.experimental.PythonState):
-    """Stands in checkpoints for how states lie: others than those of the exchange cannot be restored into it.
+    """Saves the layout of an exchange's states in checkpoints, and refuses checkpoints of another layout.
 
-    TensorFlow would restore what fits and leave out the rest, both without a word.
+    TensorFlow would restore the variables that fit and ignore the rest, without a message.
 
     Attributes:
-      refusal: What was said of the checkpoint that was restored last, if it was refused.
+      refusal: The error message for the last restored checkpoint, or None if it was accepted.
     """
 
     refusal: str | None = None
@@ -42,21 +42,21 @@ class Layout(tf.train.experimental.PythonState):
         self._own = {"replicas": replicas, "worker": worker, "shapes": shapes}
 
     def serialize(self) -> str:
-        """What is saved."""
+        """The layout as JSON, for the checkpoint."""
         return json.dumps(self._own)
 
     def deserialize(self, saved: Any) -> None:
-        """Compares what was saved.
+        """Compares the layout in a checkpoint with this one.
 
         Raises:
-          ValueError: If it is not the same.
+          ValueError: If they differ.
         """
         there, here = json.loads(saved), json.loads(self.serialize())
         self.refusal = None if there == here else self._refusal_of(there, here)
         self.check()
 
     def check(self) -> None:
-        """Says again what was refused, to whoever would go on without it.
+        """Fails if the last restored checkpoint was refused, for callers that caught the first error.
 
         Raises:
           ValueError: If the checkpoint that was restored last was refused.
@@ -71,29 +71,29 @@ class Layout(tf.train.experimental.PythonState):
             if there[key] != here[key]
         ]
         return (
-            "A checkpoint of `strategy.communication` is restored by the same worker of as many replicas and under the "
-            f"same compression, since each keeps what it has left behind itself, but this one is of "
-            f"{' and '.join(unlike) or 'other gradients or codecs'}, and here are {here['replicas']} replicas and "
-            f"worker {here['worker']}. Save `communication.state()` of every worker, which is for any number, and hand "
-            "them to `communication.redistribute(states)`; or leave `communication` out of this checkpoint, and so "
-            "what was left behind."
+            "A checkpoint of `strategy.communication` holds the residuals of each replica, so only the same worker can "
+            "restore it, with as many replicas and the same compression. This checkpoint is of "
+            f"{' and '.join(unlike) or 'other gradients or codecs'}; this process is worker {here['worker']} of a job "
+            f"with {here['replicas']} replicas. Save `communication.state()` of every worker and pass all of them to "
+            "`communication.redistribute(states)`, which takes any number of replicas; or leave `communication` out of "
+            "the checkpoint, and lose the residuals."
         )
 
 
 class Exchange(tf.Module):
-    """Sums a list of gradients over all replicas, as one optimizer hands them over, step after step.
+    """Sums the gradients of one optimizer over all replicas, in each step.
 
     Args:
-      gradients: The first such list; later ones have the same shapes and dtypes.
-      codecs: For each gradient how it travels, or `None` for uncompressed.
-      collectives: Of the strategy.
-      seed: Of what codecs draw; the same on all workers, and in each run of a program.
-      timed: Whether steps tell what they spend; see `Stopwatch`.
+      gradients: The gradients of the first step; those of later steps have the same shapes and dtypes.
+      codecs: The codec of each gradient, or None to leave it uncompressed.
+      collectives: The strategy's collectives.
+      seed: Seed of the codecs' random numbers, equal on all workers and in each run of a program.
+      timed: Whether to measure the time of each step; see `Stopwatch`.
 
     Attributes:
-      is_timed: Whether they do.
-      encodes: Whether anything travels encoded at all.
-      dense_codecs: Of what travels encoded and is no rows.
+      is_timed: Whether the time of each step is measured.
+      encodes: Whether any gradient travels encoded.
+      dense_codecs: The codecs of the encoded dense gradients.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Exchange(tf.Module):
         super().__init__(name="exchange")
         self._collectives, self.is_timed = collectives, timed
         parts = _parts(gradients, codecs, collectives, seed)
-        # Padding to whole blocks for each rank can outweigh what a codec saves.
+        # Leave out codecs that save nothing because of the padding to whole blocks per rank.
         self._parts = [
             part
             for part in parts
@@ -116,7 +116,7 @@ class Exchange(tf.Module):
         encoded = {i for part in self._parts for i in part.positions}
         self._sparse = [i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
         rows = {i: codec.for_rows() for i in self._sparse if (codec := codecs[i]) is not None}
-        # So can padding each row to a block.
+        # Likewise leave out codecs that save nothing because of the padding of each row.
         self._sparse_codecs = {
             i: codec
             for i, codec in rows.items()
@@ -127,25 +127,26 @@ class Exchange(tf.Module):
         shapes = [[part.positions, part.state_shapes] for part in self._parts]
         self.layout = Layout(collectives.ranks * collectives.spread, collectives.worker, shapes)
         self._raw = [i for i in range(len(gradients)) if i not in encoded and i not in self._sparse_codecs]
-        # Of each replica of this worker: what its parts keep, and its counts.
+        # For each replica of this worker: the states of its parts, and its counts.
         self.states: list[list[tf.Variable]] = []
         self.counts: list[tf.Variable] = []
         self.times = Times()
-        # Not in the thread of a replica, whose strategy would make variables of all replicas, nor in its graph.
+        # Make the variables in another thread: in the thread of a replica, the strategy would mirror them on all
+        # replicas, inside the replica's graph.
         with ThreadPoolExecutor(1) as pool:
             pool.submit(self._make_variables).result()
 
     def __call__(
         self, replica: int, gradients: Sequence[Gradient], done: tf.Tensor, options: Any = None
     ) -> list[Gradient]:
-        """Builds the exchange of one replica of this worker.
+        """Adds the exchange of one replica of this worker to the graph, and returns the sums of the gradients.
 
-        If any replica has an Inf or NaN anywhere, all get a sum that is not finite, and nothing that is kept changes.
+        If any replica has an Inf or NaN in any gradient, the sum is not finite on all replicas, and no state changes.
 
         Args:
-          replica: Of this worker.
-          gradients: Of that replica.
-          done: Steps that the optimizer has taken, which all workers know alike; codecs may start at a later one.
+          replica: Index of the replica within this worker.
+          gradients: The gradients of that replica.
+          done: Number of steps the optimizer has taken, equal on all workers. Codecs begin at their `start_step`.
           options: Communication options.
         """
         collectives = self._collectives
@@ -178,7 +179,7 @@ class Exchange(tf.Module):
                 )
                 seconds.append(spent)
             if new:
-                # Float32 sums of float16 gradients may leave the range of these.
+                # Check sums that no codec has checked, and float16 ones, which may overflow when cast from float32.
                 unseen = [
                     i for i, g in enumerate(gradients) if i in self._raw or i in self._sparse or g.dtype == tf.float16
                 ]
@@ -189,7 +190,7 @@ class Exchange(tf.Module):
         return totals
 
     def eagerly(self, gradients: list[list[Gradient]], done: tf.Tensor) -> list[list[Gradient]]:
-        """The same for all replicas of this worker at once, outside of a graph: [replica][gradient]."""
+        """Runs the exchange for all replicas of this worker outside of a graph: [replica][gradient] in and out."""
         if not hasattr(self, "_function"):
             self._function = tf.function(
                 lambda everyone, done: [self(replica, own, done) for replica, own in enumerate(everyone)],
@@ -197,18 +198,18 @@ class Exchange(tf.Module):
                 reduce_retracing=True,
             )
         function = self._function
-        if tf.config.functions_run_eagerly():  # One after another in Python, replicas would wait for each other.
+        if tf.config.functions_run_eagerly():  # Run one after another, the first replica would wait for the second.
             function = function.get_concrete_function(gradients, done)
         return function(gradients, done)
 
     def release(self) -> None:
-        """Frees what is kept; nobody exchanges by it again."""
+        """Frees the states. The exchange cannot be used afterwards."""
         self.states = []
         if hasattr(self, "_function"):
-            del self._function  # whose graphs hold it, too
+            del self._function  # Its graphs refer to this object.
 
     def residuals(self) -> list[tf.Tensor]:
-        """What all replicas of this worker have left behind; costs a pass over it where it is kept as a product."""
+        """Residuals of all replicas of this worker. For `PowerSGD` costs one pass over the matrices."""
         return [
             residual
             for states in self.states
@@ -217,7 +218,7 @@ class Exchange(tf.Module):
         ]
 
     def pending(self) -> list[np.ndarray]:
-        """What the replicas of this worker have left behind: their part of the sum over all, whatever the layout."""
+        """States summed over the replicas of this worker, in the shapes of the gradients; see `Words.pending`."""
         replicas = [
             [
                 array
@@ -230,14 +231,17 @@ class Exchange(tf.Module):
         return [np.sum(arrays, axis=0) for arrays in zip(*replicas, strict=True)]
 
     def spread(self, pending: Sequence[np.ndarray]) -> None:
-        """Sets what is kept such that all replicas together have left `pending` behind.
+        """Sets the states such that `pending()` of all workers sums to `pending`.
 
         Raises:
           ValueError: If `pending` is of other gradients or codecs.
         """
         expected = [array.shape for array in self.pending()]
         if [array.shape for array in pending] != expected:
-            raise ValueError(f"Expected arrays of shapes {expected}, got {[array.shape for array in pending]}.")
+            raise ValueError(
+                f"These states need arrays of shapes {expected}, got {[array.shape for array in pending]}. Pass states "
+                "of a model with the same gradients and codecs."
+            )
         for replica, states in enumerate(self.states):
             rest = list(pending)
             for part, own in self._by_part(states):
@@ -273,7 +277,7 @@ class Exchange(tf.Module):
                 self.times.of_replicas.append(tf.Variable(_NO_TIME, trainable=False, name="times"))
 
     def _count(self, replica, gradients, totals, done, options):
-        """Adds to the counts of a replica; of sparse rows nearly what is sent, as each replica pads to the longest."""
+        """Adds a step to the counts of a replica. Bytes of sparse rows leave out the padding to the longest replica."""
         collectives = self._collectives
         dense = [gradients[i] for i in self._raw if i not in self._sparse]
         raw = sent = tf.constant(round(collectives.uncompressed_bytes(dense, options)), tf.int64)
@@ -292,7 +296,7 @@ class Exchange(tf.Module):
 
 
 def _parts(gradients, codecs, collectives, seed) -> list[Any]:
-    """Dense gradients by codec, the last first."""
+    """Groups dense gradients by codec, starting with the last gradient."""
     groups: dict[Codec, list[int]] = {}
     for i in reversed(range(len(gradients))):
         if codecs[i] is not None and not isinstance(gradients[i], tf.IndexedSlices):
@@ -306,12 +310,12 @@ def _parts(gradients, codecs, collectives, seed) -> list[Any]:
 
 
 def _from(start_step: int, done: tf.Tensor, then: int, before: int) -> tf.Tensor:
-    """The count that holds after so many steps."""
+    """`then` from step `start_step` on, `before` until it, int64 []."""
     return tf.where(done >= start_step, tf.constant(then, tf.int64), tf.constant(before, tf.int64))
 
 
 def _from_step(part, done, gradients, states, replica, collectives, options, timed):
-    """The exchange of one part, uncompressed until its codec's `start_step`."""
+    """Exchanges one part, uncompressed until its codec's `start_step`."""
 
     def encoded():
         watch = Stopwatch(collectives.launcher(replica), timed)
@@ -325,7 +329,7 @@ def _from_step(part, done, gradients, states, replica, collectives, options, tim
 
 
 def _rows_from_step(codec, done, slices, replica, collectives, options, timed):
-    """The same of sparse rows."""
+    """Exchanges sparse rows, uncompressed until the codec's `start_step`."""
 
     def encoded():
         watch = Stopwatch(collectives.launcher(replica), timed)
@@ -338,7 +342,7 @@ def _rows_from_step(codec, done, slices, replica, collectives, options, timed):
 
 
 def _is_finite(total: Gradient) -> tf.Tensor:
-    """The same on all replicas, as the totals are."""
+    """Whether a sum is finite, bool []; equal on all replicas because the sums are."""
     values = total.values if isinstance(total, tf.IndexedSlices) else total
     values = tf.abs(values) if values.dtype.is_complex else values
     return tf.reduce_all(tf.math.is_finite(values)) if values.dtype.is_floating else tf.constant(True)

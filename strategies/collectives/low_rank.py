@@ -1,4 +1,4 @@
-"""All-reduce of matrices by factors of low rank: PowerSGD."""
+"""All-reduce of matrices with PowerSGD, which exchanges low-rank factors."""
 
 import functools
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdist.strategies.compression import PowerSGD
 
-# What compiling saves a step is not worth its tenths of a second for a small matrix.
+# Compiling takes tenths of a second, which the faster steps do not pay back for smaller matrices.
 _COMPILED_ELEMENTS = 1 << 18
 
 
@@ -19,31 +19,32 @@ def all_reduce_low_rank(
     launcher,
     options,
 ) -> tuple[list[tf.Tensor], list[tuple[tf.Tensor, tf.Tensor, tf.Tensor]], list[tf.Tensor], tf.Tensor]:
-    """Sums the gradients of all replicas, approximately.
+    """Sums the gradients of all replicas approximately, by one step of PowerSGD.
 
-    Each replica projects its matrix, the gradient plus what the step before left of its own, onto the columns of a
-    factor Q that all share; the sums of the projections are made orthonormal, each replica projects back, and the sum
-    of that is the next Q. Two small all-reduces carry all matrices of the call. Traffic a replica: that of an
-    all-reduce of (rows + columns) * rank floats a matrix.
+    Each replica multiplies its matrix, the gradient plus the residual, with a factor Q that all replicas share. The sum
+    of the products is orthonormalized. Each replica projects its matrix back onto this basis, and the sum of the back
+    projections is the next Q. Two small all-reduces carry all matrices of the call: (rows + columns) * rank floats per
+    matrix.
 
-    What a step leaves is its matrix without the product of its factors. It is made in the next step, as it is added to
-    the gradient: one pass less over the matrix than to keep it.
+    The residual is the matrix minus the product of its factors. It is computed in the next step, while it is added to
+    the gradient, which saves one pass over the matrix.
 
     Args:
-      codec: Rank and options.
+      codec: The codec, which holds rank and options.
       gradients: float32 [rows, columns] each.
-      before: Of the step before: its matrix, orthonormal basis and own back projection; none without error feedback.
-      factors: Q, [columns, rank] each, equal on all replicas.
-      launcher: Of the group of all replicas.
+      before: For each gradient its matrix, orthonormal basis and own back projection in the last step; empty without
+        error feedback.
+      factors: For each gradient the factor Q, [columns, rank], equal on all replicas.
+      launcher: This replica's launcher in the group of all replicas.
       options: Communication options.
 
     Returns:
-      The sums; what `before` and `factors` are after this step; whether the sums are finite, bool []. An Inf or NaN on
-      any replica makes the sums non-finite on all.
+      The sums, the new `before` and `factors`, and whether the sums are finite, bool []. An Inf or NaN on any replica
+      makes the sums non-finite on all replicas.
 
     References:
-      Vogels et al., PowerSGD, 2019, https://arxiv.org/abs/1905.13727. The residual is taken against this replica's own
-      back projection: against the common one the replicas' residuals drift apart without bound.
+      Vogels et al., PowerSGD, 2019, https://arxiv.org/abs/1905.13727. Unlike there, the residual uses the replica's own
+      back projection. With the common one, the residuals of the replicas drift apart without bound.
     """
     if before:
         joined = zip(gradients, before, factors, strict=True)
@@ -66,7 +67,7 @@ def _is_large(matrix: tf.Tensor) -> bool:
 
 @functools.cache
 def _join(codec: PowerSGD, compiled: bool):
-    """A gradient plus what the step before left, and the projection of that."""
+    """A function that adds the residual of the last step to a gradient, and projects the sum onto `factor`."""
 
     def join(gradient, matrix, basis, own, factor):
         matrix = codec.rest(matrix, basis, own) + gradient
@@ -76,7 +77,7 @@ def _join(codec: PowerSGD, compiled: bool):
 
 
 def _all_reduce(tensors, launcher, options):
-    """Sums small tensors of all ranks as one."""
+    """Sums a list of small tensors over all ranks in one collective."""
     sizes = [tensor.shape.num_elements() for tensor in tensors]
     joined = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
     parts = tf.split(launcher.all_reduce(joined, options=options), sizes)

@@ -1,4 +1,4 @@
-"""Gradients that travel under one codec: how they are laid out, exchanged, and what they leave behind."""
+"""The gradients of one codec: how they are arranged in buckets and exchanged, and their residuals."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -11,11 +11,11 @@ from tfdist.strategies.collectives.low_rank import all_reduce_low_rank
 from tfdist.strategies.collectives.two_shot import all_reduce_encoded, in_two_shots, sent_words, state_shapes
 from tfdist.strategies.compression import PowerSGD, WordCodec
 
-Gradient: TypeAlias = Any  # tf.Tensor | tf.IndexedSlices; TensorFlow has no types that a checker could use.
+Gradient: TypeAlias = Any  # tf.Tensor | tf.IndexedSlices; TensorFlow ships no types for a type checker.
 
 
 class Words:
-    """Gradients under one codec of words, in buckets."""
+    """The gradients of one `WordCodec`, in buckets."""
 
     def __init__(self, codec: WordCodec, positions: list[int], gradients: Sequence[Gradient], collectives: Any):
         self.codec, self.positions = codec, positions
@@ -36,22 +36,22 @@ class Words:
         ]
 
     def initial_states(self):
-        """What is kept before the first step; `None` for zeros."""
+        """The states before the first step; None stands for zeros."""
         return [None] * self.num_states
 
     def sent_bytes(self, collectives):
-        """What a replica sends in a step."""
+        """Bytes a replica sends per step."""
         parts = [elements // collectives.spread for elements in self._elements]
         return sum(4 * sent_words(self.codec, part, collectives.ranks) for part in parts)
 
     def exchange(self, gradients, states, replica, collectives, options, watch):
-        """Gradients and states -> their sums, the new states, and whether the sums are finite; timed by a `watch`."""
+        """Returns the sums of the gradients, the new states, and whether the sums are finite; `watch` times it."""
         totals, kept, finite = [], [], []
         members = [tf.cast(gradient, tf.float32) for gradient in gradients]
         rest = list(states)
         for bucket, (first, second) in zip(self._buckets, self._splits, strict=True):
             own, rest = rest[: first + second], rest[first + second :]
-            # Where zeros do not stay zeros, the scale of the last block would be as much smaller as it has padding.
+            # If the codec averages magnitudes, zeros as padding would shrink the scale of the last block.
             repeats = not self.codec.keeps_zeros
             joined = watch.begin(join(bucket, members, self._granule, self._multiple, repeats=repeats))
             total, new_first, new_second, is_finite = collectives.across_workers(
@@ -68,17 +68,17 @@ class Words:
             total, new_first, new_second = watch.end([total, new_first, new_second])
             totals.append(total)
             kept += [*new_first, *new_second]
-            # Each device of a worker has seen its part of the bucket only.
+            # With several devices per worker, each device has checked only its own part of the bucket.
             finite.append(is_finite if collectives.spread == 1 else tf.reduce_all(tf.math.is_finite(total)))
         sums = separate(self._buckets, totals, gradients, self._granule)
         return sums, kept, tf.reduce_all(finite)
 
     def residuals(self, states):
-        """What was not sent, some tensors; before it stands its momentum."""
+        """The residuals among `states`; the momentum states before them are left out."""
         return [state for state, kind in zip(states, self._kinds, strict=True) if kind == self.kinds - 1]
 
     def _without_padding(self, bucket, first, second, replica, collectives):
-        """States with zeros where the bucket is padded."""
+        """Sets states to zero where the bucket is padded."""
         ones = [tf.ones([segment.stop - segment.start]) for segment in bucket]
         alone = [
             segment._replace(tensor=i, start=0, stop=one.shape[0])
@@ -92,7 +92,10 @@ class Words:
         )
 
     def pending(self, states, replica, collectives):
-        """What a replica has left behind: for each kind of state, for each gradient, its part of the sum, float32."""
+        """The replica's states in the shapes of the gradients, [kind of state][gradient], float32.
+
+        The sum over all replicas does not depend on their number or on the buckets.
+        """
         kinds: list[list[Any]] = [[] for _ in range(self.codec.states)]
         rest = list(states)
         for elements, (first, second) in zip(self._elements, self._splits, strict=True):
@@ -110,7 +113,7 @@ class Words:
         ]
 
     def spread(self, kinds, replica, collectives):
-        """The states of a replica, flattened, such that all replicas together have `kinds` pending."""
+        """Inverse of `pending`: the replica's states, flattened, so that `pending` of all replicas sums to `kinds`."""
         states = []
         for bucket, elements, (_, second) in zip(self._buckets, self._elements, self._splits, strict=True):
             shard = collectives.shard(replica, elements)
@@ -120,15 +123,16 @@ class Words:
         return states
 
 
-# Of matrices; their factors are a hundredth of that, and each exchange takes a core about a millisecond.
+# Bytes of the matrices exchanged together. Their factors have about a hundredth of that, and each exchange costs a core
+# about a millisecond.
 _MATRICES_BYTES = 64 << 20
 
 
 class Matrices:
-    """Gradients under PowerSGD.
+    """The gradients of one `PowerSGD` codec, as matrices.
 
-    Kept are, for each matrix, itself, its basis and this replica's back projection as they were in the step before, and
-    after those of all matrices the factors that all replicas share.
+    With error feedback the states are three per matrix: the matrix of the last step, its basis and this replica's back
+    projection. The factors of all matrices, which are equal on all replicas, follow.
     """
 
     def __init__(self, codec: PowerSGD, positions: list[int], gradients: Sequence[Gradient], seed: int):
@@ -146,7 +150,7 @@ class Matrices:
         self.kinds = 1 + codec.error_feedback
 
     def initial_states(self):
-        """What is kept before the first step; `None` for zeros."""
+        """The states before the first step; None stands for zeros."""
         codec = self.codec
         factors = [
             codec.start(rows, columns, self._seed + position)
@@ -155,12 +159,12 @@ class Matrices:
         return [None] * (self.num_states - len(factors)) + factors
 
     def sent_bytes(self, collectives):
-        """What a replica sends in a step."""
+        """Bytes a replica sends per step."""
         sides = [[self._shapes[i][side] for i in group] for group in self._groups for side in range(2)]
         return sum(collectives.sum_bytes(4 * self.codec.rank * sum(side)) for side in sides)
 
     def exchange(self, gradients, states, replica, collectives, options, watch):
-        """As `Words.exchange`."""
+        """See `Words.exchange`."""
         before, factors = self._apart(states)
         totals: list[Any] = [None] * len(self._shapes)
         finite = []
@@ -185,32 +189,32 @@ class Matrices:
         return totals, [*(state for then in before for state in then), *factors], tf.reduce_all(finite)
 
     def residuals(self, states):
-        """As `Words.residuals`; costs a pass over them."""
+        """See `Words.residuals`. Costs one pass over the matrices."""
         return [self.codec.rest(*then) for then in self._apart(states)[0]]
 
     def pending(self, states, replica, collectives):
-        """As `Words.pending`; factors are the same on all replicas, and count as pending on the first alone."""
+        """See `Words.pending`. Factors are equal on all replicas, so only the first replica counts them."""
         residuals, factors = self.residuals(states), self._apart(states)[1]
         first = collectives.is_first(replica)
         kinds = [[residual.numpy() for residual in residuals]] if residuals else []
         return [*kinds, [factor.numpy() if first else np.zeros_like(factor.numpy()) for factor in factors]]
 
     def spread(self, kinds, replica, collectives):
-        """As `Words.spread`."""
+        """See `Words.spread`."""
         replicas, rank = collectives.ranks * collectives.spread, self.codec.rank
         states = []
         for matrix in (matrix for residuals in kinds[:-1] for matrix in residuals):
-            # With a basis and a back projection of zeros, what is left of the matrix is the matrix.
+            # With zeros as basis and back projection, the residual is the matrix itself.
             states += [matrix / replicas, *(tf.zeros([axis, rank]) for axis in matrix.shape)]
         return [*states, *kinds[-1]]
 
     def _apart(self, states):
-        """What is kept of the step before, a list of three for each matrix, if anything; and the factors."""
+        """Splits the states: `[matrix, basis, back projection]` per matrix, if any; and the factors of all."""
         own, factors = list(states[: -len(self._factors)]), list(states[-len(self._factors) :])
         return [own[i : i + 3] for i in range(0, len(own), 3)], factors
 
 
 def _matrix(shape: tf.TensorShape) -> tuple[int, int]:
-    """Rows and columns: all axes but the last, and the last."""
+    """Rows and columns of a gradient as a matrix: the last axis gives the columns, the other axes the rows."""
     columns = shape[-1]
     return shape.num_elements() // columns, columns

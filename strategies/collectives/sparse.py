@@ -10,7 +10,7 @@ from tfdist.strategies.compression import WordCodec
 
 
 def sum_duplicates(slices: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
-    """Adds up rows of equal index, so that the order in which they are later scattered cannot change the bits."""
+    """Sums rows of equal index, so that the result of a later scatter does not depend on its order."""
     if not isinstance(slices, tf.IndexedSlices):
         return slices
     indices, segment = tf.unique(slices.indices)
@@ -21,22 +21,23 @@ def sum_duplicates(slices: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.Index
 def all_reduce_sparse(
     slices: tf.IndexedSlices, launcher, group_size: int, options, codec: WordCodec | None = None, beside=None
 ) -> tf.IndexedSlices:
-    """Joins the `slices` of all replicas; each may hold another number of rows, also none.
+    """Concatenates the `slices` of all replicas, which may hold different numbers of rows, including none.
 
-    Rows of equal index stay apart, as they are on one device: Keras' adaptive optimizers square each by itself. With a
-    codec the rows of one replica are added up first, values travel encoded, row by row, and indices exact.
-    Traffic a replica: (replicas - 1) times the rows of the longest.
+    Without a codec, rows of equal index stay separate, as on one device, since Keras' adaptive optimizers square each
+    row by itself. With a codec, each replica first sums its rows of equal index; then the values travel encoded row by
+    row, and the indices exactly. Each replica sends (replicas - 1) times the size of the longest slices.
 
     Args:
-      slices: Of this replica.
-      launcher: Of the group of replicas.
-      group_size: Of that group.
+      slices: The slices of this replica.
+      launcher: This replica's launcher in the group of replicas.
+      group_size: Number of replicas in the group.
       options: Communication options.
-      codec: How values travel; uncompressed if None.
-      beside: Of the same group, for what travels while the values do; by default `launcher` too.
+      codec: Codec of the values; None leaves them uncompressed.
+      beside: Another launcher of the group, for the indices, which travel at the same time as the values; by default
+        `launcher`.
 
     Returns:
-      Slices in the order of replicas, the same on all.
+      Slices in the order of replicas, equal on all replicas.
     """
     if codec is not None:
         slices = sum_duplicates(slices)
@@ -44,7 +45,7 @@ def all_reduce_sparse(
     longest = tf.reduce_max(lengths)
 
     def gather(rows: tf.Tensor, launcher) -> tf.Tensor:  # [own rows, ...] -> [all rows, ...]
-        # The collective needs equal shapes, so shorter replicas pad; what is padded is masked away on arrival.
+        # The collective needs equal shapes, so all replicas pad to the longest; the mask drops the padding.
         padding = [[0, longest - tf.shape(rows)[0]]] + [[0, 0]] * (rows.shape.rank - 1)
         everyone = launcher.all_gather_rows(tf.pad(rows, padding), options)
         return tf.boolean_mask(everyone, tf.reshape(tf.sequence_mask(lengths, longest), [group_size * longest]))
@@ -59,7 +60,7 @@ def all_reduce_sparse(
 
 
 def sparse_row_bytes(slices: tf.IndexedSlices, codec: WordCodec | None = None) -> int:
-    """Bytes that one row takes, with its index."""
+    """Bytes of one row with its index, encoded by `codec` if given."""
     width = slices.values.shape[1:].num_elements()
     if codec is None:
         dtype = carrier_of(slices.values.dtype) or slices.values.dtype
@@ -69,7 +70,7 @@ def sparse_row_bytes(slices: tf.IndexedSlices, codec: WordCodec | None = None) -
 
 
 def _encoded(values: tf.Tensor, codec: WordCodec) -> Any:
-    """The words of each row, and what turns gathered words into values again."""
+    """Encodes the rows of `values`. Returns their words, and the function that decodes gathered words."""
     shape = values.shape[1:]
     width = shape.num_elements()
     codec = _fit(codec, width)
@@ -84,7 +85,7 @@ def _encoded(values: tf.Tensor, codec: WordCodec) -> Any:
 
 
 def _fit(codec: WordCodec, width: int) -> WordCodec:
-    """`codec` in blocks no longer than a row needs."""
+    """`codec` with its block size reduced to the length of a row, rounded up to a multiple of 8."""
     block = -(-width // 8) * 8
     if getattr(codec, "block_size", 0) <= block:
         return codec

@@ -1,4 +1,4 @@
-"""How long a replica's exchange takes, told apart: collectives, and what stands between them."""
+"""Times a replica's exchange: how long collectives take, and how long the coding between them takes."""
 
 import time
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from tfdist.strategies.collectives.launcher import Launcher
 
 
 class Stopwatch:
-    """Adds up times of one step, as the graph runs it; each of the parts of an exchange has its own.
+    """Sums the times of one step while the graph runs. Each part of an exchange has its own stopwatch.
 
-    Costs time: what follows waits for each timestamp. GPUs are told ahead of time what to do; of them these are the
-    times at which they are told.
+    Each timestamp delays the operations after it. On GPUs the times are those at which operations are launched, not
+    those at which they run.
 
     Args:
-      launcher: Of the replica whose times are taken.
-      is_on: Whether they are taken at all; all times are 0 otherwise, and nothing is added to the graph.
+      launcher: The launcher of the replica to time.
+      is_on: Whether to measure. If not, all times are 0, and nothing is added to the graph.
     """
 
     def __init__(self, launcher: Launcher, is_on: bool):
@@ -28,41 +28,41 @@ class Stopwatch:
         self._exchanging: list[tf.Tensor] = []
 
     def of_collectives(self, launcher: Launcher) -> "_TimedLauncher":
-        """A launcher whose collectives count as exchanging, from launch to arrival; they must not run side by side."""
+        """Wraps a launcher so that its collectives count as exchange time. They must not run at the same time."""
         return _TimedLauncher(launcher, self)
 
     def exchanged(self, collective: Callable[[tf.Tensor], Any], tensor: tf.Tensor) -> Any:
-        """What a collective makes of a tensor; that counts as exchanging."""
+        """Runs a collective on a tensor and adds its duration to the exchange time."""
         begun, tensor = self._noted(tensor)
         ended, result = self._noted(collective(tensor))
         self._exchanging.append(_difference(ended, begun))
         return result
 
     def begin(self, tensors: Any) -> Any:
-        """Takes note that a nest of tensors is there, from which something is made until `end`; returns it for that."""
+        """Starts timing when a nest of tensors is computed. Returns the nest, to be used for the timed operations."""
         now, tensors = self._noted(tensors)
         self._begun.append(now)
         return tensors
 
     def end(self, tensors: Any) -> Any:
-        """Takes note that what was made since the last `begin` is there; returns it."""
+        """Stops timing, since the last `begin`, when a nest of tensors is computed. Returns the nest."""
         now, tensors = self._noted(tensors)
         self._whole.append(_difference(now, self._begun.pop()))
         return tensors
 
     def _noted(self, tensors: Any) -> tuple[tf.Tensor, Any]:
-        """When `tensors` are there, in seconds since the epoch; and `tensors`, for what is to come after that."""
+        """Returns the time at which `tensors` are computed, in seconds since the epoch, and `tensors` after it."""
         if not self._is_on:
             return tf.constant(0.0, tf.float64), tensors
         leaves = tf.nest.flatten(tensors, expand_composites=True)
         with tf.device(self._apart.device), tf.control_dependencies(leaves):
             now = _timestamp(self._apart.handle)
         with tf.control_dependencies([now]):
-            leaves = tf.identity_n(leaves)  # `tf.identity` would take whole numbers from a GPU to the host and back.
+            leaves = tf.identity_n(leaves)  # `tf.identity` would copy integers from a GPU to the host and back.
         return now, tf.nest.pack_sequence_as(tensors, leaves, expand_composites=True)
 
     def seconds(self) -> tf.Tensor:
-        """Spent on coding (encoding, decoding, sums, residuals), and on exchanging, float64 [2]."""
+        """Seconds spent on coding (encoding, decoding, sums, residuals) and on the exchange, float64 [2]."""
         with tf.device("CPU:0"):
             exchanging = tf.add_n(self._exchanging)
             return tf.stack([tf.add_n(self._whole) - exchanging, exchanging])
@@ -92,14 +92,14 @@ def _difference(later: tf.Tensor, earlier: tf.Tensor) -> tf.Tensor:
 
 @tf.function
 def _timestamp(apart):
-    # TensorFlow runs stateful operations that have no resource one after another; those that only read one, in any
-    # order, and so it takes a function that has no use for it.
+    # TensorFlow runs stateful operations without a resource one after another, but those that only read a resource in
+    # any order. Therefore this function takes a resource, although it does not use it.
     del apart
     return present_time()
 
 
 def present_time() -> tf.Tensor:
-    """Seconds since the epoch when the graph comes to it, float64 []."""
-    if _tf.is_op_determinism_enabled():  # Refuses timestamps, for what a program may do with them.
+    """Seconds since the epoch at which the graph runs this operation, float64 []."""
+    if _tf.is_op_determinism_enabled():  # It forbids `tf.timestamp`.
         return tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])
     return tf.timestamp()

@@ -1,4 +1,4 @@
-"""All-reduce of a bucket that travels encoded: chunks to their owners, sums back to all; or all of it to the other."""
+"""All-reduce of an encoded bucket: in two shots, chunks to their owners and sums to all; or in one, all to all."""
 
 import functools
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from tfdist.strategies.compression import WordCodec
 
 State = tuple[tf.Tensor, ...]
 
-# Compiling takes a few tenths of a second for each shape and device, which smaller buckets would never earn back.
+# Compiling takes a few tenths of a second per shape and device, which faster steps do not pay back for smaller buckets.
 _COMPILED_ELEMENTS = 1 << 14
 
 
 def in_two_shots(codec: WordCodec, ranks: int) -> bool:
-    """Whether sums travel too. Between two ranks all buckets to the other are no more bytes, in half the passes."""
+    """Whether sums are exchanged too. Two ranks send whole buckets: as many bytes, and half the coding."""
     return codec.two_shot and ranks > 2
 
 
 def state_shapes(codec: WordCodec, elements: int, ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Shapes of the float32 tensors that a bucket keeps from step to step: of the first encoding, and of the second."""
+    """Shapes of a bucket's float32 state tensors: those of the first encoding, and those of the second."""
     if not in_two_shots(codec, ranks):
         return [(1, elements)] * codec.states, []
     chunk = elements // ranks
@@ -28,7 +28,7 @@ def state_shapes(codec: WordCodec, elements: int, ranks: int) -> tuple[list[tupl
 
 
 def sent_words(codec: WordCodec, elements: int, ranks: int) -> int:
-    """int32 words that one rank sends."""
+    """Number of int32 words that one rank sends for a bucket of `elements`."""
     if not in_two_shots(codec, ranks):
         return (ranks - 1) * codec.words(elements)
     return 2 * (ranks - 1) * codec.words(elements // ranks)
@@ -39,28 +39,29 @@ def all_reduce_encoded(
 ) -> tuple[tf.Tensor, State, State, tf.Tensor]:
     """Sums the buckets of all ranks.
 
-    A rank owns one chunk. It gets that chunk from all, encoded; sums in float32, in the order of ranks; and sends the
-    sum to all, encoded again. The owner too decodes what it has sent, so all hold the same bits. What an encoding loses
-    stays behind as residual, on both stages. Traffic a rank: 2 (ranks - 1) / ranks of the encoded bucket. Between two
-    ranks, and by a codec that is not `two_shot` (sparse), everything goes to everyone once, without a second stage:
-    (ranks - 1) encoded buckets.
+    Each rank owns one chunk of the bucket. It receives this chunk from all ranks, encoded, sums in float32 in the order
+    of ranks, encodes the sum and sends it to all. The owner decodes its own message too, so all ranks hold the same
+    bits. Both encodings keep their error as a residual. Each rank sends 2 (ranks - 1) / ranks encoded buckets.
+
+    With two ranks, or a codec that is not `two_shot` (a sparse one), each rank sends its whole bucket to all others,
+    and there is no second encoding. Each rank then sends ranks - 1 encoded buckets.
 
     Args:
-      codec: How rows are encoded.
+      codec: The codec of the rows.
       bucket: float [elements], elements a multiple of ranks * granule.
-      first: What `codec.compress` keeps of the first encoding; see `state_shapes`.
-      second: The same of the second.
-      launcher: Of the group of ranks.
+      first: The codec's state for the first encoding; see `state_shapes`.
+      second: The codec's state for the second encoding.
+      launcher: This rank's launcher in the group of ranks.
       ranks: Size of that group.
       options: Communication options.
 
     Returns:
-      The sum, float32 [elements]; both states as they are after this step; whether the sum is finite, bool []. An Inf
-      or NaN on any rank makes the sum non-finite on all.
+      The sum, float32 [elements]; the new `first` and `second`; and whether the sum is finite, bool []. An Inf or NaN
+      on any rank makes the sum non-finite on all ranks.
 
     References:
-      1-bit SGD's residuals on both ways: Seide et al., 2014. The two-shot form: Tang et al., DoubleSqueeze, 2019,
-      https://arxiv.org/abs/1905.05957
+      Seide et al., 1-bit SGD, 2014, for residuals in both directions; Tang et al., DoubleSqueeze, 2019,
+      https://arxiv.org/abs/1905.05957, for the two shots.
     """
     two_shots = in_two_shots(codec, ranks)
     rows = ranks if two_shots else 1
@@ -76,7 +77,7 @@ def all_reduce_encoded(
     return tf.reshape(total, [-1]), first, second, finite
 
 
-# Compiled, large buckets take one pass over memory instead of one for each operation.
+# When compiled, a large bucket takes one pass over memory instead of one per operation.
 
 
 @functools.cache
@@ -103,7 +104,7 @@ def _decode(codec: WordCodec, compiled: bool):
 
 
 def _checked(codec, total, rows, elements):
-    """`total`, and whether it is finite; it is only looked at, one more pass, if a bound cannot tell."""
+    """Returns `total` and whether it is finite; reads its values, one more pass, only if no bound shows it."""
 
     def look():
         return tf.reduce_all(tf.math.is_finite(total))
@@ -120,5 +121,5 @@ def _function(function, compiled):
 
 
 def _sum_rows(codec: WordCodec, rows: Sequence[tf.Tensor], elements: int) -> tf.Tensor:
-    """[1, words] each -> float32 [1, elements], added up in the order of ranks."""
+    """Decodes and sums in the order of ranks: [1, words] each -> float32 [1, elements]."""
     return sum_in_order([codec.decode(row, elements) for row in rows])

@@ -1,4 +1,4 @@
-"""Codecs: what makes a gradient smaller before it travels. Arithmetic on tensors, no device, no network."""
+"""Codecs, which compress gradients before they travel: pure arithmetic on tensors, without devices or network."""
 
 import dataclasses
 import re
@@ -34,12 +34,14 @@ _SPELLING = re.compile(r"(\w+)\((\d+|\d*\.\d+)\)")
 
 
 def from_name(codec: str | Codec | None) -> Codec | None:
-    """The codec of that name with its default options; a codec, or None for no compression, as it is.
+    """Returns the codec for the value of a `compression` argument.
 
-    A number in brackets is what the codec takes without a name: "powersgd(8)" is `PowerSGD(8)`.
+    Args:
+      codec: A codec, or None for no compression, which are returned unchanged. Or a name from `NAMES`, which gives that
+        codec with its default options. "powersgd(8)" gives `PowerSGD(8)`.
 
     Raises:
-      ValueError: If it is neither; the message lists the names.
+      ValueError: If `codec` is anything else; the message lists the names.
     """
     if codec is None or isinstance(codec, WordCodec | PowerSGD):
         return codec
@@ -58,13 +60,14 @@ def from_name(codec: str | Codec | None) -> Codec | None:
 
 
 def _numbered() -> list[str]:
-    """Codecs of which one option is a number that needs no name."""
+    """Names of the codecs that take one option as a positional number."""
     return [name for name, kind in NAMES.items() if not all(field.kw_only for field in dataclasses.fields(kind))]
 
 
 def _way_out(codec: Any) -> str:
+    """The remedy to append to the error about `codec`, or an empty string."""
     if isinstance(codec, type) and issubclass(codec, Codec):
         return f" Call the class: {codec.__name__}()."
     if isinstance(codec, Codec):
-        return " Derive a codec of your own from tfdist.compression.WordCodec: words are what travels."
+        return " Derive your own codec from tfdist.compression.WordCodec, which encodes gradients as int32 words."
     return ""

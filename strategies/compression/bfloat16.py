@@ -1,4 +1,4 @@
-"""The upper half of a float32."""
+"""Codec that sends the upper half of each float32."""
 
 import dataclasses
 from typing import ClassVar
@@ -15,12 +15,13 @@ __all__ = ["BFloat16"]
 class BFloat16(WordCodec):
     """Bfloat16: the range of float32 with 8 bits of precision.
 
-    Cuts traffic 2x. Costs one pass over the gradient and no state. Float16 takes as many bytes and keeps 3 bits more.
+    Halves the traffic. Costs one pass over the gradient and no state. `Float16` sends as many bytes and keeps 3 more
+    bits of precision.
 
     Args:
       min_elements: See `Codec`.
       start_step: See `Codec`.
-      error_feedback: See `Codec`. Off: rounding loses 0.4 % at most, of either sign.
+      error_feedback: See `Codec`. Off by default, since rounding changes a value by at most 0.4 %, in either direction.
 
     Raises:
       ValueError: If an option is out of range.
@@ -35,17 +36,17 @@ class BFloat16(WordCodec):
 
     @property
     def granule(self) -> int:
-        """Two values to a word."""
+        """Elements of a row must be a multiple of 2, since a word holds two values."""
         return 2
 
     def words(self, elements: int) -> int:
-        """Words that a row of `elements` takes: half as many."""
+        """Words of an encoded row: half as many as `elements`."""
         return elements // 2
 
     def encode(self, values: tf.Tensor) -> tf.Tensor:
-        """Float32 [rows, elements] -> int32 [rows, words]: two values to a word."""
+        """Float32 [rows, elements] -> int32 [rows, words], two values per word."""
         self._check_values(values)
-        # What is finite stays finite: the largest float32 would round to Inf.
+        # Clamp finite values, since the largest float32 would round to Inf. Inf and NaN are kept.
         largest = tf.bfloat16.max
         clamped = tf.where(tf.math.is_finite(values), tf.clip_by_value(values, -float(largest), float(largest)), values)
         return pack(tf.cast(clamped, tf.bfloat16))

@@ -1,4 +1,4 @@
-"""What every codec offers: arithmetic on tensors that makes a gradient smaller. A codec knows no device, no network."""
+"""The interface of all codecs: arithmetic on tensors that compresses a gradient, without devices or network."""
 
 import dataclasses
 import numbers
@@ -10,33 +10,34 @@ __all__ = ["ENCODED", "Codec", "WordCodec", "as_float32"]
 
 State = tuple[tf.Tensor, ...]
 
-# Of gradients that are compressed.
+# Types of the gradients that are compressed.
 ENCODED = (tf.float16, tf.bfloat16, tf.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Codec:
-    """How a large gradient is made smaller before it travels. The base of all codecs.
+    """Base class of all codecs. A codec compresses a large gradient before it travels.
 
-    Every function of a codec is deterministic and runs eagerly, in a graph and under `jit_compile=True`, on tensors of
-    static shape.
+    All methods are deterministic. They take tensors of static shape, and run eagerly, in a graph and under
+    `jit_compile=True`.
 
     Args:
-      min_elements: Tensors with fewer elements travel as they are; does not count where a function chooses the codec of
-        each tensor.
-      start_step: Gradients travel as they are until this step, the first being 0.
-      error_feedback: Whether what encoding loses is kept on each replica and added to the next gradient, so that
-        nothing is lost, only delayed.
+      min_elements: Tensors with fewer elements travel uncompressed. Ignored where a function chooses the codec of each
+        tensor.
+      start_step: Number of the first compressed step, counted from 0.
+      error_feedback: Whether each replica keeps the error of its encoding (the residual) and adds it to its next
+        gradient, so that the error is delayed instead of lost.
 
     Raises:
-      ValueError: If an option is out of range or of another type; the message says what is allowed.
+      ValueError: If an option has a wrong type or is out of range; the message states the allowed values.
     """
 
     name: ClassVar[str]
-    # Whether so much is delayed that optimizers which divide by running squares of gradients, as Adam, go astray.
+    # Whether the codec delays so much of the gradient that optimizers such as Adam, which divide by a running mean of
+    # squared gradients, may diverge.
     for_sgd: ClassVar[bool] = False
 
-    min_elements: int = 16384  # 64 KiB of float32: less is bound by latency, not by bytes
+    min_elements: int = 16384  # 64 KiB of float32; smaller messages are limited by latency, not bandwidth
     start_step: int = 0
     error_feedback: bool = True
 
@@ -47,23 +48,21 @@ class Codec:
             raise self._refusal("error_feedback", "True or False")
 
     def for_rows(self) -> "WordCodec":
-        """The codec without state for the rows of `tf.IndexedSlices`, which are other rows in every step."""
+        """The codec for `tf.IndexedSlices`, without state because the rows differ from step to step."""
         raise NotImplementedError
 
     def round_trip(self, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """What others would receive of one gradient, and what would be left behind; for tests without any strategy.
-
-        A first step, in which nothing was left behind before. Takes any number of elements.
+        """Encodes and decodes one gradient, as a first step with an empty residual would. For tests without a strategy.
 
         Args:
-          values: float16, bfloat16 or float32, of any shape; of two axes at least for `PowerSGD`.
+          values: float16, bfloat16 or float32, of any static shape; at least two axes for `PowerSGD`.
 
         Returns:
-          What is received, and the rest, both float32 of the shape of `values`, which is their sum. Error feedback adds
-          the rest to the next gradient; without it, it is lost.
+          The decoded gradient and the error of its encoding, both float32 of the shape of `values`. Their sum is
+          `values`. Error feedback adds the error to the next gradient; without error feedback it is lost.
 
         Raises:
-          ValueError: If no codec takes such values.
+          ValueError: If the codec does not support the type or shape of `values`.
         """
         raise NotImplementedError
 
@@ -73,7 +72,7 @@ class Codec:
         if integer and at_least <= value and (at_most is None or value <= at_most) and value % multiple_of == 0:
             return
         kind = "an integer" if multiple_of == 1 else f"a multiple of {multiple_of}"
-        span = f"from {at_least} up" if at_most is None else f"from {at_least} to {at_most}"
+        span = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
         raise self._refusal(option, f"{kind} {span}")
 
     def _refusal(self, option: str, allowed: str) -> ValueError:
@@ -82,28 +81,28 @@ class Codec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WordCodec(Codec):
-    """A codec that turns rows of float32 into rows of int32 words, a form that every collective carries.
+    """A codec that encodes rows of float32 as rows of int32 words, which every collective can carry.
 
-    The base of codecs of one's own, which have a `granule`, `words`, `encode` and `decode`.
+    Base class for your own codecs: define `granule`, `words`, `encode` and `decode`.
     """
 
-    # All-to-all, sum of what is decoded, encoded again, all-gather; or else one all-gather of words.
+    # True: all-to-all of encoded chunks, sum of the decoded chunks, encode again, all-gather. False: one all-gather.
     two_shot: ClassVar[bool] = True
-    # Whether a zero arrives as zero. Otherwise padding is to be like the rest of its block, and its residual dropped.
+    # Whether zeros decode to zeros. If not, padding repeats values of its block, and its residual is dropped.
     keeps_zeros: ClassVar[bool] = True
 
     @property
     def granule(self) -> int:
-        """The number of elements in a row must be a multiple of this."""
+        """The number of elements of a row must be a multiple of this."""
         raise NotImplementedError
 
     @property
     def states(self) -> int:
-        """Float32 tensors of state, each of the shape of what is encoded, all zeros at first."""
+        """Number of state tensors; each is float32 in the shape of the encoded values and starts as zeros."""
         return int(self.error_feedback)
 
     def words(self, elements: int) -> int:
-        """Words that a row of `elements` takes."""
+        """Number of int32 words of an encoded row of `elements`."""
         raise NotImplementedError
 
     def encode(self, values: tf.Tensor) -> tf.Tensor:
@@ -113,27 +112,29 @@ class WordCodec(Codec):
     def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
         """Int32 [rows, words] -> float32 [rows, elements].
 
-        If a row of what was encoded had an Inf or NaN, its decoded row has one too, not always at the same place.
+        If a row held an Inf or NaN before it was encoded, so does the decoded row, possibly at another position.
         """
         raise NotImplementedError
 
     def bound(self, words: tf.Tensor, elements: int) -> tf.Tensor | None:
-        """Float32 [rows, ...], the sum of whose rows no sum of decoded rows exceeds; `None` if only decoding can tell.
+        """Upper bounds of the decoded magnitudes, float32 [rows, ...], or None if only decoding can tell.
 
-        Not finite if a value of what was encoded was not, so that all need not be looked at to find that they are.
+        The sum of the bounds over rows bounds every sum of decoded rows. A bound is not finite if any value that it
+        covers was not finite when encoded, so that a test for finite gradients need not look at each value.
         """
         del words, elements
         return None
 
     def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
-        """Encodes, and keeps what was lost.
+        """Encodes `values` plus the residual, and computes the new residual.
 
         Args:
           values: Float32 [rows, elements].
-          state: As many tensors of that shape as `states` says.
+          state: `states` tensors of the same shape.
 
         Returns:
-          The words, and the new state. If a value is Inf or NaN, the new state is worthless: keep the old one then.
+          The int32 words [rows, words], and the new state. If a value is Inf or NaN, the new state is unusable, and the
+          caller must keep the old one.
         """
         self._check_values(values, state)
         if not self.error_feedback:
@@ -150,7 +151,7 @@ class WordCodec(Codec):
         flat = tf.reshape(values, [-1])
         elements = flat.shape[0]
         padding = -elements % self.granule
-        # As a bucket is padded: where zeros do not stay zeros, by the last elements again.
+        # Pad like a bucket: with zeros, or by repeating the last elements if the codec does not keep zeros.
         like = tf.zeros([1]) if self.keeps_zeros else flat[-(elements % self.granule) :]
         row = tf.concat([flat, tf.tile(like, [padding])[:padding]], axis=0)[tf.newaxis]
         words, state = self.compress(row, (tf.zeros_like(row),) * self.states)
@@ -159,45 +160,46 @@ class WordCodec(Codec):
         return tuple(tf.reshape(part[0, :elements], values.shape) for part in (received, rest))
 
     def for_rows(self) -> "WordCodec":
-        """This codec without error feedback: rows of `tf.IndexedSlices` are other rows in every step."""
+        """This codec without error feedback, because the rows of `tf.IndexedSlices` differ from step to step."""
         return self._without_error_feedback()
 
     def _without_error_feedback(self) -> Self:
         return dataclasses.replace(self, error_feedback=False)
 
-    # While tracing: a step does not pay for them.
+    # The checks run while tracing, so they cost nothing per step.
 
     def _check_values(self, values: tf.Tensor, state: State | None = None) -> None:
-        """Refuses what cannot be encoded, and another number of states than are kept."""
+        """Raises if `values` cannot be encoded or `state` has a wrong number of tensors."""
         rank, dtype = len(values.shape), tf.as_dtype(values.dtype)
         if rank != 2 or dtype != tf.float32 or values.shape[1] is None or values.shape[1] % self.granule:
             raise ValueError(
-                f"{type(self).__name__} encodes float32 [rows, elements], elements a multiple of {self.granule}, not "
-                f"{dtype.name} {list(values.shape)}. Pad and cast it; `round_trip` takes any shape."
+                f"{type(self).__name__} encodes float32 [rows, elements] with elements a multiple of {self.granule}, "
+                f"got {dtype.name} {list(values.shape)}. Cast and pad the values; `round_trip` takes any shape."
             )
         if state is not None and len(state) != self.states:
             raise ValueError(
-                f"{type(self).__name__} keeps {self.states} tensors from step to step, got {len(state)}; begin with as "
-                "many of zeros, in the shape of what is encoded."
+                f"{type(self).__name__} keeps {self.states} state tensors between steps, got {len(state)}. Start with "
+                f"{self.states} tensors of zeros in the shape of the encoded values."
             )
 
     def _check_words(self, words: tf.Tensor, elements: int) -> None:
-        """Refuses what was not encoded by this codec from as many elements."""
+        """Raises if `words` cannot be the encoding, by this codec, of rows of `elements`."""
         dtype = tf.as_dtype(words.dtype)
         of_elements = elements % self.granule == 0 and len(words.shape) == 2 and words.shape[1] == self.words(elements)
         if dtype != tf.int32 or not of_elements:
             raise ValueError(
-                f"{type(self).__name__} decodes int32 [rows, words(elements)], elements a multiple of {self.granule}, "
-                f"not {dtype.name} {list(words.shape)} to {elements} elements."
+                f"{type(self).__name__} decodes int32 [rows, words(elements)] with elements a multiple of "
+                f"{self.granule}, got {dtype.name} {list(words.shape)} for {elements} elements. Pass the result of "
+                "`encode` and the number of elements of its rows."
             )
 
 
 def as_float32(values: tf.Tensor, codec: str) -> tf.Tensor:
-    """`values`, of any type that is compressed, as float32."""
+    """Casts `values` to float32; raises if their type is not in `ENCODED` or their shape is not static."""
     values = tf.convert_to_tensor(values)
     if values.dtype not in ENCODED or not values.shape.is_fully_defined():
         allowed = ", ".join(dtype.name for dtype in ENCODED)
         raise ValueError(
-            f"{codec} takes {allowed} of static shape, not {values.dtype.name} of shape {values.shape}. Cast it first."
+            f"{codec} takes {allowed} of static shape, got {values.dtype.name} of shape {values.shape}. Cast it first."
         )
     return tf.cast(values, tf.float32)

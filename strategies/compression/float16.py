@@ -1,4 +1,4 @@
-"""Half precision, with a scale that keeps it in range."""
+"""Codec that sends float16 values with one scale per block."""
 
 import dataclasses
 from typing import ClassVar
@@ -11,26 +11,26 @@ from tfdist.strategies.compression.codec import WordCodec
 __all__ = ["Float16"]
 
 _MANTISSA_BITS = 23
-# A power of two is its exponent, biased by 127, above the mantissa. The largest magnitude of a block is brought to
-# [2^14, 2^15), half the range of float16.
+# The bits of a float32 power of two are its exponent, biased by 127, above the mantissa bits. Scaling brings the
+# largest magnitude of a block into [2^14, 2^15), half the range of float16.
 _BIAS = 127
 _TARGET = 14
-# Bits of the smallest float32 that a half of that exponent cannot hold, and of Inf.
+# Bits of the smallest finite float32 that would round up to 2^128 in float16 precision, and bits of Inf.
 _EDGE, _INF = 0x7F7FF000, 0x7F800000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float16(WordCodec):
-    """Float16 with a power of two as scale of each block, so that tiny and huge gradients keep 11 bits.
+    """Float16 with a power-of-two scale per block, so that tiny and huge gradients keep 11 bits of precision.
 
-    Cuts traffic 2x. Costs two passes over the gradient and no state. Values smaller than the largest of their block by
-    2^28 lose bits, by 2^40 become 0.
+    Halves the traffic. Costs two passes over the gradient and no state. A value that is 2^28 times smaller than the
+    largest of its block loses bits; one that is 2^40 times smaller becomes 0.
 
     Args:
-      block_size: Elements that share a scale, a multiple of 8.
+      block_size: Number of elements that share one scale, a multiple of 8.
       min_elements: See `Codec`.
       start_step: See `Codec`.
-      error_feedback: See `Codec`. Off: rounding loses 0.05 % at most, of either sign.
+      error_feedback: See `Codec`. Off by default, since rounding changes a value by at most 0.05 %, up or down.
 
     Raises:
       ValueError: If `block_size` is not a positive multiple of 8, or another option is out of range.
@@ -54,7 +54,7 @@ class Float16(WordCodec):
         return self.block_size
 
     def words(self, elements: int) -> int:
-        """Words that a row of `elements` takes: half as many, and a scale for each block."""
+        """Words of an encoded row: half as many as `elements`, and one scale per block."""
         return elements // 2 + elements // self.block_size
 
     def encode(self, values: tf.Tensor) -> tf.Tensor:
@@ -63,11 +63,11 @@ class Float16(WordCodec):
         blocks = split_blocks(values, self.block_size)
         largest = absmax_bits(blocks)
         exponents = tf.bitwise.right_shift(largest, _MANTISSA_BITS)
-        # From the smallest whose scale is a normal number, to the largest of finite numbers.
+        # From the smallest exponent that gives a normal number as scale to the largest exponent of finite numbers.
         exponents = tf.clip_by_value(exponents, _TARGET + 1, 254)
         scales = tf.bitwise.left_shift(exponents - _TARGET, _MANTISSA_BITS)
         reciprocals = from_bits(tf.bitwise.left_shift(2 * _BIAS + _TARGET - exponents, _MANTISSA_BITS))
-        # What would round up to 2^128 is finite, and stays so.
+        # If the largest value is finite but would round up to 2^128, which is Inf, shrink its block a little.
         on_edge = tf.logical_and(largest >= _EDGE, largest < _INF)
         reciprocals = tf.where(on_edge, reciprocals * (1 - 2.0**-11), reciprocals)
         halves = tf.cast(blocks * reciprocals[:, :, tf.newaxis], tf.float16)
@@ -81,6 +81,6 @@ class Float16(WordCodec):
         return tf.reshape(blocks * scales[:, :, tf.newaxis], [rows_of(words), elements])
 
     def bound(self, words: tf.Tensor, elements: int) -> tf.Tensor:
-        """The largest half times the scale of each block, float32 [rows, blocks]."""
-        # The scale that Inf and NaN get, and numbers within a factor of 2 of them, times this is Inf.
+        """The largest float16 times the scale of each block, float32 [rows, blocks]."""
+        # The product overflows to Inf for blocks that hold Inf, NaN, or numbers within a factor of 2 of Inf.
         return from_bits(words[:, elements // 2 :]) * tf.float16.max.astype("float32")

@@ -1,4 +1,4 @@
-"""Four bits a value."""
+"""Codec that sends four bits per value."""
 
 import dataclasses
 from typing import ClassVar
@@ -13,14 +13,14 @@ __all__ = ["Int4"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int4(Quantised):
-    """Blockwise absmax quantisation to four bits.
+    """Blockwise absmax quantization to four bits.
 
-    Cuts traffic 7.7x. Costs as much as `Int8`. Rounds hard: of normally distributed values every sixth becomes 0, which
-    only error feedback makes good.
+    Sends 7.7 times fewer bytes than float32. Costs as much as `Int8`. Rounds coarsely: every sixth of normally
+    distributed values becomes 0, so keep error feedback on.
 
     Args:
-      block_size: Elements that share a scale, a multiple of 8. Larger sends fewer scales, and rounds small values
-        harder.
+      block_size: Number of elements that share one scale, a multiple of 8. Larger blocks send fewer scales and quantize
+        small values more coarsely.
       min_elements: See `Codec`.
       start_step: See `Codec`.
       error_feedback: See `Codec`.
@@ -40,19 +40,19 @@ class Int4(Quantised):
         self._check_integer("block_size", at_least=8, multiple_of=8)
 
     def words(self, elements: int) -> int:
-        """Words that a row of `elements` takes: an eighth, and a scale for each block."""
+        """Words of an encoded row: an eighth of `elements`, and one scale per block."""
         return elements // 8 + elements // self.block_size
 
     def _pack(self, codes: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
         rows, count = rows_of(codes), codes.shape[1]
         halves = tf.reshape(codes, [rows, count, 2, self.block_size // 2])
-        pairs = tf.reduce_sum(halves * [[1.0], [16.0]], axis=2)  # two to a byte
+        pairs = tf.reduce_sum(halves * [[1.0], [16.0]], axis=2)  # two codes per byte
         return tf.concat([pack(tf.cast(pairs, tf.int8)), to_bits(scales)], axis=1)
 
     def _unpack(self, words: tf.Tensor, elements: int) -> tuple[tf.Tensor, tf.Tensor]:
         pairs = split_blocks(unpack(words, tf.int8)[:, : elements // 2], self.block_size // 2)
         pairs = tf.cast(pairs, tf.float32)
-        # `first` is at most 7 of 16, so rounding finds `second`.
+        # A pair is first + 16 * second with |first| <= 7, so rounding pair / 16 gives `second`.
         second = tf.round(pairs * (1 / 16))
         codes = tf.stack([pairs - 16 * second, second], axis=2)
         return tf.reshape(codes, [rows_of(words), elements]), from_bits(words[:, elements // 8 :])

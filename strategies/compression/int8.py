@@ -1,4 +1,4 @@
-"""Eight bits a value."""
+"""Codec that sends eight bits per value."""
 
 import dataclasses
 from typing import ClassVar
@@ -13,14 +13,14 @@ __all__ = ["Int8"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8(Quantised):
-    """Blockwise absmax quantisation to eight bits.
+    """Blockwise absmax quantization to eight bits.
 
-    Cuts traffic 3.9x. Costs two passes over the gradient and, with error feedback, one more pass and one float32 copy
-    of it. Zeros stay exact zeros.
+    Sends 3.9 times fewer bytes than float32. Costs two passes over the gradient and, with error feedback, one more pass
+    and one float32 copy of it. Zeros stay exact zeros.
 
     Args:
-      block_size: Elements that share a scale, a multiple of 4. Larger sends fewer scales, and rounds small values
-        harder.
+      block_size: Number of elements that share one scale, a multiple of 4. Larger blocks send fewer scales and quantize
+        small values more coarsely.
       min_elements: See `Codec`.
       start_step: See `Codec`.
       error_feedback: See `Codec`.
@@ -40,12 +40,12 @@ class Int8(Quantised):
         self._check_integer("block_size", at_least=4, multiple_of=4)
 
     def words(self, elements: int) -> int:
-        """Words that a row of `elements` takes: a quarter, and a scale for each block."""
+        """Words of an encoded row: a quarter of `elements`, and one scale per block."""
         return elements // 4 + elements // self.block_size
 
     def _pack(self, codes: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
         return tf.concat([pack(tf.cast(codes, tf.int8)), to_bits(scales)], axis=1)
 
     def _unpack(self, words: tf.Tensor, elements: int) -> tuple[tf.Tensor, tf.Tensor]:
-        # All words are cast, scales too: a slice of int8 is faster than a slice of words.
+        # Unpack all words, scales included, and slice the int8 codes: faster than slicing the words first.
         return unpack(words, tf.int8)[:, :elements], from_bits(words[:, elements // 4 :])

@@ -1,4 +1,4 @@
-"""A product of two thin matrices in place of a matrix."""
+"""Codec that sends a matrix as the product of two thin matrices."""
 
 import dataclasses
 from typing import ClassVar
@@ -10,40 +10,41 @@ from tfdist.strategies.compression.float16 import Float16
 
 __all__ = ["PowerSGD"]
 
-# A column of which less than this is left, beside the columns before it, is their sum but for rounding.
+# A column is linearly dependent on the columns before it if less than this part of its length remains beside them.
 _DEPENDENT = 1e-6
-# Sums over as many replicas stay in range, whatever their matrices hold: powers of two that factors are divided by.
+# Factors are divided by powers of two, so that sums over 2^3 replicas cannot overflow, whatever their matrices hold.
 _REPLICA_BITS = 3
-# Up to here a product of factors takes as long as memory does.
+# Up to this rank the unrolled product of factors is limited by memory bandwidth, not by arithmetic.
 _UNROLLED_RANK = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PowerSGD(Codec):
-    """Low-rank approximation of matrices by one step of power iteration, which goes on from step to step.
+    """Low-rank approximation of matrices by one power iteration per step, which starts from the result of the last.
 
-    With M the gradient plus the residual, [rows, columns], all workers of the same Q:
+    M is the gradient plus the residual, [rows, columns]. All workers begin the step with the same Q:
 
-        P = orthonormalise(sum of project(M, Q))
-        Q of a worker = back_project(M, P)
-        Q = sum of the Qs of workers                 kept for the next step
+        P = orthonormalise(sum over workers of project(M, Q))
+        Q_worker = back_project(M, P)
+        Q = sum over workers of Q_worker                kept for the next step
         result = decode(P, Q)
-        residual = M - decode(P, Q of the worker)
+        residual = M - decode(P, Q_worker)
 
-    Cuts traffic of a matrix rows * columns / (rank * (rows + columns)) times, at rank 8 for 5120 x 5120
-    320x. Costs three matrix products of that rank, a float32 copy of the gradient, and the factors.
+    Sends rows * columns / (rank * (rows + columns)) times fewer bytes: 320 times fewer for 5120 x 5120 at rank 8.
+    Costs three matrix products of that rank, a float32 copy of the gradient, and the factors.
+
+    Each worker decodes the result itself. Workers with different CPUs may round matrix products differently, so their
+    weights may drift apart.
 
     Args:
-      rank: Columns of the factors. With 4 a matrix of thousands of columns has enough, one of 128 too few.
-      seed: Of the first Q.
+      rank: Number of columns of the factors. 4 suffices for matrices with thousands of columns, but not for 128.
+      seed: Seed of the first Q.
       min_elements: See `Codec`.
       start_step: See `Codec`.
       error_feedback: See `Codec`.
 
     Raises:
       ValueError: If `rank` is not positive, or another option is out of range.
-
-    Workers with unlike CPUs may round matrix products in other ways, and so drift apart: each decodes by itself.
 
     References:
       Vogels et al., PowerSGD, 2019, https://arxiv.org/abs/1905.13727
@@ -60,63 +61,66 @@ class PowerSGD(Codec):
         self._check_integer("seed", at_least=0, at_most=2**31 - 1)
 
     def saves(self, rows: int, columns: int) -> bool:
-        """Whether the factors are less than half of a [rows, columns] matrix."""
+        """Whether the factors take less than half the bytes of a [rows, columns] matrix."""
         return 2 * self.rank * (rows + columns) < rows * columns
 
     def start(self, rows: int, columns: int, seed: int) -> tf.Tensor:
-        """The first Q of a [rows, columns] matrix, float32 [columns, rank]: the same wherever `seed` is.
+        """The first Q of a [rows, columns] matrix, float32 [columns, rank]; equal on all workers for equal seeds.
 
         Args:
           rows: Rows of the matrix.
           columns: Columns of the matrix.
-          seed: Tells matrices apart, from 0 up.
+          seed: Number of the matrix, so that each matrix gets another Q.
         """
         del rows
-        # Uniform: the same bits on every device, which the logarithms of a normal distribution are not.
+        # A uniform distribution has the same bits on every device; the logarithms of a normal one may differ.
         return tf.random.stateless_uniform([columns, self.rank], [self.seed, seed], -1.0, 1.0, alg="philox")
 
     def project(self, matrix: tf.Tensor, q: tf.Tensor) -> tf.Tensor:
-        """[rows, columns], [columns, rank] -> [rows, rank]. Only the directions of both count."""
+        """Multiplies the matrix and the scaled `q`: `[rows, columns], [columns, rank] -> [rows, rank]`.
+
+        Only the directions of the result's columns matter, since `orthonormalise` follows.
+        """
         _check_matrix(matrix)
-        # Q is as large as the last gradient: of huge or tiny ones the product would leave the range of float32. Columns
-        # that vanished, as after a gradient of zeros, would stay zeros for ever, so they start again.
+        # Q is as large as the last gradient, so without scaling the product could overflow or underflow float32. A
+        # column of zeros, as after a gradient of zeros, would stay zeros for ever, so it is replaced by the first Q.
         rows, columns = matrix.shape
         bits = (columns - 1).bit_length() + _REPLICA_BITS
         return tf.matmul(matrix, _unit_columns(q, self.start(rows, columns, 0)) * 2.0**-bits)
 
     def orthonormalise(self, p: tf.Tensor) -> tf.Tensor:
-        """Modified Gram-Schmidt over columns, [rows, rank]. A column that depends on those before it becomes zeros."""
+        """Modified Gram-Schmidt over the columns of [rows, rank]. Linearly dependent columns become zeros."""
         done: list[tf.Tensor] = []
         for column in tf.unstack(_unit_columns(p, 0.0), axis=1):
             length = tf.norm(column)
-            # Twice: what is left of an almost dependent column is mostly rounding, and points anywhere.
+            # Twice, because the remainder of an almost dependent column is mostly rounding error.
             for other in done * 2:
                 column -= other * tf.reduce_sum(other * column)
             left = tf.norm(column)
-            # NaN is not less than anything, and stays.
+            # A comparison with NaN is false, so columns with NaN are kept.
             depends = left <= _DEPENDENT * length
             done.append(tf.where(depends, 0.0, column / tf.where(depends, 1.0, left)))
         return tf.stack(done, axis=1)
 
     def back_project(self, matrix: tf.Tensor, p: tf.Tensor) -> tf.Tensor:
-        """[rows, columns], [rows, rank] -> [columns, rank]. Takes several times as long under `jit_compile=True`.
+        """Computes the second factor: `[rows, columns], [rows, rank] -> [columns, rank]`.
 
-        Divided by a power of two, by which `decode` multiplies: it is as long as columns of the matrix, which may be
-        longer than any float32.
+        The result is divided by a power of two, with which `decode` multiplies, because the length of a column of the
+        matrix may exceed the range of float32. Takes several times as long under `jit_compile=True`.
         """
         _check_matrix(matrix)
-        # Turning the thin factors, not the matrix, is faster.
+        # Transposing the thin result is faster than transposing the matrix.
         return tf.transpose(tf.matmul(p / _headroom(p), matrix, transpose_a=True))
 
     def decode(self, p: tf.Tensor, q: tf.Tensor) -> tf.Tensor:
-        """[rows, rank], [columns, rank] -> [rows, columns]."""
+        """Multiplies the factors: `[rows, rank], [columns, rank] -> [rows, columns]`."""
         return tf.matmul(p * _headroom(p), q, transpose_b=True)
 
     def rest(self, matrix: tf.Tensor, p: tf.Tensor, q: tf.Tensor) -> tf.Tensor:
-        """What `decode` leaves of a matrix: [rows, columns], [rows, rank], [columns, rank] -> [rows, columns]."""
+        """Computes `matrix - decode(p, q)`: `[rows, columns], [rows, rank], [columns, rank] -> [rows, columns]`."""
         if self.rank > _UNROLLED_RANK:
             return matrix - self.decode(p, q)
-        # Compiled, one pass over the matrix.
+        # Once compiled, this is one pass over the matrix.
         p, q = p * _headroom(p), tf.transpose(q)
         return matrix - tf.add_n([p[:, i : i + 1] * q[i : i + 1] for i in range(self.rank)])
 
@@ -124,7 +128,7 @@ class PowerSGD(Codec):
         """See `Codec`."""
         values = as_float32(values, "PowerSGD")
         if values.shape.rank < 2:
-            raise ValueError(f"PowerSGD takes matrices, of two axes at least, not shape {values.shape}. Reshape it.")
+            raise ValueError(f"PowerSGD takes values with at least two axes, got shape {values.shape}. Reshape them.")
         if not values.shape.num_elements():
             return values, values
         columns = values.shape[-1]
@@ -140,20 +144,20 @@ class PowerSGD(Codec):
 
 
 def _unit_columns(matrix: tf.Tensor, instead: tf.Tensor | float) -> tf.Tensor:
-    """Columns divided by their largest magnitude, so that squares stay in range; `instead` of columns of zeros."""
+    """Divides columns by their largest magnitude, so that squares stay in range; `instead` replaces zero columns."""
     absmax = tf.reduce_max(tf.abs(matrix), axis=0)
     vanishes = absmax == 0
     return tf.where(vanishes, instead, matrix / tf.where(vanishes, 1.0, absmax))
 
 
 def _headroom(p: tf.Tensor) -> float:
-    """A power of two no less than the root of the rows of `p`, times the replicas."""
+    """A power of two of at least the square root of the rows of `p`, times 2^`_REPLICA_BITS`."""
     return 2.0 ** (((p.shape[0] - 1).bit_length() + 1) // 2 + _REPLICA_BITS)
 
 
 def _check_matrix(matrix: tf.Tensor) -> None:
     if len(matrix.shape) != 2 or tf.as_dtype(matrix.dtype) != tf.float32:
         raise ValueError(
-            f"PowerSGD takes float32 [rows, columns], not {tf.as_dtype(matrix.dtype).name} {list(matrix.shape)}. Cast "
+            f"PowerSGD takes float32 [rows, columns], got {tf.as_dtype(matrix.dtype).name} {list(matrix.shape)}. Cast "
             "and reshape it."
         )

@@ -1,4 +1,4 @@
-"""Blocks of integers with a scale, whatever their width."""
+"""The common part of codecs that send blocks of integers with a scale, for any bit width."""
 
 import dataclasses
 from typing import ClassVar
@@ -10,7 +10,7 @@ from tfdist.strategies.compression.codec import State, WordCodec
 
 __all__ = ["Quantised"]
 
-# Below, the reciprocal of a scale would be Inf. Such blocks are sent as zeros.
+# For a smaller largest magnitude the reciprocal of the scale would be Inf, so such blocks are sent as zeros.
 _SMALLEST = 2.0**-118
 
 
@@ -44,29 +44,29 @@ class Quantised(WordCodec):
         return self._unpack(words, elements)[1] * self.largest
 
     def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
-        """Encodes `values` plus the residual, and keeps what was lost; see `WordCodec`."""
+        """See `WordCodec`."""
         self._check_values(values, state)
         if not self.error_feedback:
             return self.encode(values), ()
         blocks = split_blocks(values + state[0], self.block_size)
         codes, scales = self._quantise(blocks)
-        # From the codes at hand: decoding the words again would take another pass.
+        # Computed from the codes, since decoding the words would take another pass.
         residual = blocks - codes * scales[:, :, tf.newaxis]
         return self._pack(codes, scales), (tf.reshape(residual, [rows_of(values), values.shape[1]]),)
 
     def _quantise(self, blocks: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Integers in float32 [rows, blocks, block_size], and scales [rows, blocks]."""
+        """Quantizes `[rows, blocks, block_size]` to integers, as float32 of that shape, and scales `[rows, blocks]`."""
         absmax = from_bits(absmax_bits(blocks))
-        # Of Inf and NaN the reciprocal is harmless, and the scale tells. No division by zero, also of what is dropped:
-        # `tf.debugging.enable_check_numerics` would stop there.
+        # Inf and NaN show in the scale. The inner `tf.where` avoids a division by zero, at which
+        # `tf.debugging.enable_check_numerics` would stop even though the quotient is not used.
         vanishes = absmax < _SMALLEST
         reciprocal = tf.where(vanishes, 0.0, self.largest / tf.where(vanishes, 1.0, absmax))
         return tf.round(blocks * reciprocal[:, :, tf.newaxis]), absmax * (1 / self.largest)
 
     def _pack(self, codes: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
-        """Integers in float32 [rows, blocks, block_size], scales [rows, blocks] -> int32 [rows, words]."""
+        """Integers as float32 `[rows, blocks, block_size]` and scales `[rows, blocks]` -> int32 `[rows, words]`."""
         raise NotImplementedError
 
     def _unpack(self, words: tf.Tensor, elements: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """Words -> integers [rows, elements], scales [rows, blocks]."""
+        """Int32 `[rows, words]` -> integers `[rows, elements]` and scales `[rows, blocks]`."""
         raise NotImplementedError

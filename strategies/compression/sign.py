@@ -1,4 +1,4 @@
-"""One bit a value."""
+"""Codec that sends one bit per value."""
 
 import dataclasses
 from typing import ClassVar
@@ -18,14 +18,14 @@ _BITS = np.array([[1 << k] for k in range(8)], np.int32)  # [8, 1]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sign(WordCodec):
-    """The sign of each value, and the mean magnitude of its block as scale.
+    """The sign of each value, with the mean magnitude of its block as scale.
 
-    Cuts traffic 31x. Costs two passes over the gradient and, with error feedback, one more pass and one float32 copy of
-    it. No value is sent as 0, except in blocks of zeros: without error feedback it does not converge, and with it Adam,
-    which squares what it gets, may not either; train with momentum.
+    Sends 31 times fewer bytes than float32. Costs two passes over the gradient and, with error feedback, one more pass
+    and one float32 copy of it. Every value decodes to plus or minus the scale, never to 0 except in blocks of zeros.
+    Training does not converge without error feedback, and may not converge with Adam; use SGD with momentum.
 
     Args:
-      block_size: Elements that share a scale, a multiple of 32.
+      block_size: Number of elements that share one scale, a multiple of 32.
       min_elements: See `Codec`.
       start_step: See `Codec`.
       error_feedback: See `Codec`.
@@ -53,7 +53,7 @@ class Sign(WordCodec):
         return self.block_size
 
     def words(self, elements: int) -> int:
-        """Words that a row of `elements` takes: a bit each, and a scale for each block."""
+        """Words of an encoded row: one bit per element, and one scale per block."""
         return elements // 32 + elements // self.block_size
 
     def encode(self, values: tf.Tensor) -> tf.Tensor:
@@ -78,33 +78,33 @@ class Sign(WordCodec):
         return from_bits(words[:, elements // 32 :])
 
     def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
-        """Encodes `values` plus the residual, and keeps what was lost; see `WordCodec`."""
+        """See `WordCodec`."""
         self._check_values(values, state)
         if not self.error_feedback:
             return self.encode(values), ()
         blocks = split_blocks(values + state[0], self.block_size)
         scales = self._scales(blocks)
-        # From the values at hand: decoding the words again would take another pass.
+        # Computed from the values, since decoding the words would take another pass.
         signs = tf.bitwise.bitwise_and(to_bits(blocks), _SIGN_BIT)
         decoded = from_bits(tf.bitwise.bitwise_xor(signs, to_bits(scales)[:, :, tf.newaxis]))
         return self._pack(blocks, scales), (tf.reshape(blocks - decoded, [rows_of(values), values.shape[1]]),)
 
     def for_rows(self) -> WordCodec:
-        """Float16: rows of `tf.IndexedSlices` have no residual, which this codec cannot do without."""
+        """Float16, because `tf.IndexedSlices` have no residual, and this codec needs one to converge."""
         return Float16(min_elements=self.min_elements, start_step=self.start_step)
 
     def _scales(self, blocks: tf.Tensor) -> tf.Tensor:
         """Mean magnitudes: [rows, blocks, block_size] -> [rows, blocks]."""
-        # Divided before the sum, which then cannot overflow.
+        # Dividing before the sum avoids overflow.
         return reduce_blocks(tf.abs(blocks) * (1 / self.block_size), tf.add, tf.reduce_sum)
 
     def _pack(self, blocks: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
-        """[rows, blocks, block_size], [rows, blocks] -> int32 [rows, words].
+        """Blocks `[rows, blocks, block_size]` and scales `[rows, blocks]` -> int32 `[rows, words]`.
 
         Bit k of byte j of a block is the sign of its element j + k * block_size / 8.
         """
         rows, count = rows_of(blocks), blocks.shape[1]
-        negative = tf.bitwise.right_shift(to_bits(blocks), 31)  # all ones, or all zeros
+        negative = tf.bitwise.right_shift(to_bits(blocks), 31)  # all bits one, or all bits zero
         negative = tf.reshape(negative, [rows, count, 8, self.block_size // 8])
         signs = tf.reduce_sum(tf.bitwise.bitwise_and(negative, _BITS), axis=2)
         return tf.concat([pack(tf.cast(signs, tf.uint8)), to_bits(scales)], axis=1)

@@ -1,4 +1,4 @@
-"""The largest values only."""
+"""Codec that sends only the largest values."""
 
 import dataclasses
 import numbers
@@ -26,24 +26,24 @@ _LARGEST_BLOCK = 1 << 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopK(WordCodec):
-    """The largest value of each block of 1 / `ratio` elements, with its position; the rest waits.
+    """The largest value of each block of 1 / `ratio` elements, with its position; other values stay in the residual.
 
-    Cuts traffic 80x at a ratio of 1 % and 2 workers. Workers choose different positions, so nothing is summed on the
-    way: traffic grows with the number of workers, and 8 / (5 * ratio) of them, 160 at 1 %, send no less than raw. Costs
-    three passes over the gradient, one float32 copy of it, and with momentum another. The largest of each block are
-    nearly the largest of all, and are found without a sort.
+    Sends 80 times fewer bytes than float32 at a ratio of 1 % and 2 workers. Workers choose different positions, so
+    traffic grows with their number. From 8 / (5 * ratio) workers on (160 at 1 %) it saves nothing. Costs three passes
+    over the gradient and one float32 copy of it, and one more copy with momentum. The largest values of the blocks are
+    nearly the largest of the whole gradient, and are found without a sort.
 
     Args:
-      ratio: The part of the values that is sent, from 1/65536 to 0.5, rounded to one in a whole number.
-      momentum: Momentum of the optimizer, from 0 up to but not 1. If not 0, gradients enter the residual through a
-        moving sum of that decay, and both are forgotten where a value is sent. Train then without momentum in the
-        optimizer.
+      ratio: The fraction of values to send, from 1/65536 to 0.5. `1 / ratio` is rounded to an integer.
+      momentum: Momentum, from 0 to less than 1, applied here instead of in the optimizer; use an optimizer without
+        momentum then. If not 0, a moving sum of gradients with this decay enters the residual, and both are set to 0
+        where a value is sent.
       min_elements: See `Codec`.
       start_step: See `Codec`.
       error_feedback: See `Codec`.
 
     Raises:
-      ValueError: If an option is out of range, or there is momentum without error feedback.
+      ValueError: If an option is out of range, or `momentum` is set without error feedback.
 
     References:
       Lin et al., Deep Gradient Compression, 2018, https://arxiv.org/abs/1712.01887
@@ -61,22 +61,22 @@ class TopK(WordCodec):
         if not _is_number(self.ratio) or not 1 / _LARGEST_BLOCK <= self.ratio <= 0.5:
             raise self._refusal("ratio", f"a number from 1/{_LARGEST_BLOCK} to 0.5")
         if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
-            raise self._refusal("momentum", "a number from 0 up to but not 1")
+            raise self._refusal("momentum", "a number of at least 0 and less than 1")
         if self.momentum and not self.error_feedback:
             raise self._refusal("momentum", "0 without error feedback")
 
     @property
     def granule(self) -> int:
-        """Elements of which one is sent."""
+        """The size of a block, of which one value is sent."""
         return round(1 / self.ratio)
 
     @property
     def states(self) -> int:
-        """The residual, and with momentum the moving sum before it."""
+        """One tensor for the residual; with momentum one more, before it, for the moving sum."""
         return 2 if self.momentum else super().states
 
     def words(self, elements: int) -> int:
-        """Words that a row of `elements` takes: a value of each block, and its position in one byte or two."""
+        """Words of an encoded row: one value per block, and its position in one or two bytes."""
         blocks = elements // self.granule
         return blocks + -(-blocks * self._position_type.size // 4)
 
@@ -94,7 +94,7 @@ class TopK(WordCodec):
         return tf.reshape(tf.where(self._at(positions), values, 0.0), [rows_of(words), elements])
 
     def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
-        """Encodes `values` plus the residual, and keeps what was lost; see `WordCodec`."""
+        """See `WordCodec`."""
         self._check_values(values, state)
         if not self.error_feedback:
             return self.encode(values), ()
@@ -103,12 +103,12 @@ class TopK(WordCodec):
         residual = state[-1] + values
         bits, positions = self._largest(split_blocks(residual, self.granule))
         sent = tf.reshape(self._at(positions), [rows_of(values), values.shape[1]])
-        # By position, since Inf - Inf is NaN.
+        # Set to 0 by position instead of subtracting, since Inf - Inf is NaN.
         new = (values, residual) if self.momentum else (residual,)
         return self._pack(bits, positions), tuple(tf.where(sent, 0.0, part) for part in new)
 
     def for_rows(self) -> WordCodec:
-        """Float16: rows of `tf.IndexedSlices` have no residual, which this codec cannot do without."""
+        """Float16, because `tf.IndexedSlices` have no residual, and this codec needs one to converge."""
         return Float16(min_elements=self.min_elements, start_step=self.start_step)
 
     @property
@@ -116,22 +116,22 @@ class TopK(WordCodec):
         return tf.uint8 if self.granule <= 256 else tf.uint16
 
     def _at(self, positions: tf.Tensor) -> tf.Tensor:
-        """Where what is sent stands: int32 [rows, blocks] -> bool [rows, blocks, granule]."""
+        """Mask of the sent values: positions int32 [rows, blocks] -> bool [rows, blocks, granule]."""
         return tf.equal(tf.range(self.granule), positions[:, :, tf.newaxis])
 
     def _largest(self, blocks: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Bits and position of the first of largest magnitude: [rows, blocks, granule] -> int32 [rows, blocks] both."""
+        """Bits and position of each block's largest magnitude: [rows, blocks, granule] -> two int32 [rows, blocks]."""
         bits = to_bits(blocks)
         largest = absmax_bits(blocks)
         same = tf.equal(tf.bitwise.bitwise_and(bits, 0x7FFFFFFF), largest[:, :, tf.newaxis])
-        # Position and sign as one number, so that one minimum finds both.
+        # Position and sign in one number, so that one minimum finds both, for the first of equal magnitudes.
         negative = tf.bitwise.right_shift(bits, 31)
         places = tf.where(same, 2 * tf.range(self.granule) - negative, 2 * self.granule)
         first = reduce_blocks(places, tf.minimum, tf.reduce_min)
         return tf.bitwise.bitwise_or(largest, tf.bitwise.left_shift(first, 31)), tf.bitwise.right_shift(first, 1)
 
     def _pack(self, bits: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
-        """Int32 [rows, blocks], int32 [rows, blocks] -> int32 [rows, words]."""
+        """Packs bits and positions, int32 `[rows, blocks]` each, into int32 `[rows, words]`."""
         padding = -bits.shape[1] % (4 // self._position_type.size)
         positions = tf.pad(tf.cast(positions, self._position_type), [[0, 0], [0, padding]])
         return tf.concat([bits, pack(positions)], axis=1)
