@@ -65,9 +65,9 @@ class Launcher(_tf.CollectiveReplicaLauncher):
     Every collective needs an instance key that is equal on all replicas and that no other running collective has.
     TensorFlow feeds the key when a `tf.function` is called, which fails in nested control flow (`steps_per_execution`,
     gradient accumulation). Or it fixes the key while tracing, which fails when only some workers trace again (a short
-    last batch). Here each replica counts its collectives in a variable. Automatic control dependencies order the counting
-    like the program, in branches and loops too. Therefore the counts agree if all replicas run the same collectives in
-    the same order, no matter when they traced them.
+    last batch). Here each replica counts its collectives in a variable. Automatic control dependencies order the
+    counting like the program, in branches and loops too. Therefore the counts agree if all replicas run the same
+    collectives in the same order, no matter when they traced them.
 
     Costs one integer addition per collective. The collectives themselves run concurrently, except on GPUs, where NCCL
     needs an order.
