@@ -8,7 +8,6 @@ import importlib.util
 import logging as std_logging
 import os
 import pathlib
-import shutil
 import signal
 import sys
 import time
@@ -21,7 +20,7 @@ from tfdist.cluster import ClusterSpec
 from tfdist.cluster.alone import warn_if_one_of_many
 from tfdist.errors import TfdistError
 from tfdist.launch import arguments, bench_command, data_service
-from tfdist.launch.run_dir import folder_of_run
+from tfdist.launch.run_dir import KEPT_RUNS, folder_of_run
 from tfdist.launch.signals import stop_signals
 from tfdist.launch.supervisor import Options, Supervisor
 
@@ -138,7 +137,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         type=pathlib.Path,
         metavar="DIR",
         help="the folder of this run: attempt-0/worker-0.log and so on, and failure.json; earlier/ has those of the "
-        "run before (default: a temporary directory, kept if a worker fails)",
+        f"run before (default: a new folder in the temporary directory, where those of the last {KEPT_RUNS} runs stay)",
     )
     parser.add_argument(
         "--tee", action="store_true", help="print every worker's lines, with the worker's name in front"
@@ -159,17 +158,8 @@ def _run(args: argparse.Namespace) -> int:
     command = _worker_command(args)
     spec = _own_place(args)
     options = _run_options(args)
-    exit_code, attempts = 1, 0
-    with folder_of_run(args, spec) as run_dir:
-        try:
-            with _caught_signals() as caught:
-                supervisor = Supervisor(command, options, run_dir=run_dir, caught=caught, spec=spec)
-                exit_code = supervisor.run()
-                attempts = len(supervisor.attempts)
-        finally:
-            if args.log_dir is None and exit_code == 0 and attempts == 1:
-                shutil.rmtree(run_dir, ignore_errors=True)
-    return exit_code
+    with folder_of_run(args, spec) as run_dir, _caught_signals() as caught:
+        return Supervisor(command, options, run_dir=run_dir, caught=caught, spec=spec).run()
 
 
 def _own_place(args: argparse.Namespace) -> ClusterSpec | None:

@@ -13,8 +13,9 @@ from tfdist.errors import CHIEF_SAYS, WAIT_FOR_CHIEF
 from tfdist.exit_codes import PREEMPTED, STALLED
 from tfdist.failure_report import LEFT, report_path
 from tfdist.launch.group import WorkerExit, describe_exit, log_path
+from tfdist.launch.terminal_filter import is_library_line
 
-__all__ = ["Failure", "first_failure", "is_consequence", "not_started", "reported_since"]
+__all__ = ["Failure", "first_failure", "is_consequence", "not_started", "reported_since", "reported_stack"]
 
 _TAIL_LINES = 30
 _TAIL_BYTES = 1 << 16
@@ -63,7 +64,7 @@ class Failure:
       step: The step it was in.
       section: The part of that step.
       log: Its log file.
-      output: The end of that file.
+      output: The end of that file, without lines of libraries.
     """
 
     attempt: int
@@ -166,6 +167,14 @@ def reported_since(run_dir: pathlib.Path, attempt: int, pids: Mapping[int, int])
     return {worker: report["time"] for worker, report in reports.items() if report}
 
 
+def reported_stack(run_dir: pathlib.Path, attempt: int, worker: int) -> str:
+    """The traceback in a worker's report; empty if there is none."""
+    try:
+        return str(json.loads(report_path(run_dir, attempt, worker).read_text())["stack"] or "")
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+
+
 def not_started(attempt: int, worker: int | None, error: Exception, time: float) -> Failure:
     """The failure of a group that could not be started, because of one worker or in general."""
     name, host = type(error).__name__, socket.gethostname()
@@ -215,6 +224,7 @@ def _tail(path: pathlib.Path) -> str:
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            return "\n".join(log.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+            lines = log.read().decode(errors="replace").splitlines()
+            return "\n".join([line for line in lines if not is_library_line(line)][-_TAIL_LINES:])
     except OSError:
         return ""

@@ -52,10 +52,12 @@ class WorkerGroup:
     Args:
       command: What each worker runs.
       specs: The cluster, seen from each worker to be started here.
-      log_dir: Where `worker-<index>.log` files go. The first worker's output is shown by this process too.
+      log_dir: Where `worker-<index>.log` files go. This process also shows the first worker's output, apart from lines
+        of libraries and crash dumps.
       env: What is added to the environment of each.
       slots: What TFDIST_SLOT is for each; without, it is not set.
-      tee: Whether to print all workers' lines, with "[worker <index>] " before each.
+      tee: Whether to print all workers' lines instead, all of them, with "[worker <index>] " before each.
+      reported_stack: Gives the traceback that a worker has reported, which is not shown here; empty if there is none.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class WorkerGroup:
         env: Mapping[str, str] | None = None,
         slots: Sequence[int] | None = None,
         tee: bool = False,
+        reported_stack: Callable[[int], str] = lambda worker: "",
     ):
         self._command = list(command)
         self._specs = list(specs)
@@ -74,6 +77,7 @@ class WorkerGroup:
         self._env = dict(env or {})
         self._slots = slots
         self._tee = tee
+        self._reported_stack = reported_stack
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._outputs: dict[int, Output] = {}
         self._guard: Guard | None = None
@@ -171,12 +175,17 @@ class WorkerGroup:
     def _start_worker(self, spec: ClusterSpec, own_env: Mapping[str, str]) -> None:
         index = spec.worker_id
         is_first = index == self._specs[0].worker_id
-        show = "by line" if self._tee else "as it is" if is_first else "no"
+        show = "by line" if self._tee else "calm" if is_first else "no"
         # Unbuffered, so that a killed worker's last words are in its log.
         defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         env = {**defaults, **os.environ, **self._env, **own_env, "TF_CONFIG": spec.to_json()}
         try:
-            output = self._outputs[index] = Output(log_path(self._log_dir, index), show=show, name=f"[worker {index}]")
+            output = self._outputs[index] = Output(
+                log_path(self._log_dir, index),
+                show=show,
+                name=f"[worker {index}]",
+                reported_stack=functools.partial(self._reported_stack, index),
+            )
             self._running[index] = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,

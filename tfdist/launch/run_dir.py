@@ -1,8 +1,11 @@
-"""The folder of a run: this process's own, without what the run before left."""
+"""The folder of a run: logs and failure reports of all attempts. It stays when the run is over; old ones are removed."""
 
 import argparse
 import contextlib
+import os
 import pathlib
+import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 
@@ -10,23 +13,34 @@ from tfdist.backup import leftovers
 from tfdist.cluster import ClusterSpec
 from tfdist.held_file import held, way_out
 
+__all__ = ["KEPT_RUNS", "folder_of_run"]
+
+KEPT_RUNS = 20
+"""How many folders of this user's runs stay in the temporary directory, with the newest."""
+
+_PREFIX = "tfdist-run-"
+_LOCK = "tfdist-run.lock"
+
 
 @contextlib.contextmanager
 def folder_of_run(args: argparse.Namespace, spec: ClusterSpec | None) -> Iterator[pathlib.Path]:
-    """The folder of this run, this process's own."""
+    """The folder of this run, held by this process: that of `--log-dir`, or a new one in the temporary directory."""
     if args.log_dir is None:
-        try:
-            temporary = pathlib.Path(tempfile.mkdtemp(prefix="tfdist-run-"))
-        except OSError as error:
-            args.parser.error(f"no temporary directory can be written ({error}): give --log-dir")
-        yield temporary
+        with contextlib.ExitStack() as stack:
+            try:
+                temporary = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
+                stack.enter_context(held(temporary / _LOCK))
+            except OSError as error:
+                args.parser.error(f"no temporary directory can be written ({error}): give --log-dir")
+            _remove_old(temporary.parent)
+            yield temporary
         return
     # Hosts may share a disk, but not a run's folder.
     run_dir: pathlib.Path = args.log_dir.absolute() / (f"worker-{spec.worker_id}" if spec else "")
     with contextlib.ExitStack() as stack:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(held(run_dir / "tfdist-run.lock"))
+            stack.enter_context(held(run_dir / _LOCK))
             _set_aside(run_dir)
             tempfile.TemporaryFile(dir=run_dir).close()
         except BlockingIOError as error:
@@ -37,6 +51,19 @@ def folder_of_run(args: argparse.Namespace, spec: ClusterSpec | None) -> Iterato
         except OSError as error:
             args.parser.error(f"--log-dir {args.log_dir} cannot be written to: {error}")
         yield run_dir
+
+
+def _remove_old(directory: pathlib.Path) -> None:
+    """Removes this user's oldest folders of runs that are over, and leaves `KEPT_RUNS`. Never fails a run."""
+    found = []
+    for path in directory.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            status = path.lstat()  # Whoever shares the directory may have put a link there.
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                found.append((status.st_mtime, path))
+    for _, path in sorted(found, reverse=True)[KEPT_RUNS:]:
+        with contextlib.suppress(OSError), held(path / _LOCK):  # A run that goes on holds it.
+            shutil.rmtree(path)
 
 
 def _set_aside(run_dir: pathlib.Path) -> None:

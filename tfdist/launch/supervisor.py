@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -16,7 +17,7 @@ from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec, check_bindable, free
 from tfdist.errors import TFConfigError, TfdistError
 from tfdist.exit_codes import PREEMPTED
 from tfdist.failure_report import ATTEMPT, RUN_DIR, room_path, write_whole
-from tfdist.launch.failures import Failure, first_failure, not_started, reported_since
+from tfdist.launch.failures import Failure, first_failure, not_started, reported_since, reported_stack
 from tfdist.launch.group import WorkerExit, WorkerGroup
 from tfdist.launch.restarts import Commits, Restarts, Size
 from tfdist.launch.stopped import SECONDS, Stopped
@@ -198,6 +199,7 @@ class Supervisor:
                 env=self._env(number),
                 slots=[self._spec.slot] if self._spec else self._size.slots,
                 tee=self._options.tee,
+                reported_stack=functools.partial(reported_stack, self._run_dir, number),
             )
             group.start()
         except (OSError, TfdistError) as error:

@@ -1,0 +1,176 @@
+"""What the terminal shows of a worker's output: everything but the lines of libraries, in pieces of any size."""
+
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tfdist.launch.output import Lines
+from tfdist.launch.terminal_filter import LIBRARY_LINES, TerminalFilter, is_library_line
+
+OF_LIBRARIES = [each.example for each in LIBRARY_LINES] + [
+    "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+    "I0000 00:00:1795638386.883499    8822 coordination_service.h:529] /job:worker/replica:0/task:1 has connected",
+    "W0000 00:00:1795638626.048188   16903 queue_base.cc:286] 1908: Skipping cancelled dequeue",
+    "E0000 00:00:1795638626.047282   16924 base_collective_executor.cc:252] BaseCollectiveExecutor::StartAbort",
+    "2026-11-25 20:26:27.022455: E external/local_xla/xla/stream_executor/cuda/cuda_fft.cc:467] Unable",
+    "I1125 20:26:32.084901 139651931122560 reader.py:262] Creating a tf.data.Dataset reading 1 files",
+    "I1125 20:26:27.282360 139651931122560 mirrored_strategy.py:423] Using MirroredStrategy",
+]
+# What scripts, Python, absl and tfdist print on standard error.
+OF_USERS = [
+    "epoch 1: loss 0.5",
+    "",
+    "   indented",
+    "caf\N{LATIN SMALL LETTER E WITH ACUTE} \N{FULL BLOCK}",
+    "I1125 20:26:32.084901 139651931122560 train.py:33] epoch 1",
+    "I1125 20:26:32.084901 139651931122560 reader.py:33] read 3 files",
+    "W1125 20:26:32.084901 139651931122560 mirrored_strategy.py:33] a warning",
+    "2026-11-25 20:26:27,022 INFO train: epoch 1",
+    "2026-11-25 20:26:27.022455: epoch 1",
+    "INFO:root:epoch 1",
+    "INFO:tensorflow_datasets.mine:epoch 1",
+    "WARNING:tensorflow:5 out of the last 5 calls to <function> triggered tf.function retracing.",
+    "WARNING:absl:Restored backup/step-8: goes on after 0 batches of epoch 2.",
+    "ERROR:absl:All workers must make the same variables in the same order",
+    "F0000 00:00:1795638386.023032    7025 tensor.cc:52] Check failed: dtype() == expected_dtype (3 vs. 1)",
+    "train.py:3: UserWarning: the learning rate is high",
+    "  warnings.warn('the learning rate is high')",
+    "/lib/keras/src/trainers/epoch_iterator.py:99: UserWarning: Your input ran out of data; interrupting training.",
+    "Traceback (most recent call last):",
+    '  File "train.py", line 3, in load',
+    "ValueError: caught and printed by the script",
+    "Thread 0x00007f (most recent call first):",
+    '  File "train.py", line 3 in load',
+    "Timeout (0:00:10)!",
+    "/job:worker/replica:0/task:1 is mine",
+    "see E0000 in the table",
+]
+
+
+def shown(pieces, **arguments):
+    """What a filter shows of these pieces, with a moment of silence after each where a piece is None."""
+    screen = TerminalFilter(**arguments)
+    return b"".join(screen.flush() if piece is None else screen.feed(piece) for piece in pieces) + screen.end()
+
+
+def cut(data, random_numbers):
+    """The same bytes in pieces of a few bytes, with moments of silence in between."""
+    places = sorted(random_numbers.sample(range(len(data)), 40))
+    pieces = [data[start:end] for start, end in zip([0, *places], [*places, len(data)], strict=True)]
+    return [each for piece in pieces for each in ([piece, None] if random_numbers.random() < 0.2 else [piece])]
+
+
+@pytest.mark.parametrize("line", OF_LIBRARIES)
+def test_a_line_of_a_library_is_for_the_log(line):
+    assert is_library_line(line)
+    assert shown([f"before\n{line}\nafter\n".encode()]) == b"before\nafter\n"
+
+
+@pytest.mark.parametrize("line", OF_USERS)
+def test_every_other_line_is_for_the_terminal(line):
+    assert not is_library_line(line)
+    for end in ("\n", "\r", ""):
+        assert shown([(line + end).encode()]) == (line + end).encode()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_pieces_in_which_output_comes_do_not_matter(seed):
+    numbers = random.Random(seed)
+    mixed = [(line, True) for line in OF_USERS] + [(line, False) for line in OF_LIBRARIES]
+    numbers.shuffle(mixed)
+    data = "".join(line + "\n" for line, _ in mixed).encode()
+    expected = "".join(line + "\n" for line, is_user in mixed if is_user).encode()
+    pieces = [piece for piece in cut(data, numbers) if piece is not None]
+    assert shown(pieces) == expected
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_moments_of_silence_lose_nothing_that_is_not_of_a_library(seed):
+    data = "".join(line + end for line in OF_USERS for end in "\n\r").encode()
+    assert shown(cut(data, random.Random(seed))) == data
+
+
+def test_the_beginning_of_a_line_is_shown_after_a_moment_and_a_line_of_a_library_never():
+    screen = TerminalFilter()
+    assert screen.feed(b"\r 10 %|#") == b"\r" and screen.has_rest
+    assert screen.flush() == b" 10 %|#" and not screen.has_rest
+    line = OF_LIBRARIES[2].encode()
+    assert screen.feed(line) == b"" and screen.flush() == b"" and screen.has_rest
+    assert screen.feed(b"\n\r 20 %|##\n") == b"\r 20 %|##\n"
+
+
+def test_a_line_of_a_library_within_a_bar_leaves_the_bar():
+    library = OF_LIBRARIES[0].encode()
+    assert shown([b"\r 50 %|##  |" + library + b"\n\r100 %|####|\n"]) == b"\r 50 %|##  |\r100 %|####|\n"
+
+
+def test_what_has_no_end_is_shown_when_it_is_long():
+    screen = TerminalFilter()
+    assert screen.feed(b"x" * 200_000) == b"x" * 200_000
+
+
+FAILING = {
+    "exception": "def load():\n    raise ValueError('two\\n\\nlines')\nload()",
+    "cause": "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise KeyError('x') from error",
+    "syntax": "compile('a b', 'train.py', 'exec')",
+    "group": "raise ExceptionGroup('two', [ValueError(1), TypeError(2)])",
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_the_traceback_that_a_worker_has_reported_is_for_the_log(name):
+    hook = (
+        "import sys, traceback\n"
+        "def hook(*error):\n"
+        "    sys.stdout.write(''.join(traceback.format_exception(*error)))\n"
+        "    sys.__excepthook__(*error)\n"
+        "sys.excepthook = hook\n"
+    )
+    done = subprocess.run([sys.executable, "-c", hook + FAILING[name]], capture_output=True, timeout=60)
+    stack = done.stdout.decode()
+    printed = b"before\n" + done.stderr + b"after\n\n"
+    assert shown([printed], reported_stack=lambda: stack) == b"before\nafter\n\n"
+    colored = re.sub(rb"(Error|line \d+)", b"\x1b[35m\\1\x1b[0m", printed)
+    assert shown([colored], reported_stack=lambda: stack) == b"before\nafter\n\n"
+    assert shown([printed]) == printed  # Nothing was reported: the script has caught and printed it.
+
+
+def test_a_crash_dump_is_for_the_log():
+    crash = "import faulthandler; faulthandler.enable(); faulthandler._sigsegv()"
+    done = subprocess.run([sys.executable, "-c", crash], stderr=subprocess.PIPE, timeout=60)
+    assert done.stderr.startswith(b"Fatal Python error: Segmentation fault")
+    assert shown([b"before\n", done.stderr, b"after\n\n"]) == b"before\nafter\n\n"
+
+
+# What is read at a time, and the lines that come of it.
+PIECES = {
+    "lines": (["a\n\nb\n", "c"], ["a", "", "b", "c"]),
+    "a line in parts": (["a", "b", "c\nd"], ["abc", "d"]),
+    "other ends": (["a\r\nb\r\n\r\nc\r", "\nd\n"], ["a", "b", "", "c", "d"]),
+    "a bar": (["\r1 %", "\r2 %\r", "\r3 %\n"], ["3 %"]),
+    "a bar without an end": (["1 %\r", "2 %\r"], ["2 %"]),
+    "a bar of backspaces": (["1/2 loss 5\b\b\b\b", "\b" * 9 + "\r2/2 loss 4\n", "done\n"], ["2/2 loss 4", "done"]),
+    "a spinner": (["work /\b", "-\b|\b", "\n"], ["work |"]),
+    "letters of several bytes": (["\u2501\u2501\b\b", "\u2578\u2578\n"], ["\u2578\u2578"]),
+    "no end at all": (["x" * 40_000] * 4, ["x" * 65_536] * 2 + ["x" * 28_928]),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_output_is_cut_into_lines(name):
+    chunks, expected = PIECES[name]
+    lines = Lines()
+    found = [line for chunk in chunks for line in lines.split(chunk.encode())] + lines.rest()
+    assert [line.decode() for line in found] == expected
+
+
+def test_a_bar_that_takes_long_is_shown_as_it_stands():
+    now = 0.0
+    lines = Lines(lambda: now)
+    found = []
+    for now in range(100):
+        found += lines.split(f"{now} %\r".encode())
+    assert [line.decode() for line in found + lines.rest()] == ["30 %", "60 %", "90 %", "99 %"]

@@ -1,0 +1,194 @@
+"""Which lines of a worker's standard error are for its log file alone, and not for the terminal.
+
+TensorFlow, XLA, gRPC and TFDS log some 30 lines in a healthy run and some 70 more when a peer fails. None of them asks
+the user to do anything. Everything else passes unchanged: what the script prints, Python's warnings and logging,
+progress bars, tracebacks.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Callable
+
+__all__ = ["LIBRARY_LINES", "LibraryLine", "TerminalFilter", "is_library_line"]
+
+_MOST_BYTES = 1 << 16
+_COLOR = re.compile(rb"\x1b\[[0-9;]*m")  # Python 3.13 colors its tracebacks on a terminal.
+_FIRST_OF_TRACEBACK = (b"Traceback (most recent call last):", b'  File "', b"  + Exception Group Traceback")
+_FIRST_OF_DUMP = b"Fatal Python error: "
+_OF_DUMP = re.compile(
+    rb"(?:Current thread|Thread) 0x|  File \".*\", line \d+ in |  <|  \.\.\.|Extension modules: |Python runtime state: "
+    rb"|$"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LibraryLine:
+    """A format of lines that libraries print.
+
+    Attributes:
+      what: Who prints it.
+      pattern: A regular expression that matches from the beginning of the line.
+      example: Such a line.
+      anywhere: Whether it may also begin in the middle of a line, where a progress bar has not ended its own.
+    """
+
+    what: str
+    pattern: str
+    example: str
+    anywhere: bool = False
+
+
+LIBRARY_LINES = (
+    LibraryLine(
+        "C++ code of TensorFlow, XLA and the coordination service: all but fatal errors",
+        r"[IWE]\d{4} \d\d:\d\d:\d+\.\d+ +\d+ [\w.-]+\.(?:cc|cu|cpp|h):\d+\] ",
+        "E0000 00:00:1795638386.023032    7025 cuda_platform.cc:52] failed call to cuInit: UNKNOWN ERROR (303)",
+        anywhere=True,
+    ),
+    LibraryLine(
+        "the same in versions of TensorFlow up to 2.19",
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE] \S+\.(?:cc|cu|cpp|h):\d+\] ",
+        "2026-11-25 20:26:27.022455: I tensorflow/core/platform/cpu_feature_guard.cc:210] This TensorFlow binary is",
+        anywhere=True,
+    ),
+    LibraryLine(
+        "absl's C++ logging",
+        r"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR",
+        "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+    ),
+    LibraryLine(
+        "the second line of cpu_feature_guard.cc",
+        r"To enable the following instructions: .*rebuild TensorFlow",
+        "To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with the appropriate",
+    ),
+    LibraryLine(
+        "the list of tasks after a message of coordination_service.cc",
+        r"/job:\w+/replica:\d+/task:\d+$",
+        "/job:worker/replica:0/task:1",
+    ),
+    LibraryLine(
+        "the second line of an aborted collective",
+        r"The error could be from a previous operation\. Restart your program to reset\.$",
+        "The error could be from a previous operation. Restart your program to reset.",
+    ),
+    LibraryLine(
+        "the node of the graph that failed, in local_rendezvous.cc",
+        r"\t \[\[\{\{.*\[type\.googleapis\.com/tensorflow\.",
+        "\t [[{{node cond/CollectiveReduceV2}}]] [type.googleapis.com/tensorflow.DerivedStatus='']",
+    ),
+    LibraryLine(
+        "gRPC, after a message of the coordination service",
+        r"Additional GRPC error information from remote target ",
+        "Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling",
+    ),
+    LibraryLine(
+        "gRPC's details",
+        r':(?:UNKNOWN:Error received from peer|\{"created":)',
+        ':UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"failed to connect to all addresses"}',
+    ),
+    LibraryLine(
+        "Python code of TensorFlow at level INFO",
+        r"INFO:tensorflow:",
+        "INFO:tensorflow:Using MirroredStrategy with devices ('/job:worker/task:0/device:CPU:0',)",
+    ),
+    LibraryLine(
+        "the same once more, where absl's logging is in use",
+        r"I\d{4} \d\d:\d\d:\d\d\.\d{6} +\d+ "
+        r"(?:collective_all_reduce_strategy|mirrored_strategy|cross_device_ops)\.py:\d+\] ",
+        "I1125 20:26:27.022455 139651931122560 collective_all_reduce_strategy.py:603] Enabled multi-worker collective",
+    ),
+    LibraryLine(
+        "TFDS at level INFO, where absl's logging is in use",
+        r"I\d{4} \d\d:\d\d:\d\d\.\d{6} +\d+ (?:dataset_builder\.py:\d+\] (?:Generating|Reusing|Overwrite|Skipping)|"
+        r"dataset_info\.py:\d+\] (?:Load dataset info|Field info|Loading info)|writer\.py:\d+\] Done writing|"
+        r"reader\.py:\d+\] Creating a tf\.data\.Dataset|logging_logger\.py:\d+\] Constructing)",
+        "I1125 20:26:32.067678 139651931122560 dataset_info.py:711] Load dataset info from /root/tensorflow_datasets/d",
+        anywhere=True,
+    ),
+    LibraryLine(
+        "Keras, of its own default `shuffle=True`, on every `fit` of a dataset",
+        r".*/keras/src/trainers/epoch_iterator\.py:\d+: UserWarning: `shuffle=True` was passed, but will be ignored",
+        "/lib/keras/src/trainers/epoch_iterator.py:74: UserWarning: `shuffle=True` was passed, but will be ignored",
+    ),
+    LibraryLine(
+        "the line of source that Python shows below it",
+        r"  self\.data_adapter = data_adapters\.get_data_adapter\($",
+        "  self.data_adapter = data_adapters.get_data_adapter(",
+    ),
+    LibraryLine(
+        "tfdist, of a peer that has ended, which `tfdist run` tells itself",
+        r"(?:ERROR:absl:|E\d{4} \S+ +\d+ board\.py:\d+\] )worker \d+ at \S+ is gone: its process has ended",
+        "ERROR:absl:worker 1 at 127.0.0.1:61882 is gone: its process has ended. Its log may say why.",
+    ),
+)
+_AT_START = re.compile("|".join(f"(?:{each.pattern})" for each in LIBRARY_LINES).encode())
+_ANYWHERE = re.compile("|".join(f"(?:{each.pattern})" for each in LIBRARY_LINES if each.anywhere).encode())
+
+
+def is_library_line(line: str) -> bool:
+    """Whether a whole line, without its end, has one of the formats of `LIBRARY_LINES`."""
+    return _AT_START.match(line.encode()) is not None
+
+
+class TerminalFilter:
+    """Passes on a worker's standard error without the lines of `LIBRARY_LINES`, crash dumps and reported tracebacks.
+
+    Feed it with what was read; when nothing more comes for a moment, `flush` gives the beginning of a line.
+
+    Args:
+      reported_stack: Gives the traceback of the exception that ends this worker, once the worker has reported it to its
+        supervisor; empty before. The supervisor tells that exception, so its traceback is not printed here.
+    """
+
+    def __init__(self, reported_stack: Callable[[], str] = str):
+        self._reported_stack = reported_stack
+        self._rest = b""
+        self._stack: collections.Counter[bytes] = collections.Counter()  # its lines that have not come yet
+        self._is_reported = False
+        self._in_dump = False
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether a line has begun that is neither shown nor dropped."""
+        return bool(self._rest)
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What to show of this chunk and of what was left before."""
+        *lines, self._rest = re.split(rb"(?<=[\r\n])", self._rest + chunk)
+        shown = b"".join(map(self._shown, lines))
+        return shown + self.flush() if len(self._rest) > _MOST_BYTES else shown
+
+    def flush(self) -> bytes:
+        """What to show of a line that has not ended. A line of a library is kept back until its end."""
+        found = _AT_START.match(self._rest) or _ANYWHERE.search(self._rest)
+        end = found.start() if found else len(self._rest)
+        shown, self._rest = self._rest[:end], self._rest[end:]
+        return shown
+
+    def end(self) -> bytes:
+        """What to show of the last line, if it has no end."""
+        line, self._rest = self._rest, b""
+        return self._shown(line)
+
+    def _shown(self, line: bytes) -> bytes:
+        text = _COLOR.sub(b"", line.rstrip(b"\r\n"))
+        if self._is_of_dump(text) or _AT_START.match(text) or self._is_of_reported_stack(text):
+            return b""
+        found = _ANYWHERE.search(line)
+        return line[: found.start()] if found else line
+
+    def _is_of_dump(self, text: bytes) -> bool:
+        """Whether the line is one that Python's faulthandler writes when a process crashes."""
+        self._in_dump = text.startswith(_FIRST_OF_DUMP) or (self._in_dump and _OF_DUMP.match(text) is not None)
+        return self._in_dump
+
+    def _is_of_reported_stack(self, text: bytes) -> bool:
+        if not self._is_reported and text.startswith(_FIRST_OF_TRACEBACK):
+            stack = self._reported_stack().encode(errors="replace")
+            self._is_reported = bool(stack)
+            self._stack.update(line.rstrip() for line in stack.splitlines())
+        if self._stack[text.rstrip()] <= 0:
+            return False
+        self._stack[text.rstrip()] -= 1
+        return True
