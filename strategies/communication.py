@@ -1,4 +1,4 @@
-"""What a strategy sends: which exchange carries which gradients, and the figures of it."""
+"""The compressed exchanges of a strategy, their traffic, and the states of their codecs."""
 
 import dataclasses
 import gc
@@ -25,18 +25,17 @@ from tfdist.strategies.policy import OneCodec, Policy, unfit
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What this worker has sent in compressed exchanges, by a count of what collectives get, without headers.
+    """Traffic of this worker's compressed exchanges: the payload of collectives, without headers.
 
     Attributes:
-      steps: Exchanges; those that were opted out of do not count.
-      raw_bytes: What uncompressed exchanges would have sent.
-      sent_bytes: What was sent: values, scales, indices and padding.
-      encode_seconds: What a replica has spent on encoding and decoding, with sums and residuals; a mean over the
-        replicas of this worker, added up over buckets, of which several may be under way at once. Of what travels
-        encoded only: buckets that do not, and steps before a codec's `start_step`, take no part. `None` unless
-        `Communication.timed`.
-      exchange_seconds: The same of the collectives between, from their launch to the arrival: sending, and waiting for
-        others that are not as far.
+      steps: Number of exchanges, without those inside of `uncompressed()`.
+      raw_bytes: Bytes that uncompressed exchanges would have sent.
+      sent_bytes: Bytes sent: values, scales, indices and padding.
+      encode_seconds: Seconds spent on encoding, decoding, sums and residuals, as the mean over this worker's replicas
+        and the sum over buckets, several of which may run at once. Counts encoded buckets only, from each codec's
+        `start_step` on. None unless `Communication.timed`.
+      exchange_seconds: Seconds spent in collectives, from launch to arrival, which includes the time spent waiting for
+        other replicas. Counted like `encode_seconds`.
     """
 
     steps: int
@@ -46,38 +45,38 @@ class Traffic:
     exchange_seconds: float | None
 
     def __sub__(self, before: "Traffic") -> "Traffic":
-        """What was sent since `before`."""
+        """The traffic since `before`."""
         own, other = dataclasses.astuple(self), dataclasses.astuple(before)
         since: Any = (None if now is None else now - (then or 0) for now, then in zip(own, other, strict=True))
         return Traffic(*since)
 
     @property
     def ratio(self) -> float:
-        """How many times less was sent; 1 if nothing."""
+        """Raw bytes divided by sent bytes; 1 if nothing was sent."""
         return self.raw_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
     @property
     def sent_bytes_per_step(self) -> float:
-        """Of all replicas of this worker."""
+        """Mean of the bytes sent per step by all replicas of this worker."""
         return self.sent_bytes / max(self.steps, 1)
 
 
 class Communication(tf.Module):
-    """The gradient exchanges of a strategy with `compression`, as `strategy.communication`.
+    """The gradient exchanges of a strategy with `compression`, available as `strategy.communication`.
 
-    Holds what codecs keep from step to step: residuals, momenta, low-rank factors and counts. It belongs to the worker.
-    Each worker saves and restores its own, to a path of its own, before or after the first step:
+    Holds the states of the codecs (residuals, momenta, low-rank factors) and counts of traffic, for one worker. Each
+    worker saves and restores them under its own path, before or after the first step:
 
         tf.train.Checkpoint(communication=strategy.communication).write(f"state-{worker}")
 
-    Memory: what `memory_bytes` says. With error feedback that is a float32 copy of the compressed gradients for each
-    replica and, from three workers on, one more divided by their number. It is freed with the optimizer. An optimizer
-    that is given other variables, as after layers are frozen, exchanges these anew: what was left behind of the others
-    stays, and is not sent before the same variables come again.
+    Memory: see `memory_bytes`. Error feedback keeps a float32 copy of the compressed gradients per replica and, from
+    three workers on, one more copy divided by the number of workers. It is freed with the optimizer. If an optimizer
+    gets other variables, as after freezing layers, they get a new exchange. The residuals of the old exchange stay, and
+    are sent once the optimizer gets the old variables again.
 
-    A checkpoint is of one worker, of as many workers and devices, and of the same compressed gradients; restored under
-    others it raises a ValueError, in `restore` or in the first step, since parts would be lost. To go on with others
-    there are `state` and `redistribute`.
+    A checkpoint only fits the same worker, the same number of workers and devices, and the same compressed gradients.
+    Otherwise `restore` or the first step raises a ValueError, since residuals would be lost. To continue with another
+    number of workers use `state` and `redistribute`.
     """
 
     def __init__(self, policy: Policy, collectives: Callable[[], Any]):
@@ -90,43 +89,43 @@ class Communication(tf.Module):
 
     @property
     def timed(self) -> bool:
-        """Whether `traffic` tells what coding and exchanging took; set it before the first step.
+        """Whether `traffic` measures the time of coding and of collectives. Set it before the first step.
 
-        It slows steps down, those of quick codecs most: to look for where the time goes, not for every run.
+        Measuring slows steps down, most of all with fast codecs, so use it only to find out where time is spent.
 
         Raises:
-          RuntimeError: If it is changed when steps have been traced, which stay as they are.
+          RuntimeError: If it is changed after a step was traced.
         """
         return self._timed
 
     @timed.setter
     def timed(self, timed: bool) -> None:
         if timed != self._timed and self._known.exchanges:
-            raise RuntimeError("`timed` is set before the first step: steps that have been traced stay as they are.")
+            raise RuntimeError("`timed` cannot change after a step was traced. Set it before the first step.")
         self._timed = timed
 
     @property
     def exchanges(self) -> list[Exchange]:
-        """All that were made, in that order, also those whose optimizer is gone."""
+        """All exchanges in the order in which they were made, including those of deleted optimizers."""
         return self._known.made
 
     def exchange_of(self, optimizer: Any, gradients: Sequence[Gradient], places: Sequence[int] = ()) -> Exchange:
-        """The exchange of these gradients; made when they come for the first time.
+        """Returns the exchange of these gradients, which the first call makes.
 
         Args:
-          optimizer: Whose they are.
-          gradients: Of a replica.
-          places: Of their variables among those of the optimizer, if known.
+          optimizer: The optimizer that applies the gradients.
+          gradients: The gradients of one replica.
+          places: The indices of their variables in the optimizer, if known.
 
         Raises:
-          ValueError: If no collective adds up such gradients, no codec takes what the policy gives it, or a checkpoint
-            that was restored before has what other replicas kept.
+          ValueError: If collectives cannot sum gradients of this type, if the policy chooses a codec that cannot encode
+            a gradient, or if the checkpoint restored before does not fit this worker.
         """
         anchor = _tf.counter_of(optimizer)
         signature = _signature(gradients, places)
         key = (id(anchor), signature)
         if key not in self._known.exchanges and signature in self._known.signatures():
-            gc.collect()  # An optimizer that is gone but not collected would hold the name; not under the lock.
+            gc.collect()  # Free the names of deleted optimizers. Not under the lock, which `_forget` may need.
         with self._known.lock:
             if key not in self._known.exchanges:
                 self._known.exchanges[key] = self._make(gradients, key, optimizer)
@@ -144,47 +143,47 @@ class Communication(tf.Module):
             self._warn_of_none(gradients, codecs)
         name = self._known.free_name(key)
         try:
-            setattr(self, name, made)  # What checkpoints see.
+            setattr(self, name, made)  # Makes the exchange part of checkpoints.
         except ValueError:
             if made.layout.refusal is None:
                 raise
-            setattr(self, name, made)  # TensorFlow restores once, so that a second step would know of nothing.
-        with ThreadPoolExecutor(1) as pool:  # Out of the graph that is being built.
+            setattr(self, name, made)  # TensorFlow restores only once. The refusal is raised by `Layout.check`.
+        with ThreadPoolExecutor(1) as pool:  # Another thread, to run outside of the graph being traced.
             pool.submit(self._fill, made, key, name).result()
         self._known.names[key] = name
         self._known.made.append(made)
         return made
 
     def _forget(self, key: "_Key") -> None:
-        """Frees what is kept for an optimizer that is gone; of its exchange only the counts stay."""
+        """Frees the states of a deleted optimizer's exchange. Its counts stay."""
         delattr(self, self._known.names[key])
-        del self._known.names[key]  # Only then may others have it.
+        del self._known.names[key]  # After the attribute is gone, since another exchange may take the name now.
         self._known.exchanges.pop(key).release()
 
     def exchanges_of(self, optimizer: Any) -> dict[str, Exchange]:
-        """What carries the gradients of an optimizer, by names that are the same in another run of the program."""
+        """The exchanges of an optimizer's gradients, by names that are equal in each run of the program."""
         anchor = id(_tf.counter_of(optimizer))
         with self._known.lock:
             return {name: exchange for (owner, name), exchange in self._known.exchanges.items() if owner == anchor}
 
     def hand_over(self, optimizer: Any, name: str, fill: Callable[[Exchange], None]) -> None:
-        """Has an exchange of `exchanges_of` filled, now or once the first step has made it."""
+        """Calls `fill` with the exchange of that name (see `exchanges_of`), now or once the first step has made it."""
         exchange = self.exchanges_of(optimizer).get(name)
         if exchange is None:
             anchor = _tf.counter_of(optimizer)
-            self._known.awaited[id(anchor), name] = (fill, anchor)  # Kept, so that nothing else gets its number.
+            self._known.awaited[id(anchor), name] = (fill, anchor)  # Holding the anchor keeps its id unique.
         else:
             fill(exchange)
 
     def drop_awaited(self) -> int:
-        """Forgets what was handed over for exchanges that no step has made; how many."""
+        """Drops the `hand_over` calls for exchanges that no step has made, and returns their number."""
         dropped, self._known.awaited = len(self._known.awaited), {}
         return dropped
 
     def state(self) -> dict[str, np.ndarray]:
-        """What this worker's replicas have left behind, in a form for any number of workers.
+        """Residuals and other states of this worker's codecs, in a form for any number of workers.
 
-        Costs a copy of it. For the same number of workers `tf.train.Checkpoint` is exact to the bit.
+        Costs a copy of the states. For the same number of workers, `tf.train.Checkpoint` restores the same bits.
         """
         own = {
             f"{self._known.names[key]}/{i}": array
@@ -194,24 +193,25 @@ class Communication(tf.Module):
         return {**self._known.inherited, **own}
 
     def redistribute(self, states: Sequence[Mapping[str, np.ndarray]]) -> None:
-        """Takes over what earlier workers, as many as there were, have left behind.
+        """Restores the states that a run with any number of workers has saved by `state`.
 
-        The sum over all is kept, up to rounding, and shared equally. Call it alike on all workers, before the first
-        step or later. What is of gradients that no step exchanges, as on a single replica, waits, and `state` gives it
-        on. An exchange under another codec keeps what it has, nothing if it is new, with a warning.
+        The sum over all workers is preserved, up to rounding, and divided equally among the present replicas. Call it
+        on all workers with the same `states`, before the first step or later. States of gradients that no step
+        exchanges, as on a single replica, are kept and returned by `state`. An exchange under another codec keeps its
+        own states and logs a warning.
 
         Args:
-          states: What `state` gave, on each of the earlier workers.
+          states: The results of `state` on all workers of the earlier run.
 
         Raises:
-          ValueError: If there are none, or they are not of one run.
+          ValueError: If `states` is empty, or its entries are not of the same run.
         """
         self._known.inherited = sum_of(states)
         for key, exchange in self._known.exchanges.items():
             self._inherit(exchange, self._known.names[key])
 
     def _fill(self, made: Exchange, key: Any, name: str) -> None:
-        """Gives a new exchange what was kept for it."""
+        """Sets the states of a new exchange from an earlier `redistribute` or `hand_over`."""
         self._inherit(made, name)
         fill, _ = self._known.awaited.pop(key, (None, None))
         if fill is not None:
@@ -225,10 +225,10 @@ class Communication(tf.Module):
         try:
             exchange.spread([own[f"{name}/{i}"] for i in range(len(own))])
         except ValueError as error:
-            logging.warning("Residuals of %s are left as they were: these are of another codec. %s", name, error)
+            logging.warning("Residuals of %s were not restored, because they are of another codec. %s", name, error)
 
     def traffic(self) -> Traffic:
-        """What this worker's replicas have sent since the strategy was made."""
+        """The traffic of this worker's replicas since the strategy was made."""
         counts = [count.numpy() for exchange in self.exchanges for count in exchange.counts]
         steps = sum(int(exchange.counts[0].numpy()[STEPS]) for exchange in self.exchanges)
         raw, sent = (sum(int(count[which]) for count in counts) for which in (RAW_BYTES, SENT_BYTES))
@@ -240,30 +240,30 @@ class Communication(tf.Module):
         return Traffic(steps, raw, sent, float(encoding), float(exchanging))
 
     def residual_norm(self) -> float:
-        """The Euclidean norm of all that this worker's replicas have left behind, to be sent later."""
+        """The Euclidean norm of all residuals of this worker's replicas."""
         squares = [tf.reduce_sum(tf.square(value)) for exchange in self.exchanges for value in exchange.residuals()]
         return float(tf.sqrt(tf.add_n(squares))) if squares else 0.0
 
     def memory_bytes(self) -> int:
-        """Bytes that codecs keep from step to step in this worker."""
+        """Bytes of the codecs' states on this worker."""
         states = [state for exchange in self.exchanges for replica in exchange.states for state in replica]
         return sum(state.shape.num_elements() * state.dtype.size for state in states)
 
     def _warn_of_none(self, gradients: Sequence[Gradient], codecs: Sequence[Codec | None]) -> None:
-        """Says once that compression does nothing, and why not for the largest gradient."""
+        """Warns once if no gradient of an optimizer is compressed, with the reason for the largest gradient."""
         if self._has_warned or not self._make_collectives().is_first(0):
             return
         self._has_warned = True
         largest = max(range(len(gradients)), key=lambda i: gradients[i].shape.num_elements() or 0)
         gradient, codec = gradients[largest], codecs[largest]
-        reason = "its policy gives None"
+        reason = "the policy returns None"
         if codec is not None:
-            reason = f"padded to whole blocks {codec!r} sends no less"
+            reason = f"padded to whole blocks, {codec!r} sends no fewer bytes"
         elif isinstance(self._policy, OneCodec):
             reason = self._policy.objection(gradient.shape, gradient.dtype) or reason
         logging.warning(
-            "`compression` does nothing for an optimizer whose largest gradient is of shape %s, %s: %s. All of them "
-            "travel as they are.",
+            "`compression` does nothing for an optimizer whose largest gradient is of shape %s, %s: %s. All its "
+            "gradients travel uncompressed.",
             gradient.shape,
             gradient.dtype.name,
             reason,
@@ -274,15 +274,16 @@ class Communication(tf.Module):
         chosen = self._policy(shape, dtype, position) if shape.is_fully_defined() and shape.num_elements() else None
         if not isinstance(chosen, Codec | str | None):
             raise TypeError(
-                f"A policy gives a codec of tfdist.compression, a name, or None for each gradient, not {chosen!r}."
+                "A `compression` function must return a codec of tfdist.compression, its name, or None for each "
+                f"gradient, got {chosen!r}. Change its result."
             )
         codec = from_name(chosen)
         if codec is None:
             return None
         if why_not := unfit(codec, shape, dtype):
             raise ValueError(
-                f"The policy gives {codec!r} for gradient {position} of dtype {dtype.name} and shape {shape}, but "
-                f"{why_not}. Give None for it."
+                f"The `compression` function returns {codec!r} for gradient {position} of dtype {dtype.name} and shape "
+                f"{shape}, but {why_not}. Return None for this gradient."
             )
         return codec
 
@@ -296,18 +297,18 @@ def _check_summed(gradients: Sequence[Gradient]) -> None:
     for position, gradient in enumerate(gradients):
         if not is_added_up(gradient.dtype):
             raise ValueError(
-                f"Replicas add up gradients that are numbers, but gradient {position}, of shape {gradient.shape}, is "
-                f"of {gradient.dtype.name}. Keep its variable in a float type."
+                f"Gradients must have a numeric type, so that replicas can sum them, but gradient {position}, of shape "
+                f"{gradient.shape}, has type {gradient.dtype.name}. Use a float type for its variable."
             )
 
 
 def _warn_of_unfit(codecs: Sequence[Codec], optimizer: keras.optimizers.Optimizer) -> None:
-    """Warns of codecs that an optimizer cannot bear; rows of embeddings travel by others, which all can."""
+    """Warns of codecs that do not suit an optimizer. Sparse gradients use other codecs, which suit all optimizers."""
     names = sorted({codec.name for codec in codecs if codec.for_sgd})
     kind = type(optimizer).__name__.removeprefix("Distributed")
     if names and not isinstance(optimizer, keras.optimizers.SGD):
         logging.warning(
-            "compression=%s delays most of a gradient, which %s takes for a smaller one: it may learn less, or "
+            "compression=%s delays most of each gradient, so that %s underestimates its size. Training may be worse or "
             "diverge. Train with keras.optimizers.SGD, choose 'int8', or set a start_step.",
             "/".join(repr(name) for name in names),
             kind,
@@ -316,8 +317,8 @@ def _warn_of_unfit(codecs: Sequence[Codec], optimizer: keras.optimizers.Optimize
     twice = [codec for codec in codecs if isinstance(codec, TopK) and codec.momentum]
     if twice and own:
         logging.warning(
-            "%r has a momentum of its own, and %s one of %s besides: gradients count as many times more, and training "
-            "may diverge. Leave one of them out.",
+            "%r applies momentum, and so does %s, with momentum=%s. Both together make the updates too large, and "
+            "training may diverge. Set one of them to 0.",
             twice[0],
             kind,
             own,
@@ -325,20 +326,20 @@ def _warn_of_unfit(codecs: Sequence[Codec], optimizer: keras.optimizers.Optimize
 
 
 def sum_of(states: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The sum of what several workers have left behind, by name.
+    """The sum of the states of several workers, by name.
 
     Raises:
-      ValueError: If there are none, or one has left behind what another has not.
+      ValueError: If `states` is empty, or its entries have different names.
     """
     if not states:
-        raise ValueError("`states` has what `state` gave on each of the earlier workers, at least one, but is empty.")
+        raise ValueError("`states` must hold the result of `state` of each worker of a run, at least one, got none.")
     names = list(dict.fromkeys(name for state in states for name in state))
     for worker, state in enumerate(states):
         missing = [name for name in names if name not in state]
         if missing:
             raise ValueError(
-                f"`states` has what `state` gave on each worker at the same step of one run, but number {worker} has "
-                f"nothing of {', '.join(missing)}, which others have. Save all of them after the same step."
+                f"`states` must hold the results of `state` of all workers at the same step of one run, but entry "
+                f"{worker} lacks {', '.join(missing)}, which others have. Save all of them after the same step."
             )
     return {name: np.sum([state[name] for state in states], axis=0) for name in names}
 
@@ -349,11 +350,11 @@ def _forget(communication: "weakref.ref[Communication]", key: "_Key") -> None:
         known._forget(key)
 
 
-_Key = tuple[int, str]  # The number of an optimizer's counter, and the signature of what it exchanges.
+_Key = tuple[int, str]  # The `id` of an optimizer's step counter, and the signature of its gradients.
 
 
 class _Known:
-    """Exchanges by optimizer and what it exchanges; apart from what checkpoints see, which takes no such keys."""
+    """Exchanges by optimizer and gradients. A separate object, since checkpoints cannot track dicts with such keys."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -364,10 +365,10 @@ class _Known:
         self.awaited: dict[Any, tuple[Callable[[Exchange], None], Any]] = {}
 
     def signatures(self) -> set[str]:
-        """Of what is exchanged so far."""
+        """Signatures of the gradients exchanged so far."""
         return {signature for _, signature in list(self.names)}
 
     def free_name(self, key: _Key) -> str:
-        """A name that says what is exchanged, the same in a program that comes to it by another way."""
+        """An unused name that depends on the signature, so that it is equal in each run of the program."""
         taken = set(self.names.values())
         return next(name for number in itertools.count() if (name := f"exchange_{key[1]}_{number}") not in taken)

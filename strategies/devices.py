@@ -1,4 +1,4 @@
-"""The devices of this process that a strategy uses unless told otherwise."""
+"""The devices of this process that a strategy uses by default."""
 
 import os
 
@@ -14,16 +14,16 @@ def local_devices() -> list[str]:
 
 
 def make_virtual_devices() -> None:
-    """Makes as many logical CPUs as `TFDIST_DEVICES_PER_WORKER` asks for, before TensorFlow starts.
+    """Creates the number of logical CPUs that `TFDIST_DEVICES_PER_WORKER` states. Call it before TensorFlow starts.
 
     Raises:
-      ValueError: If the variable is not a positive whole number.
+      ValueError: If the variable is not a positive integer.
     """
     asked = os.environ.get(DEVICES_PER_WORKER)
     if not asked:
         return
     if not asked.isdigit() or int(asked) < 1:
-        raise ValueError(f"{DEVICES_PER_WORKER} must be a whole number from 1, not {asked!r}.")
+        raise ValueError(f"{DEVICES_PER_WORKER} must be an integer of at least 1, got {asked!r}.")
     cpu = tf.config.list_physical_devices("CPU")[0]
     if tf.config.get_logical_device_configuration(cpu) is None and int(asked) > 1:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * int(asked))

@@ -1,12 +1,12 @@
-"""Sparse gradients of which one device has one row where every replica has one of its own.
+"""Sums rows of sparse gradients over replicas where needed to equal the gradients of one device.
 
-Keras' adaptive optimizers, and norms, square each row of `tf.IndexedSlices` by itself, so what one device adds up
-before must be added up here, too: rows that no batch chooses, such as those of positions in a text, and rows of which a
-replica has each index once, as of sparse inputs. All other rows are joined.
+Keras' adaptive optimizers and norms square each row of `tf.IndexedSlices` by itself, so rows that one device would sum
+first must be summed here too. There are two kinds: rows that do not depend on the batch, such as position embeddings,
+and lookups with unique indices, as for sparse inputs. All other rows are concatenated.
 
-Which rows are meant, the graph of a replica tells, but not always the same on all, since one may know how many rows it
-has, and another not. So each heads its rows by one more, of an index that no row has; by the heads of all, and by
-whether all have the same indices, all decide alike.
+Each replica finds the kind of a lookup in its graph. Replicas may find different kinds, since the number of rows may be
+static on one replica only. So each replica adds a head to its rows: one more row, with an index that no other row has,
+which encodes the kind. The heads of all replicas, and a comparison of their indices, lead all to the same decision.
 """
 
 import functools
@@ -19,17 +19,22 @@ from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.dependence import may_differ
 from tfdist.strategies.step import Step
 
-# What a head says of its rows: of a batch; of no batch; of no batch, on a replica without rows; each index once.
+# The kinds of lookups that a head encodes: dependent on the batch; independent of it; independent of it, on a replica
+# without rows of the batch; with unique indices.
 _OF_BATCH, _FIXED, _FIXED_OF_NOTHING, _UNIQUE = range(4)
 _KINDS = 4
-# Of operations on indices that change none, which input they pass on. A select is Keras' way with negative ones.
+# Operations that pass indices on unchanged, and the input they pass on. Keras handles negative indices with a select.
 _PASSED_ON = {"Reshape": 0, "Identity": 0, "Cast": 0, "SelectV2": 2}
 
 
 def with_heads(value: Any, step: Step | None) -> tuple[Any, Callable[[Any], Any]]:
-    """A nest of gradients as replicas exchange them, and what makes of the sums what one device would have.
+    """Adds heads to the sparse gradients in a nest, for the exchange between replicas.
 
-    Costs a row for each replica and sparse gradient, and a copy of these. Eagerly nothing is known, and all is joined.
+    Costs one row per replica and sparse gradient, and a copy of the sparse gradients. In eager mode, which has no graph
+    to read, it does nothing, and all rows are concatenated.
+
+    Returns:
+      The nest with heads, and a function that turns the exchanged nest into the gradients that one device would have.
     """
     if tf.executing_eagerly():
         return value, lambda totals: totals
@@ -48,7 +53,7 @@ def with_heads(value: Any, step: Step | None) -> tuple[Any, Callable[[Any], Any]
 
 
 def _lookups(slices):
-    """The indices of each lookup of a table, which TensorFlow joins if there are several."""
+    """The indices of each lookup in a table. TensorFlow concatenates them if there are several."""
     operation = slices.indices.op
     return list(operation.inputs[:-1]) if operation.type == "ConcatV2" else [slices.indices]
 
@@ -64,7 +69,7 @@ def _kind(indices, step):
 
 
 def _may_be_for_each_row(shape, step):
-    """Whether what looks like constants may be made for each row of a batch, of which so many are known."""
+    """Whether indices of this shape, although constant in the graph, may hold one entry per row of the batch."""
     if shape.rank is None:
         return True
     if shape.rank < 2 or shape[0] == 1:
@@ -95,7 +100,7 @@ def _without_heads(total, kinds):
         return total
     least = total.indices.dtype.min
     is_head = total.indices < least + _KINDS * len(kinds)
-    if kinds == [_OF_BATCH]:  # As most are; nobody has to know which rows are whose.
+    if kinds == [_OF_BATCH]:  # The usual case, in which the owners of rows do not matter.
         values = tf.ensure_shape(tf.boolean_mask(total.values, ~is_head), [None, *total.values.shape[1:]])
         return tf.IndexedSlices(values, tf.boolean_mask(total.indices, ~is_head), total.dense_shape)
     heads = tf.cast(tf.boolean_mask(total.indices, is_head) - least, tf.int32)  # [replicas * lookups]
@@ -112,13 +117,13 @@ def _without_heads(total, kinds):
 
 
 def _as_one_device(kind, joined, heads, owners):
-    """Values and indices of one lookup.
+    """Values and indices that one device would have for one lookup.
 
     Args:
-      kind: What this replica takes it for.
-      joined: Those of all replicas, [rows, ...] and [rows].
-      heads: What each replica takes it for, [replicas].
-      owners: Which replica each row is of, [rows].
+      kind: The kind that this replica found.
+      joined: Values and indices of all replicas, [rows, ...] and [rows].
+      heads: The kind that each replica found, [replicas].
+      owners: The replica of each row, [rows].
     """
     if kind == _UNIQUE:
         slices = tf.IndexedSlices(*joined)
@@ -131,13 +136,13 @@ def _parts(slices):
 
 
 def _added_up(values, indices, heads, owners):
-    """The values and indices of one replica, with the sums over all that have rows, if all have the same."""
+    """The indices of one replica and the sums of the values, if all replicas with rows have the same indices."""
     counts = heads == _FIXED
     lengths = tf.boolean_mask(tf.math.bincount(owners, minlength=tf.size(heads)), counts)
     are_fixed = tf.reduce_all(counts | (heads == _FIXED_OF_NOTHING)) & (tf.size(lengths) > 0)
     is_counted = tf.gather(counts, owners)
 
-    def of_each(tensor):  # [rows, ...] -> [replicas with rows, rows of one, ...]
+    def of_each(tensor):  # [rows, ...] -> [replicas with rows, rows per replica, ...]
         kept = tf.boolean_mask(tensor, is_counted)
         return tf.reshape(kept, tf.concat([[tf.size(lengths), lengths[0]], tf.shape(kept)[1:]], axis=0))
 

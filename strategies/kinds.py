@@ -1,7 +1,7 @@
-"""Gradients of one kind on all replicas, which each run Python by itself where nothing is traced.
+"""Makes all replicas exchange the same kinds of gradients in eager mode.
 
-There a replica may take another path than others, by the values of its rows, and have gradients of other variables. In
-a graph replicas have the same.
+There each replica runs its own Python code, and may take another branch than other replicas and so have gradients of
+other variables. In a graph all replicas have the same gradients.
 """
 
 from collections.abc import Sequence
@@ -13,28 +13,31 @@ import tensorflow as tf
 from tfdist import _tf
 from tfdist.strategies.step import Step
 
-# What a gradient may be, and the first that any replica has all others can be made: dense, or rows by their indices.
+# The kinds of gradients: dense, or sparse with this type of indices. If replicas differ, the first kind in this order
+# that any replica has is used on all.
 _KINDS = ("dense", tf.int64, tf.int32)
 
 
 def of_one_kind(step: Step, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
-    """`gradients`, with zeros for `None` where another replica has one; dense if they are so anywhere, else rows.
+    """Converts `gradients` so that all replicas have the same kinds.
 
-    What only replicas without rows have is none. Costs an exchange of three numbers for each, if nothing is traced.
+    None becomes zeros if another replica has a gradient. A gradient that is dense on any replica becomes dense on all.
+    Gradients of replicas without rows of the batch do not count. Costs an exchange of three numbers per gradient, in
+    eager mode only.
     """
-    if _are_alike_anyway() or len(gradients) != len(variables):  # Which Keras refuses.
+    if _are_alike_anyway() or len(gradients) != len(variables):  # Keras raises for a wrong number of gradients.
         return gradients
     counts = _replicas_by_kind(step, gradients, bool(step.has_rows))
     return [_of_kind(*each) for each in zip(gradients, variables, counts, strict=True)]
 
 
 def check_of_one_kind(step: Step, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Refuses gradients of which Keras has left out those that are `None`, if these are others on other replicas.
+    """Fails if replicas have gradients of different kinds, after Keras has removed gradients that are None.
 
-    Costs an exchange of three numbers for each variable of the optimizer, if nothing is traced.
+    Costs an exchange of three numbers per variable of the optimizer, in eager mode only.
 
     Raises:
-      ValueError: On all replicas.
+      ValueError: If replicas differ; raised on all replicas.
     """
     if _are_alike_anyway():
         return
@@ -47,8 +50,8 @@ def check_of_one_kind(step: Step, optimizer: Any, gradients: Sequence[Any], vari
         paths = ", ".join(repr(optimizer._trainable_variables[place].path) for place in unlike)
         raise ValueError(
             f"All replicas must give optimizer {optimizer.name!r} gradients of the same variables, but those of "
-            f"{paths} are None on some, or of rows on some only. Call `apply` on "
-            "`strategy.distributed_optimizer(optimizer)` instead, which takes them for zeros there."
+            f"{paths} are None on some replicas, or sparse on some only. Call `apply` on "
+            "`strategy.distributed_optimizer(optimizer)` instead, which replaces None by zeros."
         )
 
 
@@ -57,7 +60,10 @@ def _are_alike_anyway():
 
 
 def _replicas_by_kind(step, gradients, counts):
-    """How many replicas that count have each gradient of each kind, int [gradients, kinds]."""
+    """The number of replicas that have each gradient in each kind, int [gradients, kinds].
+
+    A replica takes part without being counted if not `counts`.
+    """
     own = np.array([[counts and _kind(gradient) == kind for kind in _KINDS] for gradient in gradients], "float32")
     return step.all_reduce(tf.distribute.ReduceOp.SUM, tf.constant(own)).numpy().astype(int)
 
@@ -69,7 +75,7 @@ def _kind(gradient):
 
 
 def _of_kind(gradient, variable, counts):
-    """A gradient, or none, as what so many replicas have of each kind asks for."""
+    """Converts a gradient, or None, to the kind that follows from the `counts` of replicas per kind."""
     if not any(counts):
         return None
     kind, shape = _KINDS[np.flatnonzero(counts)[0]], tuple(variable.shape)
@@ -79,6 +85,6 @@ def _of_kind(gradient, variable, counts):
         return tf.zeros(shape, variable.dtype) if gradient is None else gradient
     if gradient is None:
         gradient = tf.IndexedSlices(tf.zeros((0, *shape[1:]), variable.dtype), tf.zeros([0], kind))
-    if not isinstance(gradient, tf.IndexedSlices):  # Of a replica without rows, so zeros.
+    if not isinstance(gradient, tf.IndexedSlices):  # This replica has no rows of the batch, so its gradient is zero.
         return tf.IndexedSlices(gradient[:0], tf.zeros([0], kind), tf.constant(shape, kind))
     return tf.IndexedSlices(gradient.values, tf.cast(gradient.indices, kind), tf.constant(shape, kind))

@@ -1,4 +1,4 @@
-"""Metrics over the global batch in logs that Keras takes as a step returns them."""
+"""Replaces metrics of a replica, in the logs that a step returns, by metrics of the global batch."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from tfdist.strategies.step import Step, current_step
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Result:
-    """What a metric of this replica gave in a step.
+    """A result that a metric returned on this replica during a step.
 
     Attributes:
-      metric: That gave it.
-      values: Of the metric's variables then.
-      leaves: Its tensors, by their places in it.
+      metric: The metric.
+      values: The values of the metric's variables at that time.
+      leaves: The tensors of the result, by their paths in it.
     """
 
     metric: keras.Metric
@@ -27,31 +27,31 @@ class Result:
 
 
 def check_states(model: keras.Model) -> None:
-    """Refuses metrics whose state is not summed over replicas when it is read: each worker would log its own.
+    """Fails if the state of a metric is not summed over replicas when it is read, since each worker would log its own.
 
     Raises:
-      ValueError: If a metric of `model` keeps a variable that `add_variable` has not made.
+      ValueError: If a metric of `model` holds a variable that was not made by `add_variable`.
     """
     for metric in [one for each in model.metrics for one in (each, *_compiled(each))]:
         held = [value for value in vars(metric).values() if isinstance(value, tf.Variable)]
         for variable in [*(variable.value for variable in metric.variables), *held]:
             if variable.synchronization != tf.VariableSynchronization.ON_READ:
                 raise ValueError(
-                    f"What a metric counts is kept on each replica and summed when it is read, but metric "
-                    f"{metric.name!r} holds {variable.name!r}, which is not: workers would log unlike results. Make "
-                    "it by `self.add_variable(shape, initializer)`; what never changes may be an array."
+                    f"The variables of a metric must be summed over replicas when they are read, but metric "
+                    f"{metric.name!r} holds {variable.name!r}, which is not, so workers would log different results. "
+                    "Make it by `self.add_variable(shape, initializer)`, or use a NumPy array for a constant."
                 )
 
 
 def _compiled(metric: keras.Metric) -> list[keras.Metric]:
-    """Those that `compile` was given, if it is the one in which Keras keeps them."""
+    """The metrics passed to `compile`, if `metric` is Keras' container for them."""
     return [each for each in getattr(metric, "metrics", ()) if isinstance(each, keras.Metric)]
 
 
 @contextmanager
 def noted_results(model: keras.Model) -> Iterator[None]:
-    """Notes in each `Step` the results of `model`'s metrics, while a step is traced or run."""
-    metrics = list({id(metric): metric for metric in model.metrics}.values())  # Keras lists some twice.
+    """Records the results of `model`'s metrics in the current `Step`, while a step is traced or run."""
+    metrics = list({id(metric): metric for metric in model.metrics}.values())  # Keras lists some metrics twice.
     before = [vars(metric).get("result") for metric in metrics]
     for metric in metrics:
         object.__setattr__(metric, "result", _noted(metric))
@@ -66,10 +66,10 @@ def noted_results(model: keras.Model) -> Iterator[None]:
 
 
 def global_results(model: keras.Model, logs: Any, step: Step) -> Any:
-    """`logs`, but results of metrics are those of all replicas' rows.
+    """Replaces results of metrics in `logs` by the results over the rows of all replicas.
 
-    At the end of an epoch Keras asks the metrics themselves, unless the step's logs have other keys than they: then it
-    takes the last step's. Costs an exchange of the metrics' variables, and only in the second case.
+    At the end of an epoch Keras reads the metrics, unless their keys differ from those of the step's logs. Only then it
+    reports the logs of the last step, so only then this function costs an exchange of the metrics' variables.
     """
     if not isinstance(logs, dict) or not step.results or logs.keys() == model.get_metrics_result().keys():
         return logs
@@ -105,7 +105,7 @@ def _leaves(value: Any) -> dict[str, Any]:
 
 
 def _merged(result: Result, step: Step) -> Any:
-    """What the metric gives if its variables are those of all replicas together."""
+    """The result of the metric when its variables are summed over all replicas."""
     values, variables = list(result.values), result.metric.variables
     sums = [i for i, variable in enumerate(variables) if variable.aggregation == "sum"]
     totals = step.all_reduce(tf.distribute.ReduceOp.SUM, [values[i] for i in sums]) if sums else []

@@ -1,4 +1,4 @@
-"""Which gradients are compressed, and how: what `compression=` of a strategy means, and the opt-out for one call."""
+"""Which gradients are compressed, and how: the strategies' `compression` argument, and the opt-out for one call."""
 
 import contextlib
 import dataclasses
@@ -16,25 +16,25 @@ Policy = Callable[[tf.TensorShape, tf.DType, int], Codec | str | None]
 
 _local = threading.local()
 _OPENED_AROUND = (
-    "tfdist.compression.uncompressed() is opened on each replica, but was opened around strategy.run, `fit` or "
-    "`train_on_batch`, or in strategy.scope(). Open it around `optimizer.apply` in the function that strategy.run is "
-    "given, or in the model's `train_step`."
+    "tfdist.compression.uncompressed() must be opened on each replica, but was opened around strategy.run, `fit` or "
+    "`train_on_batch`, or in strategy.scope(). Open it around `optimizer.apply`, in the function passed to "
+    "strategy.run or in the model's `train_step`."
 )
 
 
 @contextlib.contextmanager
 def uncompressed() -> Iterator[None]:
-    """Exchanges the gradients of this block uncompressed.
+    """Exchanges gradients applied in this block uncompressed. Residuals and other states of codecs do not change.
 
-    For custom loops: open it inside the function that `strategy.run` runs, around `optimizer.apply`. What codecs keep
-    from step to step stays as it is. It is looked at while a graph is traced: what is to vary from step to step takes a
-    `tf.function` for each way, and one that was traced before, called in the block, exchanges as it was traced.
+    For custom loops: open it around `optimizer.apply`, inside the function passed to `strategy.run`. Without a strategy
+    it has no effect.
 
-    Without a strategy there is nothing to compress, and it does nothing.
+    It takes effect while a graph is traced. A `tf.function` that was traced outside of the block compresses inside of
+    it too. To compress in some steps only, use two `tf.function`s.
 
     Raises:
-      RuntimeError: If it is opened inside `strategy.scope()` and not on a replica. Opened around `strategy.run` or
-        `fit`, where it would do nothing, these raise it.
+      RuntimeError: If it is opened in `strategy.scope()` but not on a replica. If it is opened around `strategy.run` or
+        `fit`, where it would have no effect, these raise the error.
     """
     if tf.distribute.in_cross_replica_context():
         raise RuntimeError(_OPENED_AROUND)
@@ -47,7 +47,7 @@ def uncompressed() -> Iterator[None]:
 
 
 def check_opted_out_inside() -> None:
-    """Refuses `uncompressed` around what runs replicas.
+    """Fails if `uncompressed` was opened around a call that runs replicas, instead of on a replica.
 
     Raises:
       RuntimeError: If this thread is inside `uncompressed` and on no replica.
@@ -62,14 +62,14 @@ def is_uncompressed() -> bool:
 
 
 def policy_of(compression: Any) -> Policy | None:
-    """What `compression=` of a strategy means.
+    """The policy for the `compression` argument of a strategy; None for no compression.
 
     Args:
-      compression: `None`, the name of a codec, a codec, or a function (shape, dtype, position) that gives one of these.
+      compression: None, a codec, its name, or a function `(shape, dtype, position)` that returns one of these.
 
     Raises:
-      ValueError: If it is a name that no codec has, or something else.
-      TypeError: If it is a function of other arguments.
+      ValueError: If it is an unknown name or another object.
+      TypeError: If it is a function with other arguments.
     """
     if callable(compression) and not isinstance(compression, type):
         _check_arguments(compression)
@@ -81,39 +81,39 @@ def policy_of(compression: Any) -> Policy | None:
 def _check_arguments(policy: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(policy)
-    except ValueError:  # of a function that is not written in Python
+    except ValueError:  # A function that is not written in Python has no signature.
         return
     try:
         signature.bind(tf.TensorShape([]), tf.float32, 0)
     except TypeError as error:
         raise TypeError(
-            f"A `compression` function takes a gradient's (shape, dtype, position), but {policy!r} takes {signature}: "
-            f"{error}."
+            f"A `compression` function must take a gradient's (shape, dtype, position), but {policy!r} takes "
+            f"{signature}: {error}. Change its arguments."
         ) from None
 
 
 def unfit(codec: Codec, shape: tf.TensorShape, dtype: tf.DType) -> str | None:
-    """Why a codec cannot take a gradient of this shape and dtype; `None` if it can."""
+    """The reason why a codec cannot encode a gradient of this shape and dtype, or None if it can."""
     if dtype not in ENCODED:
-        return f"only {', '.join(known.name for known in ENCODED)} are compressed"
+        return f"only gradients of {', '.join(known.name for known in ENCODED)} can be compressed"
     if isinstance(codec, PowerSGD) and shape.rank in (0, 1):
-        return "only matrices have factors"
+        return "only matrices have low-rank factors"
     return None
 
 
 @dataclasses.dataclass(frozen=True)
 class OneCodec:
-    """The policy of a strategy that is given a codec: whatever it is good for."""
+    """Policy that applies one codec to each gradient which it can encode and for which it saves traffic."""
 
     codec: Codec
 
     def __call__(self, shape: tf.TensorShape, dtype: tf.DType, position: int) -> Codec | None:
-        """The codec, if nothing is against it."""
+        """The codec of a gradient, or None to leave it uncompressed."""
         del position
         return None if self.objection(shape, dtype) else self.codec
 
     def objection(self, shape: tf.TensorShape, dtype: tf.DType) -> str | None:
-        """Why a gradient travels as it is; `None` if it does not."""
+        """The reason why a gradient travels uncompressed, or None if it is compressed."""
         elements, codec = shape.num_elements(), self.codec
         if why_not := unfit(codec, shape, dtype):
             return why_not
@@ -122,5 +122,5 @@ class OneCodec:
         if not elements or elements < codec.min_elements:
             return f"min_elements is {codec.min_elements}"
         if isinstance(codec, PowerSGD) and not codec.saves(elements // shape[-1], shape[-1]):
-            return f"factors of rank {codec.rank} are not less than half of it"
+            return f"factors of rank {codec.rank} are not smaller than half of it"
         return None

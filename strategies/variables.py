@@ -1,16 +1,16 @@
-"""What an assignment on one replica means, for each kind of variable that Keras makes.
+"""The meaning of an assignment on one replica, for each kind of variable that Keras makes.
 
-Keras marks almost all its variables alike. What tells them apart is who makes them: its name scopes carry the maker.
-Where Keras first traces shapes, as in a `fit` of a model without an `Input`, they are made later, and known by name.
+Keras marks almost all of its variables alike. They differ by the object that makes them, which Keras' name scopes tell.
+If Keras traces shapes first, as in a `fit` of a model without an `Input`, variables are made later; their names tell.
 
 | kind | made by | assigned on a replica |
 |---|---|---|
-| weight | a layer, float, trainable | by an optimizer, or from values alike: locally; else as a statistic |
-| optimizer state | an optimizer | locally: all replicas compute the same from reduced gradients |
+| weight | a layer, float, trainable | by an optimizer, or with equal values: locally; else like a statistic |
+| optimizer state | an optimizer | locally, since all replicas compute the same from the summed gradients |
 | statistic | a layer, float, not trainable | locally, then averaged over all replicas when the step ends |
-| state of rows | a stateful recurrent layer | locally: the rows of a replica are its own |
-| random state | a seed generator | locally; each replica reads it shifted by its number |
-| metric | a metric | locally, summed when read; a replica without rows leaves it as it is |
+| state of rows | a stateful recurrent layer | locally, since each replica has rows of its own |
+| random state | a seed generator | locally; each replica reads it shifted by its replica number |
+| metric | a metric | locally, summed when read; not changed by a replica without rows |
 """
 
 import zlib
@@ -24,13 +24,13 @@ from tfdist import _tf
 from tfdist.strategies.dependence import may_differ
 from tfdist.strategies.step import current_step
 
-# Keras' seeds are used modulo 2**31 - 2; multiples of this (2**32 over the golden ratio) stay far apart there.
+# Keras uses seeds modulo 2**31 - 2; multiples of this number (2**32 over the golden ratio) stay far apart there.
 SEED_SHIFT = 0x9E3779B1
-_RANDOM_STATE = "seed_generator_state"  # What Keras calls it.
+_RANDOM_STATE = "seed_generator_state"  # Keras' name for it
 
 
 class _Scalar:
-    """What Python makes a number of, as it does of a variable of one device: `float(optimizer.learning_rate)`."""
+    """Converts to a Python number like a variable of one device, as in `float(optimizer.learning_rate)`."""
 
     def __float__(self):
         return float(self.numpy())
@@ -40,14 +40,14 @@ class _Scalar:
 
 
 class OptimizerVariable(_Scalar, _tf.MirroredVariable):
-    """Optimizer state. Also counters, which TensorFlow would copy from the first replica by leaving the step."""
+    """Optimizer state, including counters, for which TensorFlow would leave the step and copy the first replica's."""
 
     def _update_replica(self, update_fn, value, **kwargs):
         return update_fn(self._get_on_device_or_primary(), value, **kwargs)
 
 
 class _KeptWithoutRows(_Scalar):
-    """A variable that a replica without rows leaves as it is, since its means are 0 / 0."""
+    """A variable that a replica without rows of the batch does not change, since its means would be 0 / 0."""
 
     def assign(self, value, *args, **kwargs):
         return super().assign(self._if_rows(value, self), *args, **kwargs)
@@ -59,7 +59,7 @@ class _KeptWithoutRows(_Scalar):
         return super().assign_sub(self._if_rows(value), *args, **kwargs)
 
     def _is_of_rows(self, value):
-        """Whether a replica makes `value` of its own rows."""
+        """Whether a replica computes `value` from its own rows."""
         del value
         return True
 
@@ -83,7 +83,7 @@ class StatisticVariable(_KeptWithoutRows, _tf.MirroredVariable):
 
 
 class WeightVariable(StatisticVariable):
-    """A weight. What a step itself assigns to it, as a look ahead does, is averaged unless it is alike everywhere."""
+    """A weight. Values that a step assigns itself, without an optimizer, are averaged if replicas may differ."""
 
     def _is_of_rows(self, value):
         by_optimizer = any(isinstance(caller, keras.optimizers.Optimizer) for caller in _tf.keras_callers())
@@ -94,9 +94,9 @@ class WeightVariable(StatisticVariable):
 class RandomStateVariable(_Scalar, _tf.MirroredVariable):
     """The state of a seed generator: [seed, draws], int64.
 
-    Stored alike on all replicas, so that any of them may save it and a restored run continues as if unbroken. Read on
-    replica r it is shifted by r, and shifted back when assigned: replicas draw different numbers, and replica 0 those
-    of a single device.
+    The stored value is equal on all replicas, so that any replica can save it and a restored run continues exactly. A
+    read on replica r shifts it by r, and an assignment shifts it back. So replicas draw different numbers, and replica
+    0 draws those of a single device.
     """
 
     def _shift(self):
@@ -126,29 +126,29 @@ class MetricVariable(_KeptWithoutRows, _tf.SyncOnReadVariable):
 
 
 def checksums(variables: Iterable[keras.Variable]) -> list[tuple[str, str]]:
-    """Of the variables that all replicas hold alike between two steps: their paths, and checksums of their values."""
+    """Paths and checksums of the variables that are equal on all replicas between steps."""
     with tf.init_scope():
         return [(each.path, _checksum(each.value.values[0])) for each in held_alike(variables)]
 
 
 def held_alike(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
-    """Those of `variables` that all replicas hold alike between two steps."""
+    """Selects the variables that are equal on all replicas between steps."""
     return [each for each in variables if _is_held_alike(each)]
 
 
 def _checksum(variable: tf.Variable) -> str:
-    # Against slips, not against forgers: each `fit` begins with it, and it takes a quarter of the time of SHA-256.
+    # CRC-32 takes a quarter of the time of SHA-256, and suffices against mistakes. Each `fit` begins with it.
     content = np.ascontiguousarray(variable.read_value())  # without a copy on CPUs
     return f"{zlib.crc32(content.reshape(-1).view(np.uint8).data):08x}"
 
 
 def _is_held_alike(variable: keras.Variable) -> bool:
     alike = isinstance(variable.value, OptimizerVariable | StatisticVariable | RandomStateVariable)
-    return alike and "gradient_accumulator" not in variable.path  # which holds what is not exchanged yet
+    return alike and "gradient_accumulator" not in variable.path  # Accumulated gradients are not exchanged yet.
 
 
 def refine(variable, *, trainable: bool, colocated: bool):
-    """Turns a distributed variable into the kind that its maker calls for; shares the variables inside."""
+    """Wraps the components of a distributed variable in the class for its kind (see the table above)."""
     kind = _kind(variable, trainable, colocated)
     if kind is None:
         return variable
@@ -158,14 +158,14 @@ def refine(variable, *, trainable: bool, colocated: bool):
 def _kind(variable, trainable, colocated):
     if isinstance(variable, _tf.SyncOnReadVariable):
         return MetricVariable
-    late = _tf.keras_variable_made_late()  # By a layer, whose scope is not open any more.
+    late = _tf.keras_variable_made_late()  # Made by a layer after its name scope was closed.
     maker = None if late is not None else next(iter(_tf.keras_callers()), None)
     if isinstance(maker, keras.optimizers.Optimizer) or colocated:
         return OptimizerVariable
     if isinstance(maker, keras.random.SeedGenerator) or (late is not None and late.name == _RANDOM_STATE):
         return RandomStateVariable
     if isinstance(maker, keras.layers.RNN):
-        return None  # The states of a stateful layer belong to the rows of a replica.
+        return None  # States of a stateful layer belong to the rows of a replica.
     of_layer = late is not None or isinstance(maker, keras.layers.Layer)
     plain = of_layer and variable.aggregation == tf.VariableAggregation.NONE
     if plain and variable.dtype.is_floating:

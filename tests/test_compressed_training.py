@@ -243,10 +243,10 @@ WITH_MOMENTUM = functools.partial(SGD, momentum=0.9)
         (CODECS["sign"], ADAM, "rows", None),
         (CODECS["sign"], SGD, "dense", None),
         (CODECS["int8"], ADAM, "dense", None),
-        (CODECS["topk_momentum"], WITH_MOMENTUM, "dense", "Leave one of them out"),
+        (CODECS["topk_momentum"], WITH_MOMENTUM, "dense", "Set one of them to 0"),
         (CODECS["topk"], WITH_MOMENTUM, "dense", None),
         ("int8", SGD, "dense", "whose largest gradient is of shape (9, 33), float32: min_elements"),
-        (CODECS["int8"], SGD, "double", "float64: only float16, bfloat16, float32 are compressed"),
+        (CODECS["int8"], SGD, "double", "float64: only gradients of float16, bfloat16, float32 can be compressed"),
         (compression.PowerSGD(5, min_elements=1), SGD, "dense", "factors of rank 5"),
     ],
 )
@@ -272,8 +272,8 @@ def test_an_opt_out_that_would_do_nothing_is_refused(pools):
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
-        ("truths", "ValueError: Replicas add up gradients that are numbers, but gradient 0"),
-        ("kind", "TypeError: A policy gives"),
+        ("truths", "ValueError: Gradients must have a numeric type, so that replicas can sum them, but gradient 0"),
+        ("kind", "TypeError: A `compression` function must return"),
         ("name", "ValueError: `compression` must be"),
     ],
 )

@@ -539,7 +539,7 @@ def test_what_workers_left_behind_is_of_one_run():
     with pytest.raises(ValueError, match="at least"):
         sum_of([])
     for states in ([one, {"a/0": np.ones(2)}], [{"a/0": np.ones(2)}, one]):
-        with pytest.raises(ValueError, match="nothing of b/0"):
+        with pytest.raises(ValueError, match="lacks b/0"):
             sum_of(states)
 
 
