@@ -72,6 +72,7 @@ PUBLIC = {
         "TFConfigError",
         "TfdistError",
         "WorkerError",
+        "WorkerLostError",
         "WorkerTimeoutError",
     ],
     "tfdist.exit_codes": ["PREEMPTED", "STALLED"],

@@ -4,7 +4,7 @@ import itertools
 
 from tfdist.exit_codes import STALLED
 from tfdist.launch.failures import Failure
-from tfdist.launch.restarts import Commits, Restarts, Size
+from tfdist.launch.restarts import Chance, Commits, Restarts, Size
 
 
 def test_pauses_double_and_end_with_the_limit():
@@ -40,7 +40,13 @@ def test_the_same_exception_from_the_same_line_counts_for_ever():
 
 def test_what_was_trained_again_in_vain_is_not_trained_again():
     restarts = Restarts(9, 600)
-    assert [restarts.pause(0, place, is_vain=True) for place in (None, None, "a", "b", "b")] == [0, 1, 2, 4, None]
+    assert [restarts.pause(0, place, chance=Chance.ELSEWHERE) for place in (None, None, "a", "b", "b")] == [
+        0,
+        1,
+        2,
+        4,
+        None,
+    ]
 
 
 def failed(worker, kind, **more):
@@ -111,3 +117,13 @@ def test_each_vain_try_with_all_workers_makes_the_next_come_later():
         size.regrow()
         assert not size.is_due(1e9)
     assert waits == [300, 600, 1200]
+
+
+def test_what_another_worker_told_is_at_the_same_place_for_all_supervisors():
+    def place(message, step):
+        told = Failure(0, 0, "host", 0.0, "exception", 1, exception="UnavailableError", message=message, step=step)
+        return told.place
+
+    told = "Collective ops is aborted by: worker 1 ended by SourceError: row 7 [data error]"
+    assert place(told, 3) == place(told, 3) is not None and place(told, 3) != place(told, 4)
+    assert place("worker 1 at 10.0.0.1:2222 is gone", 3) is None

@@ -118,30 +118,67 @@ def test_what_fails_at_the_same_place_is_given_up_however_long_it_takes(run):
     assert code == 4 and attempts(run) == [1] * 3
 
 
+FILE = "FileNotFoundError(2, 'No such file or directory', 'a.npy')"
+NAN = "RuntimeError('NaN or Inf loss encountered at batch 3. Loss value: nan.')"
+
+
 @pytest.mark.parametrize(
-    ("base", "cause", "tries"),
+    ("fails", "tries", "words"),
     [
-        ("ValueError", None, 2),
-        ("ImportError", "KeyError()", 2),
-        ("OSError", None, 4),
-        ("ValueError", "OSError()", 4),
-        ("ValueError", "type('OpError', (Exception,), {})()", 4),
+        (f"import tfdist; raise {FILE}", 1, "does not heal a configuration error"),
+        (f"raise {FILE}", 1, "does not heal a configuration error"),  # before tfdist could report it
+        ("import nothing_of_that_name", 1, "does not heal a program error"),
+        ("exec('x = = 1')", 1, "does not heal a program error"),
+        ("import tfdist; raise KeyError('x') from ValueError()", 1, "does not heal a program error"),
+        ("import argparse; argparse.ArgumentParser().parse_args(['--odd'])", 1, "configuration error"),
+        (f"import tfdist; raise {NAN}", 1, "no backup to go on from"),
+        (f"import tfdist; commit(3); raise {NAN}", 2, "they failed again after a restart"),
+        ("import tfdist; raise RuntimeError('of a kind that nobody knows')", 2, ""),
+        ("import tfdist; raise OSError(5, 'Input/output error')", 3, ""),
+        ("import tfdist; raise ValueError('x') from OSError(5, 'Input/output error')", 3, ""),
+        ("die()", 3, ""),
+        ("sys.exit(7)", 3, ""),
     ],
 )
-def test_what_is_wrong_in_the_program_is_tried_once_more_and_not_as_often_as_a_machine(run, base, cause, tries):
-    code, err = finish(run, 2, f"import tfdist\nclass Mine({base}): pass\nmeet()\nraise Mine('of x') from {cause}")
-    assert code == 1 and attempts(run) == [2] * tries, err
+def test_a_failure_is_retried_only_if_a_restart_may_heal_it(run, fails, tries, words):
+    _, err = finish(run, 2, f"meet()\n{fails}", restarts=2)
+    assert attempts(run) == [2] * tries, err
+    last = err.strip().splitlines()[-1]
+    described = failure(run)["reason"] or {"die()": "was killed by SIGKILL"}.get(fails, "exit code")
+    assert "failed for good" in last and described in last and words in last, err
+    assert "Traceback" in err or failure(run)["kind"] != "exception"
+    assert sum(described in line for line in err.splitlines() if line.startswith("tfdist: ")) <= 2 * tries - 1, err
 
 
-def test_a_mistake_that_comes_elsewhere_or_after_a_commit_is_no_repeat(run):
-    body = """
+def test_wrong_data_at_another_step_are_not_the_same_and_a_commit_before_the_same_step_is_no_progress(run):
+    body = f"""
         import tfdist
-        if attempt == 0: raise ValueError("of a file that another writes")
-        if attempt == 2: commit(1)
-        if attempt < 3: raise ValueError("another")
+        from tfdist.failure_report import note_step
+        commit(attempt)
+        time.sleep(0.5)
+        note_step([3, 8, 8][attempt])
+        raise {NAN}
     """
     code, err = finish(run, 1, body)
-    assert code == 0 and attempts(run) == [1] * 4, err
+    assert code == 1 and attempts(run) == [1] * 3, err
+    assert failure(run)["step"] == 8 and failure(run)["category"] == "data"
+
+
+def test_the_reason_is_the_line_that_tells_and_where_it_is_in_the_script(run):
+    body = """
+        import tfdist
+        lines = ["in user code:", "", '    File "a.py", line 3, in f', "", "    it is here"]
+        def inner(): raise ConnectionError("\\n".join(lines))
+        inner()
+    """
+    _, err = finish(run, 1, body, restarts=0)
+    assert failure(run)["reason"] == "it is here" and failure(run)["line"] == "a.py:3 in f"
+    assert "raised ConnectionError: it is here (a.py:3 in f)" in err.splitlines()[-1]
+
+
+def test_a_script_that_python_cannot_compile_starts_no_worker(run):
+    code, err = finish(run, 2, "x = = 1")
+    assert code == 2 and "mistake of syntax at line" in err and attempts(run) == []
 
 
 def test_training_anew_what_was_committed_is_no_progress_and_not_done_a_third_time(run):

@@ -16,6 +16,7 @@ __all__ = [
     "TFConfigError",
     "TfdistError",
     "WorkerError",
+    "WorkerLostError",
     "WorkerTimeoutError",
 ]
 
@@ -48,6 +49,10 @@ class TFConfigError(TfdistError, ValueError):
 
 class ClusterError(TfdistError, RuntimeError):
     """The workers of a cluster do not agree, or cannot be started; or one does alone what all have to do."""
+
+
+class WorkerLostError(ClusterError):
+    """A worker did not come in time, does not answer, or cannot be reached: another attempt may find it."""
 
 
 class CompiledCollectivesError(TfdistError, ValueError):

@@ -4,6 +4,7 @@ And the file by which that asks for room. Without `tfdist run` nothing is writte
 a failure, anything beside the standard library.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -11,8 +12,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 __all__ = [
     "ATTEMPT",
@@ -21,6 +23,7 @@ __all__ = [
     "install_hook",
     "is_restarted",
     "is_supervised",
+    "note_step",
     "report_path",
     "room_path",
     "write_report",
@@ -36,6 +39,8 @@ ATTEMPT = "TFDIST_ATTEMPT"
 LEFT = "left"
 """The kind of report of a worker that was done, and ends as a failure since another has failed."""
 
+_step: int | None = None
+
 
 def install_hook() -> None:
     """Reports the exception that ends this process, if it is a worker of `tfdist run`. A user's own hook still runs."""
@@ -44,29 +49,34 @@ def install_hook() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
             if not isinstance(error, KeyboardInterrupt):  # asked to end
+                from tfdist.failure_kinds import causes_of  # takes time that `import tfdist` need not
+
                 stack = "".join(traceback.format_exception(kind, error, trace))
-                bases = [each.__name__ for cause in _causes(error) for each in type(cause).__mro__]
-                write_report("exception", exception=kind.__name__, bases=bases, message=str(error), stack=stack)
+                write_report(
+                    "exception",
+                    exception=kind.__name__,
+                    causes=[dataclasses.asdict(cause) for cause in causes_of(error)],
+                    message=str(error),
+                    stack=stack,
+                    step=_step,
+                )
         finally:
             before(kind, error, trace)
 
     sys.excepthook = hook
 
 
-def _causes(error: BaseException | None) -> list[BaseException]:
-    """An exception, and those that it was raised from; once each, as a chain of them may close."""
-    causes: list[BaseException] = []
-    while error is not None and not any(error is cause for cause in causes):
-        causes.append(error)
-        error = error.__cause__
-    return causes
+def note_step(step: int) -> None:
+    """Takes note of the global step that training has come to, for the report of an exception. Costs an assignment."""
+    global _step
+    _step = step
 
 
 def write_report(
     kind: str,
     *,
     exception: str | None = None,
-    bases: Sequence[str] = (),
+    causes: Sequence[Mapping[str, Any]] = (),
     message: str | None = None,
     stack: str | None = None,
     suspect: int | None = None,
@@ -78,7 +88,7 @@ def write_report(
     Args:
       kind: "exception", "stall", or another word.
       exception: The name of its class.
-      bases: The names of all that it derives from, and of what it was raised from.
+      causes: The exception and those that it was raised from, as `failure_kinds.Cause` has them.
       message: What it says.
       stack: Where this worker was.
       suspect: The worker that is believed to be the cause, if another.
@@ -106,7 +116,7 @@ def write_report(
             "time": time.time(),
             "kind": kind,
             "exception": exception,
-            "bases": list(bases),
+            "causes": list(causes),
             "message": message,
             "stack": stack,
             "suspect": suspect,

@@ -24,7 +24,7 @@ from tfdist.backup.schedule import Schedule
 from tfdist.backup.steps import CountedSteps, count_steps, uncount_steps
 from tfdist.backup.store import Commit, Store
 from tfdist.errors import BackupError, PositionError
-from tfdist.failure_report import is_restarted
+from tfdist.failure_report import is_restarted, note_step
 from tfdist.faults import preemption
 
 
@@ -132,6 +132,7 @@ class FitBackup(keras.callbacks.Callback):
         if commit is not None:
             self._apply()
             self._take_position()
+        note_step(self._process.steps)
         self._schedule = Schedule(self._options.save_freq, self._agreement, self._process.steps)
         if self._options.preemption:
             self._asked.begin(self.model if self._input.is_known else None)
@@ -347,6 +348,7 @@ class FitBackup(keras.callbacks.Callback):
             return
         is_last = self._batch < (self._batches or 0) <= batch + 1
         self._process.steps += batch + 1 - self._batch
+        note_step(self._process.steps)
         self._batch, self._logs = batch + 1, logs
         self._asked.tell(self._saver)
         if self._asked.by_all:

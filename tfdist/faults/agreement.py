@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.errors import WAIT_FOR_CHIEF, ClusterError
+from tfdist.errors import WAIT_FOR_CHIEF, ClusterError, WorkerLostError
 from tfdist.faults import watchdog
 from tfdist.faults.board import Board
 
@@ -159,8 +159,8 @@ class Agreement:
         check(0)
         return self._board.last_word(subject, 0, what, 0) if self._board.is_over(0) else None
 
-    def _without_chief(self, what: str, why: str) -> ClusterError:
-        return ClusterError(
+    def _without_chief(self, what: str, why: str) -> WorkerLostError:
+        return WorkerLostError(
             f"{WAIT_FOR_CHIEF}, here {what}, but {why}. This is worker "
             f"{self._board.worker} on {socket.gethostname()}. See the log of worker 0."
         )
@@ -169,7 +169,7 @@ class Agreement:
         said = dict(self._board.exchange(f"{subject}-{next(_compared)}", own, self._timeout_seconds))
         missing = [str(worker) for worker in range(self._board.workers) if worker not in said]
         if missing:
-            raise ClusterError(
+            raise WorkerLostError(
                 f"All workers must come to the same point within {self._timeout_seconds:g} s, but worker "
                 f"{', '.join(missing)} did not ({subject}). This is worker {self._board.worker} on "
                 f"{socket.gethostname()}. See their logs, or raise start_timeout_seconds of tfdist.FaultTolerance."

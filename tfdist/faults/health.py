@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.errors import ClusterError
+from tfdist.errors import WorkerLostError
 from tfdist.faults.options import options_of
 
 __all__ = ["Health"]
@@ -48,7 +48,7 @@ class Health:
             except tf.errors.OpError as error:
                 if time.monotonic() >= deadline:
                     said = (error.message.strip().splitlines() or [""])[0]
-                    raise ClusterError(
+                    raise WorkerLostError(
                         f"{self._names[worker]} does not answer for {self._silence_seconds:g} s: it has ended, is "
                         f"frozen, or the network between is cut ({said}). See its log"
                     ) from error

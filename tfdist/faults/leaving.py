@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from tfdist.failure_kinds import tell_kind, telling_line
 from tfdist.failure_report import LEFT, write_report
 from tfdist.faults.board import DONE, Board
 from tfdist.faults.ending import end_with
@@ -83,7 +84,8 @@ def _report(board: Board, lifelines: Lifelines, error: BaseException) -> None:
         return
     with contextlib.suppress(tf.errors.OpError):  # it may have been told already
         # Else the others notice by its heartbeats, after seconds.
-        board.report_error(f"worker {board.worker} ended by {type(error).__name__}: {_in_short(str(error))}")
+        words = f"worker {board.worker} ended by {type(error).__name__}: {telling_line(str(error))[:_LINE_LENGTH]}"
+        board.report_error(tell_kind(words, error))
 
 
 def _leave(board: Board, lifelines: Lifelines, timeout_seconds: float, pid: int) -> None:
@@ -132,9 +134,3 @@ def _wait_for_others(board: Board, timeout_seconds: float) -> bool:
         for worker in board.others if together else ():
             board.hear("left", worker, _FAREWELL_SECONDS)
     return together
-
-
-def _in_short(message: str) -> str:
-    """The first line of a message, and the last, where TensorFlow says what it is about."""
-    lines = [line.strip()[:_LINE_LENGTH] for line in message.splitlines() if line.strip()]
-    return " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))

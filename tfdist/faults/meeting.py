@@ -28,7 +28,7 @@ from absl import logging
 
 from tfdist.cluster import ClusterSpec
 from tfdist.cluster.address import split_address
-from tfdist.errors import ClusterError
+from tfdist.errors import ClusterError, WorkerLostError
 
 __all__ = ["addresses_of", "connecting", "meet", "unconnected"]
 
@@ -110,7 +110,7 @@ class _Wait:
         names = ", ".join(f"worker {worker} at {addresses_of(self._cluster)[worker]}" for worker in missing)
         names += f" ({why})" if why else ""
         if now - self._start > self._timeout_seconds:
-            raise ClusterError(
+            raise WorkerLostError(
                 f"All {self._cluster.num_workers} workers must come within {self._timeout_seconds:g} s, but {come} "
                 f"came; missing: {names}, or two processes have the same index in TF_CONFIG. This is "
                 f"{self._cluster.describe()} on {socket.gethostname()}. Start the missing, see their logs, check that "
@@ -135,7 +135,7 @@ def _receive(cluster: ClusterSpec, wait: _Wait) -> Mapping[int, socket.socket]:
                 wait.check(desk.missing)
                 desk.tell({"missing": desk.missing})
         except ClusterError as error:
-            desk.tell({"error": str(error)})
+            desk.tell({"error": str(error), "lost": isinstance(error, WorkerLostError)})
             raise
         desk.tell({"go": True})
         return {worker: guest.dup() for worker, guest in desk.come.items()}
@@ -249,7 +249,8 @@ def _report(cluster: ClusterSpec, wait: _Wait) -> Mapping[int, socket.socket]:
                         if "go" in message:
                             return {0: connection.dup()}
                         if "error" in message:
-                            raise ClusterError(f"{message['error']} (So says worker 0 to {cluster.describe()}.)")
+                            kind = WorkerLostError if message.get("lost") else ClusterError
+                            raise kind(f"{message['error']} (So says worker 0 to {cluster.describe()}.)")
                         if not _is_status(message, cluster.num_workers):  # not of ours
                             break
                         wait.check(message["missing"])

@@ -217,7 +217,20 @@ def _worker_command(args: argparse.Namespace) -> list[str]:
         return [sys.executable, "-m", args.script, *_script_args(args)]
     if not os.path.exists(args.script):
         args.parser.error(f"there is no script {args.script!r} to run; to run a module, put -m before its name")
+    _check_syntax(args)
     return [sys.executable, args.script, *_script_args(args)]
+
+
+def _check_syntax(args: argparse.Namespace) -> None:
+    """Refuses a script that Python cannot compile, before workers are started that all fail by it."""
+    path = pathlib.Path(args.script)
+    if path.suffix != ".py" or not path.is_file():
+        return
+    with contextlib.suppress(OSError, ValueError):  # Python itself says more.
+        try:
+            compile(path.read_bytes(), args.script, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            args.parser.error(f"{args.script} has a mistake of syntax at line {error.lineno}: {error.msg}. Correct it.")
 
 
 def _script_args(args: argparse.Namespace) -> list[str]:

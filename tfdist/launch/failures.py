@@ -11,6 +11,16 @@ from typing import Any
 
 from tfdist.errors import CHIEF_SAYS, WAIT_FOR_CHIEF
 from tfdist.exit_codes import PREEMPTED, STALLED
+from tfdist.failure_kinds import (
+    Cause,
+    FailureKind,
+    exception_in_log,
+    is_refusal,
+    kind_of_exception,
+    telling_line,
+    told_kind,
+    user_line,
+)
 from tfdist.failure_report import LEFT, report_path
 from tfdist.launch.group import WorkerExit, describe_exit, log_path
 from tfdist.launch.terminal_filter import is_library_line
@@ -20,20 +30,7 @@ __all__ = ["Failure", "first_failure", "is_consequence", "not_started", "reporte
 _TAIL_LINES = 30
 _TAIL_BYTES = 1 << 16
 _FROM_REPORT = ("exception", "message", "stack", "suspect", "step", "section")
-# By which it is said that the program or what it was given is wrong; and that a disk, a network, a machine is.
-_OF_THE_MACHINE = {"OSError", "OpError"}
-_OF_THE_PROGRAM = {
-    "ArithmeticError",
-    "AssertionError",
-    "AttributeError",
-    "ImportError",
-    "LookupError",
-    "NameError",
-    "NotImplementedError",
-    "SyntaxError",
-    "TypeError",
-    "ValueError",
-}
+_ARGUMENT_ERROR = 2  # The exit code of argparse, and of Python for its own command line.
 # What TensorFlow raises in a worker whose peer is gone.
 _CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError")
 _CONSEQUENCE_TEXTS = ("Collective ops is aborted", WAIT_FOR_CHIEF, f"{CHIEF_SAYS}: ")
@@ -57,8 +54,10 @@ class Failure:
       exit_code: As a shell gives it: 128 + n for signal n.
       signal: The name of the signal that killed it.
       exception: The name of the exception's class.
-      is_of_the_program: Whether that is of a kind that comes again: nobody mends a program between two attempts.
-      message: What it says.
+      category: The kind of failure, a `FailureKind`, by which the supervisor decides whether to start again.
+      message: The message of the exception.
+      reason: The line of it that tells the cause.
+      line: The innermost line of the user's own code: "train.py:12 in load".
       stack: Where the worker was.
       suspect: The worker that it believes to be the cause.
       step: The step it was in.
@@ -75,8 +74,10 @@ class Failure:
     exit_code: int
     signal: str | None = None
     exception: str | None = None
-    is_of_the_program: bool = False
+    category: FailureKind = FailureKind.UNKNOWN
     message: str | None = None
+    reason: str | None = None
+    line: str | None = None
     stack: str | None = None
     suspect: int | None = None
     step: int | None = None
@@ -100,8 +101,11 @@ class Failure:
     def place(self) -> str | None:
         """Equal if the same thing happens again; None if others may be the cause."""
         if self.kind == "exception":
+            at = "" if self.step is None else f" at step {self.step}"
+            if told_kind(self.message or ""):  # of another worker, which another supervisor judges by the same words
+                return f"{telling_line(self.message or '')}{at}"
             lines = re.findall(r'^ *File ".*", line \d+.*$', self.stack or "", re.MULTILINE)
-            return f"{self.exception} {lines[-1].strip()}" if self.doubt == 0 and lines else None
+            return f"{self.exception} {lines[-1].strip()}{at}" if self.doubt == 0 and lines else None
         if self.kind == "exit":  # what one worker decides, the next may be first to decide
             return f"exit code {self.exit_code}"
         if self.signal:
@@ -113,8 +117,8 @@ class Failure:
         if self.worker is None or self.kind == "start":
             return self.message or "the workers could not be started"
         if self.kind == "exception":
-            first_line = (self.message or "").strip().partition("\n")[0]
-            return f"worker {self.worker} raised {self.exception}: {first_line}"
+            where = f" ({self.line})" if self.line else ""
+            return f"worker {self.worker} raised {self.exception}: {self.reason or ''}{where}"
         if self.kind == "exit":
             return f"worker {self.worker} {describe_exit(self.exit_code)}"
         if self.kind == LEFT:
@@ -177,15 +181,30 @@ def reported_stack(run_dir: pathlib.Path, attempt: int, worker: int) -> str:
 
 def not_started(attempt: int, worker: int | None, error: Exception, time: float) -> Failure:
     """The failure of a group that could not be started, because of one worker or in general."""
-    name, host = type(error).__name__, socket.gethostname()
-    return Failure(attempt, worker, host, time, "start", exit_code=1, exception=name, message=str(error))
+    return Failure(
+        attempt=attempt,
+        worker=worker,
+        host=socket.gethostname(),
+        time=time,
+        kind="start",
+        exit_code=1,
+        exception=type(error).__name__,
+        # Another process may hold a port or the last process that the limits allow, but only for a while.
+        category=FailureKind.ENVIRONMENT,
+        message=str(error),
+        reason=telling_line(str(error)),
+    )
 
 
 def _failure(
     run_dir: pathlib.Path, attempt: int, ended: WorkerExit, returncode: int, report: Mapping[str, Any]
 ) -> Failure:
     path = log_path(run_dir / f"attempt-{attempt}", ended.index)
-    return Failure(
+    output = _end_of(path)
+    if not report and returncode == 1:
+        report = _report_from_log(output)
+    message, stack = report.get("message"), report.get("stack")
+    failure = Failure(
         attempt=attempt,
         worker=ended.index,
         host=report.get("host") or socket.gethostname(),
@@ -194,14 +213,39 @@ def _failure(
         exit_code=returncode if returncode >= 0 else 128 - returncode,
         signal=_signal_name(-returncode) if returncode < 0 else None,
         log=str(path),
-        is_of_the_program=_is_of_the_program(set(report.get("bases") or ())),
-        output=_tail(path),
+        reason=telling_line(message) if message else None,
+        line=user_line(stack) if stack else None,
+        output="\n".join([each for each in output.splitlines() if not is_library_line(each)][-_TAIL_LINES:]),
         **{name: report.get(name) for name in _FROM_REPORT},
     )
+    return dataclasses.replace(failure, category=_category(failure, report.get("causes") or (), output))
 
 
-def _is_of_the_program(bases: set[str]) -> bool:
-    return bool(bases & _OF_THE_PROGRAM) and not bases & _OF_THE_MACHINE
+def _category(failure: Failure, causes: Sequence[Mapping[str, Any]], output: str) -> FailureKind:
+    """The kind of a worker's failure."""
+    if failure.signal or failure.kind in ("stall", LEFT):
+        return FailureKind.MACHINE
+    if failure.kind == "exception":
+        told = told_kind(failure.message or "")
+        return told or kind_of_exception([Cause(tuple(cause["names"]), cause["text"]) for cause in causes])
+    if failure.exit_code in (1, _ARGUMENT_ERROR) and is_refusal(output):
+        return FailureKind.CONFIGURATION
+    return FailureKind.UNKNOWN
+
+
+def _report_from_log(output: str) -> Mapping[str, Any]:
+    """What a report would say, for a worker that failed before `import tfdist`: what Python printed at its end."""
+    found = exception_in_log(output)
+    if found is None:
+        return {}
+    cause, stack = found
+    return {
+        "kind": "exception",
+        "exception": cause.names[0],
+        "causes": [dataclasses.asdict(cause)],
+        "message": cause.text,
+        "stack": stack,
+    }
 
 
 def _report(run_dir: pathlib.Path, attempt: int, worker: int, pid: int) -> Mapping[str, Any]:
@@ -220,11 +264,11 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _tail(path: pathlib.Path) -> str:
+def _end_of(path: pathlib.Path) -> str:
+    """The last part of a log, of 64 KiB at most."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
-            return "\n".join([line for line in lines if not is_library_line(line)][-_TAIL_LINES:])
+            return log.read().decode(errors="replace")
     except OSError:
         return ""

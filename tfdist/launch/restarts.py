@@ -1,8 +1,39 @@
 """Whether a job that failed is started again, when, and with how many workers. No processes and no clock in here."""
 
-__all__ = ["Commits", "Restarts", "Size"]
+import enum
+
+from tfdist.failure_kinds import FailureKind
+
+__all__ = ["Chance", "Commits", "Restarts", "Size", "chance_of"]
 
 _LONGEST_PAUSE_SECONDS = 30.0
+
+
+class Chance(enum.Enum):
+    """How often to try again after a failure of one kind."""
+
+    NEVER = enum.auto()
+    """Not once: it would fail again."""
+    ELSEWHERE = enum.auto()
+    """Until it fails at the same place again."""
+    OFTEN = enum.auto()
+    """As often as the limits of the job allow."""
+
+
+def chance_of(kind: FailureKind, *, is_exception: bool, has_commit: bool) -> Chance:
+    """The chance that a restart heals a failure.
+
+    Args:
+      kind: The kind of the failure.
+      is_exception: Whether a Python exception ended the worker, so that the place of the failure is known.
+      has_commit: Whether there is a commit from which a restart goes on. Without one, wrong data come again after as
+        long a time.
+    """
+    if kind in (FailureKind.CONFIGURATION, FailureKind.PROGRAM):
+        return Chance.NEVER
+    if kind == FailureKind.DATA:
+        return Chance.ELSEWHERE if has_commit else Chance.NEVER
+    return Chance.ELSEWHERE if kind == FailureKind.UNKNOWN and is_exception else Chance.OFTEN
 
 
 class Restarts:
@@ -26,14 +57,13 @@ class Restarts:
         """Starts to count anew, but for failures at the place `but`."""
         self._failures = [failure for failure in self._failures if but is not None and failure[1] == but]
 
-    def pause(self, now: float, place: str | None = None, *, is_vain: bool = False) -> float | None:
+    def pause(self, now: float, place: str | None = None, chance: Chance = Chance.OFTEN) -> float | None:
         """Takes note of a failure.
 
         Args:
           now: When it was, in seconds.
           place: Where it was, None if that says nothing.
-          is_vain: Whether little speaks for another try: all was trained again up to there, or it is the program's
-            mistake. There is one nevertheless, not one after the other.
+          chance: How often to try again.
 
         Returns:
           Seconds to wait before the next start; None if there is to be none.
@@ -42,7 +72,7 @@ class Restarts:
         repeats = self._repeats(place)
         count = max(recent, repeats)
         self._failures.append((now, place))
-        if count >= self._limit or (is_vain and repeats):
+        if count >= self._limit or chance == Chance.NEVER or (chance == Chance.ELSEWHERE and repeats):
             return None
         return 0.0 if count == 0 else min(2.0 ** (count - 1), _LONGEST_PAUSE_SECONDS)
 

@@ -16,10 +16,11 @@ from tfdist.backup import leftovers
 from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec, check_bindable, free_ports
 from tfdist.errors import TFConfigError, TfdistError
 from tfdist.exit_codes import PREEMPTED
+from tfdist.failure_kinds import FailureKind
 from tfdist.failure_report import ATTEMPT, RUN_DIR, room_path, write_whole
 from tfdist.launch.failures import Failure, first_failure, not_started, reported_since, reported_stack
 from tfdist.launch.group import WorkerExit, WorkerGroup
-from tfdist.launch.restarts import Commits, Restarts, Size
+from tfdist.launch.restarts import Chance, Commits, Restarts, Size, chance_of
 from tfdist.launch.stopped import SECONDS, Stopped
 
 __all__ = ["Options", "Stragglers", "Supervisor"]
@@ -72,6 +73,7 @@ class Attempt:
       progressed: Whether there was a commit in this attempt.
       again: Whether its commits are of steps that were committed before.
       failure: The first failure, of one that failed.
+      ended: The workers that still ran when another failed, and were ended.
     """
 
     number: int
@@ -84,12 +86,13 @@ class Attempt:
     progressed: bool
     again: bool
     failure: Failure | None = None
+    ended: tuple[int, ...] = ()
 
-    def describe(self) -> str:
-        """The attempt in a line."""
+    def describe(self, *, reason: bool = True) -> str:
+        """The attempt in a line, with the reason of a failure or without."""
         workers = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
         committed = "" if self.committed is None else f", newest backup step-{self.committed}"
-        why = f": {self.failure.describe()}" if self.failure else ""
+        why = f": {self.failure.describe()}" if self.failure and reason else ""
         return f"attempt {self.number}: {workers}, {self.seconds:.1f} s{committed}, {self.outcome}{why}"
 
 
@@ -160,9 +163,13 @@ class Supervisor:
         while True:
             attempt = self._run_attempt(len(self._attempts))
             self._attempts.append(attempt)
+            size = self._size.current
             pause = self._pause_after(attempt)
+            if attempt.failure:
+                self._tell_failure(attempt.failure, attempt.ended, is_last=pause is None)
             if pause is None:
                 return self._finish(attempt.exit_code)
+            self._tell_restart(attempt, pause, is_smaller=self._size.current < size)
             self._write_failures("running", None)
             _sleep(pause, until=lambda: bool(self._caught))
             if self._caught:
@@ -174,7 +181,9 @@ class Supervisor:
         self._commits.see(self._committed())
         commits = self._commits = Commits(self._commits)
 
-        def ended(outcome: str, exit_code: int = 0, failure: Failure | None = None) -> Attempt:
+        def ended(
+            outcome: str, exit_code: int = 0, failure: Failure | None = None, others: Sequence[int] = ()
+        ) -> Attempt:
             commits.see(self._committed())
             return Attempt(
                 number=number,
@@ -187,6 +196,7 @@ class Supervisor:
                 progressed=commits.any,
                 again=commits.again,
                 failure=failure,
+                ended=tuple(others),
             )
 
         group: WorkerGroup | None = None
@@ -204,7 +214,6 @@ class Supervisor:
             group.start()
         except (OSError, TfdistError) as error:
             failure = not_started(number, group.not_started if group else None, error, time.time())
-            logging.error("%s", failure.describe())
             return ended("failed", failure.exit_code, failure)
         self._tell_start(number, workers, directory)
         try:
@@ -257,8 +266,7 @@ class Supervisor:
         group.stop(signal.SIGTERM, grace_seconds=grace_seconds, hurry=lambda: bool(caught))
         asked = group.exits[len(by_themselves) :]
         failure = first_failure(self._run_dir, number, by_themselves, asked, since)
-        self._tell_failure(failure, others)
-        return ended("failed", failure.exit_code, failure)
+        return ended("failed", failure.exit_code, failure, [index for index in others if index != failure.worker])
 
     def _kill_stopped(self, group: WorkerGroup, stopped: Sequence[int]) -> None:
         for worker in stopped:
@@ -305,38 +313,38 @@ class Supervisor:
 
     def _pause_after(self, attempt: Attempt) -> float | None:
         """Seconds until the next attempt; None if there is none."""
+        failure = attempt.failure
         if attempt.progressed:
-            self._restarts.progress(but=attempt.failure.place if attempt.failure and attempt.again else None)
+            # A commit between two failures at one place is no progress where all is trained again up to there, or
+            # where the place is a step.
+            is_same = failure is not None and (attempt.again or failure.step is not None)
+            self._restarts.progress(but=failure.place if failure and is_same else None)
         if attempt.outcome in ("done", "stopped"):
             return None
         if attempt.outcome == "resized":
             self._size.regrow()
             return 0.0
-        failure = attempt.failure
         if failure is None:  # preempted
             if attempt.progressed:
                 self._size.regrow()
                 return 0.0
-            pause = self._restarts.pause(time.time())
-        else:
-            if attempt.number == 0 and failure.exception == TFConfigError.__name__ and failure.kind == "start":
-                return None  # Nobody has used this address before: it is wrong, and will be.
-            started = failure.kind != "start"
-            if self._size.failed(failure.culprit, started=started, progressed=attempt.progressed):
-                logging.warning(
-                    "worker %d does not come back; going on with %d workers, TFDIST_SLOT %s",
-                    failure.culprit,
-                    self._size.current,
-                    ", ".join(map(str, self._size.slots)),
-                )
-                self._restarts.progress()  # another job, in a way: it deserves tries of its own
-            is_again = attempt.again and failure.signal is None  # a signal may have come from anywhere
-            # Of several hosts the others would wait for one that gives up alone.
-            is_vain = is_again or (failure.is_of_the_program and self._spec is None)
-            pause = self._restarts.pause(time.time(), failure.place, is_vain=is_vain)
-        if pause is not None:
-            logging.info("starting again%s", f" in {pause:g} s" if pause else "")
-        return pause
+            return self._restarts.pause(time.time())
+        chance = self._chance(attempt, failure)
+        if chance != Chance.NEVER and self._size.failed(
+            failure.culprit, started=failure.kind != "start", progressed=attempt.progressed
+        ):
+            self._restarts.progress()  # another job, in a way: it deserves tries of its own
+        return self._restarts.pause(time.time(), failure.place, chance)
+
+    def _chance(self, attempt: Attempt, failure: Failure) -> Chance:
+        """How often to try again after this failure."""
+        if attempt.number == 0 and failure.exception == TFConfigError.__name__ and failure.kind == "start":
+            return Chance.NEVER  # Nobody has used this address before: it is wrong, and will be.
+        chance = chance_of(
+            failure.category, is_exception=failure.kind == "exception", has_commit=attempt.committed is not None
+        )
+        is_again = attempt.again and failure.signal is None  # a signal may have come from anywhere
+        return Chance.ELSEWHERE if chance == Chance.OFTEN and is_again else chance
 
     def _specs(self, workers: int) -> list[ClusterSpec]:
         """The cluster as each worker to be started here sees it."""
@@ -366,15 +374,26 @@ class Supervisor:
             what = self._spec.describe()
         logging.info("%s%s; logs in %s", f"attempt {number}: " if number else "", what, directory)
 
-    def _tell_failure(self, failure: Failure, others: Sequence[int]) -> None:
+    def _tell_failure(self, failure: Failure, ended: Sequence[int], *, is_last: bool) -> None:
+        """Says how an attempt failed; the reason of the last is left to the summary."""
         first = self._spec.worker_id if self._spec else 0
-        others = [index for index in others if index != failure.worker]
-        ended = f"; ended {_named(others)}" if others else ""
-        if failure.worker == first and not self._options.tee:
-            logging.error("%s (its output is above)%s", failure.describe(), ended)
-        else:
-            output = failure.output or "(empty)"
-            logging.error("%s%s; the end of %s:\n%s", failure.describe(), ended, failure.log, output)
+        words = [] if is_last else [failure.describe()]
+        words += [f"ended {_named(ended)}"] if ended else []
+        is_shown = self._options.tee or failure.worker == first or failure.log is None
+        words += [] if is_shown else [f"the end of {failure.log}:\n{failure.output or '(empty)'}"]
+        if words:
+            logging.error("%s", "; ".join(words))
+
+    def _tell_restart(self, attempt: Attempt, pause: float, *, is_smaller: bool) -> None:
+        if is_smaller and attempt.failure:
+            logging.warning(
+                "worker %d does not come back; going on with %d workers, TFDIST_SLOT %s",
+                attempt.failure.culprit,
+                self._size.current,
+                ", ".join(map(str, self._size.slots)),
+            )
+        if attempt.outcome != "resized":
+            logging.info("starting again%s", f" in {pause:g} s" if pause else "")
 
     def _finish(self, exit_code: int) -> int:
         """Sums the run up, if there was more than one attempt or a failure."""
@@ -383,15 +402,17 @@ class Supervisor:
             leftovers.remove(self._run_dir)
         outcome = "stopped" if self._caught and last.outcome != "done" else last.outcome
         self._write_failures(outcome, exit_code)
-        if len(self._attempts) > 1 or last.failure:
+        if len(self._attempts) > 1:
             for attempt in self._attempts:
-                logging.info("%s", attempt.describe())
+                logging.info("%s", attempt.describe(reason=attempt is not last))
+        if len(self._attempts) > 1 or last.failure:
             restarts = f"{len(self._attempts) - 1} restart{'' if len(self._attempts) == 2 else 's'}"
             words = {
                 "failed": f"failed for good: {restarts}",
                 "preempted": f"gave up: {restarts}, and the last ones without a commit",
             }
-            logging.info("%s; logs and failure.json in %s", words.get(outcome, outcome), self._run_dir)
+            why = f"; {last.failure.describe()}{_why_not_again(last)}" if last.failure else ""
+            logging.info("%s; logs and failure.json in %s%s", words.get(outcome, outcome), self._run_dir, why)
         return exit_code
 
     def _write_failures(self, outcome: str, exit_code: int | None) -> None:
@@ -406,6 +427,17 @@ class Supervisor:
             write_whole(self._run_dir / "failure.json", text)
         except OSError as error:
             logging.error("failure.json could not be written: %s", error)  # no reason to end the job
+
+
+def _why_not_again(attempt: Attempt) -> str:
+    """Why a failed attempt was the last, for the end of a message; nothing if the limits of the job say so."""
+    kind = attempt.failure.category if attempt.failure else None
+    if kind in (FailureKind.CONFIGURATION, FailureKind.PROGRAM):
+        return f". A restart does not heal a {kind} error."
+    if kind == FailureKind.DATA:
+        what = "there is no backup to go on from" if attempt.committed is None else "they failed again after a restart"
+        return f". Wrong data come again, and {what}."
+    return ""
 
 
 def _named(workers: Sequence[int]) -> str:

@@ -1,0 +1,255 @@
+"""The kind of a failure, which decides whether a restart may heal it, and the line of its text that tells the cause.
+
+Pure functions on the names and texts of exceptions, so that a worker, its supervisor and the supervisors of other hosts
+come to the same answer. Loads no TensorFlow.
+"""
+
+import builtins
+import dataclasses
+import enum
+import errno
+import pathlib
+import re
+import sysconfig
+from collections.abc import Sequence
+
+import tfdist.errors
+
+__all__ = [
+    "Cause",
+    "FailureKind",
+    "cause_from_text",
+    "causes_of",
+    "exception_in_log",
+    "is_refusal",
+    "kind_of_exception",
+    "tell_kind",
+    "telling_line",
+    "told_kind",
+    "user_line",
+]
+
+
+class FailureKind(enum.StrEnum):
+    """Kinds of failures. A restart heals none of the first two."""
+
+    CONFIGURATION = "configuration"
+    """An option, a path, a permission or a cluster description is wrong."""
+    PROGRAM = "program"
+    """The script, or a library that it calls, has a mistake."""
+    DATA = "data"
+    """A row or a value of the training is wrong: the same one comes again."""
+    ENVIRONMENT = "environment"
+    """A file system, a port or a network refuses at the moment."""
+    MACHINE = "machine"
+    """A process was killed, or a peer is lost."""
+    UNKNOWN = "unknown"
+    """Nothing is known, so one restart tries it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """An exception, or one that it was raised from.
+
+    Attributes:
+      names: The names of its class and of all base classes, the class first.
+      text: The message.
+    """
+
+    names: tuple[str, ...]
+    text: str
+
+
+_OF_FILES = ("FileNotFoundError", "PermissionError", "IsADirectoryError", "NotADirectoryError", "FileExistsError")
+# The first name of an exception's classes that is in here decides.
+_BY_CLASS = {
+    **dict.fromkeys(_OF_FILES, FailureKind.CONFIGURATION),
+    "OSError": FailureKind.ENVIRONMENT,
+    "WorkerLostError": FailureKind.MACHINE,
+    "SourceError": FailureKind.DATA,
+    "BackupError": FailureKind.UNKNOWN,  # Another model, or storage that fails: the text says which.
+    "TfdistError": FailureKind.CONFIGURATION,
+    **dict.fromkeys(("InvalidArgumentError", "OutOfRangeError", "DataLossError"), FailureKind.DATA),
+    **dict.fromkeys(("PermissionDeniedError", "UnauthenticatedError"), FailureKind.CONFIGURATION),
+    **dict.fromkeys(("UnimplementedError", "FailedPreconditionError"), FailureKind.PROGRAM),
+    **dict.fromkeys(
+        ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError", "InternalError"),
+        FailureKind.MACHINE,
+    ),
+    "UnknownError": FailureKind.ENVIRONMENT,
+    **dict.fromkeys(("NotFoundError", "AlreadyExistsError", "ResourceExhaustedError", "OpError"), FailureKind.UNKNOWN),
+    "FloatingPointError": FailureKind.DATA,
+    **dict.fromkeys(
+        (
+            *("ArithmeticError", "AssertionError", "AttributeError", "ImportError", "LookupError", "NameError"),
+            *("NotImplementedError", "RecursionError", "SyntaxError", "TypeError", "ValueError"),
+        ),
+        FailureKind.PROGRAM,
+    ),
+}
+# What the text says goes before the class: pairs of a class that the exception must be of, and a pattern.
+_BY_TEXT = (
+    ("OpError", r"[Cc]oordination service|[Hh]eartbeat|Socket closed|[Ff]ailed to connect", FailureKind.MACHINE),
+    ("OpError", r"Collective ops is aborted|Connection (reset|refused)", FailureKind.MACHINE),
+    ("OpError", r"No space left on device|Input/output error|Stale file handle", FailureKind.ENVIRONMENT),
+    ("OpError", r"No such file or directory", FailureKind.CONFIGURATION),
+    ("RuntimeError", r"^NaN or Inf ", FailureKind.DATA),  # keras.callbacks.TerminateOnNaN(raise_error=True)
+)
+_LASTING_ERRNOS = {
+    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
+    *(errno.ELOOP, errno.EINVAL),
+}
+
+_HEADINGS = re.compile(
+    r"in user code:|Graph execution error:|Detected at node .*|<stack traces unavailable>|\d+ root error\(s\) found\.?|"
+    r"Traceback \(most recent call last\):|(.*: )?Exception encountered when calling .*|.*Error encountered:|[~^* ]*"
+)
+_FRAME = re.compile(r'( *)File "(?P<file>.*?)", line (?P<line>\d+)(?:, in (?P<name>\S+))?')
+_SYNTAX_ERROR = re.compile(
+    r'^  File ".*", line \d+\n(?:    .*\n)*(?P<name>(?:Syntax|Indentation|Tab)Error): (?P<text>.*)$', re.MULTILINE
+)
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_FRAMING = re.compile(r"^\{\{function_node .*?\}\} |^\(\d+\) [A-Z_]+: +| \[Op:[^\]]*\](?: name:.*)?$")
+_LIBRARIES = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {str(pathlib.Path(__file__).parent)}
+    | {str(pathlib.Path(__file__).parents[1] / name) for name in ("strategies", "data")}
+)
+
+
+def causes_of(error: BaseException | None) -> list[Cause]:
+    """An exception and those that it was raised from; each once, since a chain of them may be closed."""
+    seen: list[BaseException] = []
+    while error is not None and not any(error is each for each in seen):
+        seen.append(error)
+        error = error.__cause__
+    return [Cause(tuple(base.__name__ for base in type(each).__mro__), str(each)) for each in seen]
+
+
+def cause_from_text(name: str, text: str) -> Cause:
+    """The cause of which only the printed name of the class and the message are known."""
+    name = name.rpartition(".")[2]
+    known = getattr(builtins, name, None) or getattr(tfdist.errors, name, None)
+    if isinstance(known, type):
+        return Cause(tuple(base.__name__ for base in known.__mro__), text)
+    return Cause((name,), text)
+
+
+def kind_of_exception(causes: Sequence[Cause]) -> FailureKind:
+    """The kind of an exception.
+
+    Args:
+      causes: The exception, and those that it was raised from.
+    """
+    kinds = [_kind_of_one(cause) for cause in causes]
+    if FailureKind.ENVIRONMENT in kinds:
+        return FailureKind.ENVIRONMENT
+    is_own = bool(causes) and "TfdistError" in causes[0].names
+    if is_own and kinds[0] == FailureKind.CONFIGURATION and FailureKind.MACHINE in kinds:
+        return FailureKind.UNKNOWN  # Workers that do not agree, seen by an exchange that failed.
+    known = [kind for kind in kinds if kind != FailureKind.UNKNOWN]
+    if not known:
+        return FailureKind.UNKNOWN
+    return known[0] if is_own else known[-1]
+
+
+def tell_kind(words: str, error: BaseException) -> str:
+    """The words by which a worker tells the others of its end, with the kind of its failure."""
+    kind = told_kind(str(error)) or kind_of_exception(causes_of(error))
+    return f"{words} [{kind} error]"
+
+
+def told_kind(text: str) -> FailureKind | None:
+    """The kind of failure that another worker told with `tell_kind`, if a message holds one."""
+    found = re.search(r"worker \d+ ended by .* \[(\w+) error\]", text)
+    return FailureKind(found[1]) if found else None
+
+
+def _kind_of_one(cause: Cause) -> FailureKind:
+    for base, pattern, kind in _BY_TEXT:
+        if (base in cause.names or (base == "OpError" and _is_op_error(cause))) and re.search(pattern, cause.text):
+            return kind
+    if cause.names[0] == "UnknownError" and (inner := _inner_kind(cause.text)):
+        return inner
+    kind = next((_BY_CLASS[name] for name in cause.names if name in _BY_CLASS), FailureKind.UNKNOWN)
+    number = re.search(r"\[Errno (\d+)\]", cause.text)
+    if number and (kind == FailureKind.UNKNOWN or cause.names[0] == "OSError"):
+        return FailureKind.CONFIGURATION if int(number[1]) in _LASTING_ERRNOS else FailureKind.ENVIRONMENT
+    return kind
+
+
+def _is_op_error(cause: Cause) -> bool:
+    """Whether the class is one of TensorFlow's, known by its name alone where the text of a log is all there is."""
+    return len(cause.names) == 1 and cause.names[0] in _BY_CLASS
+
+
+def _inner_kind(text: str) -> FailureKind | None:
+    """The kind of the Python exception that a function of the input raised, which TensorFlow gives as text."""
+    name = re.match(r"(\w+)(: |$)", telling_line(text))
+    known = getattr(builtins, name[1], None) if name else None
+    if not (isinstance(known, type) and issubclass(known, BaseException)):
+        return None
+    kind = _kind_of_one(cause_from_text(known.__name__, telling_line(text)))
+    return FailureKind.DATA if kind in (FailureKind.PROGRAM, FailureKind.UNKNOWN) else kind
+
+
+def telling_line(text: str) -> str:
+    """The line of an exception's message that tells the cause.
+
+    It is the first, but for messages of Keras and TensorFlow that begin with a heading ("in user code:", "Exception
+    encountered when calling ...", "Graph execution error:") or with the lines of a stack.
+    """
+    lines = [line for line in _COLOURS.sub("", text).splitlines() if line.strip()]
+    frame_indent = None
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        frame = _FRAME.match(line)
+        if frame:
+            frame_indent = indent
+        elif frame_indent is not None and indent > frame_indent:
+            continue  # the source line of a frame
+        elif not _HEADINGS.fullmatch(line.strip()):
+            return _without_framing(line)
+        else:
+            frame_indent = None
+    return _without_framing(lines[0]) if lines else ""
+
+
+def _without_framing(line: str) -> str:
+    line = line.strip()
+    while (shorter := _FRAMING.sub("", line).strip()) != line:
+        line = shorter
+    return line
+
+
+def user_line(stack: str) -> str | None:
+    """The innermost line of a stack, as text, that is neither of a library nor of tfdist: "train.py:12 in load"."""
+    for frame in reversed(list(_FRAME.finditer(_COLOURS.sub("", stack)))):
+        path = frame["file"]
+        if path.endswith(".py") and not path.startswith(_LIBRARIES) and "/site-packages/" not in path:
+            where = f" in {frame['name']}" if frame["name"] and frame["name"] not in ("<module>", "None") else ""
+            return f"{pathlib.Path(path).name}:{frame['line']}{where}"
+    return None
+
+
+def exception_in_log(log: str) -> tuple[Cause, str] | None:
+    """The exception that Python has printed last in a worker's log, and its text; None if there is none.
+
+    For a worker that failed before `import tfdist`, so that it left no report.
+    """
+    log = f"\n{log}"
+    start = log.rfind("\nTraceback (most recent call last):\n") + 1
+    before = log[:start].rstrip().rpartition("\n")[2]
+    if start and not before.startswith(("Exception in thread", "Exception ignored")):
+        stack = log[start:]
+        found = re.search(r"^(?![ \n]|Traceback )(?P<name>[\w.]+)(?:: (?P<text>(?s:.*)))?$", stack, re.MULTILINE)
+        if found:
+            return cause_from_text(found["name"], (found["text"] or "").rstrip()), stack
+    found = _SYNTAX_ERROR.search(log)
+    return (cause_from_text(found["name"], found["text"]), found[0]) if found else None
+
+
+def is_refusal(log: str) -> bool:
+    """Whether a worker's log ends with a complaint about its command line: of argparse, absl or Python itself."""
+    last = log.rstrip().rpartition("\n")[2]
+    return bool(re.match(r"\S+: error: |\S*python\S*: (can't open file|No module named|Error while finding)", last))
