@@ -87,7 +87,7 @@ _BY_CLASS = {
         FailureKind.PROGRAM,
     ),
 }
-# What the text says goes before the class: pairs of a class that the exception must be of, and a pattern.
+# The text goes before the class. An entry is the class that the exception must be of, a pattern, and the kind.
 _BY_TEXT = (
     ("OpError", r"[Cc]oordination service|[Hh]eartbeat|Socket closed|[Ff]ailed to connect", FailureKind.MACHINE),
     ("OpError", r"Collective ops is aborted|Connection (reset|refused)", FailureKind.MACHINE),
@@ -196,8 +196,8 @@ def _inner_kind(text: str) -> FailureKind | None:
 def telling_line(text: str) -> str:
     """The line of an exception's message that tells the cause.
 
-    It is the first, but for messages of Keras and TensorFlow that begin with a heading ("in user code:", "Exception
-    encountered when calling ...", "Graph execution error:") or with the lines of a stack.
+    Some messages of Keras and TensorFlow begin with headings, such as "in user code:" or "Graph execution error:", and
+    with the lines of a stack. These are passed over.
     """
     lines = [line for line in _COLOURS.sub("", text).splitlines() if line.strip()]
     frame_indent = None
