@@ -1,4 +1,4 @@
-"""The folder of a run: logs and failure reports of all attempts. It stays when the run is over; old ones are removed."""
+"""The folder of a run: logs and failure reports of all attempts. It stays after the run; old ones are removed."""
 
 import argparse
 import contextlib
