@@ -16,6 +16,7 @@ import tensorflow_datasets as tfds
 from absl import logging
 
 from tfdist.data.digits import Digits
+from tfdist.named_file import no_follow
 
 _POLL_SECONDS = 0.2
 
@@ -85,7 +86,7 @@ def _lock(builder: tfds.core.DatasetBuilder, timeout_seconds: float) -> Iterator
 def _open(path: pathlib.Path, name: str) -> IO[str]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("a+")
+        return open(path, "a+", opener=no_follow)
     except OSError as error:
         raise OSError(
             error.errno,

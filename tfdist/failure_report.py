@@ -155,9 +155,9 @@ def write_whole(path: pathlib.Path, text: str) -> None:
     Raises:
       OSError: If it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
-        with partial.open("w") as file:
+        with partial.open("x") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -13,6 +13,8 @@ from typing import IO
 
 from absl import logging
 
+from tfdist.named_file import no_follow
+
 __all__ = ["OTHER_HOST_SECONDS", "held", "way_out"]
 
 OTHER_HOST_SECONDS = 120.0  # A server of NFS keeps the locks of a host that died for its lease, 90 s by default.
@@ -71,7 +73,7 @@ def way_out(error: BlockingIOError) -> str:
 def _opened(path: str | os.PathLike[str], wait_seconds: float, other_host_seconds: float) -> IO[str]:
     began = told = time.monotonic()
     while True:
-        file = open(path, "a+")  # noqa: SIM115 (closed by who holds it)
+        file = open(path, "a+", opener=no_follow)  # noqa: SIM115 (closed by who holds it)
         try:
             _lock(file)
             if _is_at(path, file):

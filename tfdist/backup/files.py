@@ -10,6 +10,8 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from tfdist.named_file import no_follow
+
 _PIECE_BYTES = 1 << 22
 
 Buffer = bytes | memoryview
@@ -37,7 +39,7 @@ class LocalFiles:
 
     def write(self, path: str, pieces: Iterable[Buffer]) -> dict[str, Any]:
         """Writes a file to the disk; its size and SHA-256."""
-        with open(path, "wb", buffering=0) as file:
+        with open(path, "wb", buffering=0, opener=no_follow) as file:
             described = _write_hashed(lambda piece: _write_all(file, piece), pieces)
             os.fsync(file.fileno())
         return described

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import types
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -134,7 +135,7 @@ class CSVLogger(ChiefOnly, keras.callbacks.CSVLogger):
         text = state["text"]
         if not self._is_chief or text is None:
             return
-        partial = f"{self.filename}.partial"
+        partial = f"{self.filename}.{uuid.uuid4().hex}"
         with tf.io.gfile.GFile(partial, "w") as file:
             file.write(text)
         tf.io.gfile.rename(partial, self.filename, overwrite=True)

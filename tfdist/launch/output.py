@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import IO, Protocol
 
 from tfdist.launch.terminal_filter import TerminalFilter
+from tfdist.named_file import no_follow
 
 __all__ = ["Lines", "Output"]
 
@@ -48,7 +49,7 @@ class Output:
     """
 
     def __init__(self, path: pathlib.Path, *, show: str, name: str = "", reported_stack: Callable[[], str] = str):
-        self._log: IO[bytes] = path.open("ab", buffering=0)
+        self._log: IO[bytes] = open(path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 (see `finish`)
         self._ends: list[int] = []  # of the worker
         self._sources: list[tuple[int, int | None, _View]] = []  # to read from, where to show it, and how
         self._pumps: list[threading.Thread] = []

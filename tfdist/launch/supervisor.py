@@ -281,7 +281,7 @@ class Supervisor:
         """
         logging.info("a try with all %d workers again: the others leave after their next commit", self._options.workers)
         with contextlib.suppress(OSError):  # they go on as they are
-            room_path(self._run_dir, number).touch()
+            write_whole(room_path(self._run_dir, number), "")
 
     def _stuck(self, group: WorkerGroup, number: int) -> list[int]:
         """The workers that have failed by their own word and still run: a thread, say, that nobody ends."""
