@@ -45,6 +45,29 @@ def test_an_outer_tf_config_is_replaced_and_told(run):
     assert "TF_CONFIG is set" in err
 
 
+def test_workers_of_a_run_share_a_secret_that_is_in_no_log_and_no_report(run):
+    """One for each run, kept over its attempts; a secret that is given is left alone."""
+    body = """
+        attempt = os.environ["TFDIST_ATTEMPT"]
+        (here / f"{sys.argv[1]}-{attempt}-{worker}").write_text(repr([os.environ.get("TFDIST_SECRET"), sys.argv[1]]))
+        if attempt == "0":
+            while len(list(here.glob(f"{sys.argv[1]}-0-?"))) < 2: time.sleep(0.01)
+            raise RuntimeError(os.environ["TFDIST_RUN_DIR"])
+        """
+    script, given = run.script(body), {"TFDIST_SECRET": "a secret of some length"}
+    secrets = {}
+    for name, env in (("first", {}), ("second", {}), ("given", given), ("file", {"TFDIST_SECRET_FILE": "/a/file"})):
+        environ = {"TFDIST_SECRET": "", **env}
+        code, out, err = run.finish("--workers", 2, script, name, env=environ, restarts=1)
+        assert code == 0, err
+        secrets[name] = {eval(path.read_text())[0] for path in run.directory.glob(f"{name}-*")}
+        written = [path.read_text() for path in (run.directory / "tmp").rglob("*") if path.is_file()]
+        assert len(secrets[name]) == 1 and any("RuntimeError" in text for text in written)
+        assert name == "file" or not any(secret in text for secret in secrets[name] for text in [out, err, *written])
+    assert secrets["given"] == {"a secret of some length"} and secrets["file"] == {""}
+    assert len(secrets["first"] | secrets["second"]) == 2 and all(len(each) == 64 for each in secrets["first"])
+
+
 SLURM = {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": "321"}
 
 

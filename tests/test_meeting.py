@@ -1,7 +1,10 @@
-"""Workers meet before TensorFlow connects them: who is missing, or does not fit, is named by all who came."""
+"""The rendezvous: all who came name a worker that is missing or does not fit, and strangers do no harm."""
 
 import contextlib
+import dataclasses
 import json
+import re
+import resource
 import socket
 import subprocess
 import sys
@@ -14,7 +17,10 @@ import pytest
 from launched import eventually
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
-from tfdist.faults import meeting
+from tfdist.faults import admission, meeting
+from tfdist.faults.admission import PLAIN_SECONDS, Admission, Introduction
+from tfdist.network import handshake
+from tfdist.network.secret import SECRET, SECRET_FILE, Secret
 
 DEADLINE_SECONDS = 90
 START_SECONDS = 3
@@ -37,7 +43,7 @@ class Meeting:
                 self.results[name] = str(error)
             self.results[name] = self.results[name], time.monotonic() - start
 
-        self.threads.append(threading.Thread(target=meet))
+        self.threads.append(threading.Thread(target=meet, name=str(name)))
         self.threads[-1].start()
 
     def end(self):
@@ -120,11 +126,23 @@ def test_who_has_left_again_is_missing():
 
 
 @contextlib.contextmanager
-def guest(chief, introduction):
+def guest(chief, introduction, secret=None):
+    """Somebody at worker 0's address who says that introduction."""
+    if dataclasses.is_dataclass(introduction):
+        introduction = dataclasses.asdict(introduction)
+    with stranger(chief) as connection:
+        handshake.introduce(connection, secret, introduction)
+        yield connection
+
+
+@contextlib.contextmanager
+def stranger(chief, words=b""):
+    """Somebody at worker 0's address who sends these bytes."""
     host, port = chief.address.split(":")
     assert eventually(lambda: connects(host, int(port)))
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(json.dumps(introduction).encode() + b"\n")
+    with socket.create_connection((host, int(port)), DEADLINE_SECONDS) as connection:
+        with contextlib.suppress(OSError):
+            connection.sendall(words)
         yield connection
 
 
@@ -134,17 +152,70 @@ def connects(host, port):
     return False
 
 
-def test_strangers_at_the_door_do_no_harm():
+HELLO = {"nonce": "0" * 64, "proves": False}
+STRANGERS = {
+    "nothing": b"",
+    "HTTP": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+    "TLS": bytes.fromhex("16030100c5010000c10303") + bytes(186),
+    "depth": b"[" * 200_000 + b"\n",
+    "little depth": b"[" * 9_000 + b"\n",
+    "digits": b"9" * 9_000 + b"\n",
+    "zeros": bytes(4_000_000),
+    "two lines": json.dumps(HELLO).encode() + b"\n" + json.dumps(HELLO).encode() + b"\n",
+    "a list": b"[1]\n",
+    "no text": b"\xff\xfe\n",
+    "no nonce": b'{"nonce": 7, "proves": false}\n',
+    "no answer": json.dumps(HELLO).encode() + b"\n",
+}
+
+
+@pytest.mark.parametrize("secret", [None, "s" * 32])
+def test_strangers_at_the_door_do_no_harm(secret, monkeypatch):
+    if secret:
+        monkeypatch.setenv(SECRET, secret)
     group, specs = Meeting(), clusters(2)
     group.add(0, specs[0])
-    own = meeting._introduction(specs[1])
-    almost = [{**own, "worker": worker} for worker in (0, 2, True, "1", None)]
-    almost += [{**own, "addresses": addresses} for addresses in (None, [1], "all")] + [{**own, "host": None}]
-    for words in ("GET / HTTP/1.1", [1], {}, "\u2620", {"jsonrpc": "2.0"}, {"worker": 1}, *almost):
-        with guest(specs[0], words):
-            pass
-    group.add(1, specs[1])
-    assert {index: sorted(lines) for index, lines in group.end().items()} == {0: [1], 1: [0]}
+    with contextlib.ExitStack() as stack:
+        for words in STRANGERS.values():
+            stack.enter_context(stranger(specs[0], words))
+        own = dataclasses.asdict(meeting._introduction(specs[1]))
+        almost = [{**own, "worker": worker} for worker in (0, 2, True, "1", None, [0], 1 << 999)]
+        almost += [{**own, "addresses": addresses} for addresses in (None, [1], "all", {}, own["addresses"] * 999)]
+        for introduction in ({"host": None}, {}, *almost):
+            with contextlib.suppress(OSError, handshake.RefusedError), guest(specs[0], introduction):
+                pass
+        group.add(1, specs[1])
+        assert {index: sorted(lines) for index, lines in group.end().items()} == {0: [1], 1: [0]}
+
+
+FLOOD = """
+import json, resource, socket, sys, threading
+from tfdist.cluster import ClusterSpec
+from tfdist.faults import meeting
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+lines = meeting.meet(ClusterSpec.from_json(sys.argv[1]), 60)
+with open("/proc/self/status") as status:
+    print(sorted(lines), *[line.split()[1] for line in status if line.startswith("VmHWM")])
+"""
+
+
+def test_silent_and_talkative_crowds_keep_no_worker_out_and_take_little_memory():
+    specs = clusters(2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    chief = subprocess.Popen([sys.executable, "-c", FLOOD, specs[0].to_json()], stdout=subprocess.PIPE, text=True)
+    with chief, contextlib.ExitStack() as stack:
+        crowd = []
+        for number in range(600):
+            words = (b"", b"x", json.dumps(HELLO).encode() + b"\n" + b"[" * 100_000)[number % 3]
+            crowd.append(stack.enter_context(stranger(specs[0], b"")))
+            crowd[-1].setblocking(False)
+            with contextlib.suppress(OSError):
+                crowd[-1].send(words)
+        worker = subprocess.run([sys.executable, "-c", FLOOD, specs[1].to_json()], stdout=subprocess.PIPE, text=True)
+        printed = chief.communicate(timeout=DEADLINE_SECONDS)[0]
+    assert worker.stdout.startswith("[0]") and printed.startswith("[1]"), printed
+    # What 600 connections took, beside what a worker takes that nobody disturbs.
+    assert int(printed.split()[-1]) - int(worker.stdout.split()[-1]) < 30_000, (printed, worker.stdout)
 
 
 def test_a_stranger_in_the_place_of_worker_0_is_no_worker():
@@ -179,28 +250,163 @@ def test_who_came_and_is_not_connected_is_named_before_the_stacks():
     assert words.count("tfdist:") == 1 and "worker 0 of 3" in words
 
 
-def test_another_cluster_is_named_on_all_workers_at_once():
+def test_another_cluster_of_a_cluster_host_is_named_on_all_workers_soon(monkeypatch):
+    monkeypatch.setattr(admission, "PLAIN_SECONDS", 1.5)
+    monkeypatch.setattr(meeting, "_REFUSED_SECONDS", 4.5)
     group, specs = Meeting(), clusters(3)
     other = ClusterSpec({"worker": [*specs[0].jobs["worker"], "127.0.0.1:9"]}, "worker", 2)
-    group.add(0, specs[0])
-    group.add(1, specs[1])
-    time.sleep(0.5)
-    group.add(2, other)
+    for index, cluster in enumerate([*specs[:2], other]):
+        group.add(index, cluster)
     results = group.end()
     for index in range(3):
+        assert "127.0.0.1:9" in results[index] and "worker 2" in results[index]
+        assert group.results[index][1] < 3 * meeting._REFUSED_SECONDS
+    for index in range(2):
         assert "the same cluster" in results[index] and "worker 0 has 3 workers" in results[index]
-        assert "worker 2" in results[index] and "127.0.0.1:9" in results[index] and group.results[index][1] < 10
 
 
-def test_other_versions_and_two_of_one_index_are_named():
-    for change, words in (
-        ({"versions": "tfdist 0.0.1"}, "tfdist 0.0.1"),
-        ({"worker": 1}, "say that they are worker 1"),
-    ):
+@pytest.mark.parametrize("secret", [None, "s" * 32])
+def test_other_versions_and_two_of_one_index_are_named_soon(secret, monkeypatch):
+    """With a secret the other end learns what it needs; without one only what of its own does not fit."""
+    monkeypatch.setattr(admission, "PLAIN_SECONDS", 1.5)
+    if secret:
+        monkeypatch.setenv(SECRET, secret)
+    for change, words in (({"versions": "tfdist 0.0.1"}, "tfdist 0.0.1"), ({"worker": 1}, "they are worker 1")):
         group, specs = Meeting(), clusters(3)
         group.add(0, specs[0])
         group.add(1, specs[1])
         time.sleep(0.5)
-        with guest(specs[0], {**meeting._introduction(specs[2]), **change}):
-            results = group.end()
+        misfit = dataclasses.replace(meeting._introduction(specs[2]), **change)
+        answers = []
+        while len(group.results) < 2 and len(answers) < 9:
+            with contextlib.suppress(OSError), guest(specs[0], misfit, Secret.from_env()) as connection:
+                answers.append(connection.recv(1 << 16).decode())
+            time.sleep(1)
+        results = group.end()
         assert all(words in results[index] for index in (0, 1)), results
+        assert (len(answers) == 1) == bool(secret), answers
+        assert secret or not re.search(r"127\.0|tensorflow", answers[0]), answers
+
+
+# The shared secret.
+
+
+def test_workers_with_the_same_secret_meet_and_do_not_send_it(monkeypatch, tmp_path):
+    specs = clusters(2)
+    monkeypatch.setenv(SECRET, "the secret of this job")
+    relayed = []
+
+    class Relay(socket.socket):
+        def sendall(self, data, *flags):
+            relayed.append(bytes(data))
+            return super().sendall(data, *flags)
+
+    monkeypatch.setattr(socket, "socket", Relay)
+    group = Meeting()
+    group.add(0, specs[0])
+    group.add(1, specs[1])
+    assert {index: sorted(lines) for index, lines in group.end().items()} == {0: [1], 1: [0]}
+    assert b"proof" in b"".join(relayed) and b"the secret" not in b"".join(relayed)
+
+
+def test_a_worker_says_nothing_of_its_cluster_to_who_does_not_prove_the_secret():
+    spec, key = clusters(2)[1], Secret(b"k" * 16)
+    for challenge in ({"nonce": "1" * 64, "proves": True, "proof": "0" * 64}, {"nonce": "1" * 64, "proves": False}):
+        ends = socket.socketpair()
+        with ends[0], ends[1]:
+            handshake.send(ends[1], challenge)
+            with pytest.raises(handshake.RefusedError, match=SECRET):
+                handshake.introduce(ends[0], key, dataclasses.asdict(meeting._introduction(spec)))
+            ends[0].shutdown(socket.SHUT_WR)
+            assert b"127.0.0.1" not in b"".join(iter(lambda ends=ends: ends[1].recv(1 << 16), b""))
+
+
+def test_a_worker_with_another_secret_is_told_so_and_does_not_end_the_job(monkeypatch):
+    monkeypatch.setattr(meeting, "_REFUSED_SECONDS", 1.5)
+    secrets, groups = {}, []
+    monkeypatch.setattr(meeting.Secret, "from_env", lambda: secrets[threading.current_thread().name])
+    first, second = (Secret(text) for text in (b"the secret of this job", b"the secret of another"))
+    for case, pair in enumerate([(first, second), (first, None), (None, second)]):
+        groups.append(Meeting(2 * START_SECONDS))
+        for spec, secret in zip(clusters(2), pair, strict=True):
+            secrets[f"{case}.{spec.worker_id}"] = secret
+            groups[-1].add(f"{case}.{spec.worker_id}", spec)
+    for group in groups:
+        group.end()
+        (chief, _), (worker, seconds) = (result for _, result in sorted(group.results.items()))
+        assert "worker 1 of 2" in worker and SECRET in worker and seconds < 2 * START_SECONDS
+        # Worker 0 waits for the right one, to the deadline.
+        assert "missing: worker 1" in chief and SECRET in chief and "on 127.0.0.1 was refused" in chief
+        assert "the secret of" not in worker + chief
+
+
+def test_a_forged_worker_is_not_admitted_where_there_is_a_secret(monkeypatch):
+    monkeypatch.setenv(SECRET, "the secret of this job")
+    group, specs = Meeting(), clusters(2)
+    group.add(0, specs[0])
+    introduction = meeting._introduction(specs[1])
+    with contextlib.suppress(handshake.RefusedError), guest(specs[0], introduction, Secret(b"guessed, guessed")):
+        pass
+    with stranger(specs[0]) as connection:  # One that knows the protocol.
+        handshake.send(connection, {"nonce": "0" * 64, "proves": True})
+        handshake.receive_line(connection)
+        text = json.dumps(dataclasses.asdict(introduction))
+        handshake.send(connection, {"message": text, "proof": "0" * 64})
+        assert connection.recv(1 << 16) == b""
+    group.add(1, specs[1])
+    assert {index: sorted(lines) for index, lines in group.end().items()} == {0: [1], 1: [0]}
+
+
+def test_a_secret_comes_from_the_environment_or_a_file(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("the secret of this job\n")
+    given = [{SECRET: "the secret of this job"}, {SECRET_FILE: str(path)}]
+    proofs = [Secret.from_env(environ).proof("a", "b") for environ in given]
+    assert proofs[0] == proofs[1] != Secret.from_env(given[0]).proof("ab", "")
+    assert Secret.from_env({}) is None and Secret.from_env({SECRET: " "}) is None
+    path.write_text("short")
+    for environ, words in (
+        ({SECRET: "short"}, "at least 16 bytes"),
+        ({SECRET_FILE: str(path)}, f"the file {path}"),
+        ({SECRET_FILE: str(tmp_path / "none")}, "cannot be read"),
+        ({SECRET: "a" * 16, SECRET_FILE: str(path)}, "both are set"),
+    ):
+        with pytest.raises(ClusterError, match=words) as raised:
+            Secret.from_env(environ)
+        assert "aaaa" not in str(raised.value)
+    assert "secret" not in repr(Secret(b"the secret of this job")).partition("object")[2]
+
+
+# Decisions on who is admitted.
+
+HOSTS = {0: {"10.0.0.1"}, 1: {"10.0.0.2"}, 2: {"10.0.0.3", "fd00::3"}}
+OWN = Introduction(0, ("a:1", "b:1", "c:1"), "tfdist 1", "a")
+GUEST = dataclasses.replace(OWN, worker=1, host="b")
+OTHER_CLUSTER = dataclasses.replace(GUEST, addresses=("x:1", "y:1"))
+
+
+def test_without_a_secret_only_hosts_of_the_cluster_end_the_job_and_not_at_once():
+    for misfit in (OTHER_CLUSTER, dataclasses.replace(GUEST, versions="tfdist 2")):
+        judge = Admission(OWN, False, HOSTS.get).judge
+        for now in range(0, 100, 10):
+            assert not judge(misfit, "192.0.2.1", None, now).is_plain
+        assert [judge(misfit, "10.0.0.3", None, now).is_plain for now in (0, 1, PLAIN_SECONDS)] == [False, False, True]
+    assert Admission(OWN, True, HOSTS.get).judge(OTHER_CLUSTER, "192.0.2.1", None, 0).is_plain
+
+
+def test_the_worker_on_the_host_of_its_address_takes_the_place_of_another():
+    judge = Admission(OWN, False, HOSTS.get).judge
+    verdict = judge(GUEST, "10.0.0.2", ("192.0.2.1", "forged"), 0)
+    assert verdict.refused is None and "forged" in verdict.problem
+    for source in ("192.0.2.1", "10.0.0.2"):  # Two that look alike, and one that would take a right one's place.
+        assert judge(GUEST, source, ("10.0.0.2", "b"), 0).refused == "index"
+    assert judge(GUEST, "192.0.2.1", None, 0).refused is None  # As behind NAT.
+
+
+def test_what_is_noted_of_strangers_and_shown_of_them_is_limited():
+    judged = Admission(OWN, False, HOSTS.get)
+    for number in range(5000):
+        host = f"\x1b[31m\n{number}" + "x" * 9999
+        verdict = judged.judge(dataclasses.replace(OTHER_CLUSTER, host=host), "10.0.0.2", None, 0)
+        assert len(verdict.problem) < 1000 and verdict.problem.isprintable()
+    assert len(judged._first_seen) <= admission._MOST_NOTED

@@ -1,27 +1,32 @@
-"""Workers meet before TensorFlow connects them, which it does without a deadline, a word, or the interpreter's lock.
+"""The rendezvous: workers find each other before TensorFlow connects them, which it does without a deadline.
 
-They keep the connections by which they met: the kernel closes those of a process that ends, so that is known at once.
+They keep these connections: the kernel closes those of a process that ends, so that its end is known at once.
 
-Worker 0 listens at its address; each other connects to it and says who it is:
+Worker 0 listens at its address. Each other worker connects to it, proves the secret of the job if there is one (see
+`tfdist.network.handshake`), and says who it is:
 
     worker i                         worker 0
-      {"worker", "addresses", …}  →    compares: the same cluster, the same versions?
+      {"worker", "addresses", …}  →    compares: the same cluster, the same versions? (see `admission`)
                                   ←    {"missing": [...]}   every second
                                   ←    {"go": true}         when all are there: TensorFlow takes over the port
-                                  ←    {"error": "..."}     at worker 0's deadline, or when a worker does not fit
-      {"bye": true}                ↔    {"bye": true}        when a program is over
+                                  ←    {"refused": "..."}   a word for what does not fit; the worker tries again
+                                  ←    {"error": "..."}     to workers that fit: at the deadline, or when one does not
+
+Strangers can connect too. They learn nothing of the cluster, and cannot keep workers out: see
+`tfdist.network.reception`.
 """
 
 import contextlib
+import dataclasses
 import faulthandler
 import importlib.metadata
-import json
-import selectors
+import select
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from absl import logging
@@ -29,13 +34,27 @@ from absl import logging
 from tfdist.cluster import ClusterSpec
 from tfdist.cluster.address import split_address
 from tfdist.errors import ClusterError, WorkerLostError
+from tfdist.faults.admission import PLAIN_SECONDS, Admission, Introduction
+from tfdist.network import listening
+from tfdist.network.handshake import (
+    LINE_BYTES,
+    NotOursError,
+    RefusedError,
+    introduce,
+    parse,
+    receive,
+    send,
+)
+from tfdist.network.reception import Reception, Warnings
+from tfdist.network.secret import Secret
 
 __all__ = ["addresses_of", "connecting", "meet", "unconnected"]
 
 _STATUS_SECONDS = 1.0
 _LOG_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
-_LINE_BYTES = 1 << 20
+_REFUSED_SECONDS = 3 * PLAIN_SECONDS  # After which a worker that is refused gives up; worker 0 knows before.
+_TOLD_BYTES = 1 << 20  # Of a line of worker 0's.
 _HERALD = (
     "import select, sys, time; left = max(0, float(sys.argv[1]) - time.monotonic()); "
     "select.select([0], [], [], left)[0] or sys.stderr.write(sys.argv[2])"
@@ -55,12 +74,14 @@ def meet(cluster: ClusterSpec, timeout_seconds: float) -> Mapping[int, socket.so
       The connections by which they met: of worker 0 to each other, of the others to worker 0.
 
     Raises:
-      ClusterError: If a worker is missing after that time, or has another cluster or other versions.
+      ClusterError: If a worker is missing after that time, or has another cluster, other versions or another secret;
+        or if this worker's secret is none.
     """
     wait = _Wait(cluster, timeout_seconds)
     if cluster.num_workers == 1:
         return {}
-    return _receive(cluster, wait) if cluster.worker_id == 0 else _report(cluster, wait)
+    secret = Secret.from_env()
+    return _receive(cluster, secret, wait) if cluster.worker_id == 0 else _report(cluster, secret, wait)
 
 
 @contextlib.contextmanager
@@ -126,103 +147,139 @@ class _Wait:
 # Worker 0.
 
 
-def _receive(cluster: ClusterSpec, wait: _Wait) -> Mapping[int, socket.socket]:
-    with contextlib.ExitStack() as stack:
-        desk = _Desk(cluster, stack)
+def _receive(cluster: ClusterSpec, secret: Secret | None, wait: _Wait) -> Mapping[int, socket.socket]:
+    """Receives all workers at worker 0."""
+    with _Desk(cluster, secret) as desk:
         try:
             while desk.missing:
                 desk.serve(_STATUS_SECONDS)
-                wait.check(desk.missing)
+                wait.check(desk.missing, desk.refused or "")
                 desk.tell({"missing": desk.missing})
         except ClusterError as error:
             desk.tell({"error": str(error), "lost": isinstance(error, WorkerLostError)})
             raise
-        desk.tell({"go": True})
-        return {worker: guest.dup() for worker, guest in desk.come.items()}
+        return desk.let_go()
 
 
 class _Desk:
     """Where worker 0 receives the others."""
 
-    def __init__(self, cluster: ClusterSpec, stack: contextlib.ExitStack):
+    def __init__(self, cluster: ClusterSpec, secret: Secret | None):
         self._cluster = cluster
-        self._stack = stack
-        self._own = _introduction(cluster)
-        self._guests: dict[socket.socket, bytes] = {}
-        self.come: dict[int, socket.socket] = {}  # by worker
-        self._selector = stack.enter_context(selectors.DefaultSelector())
-        self._listener = stack.enter_context(_listen(cluster))
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._secret = secret
+        own = _introduction(cluster)
+        self._line_bytes = max(LINE_BYTES, 2 * len(repr(own)))
+        self._admission = Admission(own, secret is not None, _Resolved(addresses_of(cluster)))
+        self._come: dict[int, tuple[socket.socket, str, Introduction]] = {}
+        self._warnings = Warnings()
+        self._misfit: str | None = None
+        self._reception = Reception(_listen(cluster), self._shake_hands)
+
+    def __enter__(self) -> "_Desk":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reception.close()
+        for worker in list(self._come):
+            self._dismiss(worker)
 
     @property
     def missing(self) -> list[int]:
-        return [worker for worker in range(1, self._cluster.num_workers) if worker not in self.come]
+        """The workers that are not here, or not any more."""
+        return [worker for worker in range(1, self._cluster.num_workers) if worker not in self._come]
+
+    @property
+    def refused(self) -> str | None:
+        """Which worker was refused last, and why."""
+        return self._misfit or self._reception.refused
 
     def serve(self, seconds: float) -> None:
-        """Receives guests until something has changed, at most for so long."""
+        """Receives workers until one has come or left, at most for so long."""
         deadline = time.monotonic() + seconds
         before = self.missing
         while self.missing == before and (left := deadline - time.monotonic()) > 0:
-            for key, _ in self._selector.select(left):
-                if key.fileobj is self._listener:
-                    self._welcome()
-                else:
-                    self._read(key.fileobj)  # type: ignore[arg-type]
+            guest = self._reception.next(left)
+            self._dismiss_gone()
+            if guest is not None:
+                self._judge(*guest)
 
     def tell(self, message: dict[str, Any]) -> None:
-        for guest in list(self.come.values()):
-            _send(guest, message)
+        """Sends a message to all workers that have come."""
+        for connection, _, _ in self._come.values():
+            _send(connection, message)
 
-    def _welcome(self) -> None:
-        with contextlib.suppress(OSError):  # gone again
-            guest, _ = self._listener.accept()
-            self._stack.enter_context(guest)
-            guest.settimeout(_STATUS_SECONDS)
-            self._guests[guest] = b""
-            self._selector.register(guest, selectors.EVENT_READ)
+    def let_go(self) -> Mapping[int, socket.socket]:
+        """Tells all workers to go on, and hands over their connections; the port is free then."""
+        self._reception.close()
+        self.tell({"go": True})
+        come, self._come = self._come, {}
+        return {worker: connection for worker, (connection, _, _) in come.items()}
 
-    def _read(self, guest: socket.socket) -> None:
-        received = b""
-        with contextlib.suppress(OSError):
-            received = guest.recv(1 << 16)
-        self._guests[guest] += received
-        if not received or len(self._guests[guest]) > _LINE_BYTES:
-            self._dismiss(guest)
-        elif self._guests[guest].endswith(b"\n"):
-            self._introduce(guest)
+    def _shake_hands(self, connection: socket.socket) -> tuple[socket.socket, Introduction]:
+        """Performs the handshake with whoever has connected."""
+        introduction = Introduction.read(receive(connection, self._secret, self._line_bytes))
+        if introduction is None:
+            raise NotOursError("it is no worker of a tfdist job")
+        connection.settimeout(_STATUS_SECONDS)
+        return connection, introduction
 
-    def _introduce(self, guest: socket.socket) -> None:
-        introduction = _parse(self._guests[guest])
-        if introduction is None or not _is_introduction(introduction):  # not of ours: a health check, a scanner
-            self._dismiss(guest)
+    def _judge(self, connection: socket.socket, source: str, guest: Introduction) -> None:
+        """Admits a worker, or refuses it."""
+        _, *present = self._come.get(guest.worker, (None,))
+        earlier = (present[0], present[1].host) if present else None
+        verdict = self._admission.judge(guest, source, earlier, time.monotonic())
+        if verdict.refused is None:
+            if verdict.problem:
+                self._warnings.say(f"{verdict.problem} The one at {source} is taken, where TF_CONFIG has it.")
+                self._dismiss(guest.worker)
+            self._come[guest.worker] = (connection, source, guest)
             return
-        error = _misfit(self._own, introduction)
-        worker = introduction["worker"]
-        if error is None and worker in self.come:
-            error = (
-                f"Each worker must have an index of its own in TF_CONFIG, but two processes say that they are worker "
-                f"{worker}; the second runs on {introduction['host']}. End it, or give it another index."
-            )
-        if error:
-            _send(guest, {"error": error})
-            raise ClusterError(error)
-        self.come[worker] = guest
+        # Who proves nothing learns no more than what of its own does not fit.
+        _send(connection, {"error": verdict.problem} if self._secret else {"refused": verdict.refused})
+        connection.close()
+        if verdict.is_plain:
+            raise ClusterError(verdict.problem)
+        self._misfit = f"{guest.describe()} was refused: {verdict.problem}"
+        self._warnings.say(f"A worker at {source} is refused: {verdict.problem}")
 
-    def _dismiss(self, guest: socket.socket) -> None:
-        self._selector.unregister(guest)
-        self._guests.pop(guest)
-        self.come = {worker: known for worker, known in self.come.items() if known is not guest}
-        guest.close()
+    def _dismiss_gone(self) -> None:
+        """Forgets the workers that have closed their connection: before the rendezvous ends they say nothing."""
+        poll = select.poll()
+        workers = {connection.fileno(): worker for worker, (connection, _, _) in self._come.items()}
+        for descriptor in workers:
+            poll.register(descriptor, select.POLLIN)
+        for descriptor, _ in poll.poll(0):
+            self._dismiss(workers[descriptor])
+
+    def _dismiss(self, worker: int) -> None:
+        self._come.pop(worker)[0].close()
 
 
-def _listen(cluster: ClusterSpec) -> socket.socket:
-    port = split_address(cluster.address)[1]
+class _Resolved:
+    """The IP addresses of the workers' hosts, looked up in a thread: name servers may take long.
+
+    Args:
+      addresses: Of the workers.
+    """
+
+    def __init__(self, addresses: list[str]):
+        self._addresses = addresses
+        self._found: dict[str, Collection[str]] = {}
+        threading.Thread(target=self._look_up, name="tfdist-resolve", daemon=True).start()
+
+    def __call__(self, worker: int) -> Collection[str]:
+        """Those of a worker's host that are known by now."""
+        return self._found.get(split_address(self._addresses[worker])[0], ())
+
+    def _look_up(self) -> None:
+        for host in {split_address(address)[0]: None for address in self._addresses}:
+            self._found[host] = frozenset(listening.addresses_of(host))
+
+
+def _listen(cluster: ClusterSpec) -> list[socket.socket]:
+    host, port = split_address(cluster.address)
     try:
-        return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-    except (OSError, ValueError):  # a machine without IPv6
-        pass
-    try:
-        return socket.create_server(("", port), backlog=1024)
+        return listening.listen(host, port, backlog=1024)
     except OSError as error:
         raise ClusterError(
             f"Worker 0 needs its port to receive the others, but this is {cluster.describe()} on "
@@ -234,32 +291,97 @@ def _listen(cluster: ClusterSpec) -> socket.socket:
 # The others.
 
 
-def _report(cluster: ClusterSpec, wait: _Wait) -> Mapping[int, socket.socket]:
+def _report(cluster: ClusterSpec, secret: Secret | None, wait: _Wait) -> Mapping[int, socket.socket]:
     """Tells worker 0 that this worker is there, until all are."""
-    chief = split_address(addresses_of(cluster)[0])
+    refusals = _Refusals(cluster)
     while True:
         why = ""
         try:
-            with socket.create_connection(chief, timeout=_STATUS_SECONDS) as connection:
-                _send(connection, _introduction(cluster))
-                # Worker 0 speaks every second: who is silent for longer is something else at that address.
-                connection.settimeout(3 * _STATUS_SECONDS)
-                with connection.makefile("rb") as lines:
-                    while message := _parse(lines.readline(_LINE_BYTES)):
-                        if "go" in message:
-                            return {0: connection.dup()}
-                        if "error" in message:
-                            kind = WorkerLostError if message.get("lost") else ClusterError
-                            raise kind(f"{message['error']} (So says worker 0 to {cluster.describe()}.)")
-                        if not _is_status(message, cluster.num_workers):  # not of ours
-                            break
-                        wait.check(message["missing"])
+            with contextlib.ExitStack() as stack:
+                connection = stack.enter_context(_connect(cluster))
+                introduce(connection, secret, dataclasses.asdict(_introduction(cluster)))
+                if _is_let_go(connection, cluster, wait, refusals):
+                    stack.pop_all()
+                    return {0: connection}
+        except RefusedError as error:
+            refusals.note(f"it cannot join worker 0: {error}. Give all workers of a job the same")
+        except NotOursError as error:
+            why = str(error)
         except socket.gaierror as error:
             why = f"{error.strerror}: correct the name in TF_CONFIG or make it resolve"
         except OSError as error:
             why = error.strerror or str(error)
-        wait.check([0], why)
-        time.sleep(_RETRY_SECONDS)
+        refusals.check()
+        wait.check([0], refusals.last or why)
+        time.sleep(_STATUS_SECONDS if refusals.last else _RETRY_SECONDS)
+
+
+def _connect(cluster: ClusterSpec) -> socket.socket:
+    """A connection to worker 0."""
+    return socket.create_connection(split_address(addresses_of(cluster)[0]), timeout=3 * _STATUS_SECONDS)
+
+
+def _is_let_go(connection: socket.socket, cluster: ClusterSpec, wait: _Wait, refusals: "_Refusals") -> bool:
+    """Listens to worker 0 until all workers have come; False if it refuses this one, or is something else.
+
+    Worker 0 speaks every second: who is silent for the connection's timeout is something else at that address.
+    """
+    with connection.makefile("rb") as lines:
+        while message := parse(lines.readline(_TOLD_BYTES)):
+            if "go" in message:
+                return True
+            if "error" in message:
+                kind = WorkerLostError if message.get("lost") else ClusterError
+                raise kind(f"{message['error']} (So says worker 0 to {cluster.describe()}.)")
+            if message.get("refused") in _REMEDIES:
+                refusals.note(_REMEDIES[message["refused"]])
+                return False
+            if not _is_status(message, cluster.num_workers):  # Not of ours.
+                return False
+            refusals.forget()
+            wait.check(message["missing"])
+    return False
+
+
+_REMEDIES = {
+    "cluster": "worker 0 has another cluster in its TF_CONFIG. Give all the same addresses in the same order",
+    "versions": f"worker 0 has other versions of {', '.join(_PACKAGES)}. Install the same everywhere",
+    "index": "worker 0 knows another process with this index. End one, or give it another index in TF_CONFIG",
+}
+
+
+class _Refusals:
+    """Why worker 0 refuses this worker, and for how long it has done so without a break.
+
+    Attributes:
+      last: What it said last; `None` if it did not refuse this worker.
+    """
+
+    def __init__(self, cluster: ClusterSpec):
+        self._cluster = cluster
+        self._since = 0.0
+        self.last: str | None = None
+
+    def note(self, why: str) -> None:
+        """Worker 0 refuses this worker."""
+        if self.last is None:
+            self._since = time.monotonic()
+            logging.warning("worker 0 at %s refuses this worker: %s", addresses_of(self._cluster)[0], why)
+        self.last = why
+
+    def forget(self) -> None:
+        """Worker 0 does not refuse this worker any more."""
+        self.last = None
+
+    def check(self) -> None:
+        """Raises if worker 0 has refused this worker for some seconds."""
+        if self.last is not None and time.monotonic() - self._since > _REFUSED_SECONDS:
+            own = _introduction(self._cluster)
+            raise ClusterError(
+                f"This is {self._cluster.describe()} on {own.host}, and {self.last}. Here the addresses are "
+                f"{', '.join(own.addresses)}, and the versions {own.versions}; the log of worker 0 at "
+                f"{own.addresses[0]} has its own."
+            )
 
 
 # Both.
@@ -270,21 +392,9 @@ def addresses_of(cluster: ClusterSpec) -> list[str]:
     return [*cluster.jobs.get("chief", ()), *cluster.jobs.get("worker", ())]
 
 
-def _introduction(cluster: ClusterSpec) -> dict[str, Any]:
+def _introduction(cluster: ClusterSpec) -> Introduction:
     versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in _PACKAGES)
-    return {
-        "worker": cluster.worker_id,
-        "addresses": addresses_of(cluster),
-        "versions": versions,
-        "host": socket.gethostname(),
-    }
-
-
-def _is_introduction(message: dict[str, Any]) -> bool:
-    """Whether this is what a worker says, of whatever cluster."""
-    worker, addresses = message.get("worker"), message.get("addresses")
-    texts = [message.get("versions"), message.get("host"), *(addresses if isinstance(addresses, list) else [None])]
-    return type(worker) is int and all(isinstance(text, str) for text in texts) and 0 < worker < len(texts) - 2
+    return Introduction(cluster.worker_id, tuple(addresses_of(cluster)), versions, socket.gethostname())
 
 
 def _is_status(message: dict[str, Any], workers: int) -> bool:
@@ -292,32 +402,6 @@ def _is_status(message: dict[str, Any], workers: int) -> bool:
     return isinstance(missing, list) and all(type(worker) is int and 0 < worker < workers for worker in missing)
 
 
-def _misfit(own: dict[str, Any], other: dict[str, Any]) -> str | None:
-    """Why another worker cannot train with this one."""
-    name = f"worker {other['worker']} on {other['host']}"
-    if own["addresses"] != other["addresses"]:
-        return (
-            f"All workers need the same cluster in TF_CONFIG, but worker 0 has {len(own['addresses'])} workers "
-            f"({', '.join(own['addresses'])}) and {name} has {len(other['addresses'])} "
-            f"({', '.join(other['addresses'])}). Give all the same addresses in the same order."
-        )
-    if own["versions"] != other["versions"]:
-        return (
-            f"All workers need the same versions, but worker 0 has {own['versions']}, and {name} has "
-            f"{other['versions']}. Install the same everywhere."
-        )
-    return None
-
-
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the reader is gone, which is noticed when reading
-        connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """A message, `None` if it is none of ours."""
-    try:
-        message = json.loads(line)
-    except ValueError:
-        return None
-    return message if isinstance(message, dict) and message else None
+    with contextlib.suppress(OSError):  # The reader is gone, which is noticed when reading.
+        send(connection, message)

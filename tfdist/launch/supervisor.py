@@ -22,6 +22,7 @@ from tfdist.launch.failures import Failure, first_failure, not_started, reported
 from tfdist.launch.group import WorkerExit, WorkerGroup
 from tfdist.launch.restarts import Chance, Commits, Restarts, Size, chance_of
 from tfdist.launch.stopped import SECONDS, Stopped
+from tfdist.network.secret import SECRET, new_secret, secret_is_given
 
 __all__ = ["Options", "Stragglers", "Supervisor"]
 
@@ -141,6 +142,8 @@ class Supervisor:
         self._size = Size(options.workers, options.min_workers, options.regrow_seconds)
         self._attempts: list[Attempt] = []
         self._commits = Commits()
+        # Workers of several hosts need one that all are given.
+        self._secret = {} if spec or secret_is_given() else {SECRET: new_secret()}
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:
@@ -355,7 +358,7 @@ class Supervisor:
         return [ClusterSpec.local(workers, index, ports) for index in range(workers)]
 
     def _env(self, number: int) -> dict[str, str]:
-        env = {RUN_DIR: str(self._run_dir), ATTEMPT: str(number)}
+        env = {RUN_DIR: str(self._run_dir), ATTEMPT: str(number), **self._secret}
         if self._options.devices_per_worker is not None:
             env[DEVICES_PER_WORKER] = str(self._options.devices_per_worker)
         return env

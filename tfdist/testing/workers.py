@@ -10,6 +10,7 @@ The parent starts a fresh interpreter for each worker (`worker_process`) and tal
 A worker that loses its parent ends itself.
 """
 
+import os
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import WorkerError, WorkerTimeoutError
 from tfdist.launch.group import describe_exit
 from tfdist.launch.signals import hear_of_children
+from tfdist.network.secret import SECRET, new_secret, secret_is_given
 from tfdist.testing.replies import Died, Raised, Reply, Returned, doubt
 from tfdist.testing.serving import is_importing_main
 from tfdist.testing.worker_process import GRACE_SECONDS, WorkerProcess
@@ -172,9 +174,10 @@ class WorkerPool:
             )
         hear_of_children()
         ports = free_ports(self._num_workers)
+        env = self._env if secret_is_given({**os.environ, **self._env}) else {**self._env, SECRET: new_secret()}
         for index in range(self._num_workers):
             spec = ClusterSpec.local(self._num_workers, index, ports)
-            self._workers.append(WorkerProcess(spec, self._devices_per_worker, self._env))
+            self._workers.append(WorkerProcess(spec, self._devices_per_worker, env))
 
     def _kill(self) -> None:
         for worker in self._workers:

@@ -1,0 +1,136 @@
+"""Whether worker 0 admits who says to be a worker of its cluster: decisions without clock or network."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from tfdist.network.reception import printable
+
+__all__ = ["PLAIN_SECONDS", "Admission", "Introduction", "Verdict"]
+
+PLAIN_SECONDS = 3.0
+"""How long a worker of this cluster's hosts must keep coming back with what does not fit, before that ends the job."""
+
+_MOST_SHOWN = 8
+_MOST_NOTED = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Introduction:
+    """What a worker says of itself.
+
+    Attributes:
+      worker: Its index.
+      addresses: Of all workers, as its TF_CONFIG has them.
+      versions: Of the packages that all need alike.
+      host: The name of its host.
+    """
+
+    worker: int
+    addresses: tuple[str, ...]
+    versions: str
+    host: str
+
+    @classmethod
+    def read(cls, message: Mapping[str, Any]) -> "Introduction | None":
+        """The introduction in a message of whatever origin; `None` if it is none."""
+        worker, addresses = message.get("worker"), message.get("addresses")
+        versions, host = message.get("versions"), message.get("host")
+        if type(worker) is not int or not isinstance(addresses, list):
+            return None
+        if not all(isinstance(text, str) for text in (versions, host, *addresses)) or not 0 < worker < len(addresses):
+            return None
+        return cls(worker, tuple(addresses), str(versions), str(host))
+
+    def describe(self) -> str:
+        """Which worker, and where."""
+        return f"worker {self.worker} on {printable(self.host)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What becomes of a worker that has introduced itself.
+
+    Attributes:
+      refused: What does not fit, "cluster", "versions" or "index"; `None` if the worker is admitted.
+      problem: What is wrong, in full; empty if nothing is.
+      is_plain: Whether that ends the job.
+    """
+
+    refused: str | None = None
+    problem: str = ""
+    is_plain: bool = False
+
+
+class Admission:
+    """Decides who is admitted, and when a worker that does not fit ends the job.
+
+    With a secret every introduction is proved, so what does not fit is a mistake and ends the job at once. Without one
+    anybody can claim anything, so that only a worker on a host of this cluster ends the job, after it has come back
+    with the same for 3 s. Of two with one index the one on the host that TF_CONFIG names for it is admitted.
+
+    Args:
+      own: Worker 0's own introduction.
+      is_proved: Whether introductions prove a secret.
+      addresses_of: Gives the IP addresses of a worker's host, as far as they are known.
+    """
+
+    def __init__(self, own: Introduction, is_proved: bool, addresses_of: Callable[[int], Collection[str]]):
+        self._own = own
+        self._is_proved = is_proved
+        self._addresses_of = addresses_of
+        self._first_seen: dict[tuple[str, str], float] = {}
+
+    def judge(self, guest: Introduction, source: str, present: tuple[str, str] | None, now: float) -> Verdict:
+        """Decides on an introduction.
+
+        Args:
+          guest: The introduction.
+          source: The IP address that it comes from.
+          present: The IP address and the host name of the worker that was admitted under this index; `None` if none is.
+          now: Of a monotonic clock.
+        """
+        misfit = self._misfit(guest, present)
+        if misfit is None:
+            return Verdict()
+        refused, problem = misfit
+        if self._is_proved:
+            return Verdict(refused, problem, is_plain=True)
+        if refused == "index" and present and self._is_at_home(guest, source) > self._is_at_home(guest, present[0]):
+            return Verdict(None, problem)
+        if not any(source in self._addresses_of(worker) for worker in range(len(self._own.addresses))):
+            return Verdict(refused, problem)
+        if len(self._first_seen) >= _MOST_NOTED:
+            self._first_seen.clear()
+        since = self._first_seen.setdefault((source, problem), now)
+        return Verdict(refused, problem, is_plain=now - since >= PLAIN_SECONDS)
+
+    def _is_at_home(self, guest: Introduction, source: str) -> bool:
+        return source in self._addresses_of(guest.worker)
+
+    def _misfit(self, guest: Introduction, present: tuple[str, str] | None) -> tuple[str, str] | None:
+        """What does not fit, in a word and in full."""
+        own, name = self._own, guest.describe()
+        if own.addresses != guest.addresses:
+            return "cluster", (
+                f"All workers need the same cluster in TF_CONFIG, but worker 0 has {_counted(own.addresses)}, and "
+                f"{name} has {_counted(guest.addresses)}. Give all the same addresses in the same order."
+            )
+        if own.versions != guest.versions:
+            return "versions", (
+                f"All workers need the same versions, but worker 0 has {own.versions}, and {name} has "
+                f"{printable(guest.versions)}. Install the same everywhere."
+            )
+        if present is not None:
+            return "index", (
+                f"Each worker must have an index of its own in TF_CONFIG, but two processes say that they are worker "
+                f"{guest.worker}: one on {printable(present[1])}, one on {printable(guest.host)}. End one, or give it "
+                "another index."
+            )
+        return None
+
+
+def _counted(addresses: Collection[str]) -> str:
+    shown = [printable(address) for address in list(addresses)[:_MOST_SHOWN]]
+    more = f", … {len(addresses) - _MOST_SHOWN} more" if len(addresses) > _MOST_SHOWN else ""
+    return f"{len(addresses)} workers ({', '.join(shown)}{more})"

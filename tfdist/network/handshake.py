@@ -1,0 +1,146 @@
+"""A handshake by which both ends of a connection prove a shared secret before either says who it is.
+
+    the end that connects                the end that accepts
+      {"nonce", "proves"}            →
+                                     ←   {"nonce", "proves", "proof"}      of both nonces
+      {"message", "proof"}           →                                     of both nonces and the message
+      or {"refused": "secret"}
+
+Without a secret, `proves` is false and there are no proofs: the message then is a claim that anybody can make.
+"""
+
+import json
+import secrets
+import socket
+from typing import Any
+
+from tfdist.network.secret import SECRET, Secret
+
+__all__ = ["LINE_BYTES", "NotOursError", "RefusedError", "introduce", "parse", "receive", "receive_line", "send"]
+
+LINE_BYTES = 1 << 14
+"""The longest line that is accepted from an end that has proved nothing: parsed, it may take twenty times as much."""
+
+_NONCE_BYTES = 32
+_CONNECTS, _ACCEPTS = "the end that connects", "the end that accepts"
+
+
+class NotOursError(Exception):
+    """The other end does not speak this protocol."""
+
+
+class RefusedError(Exception):
+    """The other end is a worker that shares no secret with this one, or not the same."""
+
+
+def introduce(connection: socket.socket, secret: Secret | None, message: dict[str, Any]) -> None:
+    """Sends a message once the accepting end has proved the secret, with a proof of it.
+
+    Args:
+      connection: A connection with a timeout.
+      secret: The secret of the job, if there is one.
+      message: The message, which JSON can hold.
+
+    Raises:
+      NotOursError: If something else answers.
+      RefusedError: If a worker answers that does not have the same secret.
+      OSError: If the connection fails.
+    """
+    own = secrets.token_hex(_NONCE_BYTES)
+    send(connection, {"nonce": own, "proves": secret is not None})
+    challenge = parse(receive_line(connection))
+    if challenge is None or not _is_challenge(challenge):
+        raise NotOursError("what answers there is not worker 0 of a tfdist job")
+    other = challenge["nonce"]
+    problem = _unlike(secret, challenge["proves"])
+    if secret and not problem and not secret.accepts(challenge.get("proof"), _ACCEPTS, own, other):
+        problem = f"it has another {SECRET} than this worker"
+    if problem:
+        send(connection, {"refused": "secret"})
+        raise RefusedError(problem)
+    text = json.dumps(message)
+    send(connection, {"message": text, "proof": secret.proof(_CONNECTS, own, other, text) if secret else None})
+
+
+def receive(connection: socket.socket, secret: Secret | None, most_bytes: int = LINE_BYTES) -> dict[str, Any]:
+    """Receives the message of the end that connects.
+
+    Args:
+      connection: A connection with a timeout.
+      secret: The secret of the job, if there is one. With it, only a message that proves it is returned.
+      most_bytes: The longest line to accept.
+
+    Raises:
+      NotOursError: If the other end speaks something else.
+      RefusedError: If it does not prove the secret.
+      OSError: If the connection fails.
+    """
+    hello = parse(receive_line(connection))
+    if hello is None or not _is_challenge(hello):
+        raise NotOursError("it is no worker of a tfdist job")
+    own, other = secrets.token_hex(_NONCE_BYTES), hello["nonce"]
+    proof = secret.proof(_ACCEPTS, other, own) if secret else None
+    send(connection, {"nonce": own, "proves": secret is not None, "proof": proof})
+    problem = _unlike(secret, hello["proves"])
+    if problem:
+        raise RefusedError(problem)
+    answer = parse(receive_line(connection, most_bytes)) or {}
+    text = answer.get("message")
+    if answer.get("refused") == "secret":
+        raise RefusedError(f"it has another {SECRET} than this worker")
+    message = parse(text.encode(errors="replace")) if isinstance(text, str) else None
+    if message is None:
+        raise NotOursError("it is no worker of a tfdist job")
+    if secret and not secret.accepts(answer.get("proof"), _CONNECTS, other, own, str(text)):
+        raise RefusedError(f"it does not prove the {SECRET} of this job")
+    return message
+
+
+def send(connection: socket.socket, message: dict[str, Any]) -> None:
+    """Sends a message as one line.
+
+    Raises:
+      OSError: If the connection fails.
+    """
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def receive_line(connection: socket.socket, most_bytes: int = LINE_BYTES) -> bytes:
+    """Receives one line, after which the other end must be silent until it is answered.
+
+    Raises:
+      NotOursError: If more than a line comes, or a longer one.
+      OSError: If the connection fails or ends.
+    """
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        received = connection.recv(min(1 << 14, most_bytes + 1 - len(line)))
+        if not received:
+            raise ConnectionError("the connection was closed")
+        line += received
+        if len(line) > most_bytes or b"\n" in line[:-1]:
+            raise NotOursError("it sends something else than short lines")
+    return bytes(line)
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """The JSON object in a line; `None` if there is none."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return message if isinstance(message, dict) and message else None
+
+
+def _is_challenge(message: dict[str, Any]) -> bool:
+    nonce, proves = message.get("nonce"), message.get("proves")
+    return isinstance(nonce, str) and len(nonce) == 2 * _NONCE_BYTES and isinstance(proves, bool)
+
+
+def _unlike(secret: Secret | None, other_proves: bool) -> str | None:
+    """Says which end has a secret, if only one has."""
+    if secret and not other_proves:
+        return f"it has no {SECRET}, and this worker has one"
+    if other_proves and not secret:
+        return f"it has a {SECRET}, and this worker has none"
+    return None

@@ -1,0 +1,226 @@
+"""A listener that strangers cannot block: each connection has little time and memory to prove that it is a worker's."""
+
+import contextlib
+import dataclasses
+import queue
+import select
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from absl import logging
+
+from tfdist.network.handshake import NotOursError, RefusedError
+
+__all__ = ["Reception", "Warnings", "printable", "remote_host"]
+
+T = TypeVar("T")
+
+_GUEST_SECONDS = 3.0
+_MOST_GUESTS = 64
+_TICK_SECONDS = 0.2
+_WARN_SECONDS = 5.0
+_SHOWN_CHARACTERS = 200
+
+
+class Warnings:
+    """Warnings of which one is logged every 5 s at most, with the number of those held back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 0.0
+        self._held = 0
+
+    def say(self, text: str) -> None:
+        """Logs a warning, unless one was logged just before."""
+        with self._lock:
+            if time.monotonic() < self._next:
+                self._held += 1
+                return
+            held, self._held, self._next = self._held, 0, time.monotonic() + _WARN_SECONDS
+        logging.warning("%s%s", text, f" ({held} more warnings of this kind were held back.)" if held else "")
+
+
+@dataclasses.dataclass(eq=False)
+class _Guest:
+    connection: socket.socket
+    host: str
+    since: float
+    has_spoken: bool = False
+
+
+class Reception(Generic[T]):
+    """Accepts connections and performs a handshake with each, in a thread of its own, until it is closed.
+
+    A connection has 3 s for its handshake. At most 64 are in a handshake at a time, or fewer if this process runs out
+    of file descriptors. Room for a new one is made by closing one of the address that has most of them: a silent one
+    first, then the oldest. Connections that fail are closed with a warning, at most one every 5 s.
+
+    Args:
+      listeners: Listening sockets, which are closed with this object.
+      handshake: Called in a thread with each connection, which it may replace. Raises `NotOursError`, `RefusedError` or
+        `OSError` for one that is not to be admitted. Its text says why, after "A connection from ... is closed: ".
+
+    Attributes:
+      refused: Says which worker was refused last, and why; `None` if none was.
+    """
+
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        handshake: Callable[[socket.socket], tuple[socket.socket, T]],
+    ):
+        self._listeners = listeners
+        self._handshake = handshake
+        self._lock = threading.Lock()
+        self._guests: set[_Guest] = set()
+        self._admitted: queue.SimpleQueue[tuple[socket.socket, str, T]] = queue.SimpleQueue()
+        self._warnings = Warnings()
+        self._is_closed = False
+        self.refused: str | None = None
+        self._thread = threading.Thread(target=self._receive, name="tfdist-reception", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Reception[T]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def next(self, seconds: float) -> tuple[socket.socket, str, T] | None:
+        """The next connection after its handshake, with the address it comes from and what the handshake returned.
+
+        Args:
+          seconds: How long to wait for it.
+
+        Returns:
+          Those, or `None` if none comes in time. The caller closes the connection.
+        """
+        try:
+            return self._admitted.get(timeout=max(0.0, seconds))
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        """Closes the listeners and all connections that were not handed out."""
+        self._is_closed = True
+        for listener in self._listeners:
+            _shut(listener)
+        self._thread.join()
+        for guest in self._present():
+            _shut(guest.connection)
+        while (left := self.next(0)) is not None:
+            left[0].close()
+
+    def _receive(self) -> None:
+        try:
+            with select.epoll() as poll:
+                for listener in self._listeners:
+                    listener.setblocking(False)
+                    poll.register(listener, select.EPOLLIN)
+                by_descriptor = {listener.fileno(): listener for listener in self._listeners}
+                while not self._is_closed:
+                    for descriptor, _ in poll.poll(_TICK_SECONDS):
+                        if self._is_closed:
+                            break
+                        self._accept(by_descriptor[descriptor])
+                    latest = time.monotonic() - _GUEST_SECONDS
+                    for guest in self._present():
+                        if guest.since < latest:
+                            _shut(guest.connection)
+        finally:
+            for listener in self._listeners:
+                listener.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        if len(self._present()) >= _MOST_GUESTS:
+            self._make_room()
+        try:
+            connection, address = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # Out of file descriptors, or the other end is gone again.
+            self._make_room()
+            time.sleep(0.01)  # For the thread that closes it.
+            return
+        connection.settimeout(_GUEST_SECONDS)
+        guest = _Guest(connection, remote_host(address), time.monotonic())
+        with self._lock:
+            self._guests.add(guest)
+        try:
+            threading.Thread(target=self._serve, args=(guest,), name="tfdist-guest", daemon=True).start()
+        except RuntimeError:  # No room for a thread.
+            self._forget(guest)
+            connection.close()
+
+    def _present(self) -> list[_Guest]:
+        with self._lock:
+            return list(self._guests)
+
+    def _forget(self, guest: _Guest) -> None:
+        with self._lock:
+            self._guests.discard(guest)
+
+    def _make_room(self) -> None:
+        """Ends the handshake of one connection."""
+        present = self._present()
+        if present:
+            of_host = Counter(guest.host for guest in present)
+            leaves = max(present, key=lambda guest: (of_host[guest.host], not guest.has_spoken, -guest.since))
+            _shut(leaves.connection)
+            self._forget(leaves)
+
+    def _serve(self, guest: _Guest) -> None:
+        """Performs the handshake with one connection."""
+        connection = guest.connection
+        try:
+            guest.has_spoken = bool(_wait_until_readable(connection))
+            connection, value = self._handshake(connection)
+        except (NotOursError, RefusedError) as error:
+            if isinstance(error, RefusedError):
+                self.refused = f"a process on {guest.host} was refused, since {error}"
+            self._warnings.say(f"A connection from {guest.host} is closed: {error}.")
+            _end(connection)
+        except (OSError, ValueError):  # Gone or too slow, as health checks are. ValueError: closed meanwhile.
+            connection.close()
+        else:
+            if self._is_closed:
+                connection.close()
+            else:
+                self._admitted.put((connection, guest.host, value))
+        finally:
+            self._forget(guest)
+
+
+def remote_host(address: tuple) -> str:
+    """The address of the other end, without port; an IPv4 address in its usual form."""
+    return str(address[0]).partition("%")[0].removeprefix("::ffff:")
+
+
+def printable(text: str) -> str:
+    """A text of a stranger for a log: one line of limited length, without control characters."""
+    shown = "".join(character if character.isprintable() else "?" for character in text[: _SHOWN_CHARACTERS + 1])
+    return shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + "…"
+
+
+def _wait_until_readable(connection: socket.socket) -> list[tuple[int, int]]:
+    poll = select.poll()  # Not `select`, which takes no descriptors from 1024 up.
+    poll.register(connection, select.POLLIN)
+    return poll.poll(_GUEST_SECONDS * 1000)
+
+
+def _shut(connection: socket.socket) -> None:
+    """Ends a connection that another thread is reading, and will close."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _end(connection: socket.socket) -> None:
+    """Closes a connection so that what was sent still arrives: unread bytes would make the kernel reset it."""
+    with connection, contextlib.suppress(OSError, ValueError):
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(0.2)
+        connection.recv(1 << 14)
