@@ -58,6 +58,7 @@ def eventually(found):
     return found()
 
 assert both() == [[2000, 1000]] * 2, ended
+ended = [None, None]
 """
 
 SCENARIOS = {
@@ -67,6 +68,43 @@ assert eventually(lambda: len(wires[0]._rounds) == 2), wires[0]._rounds
 begin(1)
 thread.join(60)
 assert ended == [[2000, 1000]] * 2, ended
+""",
+    "a header that no worker sends is refused, its sender named and its connection closed": """
+FORGED = {
+    "a negative size": [(77, 1 << 30, -1)],
+    "the least size": [(77, 1 << 30, -(1 << 63))],
+    "an absurd size": [(77, 1 << 30, 1 << 31)],
+    "the most size": [(77, 1 << 30, (1 << 63) - 1)],
+    "a key that is none": [(77, 0, 8)],
+    "a negative key": [(77, -1, 8)],
+    "a group that is none": [(-1, 5, 8)],
+    "an exchange a second time": [(99, 5, 0), (99, 5, 0)],
+    "too many exchanges": [(99, key, 0) for key in range(1, 300_000)],
+    "another protocol": [(0x47455420, 0x2F204854, 0x54502F312E310D0A)],
+}
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+def send(end, headers):
+    try:
+        end.sendall(b"".join(module._HEADER.pack(*each) for each in headers))
+        return end.recv(1) == b""
+    except OSError:
+        return True
+
+begin(0)
+assert eventually(lambda: len(wires[0]._rounds) == 2), wires[0]._rounds
+before = resident()
+for case, headers in FORGED.items():
+    assert send(ends[1], headers), case
+    assert eventually(lambda: wires[0]._fault), case
+    assert wires[0]._fault.startswith("worker 1 at b:1 has ") and "closed" in wires[0]._fault, wires[0]._fault
+    assert eventually(lambda: ended[0]) and "worker 1 at b:1 has sent" in ended[0], ended
+    ends = [*socket.socketpair()]
+    wires[0] = module.Wire(0, {1: ends[0]}, names)
+assert resident() - before < 80 << 20, resident() - before
 """,
     "of nothing nothing comes": """
 assert both(sizes=(0, 4)) == [[0, 8]] * 2, ended

@@ -1,6 +1,7 @@
 """Makes a connection from each worker to each other, beside those of TensorFlow."""
 
 import contextlib
+import functools
 import secrets
 import socket
 import time
@@ -10,11 +11,14 @@ import tensorflow as tf
 
 from tfdist.cluster.address import split_address
 from tfdist.faults.board import Board
+from tfdist.network.handshake import NotOursError, RefusedError, introduce, receive
+from tfdist.network.listening import listen
+from tfdist.network.reception import Reception
+from tfdist.network.secret import Secret
 
 __all__ = ["connect"]
 
-_TOKEN_BYTES, _WORKER_BYTES = 16, 4
-_TRY_SECONDS = 3.0
+_TOKEN_BYTES = 32
 # Heartbeats tell sooner of a host that is gone. This ends what is cut between two that both still reach worker 0, and
 # must be long: who takes nothing in meanwhile may be in one long call that keeps Python's lock.
 _SILENCE_SECONDS = 120
@@ -23,8 +27,9 @@ _SILENCE_SECONDS = 120
 def connect(board: Board, addresses: Sequence[str], timeout_seconds: float) -> Mapping[int, socket.socket]:
     """Connects this worker with each other, at a free port of the hosts in TF_CONFIG; once in a process.
 
-    Each listens, tells the others its port and a token, connects to those before it, and takes in those after it that
-    know the token.
+    Each worker listens at its host of TF_CONFIG and tells the others its port and a token. It connects to the workers
+    before it, and admits those after it. Both ends prove that they know the token, and the secret of the job if there
+    is one.
 
     Args:
       board: Where workers tell each other.
@@ -39,64 +44,59 @@ def connect(board: Board, addresses: Sequence[str], timeout_seconds: float) -> M
     """
     deadline = time.monotonic() + timeout_seconds
     token = secrets.token_bytes(_TOKEN_BYTES)
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(_listen(len(addresses)))
+    listeners = listen(split_address(addresses[board.worker])[0], 0, backlog=len(addresses))
+    port = listeners[0].getsockname()[1]
+    admit = functools.partial(_admit, board, _key(token))
+    with contextlib.ExitStack() as stack, Reception(listeners, admit) as reception:
         try:
-            said = board.exchange("lines", [listener.getsockname()[1], token.hex()], timeout_seconds)
+            said = board.exchange("lines", [port, token.hex()], timeout_seconds)
         except tf.errors.OpError as error:
             raise OSError(error.message) from error
         lines: dict[int, socket.socket] = {}
         for peer in range(board.worker):
-            lines[peer] = stack.enter_context(_call(board.worker, peer, addresses[peer], said.get(peer)))
+            rest_seconds = max(0.1, deadline - time.monotonic())
+            lines[peer] = stack.enter_context(_call(board.worker, peer, addresses[peer], said.get(peer), rest_seconds))
         while missing := [i for i in range(board.worker + 1, board.workers) if i not in lines]:
-            rest_seconds = deadline - time.monotonic()
-            if rest_seconds <= 0:
+            guest = reception.next(deadline - time.monotonic())
+            if guest is None:
                 raise OSError("not connected in time: " + ", ".join(f"worker {i} at {addresses[i]}" for i in missing))
-            guest, peer = _welcome(listener, token, rest_seconds)
-            if guest and peer in missing:
-                lines[peer] = stack.enter_context(guest)
-            elif guest:
-                guest.close()
+            line, _, peer = guest
+            if peer in missing:
+                lines[peer] = stack.enter_context(line)
+            else:
+                line.close()
         for line in lines.values():
             _set_up(line)
-        return {peer: line.dup() for peer, line in lines.items()}
+        stack.pop_all()
+        return lines
 
 
-def _listen(workers: int) -> socket.socket:
-    with contextlib.suppress(OSError, ValueError):  # a machine without IPv6
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=workers, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=workers)
+def _key(token: bytes) -> Secret:
+    """What both ends must know: a stranger may have read the token where workers tell each other."""
+    secret = Secret.from_env()
+    return secret.joined(token) if secret else Secret(token)
 
 
-def _call(worker: int, peer: int, address: str, said: Sequence | None) -> socket.socket:
+def _call(worker: int, peer: int, address: str, said: Sequence | None, timeout_seconds: float) -> socket.socket:
+    """Connects to a worker before this one."""
     host = split_address(address)[0]
     if said is None:
         raise OSError(f"worker {peer} on {host} says no port")
     port, token = said
     try:
-        line = socket.create_connection((host, port), timeout=_TRY_SECONDS)
-        line.sendall(bytes.fromhex(token) + worker.to_bytes(_WORKER_BYTES, "big"))
-    except OSError as error:
+        line = socket.create_connection((host, port), timeout=timeout_seconds)
+        introduce(line, _key(bytes.fromhex(token)), {"worker": worker})
+    except (OSError, NotOursError, RefusedError) as error:
         raise OSError(f"worker {worker} cannot connect to worker {peer} at {host}:{port}: {error}") from error
     return line
 
 
-def _welcome(listener: socket.socket, token: bytes, timeout_seconds: float) -> tuple[socket.socket | None, int]:
-    """A connection and who it is from, if one comes that is from one of ours: not a health check, nor a scanner."""
-    listener.settimeout(timeout_seconds)
-    try:
-        guest, _ = listener.accept()
-    except TimeoutError:
-        return None, -1
-    guest.settimeout(min(_TRY_SECONDS, timeout_seconds))
-    try:
-        said = guest.recv(_TOKEN_BYTES + _WORKER_BYTES, socket.MSG_WAITALL)
-    except OSError:
-        said = b""
-    if not secrets.compare_digest(said[:_TOKEN_BYTES], token):
-        guest.close()
-        return None, -1
-    return guest, int.from_bytes(said[_TOKEN_BYTES:], "big")
+def _admit(board: Board, key: Secret, connection: socket.socket) -> tuple[socket.socket, int]:
+    """Performs the handshake with whoever has connected; says which worker it is."""
+    peer = receive(connection, key).get("worker")
+    if type(peer) is not int or not board.worker < peer < board.workers:
+        raise NotOursError("it is no worker that connects to this one")
+    return connection, peer
 
 
 def _set_up(line: socket.socket) -> None:

@@ -5,6 +5,7 @@ takes less of the processor. TensorFlow's still tell of workers that are gone: w
 every second whether they would still run.
 """
 
+import contextlib
 import functools
 import os
 import queue
@@ -33,6 +34,8 @@ _AT_ONCE_BYTES = 256 << 10  # To wake a thread takes longer than to copy so much
 _WAKING_BYTES = 256 << 10  # Of much that comes, before the thread that receives is waked again.
 _MOST_BYTES = (1 << 31) - 1  # Of a message: sizes of TensorFlow's tensors are int32 where Python makes them.
 _ROW_BITS = 20  # Of a tensor that holds more.
+# Exchanges under way at a time. A step has some hundreds; each takes 2 KB before any of its bytes has come.
+_MOST_ROUNDS = 1 << 14
 
 _Tag = tuple[int, int]  # The group of an exchange, and its key.
 
@@ -262,6 +265,10 @@ class Wire:
         while arrival.fill():
             if arrival.current is None:
                 group, key, size = _HEADER.unpack(arrival.header)
+                if wrong := self._wrong(arrival.peer, group, key, size):
+                    arrival.close()
+                    self._fail(f"{self._names[arrival.peer]} {wrong} This worker has closed its connection to it.")
+                    return
                 with self._lock:
                     current = self._round((group, key), size)
                 if fault := self._unlike(current, size, arrival.peer):
@@ -273,6 +280,18 @@ class Wire:
                     self._deliver(arrival.tag, arrival.current)
                 arrival.expect(None, None)
                 return
+
+    def _wrong(self, peer, group, key, size):
+        """What is wrong with a header, of whatever origin; `None` if nothing is."""
+        if group < 0 or key <= 0 or not 0 <= size <= _MOST_BYTES:
+            return f"has sent what is no exchange: group {group}, key {key}, {size} bytes."
+        with self._lock:
+            current = self._rounds.get((group, key))
+            if current is not None and peer not in current.missing:
+                return f"has sent its part of an exchange twice: group {group}, key {key}."
+            if current is None and len(self._rounds) >= _MOST_ROUNDS:
+                return f"has begun more than {_MOST_ROUNDS} exchanges that this worker has not come to."
+        return None
 
     def _deliver_whole(self):
         os.eventfd_read(self._bell)
@@ -392,6 +411,11 @@ class _Arrival:
                 raise EOFError("closed")
             self._rest = self._rest[count:]
         return True
+
+    def close(self):
+        """Ends the connection, in both directions."""
+        with contextlib.suppress(OSError):
+            self._line.shutdown(socket.SHUT_RDWR)
 
     def _wake_at(self, count):
         """Has the thread that receives waked when so much is there, and not for each piece."""
