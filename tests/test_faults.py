@@ -247,6 +247,49 @@ def test_under_a_supervisor_sigterm_asks_whatever_other_signals_do(is_supervised
     assert code == expected and ("asked" in output) == is_supervised
 
 
+def test_ctrl_c_saves_and_says_how_to_resume():
+    code, output, _ = preempted("print('ready'); was_asked.wait(30); preemption.leave([], '/backup')", signal.SIGINT)
+    assert code == PREEMPTED and "asked" in output and "Traceback" not in output
+    assert "Saved to /backup, and leaving with exit code 75. To go on, start the same command again." in output
+
+
+def test_a_second_ctrl_c_ends_at_once():
+    code, output, seconds = preempted(
+        """
+        def again():
+            time.sleep(1.1)
+            os.kill(os.getpid(), signal.SIGINT)
+        print("ready")
+        was_asked.wait(30)
+        os.kill(os.getpid(), signal.SIGINT)  # the same request, passed on by a launcher
+        threading.Thread(target=again).start()
+        time.sleep(60)
+        """,
+        signal.SIGINT,
+    )
+    assert code == 128 + signal.SIGINT and "Ctrl-C again" in output and "Traceback" not in output
+    assert seconds < 3
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ("preemption.uninstall()", -signal.SIGINT),
+        ("preemption.uninstall(); preemption.install(Strategy(), is_under_way=lambda: False)", -signal.SIGINT),
+        ("preemption.uninstall(); sys.ps1 = '>>> '; preemption.install(Strategy())", -signal.SIGINT),
+        (
+            "preemption.uninstall(); signal.signal(signal.SIGINT, lambda *_: sys.exit(4)); "
+            "preemption.install(Strategy())",
+            4,
+        ),
+    ],
+    ids=["no training", "no training under way", "interactive", "own handler"],
+)
+def test_ctrl_c_is_left_alone(before, expected):
+    code, output, _ = preempted(f"{before}\nprint('ready')\ntime.sleep(30)", signal.SIGINT)
+    assert code == expected and "asked" not in output
+
+
 def test_a_process_that_leaves_unsaved_says_so():
     code, output, _ = preempted("print('ready'); was_asked.wait(30); preemption.leave(['worker 1: the disk is full'])")
     assert code == PREEMPTED

@@ -718,6 +718,29 @@ def test_workers_in_a_collective_end_with_a_killed_supervisor(run):
         assert run.gone()
 
 
+def test_ctrl_c_in_a_fit_that_is_backed_up_saves_and_says_how_to_resume(run):
+    body = """
+        os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", CUDA_VISIBLE_DEVICES="-1")
+        import keras, numpy as np, tfdist
+        strategy = tfdist.MultiWorkerMirroredStrategy()
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        def note(batch, logs):
+            leave(f"pid-in-{worker}", os.getpid())
+            time.sleep(0.05)
+        slow = keras.callbacks.LambdaCallback(on_train_batch_end=note)
+        backup = tfdist.callbacks.BackupAndRestore(here / "backup")
+        model.fit(np.ones((640, 8)), np.ones((640, 1)), batch_size=8, epochs=9, verbose=0, callbacks=[slow, backup])
+    """
+    with run.start("--workers", 2, "--log-dir", run.logs, script(run, body), restarts=1) as process:
+        assert eventually(lambda: len(list(run.directory.glob("pid-in-*"))) == 2, TENSORFLOW_SECONDS)
+        process.send_signal(signal.SIGINT)
+        codes, errors = finished([process], TENSORFLOW_SECONDS)
+    assert codes == [PREEMPTED] and attempts(run) == [2] and len(list((run.directory / "backup").glob("step-*"))) == 1
+    assert "To go on, start the same command again." in errors[0] and "Traceback" not in errors[0], errors
+
+
 def test_an_error_after_fit_costs_what_comes_after_it_and_no_training(run):
     body = """
         os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", CUDA_VISIBLE_DEVICES="-1")

@@ -435,7 +435,7 @@ class FitBackup(keras.callbacks.Callback):
         )
         if leaves:
             self._saver.wait()
-            preemption.leave(self._saver.refusals)
+            preemption.leave(self._saver.refusals, self._options.directory)
 
     def _begins_anew(self, counted: CountedSteps) -> bool:
         """Whether an epoch that begins now reads from a new iterator; at the end of its input Keras begins it anew."""
@@ -474,7 +474,7 @@ class FitBackup(keras.callbacks.Callback):
         if self._has_trained:
             self._save()
             self._saver.wait()
-        preemption.leave(self._saver.refusals)
+        preemption.leave(self._saver.refusals, self._options.directory)
 
 
 def _encoded_logs(logs: Any) -> Any:

@@ -72,7 +72,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         when the job is done, so that an error in what comes after a fit does not have it trained again. A job that has
         failed for good keeps them, and started again goes on after the fit.
       keep: How many commits stay, beside the ends of fits.
-      save_before_preemption: Whether a signal to end (SIGTERM) saves first, and whether a
+      save_before_preemption: Whether a signal to end (SIGTERM, Ctrl-C) saves first, and whether a
         job with fewer workers leaves after a commit when `tfdist run` wants to try all again. On several workers whose
         steps do not report, as those of a loop of your own or of TensorFlow's own strategies, both do so with the
         second save after that: let saves be less than half of `preemption_timeout_seconds` apart. In a validation

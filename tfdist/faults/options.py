@@ -29,7 +29,8 @@ class FaultTolerance:
       shutdown_timeout_seconds: How long a worker that is done waits for the others, so that all leave together. One
         that is still busy then, as a chief that saves alone, goes on alone, and the others leave with exit code 0.
       preemption_signals: Which signals ask to save and leave, where `tfdist.callbacks.BackupAndRestore` is used. Under
-        `tfdist run` SIGTERM does besides, by which it asks its workers.
+        `tfdist run` SIGTERM does besides, by which it asks its workers. So does Ctrl-C (SIGINT), unless the program
+        handles it or the session is interactive. An empty tuple switches all of them off.
       preemption_timeout_seconds: From the signal to the end of the process, saved or not.
 
     Raises:

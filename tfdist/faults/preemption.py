@@ -5,6 +5,8 @@ signal ─▶ a thread notices, whatever the main thread does ─▶ strategy.re
               └─ deadline: leaves unsaved                       BackupAndRestore saves, then leave()
 
 A signal while no training is under way, as after one that was interrupted, is given back and raised again.
+
+Ctrl-C (SIGINT) asks as well where Python would raise KeyboardInterrupt. A second one ends the process at once.
 """
 
 import contextlib
@@ -13,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -28,6 +31,7 @@ __all__ = ["LoneReports", "Watch", "give_signals_back", "install", "leave", "uni
 _LEAVE_SECONDS = 10.0  # For handlers, `finally` blocks and `atexit` functions once the save is done.
 _MAIN_SECONDS = 0.1  # For the main thread to find that no training is under way.
 _JOIN_SECONDS = 2.0
+_SAME_REQUEST_SECONDS = 1.0  # A launcher and a terminal may both pass a Ctrl-C on.
 
 _installed: "_Preemption | None" = None
 
@@ -58,7 +62,10 @@ class Watch:
 
 
 def install(strategy: Any, reports: Any = None, is_under_way: Callable[[], bool] = lambda: True) -> Watch | None:
-    """Lets the signals of `strategy.fault_tolerance`, and of `tfdist run`, ask all workers to save and leave.
+    """Lets the signals of `strategy.fault_tolerance`, of `tfdist run` and Ctrl-C ask all workers to save and leave.
+
+    Ctrl-C is left alone in an interactive session, where the user goes on after it, and where the program handles or
+    ignores it.
 
     The signal is noticed at once, also while the main thread waits inside TensorFlow. If the save does not come in
     `preemption_timeout_seconds`, say since a worker is gone, the process leaves with `PREEMPTED` all the same: it loses
@@ -119,11 +126,15 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def leave(refusals: Sequence[str] = ()) -> NoReturn:
-    """Leaves the process with `PREEMPTED` after the save, or after it was tried: `refusals` say why it failed.
+def leave(refusals: Sequence[str] = (), place: str = "") -> NoReturn:
+    """Leaves the process with `PREEMPTED` after the save, or after it was tried.
 
     Calls the handlers of before, then raises `SystemExit`, so that `finally` blocks and `atexit` functions run. After
     10 seconds the process ends without them.
+
+    Args:
+      refusals: The reasons why the save failed; empty if it did not.
+      place: The folder of the backup, for the message.
     """
     _after(_LEAVE_SECONDS, lambda: os._exit(PREEMPTED))
     if refusals:
@@ -134,7 +145,10 @@ def leave(refusals: Sequence[str] = ()) -> NoReturn:
             "; ".join(refusals),
         )
     else:
-        logging.warning("Saved, and leaving with exit code %d: start again to go on.", PREEMPTED)
+        to = f" to {place}" if place else ""
+        logging.warning(
+            "Saved%s, and leaving with exit code %d. To go on, start the same command again.", to, PREEMPTED
+        )
     if _installed is not None:
         _installed.saved()
     end_with(PREEMPTED)
@@ -160,9 +174,12 @@ class _Preemption:
         self._signums = set(options.preemption_signals)
         if self._signums and is_supervised():  # by which `tfdist run` asks, whatever it was asked by
             self._signums.add(signal.SIGTERM)
+        if self._signums and _is_interrupt_free():
+            self._signums.add(signal.SIGINT)
         self._watches: list[Watch] = []
         self._timer: threading.Timer | None = None
         self._signum: int | None = None
+        self._asked_time = 0.0
         self._is_asked = self._is_answered = False
         self._closing = threading.Event()
         self._reader, self._writer = os.pipe()
@@ -227,6 +244,8 @@ class _Preemption:
                         os.write(self._earlier_fd, bytes([signum]))
                 if signum in self._signums and self._signum is None:
                     self._on_signal(signum)
+                elif signum == signal.SIGINT and signum in self._signums:
+                    self._on_interrupt_again()
 
     def _on_main(self, signum: int, frame: Any) -> None:
         """The handler, called in the main thread once that runs Python."""
@@ -234,16 +253,23 @@ class _Preemption:
         if self._watches and not self._is_answered and not any(watch.is_under_way() for watch in self._watches):
             _close()
 
+    def _on_interrupt_again(self) -> None:
+        if time.monotonic() - self._asked_time >= _SAME_REQUEST_SECONDS:
+            logging.error("Ctrl-C again: leaving at once. Work since the newest backup is lost.")
+            _flush()
+            os._exit(128 + signal.SIGINT)
+
     def _on_signal(self, signum: int) -> None:
-        self._signum = signum
+        self._signum, self._asked_time = signum, time.monotonic()
         if self._closing.wait(_MAIN_SECONDS):  # The main thread gives it back.
             return
         seconds = self._options.preemption_timeout_seconds
         name = signal.Signals(signum).name
+        again = "; Ctrl-C once more ends this process at once" if signum == signal.SIGINT else ""
         logging.warning(
-            "%s: all workers leave in %g s at most, saved after a step to come; or, in a loop of your own on several "
-            "workers, with the second save from now.",
-            *(name, seconds),
+            "%s: all workers save after the next step (in a loop of your own on several workers: with the second save "
+            "from now) and leave, in %g s at most%s.",
+            *(name, seconds, again),
         )
         self._start_clock()
         self._is_asked = True
@@ -275,14 +301,24 @@ class _Preemption:
 
     def _call_earlier(self) -> None:
         handler = self._earlier.get(self._signum) if self._signum is not None else None
-        if callable(handler):
+        if callable(handler) and handler is not signal.default_int_handler:
             try:
                 handler(self._signum, None)
             except BaseException as error:  # also SystemExit: we are leaving anyway
                 logging.info("The handler of signal %s ended by %r.", self._signum, error)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()
+        _flush()
+
+
+def _is_interrupt_free() -> bool:
+    """Whether Ctrl-C would end this program by KeyboardInterrupt, and nobody at a prompt goes on after it."""
+    is_interactive = sys.flags.interactive or hasattr(sys, "ps1")  # IPython and notebooks have `sys.ps1` too.
+    return not is_interactive and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 def _after(seconds: float, function: Callable[[], Any]) -> threading.Timer:
