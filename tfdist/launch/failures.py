@@ -1,5 +1,6 @@
 """Which of a group's failures came first, and what is known of it."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -25,7 +26,15 @@ from tfdist.failure_report import LEFT, report_path
 from tfdist.launch.group import WorkerExit, describe_exit, log_path
 from tfdist.launch.terminal_filter import is_library_line
 
-__all__ = ["Failure", "first_failure", "is_consequence", "not_started", "reported_since", "reported_stack"]
+__all__ = [
+    "Failure",
+    "first_failure",
+    "is_consequence",
+    "not_started",
+    "reported_messages",
+    "reported_since",
+    "reported_stack",
+]
 
 _TAIL_LINES = 30
 _TAIL_BYTES = 1 << 16
@@ -177,6 +186,15 @@ def reported_stack(run_dir: pathlib.Path, attempt: int, worker: int) -> str:
         return str(json.loads(report_path(run_dir, attempt, worker).read_text())["stack"] or "")
     except (OSError, ValueError, LookupError, TypeError):
         return ""
+
+
+def reported_messages(run_dir: pathlib.Path, attempt: int) -> list[str]:
+    """The messages in the reports of all workers of an attempt."""
+    messages = []
+    for path in (run_dir / f"attempt-{attempt}").glob("failure-*.json"):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            messages.append(str(json.loads(path.read_text())["message"]))
+    return messages
 
 
 def not_started(attempt: int, worker: int | None, error: Exception, time: float) -> Failure:

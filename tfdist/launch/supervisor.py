@@ -18,7 +18,15 @@ from tfdist.errors import TFConfigError, TfdistError
 from tfdist.exit_codes import PREEMPTED
 from tfdist.failure_kinds import FailureKind
 from tfdist.failure_report import ATTEMPT, RUN_DIR, room_path, write_whole
-from tfdist.launch.failures import Failure, first_failure, not_started, reported_since, reported_stack
+from tfdist.launch.cache_locks import describe, is_left_behind, lock_named_in, locks_in, remove
+from tfdist.launch.failures import (
+    Failure,
+    first_failure,
+    not_started,
+    reported_messages,
+    reported_since,
+    reported_stack,
+)
 from tfdist.launch.group import WorkerExit, WorkerGroup
 from tfdist.launch.restarts import Chance, Commits, Restarts, Size, chance_of
 from tfdist.launch.stopped import SECONDS, Stopped
@@ -144,6 +152,7 @@ class Supervisor:
         self._commits = Commits()
         # Workers of several hosts need one that all are given.
         self._secret = {} if spec or secret_is_given() else {SECRET: new_secret()}
+        self._cache_folders: set[pathlib.Path] = set()
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:
@@ -182,6 +191,7 @@ class Supervisor:
         """Starts the workers and sees them to their end."""
         directory, workers, start = self._run_dir / f"attempt-{number}", self._size.current, time.time()
         self._commits.see(self._committed())
+        self._remove_cache_locks(start)
         commits = self._commits = Commits(self._commits)
 
         def ended(
@@ -269,7 +279,33 @@ class Supervisor:
         group.stop(signal.SIGTERM, grace_seconds=grace_seconds, hurry=lambda: bool(caught))
         asked = group.exits[len(by_themselves) :]
         failure = first_failure(self._run_dir, number, by_themselves, asked, since)
+        failure = self._with_cache_lock(failure, number, start)
         return ended("failed", failure.exit_code, failure, [index for index in others if index != failure.worker])
+
+    def _with_cache_lock(self, failure: Failure, number: int, start: float) -> Failure:
+        """Removes locks of data caches that killed workers have left; names the others, and the remedy."""
+        path = lock_named_in(failure.message or "")
+        if path is None:
+            return failure
+        self._cache_folders.add(path.parent)
+        self._cache_folders |= {
+            each.parent for each in map(lock_named_in, reported_messages(self._run_dir, number)) if each
+        }
+        removed = self._remove_cache_locks(start)
+        if path in removed:
+            reason = f"the lock {path} of a data cache was left by a worker that was killed, and is removed"
+            return dataclasses.replace(failure, reason=reason, category=FailureKind.ENVIRONMENT)
+        return dataclasses.replace(failure, reason=describe(path, start), category=FailureKind.CONFIGURATION)
+
+    def _remove_cache_locks(self, attempt_start: float) -> list[pathlib.Path]:
+        """Removes locks that workers of attempts before this one have left, in folders where one was in the way."""
+        run_start = self._attempts[0].time if self._attempts else attempt_start
+        return [
+            lock
+            for folder in self._cache_folders
+            for lock in locks_in(folder)
+            if is_left_behind(lock, run_start, attempt_start) and remove(lock)
+        ]
 
     def _kill_stopped(self, group: WorkerGroup, stopped: Sequence[int]) -> None:
         for worker in stopped:
