@@ -71,6 +71,14 @@ def is_digits(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host, by its name or IP address, is loopback wherever it is used."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") in ("localhost", "ip6-localhost", "ip6-loopback")
+
+
 def _is_ipv6(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).version == 6

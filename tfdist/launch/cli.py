@@ -19,7 +19,7 @@ import tfdist
 from tfdist.cluster import ClusterSpec
 from tfdist.cluster.alone import warn_if_one_of_many
 from tfdist.errors import TfdistError
-from tfdist.launch import arguments, bench_command, data_service
+from tfdist.launch import arguments, bench_command, data_service, private_network
 from tfdist.launch.run_dir import KEPT_RUNS, folder_of_run
 from tfdist.launch.signals import stop_signals
 from tfdist.launch.supervisor import Options, Supervisor
@@ -149,6 +149,12 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="how long workers may take to save and leave when asked to, before they are killed (default: 30)",
     )
+    parser.add_argument(
+        "--private-network",
+        action="store_true",
+        help="with --workers: let the workers have a network of their own, which nothing outside can reach and from "
+        "which they can reach nothing",
+    )
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as `python -m` does")
     parser.add_argument("script", metavar="script.py", help="what each worker runs")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
@@ -158,6 +164,8 @@ def _run(args: argparse.Namespace) -> int:
     command = _worker_command(args)
     spec = _own_place(args)
     options = _run_options(args)
+    if args.private_network:
+        private_network.enter()
     with folder_of_run(args, spec) as run_dir, _caught_signals() as caught:
         return Supervisor(command, options, run_dir=run_dir, caught=caught, spec=spec).run()
 
@@ -188,6 +196,8 @@ def _own_place(args: argparse.Namespace) -> ClusterSpec | None:
 def _run_options(args: argparse.Namespace) -> Options:
     workers = args.workers or 1
     least = args.min_workers or workers
+    if args.private_network and args.workers is None:
+        args.parser.error("--private-network needs --workers: workers of several hosts need a network between them")
     if args.min_workers and args.workers is None:
         args.parser.error("--min-workers needs --workers: otherwise the number of workers is given")
     if least > workers:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from absl import logging
 
-from tfdist.cluster.address import check_answers, checked_port
+from tfdist.cluster.address import check_answers, checked_port, is_loopback
 from tfdist.errors import ClusterError
 from tfdist.launch.signals import stop_signals
 
@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host",
         default=socket.gethostname(),
         metavar="NAME",
-        help="the name or address under which others reach this host (default: %(default)s)",
+        help="the name or address under which others reach this host; TensorFlow's servers listen at all addresses "
+        "of the host whatever this says, see docs/security.md (default: %(default)s)",
     )
     parser.add_argument(
         "--work-dir",
@@ -75,6 +76,12 @@ def run(args: argparse.Namespace) -> int:
             logging.info("one more server, on %s, for the tf.data service at %s", args.host, args.dispatcher)
         else:
             logging.info("tf.data service at %s:%d, with one server", args.host, args.port)
+        if is_loopback(args.host):
+            logging.warning(
+                "TensorFlow's servers listen at all addresses of this host, not at %s alone: close their ports in a "
+                "firewall, or start the service and the job in one network namespace (docs/security.md).",
+                args.host,
+            )
         while not stopped.wait(1.0):  # In short waits, in which signals are heard.
             pass
         logging.info("tf.data service stopped, of %d servers", len(servers))
@@ -85,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace, work_dir: pathlib.Path) -> None:
     """Tries what the servers will need, which takes less time than to load TensorFlow."""
     if args.dispatcher is None:
-        socket.create_server(("", checked_port(args.port))).close()  # gRPC would share the port with whoever has it.
+        with socket.socket() as probe:  # TensorFlow would share the port with the process that has it.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", checked_port(args.port)))
         work_dir.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=work_dir).close()
     else:

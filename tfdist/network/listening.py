@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from absl import logging
 
+from tfdist.cluster.address import is_loopback
+
 __all__ = ["addresses_of", "listen"]
 
 
@@ -30,7 +32,7 @@ def listen(host: str, port: int, backlog: int) -> list[socket.socket]:
     """
     found: list[socket.socket] = []
     for address in addresses_of(host):
-        if ipaddress.ip_address(address.partition("%")[0]).is_loopback and not _means_loopback(host):
+        if ipaddress.ip_address(address.partition("%")[0]).is_loopback and not is_loopback(host):
             continue  # As of a machine's own name in /etc/hosts of Debian: other machines could not connect.
         try:
             found.append(_listen_at(address, found[0].getsockname()[1] if found else port, backlog))
@@ -56,12 +58,6 @@ def addresses_of(host: str) -> Sequence[str]:
     except (OSError, UnicodeError):
         return []
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
-
-
-def _means_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host.lower().rstrip(".") in ("localhost", "ip6-localhost", "ip6-loopback")
 
 
 def _listen_at(address: str, port: int, backlog: int) -> socket.socket:

@@ -1,0 +1,143 @@
+"""Nothing listens at addresses that were not asked for, and a private network is private."""
+
+import contextlib
+import ctypes
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from launched import eventually, nothing_left
+from tfdist.cluster import ClusterSpec, free_ports
+from tfdist.errors import ClusterError
+from tfdist.launch import private_network
+from tfdist.network import listening
+
+DEADLINE_SECONDS = 60
+PR_SET_DUMPABLE = 4
+
+
+@pytest.fixture
+def run(tmp_path):
+    with nothing_left(tmp_path) as run:
+        yield run
+
+
+def listening_at(pids):
+    """The addresses and ports at which processes listen, by what the kernel says of their sockets."""
+    inodes = set()
+    for pid in pids:
+        for link in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(link))
+    found = set()
+    for name, size in (("tcp", 4), ("tcp6", 16)):
+        for line in pathlib.Path(f"/proc/{next(iter(pids))}/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            address, port = fields[1].split(":")
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, 2 * size, 8)]
+                family = socket.AF_INET if size == 4 else socket.AF_INET6
+                found.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("host", "addresses"),
+    [
+        ("127.0.0.1", {"127.0.0.1"}),
+        ("127.0.0.5", {"127.0.0.5"}),
+        ("localhost", {"127.0.0.1", "::1"}),
+        ("192.0.2.1", {"::", "0.0.0.0"}),  # Of nobody, as RFC 5737 has it: as behind NAT.
+        ("no-such-host.invalid", {"::", "0.0.0.0"}),
+    ],
+)
+def test_a_listener_is_at_the_addresses_of_its_host_alone(host, addresses):
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(each) for each in listening.listen(host, 0, backlog=1)]
+        found = [each.getsockname()[:2] for each in listeners]
+    assert {address for address, _ in found} <= addresses and len({port for _, port in found}) == 1
+
+
+def test_a_name_that_means_this_machine_to_itself_alone_is_no_reason_to_listen_at_loopback(monkeypatch):
+    """As the machine's own name in /etc/hosts of Debian, at 127.0.1.1: others could not connect there."""
+    monkeypatch.setattr(listening, "addresses_of", lambda host: ["127.0.1.1"])
+    (listener,) = listening.listen("node0", 0, backlog=1)
+    with listener:
+        assert listener.getsockname()[0] in ("::", "0.0.0.0")
+
+
+def test_worker_0_and_the_exchange_connections_listen_at_loopback_under_a_local_run(run):
+    """TensorFlow's own server does not, which is why there is --private-network."""
+    spec = ClusterSpec.local(2, 0, free_ports(2))
+    code = "import sys; from tfdist.cluster import ClusterSpec; from tfdist.faults import meeting; "
+    code += "meeting.meet(ClusterSpec.from_json(sys.argv[1]), 60)"
+    with subprocess.Popen([sys.executable, "-c", code, spec.to_json()]) as chief:
+        try:
+            assert eventually(lambda: listening_at([chief.pid]))
+            assert {address for address, _ in listening_at([chief.pid])} == {"127.0.0.1"}
+        finally:
+            chief.kill()
+
+
+ALONE = """
+import socket
+with socket.create_server(("", 0)) as server:
+    own = server.getsockname()[1]
+    (here / f"ports-{worker}").write_text(str(own))
+    while len(list(here.glob("ports-*"))) < 2: time.sleep(0.01)
+    socket.create_connection(("127.0.0.1", int((here / f"ports-{1 - worker}").read_text()))).close()
+    (here / f"met-{worker}").write_text(repr(socket.if_nameindex()))
+    while not (here / "enough").exists(): time.sleep(0.01)
+"""
+
+
+def test_workers_in_a_private_network_reach_each_other_and_nothing_else(run):
+    options = ["--workers", 2, "--private-network"]
+    with run.start(*options, run.script("leave(f'pid-{worker}', os.getpid())\n" + ALONE)) as job:
+        assert eventually(lambda: len(list(run.directory.glob("met-*"))) == 2), job.communicate(timeout=5)
+        assert {path.read_text() for path in run.directory.glob("met-*")} == {"[(1, 'lo')]"}
+        ports = [int(path.read_text()) for path in run.directory.glob("ports-*")]
+        own = [address for address in socket.gethostbyname_ex(socket.gethostname())[2]]
+        for address in ["127.0.0.1", *own]:
+            for port in ports:
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection((address, port), DEADLINE_SECONDS)
+        (run.directory / "enough").touch()
+        assert job.communicate(timeout=DEADLINE_SECONDS) and job.returncode == 0
+
+
+def test_a_user_without_privileges_can_have_a_private_network(tmp_path):
+    code = f"""
+import ctypes, os, socket, sys
+from tfdist.launch import private_network
+if os.getuid() == 0:
+    os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
+    ctypes.CDLL(None).prctl({PR_SET_DUMPABLE}, 1)
+private_network.enter()
+print(socket.if_nameindex(), os.getuid() == os.geteuid() != 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    if "--private-network needs a kernel" in done.stderr:
+        pytest.skip("this kernel does not let users make network namespaces")
+    assert done.stdout == "[(1, 'lo')] True\n", done.stderr
+
+
+def test_a_kernel_that_refuses_is_told_with_the_remedy(monkeypatch):
+    def refuse(flags):
+        ctypes.set_errno(1)
+        return -1
+
+    monkeypatch.setattr(private_network._LIBC, "unshare", refuse, raising=False)
+    with pytest.raises(ClusterError, match=r"--private-network needs(.|\n)*not permitted(.|\n)*user namespaces"):
+        private_network.enter()
+
+
+def test_a_private_network_of_several_hosts_is_refused(run):
+    code, _, err = run.finish(
+        "--private-network", run.script(""), env={"TF_CONFIG": ClusterSpec.local(1, 0, [1]).to_json()}
+    )
+    assert code == 2 and "--private-network needs --workers" in err
