@@ -23,6 +23,7 @@ from tfdist.faults.board import Board
 from tfdist.faults.leaving import leave_together
 from tfdist.faults.lifelines import Lifelines
 from tfdist.faults.silence import watch_chief
+from tfdist.network.tls import Tls
 from tfdist.strategies import variables
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.launcher import carrier_of
@@ -50,6 +51,12 @@ _CHUNK_BYTES = 1 << 16
 # TensorFlow connects workers that are all there in seconds. It has what is left of the time to start, at least the one
 # number and at most the other, or a fifth of that time if it is more; after the part it gives up by itself.
 _CONNECT_SECONDS, _REGISTER_PART = (10.0, 60.0), 0.7
+_TRANSPORTS = ("auto", "tensorflow")
+_TLS_ERROR = (
+    "TLS needs the workers' own connections, but {why}. Give every worker a certificate for its host in TF_CONFIG, of "
+    "the authority in TFDIST_TLS_CA, and open the hosts' ports to each other; or unset the variables TFDIST_TLS_*, and "
+    "protect the network by other means."
+)
 _LINES_SECONDS = 10.0  # For connections that training can do without.
 
 
@@ -66,23 +73,38 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
       compression: How gradients travel between workers: `None`, the name of a codec such as `"int8"` or
         `"powersgd(8)"`, a codec of `tfdist.compression`, or a function of a gradient's (shape, dtype, position) that
         gives one of these; of what it gives, `min_elements` does not count.
+      transport: How CPU workers exchange what steps exchange. `"auto"`: over connections of their own where these can
+        be made, with TLS if the environment has TFDIST_TLS_CERT, TFDIST_TLS_KEY and TFDIST_TLS_CA. `"tensorflow"`:
+        over TensorFlow's collectives alone, which need no other ports than those of TF_CONFIG. Equal on all workers.
       fault_tolerance: Deadlines, a `tfdist.FaultTolerance`; by default those of its defaults and the environment.
 
     Attributes:
       compression: As given.
+      transport: As given.
       fault_tolerance: The deadlines that hold.
 
     Raises:
       TFConfigError: If TF_CONFIG is not a cluster spec that this process can join, or another than the resolver's.
       ClusterError: If a worker does not come in time, has another cluster, other versions or another number of devices.
-      ValueError: If no codec has that name, or an environment variable is no deadline.
+      ValueError: If no codec or transport has that name, or an environment variable is no deadline.
       TypeError: If `compression` is a function of other arguments.
     """
 
-    def __init__(self, cluster_resolver=None, communication_options=None, *, compression=None, fault_tolerance=None):
+    def __init__(
+        self,
+        cluster_resolver=None,
+        communication_options=None,
+        *,
+        compression=None,
+        transport="auto",
+        fault_tolerance=None,
+    ):
         policy_of(compression)  # Before anybody waits for other workers.
+        if transport not in _TRANSPORTS:
+            raise ValueError(f"`transport` must be one of {', '.join(map(repr, _TRANSPORTS))}, got {transport!r}.")
         self.fault_tolerance = (fault_tolerance or FaultTolerance()).with_environment()
         self.compression = compression
+        self.transport = transport
         if cluster_resolver is None and ClusterSpec.from_env() is None:
             warn_if_one_of_many()
             # TensorFlow's own resolver would read an empty TF_CONFIG as JSON.
@@ -98,7 +120,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             with _first_exchange():
                 self.reduce("SUM", tf.ones([]), axis=None)  # Each fetches from another, what a broadcast does not try.
                 _share_seed(self)
-            extended.lay_wire(self.fault_tolerance)
+            extended.lay_wire(transport)
             watchdog.start(self, extended.board, extended.creations)
             self._use = Use()  # What is above is no use of it.
             if extended.should_checkpoint:
@@ -201,17 +223,26 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         said = tf.tensordot(own, tf.constant(numbers, tf.int64), 0)
         return self._container_strategy().reduce("SUM", said, axis=None).numpy().tolist()
 
-    def lay_wire(self, options):
-        """Lets what workers exchange go over connections of their own, if all can make them; not from GPUs."""
-        if "CPU" not in self._devices[0]:
+    def lay_wire(self, transport):
+        """Lets what workers exchange go over connections of their own, if all can make them; not from GPUs.
+
+        Raises:
+          ClusterError: If the exchange shall be protected by TLS, and cannot be.
+        """
+        tls = Tls.from_env()
+        if "CPU" not in self._devices[0] or transport == "tensorflow":
+            if tls:
+                raise ClusterError(_TLS_ERROR.format(why="GPUs and transport='tensorflow' use those of TensorFlow"))
             return
         if not _MultiWorkerExtended._has_tried:
             _MultiWorkerExtended._has_tried = True
             addresses = meeting.addresses_of(ClusterSpec.from_env())
             lines, names = {}, [f"worker {worker} at {address}" for worker, address in enumerate(addresses)]
+            problem = "see the logs of the others"
             try:
                 lines = connect(self.board, addresses, _LINES_SECONDS)
             except (OSError, ClusterError) as error:
+                problem = str(error)
                 logging.warning(
                     "What workers exchange goes over gRPC, which takes more processor time, since they could not "
                     "connect at other ports than those of TF_CONFIG: %s. Open the hosts' ports to each other.",
@@ -219,6 +250,9 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
                 )
             if all(self.of_all_workers(int(bool(lines)))):
                 _MultiWorkerExtended._wire = Wire(self._id_in_cluster, lines, names)
+            elif tls:  # Never in clear what is to be encrypted.
+                own = f"{names[self._id_in_cluster]} on {socket.gethostname()}"
+                raise ClusterError(_TLS_ERROR.format(why=f"{own} cannot make them all: {problem}"))
         if self._wire is not None:
             self._cross_device_ops.use(self._wire)
 
@@ -270,7 +304,8 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         self.board = Board(self._id_in_cluster, self._num_workers)
         self.agreement = Agreement(self.board, options.start_timeout_seconds)
         if self._num_workers > 1:  # Before the first collective, which would wait for ever.
-            self.agreement.on_setup(len(self._devices), _described(self._container_strategy().compression))
+            strategy = self._container_strategy()
+            self.agreement.on_setup(len(self._devices), _described(strategy.compression), strategy.transport)
         self._install_collectives()
 
     def _update_config_proto(self, config_proto):

@@ -6,6 +6,7 @@ import json
 import re
 import resource
 import socket
+import ssl
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ import time
 
 import pytest
 
+from certificates import Authority
 from launched import eventually
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
@@ -21,6 +23,7 @@ from tfdist.faults import admission, meeting
 from tfdist.faults.admission import PLAIN_SECONDS, Admission, Introduction
 from tfdist.network import handshake
 from tfdist.network.secret import SECRET, SECRET_FILE, Secret
+from tfdist.network.tls import TLS_VARIABLES, Tls, TlsFiles
 
 DEADLINE_SECONDS = 90
 START_SECONDS = 3
@@ -375,6 +378,60 @@ def test_a_secret_comes_from_the_environment_or_a_file(tmp_path):
             Secret.from_env(environ)
         assert "aaaa" not in str(raised.value)
     assert "secret" not in repr(Secret(b"the secret of this job")).partition("object")[2]
+
+
+# TLS.
+
+
+def test_with_tls_workers_meet_and_nobody_reads_along(monkeypatch, tmp_path):
+    tls = Tls(Authority(tmp_path).worker())
+    monkeypatch.setattr(meeting.Tls, "from_env", lambda: tls)
+    group, specs = Meeting(), clusters(3)
+    group.add(0, specs[0])
+    with contextlib.ExitStack() as stack:
+        for words in STRANGERS.values():
+            stack.enter_context(stranger(specs[0], words))
+        for spec in specs[1:]:
+            group.add(spec.worker_id, spec)
+        assert {index: sorted(lines) for index, lines in group.end().items()} == {0: [1, 2], 1: [0], 2: [0]}
+    assert all(isinstance(line, ssl.SSLSocket) for lines, _ in group.results.values() for line in lines.values())
+
+
+def test_workers_that_differ_in_tls_are_told_so_and_do_not_end_the_job(monkeypatch, tmp_path):
+    monkeypatch.setattr(meeting, "_REFUSED_SECONDS", 1.5)
+    ours, theirs = Authority(tmp_path), Authority(tmp_path, "another")
+    own = Tls(ours.worker())
+    cases = {
+        "worker without": (own, None, "TFDIST_TLS_CERT is not set here", "it has no TLS"),
+        "chief without": (None, own, "TFDIST_TLS_CERT, TFDIST_TLS_KEY, TFDIST_TLS_CA for all", "it speaks TLS"),
+        "another authority": (own, Tls(theirs.worker("w1")), "certificate is not valid for 127.0.0.1", "no TLS"),
+        "refused": (own, Tls(theirs.worker("w2", authority=ours)), "does not accept this worker's", "no TLS"),
+        "another host": (Tls(ours.worker("w3", "DNS:a")), own, "certificate is not valid for 127.0.0.1", "no TLS"),
+    }
+    given, groups = {}, {}
+    monkeypatch.setattr(meeting.Tls, "from_env", lambda: given[threading.current_thread().name])
+    for case, (chief, worker, *_) in cases.items():
+        groups[case] = Meeting(2 * START_SECONDS)
+        for spec, tls in zip(clusters(2), (chief, worker), strict=True):
+            given[f"{case}.{spec.worker_id}"] = tls
+            groups[case].add(f"{case}.{spec.worker_id}", spec)
+    for case, (_, _, of_worker, of_chief) in cases.items():
+        groups[case].end()
+        (chief, _), (worker, seconds) = (result for _, result in sorted(groups[case].results.items()))
+        assert "worker 1 of 2" in worker and of_worker in worker and seconds < 2 * START_SECONDS, (case, worker)
+        assert "missing: worker 1" in chief and of_chief in chief and "127.0.0.1 was refused" in chief, (case, chief)
+
+
+def test_tls_files_are_checked_by_name(tmp_path):
+    files = Authority(tmp_path).worker()
+    paths = dict(zip(TLS_VARIABLES, dataclasses.astuple(files), strict=True))
+    assert TlsFiles.from_env(paths) == files and TlsFiles.from_env({}) is None
+    for variable in TLS_VARIABLES:
+        with pytest.raises(ClusterError, match=f"{variable} is not set"):
+            TlsFiles.from_env({**paths, variable: ""})
+        for wrong in (str(tmp_path / "none"), str(tmp_path / "worker.ext")):
+            with pytest.raises(ClusterError, match=f"{variable}(.|\n)*Correct the paths"):
+                Tls(TlsFiles.from_env({**paths, variable: wrong}))
 
 
 # Decisions on who is admitted.

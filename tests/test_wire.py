@@ -1,25 +1,36 @@
 """Exchanges over the workers' own connections: side by side, and failing with a name where something is amiss."""
 
+import dataclasses
 import subprocess
 import sys
 
 import pytest
 
+from certificates import Authority
+
 DEADLINE_SECONDS = 120
 
 # Two workers in one process, in place of two that TensorFlow connects.
 WORKERS = """
-import os, socket, threading, time
+import os, socket, sys, threading, time
 import numpy as np, tensorflow as tf
 from tensorflow.python.distribute.cross_device_utils import CollectiveKeys
 from tfdist import _tf
 from tfdist.strategies.collectives import wire as module
 from tfdist.strategies.collectives.launcher import Launcher
+from tfdist.network.tls import Tls, TlsFiles
 
 options = _tf.CommunicationOptions()
 names = ["worker 0 at a:1", "worker 1 at b:1"]
 with socket.create_server(("127.0.0.1", 0)) as listener:
     ends = [socket.create_connection(listener.getsockname()), listener.accept()[0]]
+if len(sys.argv) > 1:
+    tls, accepted = Tls(TlsFiles(*sys.argv[1:])), []
+    accepting = threading.Thread(target=lambda: accepted.append(tls.accept(ends[1])) or accepted[0].do_handshake())
+    accepting.start()
+    ends[0] = tls.connect(ends[0], "127.0.0.1")
+    accepting.join()
+    ends[1] = accepted[0]
 wires = [module.Wire(worker, {1 - worker: ends[worker]}, names) for worker in range(2)]
 launchers = [Launcher(77, 2, CollectiveKeys(), "/device:CPU:0", options) for _ in wires]
 for launcher, wire in zip(launchers, wires):
@@ -159,6 +170,28 @@ assert "worker 1 at b:1 is gone" in ended[0], ended
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_over_connections_of_their_own(name):
-    script = WORKERS + SCENARIOS[name] + "\nprint('as expected', flush=True)\nos._exit(0)\n"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    run(SCENARIOS[name])
+
+
+def run(scenario, *arguments):
+    script = WORKERS + scenario + "\nprint('as expected', flush=True)\nos._exit(0)\n"
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
     assert done.stdout == "as expected\n", done.stderr
+
+
+def test_over_tls(tmp_path):
+    """Both ways at once, whole or in part, and with an end that is named."""
+    files = Authority(tmp_path).worker()
+    scenario = """
+for end in ends:
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+sizes = [3, 1_000_000, 5, 70_000, 100_001, 1, 0]
+for sizes in (sizes, [50_000], [1000, 60_000, 3], [64_000, 64_000]):
+    for again in range(2):
+        assert both(sizes=sizes) == [[2 * size for size in sizes]] * 2, (sizes, ended)
+socket.socket.shutdown(ends[1], socket.SHUT_RDWR)
+begin(0)[0].join(60)
+assert "worker 1 at b:1 is gone" in ended[0], ended
+"""
+    run(scenario, *dataclasses.astuple(files))

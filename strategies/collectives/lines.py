@@ -15,6 +15,8 @@ from tfdist.network.handshake import NotOursError, RefusedError, introduce, rece
 from tfdist.network.listening import listen
 from tfdist.network.reception import Reception
 from tfdist.network.secret import Secret
+from tfdist.network.tls import Tls
+from tfdist.network.tls import connect as connect_tls
 
 __all__ = ["connect"]
 
@@ -40,14 +42,16 @@ def connect(board: Board, addresses: Sequence[str], timeout_seconds: float) -> M
       The connections, by worker.
 
     Raises:
+      ClusterError: If the secret or the TLS files are none.
       OSError: If one cannot be made in time, as where a firewall lets only the ports of TF_CONFIG pass; says which.
     """
     deadline = time.monotonic() + timeout_seconds
+    tls = Tls.from_env()
     token = secrets.token_bytes(_TOKEN_BYTES)
     listeners = listen(split_address(addresses[board.worker])[0], 0, backlog=len(addresses))
     port = listeners[0].getsockname()[1]
     admit = functools.partial(_admit, board, _key(token))
-    with contextlib.ExitStack() as stack, Reception(listeners, admit) as reception:
+    with contextlib.ExitStack() as stack, Reception(listeners, admit, tls) as reception:
         try:
             said = board.exchange("lines", [port, token.hex()], timeout_seconds)
         except tf.errors.OpError as error:
@@ -55,7 +59,9 @@ def connect(board: Board, addresses: Sequence[str], timeout_seconds: float) -> M
         lines: dict[int, socket.socket] = {}
         for peer in range(board.worker):
             rest_seconds = max(0.1, deadline - time.monotonic())
-            lines[peer] = stack.enter_context(_call(board.worker, peer, addresses[peer], said.get(peer), rest_seconds))
+            lines[peer] = stack.enter_context(
+                _call(board.worker, peer, addresses[peer], said.get(peer), tls, rest_seconds)
+            )
         while missing := [i for i in range(board.worker + 1, board.workers) if i not in lines]:
             guest = reception.next(deadline - time.monotonic())
             if guest is None:
@@ -77,26 +83,28 @@ def _key(token: bytes) -> Secret:
     return secret.joined(token) if secret else Secret(token)
 
 
-def _call(worker: int, peer: int, address: str, said: Sequence | None, timeout_seconds: float) -> socket.socket:
+def _call(
+    worker: int, peer: int, address: str, said: Sequence | None, tls: Tls | None, timeout_seconds: float
+) -> socket.socket:
     """Connects to a worker before this one."""
     host = split_address(address)[0]
     if said is None:
         raise OSError(f"worker {peer} on {host} says no port")
     port, token = said
     try:
-        line = socket.create_connection((host, port), timeout=timeout_seconds)
+        line = connect_tls(tls, socket.create_connection((host, port), timeout=timeout_seconds), host)
         introduce(line, _key(bytes.fromhex(token)), {"worker": worker})
     except (OSError, NotOursError, RefusedError) as error:
         raise OSError(f"worker {worker} cannot connect to worker {peer} at {host}:{port}: {error}") from error
     return line
 
 
-def _admit(board: Board, key: Secret, connection: socket.socket) -> tuple[socket.socket, int]:
+def _admit(board: Board, key: Secret, connection: socket.socket) -> int:
     """Performs the handshake with whoever has connected; says which worker it is."""
     peer = receive(connection, key).get("worker")
     if type(peer) is not int or not board.worker < peer < board.workers:
         raise NotOursError("it is no worker that connects to this one")
-    return connection, peer
+    return peer
 
 
 def _set_up(line: socket.socket) -> None:

@@ -5,7 +5,6 @@ takes less of the processor. TensorFlow's still tell of workers that are gone: w
 every second whether they would still run.
 """
 
-import contextlib
 import functools
 import os
 import queue
@@ -20,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import _tf
+from tfdist.strategies.collectives.streams import stream_of
 
 __all__ = ["Wire"]
 
@@ -50,7 +50,8 @@ class Wire:
     """
 
     def __init__(self, worker: int, lines: Mapping[int, socket.socket], names: Sequence[str]):
-        self._worker, self._lines, self._names = worker, lines, names
+        self._worker, self._names = worker, names
+        self._lines = {peer: stream_of(line) for peer, line in lines.items()}
         self._lock = threading.Lock()
         self._rounds: dict[_Tag, _Round] = {}
         self._gone: dict[int, str] = {}  # Workers that send no more, and what is to be said of each.
@@ -146,10 +147,7 @@ class Wire:
         header, row = memoryview(header), memoryview(row)
         with self._sending[peer]:
             if row.nbytes <= _AT_ONCE_BYTES and self._given[peer] == self._sent[peer]:
-                try:
-                    count = self._lines[peer].sendmsg([header, row], [], socket.MSG_DONTWAIT)
-                except OSError:  # Also if there is no room; what is amiss the thread will find.
-                    count = 0
+                count = self._lines[peer].send_now(header, row)
                 if count == header.nbytes + row.nbytes:
                     return
                 header, row = header[count:], row[max(count - header.nbytes, 0) :]
@@ -229,9 +227,7 @@ class Wire:
         try:
             while True:
                 header, row = letters.get()
-                # Of nothing nothing follows, for which the kernel would keep the header.
-                line.sendall(header, socket.MSG_MORE if row.nbytes else 0)
-                line.sendall(row)
+                line.send(header, row)
                 del row  # Else what was sent last is kept.
                 self._sent[peer] += 1
         except Exception as error:  # See above.
@@ -253,6 +249,8 @@ class Wire:
         """Takes what is there of one exchange; whether more may come."""
         try:
             self._take(arrival)
+            while arrival.has_more and self._fault is None:
+                self._take(arrival)
             return True
         except (OSError, EOFError) as error:
             self._lose(arrival.peer, error)
@@ -389,7 +387,6 @@ class _Arrival:
 
     def __init__(self, peer, line):
         self.peer, self._line, self.header = peer, line, bytearray(_HEADER.size)
-        self._waking_bytes = 1
         self.expect(None, None)
 
     def expect(self, tag, current):
@@ -397,31 +394,29 @@ class _Arrival:
         self.tag, self.current = tag, current
         self._rest = memoryview(self.header if current is None else current.row(self.peer))
         if current is None:
-            self._wake_at(1)
+            self._line.wake_at(1)
 
     def fill(self):
         """Takes what is there of what is expected; whether that is all of it."""
         while self._rest.nbytes:
             try:
-                count = self._line.recv_into(self._rest, 0, socket.MSG_DONTWAIT)
+                count = self._line.receive_into(self._rest)
             except BlockingIOError:
-                self._wake_at(min(self._rest.nbytes, _WAKING_BYTES))
+                self._line.wake_at(min(self._rest.nbytes, _WAKING_BYTES))
                 return False
             if not count:
                 raise EOFError("closed")
             self._rest = self._rest[count:]
         return True
 
+    @property
+    def has_more(self):
+        """Whether something is there of which `epoll` does not know."""
+        return self._line.has_more
+
     def close(self):
         """Ends the connection, in both directions."""
-        with contextlib.suppress(OSError):
-            self._line.shutdown(socket.SHUT_RDWR)
-
-    def _wake_at(self, count):
-        """Has the thread that receives waked when so much is there, and not for each piece."""
-        if count != self._waking_bytes:
-            self._line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
-            self._waking_bytes = count
+        self._line.close()
 
 
 def _as(part, own):

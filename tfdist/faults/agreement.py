@@ -35,16 +35,18 @@ class Agreement:
         self._timeout_seconds = timeout_seconds
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def on_setup(self, devices: int, compression: str) -> None:
-        """Compares numbers of devices and codecs.
+    def on_setup(self, devices: int, compression: str, transport: str) -> None:
+        """Compares numbers of devices, codecs and transports.
 
         Raises:
           ClusterError: If they are unlike, or a worker does not come.
         """
-        said = self._exchange("setup", [str(devices), compression])
+        said = self._exchange("setup", [str(devices), compression, transport])
         hint = "Hide devices by CUDA_VISIBLE_DEVICES, or make as many logical CPUs on each."
         self._compare({worker: own[:1] for worker, own in said.items()}, "the same number of devices", hint)
-        self._compare({worker: own[1:] for worker, own in said.items()}, "the same compression", "Change the scripts.")
+        for place, what in ((1, "compression"), (2, "transport")):
+            said_of_it = {worker: own[place : place + 1] for worker, own in said.items()}
+            self._compare(said_of_it, f"the same {what}", "Change the scripts.")
 
     def on_model(self, model: Any, checksums: Callable[[], Iterable[tuple[str, str]]]) -> None:
         """Compares a model's variables when it is first run: shapes and types, then the values of those held alike.

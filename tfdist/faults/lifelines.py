@@ -39,6 +39,7 @@ class Lifelines:
         self._lines = dict(lines)
         self._addresses = addresses
         self._on_loss = on_loss
+        self._lock = threading.Lock()  # A connection with TLS must not be read and written at the same time.
         self.left: set[int] = set()
         self.ended: set[int] = set()
         self.silent: set[int] = set()
@@ -50,7 +51,7 @@ class Lifelines:
     def say_goodbye(self, *, done: bool) -> None:
         """Lets this process end without being a loss, also if it has failed."""
         for line in self._lines.values():
-            with contextlib.suppress(OSError):
+            with self._lock, contextlib.suppress(OSError):
                 line.sendall(_DONE if done else _FAILED)
 
     def _watch(self) -> None:
@@ -66,7 +67,8 @@ class Lifelines:
 
     def _has_died(self, worker: int) -> bool:
         try:
-            said = self._lines[worker].recv(len(_DONE))
+            with self._lock:
+                said = self._lines[worker].recv(len(_DONE))
             if said == _DONE:
                 self.left.add(worker)
             if said:

@@ -47,6 +47,7 @@ from tfdist.network.handshake import (
 )
 from tfdist.network.reception import Reception, Warnings
 from tfdist.network.secret import Secret
+from tfdist.network.tls import Tls, connect
 
 __all__ = ["addresses_of", "connecting", "meet", "unconnected"]
 
@@ -173,7 +174,8 @@ class _Desk:
         self._come: dict[int, tuple[socket.socket, str, Introduction]] = {}
         self._warnings = Warnings()
         self._misfit: str | None = None
-        self._reception = Reception(_listen(cluster), self._shake_hands)
+        tls = Tls.from_env()  # Before anything is opened: it may be set wrongly.
+        self._reception = Reception(_listen(cluster), self._shake_hands, tls)
 
     def __enter__(self) -> "_Desk":
         return self
@@ -215,13 +217,13 @@ class _Desk:
         come, self._come = self._come, {}
         return {worker: connection for worker, (connection, _, _) in come.items()}
 
-    def _shake_hands(self, connection: socket.socket) -> tuple[socket.socket, Introduction]:
+    def _shake_hands(self, connection: socket.socket) -> Introduction:
         """Performs the handshake with whoever has connected."""
         introduction = Introduction.read(receive(connection, self._secret, self._line_bytes))
         if introduction is None:
             raise NotOursError("it is no worker of a tfdist job")
         connection.settimeout(_STATUS_SECONDS)
-        return connection, introduction
+        return introduction
 
     def _judge(self, connection: socket.socket, source: str, guest: Introduction) -> None:
         """Admits a worker, or refuses it."""
@@ -293,18 +295,18 @@ def _listen(cluster: ClusterSpec) -> list[socket.socket]:
 
 def _report(cluster: ClusterSpec, secret: Secret | None, wait: _Wait) -> Mapping[int, socket.socket]:
     """Tells worker 0 that this worker is there, until all are."""
-    refusals = _Refusals(cluster)
+    refusals, tls = _Refusals(cluster), Tls.from_env()
     while True:
         why = ""
         try:
             with contextlib.ExitStack() as stack:
-                connection = stack.enter_context(_connect(cluster))
+                connection = stack.enter_context(_connect(cluster, tls))
                 introduce(connection, secret, dataclasses.asdict(_introduction(cluster)))
                 if _is_let_go(connection, cluster, wait, refusals):
                     stack.pop_all()
                     return {0: connection}
         except RefusedError as error:
-            refusals.note(f"it cannot join worker 0: {error}. Give all workers of a job the same")
+            refusals.note(f"worker 0 and it refuse each other, by what it sees of worker 0: {error}")
         except NotOursError as error:
             why = str(error)
         except socket.gaierror as error:
@@ -316,9 +318,14 @@ def _report(cluster: ClusterSpec, secret: Secret | None, wait: _Wait) -> Mapping
         time.sleep(_STATUS_SECONDS if refusals.last else _RETRY_SECONDS)
 
 
-def _connect(cluster: ClusterSpec) -> socket.socket:
+def _connect(cluster: ClusterSpec, tls: Tls | None) -> socket.socket:
     """A connection to worker 0."""
-    return socket.create_connection(split_address(addresses_of(cluster)[0]), timeout=3 * _STATUS_SECONDS)
+    host, port = split_address(addresses_of(cluster)[0])
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(socket.create_connection((host, port), timeout=3 * _STATUS_SECONDS))
+        secured = connect(tls, connection, host)
+        stack.pop_all()
+        return secured
 
 
 def _is_let_go(connection: socket.socket, cluster: ClusterSpec, wait: _Wait, refusals: "_Refusals") -> bool:

@@ -12,6 +12,7 @@ Without a secret, `proves` is false and there are no proofs: the message then is
 import json
 import secrets
 import socket
+import ssl
 from typing import Any
 
 from tfdist.network.secret import SECRET, Secret
@@ -48,7 +49,12 @@ def introduce(connection: socket.socket, secret: Secret | None, message: dict[st
     """
     own = secrets.token_hex(_NONCE_BYTES)
     send(connection, {"nonce": own, "proves": secret is not None})
-    challenge = parse(receive_line(connection))
+    try:
+        challenge = parse(receive_line(connection))
+    except ssl.SSLError as error:  # Under TLS 1.3 a rejection arrives when the first bytes are read.
+        raise RefusedError(f"it does not accept this worker's certificate ({error.reason or error})") from error
+    if challenge is not None and challenge.get("refused") == "tls":
+        raise RefusedError("it has TLS, and this worker has none: TFDIST_TLS_CERT is not set here")
     if challenge is None or not _is_challenge(challenge):
         raise NotOursError("what answers there is not worker 0 of a tfdist job")
     other = challenge["nonce"]

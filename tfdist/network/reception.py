@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 from absl import logging
 
 from tfdist.network.handshake import NotOursError, RefusedError
+from tfdist.network.tls import Tls, accept, handshake
 
 __all__ = ["Reception", "Warnings", "printable", "remote_host"]
 
@@ -61,8 +62,9 @@ class Reception(Generic[T]):
 
     Args:
       listeners: Listening sockets, which are closed with this object.
-      handshake: Called in a thread with each connection, which it may replace. Raises `NotOursError`, `RefusedError` or
-        `OSError` for one that is not to be admitted. Its text says why, after "A connection from ... is closed: ".
+      handshake: Called in a thread with each connection. Raises `NotOursError`, `RefusedError` or `OSError` for one
+        that is not to be admitted. Its text says why, after "A connection from ... is closed: ".
+      tls: TLS, which each connection must have if it is given, and must not have otherwise.
 
     Attributes:
       refused: Says which worker was refused last, and why; `None` if none was.
@@ -71,10 +73,12 @@ class Reception(Generic[T]):
     def __init__(
         self,
         listeners: Sequence[socket.socket],
-        handshake: Callable[[socket.socket], tuple[socket.socket, T]],
+        handshake: Callable[[socket.socket], T],
+        tls: Tls | None = None,
     ):
         self._listeners = listeners
         self._handshake = handshake
+        self._tls = tls
         self._lock = threading.Lock()
         self._guests: set[_Guest] = set()
         self._admitted: queue.SimpleQueue[tuple[socket.socket, str, T]] = queue.SimpleQueue()
@@ -178,7 +182,9 @@ class Reception(Generic[T]):
         connection = guest.connection
         try:
             guest.has_spoken = bool(_wait_until_readable(connection))
-            connection, value = self._handshake(connection)
+            connection = guest.connection = accept(self._tls, connection)
+            handshake(connection)
+            value = self._handshake(connection)
         except (NotOursError, RefusedError) as error:
             if isinstance(error, RefusedError):
                 self.refused = f"a process on {guest.host} was refused, since {error}"
@@ -215,12 +221,12 @@ def _wait_until_readable(connection: socket.socket) -> list[tuple[int, int]]:
 def _shut(connection: socket.socket) -> None:
     """Ends a connection that another thread is reading, and will close."""
     with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # Not TLS' own, which has its reader go on without TLS.
 
 
 def _end(connection: socket.socket) -> None:
     """Closes a connection so that what was sent still arrives: unread bytes would make the kernel reset it."""
     with connection, contextlib.suppress(OSError, ValueError):
-        connection.shutdown(socket.SHUT_WR)
+        socket.socket.shutdown(connection, socket.SHUT_WR)
         connection.settimeout(0.2)
         connection.recv(1 << 14)
