@@ -153,6 +153,7 @@ class Supervisor:
         # Workers of several hosts need one that all are given.
         self._secret = {} if spec or secret_is_given() else {SECRET: new_secret()}
         self._cache_folders: set[pathlib.Path] = set()
+        self._has_told_of_backups = False
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:
@@ -433,6 +434,13 @@ class Supervisor:
             )
         if attempt.outcome != "resized":
             logging.info("starting again%s", f" in {pause:g} s" if pause else "")
+        is_start = attempt.failure is not None and attempt.failure.kind == "start"
+        if attempt.committed is None and not is_start and not self._has_told_of_backups:
+            self._has_told_of_backups = True
+            logging.warning(
+                "this job has no backup yet, so training begins anew at epoch 1, unless the script itself restores it. "
+                "Give `fit` tfdist.callbacks.BackupAndRestore; its save_freq says how often to save."
+            )
 
     def _finish(self, exit_code: int) -> int:
         """Sums the run up, if there was more than one attempt or a failure."""
