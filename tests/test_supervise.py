@@ -180,7 +180,10 @@ def test_a_script_that_python_cannot_compile_starts_no_worker(run):
     assert code == 2 and "mistake of syntax at line" in err and attempts(run) == []
 
 
-@pytest.mark.parametrize(("commits", "times"), [("", 1), ("if attempt == 1: commit(1)", 1), ("commit(1)", 0)])
+@pytest.mark.parametrize(
+    ("commits", "times"),
+    [("", 1), ("if attempt == 1: commit(1)", 1), ("commit(1)", 0), ("(run_dir / 'restored').touch()", 0)],
+)
 def test_the_first_restart_without_a_backup_says_that_training_begins_anew(run, commits, times):
     code, err = finish(run, 1, f"{commits}\nif attempt < 3: die()")
     assert code == 0 and attempts(run) == [1] * 4, err

@@ -25,6 +25,7 @@ __all__ = [
     "is_supervised",
     "note_step",
     "report_path",
+    "restored_path",
     "room_path",
     "write_report",
     "write_whole",
@@ -147,6 +148,11 @@ def report_path(run_dir: pathlib.Path, attempt: int, worker: int) -> pathlib.Pat
 def room_path(run_dir: pathlib.Path, attempt: int | str) -> pathlib.Path:
     """The file by which the supervisor asks workers to save and leave, to start again with more of them."""
     return run_dir / f"attempt-{attempt}" / "make-room"
+
+
+def restored_path(run_dir: pathlib.Path) -> pathlib.Path:
+    """The file by which workers tell that they have restored a backup, of this run or one before."""
+    return run_dir / "restored"
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:

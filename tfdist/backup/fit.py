@@ -19,7 +19,7 @@ from tfdist.backup.loaded import Loaded, load, take
 from tfdist.backup.plain import apart, decode, encode, with_arrays
 from tfdist.backup.positions import Positions
 from tfdist.backup.process import of_directory
-from tfdist.backup.saver import Saver, tell_of_untold
+from tfdist.backup.saver import Saver, tell_of_restored, tell_of_untold
 from tfdist.backup.schedule import Schedule
 from tfdist.backup.steps import CountedSteps, count_steps, uncount_steps
 from tfdist.backup.store import Commit, Store
@@ -164,6 +164,8 @@ class FitBackup(keras.callbacks.Callback):
         self._is_removed_later = self._options.delete and chosen["is_removed_later"]
         commit = Commit(*chosen["commit"]) if chosen["commit"] else None
         tell_of_untold(self._options.directory, chosen["newest"])
+        if commit is not None:
+            tell_of_restored()
         if chosen["newest"] > self._process.number:  # Of a `fit` that was skipped: it must not stay the newest.
             self._process.steps = self._process.number = chosen["newest"]
         lacking = self._process.finished - len(self._process.histories)

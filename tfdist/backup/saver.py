@@ -209,6 +209,13 @@ def tell_of_untold(directory: str, step: int) -> None:
             _tell_supervisor(directory, step)
 
 
+def tell_of_restored() -> None:
+    """Tells the `tfdist run` of this host that there is a backup to go on from, which may be of a run before."""
+    if failure_report.RUN_DIR in os.environ:
+        with contextlib.suppress(OSError):
+            failure_report.restored_path(pathlib.Path(os.environ[failure_report.RUN_DIR])).touch()
+
+
 def _tell_supervisor(directory: str, step: int) -> None:
     """Lets the `tfdist run` of this host see that there is progress."""
     if failure_report.RUN_DIR not in os.environ:

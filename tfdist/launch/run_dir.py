@@ -76,7 +76,7 @@ def _set_aside(run_dir: pathlib.Path) -> None:
         place = earlier / path.relative_to(run_dir)
         place.parent.mkdir(parents=True, exist_ok=True)
         path.replace(place)
-    for pattern in ("attempt-*/make-room", "committed", leftovers.NOTES):
+    for pattern in ("attempt-*/make-room", "committed", "restored", leftovers.NOTES):
         for path in run_dir.glob(pattern):
             path.unlink()
     for path in (*run_dir.glob("attempt-*"), *earlier.glob("attempt-*")):

@@ -17,7 +17,7 @@ from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec, check_bindable, free
 from tfdist.errors import TFConfigError, TfdistError
 from tfdist.exit_codes import PREEMPTED
 from tfdist.failure_kinds import FailureKind
-from tfdist.failure_report import ATTEMPT, RUN_DIR, room_path, write_whole
+from tfdist.failure_report import ATTEMPT, RUN_DIR, restored_path, room_path, write_whole
 from tfdist.launch.cache_locks import describe, is_left_behind, lock_named_in, locks_in, remove
 from tfdist.launch.failures import (
     Failure,
@@ -381,10 +381,14 @@ class Supervisor:
         if attempt.number == 0 and failure.exception == TFConfigError.__name__ and failure.kind == "start":
             return Chance.NEVER  # Nobody has used this address before: it is wrong, and will be.
         chance = chance_of(
-            failure.category, is_exception=failure.kind == "exception", has_commit=attempt.committed is not None
+            failure.category, is_exception=failure.kind == "exception", has_commit=self._has_backup(attempt)
         )
         is_again = attempt.again and failure.signal is None  # a signal may have come from anywhere
         return Chance.ELSEWHERE if chance == Chance.OFTEN and is_again else chance
+
+    def _has_backup(self, attempt: Attempt) -> bool:
+        """Whether a restart goes on from a backup, of this run or one before."""
+        return attempt.committed is not None or restored_path(self._run_dir).exists()
 
     def _specs(self, workers: int) -> list[ClusterSpec]:
         """The cluster as each worker to be started here sees it."""
@@ -435,7 +439,7 @@ class Supervisor:
         if attempt.outcome != "resized":
             logging.info("starting again%s", f" in {pause:g} s" if pause else "")
         is_start = attempt.failure is not None and attempt.failure.kind == "start"
-        if attempt.committed is None and not is_start and not self._has_told_of_backups:
+        if not is_start and not self._has_backup(attempt) and not self._has_told_of_backups:
             self._has_told_of_backups = True
             logging.warning(
                 "this job has no backup yet, so training begins anew at epoch 1, unless the script itself restores it. "
@@ -482,7 +486,7 @@ def _why_not_again(attempt: Attempt) -> str:
     if kind in (FailureKind.CONFIGURATION, FailureKind.PROGRAM):
         return f". A restart does not heal a {kind} error."
     if kind == FailureKind.DATA:
-        what = "there is no backup to go on from" if attempt.committed is None else "they failed again after a restart"
+        what = "they failed again after a restart" if attempt.number else "there is no backup to go on from"
         return f". Wrong data come again, and {what}."
     return ""
 
