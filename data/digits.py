@@ -1,14 +1,14 @@
-"""Handwritten digits that need no network, as a TFDS dataset."""
+"""A TFDS dataset of handwritten digits that needs no download."""
 
 import numpy as np
 import tensorflow_datasets as tfds
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
-    """The 1797 handwritten digits that scikit-learn brings along: a small MNIST without a download.
+    """The 1797 handwritten digits that come with scikit-learn: a small MNIST without a download.
 
-    Images are uint8 of shape [8, 8, 1], stretched from scikit-learn's 0..16 to 0..255; labels are 0..9. Of each label,
-    every fifth image in scikit-learn's order goes to "test" and the others to "train".
+    Images are uint8 of shape [8, 8, 1], scaled from scikit-learn's 0..16 to 0..255; labels are 0..9. Every fifth image
+    of each label, in scikit-learn's order, is in "test", and the others are in "train".
 
     Raises:
       ModuleNotFoundError: While preparing, if scikit-learn is missing.
@@ -55,7 +55,7 @@ def _read_digits():
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "The digits dataset is read from scikit-learn, which is not installed. "
+            "The digits dataset needs scikit-learn, which is not installed. "
             "Install it with: pip install 'tfdist[examples]'",
             name=error.name,
         ) from error

@@ -1,4 +1,4 @@
-"""One pass over the global batches on one worker: which rows its replicas get, and what has been trained on."""
+"""One pass over the global batches on one worker: the rows of its replicas, and the steps that were trained on."""
 
 import collections
 import contextlib
@@ -11,37 +11,37 @@ from tfdist import _tf
 from tfdist.data.plan import Plan, split
 from tfdist.errors import PositionError
 
-# Without a report while `fit` trains or waits for input, after reports of other rows for all that was handed out. More
-# than a step should take.
+# Longest time without a report while `fit` trains or waits for input, once all handed-out steps were reported with
+# other rows. Longer than any step should take.
 _SILENT_SECONDS = 600.0
-_LOOKS = 10  # In that time, at what `fit` does.
-_STEPS_BETWEEN_CHANGES = 4  # Measurements under new shares, beside the steps that pass before they are in force.
+_LOOKS = 10  # How often to check, in that time, what `fit` does.
+_STEPS_BETWEEN_CHANGES = 4  # Steps measured under new shares, after they are in force, before the next change.
 
 
 class Handout:
     """Hands out the rows of this worker's replicas, step by step, from a position on.
 
-    Shares may change while the pipeline reads ahead. So that all workers change at the same step, the shares of step k
-    follow from the reports of steps up to k - lead, and nobody hands out step k before they are in.
+    Shares may change while the pipeline reads ahead. All workers must change them at the same step. So the shares of
+    step k follow from the reports of steps up to k - lead, and no worker hands out step k before it has these reports.
 
     Args:
       plan: The global batches.
-      epoch: Where to start.
-      step: Where to start in that epoch.
+      epoch: The first epoch.
+      step: The first step in that epoch.
       shares: Rows of a whole batch, by replica.
-      at_most: The most rows of a replica.
+      at_most: Largest number of rows, by replica.
       repeat: Whether another epoch follows.
-      lead: How many steps reading may be ahead of training; None if shares never change.
+      lead: Number of steps by which reading may be ahead of training; None if shares never change.
 
     Attributes:
-      finished: Whether all was handed out.
-      closed: Whether it was ended by `close`.
+      finished: Whether all steps were handed out.
+      closed: Whether `close` has ended the handout.
       epoch: The epoch that is being handed out.
-      handed_out: For whoever asks what was trained on; unused here.
-      given: Steps that were taken from the iterator, so far as `is_seen`.
-      is_seen: Whether `given` is all that was taken.
-      epoch_read: The epoch before which all was read, by a pipeline that reads ahead.
-      latest_shares: Rows of a whole batch by replica, of the last step that is decided.
+      handed_out: Indices for callbacks that ask which examples were trained on; not used here.
+      given: Number of steps taken from the iterator, as far as known; see `is_seen`.
+      is_seen: Whether `given` counts all steps that were taken.
+      epoch_read: A pipeline that reads ahead has read all epochs before this one.
+      latest_shares: Shares of the last step that is decided.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class Handout:
         self._decided = dict.fromkeys(range(lead or 0), shares)  # By step since the start; those not yet trained on.
         self._last_change = -_STEPS_BETWEEN_CHANGES
         self.closed = False
-        self._number = 0  # Of the step that is handed out next.
-        self._unlike = 0  # Reports of other rows since the last step of ours.
-        self._unlike_rows: tuple[int, ...] = ()  # Of the last one.
+        self._number = 0  # The step to hand out next, counted from the start.
+        self._unlike = 0  # Number of reports of other rows since the last step that matched.
+        self._unlike_rows: tuple[int, ...] = ()  # The rows of the last such report.
         self._news = threading.Condition()
 
     def indices(self, replicas: Sequence[int], places: Sequence[int]) -> Iterator[np.ndarray]:
-        """The examples of this worker's replicas, step by step, int64 [rows] each.
+        """Yields the indices of the examples of each step and of each of this worker's replicas, int64 [rows].
 
         Args:
-          replicas: Their numbers.
-          places: By replica of all, which part of a global batch it gets, counted from its beginning.
+          replicas: Numbers of this worker's replicas.
+          places: For each replica of all workers, the index of its part of a global batch.
         """
         first, by_place = self._first_step, np.argsort(places)
         while True:
@@ -94,27 +94,28 @@ class Handout:
         self.finished = True
 
     def is_decided(self) -> bool:
-        """Whether `indices` has more to give without waiting for reports."""
+        """Whether `indices` can yield the next step without waiting for reports."""
         with self._news:
             return self._lead is None or self._number in self._decided
 
     def close(self) -> None:
-        """Ends it; whoever waits to hand out more is let go."""
+        """Ends the handout and wakes a thread that waits in `indices`."""
         with self._news:
             self.closed = True
             self._news.notify_all()
 
     def _rows(self, step: int) -> tuple[int, ...] | None:
-        """Rows by replica of the next step; waits until it is decided. None if closed meanwhile."""
+        """Waits until the next step is decided. Returns its rows by replica, or None if closed meanwhile."""
         with self._news:
             number = self._number
             if self._lead is not None:
                 self._wait_for(number)
                 if number < self._trained and not self.closed:
                     raise PositionError(
-                        f"Of this BalancedSharding {self._trained} steps count as trained on, and only {number} were "
-                        "handed out: its model is also trained otherwise amid the `fit`, as by train_on_batch in a "
-                        "callback, on as many rows. Do that at the end of an epoch, or on other numbers of rows."
+                        f"{self._trained} training steps were reported to this BalancedSharding, but it handed out "
+                        f"only {number}. The model was also trained on other data of as many rows during `fit`, for "
+                        "example by train_on_batch in a callback. Do that at the end of an epoch, or with another "
+                        "number of rows."
                     )
             self._number += 1
             return None if self.closed else self._split(number, step)
@@ -127,24 +128,24 @@ class Handout:
             silent = silent + 1 if is_suspect else 0
             if silent >= _LOOKS:
                 raise PositionError(
-                    f"A BalancedSharding hands out by what was trained on, and waits: it handed out {number} steps, of "
-                    f"which {self._trained} were reported, then {self._unlike} of other rows, the last of "
-                    f"{self._unlike_rows} by replica, and nothing for {_SILENT_SECONDS:g} s. Train on the rows as they "
-                    "are handed out."
+                    "A BalancedSharding waits for reports of the steps trained on before it hands out more. It handed "
+                    f"out {number} steps, of which {self._trained} were reported, then {self._unlike} of other rows, "
+                    f"the last of {self._unlike_rows} by replica, and nothing for {_SILENT_SECONDS:g} s. Train on the "
+                    "batches as they are handed out, without changing their rows."
                 )
 
     def _split(self, number: int, step: int) -> tuple[int, ...]:
         shares, rows = self._decided.get(number, self.latest_shares), self._plan.rows(step)
         return shares if rows == sum(shares) else split(rows, shares, self._at_most)
 
-    # What training says, from another thread.
+    # The methods below are called by the thread that trains.
 
     def has_trained(self, rows: np.ndarray) -> bool:
-        """Takes note that one more step was trained on; False if these were not the rows of the next step.
+        """Records one more step of training. Returns False if its rows by replica are not those of the next step.
 
-        Rows of anything else that are as many are taken for it, once something was handed out. How much was does not
-        matter here: each worker has read ahead by another number of steps, and all are to say the same. If more steps
-        are said to be trained on than were handed out, who hands out raises.
+        Other data with the same rows cannot be told apart, once something was handed out. The check does not depend on
+        the number of steps handed out, since all workers must agree, and each has read ahead by another number. If more
+        steps are reported than were handed out, `indices` raises.
         """
         with self._news:
             if self.closed or not self._number or self._trained_step >= self._plan.steps_per_epoch:
@@ -163,29 +164,29 @@ class Handout:
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch and step that is trained on next."""
+        """The epoch and step to train on next."""
         if self._trained_step == self._plan.steps_per_epoch:
             return self._trained_epoch + 1, 0
         return self._trained_epoch, self._trained_step
 
     @property
     def epoch_taken(self) -> int:
-        """The epoch before which all was taken from the iterator; or was read, where nobody sees what is taken."""
+        """All epochs before this one were taken from the iterator, or read if taken steps are not counted."""
         if not self.is_seen:
             return self.epoch_read
         return self._first_epoch + (self._first_step + self.given) // self._plan.steps_per_epoch
 
     @property
     def adapts(self) -> bool:
-        """Whether shares may ever change, and each step is decided on."""
+        """Whether shares may change, so that each step needs a decision."""
         return self._lead is not None
 
     def may_change(self) -> bool:
-        """Whether shares change at all, and the last change has been in force long enough to be measured."""
+        """Whether shares may change now: the last change has been in force long enough to be measured."""
         return self.adapts and self._trained >= self._last_change + _STEPS_BETWEEN_CHANGES
 
     def decide(self, shares: tuple[int, ...]) -> None:
-        """Decides on one more step; call it once after each step that was trained on."""
+        """Sets the shares of one more step. Call it once after each step of training."""
         if self._lead is None:
             return
         with self._news:
@@ -197,7 +198,10 @@ class Handout:
 
 
 def _is_in_callback_or_validation() -> bool:
-    """Whether `fit` does what takes no batches of training: a callback that trains on its own rows may be followed."""
+    """Whether `fit` runs a callback or validation, during which it takes no batches of training.
+
+    In a callback the model may be trained on other rows, and batches of `fit` may follow.
+    """
     with contextlib.suppress(OSError):
         return _tf.keras_fit_activity() in ("callback", "validation")
-    return True  # It cannot be told.
+    return True  # It is unknown.

@@ -1,4 +1,4 @@
-"""In which order the examples of a data set come: pure functions from (epoch, positions) to indices."""
+"""Orders of the examples of a data set: pure functions from (epoch, positions) to indices of examples."""
 
 import functools
 import hashlib
@@ -9,23 +9,23 @@ import numpy as np
 from tfdist.data.counts import checked_count
 from tfdist.data.permutation import Permutation, random_numbers
 
-_CHUNK = 1 << 14  # Positions whose permutation is computed at once, which costs less each.
-_BLOCKS, _IN_BLOCK = 1, 2  # Keep the permutations of one seed apart.
+_CHUNK = 1 << 14  # Positions computed in one call, which makes each of them cheaper.
+_BLOCKS, _IN_BLOCK = 1, 2  # Give the two kinds of permutations different keys under one seed.
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 class Order(Protocol):
-    """An order of n examples, another in each epoch or always the same."""
+    """An order of n examples, which may depend on the epoch."""
 
     def __call__(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Which examples stand at `positions` of this epoch, int64 [k] -> int64 [k]."""
+        """The examples at `positions` of this epoch, int64 [k] -> int64 [k]."""
 
     def __repr__(self) -> str:
-        """Tells orders apart, but for their seed and number of examples."""
+        """A description that differs between orders, apart from their seed and number of examples."""
 
 
 class Unshuffled:
-    """As they are stored."""
+    """The order in which examples are stored."""
 
     def __call__(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """See `Order`."""
@@ -36,7 +36,7 @@ class Unshuffled:
 
 
 class Shuffled:
-    """A permutation of the whole data set, new in each epoch, in constant memory: 16384 positions at a time, 1 MB."""
+    """A permutation of the whole data set, new in each epoch. Computes 16384 positions at a time, in 1 MB of memory."""
 
     def __init__(self, n: int, seed: int):
         self._n, self._seed = n, seed
@@ -60,9 +60,9 @@ class Shuffled:
 
 
 class BlockShuffled:
-    """Blocks of neighbours come in a shuffled order, and shuffled within: reads stay near each other.
+    """Shuffles blocks of consecutive examples, and the examples within each block, so that reads stay local.
 
-    Blocks are permuted over the whole data set. The last one may be short.
+    Blocks are permuted over the whole data set. The last block may be short.
     """
 
     def __init__(self, n: int, seed: int, block_size: int):
@@ -72,7 +72,7 @@ class BlockShuffled:
         """See `Order`."""
         size, blocks = self._block_size, -(-self._n // self._block_size)
         order = Permutation(blocks, (self._seed, epoch, _BLOCKS))
-        missing = blocks * size - self._n  # Elements that the short block lacks, wherever it stands.
+        missing = blocks * size - self._n  # Elements that the short block lacks; it may be at any place.
         short_slot = int(order.inverse(np.array([blocks - 1]))[0])
         behind_short = positions >= (short_slot + 1) * size - missing
         slots, offsets = np.divmod(positions + behind_short * missing, size)
@@ -90,11 +90,12 @@ class BlockShuffled:
 
 
 class Stratified:
-    """Classes come evenly: any run of neighbours has the proportions of the whole, to one or two examples of a class.
+    """Distributes classes evenly: every part of an epoch has the class proportions of the whole data set.
 
-    Example j of n_c of class c takes the place (j + phase_c) / n_c of the epoch; who is example j changes with it.
-    Phases are spread by the golden ratio (Weyl's sequence): with one phase for all, classes of equal size would come as
-    one run. Takes 32 bytes an example, and a sort of them all at the start of an epoch.
+    Proportions hold to one or two examples per class. Example j of the n_c examples of class c gets the place
+    (j + phase_c) / n_c of the epoch; each epoch numbers the examples of a class anew. Phases follow the golden ratio
+    (a Weyl sequence), because with equal phases, examples of equally large classes would be neighbours. Takes 32 bytes
+    per example, and sorts all examples at the start of an epoch.
     """
 
     def __init__(self, labels: np.ndarray, seed: int, *, shuffle: bool):
@@ -103,14 +104,14 @@ class Stratified:
             _, self._classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
         except TypeError as error:
             raise TypeError(
-                f"The classes of stratify_by are sorted, so they must be of one kind, numbers or strings, but {error}. "
-                "Give a number or a name for each example, also where there is None."
+                f"The classes in stratify_by must have one sortable type, numbers or strings, but {error}. Give each "
+                "example a number or a name, and replace None."
             ) from error
         self._digest = hashlib.sha256(self._classes.astype("<i8").tobytes()).hexdigest()[:8]
         rank = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
-        by_size = np.argsort(np.argsort(counts, kind="stable"))  # Neighbours in size lie far apart in phase.
+        by_size = np.argsort(np.argsort(counts, kind="stable"))  # Classes of similar size get distant phases.
         phases = (0.5 + by_size * _GOLDEN_RATIO) % 1
-        # Of all examples sorted by class, which one comes at each place of the epoch.
+        # For each position of the epoch, the index of its example among all examples sorted by class.
         self._slots = np.argsort((rank + np.repeat(phases, counts)) / np.repeat(counts, counts), kind="stable")
         self._sorted = functools.lru_cache(maxsize=1)(self._sort)
 
@@ -122,25 +123,26 @@ class Stratified:
         return f"Stratified({self._digest}, shuffle={self._shuffle}, phases)"
 
     def _sort(self, epoch: int) -> np.ndarray:
-        """The examples by class, within it in an order of the epoch, int64 [n]."""
+        """All examples sorted by class, and within a class in an order that depends on the epoch, int64 [n]."""
         if not self._shuffle:
             return np.argsort(self._classes, kind="stable")
         return np.lexsort([random_numbers(np.arange(len(self._classes)), (self._seed, epoch)), self._classes])
 
 
 def chosen_order(n: int, seed: int, shuffle: bool, block_size: int | None, stratify_by: Any) -> Order:
-    """The order that a `BalancedSharding` is asked for.
+    """The order for the arguments of a `BalancedSharding`.
 
     Raises:
-      ValueError: If `block_size` is no whole number from 1, `stratify_by` is no class for each of n examples, or both
+      ValueError: If `block_size` is not a positive integer, `stratify_by` does not hold one class per example, or both
         are given.
     """
     if stratify_by is not None:
         labels = np.asarray(stratify_by)
         if labels.shape != (n,) or block_size is not None:
             raise ValueError(
-                f"stratify_by needs one class for each of the {n} examples, shape [{n}], and no block_size; it has "
-                f"shape {list(labels.shape)} and block_size is {block_size}."
+                f"stratify_by must hold one class for each of the {n} examples, in shape [{n}], and excludes "
+                f"block_size, got shape {list(labels.shape)} and block_size={block_size}. Leave out one of them, or "
+                "give the classes in the order of the source."
             )
         return Stratified(labels, seed, shuffle=shuffle)
     size = None if block_size is None else checked_count("block_size", block_size)

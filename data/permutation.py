@@ -1,21 +1,21 @@
-"""A keyed permutation of 0..n-1 in constant memory: any element of it, without the others."""
+"""A keyed permutation of 0..n-1 that computes any of its elements alone, in constant memory."""
 
 import numpy as np
 
 _ROUNDS = 8
-_SHORT_ROUNDS, _FEW_BITS = 24, 10  # Few bits mix slowly.
+_SHORT_ROUNDS, _FEW_BITS = 24, 10  # Few bits need more rounds to mix well.
 
 
 class Permutation:
-    """A permutation of 0..n-1, chosen by a key among very many, of which any part is computed by itself.
+    """A pseudorandom permutation of 0..n-1, chosen by a key. Any part of it can be computed alone.
 
-    An alternating Feistel network over the smallest power of two that holds n, walked until the result is below n (less
-    than two walks on average). Costs a few hundred NumPy operations for all positions asked for together, so that many
-    cost little each, down to 0.1 us; and no memory beyond them.
+    An alternating Feistel network over the smallest power of two that holds n, applied again until the result is below
+    n (less than twice on average). A call costs a few hundred NumPy operations, whatever the number of positions, so
+    that a position of a large call costs down to 0.1 us. Needs no memory beyond the positions.
 
     Args:
-      n: How many elements, from 1.
-      key: Whole numbers, such as (seed, epoch), that choose the permutation.
+      n: Number of elements, at least 1.
+      key: Integers that choose the permutation, such as (seed, epoch).
 
     References:
       Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002 (cycle walking);
@@ -29,16 +29,17 @@ class Permutation:
         self._keys = _state(key, _SHORT_ROUNDS if bits <= _FEW_BITS else _ROUNDS)
 
     def __call__(self, positions: np.ndarray, variants: np.ndarray | None = None) -> np.ndarray:
-        """Which elements stand at `positions`, int64 [k] -> int64 [k].
+        """The elements at `positions`, int64 [k] -> int64 [k].
 
         Args:
-          positions: From 0 to n - 1.
-          variants: For each position, of which permutation of a family under one key, int64 [k]. By default all of 0.
+          positions: Positions from 0 to n - 1.
+          variants: For each position the number of a permutation, int64 [k]; each number gives another permutation
+            under the same key. By default 0.
         """
         return self._walk(positions, variants, self._keys, 0)
 
     def inverse(self, elements: np.ndarray) -> np.ndarray:
-        """Where `elements` stand, int64 [k] -> int64 [k]."""
+        """The positions of `elements`, int64 [k] -> int64 [k]."""
         return self._walk(elements, None, self._keys[::-1], 1)
 
     def _walk(self, values, variants, keys, first):
@@ -61,12 +62,12 @@ class Permutation:
 
 
 def random_numbers(values: np.ndarray, key: tuple[int, ...]) -> np.ndarray:
-    """For each value a number that looks random and is always the same, int64 [k] -> uint64 [k]."""
+    """A pseudorandom number for each value, which depends on value and key only: int64 [k] -> uint64 [k]."""
     return hashed(values, _state(key, 1)[0])
 
 
 def hashed(values: np.ndarray, key: np.uint64) -> np.ndarray:
-    """SplitMix64's finalizer, whole numbers [k] -> uint64 [k]; sums and products are meant to overflow."""
+    """The finalizer of SplitMix64, integers [k] -> uint64 [k]. Sums and products overflow on purpose."""
     mixed = (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

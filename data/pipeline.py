@@ -1,4 +1,4 @@
-"""What is handed out, as batches in `tf.data`: read by this worker or by a service, ahead of training."""
+"""`tf.data` pipelines that turn handed-out indices into batches, read ahead by this worker or a tf.data service."""
 
 import dataclasses
 import functools
@@ -20,10 +20,13 @@ from tfdist.data.weakly import weakly
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """What a dataset is read for: where, whether to train, and whether `start` begins its iterators.
+    """The purpose for which a dataset is read.
 
     Attributes:
-      has_rows: Whether each of its batches has some, on every replica.
+      place: The worker that reads.
+      training: Whether it is read for training.
+      is_started: Whether `start` begins its iterators.
+      has_rows: Whether every batch has rows for every replica.
     """
 
     place: Place
@@ -33,26 +36,26 @@ class Use:
 
     @property
     def tells_ends(self) -> bool:
-        """Whether with each batch comes the epoch that begins after it, else 0: to count epochs that are read."""
+        """Whether each batch comes with the epoch that begins after it (or 0), so that read epochs can be counted."""
         return self.training and not self.is_started
 
 
 Make = Callable[[Asked, Handout], Made]
-Batches = Callable[[Make, Use], Iterator[tuple[Any, When]]]  # Hands out for a use, and gives what was made of it.
+Batches = Callable[[Make, Use], Iterator[tuple[Any, When]]]  # Hands out indices for a use, and yields elements.
 
 
 class Pipeline:
-    """Makes datasets of what is handed out.
+    """Makes datasets of batches from handed-out indices.
 
     Args:
-      source: What is read.
-      map_fn: What to make of an example.
-      num_parallel_calls: Batches that are read and decoded at once.
-      service: The address of a tf.data service that makes the batches.
+      source: The source of the examples.
+      map_fn: A function applied to each example, or None.
+      num_parallel_calls: Number of batches that are read and decoded at the same time.
+      service: Address of a tf.data service that makes the batches, or None.
 
     Raises:
-      ValueError: If `num_parallel_calls` is no such number, or as `Service`.
-      SourceError: As `Service`.
+      ValueError: If `num_parallel_calls` is not a positive integer or `tf.data.AUTOTUNE`; also see `Service`.
+      SourceError: See `Service`.
     """
 
     def __init__(self, source: Source, map_fn: Callable[..., Any] | None, num_parallel_calls: int, service: str | None):
@@ -62,26 +65,26 @@ class Pipeline:
         self._service = Service(service, source, map_fn) if service is not None else None
 
     def dataset(self, use: Use, rows: int, batches: Batches, has_read: Callable[[np.ndarray], None]) -> tf.data.Dataset:
-        """Batches of about so many rows each, read ahead.
+        """A dataset of batches, read ahead.
 
         Args:
-          use: What it is read for.
-          rows: Of a batch, about.
-          batches: Hands out; TensorFlow keeps it for ever.
-          has_read: If the use tells ends: told which epoch begins, when the batch before it is taken.
+          use: The purpose of the dataset.
+          rows: Approximate number of rows per batch.
+          batches: Function that hands out indices. TensorFlow keeps it for ever.
+          has_read: Called with the epoch that begins when the batch before it is taken, if `use.tells_ends`.
         """
         tell = has_read if use.tells_ends else None
         if self._service is not None:
             return _taken(self._read_there(use, batches).prefetch(len(use.place.own)), tell)
         is_together = self._source.examples_together >= 2 * rows
         if is_together and not self._reader.makes_anything and len(use.place.own) == 1 and use.has_rows:
-            # No function is called for each batch, which would cost 40 us.
+            # Without a function call per batch, which would cost 40 us.
             return _taken(self._read_together(use, batches, are_equal=True).map(_as_read), tell).unbatch()
         steps = self._read_together(use, batches) if is_together else self._asked(use, batches, EXAMPLES_TOGETHER)
         return _taken(self._read_here(use, steps).prefetch(len(use.place.own)), tell)
 
     def _asked(self, use: Use, batches: Batches, most: int, *, are_equal: bool = False) -> tf.data.Dataset:
-        """Of some batches at once, what `together` makes, and which epochs begin after them."""
+        """A dataset of the groups that `together` makes: padded indices, lengths, and epochs that begin after them."""
         make = functools.partial(together, most, are_equal)
         return tf.data.Dataset.from_generator(
             functools.partial(_made_here, batches, make, use),
@@ -89,7 +92,7 @@ class Pipeline:
         )
 
     def _read_together(self, use: Use, batches: Batches, *, are_equal: bool = False) -> tf.data.Dataset:
-        """The same, with their examples."""
+        """The dataset of `_asked`, with the examples of each group."""
         asked = self._asked(use, batches, min(self._source.examples_together, EXAMPLES_TOGETHER), are_equal=are_equal)
         return asked.map(
             lambda indices, lengths, ends: (indices, lengths, ends, self._source.read(indices)),
@@ -113,10 +116,10 @@ class Pipeline:
 
 
 def finished(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """`dataset`, which neither TensorFlow nor Keras is to change."""
+    """`dataset` with options that stop TensorFlow and Keras from changing it."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    options.autotune.enabled = False  # There is nothing to tune, and `fit` would wait for the end of the tuner.
+    options.autotune.enabled = False  # There is nothing to tune, and `fit` would wait for the tuner to end.
     return dataset.with_options(options)
 
 
@@ -126,11 +129,11 @@ def _as_read(indices: tf.Tensor, lengths: tf.Tensor, ends: tf.Tensor, examples: 
 
 
 def _taken(dataset: tf.data.Dataset, tell: Callable[[np.ndarray], None] | None) -> tf.data.Dataset:
-    """What a dataset of (batch or batches, which epochs begin after them) reads, without the latter.
+    """Drops the epochs from a dataset of (batch or batches, epochs that begin after them).
 
     Args:
-      dataset: Behind all that reads ahead.
-      tell: Told which epoch begins, when what stands before it is taken.
+      dataset: The dataset after all stages that read ahead.
+      tell: Called with the epoch that begins when the batch before it is taken, or None.
     """
     if tell is None:
         return dataset.map(lambda batch, _: batch)

@@ -1,4 +1,4 @@
-"""From the numbers of examples to a batch of tensors: read, decoded and mapped inside `tf.data`."""
+"""Turns indices of examples into a batch of tensors inside `tf.data`: reads, decodes and maps them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,45 +14,45 @@ _SEEDS = 1 << 31
 
 
 class Reader:
-    """Makes a batch of a vector of numbers; an example that fails is named.
+    """Makes a batch from a vector of indices. Errors name the example that failed.
 
     Args:
-      source: What is read.
-      map_fn: What to make of an example, as for `tf.data.Dataset.map`, in parallel.
+      source: The source of the examples.
+      map_fn: A function applied to each example, as in `tf.data.Dataset.map`, in parallel; or None.
 
     Raises:
-      TypeError: If that is no function.
+      TypeError: If `map_fn` is not a function.
     """
 
     def __init__(self, source: Source, map_fn: Callable[..., Any] | None):
         if map_fn is not None and not callable(map_fn):
-            raise TypeError(f"map_fn is a function of an example, not {map_fn!r}.")
+            raise TypeError(f"map_fn must be a function of an example, got {map_fn!r}.")
         self._source, self._map_fn = source, map_fn
 
     @property
     def makes_anything(self) -> bool:
-        """Whether a batch is more than what the source reads."""
+        """Whether examples are decoded or mapped after they are read."""
         return self._source.decodes or self._map_fn is not None
 
     def __call__(self, indices: tf.Tensor, examples: Any = None, *, replica: int = 0) -> Any:
         """Reads examples in a `tf.data` graph.
 
         Args:
-          indices: int64 [b], b from 0.
-          examples: What the source gives for them, if it was read before.
-          replica: The first of this worker's; see `drawing_afresh`.
+          indices: int64 [b], where b may be 0.
+          examples: The examples as the source reads them, if they were read before.
+          replica: Number of this worker's first replica; see `drawing_afresh`.
 
         Returns:
-          What `map_fn` makes of an example, each tensor with a leading dimension b.
+          The structure that `map_fn` returns, with a leading dimension b in each tensor.
 
         Raises:
-          ValueError: If `map_fn` gives what cannot be batched.
+          ValueError: If the results of `map_fn` cannot be batched.
           tf.errors.OpError: While the graph runs, with the message of a `SourceError`, if an example cannot be read.
         """
         if not self.makes_anything:
             return self._source.read(indices) if examples is None else examples
         rows = tf.size(indices)
-        some = tf.cond(rows > 0, lambda: indices, lambda: tf.zeros([1], tf.int64))  # No dataset of nothing.
+        some = tf.cond(rows > 0, lambda: indices, lambda: tf.zeros([1], tf.int64))  # A dataset needs an example.
         if examples is None:
             examples = self._source.read(some)
         else:
@@ -60,7 +60,7 @@ class Reader:
         mapped = self._mapped(examples, replica).ignore_errors()
         _check_specs(mapped.element_spec)
         nothing = tf.data.Dataset.from_tensors(tf.nest.map_structure(_no_rows, mapped.element_spec))
-        batched = mapped.batch(tf.size(some, tf.int64)).ignore_errors()  # Shapes may be unlike.
+        batched = mapped.batch(tf.size(some, tf.int64)).ignore_errors()  # Shapes may differ.
         batch = batched.concatenate(nothing).take(1).get_single_element()
         first = tf.nest.flatten(batch, expand_composites=True)[0]
         with tf.control_dependencies([tf.cond(tf.shape(first)[0] < tf.size(some), lambda: self._fail(some), tf.no_op)]):
@@ -86,30 +86,31 @@ class Reader:
                 (mapped,) = self._mapped(self._source.read(tf.constant([index], tf.int64)))
             except Exception as error:
                 problem = str(getattr(error, "message", error)).partition("\n")[0].rpartition("}} ")[2]
-                raise self._source.failure(index, f"could not be mapped: {problem}. Mend it, or map_fn.") from error
+                raise self._source.failure(index, f"could not be mapped: {problem}. Fix it, or map_fn.") from error
             shapes = [leaf.shape.as_list() for leaf in tf.nest.flatten(mapped)]
             expected = shapes if expected is None else expected
             if shapes != expected:
                 raise self._source.failure(
                     index,
-                    f"has other shapes than example {indices[0]} once it is mapped, {_listed(shapes)} and not "
-                    f"{_listed(expected)}, and examples are batched. Give all the same shape in map_fn.",
+                    f"has other shapes than example {indices[0]} after map_fn, {_listed(shapes)} and not "
+                    f"{_listed(expected)}, so they cannot be batched. Return equal shapes from map_fn.",
                 )
         raise self._source.failure(
             indices[0],
-            "or one after it could be mapped, or had the shape of others, at the second try only. Mend map_fn.",
+            "or a later one failed in map_fn, or had another shape, at the first try only. Make map_fn deterministic.",
         )
 
 
 def drawing_afresh(map_fn: Callable[..., Any], replica: int = 0) -> Callable[..., Any]:
-    """`map_fn`, whose unseeded random operations draw afresh in each of many graphs that are traced of it.
+    """Wraps `map_fn` so that its unseeded random operations draw new numbers in each graph that traces it.
 
-    Of the seed that all workers have in common they would draw the same in each batch, and on each worker. Where
-    operations are deterministic they need a seed: there workers draw apart, but in each batch the same.
+    With the global seed, which all workers share, they would draw the same numbers in each batch and on each worker.
+    Under `tf.config.experimental.enable_op_determinism` operations need a seed. There workers draw different numbers,
+    but each batch of a worker draws the same.
 
     Args:
-      map_fn: What is called in a graph of its own.
-      replica: Whose draws are to be unlike others' where a seed is needed.
+      map_fn: A function that is called in a graph of its own.
+      replica: Number of this worker's first replica, which changes the seed where one is needed.
     """
 
     def draw(*example: Any) -> Any:
@@ -129,8 +130,8 @@ def _check_whole(mapped: Any) -> None:
     leaves = tf.nest.flatten(mapped)
     if not leaves or any(leaf is None for leaf in leaves):
         raise ValueError(
-            f"map_fn makes tensors of an example, in tuples and dicts, but it returned {mapped!r}. Return what to "
-            "train on, and leave out what is None."
+            f"map_fn must return tensors, possibly in tuples and dicts, but it returned {mapped!r}. Return at least "
+            "one tensor, and leave out what is None."
         )
 
 
@@ -142,8 +143,8 @@ def _check_specs(structure: Any) -> None:
     for spec in tf.nest.flatten(structure):
         if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
             raise ValueError(
-                f"Examples are batched, so map_fn must give dense tensors of known rank and equal shapes, not {spec}. "
-                "Use tf.ensure_shape, or to_tensor and padding."
+                "map_fn must return dense tensors of known rank and equal shapes, so that examples can be batched, got "
+                f"{spec}. Use tf.ensure_shape, or to_tensor and padding."
             )
 
 

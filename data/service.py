@@ -1,4 +1,4 @@
-"""Batches that the servers of a tf.data service decode and map: those that a worker would make itself, in its order."""
+"""Client of a tf.data service that decodes and maps batches: the same batches, in the same order, as without it."""
 
 import functools
 import os
@@ -22,39 +22,38 @@ Tag = TypeVar("Tag")
 
 _PROTOCOL = "grpc://"
 _CHUNK_ROWS = 1 << 16
-_HELD = 16  # Batches that wait here, before servers are given a rest; more only while the next one is missing.
+_HELD = 16  # Received batches that may wait before the servers are paused; more while the next batch is missing.
 _POLL_SECONDS = 0.5
 _REMIND_SECONDS = 60
 
-_answered: set[str] = set()  # Addresses at which this process has found a service.
+_answered: set[str] = set()  # Addresses at which a service has answered this process.
 
 
 class Service:
-    """A tf.data service to which a worker sends numbers of examples, and from which it gets batches of them.
+    """A tf.data service that makes batches from indices of examples.
 
-    Each worker asks for its own batches, by number, some ten thousand examples at a time, and puts them in order. What
-    the servers do thus never shows in the data: a server may come, go or be slow. What they do not give in time the
-    worker makes itself, and says so.
+    Each worker requests its own batches, some ten thousand examples at a time, and puts the results in order. The data
+    therefore does not depend on the servers, which may come, go or be slow. The worker makes batches itself, one at a
+    time, if they do not arrive in time, and logs a warning.
 
-    Unseeded random operations in `map_fn` draw afresh there as they do here, never the same twice. Batches that the
-    worker makes itself it makes one at a time.
-
-    The servers read the source's files themselves, under the same paths. The dispatcher keeps 16 bytes of each example
-    that was ever asked for, in its folder.
+    Unseeded random operations in `map_fn` draw new numbers in each batch, as they do without the service. The servers
+    read the source's files themselves, under the same paths. The dispatcher keeps 16 bytes per requested example in
+    its folder.
 
     Args:
-      address: Of the dispatcher, "host:port" or "grpc://host:port"; see `tfdist data-service`.
-      source: What is read.
-      map_fn: What to make of an example, in TensorFlow operations alone: no Python functions, tables or variables.
-      timeout_seconds: How long to wait for a batch.
+      address: Address of the dispatcher, "host:port" or "grpc://host:port"; see `tfdist data-service`.
+      source: The source of the examples.
+      map_fn: A function applied to each example, made of TensorFlow operations only, without Python functions, tables
+        or variables.
+      timeout_seconds: Longest time to wait for a batch, in seconds.
 
     Attributes:
-      element_spec: Of a batch.
+      element_spec: The `element_spec` of a batch.
 
     Raises:
-      SourceError: If nobody answers there, and nobody has before: neither to this process nor, under `tfdist run`, to
-        an earlier attempt. A service that has gone is warned of.
-      ValueError: If the address is none, or other processes cannot read the source.
+      SourceError: If no service answers at the address. If one has answered this process, or an earlier attempt under
+        `tfdist run`, a warning is logged instead.
+      ValueError: If the address is malformed, or the source cannot be read by other processes.
     """
 
     def __init__(
@@ -62,8 +61,8 @@ class Service:
     ):
         if source.read_elsewhere(np.zeros(1, np.int64)) is None:
             raise ValueError(
-                f"The servers of a tf.data service read TFRecord files, also those of TFDS; they cannot read a "
-                f"{type(source).__name__}. Leave service out, or write the examples to TFRecord files."
+                f"The servers of a tf.data service can only read TFRecord files, including those of TFDS; they cannot "
+                f"read a {type(source).__name__}. Leave service out, or write the examples to TFRecord files."
             )
         self._address = _checked_address(address)
         self._name = f"The tf.data service at {self._address}"
@@ -84,21 +83,22 @@ class Service:
         """Makes batches.
 
         Args:
-          asked: What stands for a batch, and the numbers of its examples, int64 [b], b from 0. Read ahead.
-          is_over: Whether nobody wants any more; asked while it waits.
-          replica: The first of this worker's; see `drawing_afresh`.
+          asked: Iterator of (tag of the caller, indices of a batch's examples, int64 [b] with b from 0). It is read
+            ahead.
+          is_over: Function that returns whether no more batches are wanted; called while waiting.
+          replica: Number of this worker's first replica; see `drawing_afresh`.
 
         Yields:
-          The same, and the batch: a structure of `element_spec`.
+          The tag, the indices, and the batch, a structure of `element_spec`.
 
         Raises:
-          tf.errors.OpError: If an example cannot be read or mapped; names it.
+          tf.errors.OpError: If an example cannot be read or mapped; the message names it.
         """
         begun = map(functools.partial(self._begin, replica), _chunks(asked))
         chunk, following = next(begun, None), None
         try:
             while chunk is not None and not is_over():
-                following = next(begun, None)  # The servers begin with it while this one is used.
+                following = next(begun, None)  # The servers start on it while the present chunk is used.
                 yield from self._taken(*chunk, is_over, replica)
                 chunk[1].close()
                 chunk, following = following, None
@@ -116,10 +116,10 @@ class Service:
     def _taken(
         self, requests: list[tuple[Tag, np.ndarray]], delivery: "_Delivery", is_over: Callable[[], bool], replica: int
     ) -> Iterator[Any]:
-        # Who is silent is not waited for again, but heard if it speaks.
+        # Do not wait again for a service that was silent, but use its batches if they arrive.
         patience = 0.0 if self._is_silent and not delivery.has_begun else self._timeout_seconds
         if not patience:
-            logging.log_every_n_seconds(logging.WARNING, "%s still gives nothing.", _REMIND_SECONDS, self._name)
+            logging.log_every_n_seconds(logging.WARNING, "%s still sends no batches.", _REMIND_SECONDS, self._name)
         for number, (tag, indices) in enumerate(requests):
             batch = delivery.take(number, patience, is_over) if len(indices) else None
             if is_over():
@@ -127,15 +127,15 @@ class Service:
             if batch is not None and (self._is_silent or not self._is_used):
                 again = " again" if self._is_silent else ""
                 self._is_silent, self._is_used = False, True
-                logging.warning("%s gives batches%s.", self._name, again)
+                logging.warning("%s sends batches%s.", self._name, again)
             if batch is None and len(indices) and patience:
-                problem = delivery.problem or f"gave nothing for {patience:g} s"
+                problem = delivery.problem or f"sent nothing for {patience:g} s"
                 logging.warning(
-                    "%s %s. %s makes up to %d batches itself before it asks again: the same, only slower. See that the "
-                    "service runs, or start it again on the same port.",
+                    "%s %s. %s makes up to %d equal batches itself, more slowly, before it asks again. Check that the "
+                    "service runs, or restart it on the same port.",
                     *(self._name, problem, this_worker(), len(requests) - number),
                 )
-                self._is_silent, patience = True, 0.0  # From here on, only what is there already.
+                self._is_silent, patience = True, 0.0  # From here on take only batches that have arrived.
             yield tag, indices, self._make_here(indices, replica) if batch is None else batch
 
     def _make_here(self, indices: np.ndarray, replica: int) -> Any:
@@ -145,7 +145,7 @@ class Service:
         return self._makers[replica](tf.constant(indices, tf.int64))
 
     def _dataset(self, batches: list[np.ndarray], replica: int) -> tf.data.Dataset:
-        """Those that are not empty, each with its number, as they come."""
+        """A dataset of (number, batch) for all batches that are not empty, in order of completion."""
         read = self._source.read_elsewhere(np.concatenate(batches))
         ends = np.cumsum([len(batch) for batch in batches])
         starts, wanted = np.append(0, ends[:-1]), [number for number, batch in enumerate(batches) if len(batch)]
@@ -169,7 +169,7 @@ class Service:
 
 
 class _Delivery:
-    """Numbered batches as they arrive in any order, received by a thread that may be abandoned: no call of it ends."""
+    """Receives numbered batches, in any order, in a daemon thread, which may block for ever and be abandoned."""
 
     def __init__(self, make_dataset: Callable[[], tf.data.Dataset], first: int):
         self._make_dataset = make_dataset
@@ -187,11 +187,11 @@ class _Delivery:
             return bool(self._arrived)
 
     def take(self, number: int, timeout_seconds: float, is_over: Callable[[], bool]) -> Any:
-        """The batch of that number, for which to wait; None if it does not come, or `is_over`. Ask in their order."""
+        """Waits for batch `number`; None if it does not arrive in time, or `is_over`. Take batches in order."""
         deadline = time.monotonic() + timeout_seconds
         with self._news:
             self._next = number
-            for earlier in [each for each in self._arrived if each < number]:  # Came too late.
+            for earlier in [each for each in self._arrived if each < number]:  # They arrived too late.
                 del self._arrived[earlier]
             self._news.notify_all()
             while number not in self._arrived and not self._ended and not is_over():
@@ -203,7 +203,7 @@ class _Delivery:
             return self._arrived.pop(number, None)
 
     def close(self) -> None:
-        """Receives no more."""
+        """Stops receiving."""
         with self._news:
             self._ended = True
             self._news.notify_all()
@@ -214,14 +214,14 @@ class _Delivery:
             for number, batch in self._make_dataset():
                 if not self._put(int(number), batch):
                     return
-        except Exception as error:  # Whatever it is, the worker can do without.
+        except Exception as error:  # The worker can make the batches itself, whatever failed.
             problem = f"failed: {str(getattr(error, 'message', error)).partition(chr(10))[0]}"
         with self._news:
             self.problem, self._ended = problem, True
             self._news.notify_all()
 
     def _put(self, number: int, batch: Any) -> bool:
-        """Keeps a batch, and waits while there are enough; False if no more are wanted."""
+        """Stores a batch, and waits while enough are stored. Returns whether more are wanted."""
         with self._news:
             self._arrived[number] = batch
             self._news.notify_all()
@@ -251,21 +251,19 @@ def _checked_address(address: str) -> str:
     try:
         split_address(plain)
     except ValueError as error:
-        raise ValueError(f'service is the address of a tf.data service, such as "node0:5050": {error}') from error
+        raise ValueError(f'service must be the address of a tf.data service, such as "node0:5050": {error}') from error
     return plain
 
 
 def _answers(address: str) -> bool:
-    """Whether somebody answers there; raises if nobody ever has, in the first attempt of a job."""
+    """Whether a service answers at `address`. Raises in the first attempt of a job if none ever has."""
     try:
         check_answers(address)
     except OSError as error:
         _, port = split_address(address)
         way_out = f"Start one there, with `tfdist data-service --port {port}`, or leave service out."
         if address not in _answered and os.environ.get(ATTEMPT, "0") == "0":
-            raise SourceError(
-                f"No tf.data service answers at {address}: {error}. Asked by {this_worker()}. {way_out}"
-            ) from error
+            raise SourceError(f"No tf.data service answers {this_worker()} at {address}: {error}. {way_out}") from error
         logging.warning("The tf.data service at %s is gone: %s. This worker makes batches itself.", address, error)
         return False
     _answered.add(address)

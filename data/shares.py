@@ -1,4 +1,4 @@
-"""Which part of a global batch each replica takes: by policy, and under "speed" by what was learnt."""
+"""The rows of a global batch that each replica takes: by the policy, and under "speed" by measured times."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,23 +10,23 @@ from tfdist.data.place import Place
 from tfdist.data.plan import split
 from tfdist.data.speed import SpeedModel
 
-_LEAST_WEIGHT = 1e-300  # Of less, and of the sum of more than its inverse, no parts can be computed.
+_LEAST_WEIGHT = 1e-300  # With smaller weights, or larger ones than its inverse, quotients leave the range of floats.
 
 
 class Shares:
-    """Rows of a whole batch by replica. Who calls it holds a lock.
+    """The shares, that is, the rows of a whole global batch by replica. Not thread-safe: callers must hold a lock.
 
     Args:
-      policy: "speed", "equal", or a weight for each replica.
-      global_batch_size: What is shared.
+      policy: "speed", "equal", or a list of one weight per replica.
+      global_batch_size: Number of rows to share.
 
     Attributes:
-      policy: As given, weights as floats.
-      present: Those in force; none before `settle`, but for those that were restored.
-      changes: How often they have changed.
+      policy: The policy, with weights as floats.
+      present: The shares in force. Empty before `settle`, unless shares were restored.
+      changes: How often the shares have changed.
 
     Raises:
-      ValueError: If the policy is none of these.
+      ValueError: If the policy is anything else.
     """
 
     def __init__(self, policy: str | Sequence[float], global_batch_size: int):
@@ -37,11 +37,11 @@ class Shares:
 
     @property
     def follow_speed(self) -> bool:
-        """Whether they change as replicas are measured."""
+        """Whether shares follow the measured speed of the replicas."""
         return self.policy == "speed"
 
     def at(self, place: Place) -> tuple[int, ...]:
-        """Those that are there if they are for as many replicas; else those that the policy begins with.
+        """The present shares if they fit the place's replicas and limits, else the initial shares of the policy.
 
         Raises:
           ValueError: If the policy has weights for another number of replicas.
@@ -53,7 +53,7 @@ class Shares:
         return split(self._size, weights, place.at_most)
 
     def settle(self, place: Place) -> None:
-        """Keeps what is there if it is for these replicas; else starts from the policy, and learns anew."""
+        """Keeps the present shares and measurements if they fit these replicas, else starts from the policy."""
         shares = self.at(place)
         if shares is not self.present:
             self._speed, self.present = SpeedModel(place.replicas), shares
@@ -61,13 +61,14 @@ class Shares:
             self._before = np.zeros(place.replicas)
 
     def learn(self, place: Place, handout: Handout, report: Any, *, is_first: bool) -> None:
-        """Decides on one more step of a handout, by the report of one that was trained on.
+        """Decides the shares of one more step of a handout, from the report of a step that was trained on.
 
         Args:
-          place: Of this worker.
-          handout: That hands out.
-          report: Of the step.
-          is_first: Whether a pause may have been before the step: it counts as what was before the last other one.
+          place: The place of this worker.
+          handout: The handout that uses the shares.
+          report: The report of the step.
+          is_first: Whether training may have paused before the step. If so, the replicas' time before their
+            computation is taken from the last step without a pause.
         """
         before = report.own_seconds - report.compute_seconds
         self._before = np.where((before > 0) & (not is_first), before, self._before)
@@ -80,11 +81,11 @@ class Shares:
         self.present = shares
 
     def state(self) -> dict[str, Any]:
-        """What `restore` takes."""
+        """The shares and measurements, for `restore`."""
         return {"shares": list(self.present), "speed": self._speed.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was called, as far as it is still there and the policy asks for it."""
+        """Restores shares and measurements, if the policy is "speed"."""
         if self.follow_speed and state.get("shares"):
             self.present = tuple(state["shares"])
             speed = state.get("speed")
@@ -95,8 +96,8 @@ class Shares:
             return [1.0] * replicas
         if len(self.policy) != replicas:
             raise ValueError(
-                f"policy needs a weight for each replica, but {list(self.policy)} has {len(self.policy)} and there "
-                f'are {replicas} replicas. Give as many; or "speed", which learns them for any number.'
+                f"policy must have one weight per replica, but {list(self.policy)} has {len(self.policy)} and there "
+                f'are {replicas} replicas. Give {replicas} weights, or "speed", which measures any number of replicas.'
             )
         return list(self.policy)
 
@@ -110,5 +111,5 @@ def _checked_policy(policy: str | Sequence[float]) -> str | tuple[float, ...]:
     except (TypeError, ValueError):
         weights = ()
     if not weights or not all(_LEAST_WEIGHT <= weight <= 1 / _LEAST_WEIGHT for weight in weights):
-        raise ValueError(f'policy is "speed", "equal" or a positive weight for each replica, not {policy!r}.')
+        raise ValueError(f'policy must be "speed", "equal" or one positive weight per replica, got {policy!r}.')
     return weights

@@ -1,4 +1,4 @@
-"""How fast each replica is, learnt from the run, and the shares of the global batch that follow from it."""
+"""Measures the speed of each replica during training, and derives the shares of the global batch."""
 
 import dataclasses
 import math
@@ -6,24 +6,24 @@ from collections.abc import Sequence
 
 from tfdist.data.plan import split
 
-WARM_UP_STEPS = 2  # First steps allocate memory and choose kernels.
+WARM_UP_STEPS = 2  # The first steps allocate memory and choose kernels.
 _MEMORY_STEPS = 8.0
-# A time that is so many times longer or shorter than expected, or, if that is more, so many mean deviations off, is an
-# accident; when it repeats, a change.
+# A time that differs from the expected one by this factor, or by this many mean deviations if that is more, is an
+# outlier. If it repeats, the speed has changed.
 _SURPRISE, _SURPRISE_BY_NOISE = 1.5, 6
-_SPREAD = 0.05  # Relative spread of rows from which on a fixed part of the time can be told from the part per row.
-# A dead band: shares stay unless the slowest replica is expected to gain this part of its time, and this many times the
-# mean deviation of measurements more.
+_SPREAD = 0.05  # Least relative spread of rows for which the fixed part of a time can be told from the part per row.
+# A dead band: shares change only if the slowest replica is expected to gain this part of its time, plus this many mean
+# deviations of the measurements.
 _GAIN, _GAIN_BY_NOISE = 0.04, 0.75
-_GAIN_SECONDS = 0.0005  # At least; threads that start sooner or later make so much of a difference.
+_GAIN_SECONDS = 0.0005  # The least gain; the start of threads varies by this much.
 
 
 class SpeedModel:
-    """Times t(b) = alpha + beta * b of each replica for b rows, and shares that make them equal.
+    """Models the time of each replica for b rows as t(b) = alpha + beta * b, and finds shares of equal times.
 
-    A moving average over the last few steps; a single outlier is left out, a repeated one starts the average anew.
-    All arithmetic is on numbers that all workers have alike, in float64 and a fixed order, so all decide alike. In
-    plain numbers, which is several times faster than arrays of a few replicas.
+    Keeps moving averages over the last few steps. A single outlier is left out, a repeated one restarts the averages.
+    All workers compute with the same numbers, in float64 and in a fixed order, so all decide alike. Python numbers are
+    several times faster here than NumPy arrays of a few replicas.
 
     References:
       Chen et al., Semi-Dynamic Load Balancing (LB-BSP), 2020, https://arxiv.org/abs/1806.02508
@@ -34,7 +34,7 @@ class SpeedModel:
         self._speeds = [_Speed() for _ in range(replicas)]
 
     def observe(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
-        """Takes the rows and own times of one step, by replica. Replicas without rows say nothing."""
+        """Adds the rows and times of one step, by replica. Replicas without rows are left out."""
         self.steps += 1
         if self.steps <= WARM_UP_STEPS:
             return
@@ -43,19 +43,19 @@ class SpeedModel:
                 speed.observe(float(b), float(t))
 
     def coefficients(self) -> list[tuple[float, float]]:
-        """Seconds that a step takes at least and seconds per row, alpha and beta, by replica."""
+        """For each replica alpha, the fixed seconds of a step, and beta, the seconds per row."""
         return [speed.coefficients() for speed in self._speeds]
 
     def knows_all(self) -> bool:
-        """Whether each replica was measured three times or more."""
+        """Whether each replica was measured at least three times."""
         return all(speed.weight > 2 for speed in self._speeds)
 
     def proposal(self, current: Sequence[int], at_most: Sequence[int]) -> tuple[int, ...]:
-        """Shares of the same global batch for which all replicas take equally long; `current` if little is gained.
+        """Shares for which all replicas take equally long, or `current` if the gain would be small.
 
         Args:
-          current: Rows by replica that are in force.
-          at_most: The most that each replica takes.
+          current: The present rows by replica.
+          at_most: Largest number of rows of each replica.
         """
         if not self.knows_all():
             return tuple(current)
@@ -64,19 +64,19 @@ class SpeedModel:
         doubt = sum(speed.doubt() for speed in self._speeds) / len(lines)
         bearable = now - max((_GAIN + _GAIN_BY_NOISE * doubt) * now, _GAIN_SECONDS)
         best = (rows + sum(alpha / beta for alpha, beta in lines)) / sum(1 / beta for _, beta in lines)
-        if best >= bearable:  # The best there is, were rows not whole.
+        if best >= bearable:  # `best` is a lower bound: the common time if rows need not be integers.
             return tuple(current)
         shares = split(rows, _equal_times(rows, lines, [min(most, rows) for most in at_most]), at_most)
         return shares if _slowest(lines, shares) < bearable else tuple(current)
 
     def state(self) -> list[list[float]]:
-        """What `restored` takes: six numbers a replica, rounded."""
+        """Six rounded numbers per replica, for `restored`."""
         states = [speed.state() for speed in self._speeds]
         return [[float(f"{value:.4g}") for value in row] for row in zip(*states, strict=True)]
 
     @classmethod
     def restored(cls, state: list[list[float]]) -> "SpeedModel":
-        """A model from what `state` gave, that warms up anew."""
+        """A model with the given `state`. It skips the first steps again."""
         model = cls(0)
         model._speeds = [_Speed.restored(*numbers) for numbers in zip(*state, strict=True)]
         return model
@@ -84,15 +84,15 @@ class SpeedModel:
 
 @dataclasses.dataclass
 class _Speed:
-    """Of one replica: weighted means over its last steps of rows b, seconds t, b * b and b * t."""
+    """Weighted means of rows b, seconds t, b * b and b * t over the last steps of one replica."""
 
     weight: float = 0.0
-    noise: float = 0.0  # Mean deviation from what was expected, as a part of it.
+    noise: float = 0.0  # Mean relative deviation of measured from expected seconds.
     b: float = 0.0
     t: float = 0.0
     bb: float = 0.0
     bt: float = 0.0
-    surprise: int = 0  # Of the last step: 1 if it took far too long, -1 if not nearly long enough.
+    surprise: int = 0  # 1 if the last step took much longer than expected, -1 if much shorter, else 0.
 
     def observe(self, b: float, t: float) -> None:
         alpha, beta = self.coefficients()
@@ -118,8 +118,8 @@ class _Speed:
     def coefficients(self) -> tuple[float, float]:
         """Alpha and beta.
 
-        Where all steps had about as many rows, alpha cannot be told and counts as 0; repeated corrections still end
-        at equal times.
+        If all steps had about the same number of rows, alpha cannot be determined and counts as 0. Repeated corrections
+        of the shares still converge to equal times.
         """
         if not self.b:
             return self.t, 0.0
@@ -130,11 +130,11 @@ class _Speed:
         return self.t - beta * self.b, beta
 
     def doubt(self) -> float:
-        """By which part what is expected may be off."""
+        """The relative uncertainty of expected times."""
         return self.noise * math.sqrt(_MEMORY_STEPS / self.weight)
 
     def state(self) -> tuple[float, ...]:
-        # Of squares, the small differences: rounded means of squares would not tell them any more.
+        # Variance and covariance instead of the means of squares, because rounding these would lose the differences.
         return self.weight, self.noise, self.b, self.t, self.bb - self.b * self.b, self.bt - self.b * self.t
 
     @classmethod
@@ -147,7 +147,7 @@ def _slowest(lines, shares):
 
 
 def _equal_times(rows: int, lines: list[tuple[float, float]], at_most: Sequence[int]) -> list[float]:
-    """Rows by replica, not whole, 1 <= b <= at_most, that sum to `rows` and take one time T where no bound holds."""
+    """Fractional rows by replica, from 1 to `at_most`, that sum to `rows` and take equal times within the bounds."""
     at_least = min(1.0, rows / len(lines))
 
     def shares(time: float) -> list[float]:

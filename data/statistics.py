@@ -1,4 +1,4 @@
-"""How the work of the last training step was shared."""
+"""Statistics of how the work of a training step was shared among replicas."""
 
 import dataclasses
 import time
@@ -7,16 +7,16 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """How the work was shared in the last training step, by replica where it is a list.
+    """How the last training step was shared. Tuples have one entry per replica.
 
     Attributes:
-      rows: Of the global batch.
-      compute_seconds: For them, without waiting.
-      wait_seconds: The rest of the step: what lies between steps, exchange, and waiting for slower replicas.
-      step_seconds: Between the ends of this step and of the one before; 0 for the first.
-      rows_per_second: Of the whole step, all replicas together.
-      imbalance: The longest compute time over the mean; about 1 where a step is little else.
-      changes: How often shares have changed.
+      rows: Rows of the global batch.
+      compute_seconds: Computation time of these rows, without waiting.
+      wait_seconds: The rest of the step: time between steps, exchange, and waiting for slower replicas.
+      step_seconds: Time from the end of the step before to the end of this step; 0 for the first step.
+      rows_per_second: Rows of all replicas divided by `step_seconds`.
+      imbalance: The longest compute time divided by the mean; 1 if the work is perfectly balanced.
+      changes: How often the shares have changed.
     """
 
     rows: tuple[int, ...]
@@ -29,10 +29,10 @@ class Statistics:
 
 
 class StepTimes:
-    """Makes statistics of reports.
+    """Computes statistics from the reports of steps.
 
     Attributes:
-      statistics: Of the last step; `None` before the first.
+      statistics: Statistics of the last step; None before the first step.
     """
 
     def __init__(self) -> None:
@@ -40,11 +40,11 @@ class StepTimes:
         self._ended = 0.0
 
     def begin(self) -> None:
-        """The step that comes is the first of an iterator."""
+        """Marks the next step as the first of an iterator."""
         self._ended = 0.0
 
     def note(self, report: Any, changes: int) -> Statistics:
-        """Makes the statistics of the report of a step that has ended."""
+        """Computes the statistics of a step that has just ended from its report."""
         now = time.monotonic()
         step_seconds = now - self._ended if self._ended else 0.0
         self._ended = now

@@ -1,4 +1,4 @@
-"""Several steps handed to `tf.data` in one call: each call from there to Python waits for other threads of Python."""
+"""Hands the batches of several steps to `tf.data` in one call, since each call into Python waits for its lock."""
 
 import itertools
 import time
@@ -10,37 +10,37 @@ import numpy as np
 from tfdist.data.handout import Handout
 
 EXAMPLES_TOGETHER = 4096
-_SECONDS_TOGETHER = 0.003  # Training waits for the first of them.
+_SECONDS_TOGETHER = 0.003  # Longest time to collect batches, since training may wait for the first of them.
 
 
 class When(NamedTuple):
-    """Where in training a batch stands.
+    """The place of a batch in training.
 
     Attributes:
-      epoch: Its own.
-      begins: The epoch that begins after it, if it is the last batch of one, else 0.
+      epoch: The epoch of the batch.
+      begins: The epoch that begins after the batch if it is the last of an epoch, else 0.
     """
 
     epoch: int
     begins: int
 
 
-Asked = Iterator[tuple[When, np.ndarray]]  # Batches, by the numbers of their examples.
-Made = Iterator[tuple[When, list[np.ndarray], Any]]  # When some batches stand, their examples, and what they became.
+Asked = Iterator[tuple[When, np.ndarray]]  # Batches as indices of examples.
+Made = Iterator[tuple[When, list[np.ndarray], Any]]  # The place of some batches, their indices, and the element made.
 
 
 def together(most: int, are_equal: bool, asked: Asked, handout: Handout) -> Made:
-    """Batches of an epoch, as many as are decided, together; the last of an epoch comes alone.
+    """Groups batches of the same place, as far as their shares are decided. The last batch of an epoch comes alone.
 
     Args:
-      most: Examples.
-      are_equal: Whether those together are to have as many examples each.
+      most: Number of examples at which a group is full.
+      are_equal: Whether batches of a group must have equal numbers of examples.
       asked: The batches.
-      handout: That hands them out.
+      handout: The handout that yields them.
 
     Yields:
-      When they stand, the examples of its batches, and for `tf.data` a row of them for each batch and how many are
-      meant.
+      The place of a group, the indices of each of its batches, and for `tf.data` the indices as a padded matrix
+      `[batches, longest]` with the lengths of its rows.
     """
 
     def alike(one: tuple[When, np.ndarray]) -> Any:
@@ -62,7 +62,7 @@ def together(most: int, are_equal: bool, asked: Asked, handout: Handout) -> Made
 
 def _as_rows(batches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.array([len(batch) for batch in batches])
-    columns = max(1, lengths.max())  # TensorFlow's unbatch dies of rows of nothing.
+    columns = max(1, lengths.max())  # TensorFlow's `unbatch` crashes on rows without elements.
     rows = np.full((len(batches), columns), -1, np.int64)
     rows[np.arange(columns) < lengths[:, np.newaxis]] = np.concatenate(batches)
     return rows, lengths

@@ -1,4 +1,4 @@
-"""Functions that let go of their objects, for who keeps functions for ever, as TensorFlow does."""
+"""Weak wrappers for bound methods, for callers such as `tf.data` that never release callbacks."""
 
 import contextlib
 import weakref
@@ -7,17 +7,17 @@ from typing import Any
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """What calls a method of an object in `tf.data`, and does not keep the object.
+    """Wraps a bound method for `tf.data` without a reference to its object.
 
     Args:
-      method: Of an object that somebody else keeps for as long as this is called.
+      method: A method of an object that something else keeps alive as long as the wrapper is called.
     """
     known = weakref.WeakMethod(method)
 
     def call(*args: Any, **options: Any) -> Any:
         alive = known()
         if alive is None:
-            raise ReferenceError(f"What {method_name} reads from is no more. Keep the dataset that it belongs to.")
+            raise ReferenceError(f"The object of {method_name} was deleted. Keep the dataset that reads from it.")
         return alive(*args, **options)
 
     method_name = method.__qualname__
@@ -26,10 +26,10 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def listen(listeners: list[Callable[..., None]], method: Callable[..., None]) -> Callable[[], None]:
-    """Adds a method to `listeners` for as long as somebody else keeps its object: a `fit` that fails ends no callback.
+    """Adds a method to `listeners` until its object is deleted, since a `fit` that fails does not end its callbacks.
 
     Returns:
-      What takes it out before.
+      A function that removes it earlier.
     """
 
     def end(_: Any = None) -> None:
