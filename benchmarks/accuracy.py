@@ -1,4 +1,4 @@
-"""Tables and curves of what `benchmarks.convergence` reached."""
+"""Tables and curves of the results of `benchmarks.convergence`."""
 
 import dataclasses
 import pathlib
@@ -18,14 +18,14 @@ _COLUMNS = ("model", "optimizer", "codec", "from elements", "mean", "by seed", "
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training.
+    """One training run.
 
     Attributes:
-      min_elements: Smaller tensors travelled as they are; 0 for the codec's default.
-      reached: Test accuracy of digits, validation loss of char_lm in nats a character.
-      ratio: How many times less was sent than without compression, of all that an optimizer exchanged.
-      curve: The training loss, by epoch.
-      seconds: How long it took, on a machine that did other things too.
+      min_elements: Smaller tensors travelled uncompressed; 0 for the codec's default.
+      reached: Test accuracy of digits, or validation loss of char_lm in nats per character.
+      ratio: Uncompressed bytes divided by sent bytes, over all exchanges of the optimizer.
+      curve: The training loss of each epoch.
+      seconds: Duration, on a machine that also did other work.
     """
 
     model: str
@@ -40,18 +40,18 @@ class Run:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Run":
-        """The run that `dataclasses.asdict` made these values from."""
+        """Inverse of `dataclasses.asdict`."""
         fields = {field.name: values[field.name] for field in dataclasses.fields(cls)}
         return cls(**{**fields, "curve": tuple(values["curve"])})
 
 
 def runs_of(document: Mapping[str, Any]) -> list[Run]:
-    """All runs of a file."""
+    """All runs in the document of a result file."""
     return [Run.from_json(row) for row in document["rows"]]
 
 
 def summary(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Lines of the table: the runs of one codec under one optimizer, held against those of `none` by seed."""
+    """Lines of the table: the runs of one codec under one optimizer, compared with those of `none` for each seed."""
     plain = {(run.model, run.optimizer, run.seed): run.reached for run in runs if run.codec == "none"}
     lines = []
     for place in dict.fromkeys(_place(run) for run in runs):
@@ -68,7 +68,7 @@ def summary(runs: Sequence[Run]) -> list[tuple[str, ...]]:
                 f"{here[0].ratio:.1f}x",
             )
         )
-    return sorted(lines, key=lambda line: (line[0] != "digits", line[1] != "sgd"))  # stable: codecs as they came
+    return sorted(lines, key=lambda line: (line[0] != "digits", line[1] != "sgd"))  # The order of codecs stays.
 
 
 def _place(run: Run) -> tuple[str, str, str, int]:
@@ -82,14 +82,14 @@ def _difference(model: str, pairs: Sequence[tuple[float, float]]) -> str:
 
 
 def markdown(document: Mapping[str, Any], picture: str) -> str:
-    """The table as a Markdown document, with what it was measured on, and the file with the curves."""
+    """A Markdown document with the table, the settings and machine of the runs, and the picture of the curves."""
     settings = document["settings"]
     epochs, steps = settings["epochs"]["digits"], settings["epochs"]["char_lm"] * settings["char_lm_steps"]
     lines = [f"| {' | '.join(line)} |" for line in summary(runs_of(document))]
     parts = [
         "# Accuracy under compression",
         f"{settings['devices']} virtual devices. digits: test accuracy after {epochs} epochs. char_lm: validation loss "
-        f"after {steps} steps. Tensors of fewer than `from elements` travelled as they are.",
+        f"after {steps} steps. Tensors with fewer than `from elements` elements travelled uncompressed.",
         "\n".join([f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|", *lines]),
         f"![Training loss by epoch]({picture})",
         f"- commit: `{document['commit']}`",
@@ -100,9 +100,9 @@ def markdown(document: Mapping[str, Any], picture: str) -> str:
 
 
 def plot(runs: Sequence[Run]) -> Any:
-    """Training loss by epoch of the first seed, a line for each codec, a panel for each model and optimizer.
+    """Training loss by epoch of the first seed: a line per codec, a panel per model and optimizer.
 
-    Runs in which more was compressed than by default, if there are any.
+    If there are runs with a `min_elements` of their own, only these are shown beside the uncompressed ones.
     """
     import matplotlib.figure
 
@@ -123,7 +123,7 @@ def plot(runs: Sequence[Run]) -> Any:
 
 
 def write_report(path: pathlib.Path, document: Mapping[str, Any]) -> None:
-    """Writes the table and the curves beside the JSON file of that path."""
+    """Writes the table and the curves beside the JSON file `path`."""
     picture = path.with_suffix(".png")
     text, figure = markdown(document, picture.name), plot(runs_of(document))
     write_whole(path.with_suffix(".md"), lambda to: to.write_text(text))

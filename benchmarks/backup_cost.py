@@ -1,13 +1,14 @@
-"""What saves cost a training: `fit` with a save every 50 steps against the same `fit` without.
+"""Measures the cost of backups: `fit` with a save every 50 steps against the same `fit` without.
 
     python -m benchmarks.backup_cost                          # about 15 minutes on 2 cores
     python -m benchmarks.backup_cost --quick                  # a few minutes, coarse
     python -m benchmarks.backup_cost --where workers --compression int8
 
-A dense network of 10 M parameters under Adam: 121 MB of variables in a save. Both variants live in the same processes
-and take turns in random order, block by block. A block is long enough for the thread that writes to end within it: what
-that takes from the training counts. Printed are medians and quartiles over the blocks; and what a save costs: the
-time of half of the steps between two saves, after it, less that of the half before it, so that no drift comes between.
+The model is a dense network of 10 M parameters under Adam, with 121 MB of variables in a save. Both variants live in
+the same processes and take turns in random order, block by block. Each block is long enough for the writing thread to
+end within it, so that its load on training counts. The output shows medians and quartiles over the blocks. The cost of
+a save is the time of the steps in the half interval after it minus that of the half interval before it. This excludes
+drifts of the machine.
 """
 
 import functools
@@ -31,33 +32,33 @@ from tfdist.testing import WorkerPool
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("where", "one", ["one", "workers"], "One process under plain `fit`, or 2 workers.")
-flags.DEFINE_enum("model", "mlp", list(models.MODELS), "What is trained.")
-flags.DEFINE_string("compression", None, "Of the strategy of --where workers.")
+flags.DEFINE_enum("model", "mlp", list(models.MODELS), "The model.")
+flags.DEFINE_string("compression", None, "Compression of the strategy, with --where workers.")
 flags.DEFINE_integer("save_steps", 50, "Steps between saves.", 1)
 flags.DEFINE_integer("saves", 2, "Saves in a block.", 1)
 flags.DEFINE_integer("rounds", 6, "Blocks of each variant.", 2)
 flags.DEFINE_bool("quick", False, "3 blocks of each variant, with one save.")
-flags.DEFINE_string("directory", None, "Where to save; by default where temporary files go.")
+flags.DEFINE_string("directory", None, "Folder of the saves; by default the folder of temporary files.")
 flags.DEFINE_string("json", None, "A file for the results.")
 
 
 class Clock(keras.callbacks.Callback):
-    """Notes when steps begin and end; the first in the list, so that an end does not count what callbacks do then."""
+    """Records when steps begin and end. Must be the first callback, so that others do not count in a step's time."""
 
     def __init__(self):
         super().__init__()
         self.begins, self.ends = [], []
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Notes the time."""
+        """Records the time."""
         self.begins.append(time.perf_counter())
 
     def on_train_batch_end(self, batch, logs=None):
-        """Notes the time."""
+        """Records the time."""
         self.ends.append(time.perf_counter())
 
 
-# From here: run in the workers.
+# The code below runs in the workers.
 
 
 @functools.cache
@@ -74,7 +75,7 @@ def make_model(name: str, where: str, compression: str | None) -> tuple[keras.Mo
 
 
 def train_block(name: str, where: str, compression: str | None, steps: int, save_steps: int, folder: str | None):
-    """Seconds that `steps` steps of `fit` take; between each that saves and the next; and what each save costs."""
+    """Seconds of `steps` steps of `fit`, of the pause after each save, and of the whole cost of each save."""
     model, data = make_model(name, where, compression)
     clock = Clock()
     backup = [tfdist.callbacks.BackupAndRestore(folder, save_freq=save_steps)] if folder else []
@@ -85,12 +86,12 @@ def train_block(name: str, where: str, compression: str | None, steps: int, save
     return clock.ends[-1] - clock.begins[0], [float(pauses[at]) for at in saved], costs
 
 
-# From here: run in the process that was started.
+# The code below runs in the process that the user starts.
 
 
 def measure(pool: WorkerPool, setting: tuple, save_steps: int, saves: int, rounds: int, folder: str) -> dict:
-    """Seconds of each block, by variant, and those that a save holds up the step after it."""
-    steps = save_steps * saves + save_steps // 2 + 1  # time for the last one to be written
+    """Seconds of each block by variant, and the delays and costs of saves."""
+    steps = save_steps * saves + save_steps // 2 + 1  # leaves time to write the last save
 
     def block(folder):
         seconds, pauses, costs = zip(*pool.run(train_block, *setting, steps, save_steps, folder), strict=True)
@@ -118,7 +119,7 @@ def measure(pool: WorkerPool, setting: tuple, save_steps: int, saves: int, round
 
 
 def cell(values: list[float], scale: float = 1.0, digits: int = 1) -> str:
-    """Median and quartiles."""
+    """Median and quartiles as text."""
     low, middle, high = (value * scale for value in statistics.quantiles(values, n=4, method="inclusive"))
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
@@ -135,7 +136,7 @@ def print_table(result: dict) -> None:
 
 def main(_) -> None:
     if FLAGS.compression and FLAGS.where == "one":
-        raise app.UsageError("One process exchanges nothing: --compression needs --where workers.")
+        raise app.UsageError("--compression needs --where workers, since a single process exchanges nothing.")
     saves, rounds = (1, 3) if FLAGS.quick else (FLAGS.saves, FLAGS.rounds)
     setting = (FLAGS.model, FLAGS.where, FLAGS.compression)
     workers = 2 if FLAGS.where == "workers" else 1

@@ -1,20 +1,20 @@
-"""How close to the ideal a training step comes when workers are unequal, and what balancing costs when they are equal.
+"""Compares balanced training steps with the ideal on unequal workers, and measures their overhead on equal workers.
 
     python benchmarks/balance.py                  # about 9 minutes on 2 cores
     python benchmarks/balance.py --quick          # smaller and fewer steps
 
-Workers on this machine are slowed by a quota of CPU time each (control groups, as root), together less than the machine
-has; in the middle of a run the parts change places. The model computes much and exchanges little, so that a step takes
-what its shares make it take. All ways to share a global batch run in turns on the same workers:
+Each worker on this machine is slowed by a quota of CPU time (control groups, as root); together they get less than the
+machine has. In the middle of a run the quotas rotate. The model computes much and exchanges little, so that the shares
+determine the time of a step. All ways to share a global batch take turns on the same workers:
 
-- equal shares; the weights that are right for the speeds (the oracle, told of the change); balanced by measured speed;
-- tf.data service in DYNAMIC mode, where whoever asks gets the next batch.
+- "equal" shares; "oracle", the weights that match the quotas, also after the change; "speed", balanced by measurement;
+- "DYNAMIC", a tf.data service in DYNAMIC mode, in which the next worker that asks gets the next batch.
 
-The ideal is N / sum of speeds: the rows of a step, over the rows per second that all replicas computed at together, as
-they were measured in the same steps. A step also exchanges gradients, calls back and gets data, which the oracle counts
-and the ideal does not. That takes some 35 ms of a worker with a fifth of a core: short steps stay further from it.
+The ideal is N / sum of speeds: the rows of a step divided by the rows per second of all replicas together, as measured
+in the same steps. A step also exchanges gradients, runs callbacks and gets data, which the ideal leaves out. This takes
+some 35 ms on a worker with a fifth of a core, so short steps stay further from the ideal.
 
-On equal workers, balanced shares are compared with `AutoShardPolicy.DATA`. Planning and handing out is timed by itself.
+On equal workers, balanced shares are compared with `AutoShardPolicy.DATA`. Planning is timed separately.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ from tfdist.testing import WorkerPool
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("parts", ["0.8", "0.4", "0.2"], "The part of a core that each worker gets.")
-flags.DEFINE_integer("rows", 1920, "The global batch.", 1)
-flags.DEFINE_integer("filters", 32, "Of each of the three convolutions.", 1)
-flags.DEFINE_integer("steps", 30, "Before, and after the change.", 25)
-flags.DEFINE_integer("rounds", 1, "Turns of each way.", 1)
+flags.DEFINE_integer("rows", 1920, "Rows of a global batch.", 1)
+flags.DEFINE_integer("filters", 32, "Filters of each of the three convolutions.", 1)
+flags.DEFINE_integer("steps", 30, "Steps before the change, and steps after it.", 25)
+flags.DEFINE_integer("rounds", 1, "Turns of each way to share.", 1)
 flags.DEFINE_bool("quick", False, "25 steps, 240 rows, unless other flags say otherwise.")
 
 _SETTLED = 20  # steps after a start or a change
@@ -60,7 +60,7 @@ class Counted(keras.layers.Layer):
     traces = 0
 
     def call(self, x):
-        """Hands on what it gets."""
+        """Returns its input."""
         Counted.traces += 1
         return x
 
@@ -87,7 +87,7 @@ def make_examples(rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def make_data(way: str, rows: int, weights: Sequence[float], service: str | None, filters: int):
-    """What `fit` takes."""
+    """The dataset for `fit`."""
     strategy, _ = make_model(filters)
     examples = tf.data.Dataset.from_tensor_slices(make_examples(rows))
     examples = examples.shuffle(_STEPS_PER_EPOCH * rows, seed=0).repeat()
@@ -109,7 +109,7 @@ _data: dict[str, object] = {}
 
 
 def train(way: str, steps: int, fresh: bool, rows: int, weights: Sequence[float], service: str | None, filters: int):
-    """Times of steps in seconds [steps]; and each one's rows and compute times by replica; and traces."""
+    """Seconds of each step [steps], rows and compute seconds by replica of each step, and the number of traces."""
     strategy, model = make_model(filters)
     if fresh or way == "oracle":
         _data[way] = make_data(way, rows, weights, service, filters)
@@ -126,9 +126,9 @@ def train(way: str, steps: int, fresh: bool, rows: int, weights: Sequence[float]
 
 
 class Quotas:
-    """Groups of processes that have a part of a core each, by control groups; the parts may be set anew meanwhile.
+    """Control groups of processes, each limited to a part of a core. The parts can change at any time.
 
-    Needs root, and the cpu controller of control groups in version 1 or 2. At the end the processes must be gone.
+    Needs root, and the cpu controller of control groups version 1 or 2. The processes must end before the `with` block.
     """
 
     def __init__(self, number: int):
@@ -138,7 +138,7 @@ class Quotas:
         self._groups = [self._root / f"{_GROUP}{os.getpid()}-{i}" for i in range(number)]
 
     def __enter__(self):
-        for left in self._root.glob(f"{_GROUP}*"):  # by a run that was killed
+        for left in self._root.glob(f"{_GROUP}*"):  # left by a run that was killed
             with contextlib.suppress(OSError):  # in use
                 left.rmdir()
         with contextlib.ExitStack() as undo:
@@ -151,7 +151,7 @@ class Quotas:
                 self.set([None] * len(self._groups))
             except OSError as error:
                 sys.exit(
-                    f"Workers are slowed by control groups, which cannot be made here: {error}. Run this as root, in a "
+                    f"This benchmark needs control groups, which cannot be created here: {error}. Run it as root, in a "
                     "container with --privileged, on a kernel with the cpu controller."
                 )
             self._undo = undo.pop_all()
@@ -161,12 +161,12 @@ class Quotas:
         self._undo.close()
 
     def take(self, processes: Sequence[int]) -> None:
-        """Puts a process into each group."""
+        """Moves one process into each group."""
         for group, process in zip(self._groups, processes, strict=True):
             (group / "cgroup.procs").write_text(str(process))
 
     def set(self, parts: Sequence[float | None]) -> None:
-        """A part of a core for each group; `None` for all that it can get."""
+        """Limits each group to a part of a core; None removes the limit."""
         for group, part in zip(self._groups, parts, strict=True):
             quota = None if part is None else round(part * _PERIOD_MICROSECONDS)
             if self._is_version_1:
@@ -191,7 +191,7 @@ def input_service() -> Iterator[str]:
 
 
 def settled(result) -> dict[str, float]:
-    """Of the steps from `_SETTLED` on: medians of the time, of the ideal, and of the slowest replica's computation."""
+    """Medians, over the steps from `_SETTLED` on, of the time, the ideal, and the slowest replica's computation."""
     times, by_replica, _ = result
     ideals = [sum(rows) / sum(n / t for n, t in zip(rows, seconds, strict=True)) for rows, seconds in by_replica]
     slowest = [max(seconds) for _, seconds in by_replica]
@@ -209,7 +209,7 @@ def unequal(parts: list[float], setting: dict, rounds: int, steps: int) -> None:
         input_service() as service,
     ):
         setting = {**setting, "service": service}
-        for way in _WAYS:  # traces, and warms up
+        for way in _WAYS:  # to trace and warm up
             pool.run(train, way, 3, True, weights=parts, **setting)
         quotas.take(pool.run(os.getpid))
         for _ in range(rounds):
@@ -236,7 +236,7 @@ def unequal(parts: list[float], setting: dict, rounds: int, steps: int) -> None:
 
 
 def equal(workers: int, setting: dict, rounds: int, steps: int) -> None:
-    """Balanced shares against TensorFlow's own on workers that nobody slows."""
+    """Compares balanced shares with TensorFlow's sharding on workers without quotas."""
     ratios, changes, traces = [], [], 0
     with WorkerPool(workers, env=_THREADS, timeout_seconds=600) as pool:
         setting = {**setting, "service": None, "weights": [1.0] * workers}
@@ -261,7 +261,7 @@ def equal(workers: int, setting: dict, rounds: int, steps: int) -> None:
 
 
 def planning(replicas: int, rows: int, steps: int = 500) -> None:
-    """What planning, handing out and deciding cost in a step, without TensorFlow around them."""
+    """Measures the time per step of planning, handing out and deciding shares, without TensorFlow."""
     from tfdist.data.handout import Handout
     from tfdist.data.order import Shuffled
     from tfdist.data.plan import Plan, split

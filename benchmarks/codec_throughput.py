@@ -1,17 +1,17 @@
-"""How fast each codec is: GB of float32 a second, on one core, compiled by XLA.
+"""Measures the throughput of each codec in GB of float32 per second, on one core, compiled by XLA.
 
     taskset -c 0 python -m benchmarks.codec_throughput                      # about a minute
     taskset -c 0 python -m benchmarks.codec_throughput --sizes 1048576      # only pieces of 4 MiB, as a step uses them
     taskset -c 0 python -m benchmarks.codec_throughput --json codecs.json
 
-Measured is one row of float32: encoded; compressed, that is encoded with the residual added and the new one kept; and
-decoded. Beside it stands what the machine can do at best: a tensor that is read, multiplied and written; two that are
-added; and the call of a compiled function with nothing to do, which is part of every number and weighs on small sizes.
-All take turns in random order, so that a drift of the machine hits all alike; printed are medians. Memory limits most
-of them, so another process on another core shows in every number: compare within a run.
+For one row of float32 it times three operations: encode; compress, which encodes the row plus its residual and computes
+the new residual; and decode. For comparison it shows three simple operations: multiplying a tensor, adding two tensors,
+and calling a compiled function with almost no work. The last cost is part of every number and matters for small sizes.
+All cases take turns in random order, so that a drift of the machine affects all alike. The numbers are medians. Memory
+bandwidth limits most of them, so load on another core changes every number. Compare within a run only.
 
-PowerSGD works on a square matrix of that size, and its encoding is a whole power step. It is measured in a plain graph,
-where TensorFlow's matrix products are faster than XLA's.
+PowerSGD works on a square matrix of that size, and its encode is a whole power iteration. It runs in a plain graph, in
+which TensorFlow's matrix products are faster than XLA's.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-# Before TensorFlow starts.
+# Must be set before TensorFlow starts.
 os.environ["TF_NUM_INTRAOP_THREADS"] = "1"
 
 import numpy as np
@@ -39,8 +39,8 @@ from tfdist.strategies.compression import NAMES, Codec, PowerSGD, WordCodec
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("sizes", ["1048576", "26214400"], "Elements of the tensor, rounded up to whole blocks of each codec.")
-flags.DEFINE_list("codecs", list(NAMES), "Which codecs.")
-flags.DEFINE_integer("repeats", 30, "Times each is run.", 3)
+flags.DEFINE_list("codecs", list(NAMES), "The codecs to measure.")
+flags.DEFINE_integer("repeats", 30, "Number of runs of each operation.", 3)
 flags.DEFINE_string("json", None, "A file for the results.")
 
 _PLAIN = "read, multiply, write"
@@ -48,7 +48,7 @@ _PLAIN = "read, multiply, write"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One thing to time: a traced function, and the elements of float32 that it stands for."""
+    """One operation to time: a traced function, and the number of float32 elements that it processes."""
 
     codec: str
     operation: str
@@ -56,15 +56,15 @@ class Case:
     run: Callable[[], object]
 
     def seconds(self) -> float:
-        """How long one run takes."""
+        """Duration of one run."""
         start = time.perf_counter()
         for result in tf.nest.flatten(self.run()):
-            memoryview(result)  # waits, and does not copy
+            memoryview(result)  # waits for the result without a copy
         return time.perf_counter() - start
 
 
 def bind(fn: Callable, *args, jit_compile: bool = True) -> Callable[[], object]:
-    """The traced function with its arguments, warmed up."""
+    """Traces and warms up a function, and binds its arguments."""
     traced = tf.function(fn, jit_compile=jit_compile, autograph=False)
     for _ in range(2):
         traced(*args)

@@ -1,13 +1,13 @@
-"""What compression costs in accuracy: the examples trained on 4 virtual devices, codec by codec.
+"""Measures how compression affects accuracy: trains the examples on 4 virtual devices with each codec.
 
     python -m benchmarks.convergence                               # digits: every codec, SGD and Adam, 3 seeds
     python -m benchmarks.convergence --model char_lm --optimizers adam --seeds 1
-    python -m benchmarks.convergence --json benchmarks/results/convergence.json    # goes on where an earlier run ended
+    python -m benchmarks.convergence --json benchmarks/results/convergence.json    # continues an earlier run
 
-Devices of one machine give the bits that workers would give, so this is what 4 workers would reach. By default every
-tensor of 256 elements or more is compressed, which is far stricter than what codecs do by themselves: they leave
-tensors of less than 16384 elements alone, which is most of such small networks. A seed decides the weights and the
-order of the data, and codecs are held against no compression under the same seed.
+Devices of one machine compute the same bits as workers, so the results are those of 4 workers. By default every tensor
+of at least 256 elements is compressed. This is much stricter than the codecs' default of 16384 elements, which would
+leave most of such small networks uncompressed. A seed determines the weights and the order of the data, and each codec
+is compared with no compression under the same seed.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from tfdist.strategies.compression import NAMES, from_name
 
 
 def are_codecs(names: list[str]) -> bool:
-    """Whether these are codecs that can be trained with; else says which is not."""
+    """Whether all names are codecs; raises a validation error that names the first unknown one."""
     try:
         return all(name == "none" or from_name(name) for name in names)
     except ValueError as error:
@@ -36,22 +36,22 @@ def are_codecs(names: list[str]) -> bool:
 
 
 FLAGS = flags.FLAGS
-flags.DEFINE_enum("model", "digits", ["digits", "char_lm"], "What is trained; digits reports accuracy, char_lm loss.")
+flags.DEFINE_enum("model", "digits", ["digits", "char_lm"], "The model; digits reports accuracy, char_lm loss.")
 flags.DEFINE_list("codecs", ["none", *NAMES], "Codecs, `none` for uncompressed; also powersgd(16).")
 flags.register_validator("codecs", are_codecs)
-flags.DEFINE_list("optimizers", ["sgd", "adam"], "sgd has a momentum of 0.9.")
-flags.register_validator("optimizers", lambda names: set(names) <= {"sgd", "adam"}, "takes sgd and adam")
-flags.DEFINE_list("seeds", ["0", "1", "2"], "Runs of each.")
-flags.DEFINE_integer("min_elements", 256, "Smaller tensors travel as they are; 0 for the codec's default.", 0)
+flags.DEFINE_list("optimizers", ["sgd", "adam"], "Optimizers; sgd has a momentum of 0.9.")
+flags.register_validator("optimizers", lambda names: set(names) <= {"sgd", "adam"}, "must be sgd or adam")
+flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds; each combination runs once per seed.")
+flags.DEFINE_integer("min_elements", 256, "Smaller tensors travel uncompressed; 0 for the codec's default.", 0)
 flags.DEFINE_string("json", None, "A file for the results; tables and curves are written beside it.")
 
 _DEVICES = 4
 _EPOCHS = {"digits": 15, "char_lm": 10}
-_CHAR_LM_STEPS = 50  # an epoch
+_CHAR_LM_STEPS = 50  # per epoch
 
 
 def codec_of(text: str):
-    """The codec that a name stands for: int8, powersgd(16)."""
+    """The codec for a name such as int8 or powersgd(16), with `--min_elements`."""
     codec = None if text == "none" else from_name(text)
     if codec is None or not FLAGS.min_elements:
         return codec
@@ -66,12 +66,12 @@ def optimizer_of(name: str, model: str) -> keras.optimizers.Optimizer:
 
 @functools.cache
 def example(name: str):
-    """A module of `examples/`; only the one that is trained, since both define the same flags."""
+    """Imports a module of `examples/`. Only one example can be imported, since both define the same flags."""
     return importlib.import_module(name)
 
 
 def digits_data(seed: int):
-    """Training and test data; made for each run, since a shuffled dataset goes on where its last reader ended."""
+    """Training and test data. Made for each run, since a shuffled dataset continues where its last reader ended."""
     batches = example("common").batches
     return [batches(tfdist.data.load("digits", split), 64, way) for split, way in (("train", seed), ("test", None))]
 
@@ -113,7 +113,7 @@ def main(_) -> None:
     path = pathlib.Path(FLAGS.json) if FLAGS.json else None
     settings = {"devices": _DEVICES, "epochs": _EPOCHS, "char_lm_steps": _CHAR_LM_STEPS}
     record = Record(path, settings, KEY)
-    # Seeds outermost, so that a run cut short has seen every codec.
+    # Loop over seeds outermost, so that an interrupted run has results for every codec.
     for seed, optimizer, codec in itertools.product(map(int, FLAGS.seeds), FLAGS.optimizers, FLAGS.codecs):
         if record.has(FLAGS.model, optimizer, codec, FLAGS.min_elements if codec != "none" else 0, seed):
             continue

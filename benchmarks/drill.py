@@ -1,21 +1,21 @@
-"""Kills random workers at random moments of one run, and compares what came out with the unbroken run, to the bit.
+"""Kills random workers at random moments of a run, and compares the results with those of an undisturbed run.
 
     python -m benchmarks.drill                          # 2 workers, 20 kills: about 8 minutes on 2 cores
     python -m benchmarks.drill --workers 4
     python -m benchmarks.drill --signals KILL,STOP      # killed and frozen in turn
-    python -m benchmarks.drill --signals CUT --kills 3  # workers on hosts of their own, which lose their link (as root)
+    python -m benchmarks.drill --signals CUT --kills 3  # workers on separate hosts, which lose their link (as root)
     python -m benchmarks.drill --workers 4 --shrink     # one stays away for a while: 4 workers, then 3, then 4
 
-Both runs train the same network, with BatchNormalization and dropout, on a `BalancedSharding` of fixed weights under
-`compression="int8"`, with EarlyStopping and ReduceLROnPlateau, and save every few steps. One is left alone. In the
-other a worker, also the chief, is sent a signal: mostly some time after the attempt has taken its first step, so during
-steps and saves, but every fourth time while it still starts. With CUT the link of its host is taken down for some
-seconds instead. Nobody lends a hand: `tfdist run` brings it to its end, on each host if there are hosts. Weights,
-optimizer and history must be the same bits. Exits with 1 if they are not, or if the run failed.
+Both runs train the same network, with BatchNormalization and dropout, on a `BalancedSharding` of fixed weights. They
+use `compression="int8"`, EarlyStopping and ReduceLROnPlateau, and save every few steps. One run is not disturbed. In
+the other run the drill sends signals to random workers, including the chief. Most signals come some time after the
+first step of an attempt, during steps and saves; every fourth comes while the attempt still starts. With CUT the link
+of the worker's host is taken down for some seconds instead. `tfdist run` must finish the run without help. Weights,
+optimizer and history must have the same bits in both runs. The exit code is 1 if they differ or the run failed.
 
-With `--shrink` the last worker is killed, cannot start again, and comes back later. What depends on the number of
-workers by its nature is left out (rounding by a codec, BatchNormalization, dropout), and all must be equal to a
-relative 1e-4. An example that was trained on twice or left out would show.
+With `--shrink` the last worker is killed, cannot start again, and comes back later. This run leaves out everything that
+depends on the number of workers (codec, BatchNormalization, dropout), and results must be equal to a relative 1e-4. An
+example that was trained on twice or left out would make a larger difference.
 """
 
 import collections
@@ -39,21 +39,21 @@ from benchmarks.netlab import Host, Netlab
 from tfdist.failure_report import ATTEMPT
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("workers", 2, "Workers.", 1)
-flags.DEFINE_integer("kills", 20, "Signals sent, at most: fewer if the training ends before.", 1)
-flags.DEFINE_list("signals", ["KILL"], "What is sent in turn: KILL, STOP; or CUT alone.")
+flags.DEFINE_integer("workers", 2, "Number of workers.", 1)
+flags.DEFINE_integer("kills", 20, "Largest number of signals; fewer are sent if the training ends before.", 1)
+flags.DEFINE_list("signals", ["KILL"], "Signals to send in turn: KILL, STOP; or CUT alone.")
 flags.register_validator(
-    "signals", lambda names: names and set(names) <= {"KILL", "STOP", "CUT"}, "takes KILL and STOP, or CUT"
+    "signals", lambda names: names and set(names) <= {"KILL", "STOP", "CUT"}, "must be KILL and STOP, or CUT"
 )
 flags.DEFINE_integer("epochs", 60, "Epochs of 32 steps.", 1)
 flags.DEFINE_string("save_freq", "7", "Steps between saves, or epoch.")
-flags.DEFINE_bool("shrink", False, "The last worker stays away for a while, instead of signals.")
-flags.DEFINE_integer("seed", 0, "Of the moments and victims.")
+flags.DEFINE_bool("shrink", False, "Instead of sending signals, remove the last worker for a while.")
+flags.DEFINE_integer("seed", 0, "Seed of the random moments and workers.")
 
 _DEADLINE_SECONDS = 3600.0
 _ROWS, _BATCH, _FEATURES = 1000, 32, 64
-_STEP_SECONDS = 0.03  # Besides the computation, so that a run lasts.
-_CUT_SECONDS = 20.0  # until a silent worker is taken for gone, and a while
+_STEP_SECONDS = 0.03  # Added to each step, so that a run takes long enough.
+_CUT_SECONDS = 20.0  # Longer than it takes to declare a silent worker dead.
 _PORT = 2222
 _REGROW_SECONDS = 15
 _OUT = "TFDIST_DRILL_OUT"
@@ -62,8 +62,8 @@ _OUT = "TFDIST_DRILL_OUT"
 def main(_) -> None:
     cuts = FLAGS.signals == ["CUT"]
     if "CUT" in FLAGS.signals and (not cuts or FLAGS.shrink):
-        sys.exit("CUT comes alone in --signals, and without --shrink: it needs hosts, each with its own `tfdist run`.")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and ends what it started
+        sys.exit("CUT cannot be combined with other --signals or --shrink, since it runs each worker on its own host.")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that it ends its jobs
     folder = pathlib.Path(tempfile.mkdtemp(prefix="tfdist-drill-"))
     unbroken, broken = folder / "unbroken", folder / "broken"
     try:
@@ -80,13 +80,13 @@ def main(_) -> None:
         tolerance = 1e-4 if FLAGS.shrink else 0
         differing = differences(unbroken, broken, tolerance)
         print(f"{sent} x {', '.join(FLAGS.signals)} to {FLAGS.workers} workers: done in {seconds:.0f} s, ", end="")
-        print(f"unlike: {', '.join(differing)}" if differing else f"equal to {tolerance or 'the bit'}")
+        print(f"different: {', '.join(differing)}" if differing else f"equal to {tolerance or 'the bit'}")
         sizes = sizes_of_attempts(broken)
         print(f"workers of the attempts: {sizes}")
         came_back = sizes[-1] == FLAGS.workers and FLAGS.workers - 1 in sizes
         if len(sizes) == 1 or (FLAGS.shrink and not came_back):
             differing.append("attempts")
-            print("That was no drill: nothing failed, or nobody came back.")
+            print("The drill had no effect: no attempt failed, or the removed worker did not come back.")
         sys.exit(bool(differing))
     finally:
         shutil.rmtree(folder)
@@ -94,7 +94,7 @@ def main(_) -> None:
 
 @contextlib.contextmanager
 def started(out: pathlib.Path, hosts: Sequence[Host]) -> Iterator[list[subprocess.Popen]]:
-    """A run whose workers leave everything in `out`; waits for its end, which must be a good one."""
+    """Starts a run that writes its results to `out`. At the end of the block, waits until it has succeeded."""
     out.mkdir()
     env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     env |= {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2", _OUT: str(out)}
@@ -117,7 +117,7 @@ def started(out: pathlib.Path, hosts: Sequence[Host]) -> Iterator[list[subproces
 
 
 def commands(out: pathlib.Path, hosts: Sequence[Host]) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """What to start, and its environment: all workers on this machine, or one on each host."""
+    """The commands to start, with their environments: one for all workers on this machine, or one per host."""
     launch = [sys.executable, "-m", "tfdist.launch.cli", "run", "--max-restarts", "20", "--log-dir", str(out / "logs")]
     if FLAGS.shrink:
         launch += ["--min-workers", str(FLAGS.workers - 1), "--regrow-seconds", str(_REGROW_SECONDS)]
@@ -131,7 +131,7 @@ def commands(out: pathlib.Path, hosts: Sequence[Host]) -> Iterator[tuple[list[st
 
 
 def disturb(jobs: Sequence[subprocess.Popen], out: pathlib.Path, hosts: Sequence[Host]) -> int:
-    """Sends the signals; how many were sent."""
+    """Sends the signals, and returns their number."""
     rng = random.Random(FLAGS.seed)
     began = time.monotonic()
     seen: set[int] = set()
@@ -170,14 +170,14 @@ def disturb(jobs: Sequence[subprocess.Popen], out: pathlib.Path, hosts: Sequence
 
 
 def cut(host: Host) -> None:
-    """Takes the host's link down for a while."""
+    """Takes the link of a host down for a while."""
     for state in ("down", "up"):
         subprocess.run(["ip", "-n", host.name, "link", "set", host.interface, state], check=True)
         time.sleep(_CUT_SECONDS if state == "down" else 0)
 
 
 def differences(one: pathlib.Path, other: pathlib.Path, tolerance: float) -> list[str]:
-    """What is not the same in both, by name; relative to the largest number in it."""
+    """Names of the arrays that differ between two runs by more than `tolerance` relative to their largest number."""
     first, second = dict(named_results(one)), dict(named_results(other))
     unlike = sorted(first.keys() ^ second.keys())
     for name in first.keys() & second.keys():
@@ -200,7 +200,7 @@ def named_results(out: pathlib.Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def sizes_of_attempts(out: pathlib.Path) -> list[int]:
-    """How many workers each attempt had."""
+    """The number of workers of each attempt."""
     numbers = [int(path.parent.name.partition("-")[2]) for path in (out / "logs").rglob("attempt-*/worker-*.log")]
     return [count for _, count in sorted(collections.Counter(numbers).items())]
 
@@ -214,7 +214,7 @@ def train(out: pathlib.Path, epochs: int, save_freq: str, by_worker: bool) -> No
     import tfdist
 
     class Diary(keras.callbacks.Callback):
-        """Tells how far the training is."""
+        """Writes the progress of the training to files."""
 
         def on_train_batch_end(self, batch, logs=None):
             if tfdist.cluster.is_chief():

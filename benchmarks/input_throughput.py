@@ -1,17 +1,17 @@
-"""How fast `BalancedSharding` reads, beside plain `tf.data` on the same files.
+"""Measures how fast `BalancedSharding` reads, compared with plain `tf.data` on the same files.
 
     python -m benchmarks.input_throughput                                 # all sizes, about four minutes
     python -m benchmarks.input_throughput --sizes 1024 --batches 64,512   # small records, two batch sizes
     python -m benchmarks.input_throughput --json input.json
 
-Read is a set of TFRecord files that fits the page cache, so what is compared is work, not a disk. For every record size
-and order, an epoch of the dataset that `BalancedSharding` makes for one replica is read, without training. Beside it
-stands what one writes with plain `tf.data`: in sequence `TFRecordDataset(files).batch(b)`; at random the same with a
-shuffle buffer, and with files interleaved in parallel before it. Ours at random is a permutation of all records; a
-shuffle buffer gives less. The same records in memory, and in ArrayRecord files, are read too. All take turns in random
-order: a drift of the machine hits all alike. Printed are medians, and ours over the faster of the plain ones: 0.9 or
-more is the aim. CPU time counts all threads of this process; on a machine that does other work it says more than the
-clock.
+The TFRecord files fit the page cache, so the disk does not matter. For every record size and order, it reads one epoch
+of the dataset that `BalancedSharding` makes for one replica, without training. Plain `tf.data` reads sequentially with
+`TFRecordDataset(files).batch(b)`, and at random with a shuffle buffer, with and without files interleaved in parallel.
+The random order of `BalancedSharding` is a permutation of all records, which is more than a shuffle buffer gives. The
+same records are also read from memory and from ArrayRecord files. All cases take turns in random order, so that a drift
+of the machine affects all alike. The output shows medians, and the throughput relative to the faster plain pipeline;
+the target is at least 0.9. CPU time counts all threads of this process, and is more meaningful than wall time on a busy
+machine.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ from tfdist.data import BalancedSharding
 from tfdist.data.sources import Source, as_source
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("sizes", ["1024", "8192", "131072"], "Bytes of a record.")
-flags.DEFINE_list("batches", ["128"], "Records of a batch.")
-flags.DEFINE_integer("megabytes", 256, "How much is read in one run.", 1)
-flags.DEFINE_integer("files", 4, "Files that the records are spread over.", 1)
-flags.DEFINE_integer("shuffle_buffer", 1024, "Records in the buffer of plain tf.data.", 1)
-flags.DEFINE_integer("repeats", 9, "Times each is run.", 3)
+flags.DEFINE_list("sizes", ["1024", "8192", "131072"], "Bytes per record.")
+flags.DEFINE_list("batches", ["128"], "Records per batch.")
+flags.DEFINE_integer("megabytes", 256, "Megabytes read in one run.", 1)
+flags.DEFINE_integer("files", 4, "Number of files.", 1)
+flags.DEFINE_integer("shuffle_buffer", 1024, "Records in the shuffle buffer of plain tf.data.", 1)
+flags.DEFINE_integer("repeats", 9, "Number of runs of each case.", 3)
 flags.DEFINE_string("json", None, "A file for the results.")
 
 
@@ -54,7 +54,7 @@ class Case:
     records: int
 
     def seconds(self) -> tuple[float, float]:
-        """How long one pass takes, by the clock and in CPU time."""
+        """Seconds of one pass: wall time and CPU time."""
         start, cpu = time.perf_counter(), time.process_time()
         read = sum(len(batch) for batch in self.dataset)
         seconds = time.perf_counter() - start, time.process_time() - cpu
@@ -125,7 +125,7 @@ def measure(cases: list[Case], size: int, batch: int) -> list[dict]:
     for run in range(FLAGS.repeats + 1):
         for i in order.sample(range(len(cases)), len(cases)):
             seconds = cases[i].seconds()
-            if run:  # The first traces and fills caches.
+            if run:  # Leave out the first run, which traces and fills caches.
                 times[i].append(seconds)
     medians = [tuple(map(statistics.median, zip(*of_case, strict=True))) for of_case in times]
     best = {

@@ -1,7 +1,7 @@
-"""What is trained, the same for every framework: four models, and the rows of a batch.
+"""The four models of the benchmarks, and their batches, equal for every framework.
 
-Each is written twice, for Keras (3, or Keras 2 as `tf_keras`) and for PyTorch, from the same sizes. Frameworks are
-imported by whoever asks for a model of theirs.
+Each model is written twice from the same sizes: for Keras (3, or Keras 2 as `tf_keras`) and for PyTorch. A framework is
+only imported by the functions that need it.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ class Model:
     """One model.
 
     Attributes:
-      parameters: Trainable parameters; both frameworks come within 1 % of it.
-      batch_size: Rows a worker.
-      about: What makes it worth measuring.
+      parameters: Number of trainable parameters; those of both frameworks are within 1 % of it.
+      batch_size: Rows per worker.
+      about: The property for which the model was chosen.
     """
 
     parameters: int
@@ -41,7 +41,7 @@ MODELS = {
 
 
 def make_batch(name: str, worker: int) -> tuple[np.ndarray, np.ndarray]:
-    """Features and labels of the batch that a worker trains on in every step; images are [B, height, width, 3]."""
+    """Features and labels of a worker's batch, equal in every step; images are [B, height, width, 3]."""
     rng = np.random.default_rng(worker)
     rows = MODELS[name].batch_size
     labels = rng.integers(CLASSES, size=rows)
@@ -56,7 +56,7 @@ def make_batch(name: str, worker: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def keras_model(name: str, keras: types.ModuleType) -> Any:
-    """A model that gives logits, made by a Keras module: `keras` or `tf_keras`."""
+    """A model that returns logits, made with the module `keras` or `tf_keras`."""
     make = {"mlp": _keras_mlp, "transformer": _keras_transformer, "cnn": _keras_cnn, "embedding": _keras_embedding}
     return make[name](keras)
 

@@ -1,4 +1,4 @@
-"""Several hosts on one machine, joined by links of a known rate.
+"""A lab of several hosts on one machine, joined by links of a known rate.
 
     python -m benchmarks.netlab up --hosts 2 --rate 1gbit
     python -m benchmarks.netlab exec tfd0-host0 -- ip address
@@ -10,14 +10,14 @@ Each host is a network namespace, and so is the switch between them:
                                   ├ bridge, in tfd0-switch
     tfd0-host1  eth0 ────── port1 ┘
 
-A token bucket (`tc ... tbf`) at both ends of a link shapes it both ways. No link, address, route or firewall rule of
-the machine itself is used or changed, so the lab's subnet may exist outside too; nor can the hosts reach anything
-outside. Needs Linux, root and iproute2. Delay and loss are not emulated.
+A token bucket (`tc ... tbf`) at each end of a link limits both directions. The lab does not use or change any link,
+address, route or firewall rule of the machine. Its subnet may therefore also exist outside, and its hosts cannot reach
+anything outside. Needs Linux, root and iproute2. Delay and loss are not emulated.
 
-What is counted: the kernel hands TCP segments over in packets of up to 64 KB, which an interface counts with one header
-of 66 bytes each (Ethernet 14, IP 20, TCP 32), so that `Host.counters` reads within 1 % of the payload of a busy link.
-The token bucket charges each of the 1514 byte frames that such a packet stands for, as a cable would (but for preambles
-and gaps): a full link carries 1448/1514 = 95.6 % payload.
+The kernel passes TCP segments on in packets of up to 64 KB. An interface counts one header of 66 bytes for each packet
+(Ethernet 14, IP 20, TCP 32), so `Host.counters` is within 1 % of the payload of a busy link. The token bucket charges
+each 1514-byte frame of a packet, like a cable (without preambles and gaps), so a full link carries 1448/1514 = 95.6 %
+payload.
 """
 
 import argparse
@@ -53,24 +53,24 @@ __all__ = ["Counters", "Host", "Netlab", "NetlabError", "Speed", "end_on_signals
 TOLERANCE = 0.05
 
 MAX_HOSTS = 200
-_RATES = (100e3, 100e9)  # Beyond, a link is measured for minutes, or `tc` refuses.
+_RATES = (100e3, 100e9)  # Slower links take minutes to measure, and `tc` refuses faster ones.
 _ATTEMPTS = 5
 _FRAME_BYTES = 1514
-# Smaller, and the bucket would cut the kernel's large packets into frames, at the cost of processor time.
+# A smaller bucket would cut the kernel's large packets into frames, which costs processor time.
 _MIN_BURST_BYTES = 70_000
-_BURST_SECONDS = 0.004  # how late a busy machine may be without losing rate; so much passes unshaped after a rest
+_BURST_SECONDS = 0.004  # A busy machine may be this late without losing rate. After a pause, this much is not limited.
 _STREAM = pathlib.Path(__file__).with_name("netlab_stream.py")
 
 
 class BusyError(NetlabError):
-    """A link carries less than was asked for, as it does when other programs take the processor."""
+    """A link is slower than requested, as it is when other programs use the processor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """What a TCP stream reached, in bit/s: its payload, and all frames that the token bucket let through.
+    """The speed of a TCP stream in bit/s: of its payload, and of all frames that passed the token bucket.
 
-    `wire` is 0 on an unshaped link, where nobody counts frames.
+    `wire` is 0 on an unshaped link, which has no token bucket to count frames.
     """
 
     goodput: float
@@ -78,31 +78,29 @@ class Speed:
 
 
 class Netlab:
-    """Hosts that stand inside a `with` block, at its end removed with all processes that still run on them.
+    """Hosts that exist inside a `with` block. Its end removes them, with all processes that still run on them.
 
-    Several labs can stand at once. What a killed process left behind is removed when the next lab is put up. A lab that
-    the command line left standing stays until its `down` or next `up`. SIGTERM kills as well, unless the program has
-    called `end_on_signals`.
+    Several labs can exist at once. The next lab removes the remains of processes that were killed, for example by
+    SIGTERM without `end_on_signals`. A lab made by the command line stays until its `down` or next `up`.
 
-    Entering takes about 0.2 s and, for each host, 0.7 s in which a stream from each host to the next measures all links
-    in both directions, one after the other. The streams run before all other load of the machine, so it is the link
-    that is measured: programs on a busy machine may reach less.
+    Entering takes about 0.2 s, plus 0.7 s per host to measure all links in both directions, one after the other. The
+    measuring streams have priority over all other load of the machine, so on a busy machine programs may be slower.
 
     Args:
-      hosts: How many, from 2.
-      rate: Of each link in each direction, headers included: a number with `kbit`, `mbit` or `gbit`, from 100kbit,
-        which takes minutes to measure, to 100gbit; `None`, "none" or "unshaped" for none.
+      hosts: Number of hosts, at least 2.
+      rate: Rate of each link in each direction, headers included: a number with `kbit`, `mbit` or `gbit`, from 100kbit
+        (which takes minutes to measure) to 100gbit. None, "none" or "unshaped" do not limit the rate.
 
     Attributes:
       hosts: The hosts, in order.
-      bits_per_second: Payload a second of a TCP stream over the slowest link.
-      wire_bits_per_second: The same in frames, which is what `rate` means; `None` if unshaped.
-      machine_limit: Payload a second that the machine reached unshaped, if that is why `rate` was missed, else `None`.
+      bits_per_second: Payload of a TCP stream over the slowest link, in bit/s.
+      wire_bits_per_second: All frames of that stream, in bit/s, comparable with `rate`; None if unshaped.
+      machine_limit: Payload in bit/s of an unshaped link, if the machine is too slow for `rate`; else None.
 
     Raises:
-      ValueError: If `hosts` or `rate` is none of these.
-      NetlabError: On entering, if the lab cannot be put up, or a link is off by more than 5 % though the machine could
-        do better.
+      ValueError: If `hosts` or `rate` is out of range.
+      NetlabError: On entering, if the lab cannot be created, or the rate of a link is off by more than 5 % although the
+        machine could do better.
     """
 
     def __init__(self, hosts: int = 2, rate: str | None = "1gbit"):
@@ -137,7 +135,7 @@ class Netlab:
         self.close()
 
     def close(self) -> None:
-        """Removes the lab, and kills what still runs on its hosts. A second call does nothing."""
+        """Removes the lab, and kills all processes that still run on its hosts. A second call does nothing."""
         atexit.unregister(self.close)
         slot, self._slot = self._slot, None
         if slot is not None:
@@ -145,7 +143,7 @@ class Netlab:
                 slot.clear()
 
     def leave_standing(self) -> None:
-        """Lets the lab outlive this process, until the command line's `down` or next `up`."""
+        """Keeps the lab after this process ends, until the command line's `down` or next `up`."""
         slot = self._owned()
         self._slot = None
         atexit.unregister(self.close)
@@ -156,7 +154,7 @@ class Netlab:
 
         Raises:
           ValueError: If `rate` is not a rate.
-          NetlabError: If a link is off by more than 5 % though the machine could do better.
+          NetlabError: If the rate of a link is off by more than 5 % although the machine could do better.
         """
         self._set_rate(rate)
         self.rate = rate
@@ -166,7 +164,7 @@ class Netlab:
         """Measures all links again; see the class.
 
         Raises:
-          NetlabError: If a link is off by more than 5 % though the machine could do better.
+          NetlabError: If the rate of a link is off by more than 5 % although the machine could do better.
         """
         asked, self.machine_limit = parse_rate(self.rate), None
         links = list(zip(range(self._count), [*range(1, self._count), 0], strict=True))
@@ -179,13 +177,13 @@ class Netlab:
                 self._explain(asked, link, speed)
 
     def _explain(self, asked: float, link: tuple[int, int], speed: Speed) -> None:
-        """Warns if the machine itself is too slow, and raises if not."""
+        """Warns if the machine itself is too slow for the rate, else raises."""
         names = " to ".join(self.hosts[end].name for end in link)
         what = f"{names} was to carry {_megabits(asked)} and carried {_megabits(speed.wire)}"
         self._set_rate(None)
         limit = self._measure(None, *link).goodput
         self._set_rate(self.rate)
-        # Twice, since the token buckets need some of the processor time that an unshaped stream has for itself.
+        # A factor of 2, since token buckets take processor time that an unshaped stream does not need.
         if speed.wire > asked or limit > 2 * asked:
             raise (NetlabError if speed.wire > asked else BusyError)(
                 f"{what}, off by more than {TOLERANCE:.0%}, though unshaped it carries {_megabits(limit)}. If other "
@@ -210,7 +208,7 @@ class Netlab:
         self._shaped = asked is not None
 
     def _best(self, asked: float | None, sender: int, receiver: int) -> Speed:
-        """The measurement nearest to what was asked, of up to 5: a busy machine disturbs some."""
+        """The measurement nearest to the requested rate of up to 5, since a busy machine disturbs some."""
         speeds: list[Speed] = []
         while not speeds or (asked and len(speeds) < _ATTEMPTS and _error(speeds[-1], asked) > TOLERANCE):
             speeds.append(self._measure(asked, sender, receiver))
@@ -236,9 +234,9 @@ class Netlab:
 
 
 def why_not() -> str | None:
-    """Says why no lab can be put up here, and the way to get one; `None` if it can be.
+    """The reason why no lab can be created here, with a remedy; None if it can.
 
-    Tries it, which takes about 0.2 s: makes the namespaces, links, bridge and token bucket of a lab and removes them.
+    Tries it, which takes about 0.2 s: creates the namespaces, links, bridge and token bucket of a lab and removes them.
     """
     try:
         check_tools()
@@ -254,7 +252,7 @@ def why_not() -> str | None:
 
 
 def parse_rate(rate: str | None) -> float | None:
-    """A rate in bit/s; None for unshaped. Upper case is as good as lower.
+    """A rate in bit/s, or None for unshaped. Case does not matter.
 
     Raises:
       ValueError: If it is not a rate.
@@ -271,9 +269,9 @@ def parse_rate(rate: str | None) -> float | None:
 
 
 def end_on_signals() -> None:
-    """Lets SIGTERM and SIGINT end this program as `sys.exit` does, so that its labs are removed.
+    """Makes SIGTERM and SIGINT end this program like `sys.exit`, so that its labs are removed.
 
-    Once: what comes while it tidies up is ignored, by what it runs to tidy up as well.
+    Further signals are ignored during the clean-up, also by its child processes.
     """
 
     def end(signum: int, _: object) -> None:
@@ -294,7 +292,7 @@ def _bucket(asked: float) -> list[str]:
 
 
 def _durations(asked: float | None) -> tuple[float, float]:
-    """Seconds until the bucket is empty and TCP at full speed, and seconds to measure."""
+    """Seconds until the token bucket is empty and TCP has its full speed, and seconds to measure after that."""
     if asked is None:
         return 0.1, 0.4
     return max(0.1, 2 * _burst_bytes(asked) * 8 / asked), max(0.4, 400 * _FRAME_BYTES * 8 / asked)

@@ -1,4 +1,4 @@
-"""The network namespaces of labs: who owns them, how they are made, and how what a dead owner left is removed."""
+"""The network namespaces of labs: their owners, how they are created, and how those of dead owners are removed."""
 
 import contextlib
 import dataclasses
@@ -21,16 +21,16 @@ _OURS = re.compile(r"tfd(\d+)(-switch|-host\d+|\.lock)")  # namespaces, and lock
 _LOCKS = pathlib.Path("/run")
 _STANDING = b"standing"
 _SLOTS = 100
-_ORPHAN_SECONDS = 2.0  # for an `ip` whose parent was killed to end
+_ORPHAN_SECONDS = 2.0  # until an `ip` process of a killed parent has ended
 
 
 class NetlabError(RuntimeError):
-    """The lab cannot be put up, or a link does not have the rate that was asked for."""
+    """The lab cannot be created, or a link does not have the requested rate."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Counters:
-    """Bytes that passed an interface since it was made, Ethernet headers included."""
+    """Bytes that passed an interface since it was created, Ethernet headers included."""
 
     sent_bytes: int
     received_bytes: int
@@ -45,23 +45,23 @@ class Host:
     interface: str = "eth0"
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """The command line that runs `arguments` on this host."""
+        """The command that runs `arguments` on this host."""
         return ["ip", "netns", "exec", self.name, *arguments]
 
     def counters(self) -> Counters:
-        """Reads the interface. Costs a process, some 5 ms.
+        """Reads the counters of the interface. Starts a process, which takes some 5 ms.
 
         Raises:
-          NetlabError: If the host is gone.
+          NetlabError: If the host does not exist any more.
         """
         (link,) = json.loads(run_command("ip", "-n", self.name, "-s", "-j", "link", "show", "dev", self.interface))
         return Counters(link["stats64"]["tx"]["bytes"], link["stats64"]["rx"]["bytes"])
 
 
 class Slot:
-    """A lab's number, owned by whoever holds the lock on its file: nobody else touches the namespaces of that number.
+    """The number of a lab. Only the process that holds the lock on its file may touch the namespaces of that number.
 
-    The kernel gives the lock back when its holder dies, however that happens.
+    The kernel releases the lock when its holder dies.
     """
 
     def __init__(self, number: int, lock: int, path: pathlib.Path):
@@ -70,7 +70,7 @@ class Slot:
 
     @classmethod
     def claim(cls, number: int) -> "Slot | None":
-        """Takes the number, unless it has an owner."""
+        """Takes the number, or returns None if it has an owner."""
         path = _lock_path(number)
         deadline = time.monotonic() + _ORPHAN_SECONDS
         while True:
@@ -94,7 +94,7 @@ class Slot:
 
     @classmethod
     def claim_free(cls) -> "Slot":
-        """Takes the first number under which no lab stands."""
+        """Takes the first number without a lab."""
         taken = _numbers(_namespaces())
         for number in range(_SLOTS):
             slot = None if number in taken else cls.claim(number)
@@ -103,7 +103,7 @@ class Slot:
         raise NetlabError(f"At most {_SLOTS} labs can stand at once. Remove one.")
 
     def close(self, standing: bool = False) -> None:
-        """Gives the number back, or leaves a mark that its lab has no owner but is to stand."""
+        """Releases the number, or marks its lab as `standing`: without an owner, but not to be removed."""
         if standing:
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, _STANDING, 0)
@@ -112,12 +112,12 @@ class Slot:
         os.close(self._lock)
 
     def run(self, *command: str) -> str:
-        """Runs a command that holds the lock too, so that it is not overtaken if this process is killed meanwhile."""
+        """Runs a command that holds the lock too, so that the lab stays locked until it ends if this process dies."""
         with _undisturbed():
             return run_command(*command, pass_fds=[self._lock])
 
     def build(self, count: int) -> list[Host]:
-        """Makes the switch and the hosts, with links between them, unshaped."""
+        """Creates the switch and the hosts, with unshaped links between them."""
         hosts = [Host(f"tfd{self.number}-host{index}", f"10.77.{self.number}.{index + 1}") for index in range(count)]
         self._add_namespace(self.switch)
         self.run("ip", "-n", self.switch, "link", "add", "bridge", "type", "bridge")
@@ -125,7 +125,7 @@ class Slot:
         for index, host in enumerate(hosts):
             self._add_namespace(host.name)
             in_host, in_switch, port = ("ip", "-n", host.name), ("ip", "-n", self.switch), f"port{index}"
-            peer = ("peer", "name", port, "netns", self.switch)  # made over there: the machine itself never sees it
+            peer = ("peer", "name", port, "netns", self.switch)  # created in the switch, never visible on the machine
             self.run(*in_host, "link", "add", host.interface, "type", "veth", *peer)
             self.run(*in_switch, "link", "set", port, "master", "bridge", "up")
             self.run(*in_host, "address", "add", f"{host.address}/24", "dev", host.interface)
@@ -137,7 +137,7 @@ class Slot:
         self.run("ip", "-n", name, "link", "set", "lo", "up")
 
     def clear(self) -> None:
-        """Removes the namespaces of this number, and with them their links; kills what runs in them.
+        """Removes the namespaces of this number with their links, and kills the processes that run in them.
 
         Raises:
           NetlabError: If a process does not die.
@@ -157,7 +157,7 @@ class Slot:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Puts off what asks to end: a command that is just being started would go on, and make what was just removed."""
+    """Delays signals to end, since a command that is just being started could recreate what the clean-up removes."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
@@ -177,7 +177,7 @@ def _is_standing(number: int) -> bool:
 
 
 def owner_of(number: int) -> int | None:
-    """The living process that wrote itself down as the owner of a lab."""
+    """The process that owns a lab, by its lock file, or None if it is not alive."""
     try:
         pid = int(_lock_path(number).read_text())
     except (OSError, ValueError):
@@ -196,10 +196,10 @@ def _numbers(names: Iterable[str]) -> set[int]:
 
 
 def sweep(standing: bool = False) -> list[int]:
-    """Removes the labs without an owner, on demand also those that are to stand; returns the numbers of the others.
+    """Removes the labs without an owner, with `standing` also those left standing. Returns the numbers of the others.
 
     Raises:
-      NetlabError: If this process runs in a lab that may be to stand: it would remove itself.
+      NetlabError: If `standing`, and this process runs on a host of a lab.
     """
     here = run_command("ip", "netns", "identify").strip() if standing else ""
     if _OURS.fullmatch(here):

@@ -1,10 +1,10 @@
-"""A TCP stream from one host of a lab to another, and how fast it is. Run on the hosts, by `Netlab`:
+"""Measures a TCP stream from one host of a lab to another. `Netlab` runs it on the hosts:
 
     python -I -S netlab_stream.py source ADDRESS
     python -I -S netlab_stream.py sink ADDRESS SWITCH PORT SETTLE WINDOW
 
-The sink prints JSON: `goodput`, payload in bit/s, and `wire`, the same in the frames that the token bucket of the
-switch's port let through; 0 if it has none.
+The sink prints JSON: `goodput`, the payload in bit/s, and `wire`, the frames in bit/s that passed the token bucket of
+the switch's port, 0 if it has none.
 """
 
 import concurrent.futures
@@ -21,13 +21,13 @@ _DEADLINE_SECONDS = 10.0
 
 
 def _go_first() -> None:
-    """Runs this process before all that is not real-time, since the link is to be measured and not the other load."""
+    """Gives this process real-time priority, so that other load does not disturb the measurement."""
     with contextlib.suppress(PermissionError):  # a container may lack CAP_SYS_NICE
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 
 
 def send_forever(address: str) -> None:
-    """Sends to the sink, once it is there, until it has enough."""
+    """Connects to the sink, and sends until it closes the connection."""
     _go_first()
     deadline = time.monotonic() + _DEADLINE_SECONDS
     while True:
@@ -44,7 +44,7 @@ def send_forever(address: str) -> None:
 
 
 def receive(address: str, switch: str, port: str, settle: float, window: float) -> None:
-    """Prints the speed of a stream, leaving out its first seconds."""
+    """Prints the speed of a stream, without its first `settle` seconds."""
     _go_first()
     buffer = bytearray(1 << 20)
     with socket.create_server((address, _PORT)) as server:
@@ -52,13 +52,13 @@ def receive(address: str, switch: str, port: str, settle: float, window: float) 
         connection, _ = server.accept()
 
     def drain(seconds: float) -> float:
-        """Payload a second."""
+        """Receives for some seconds, and returns the payload in bit/s."""
         received, start = 0, time.perf_counter()
         while time.perf_counter() < start + seconds:
             received += connection.recv_into(buffer)
         return received * 8 / (time.perf_counter() - start)
 
-    # A thread asks for the frames, since the stream would stop if nobody read it meanwhile.
+    # Count frames in a thread, since the stream would stop if it were not read meanwhile.
     with connection, concurrent.futures.ThreadPoolExecutor() as threads:
         connection.settimeout(_DEADLINE_SECONDS)
         drain(settle)
@@ -72,7 +72,7 @@ def receive(address: str, switch: str, port: str, settle: float, window: float) 
 
 
 def count_frames(switch: str, port: str) -> tuple[float, int]:
-    """When, and how many bytes the bucket of a port had let through; 0 if it has none."""
+    """The time, and the bytes that passed the token bucket of a port until then; 0 if it has none."""
     start = time.perf_counter()
     command = ["tc", "-n", switch, "-s", "-j", "qdisc", "show", "dev", port]
     done = subprocess.run(command, capture_output=True, check=True, timeout=_DEADLINE_SECONDS)

@@ -1,4 +1,4 @@
-"""Files of results: rows, with what they were measured on, that survive a run cut short and grow piece by piece."""
+"""Result files: rows of results with machine and settings, written after each addition, and continued by later runs."""
 
 import contextlib
 import datetime
@@ -20,21 +20,21 @@ from typing import Any
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _VERSIONS = ("tfdist", "tensorflow", "keras", "tf_keras", "torch", "numpy")
-# What is measured, and how; a change elsewhere, as in results, does not make them those of another tree.
+# The files that affect results. A change of other files does not make the results those of another commit.
 _MEASURED = (*(f"{folder}/*.py" for folder in ("tfdist", "strategies", "data", "examples", "benchmarks")), "setup.cfg")
 _UNKNOWN = "unknown"
 
 
 class Record:
-    """Rows that are comparable, in a JSON file that is written whole after each addition.
+    """Comparable rows in a JSON file, which is replaced atomically after each addition.
 
-    A file holds rows of one commit, machine and setting: a file of others is set aside, and begun anew; so is one of a
-    commit that is unknown. Each row says by which command, when and at which commit it was measured.
+    A file holds rows of one commit, one machine and equal settings. An existing file with others, or of an unknown
+    commit, is renamed, and a new file begins. Each row holds the command, time and commit of its measurement.
 
     Args:
       path: The file, which may exist; None keeps rows in memory.
-      settings: How everything was measured, as plain values.
-      key: Names of the values that tell one row from another.
+      settings: The settings of the measurements, as plain values.
+      key: Names of the values that identify a row.
 
     Raises:
       OSError: If the file cannot be written.
@@ -46,7 +46,7 @@ class Record:
         self._commands: list[str] = []
         self._rows: dict[tuple[Any, ...], dict[str, Any]] = {}
         if path is not None:
-            check_writable(path)  # now, not after the first hour
+            check_writable(path)  # before the first measurement, not after it
         if path is not None and path.exists():
             self._take_over(path)
         self._command = shlex.join(["python", *_program(), *sys.argv[1:]])
@@ -55,20 +55,20 @@ class Record:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """All rows, in the order in which they came."""
+        """All rows, in the order of their addition."""
         return list(self._rows.values())
 
     @property
     def document(self) -> dict[str, Any]:
-        """What the file holds."""
+        """The content of the file."""
         return {"commands": self._commands, "date": _now(), **self._about, "rows": self.rows}
 
     def has(self, *key: Any) -> bool:
-        """Whether there is a row of these values that is not of a failure."""
+        """Whether there is a row with this key that does not report an error."""
         return key in self._rows and not self._rows[key].get("error")
 
     def add(self, *rows: Mapping[str, Any]) -> None:
-        """Adds rows, in place of earlier ones of the same key, and writes the file."""
+        """Adds rows, which replace earlier ones with the same key, and writes the file."""
         origin = {"command": self._command, "commit": self._about["commit"], "date": _now()}
         for row in rows:
             self._rows[tuple(row[name] for name in self._key)] = {**row, **origin}
@@ -81,22 +81,22 @@ class Record:
             earlier = json.loads(path.read_text())
             other = [name for name, value in self._about.items() if earlier.get(name) != value]
             reason = f"of another {', '.join(other)}" if other else ""
-            reason = "of a commit that is unknown" if earlier.get("commit") == _UNKNOWN else reason
+            reason = "of an unknown commit" if earlier.get("commit") == _UNKNOWN else reason
             commands = list(earlier.get("commands", ()))
             rows = {tuple(row[name] for name in self._key): row for row in earlier.get("rows", ())}
         except (ValueError, AttributeError, TypeError, KeyError):
-            reason = "no file of these results"
+            reason = "not a file of these results"
         if reason:
             names = (f"{path.stem}.before-{number}{path.suffix}" for number in itertools.count(1))
             aside = next(each for each in map(path.with_name, names) if not each.exists())
             path.replace(aside)
-            logging.warning("%s is %s; it is %s now.", path, reason, aside)
+            logging.warning("%s is %s. It was renamed to %s.", path, reason, aside)
         else:
             self._commands, self._rows = commands, rows
 
 
 def describe_place() -> dict[str, Any]:
-    """The commit, machine and versions that something is measured on."""
+    """The commit, machine and versions of a measurement."""
     versions = {"python": platform.python_version()}
     for name in _VERSIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -116,7 +116,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_run() -> dict[str, Any]:
-    """What makes one run unlike another on the same machine: the cores it may use, the load, TensorFlow."""
+    """The machine, and properties that differ between runs on it: usable cores, load, version of TensorFlow."""
     return {
         **describe_machine(),
         "cores_used": len(os.sched_getaffinity(0)),
@@ -126,21 +126,21 @@ def describe_run() -> dict[str, Any]:
 
 
 def describe_commit() -> str:
-    """The commit that is checked out; "unknown", with a warning, if git does not say.
+    """The commit that is checked out; "unknown", with a warning, if git fails.
 
-    If what is measured differs from the commit, "+dirty." and eight digits that change with the difference.
+    If measured files differ from the commit, "+dirty." and an eight-digit hash of the difference follow.
     """
     try:
         difference = _difference()
         return _git("rev-parse", "--short", "HEAD").decode().strip() + (difference and f"+dirty.{difference}")
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or str(error).encode()
-        logging.warning("The commit is unknown, as git says: %s", reason.decode(errors="replace").strip())
+        logging.warning("The commit is unknown, because git failed: %s", reason.decode(errors="replace").strip())
         return _UNKNOWN
 
 
 def _difference() -> str:
-    """A short hash of what is changed and not committed; empty if nothing is."""
+    """A short hash of the uncommitted changes; empty if there are none."""
     changed = _git("diff", "--no-ext-diff", "HEAD", "--", *_MEASURED)
     others = _git("ls-files", "--others", "--exclude-standard", "-z", "--", *_MEASURED).decode().split("\0")[:-1]
     if not changed and not others:
@@ -152,13 +152,13 @@ def _difference() -> str:
 
 
 def _git(*arguments: str) -> bytes:
-    # In a container the tree may be another user's, which git takes for a danger.
+    # In a container the tree may belong to another user, which git refuses by default.
     command = ["git", "-c", f"safe.directory={_ROOT.resolve()}", *arguments]
     return subprocess.run(command, cwd=_ROOT, capture_output=True, timeout=30, check=True).stdout
 
 
 def check_writable(path: pathlib.Path) -> None:
-    """Makes the folder of a file that is to be written.
+    """Checks that a file can be written, and creates its folder.
 
     Raises:
       OSError: If the file cannot be written.
@@ -170,7 +170,7 @@ def check_writable(path: pathlib.Path) -> None:
 
 
 def write_whole(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
-    """Lets `write` fill a file beside `path` and moves it there when it is complete."""
+    """Calls `write` with a temporary file beside `path`, and renames it to `path` when it is complete."""
     handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
     try:
         os.fchmod(handle, 0o644)

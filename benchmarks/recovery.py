@@ -1,17 +1,17 @@
-"""From `kill -9` of a worker to the first step after: under `tfdist run`, and under `torchrun` with a DDP job.
+"""Measures recovery from `kill -9` of a worker to the next step, with `tfdist run` and with DDP under `torchrun`.
 
     python -m benchmarks.recovery                        # about 3 minutes on 2 cores
     python -m benchmarks.recovery --json recovery.json
 
-Two workers train the same dense network of 1 M parameters, restored from a backup that is made every 10 steps: here by
-`tfdist.callbacks.BackupAndRestore`, there by `torch.save` on rank 0 and `torch.load` on all. In step 25 the other
-worker is killed. Each worker writes down when it gets how far, and a recovery falls into
+Two workers train a dense network of 1 M parameters, and save every 10 steps. With tfdist this is done by
+`tfdist.callbacks.BackupAndRestore`, with PyTorch by `torch.save` on rank 0 and `torch.load` on all ranks. Worker 1 is
+killed in step 25. Each worker writes the times of its progress to files. A recovery consists of
 
-- notice: until the first process of the next attempt is there;
-- restart: until all have loaded their library and have joined the cluster, if need be in another attempt;
-- restore: until all have built their model, restored it and completed a step.
+- notice: until the first process of the next attempt runs;
+- restart: until all workers have loaded their library and joined the cluster, possibly in a later attempt;
+- restore: until all workers have built their model, restored it and completed a step.
 
-Both start what they start from a warm disk cache. `torchrun` is used as it comes, with `--max-restarts 3`.
+Both systems start from a warm disk cache. `torchrun` has its default options, apart from `--max-restarts 3`.
 """
 
 import contextlib
@@ -33,16 +33,16 @@ import rich.table
 from absl import app, flags
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("repeats", 3, "Recoveries of each.", 1)
-flags.DEFINE_list("systems", ["tfdist run", "torchrun"], "Which to measure.")
+flags.DEFINE_integer("repeats", 3, "Recoveries of each system.", 1)
+flags.DEFINE_list("systems", ["tfdist run", "torchrun"], "The systems to measure.")
 flags.register_validator(
-    "systems", lambda names: names and set(names) <= set(_LAUNCHERS), "takes `tfdist run` and `torchrun`"
+    "systems", lambda names: names and set(names) <= set(_LAUNCHERS), "must be `tfdist run` or `torchrun`"
 )
 flags.DEFINE_string("json", None, "A file for the results.")
 
 WORKERS, STEPS, KILL_STEP, SAVE_STEPS = 2, 60, 25, 10
 _FEATURES, _HIDDEN, _CLASSES, _ROWS = 256, 640, 10, 64
-_STEP_SECONDS = 0.02  # besides the computation, so that a kill finds its step
+_STEP_SECONDS = 0.02  # added to each step, so that the kill hits the intended step
 _DEADLINE_SECONDS = 180.0
 PHASES = ("notice", "restart", "restore")
 _EVENTS, _WORKER = "RECOVERY_EVENTS", "RECOVERY_WORKER"
@@ -69,7 +69,7 @@ def main(_) -> None:
         for system in systems:
             try:
                 rows.append({"system": system, **measure(system)})
-            except RuntimeError as error:  # what has been measured is worth a table all the same
+            except RuntimeError as error:  # Other recoveries are still worth a table.
                 rows.append({"system": system, "error": str(error)})
             print(rows[-1].get("error", rows[-1]), flush=True)
     table = rich.table.Table(title="From a kill to the first step after: seconds, medians")
@@ -91,7 +91,7 @@ def measure(system: str) -> dict[str, float]:
     """The seconds of each phase of one recovery.
 
     Raises:
-      RuntimeError: If the job does not get there; it holds the output.
+      RuntimeError: If the job does not recover; the message holds its output.
     """
     folder = pathlib.Path(tempfile.mkdtemp(prefix="recovery-"))
     env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
@@ -137,13 +137,13 @@ def _wait(ask: Callable[[], object], job: subprocess.Popen, deadline: float):
 
 
 def _events(folder: pathlib.Path, attempt: int, name: str) -> dict[int, dict[str, float]]:
-    """What the workers of an attempt wrote down under `name`, by worker."""
+    """The records that the workers of an attempt wrote under `name`, by worker."""
     paths = folder.glob(f"{name.replace(' ', '-')}.{attempt}.*")
     return {int(path.suffix[1:]): json.loads(path.read_text()) for path in paths}
 
 
 def _end(job: subprocess.Popen, folder: pathlib.Path) -> None:
-    """Ends the job and all its workers, which may lead sessions of their own."""
+    """Kills the job and all its workers, which may be in sessions of their own."""
     for path in folder.glob("began.*"):
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # gone
             pid = json.loads(path.read_text())["pid"]
@@ -158,7 +158,7 @@ def _end(job: subprocess.Popen, folder: pathlib.Path) -> None:
 
 
 class Diary:
-    """What a worker writes down: files, each whole or not at all."""
+    """Writes the times of a worker's progress to files, each of them atomically."""
 
     def __init__(self, attempt: int, worker: int):
         self._folder = pathlib.Path(os.environ[_EVENTS])
@@ -167,14 +167,14 @@ class Diary:
         self.write("began")
 
     def write(self, name: str) -> None:
-        """Got as far as `name`."""
+        """Records the time at which the worker reached `name`."""
         path = self._folder / f"{name.replace(' ', '-')}.{self._attempt}.{self._worker}"
         partial = path.with_name(f".{path.name}")
         partial.write_text(json.dumps({"time": time.time(), "pid": os.getpid()}))
         partial.rename(path)
 
     def step(self, number: int) -> None:
-        """One more step is done, `number` since the beginning of the training."""
+        """Records the end of step `number`, counted from the beginning of training."""
         if not self._has_stepped:
             self._has_stepped = True
             self.write("first step")

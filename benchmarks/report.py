@@ -1,9 +1,9 @@
-"""Tables and plots of what `benchmarks.train_step` measured.
+"""Tables and plots of the results of `benchmarks.train_step`.
 
     python -m benchmarks.report benchmarks/results/train_step.json
 
-Beside the JSON file it writes a Markdown table and three kinds of plots: step time against link rate, bytes a step, and
-the step split into compute and waiting.
+Beside the JSON file it writes a Markdown table and three kinds of plots: step time by link rate, bytes per step, and
+step time divided into compute and waiting.
 """
 
 import argparse
@@ -40,25 +40,26 @@ KEY = ("model", "workers", "link", "variant")
 
 
 class ResultError(ValueError):
-    """A file holds no results that can be shown."""
+    """A file has no results to show."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One way to train, on one link; without times if it failed before there were any.
+    """The result of one variant on one link; without times if it failed before the first measurement.
 
     Attributes:
-      model: What was trained.
-      workers: On how many workers.
-      link: The rate that was asked for.
-      variant: Who trained.
-      link_bits_per_second: The rate that was measured, None if it was not.
-      error: Why it failed, in a line.
-      step_seconds: Lower quartile, median and upper quartile, from one step's end on the last worker to the next's.
-      compute_seconds: The median step of workers that run side by side, each by itself.
-      bytes_per_step: The larger of sent and received, on the busiest worker's interface.
+      model: Name of the model.
+      workers: Number of workers.
+      link: The requested rate of the link.
+      variant: Name of the variant.
+      link_bits_per_second: The measured rate, or None if it was not measured.
+      error: The reason of a failure in one line, or None.
+      step_seconds: Lower quartile, median and upper quartile of the time between the ends of two steps, where the end
+        of a step is that of the last worker.
+      compute_seconds: The median step of workers that train at the same time without an exchange.
+      bytes_per_step: Bytes sent or received, whichever is more, on the interface of the busiest worker.
       block_seconds: The median step of each block.
-      stock_block_seconds: The same of `stock`, at each position in the same round as the block, None where it failed.
+      stock_block_seconds: The median step of `stock` in the same round as each block, None where it failed.
     """
 
     model: str
@@ -75,54 +76,54 @@ class Row:
 
     @property
     def is_measured(self) -> bool:
-        """Whether its times count: one that crashed after some rounds is not what it was in them."""
+        """Whether there are times and no error. Times of a variant that crashed later do not count."""
         return self.error is None and self.step_seconds is not None
 
     @property
     def waiting_seconds(self) -> float | None:
-        """What a step takes longer than its computation: the exchange, and the codec's work."""
+        """Time of a step beyond its computation: the exchange, and the work of the codec."""
         if self.step_seconds is None or self.compute_seconds is None:
             return None
         return self.step_seconds[1] - self.compute_seconds
 
     @property
     def floor_seconds(self) -> float | None:
-        """What this step would take if its exchange hid behind its computation wholly, or the reverse."""
+        """Time of a step in which exchange and computation overlap perfectly; see `floor`."""
         if self.compute_seconds is None or self.bytes_per_step is None:
             return None
         return floor(self.compute_seconds, self.bytes_per_step, self.link_bits_per_second)
 
     @property
     def over_floor(self) -> float | None:
-        """The step, in floors."""
+        """The median step divided by `floor_seconds`."""
         if self.step_seconds is None or not self.floor_seconds:
             return None
         return self.step_seconds[1] / self.floor_seconds
 
     @property
     def times_stock(self) -> float | None:
-        """How many times faster than stock: the median over rounds."""
-        pairs = zip(self.block_seconds, self.stock_block_seconds, strict=False)  # without stock, there is none
+        """The speed relative to stock, as the median over rounds."""
+        pairs = zip(self.block_seconds, self.stock_block_seconds, strict=False)  # no stock blocks if it did not run
         ratios = [stock / mine for mine, stock in pairs if stock is not None]
         return statistics.median(ratios) if ratios else None
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The attributes and the derived values, as plain values."""
         derived = ("waiting_seconds", "floor_seconds", "over_floor", "times_stock")
         return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in derived}}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Row":
-        """The row that `to_json` made these values from.
+        """Inverse of `to_json`.
 
         Raises:
-          TypeError: If these are values of something else.
+          TypeError: If `values` are not those of a row.
         """
         return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values})
 
 
 def floor(compute_seconds: float, bytes_per_step: float, bits_per_second: float | None) -> float:
-    """The least a step can take: its computation, or its bytes at the rate of the link if that is known."""
+    """The least time of a step: its computation or, if longer and the rate is known, the transfer of its bytes."""
     transfer = 8 * bytes_per_step / bits_per_second if bits_per_second else 0.0
     return max(compute_seconds, transfer)
 
@@ -146,13 +147,13 @@ def cells(row: Row) -> list[str]:
 
 
 def describe_link(row: Row) -> str:
-    """The link as asked for and as measured: "1gbit (948 Mbit/s)"."""
+    """The requested and the measured rate: "1gbit (948 Mbit/s)"."""
     rate = row.link_bits_per_second
     return f"{row.link} ({rate / 1e6:.0f} Mbit/s)" if rate else row.link
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What stands below the table."""
+    """The lines below the table."""
     pairs = [(row, row.times_stock) for row in rows if row.variant == "tfdist-loop" and row.is_measured]
     lines = [
         f"{row.model}, {row.workers} workers, {row.link}: tfdist-loop / stock {1 / times:.3f} (by the median of rounds)"
@@ -163,7 +164,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """Rows by model, workers, link and who made the variant; else as they came, what failed last."""
+    """Rows sorted by model, workers, link rate and framework, with failed ones last in each link."""
     models = _distinct(rows, "model")
     rates = {row.link: row.link_bits_per_second or 0.0 for row in rows if not row.error}
 
@@ -179,7 +180,7 @@ def _maker(variant: str) -> int:
 
 
 def overview(rows: Sequence[Row]) -> list[str]:
-    """Markdown lines for one model and number of workers: a line for each variant, a column for each link."""
+    """A Markdown table for one model and number of workers: a line per variant, a column per link."""
     links = {row.link: describe_link(row) for row in rows if row.is_measured}
     found = {(row.variant, row.link): row for row in rows if row.is_measured}
     lines = [
@@ -203,7 +204,7 @@ def _short(row: Row | None) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The tables as a Markdown document, with what they were measured on."""
+    """A Markdown document with the tables, and the commit, settings, machine and versions."""
     rows = in_order(rows_of(result))
     sections = []
     for model, workers in dict.fromkeys((row.model, row.workers) for row in rows):
@@ -226,7 +227,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def read_result(path: pathlib.Path) -> dict[str, Any]:
-    """What a file holds.
+    """Reads a result file.
 
     Raises:
       ResultError: If it cannot be read, or holds no rows of `benchmarks.train_step`.
@@ -236,23 +237,23 @@ def read_result(path: pathlib.Path) -> dict[str, Any]:
     except OSError as error:
         raise ResultError(f"{path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise ResultError(f"{path} is no JSON: {error}.") from error
+        raise ResultError(f"{path} is not JSON: {error}.") from error
     try:
         rows = rows_of(result)
     except (TypeError, KeyError) as error:
-        raise ResultError(f"{path} is no file of benchmarks.train_step, whose rows have other values.") from error
+        raise ResultError(f"{path} was not written by benchmarks.train_step: its rows have other values.") from error
     if not rows:
-        raise ResultError(f"{path} has no rows: nothing was measured yet.")
+        raise ResultError(f"{path} has no rows. Run benchmarks.train_step first.")
     return dict(result)
 
 
 def rows_of(result: dict[str, Any]) -> list[Row]:
-    """All rows of what a file holds."""
+    """All rows in the document of a result file."""
     return [Row.from_json(values) for values in result["rows"]]
 
 
 def write_report(path: pathlib.Path) -> list[pathlib.Path]:
-    """Writes the table and the plots of a JSON file beside it; returns their paths.
+    """Writes the table and the plots beside a JSON file, and returns their paths.
 
     Raises:
       ResultError: If there is nothing to show.
@@ -275,7 +276,7 @@ def write_report(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def plot_step_time(rows: Sequence[Row]) -> Any:
-    """Step time of one model against link rate, a line for each variant, a panel for each number of workers."""
+    """Step time of one model by link rate: a line per variant, a panel per number of workers."""
     from matplotlib import ticker
 
     workers = _distinct(rows, "workers")
@@ -301,7 +302,7 @@ def plot_step_time(rows: Sequence[Row]) -> Any:
 
 
 def plot_bytes(rows: Sequence[Row]) -> Any:
-    """Bytes a step on the busiest worker, a panel for each model and number of workers."""
+    """Bytes per step on the busiest worker: a panel per model and number of workers."""
     models, workers = _distinct(rows, "model"), _distinct(rows, "workers")
     figure, axes = _panels(len(models), len(workers))
     colors = _colors(rows)
@@ -316,7 +317,7 @@ def plot_bytes(rows: Sequence[Row]) -> Any:
 
 
 def plot_split(rows: Sequence[Row], workers: int) -> Any:
-    """The step split into compute and waiting, a panel for each model and link."""
+    """The time of a step divided into compute and waiting: a panel per model and link."""
     rows = [row for row in rows if row.workers == workers]
     models, links = _distinct(rows, "model"), _distinct(rows, "link")
     figure, axes = _panels(len(models), len(links))
@@ -353,7 +354,7 @@ def _colors(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _distinct(rows: Sequence[Row], name: str) -> list[Any]:
-    """The values of an attribute, each once, in the order of the rows."""
+    """The distinct values of an attribute, in the order of the rows."""
     return list(dict.fromkeys(getattr(row, name) for row in rows))
 
 
@@ -370,7 +371,7 @@ def _plain(value: Any) -> str:
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__, formatter_class=raw)
-    parser.add_argument("file", type=pathlib.Path, help="what `benchmarks.train_step --json` wrote")
+    parser.add_argument("file", type=pathlib.Path, help="a file written by `benchmarks.train_step --json`")
     path = parser.parse_args().file
     if importlib.util.find_spec("matplotlib") is None:
         sys.exit("The plots need matplotlib: pip install -e '.[benchmark]'")

@@ -1,20 +1,20 @@
-"""What a training step takes longer under tfdist than under the strategy of TensorFlow that it stands for.
+"""Compares the time of a training step under tfdist and under the strategy of TensorFlow that it replaces.
 
     python -m benchmarks.step_overhead                        # about 8 minutes on 2 cores
     python -m benchmarks.step_overhead --quick                # a minute or two, coarse
     python -m benchmarks.step_overhead --json overhead.json
 
-A dense network is trained by a custom loop, on the same rows in every step so that no input pipeline is timed:
+A custom loop trains a dense network on the same rows in every step, so that no input pipeline is timed:
 
 - on 2 virtual devices of one process, `tf.distribute.MirroredStrategy` against `tfdist.MirroredStrategy`;
 - on 2 workers, `tf.distribute.MultiWorkerMirroredStrategy` against `tfdist.MultiWorkerMirroredStrategy`;
 - on the same 2 workers, tfdist's custom loop against Keras' `fit`, which also reads a dataset and keeps metrics.
 
-All variants stay alive and take turns in random order, block by block, so that a drift of the machine hits all alike. A
-block counts by the median of its steps, and a ratio is taken within a round. Two starts of the very same program can
-differ by 5 % as long as they live, so everything is started several times, and the stock strategy runs twice: by how
-much it differs from itself is what this benchmark cannot tell. Printed are medians and quartiles: of times over all
-blocks, of ratios over the starts.
+All variants stay alive and take turns in random order, block by block, so that a drift of the machine affects all
+alike. A block counts by the median of its steps, and ratios are taken within a round. Two starts of the same program
+can differ by 5 % throughout their lives, so everything is started several times. The stock strategy runs twice; its
+difference from itself is the accuracy of this benchmark. The output shows medians and quartiles: of times over all
+blocks, and of ratios over the starts.
 """
 
 import contextlib
@@ -43,20 +43,20 @@ FLAGS = flags.FLAGS
 flags.DEFINE_integer("steps", 20, "Steps in a block.", 2)
 flags.DEFINE_integer("rounds", 15, "Blocks of each variant in one start.", 1)
 flags.DEFINE_integer("starts", 6, "Starts of all processes.", 2)
-flags.DEFINE_list("hidden", ["640", "640", "640"], "Sizes of the hidden layers; the default makes 1 M parameters.")
-flags.DEFINE_integer("batch_size", 64, "Rows a replica.", 1)
+flags.DEFINE_list("hidden", ["640", "640", "640"], "Sizes of the hidden layers; the default has 1 M parameters.")
+flags.DEFINE_integer("batch_size", 64, "Rows per replica.", 1)
 flags.DEFINE_bool("quick", False, "2 starts of 5 rounds.")
 flags.DEFINE_string("json", None, "A file for the results.")
 
 _FEATURES, _CLASSES = 256, 10
 _LIBRARIES = {"stock": tf.distribute, "stock again": tf.distribute, "tfdist": tfdist}
-# The same for all variants; what one replica computes on one thread leaves the other its core.
+# Equal for all variants. A replica computes on one thread, so that the other replica has a core too.
 _THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is trained: the sizes of hidden layers, and the rows a replica."""
+    """The training: the sizes of hidden layers, and the rows per replica."""
 
     hidden: tuple[int, ...]
     batch_size: int
@@ -64,7 +64,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to train, in a pool of its own or shared with others."""
+    """A way to train, in a pool of workers that it may share with others."""
 
     name: str
     pool: WorkerPool
@@ -72,7 +72,7 @@ class Variant:
     arguments: tuple[str, ...] = ()
 
     def measure(self, workload: Workload, steps: int) -> float:
-        """The median step of one block, in seconds; of several workers the slowest counts."""
+        """The median step of one block on the slowest worker, in seconds."""
         return max(statistics.median(times) for times in self.pool.run(self.block, *self.arguments, workload, steps))
 
 
@@ -101,7 +101,7 @@ def make_rows(workload: Workload, replica: int) -> tuple[np.ndarray, np.ndarray]
 
 @functools.cache
 def make_step(library: str, name: str, workload: Workload) -> Callable[[], tf.Tensor]:
-    """A step of a custom loop, as TensorFlow's guide to distributed training writes it."""
+    """A step of a custom loop as in TensorFlow's guide to distributed training."""
     strategy = make_strategy(library, name)
     with strategy.scope():
         model = build_model(workload)
@@ -135,7 +135,7 @@ def make_step(library: str, name: str, workload: Workload) -> Callable[[], tf.Te
 def custom_block(library: str, name: str, workload: Workload, steps: int) -> list[float]:
     """Seconds of each step of a custom loop."""
     step = make_step(library, name, workload)
-    step()  # waits for the other worker
+    step()  # to wait for the other worker
     times = []
     for _ in range(steps):
         start = time.perf_counter()
@@ -182,9 +182,9 @@ Blocks = dict[str, list[float]]
 
 
 def take_turns(variants: list[Variant], workload: Workload, rounds: int, steps: int) -> Blocks:
-    """The blocks of each variant, in seconds a step."""
+    """Seconds per step of the blocks of each variant."""
     for variant in variants:
-        variant.measure(workload, 2)  # traces, and warms up
+        variant.measure(workload, 2)  # to trace and warm up
     blocks: Blocks = {variant.name: [] for variant in variants}
     order = random.Random(0)
     for _ in range(rounds):
@@ -216,7 +216,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def compare(where: str, starts: list[Blocks], base: str, other: str) -> dict:
-    """What `other` takes longer than `base`."""
+    """The times of `base` and `other`, and their ratio."""
 
     def ratio(blocks):
         return statistics.median(b / a for a, b in zip(blocks[base], blocks[other], strict=True))

@@ -1,12 +1,12 @@
-"""When a worker computes and when it exchanges, within one training step of Keras' `fit`.
+"""Shows when a worker computes and when it exchanges gradients within a training step of Keras' `fit`.
 
     python -m benchmarks.timeline                                    # int8, 2 workers at 1 Gbit/s; needs root
     python -m benchmarks.timeline --compression none --png step.png
     python -m benchmarks.timeline --nolab                            # over loopback, which needs no root
 
-The 10 M network of `benchmarks.models`. TensorFlow's profiler records a few steps on worker 0. Printed are medians of
-milliseconds: of a step, of those in which the backward pass runs, of those in which gradients are on their way, and of
-those in which both happen, which the exchange hides behind the backward pass. `--png` draws the median step.
+Trains the 10 M network of `benchmarks.models`. TensorFlow's profiler records a few steps on worker 0. The output shows
+median milliseconds: of a step, of its backward pass, of its exchange of gradients, and of the time in which both
+overlap. `--png` draws the median step.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ import rich.table
 from absl import app, flags
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("compression", "int8", "Of the strategy; none for uncompressed.")
-flags.DEFINE_string("rate", "1gbit", "Of the links.")
-flags.DEFINE_bool("nolab", False, "Over loopback instead of a network lab.")
+flags.DEFINE_string("compression", "int8", "Compression of the strategy; none for uncompressed.")
+flags.DEFINE_string("rate", "1gbit", "Rate of the links.")
+flags.DEFINE_bool("nolab", False, "Use loopback instead of a network lab.")
 flags.DEFINE_string("png", None, "A file for a picture of the median step.")
 
 _THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2", "OMP_NUM_THREADS": "1"}
@@ -39,7 +39,7 @@ _KINDS = {
     "exchange": ("CollectiveGatherV2", "CollectiveReduceV2", "CollectiveAllToAllV2"),
 }
 _COLOURS = {"backward": "tab:blue", "forward": "tab:cyan", "codec": "tab:orange", "exchange": "tab:green"}
-Span = tuple[float, float]  # beginning and end, in ms
+Span = tuple[float, float]  # begin and end in ms
 
 
 def main(_) -> None:
@@ -58,7 +58,7 @@ def main(_) -> None:
 
 
 def record(folder: pathlib.Path) -> None:
-    """Trains on two workers, of which the first leaves a profile in `folder`."""
+    """Trains on two workers. The first writes a profile to `folder`."""
     from benchmarks.netlab import Netlab, end_on_signals
     from tfdist.cluster import free_ports
 
@@ -76,12 +76,12 @@ def record(folder: pathlib.Path) -> None:
             stack.callback(processes[-1].wait)
             stack.callback(processes[-1].kill)
         if any([process.wait(_DEADLINE_SECONDS) for process in processes]):
-            sys.exit("A worker failed; what it said stands above.")
+            sys.exit("A worker failed. See its output above.")
 
 
 def read_steps(folder: pathlib.Path) -> list[dict[str, list[Span]]]:
     """The spans of each kind of operation in each step, by kind."""
-    # Not public, but the only reader of what the public profiler writes.
+    # Not public, but the only reader of the files of the public profiler.
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     (path,) = folder.rglob("*.xplane.pb")
@@ -107,7 +107,7 @@ def _kind(name: str) -> str | None:
 
 
 def figures_of(step: dict[str, list[Span]]) -> tuple[float, float, float, float]:
-    """Milliseconds of all, of the backward pass, of exchanges, and of both at once."""
+    """Milliseconds of the step, of the backward pass, of the exchange, and of their overlap."""
     every = [span for own in step.values() for span in own]
     backward, exchange = union(step["backward"]), union(step["exchange"])
     both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in backward for b in exchange)
@@ -116,7 +116,7 @@ def figures_of(step: dict[str, list[Span]]) -> tuple[float, float, float, float]
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """Spans that do not overlap and cover the same."""
+    """Spans without overlap that cover the same time."""
     joined: list[Span] = []
     for begin, end in sorted(spans):
         if joined and begin <= joined[-1][1]:
@@ -127,7 +127,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def draw(step: dict[str, list[Span]], path: str) -> None:
-    """One bar for each kind, spans over each other where several operations run at once."""
+    """Draws one bar per kind of operation. Spans overlap where several operations run at once."""
     from matplotlib.figure import Figure
 
     start = min(begin for own in step.values() for begin, _ in own)

@@ -1,23 +1,24 @@
-"""Time and traffic of a training step: tfdist beside what a user would take instead, over links of known width.
+"""Measures time and traffic of a training step with tfdist and its alternatives, over links of known rate.
 
     python -m benchmarks.train_step --quick                    # one model on one link, under 10 minutes on 2 cores
-    python -m benchmarks.train_step --json benchmarks/results/train_step.json       # all of it, some hours; goes on
-                                                                                    # where an earlier run ended
+    python -m benchmarks.train_step --json benchmarks/results/train_step.json       # everything, some hours;
+                                                                                    # continues an earlier run
     python -m benchmarks.train_step --models mlp --links 100mbit,1gbit --variants stock,tfdist-loop
 
-Workers are processes on hosts of `benchmarks.netlab`, which needs root; `--nolab` does without, over loopback. Every
-variant trains the same model on the same batch with as many threads:
+Workers are processes on hosts of `benchmarks.netlab`, which needs root; `--nolab` uses loopback instead. All variants
+train the same models on the same batches with equal numbers of threads:
 
     tf_keras     Keras 2 `fit` under TensorFlow's MultiWorkerMirroredStrategy
-    stock        Keras 3, a custom loop, under the same
+    stock        a custom loop with Keras 3 under TensorFlow's MultiWorkerMirroredStrategy
     tfdist-loop  the same loop under tfdist.MultiWorkerMirroredStrategy
-    tfdist       Keras 3 `fit` under it; tfdist+<codec> with compression
+    tfdist       Keras 3 `fit` under tfdist.MultiWorkerMirroredStrategy; tfdist+<codec> with compression
     ddp          PyTorch DistributedDataParallel on gloo; ddp+<hook> with a communication hook
 
-As many variants as the machine can hold stay alive together and take turns in random order, block by block, so that a
-drift of the machine hits all alike; `stock` is one of them, unless `--variants` leaves it out, and is what the others
-are held against, round by round. In each turn the workers also train by themselves, side by side but with nothing to
-exchange: that is compute. The rest of a step is waiting, a codec's work included. Bytes are read off the interfaces.
+As many variants as fit into memory stay alive together and take turns in random order, block by block, so that a drift
+of the machine affects all alike. Unless `--variants` leaves it out, `stock` is always one of them, and the others are
+compared with it in each round. In each turn the workers also train at the same time without an exchange; this gives
+the "compute" time. The rest of a step is "waiting", which includes the work of a codec. Bytes are those of the network
+interfaces.
 """
 
 import contextlib
@@ -44,18 +45,18 @@ from benchmarks.turns import Log, Network, Plan, Variant, alive, measure
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("quick", False, "The mlp on 2 workers at 1 Gbit/s, unless other flags say otherwise.")
 flags.DEFINE_list("models", None, f"Some of {', '.join(MODELS)}; all by default.")
-flags.DEFINE_list("workers", None, f"How many workers, 2 to {MAX_HOSTS}; 2,4 by default.")
+flags.DEFINE_list("workers", None, f"Numbers of workers, 2 to {MAX_HOSTS}; 2,4 by default.")
 flags.DEFINE_list("links", None, "Rates such as 100mbit, or unshaped (also none); 100mbit,1gbit,unshaped by default.")
-flags.DEFINE_list("variants", None, "Who trains; all by default.")
-flags.DEFINE_list("codecs", None, "Codecs of tfdist; all it has by default, with --quick a few.")
-flags.DEFINE_integer("steps", 20, "Steps in a block, at most.", 3)
+flags.DEFINE_list("variants", None, "Variants to measure; all by default.")
+flags.DEFINE_list("codecs", None, "Codecs of tfdist; all by default, a few with --quick.")
+flags.DEFINE_integer("steps", 20, "Largest number of steps in a block.", 3)
 flags.DEFINE_float(
-    "seconds", 4.0, "How long a block should take; slow steps make it longer, as it has at least 3.", 0.0
+    "seconds", 4.0, "Intended duration of a block; with slow steps it is longer, since it has at least 3 steps.", 0.0
 )
 flags.DEFINE_integer("rounds", 3, "Blocks of each variant in one start.", 1)
 flags.DEFINE_integer("starts", 1, "Starts of all processes; two starts of the same program can differ by 5 %.", 1)
-flags.DEFINE_bool("nolab", False, "Over loopback: no root needed, but no link of known width either.")
-flags.DEFINE_string("json", None, "A file for the results, which `benchmarks.report` draws.")
+flags.DEFINE_bool("nolab", False, "Use loopback: needs no root, but has no link of known rate.")
+flags.DEFINE_string("json", None, "A file for the results, for `benchmarks.report`.")
 
 _QUICK_CODECS = ("float16", "int8", "powersgd(4)")
 _LOOPBACK = "loopback, not shaped"
@@ -73,13 +74,13 @@ def make_variants(codecs: Sequence[str]) -> dict[str, Variant]:
         **{f"tfdist+{codec}": Variant("keras_fit", {"codec": codec}) for codec in codecs},
         "ddp": Variant("torch_ddp"),
         **{f"ddp+{hook}": Variant("torch_ddp", {"hook": hook}) for hook in hooks},
-        # On gloo the hook can abort when several buckets are under way, each with messages of several sizes.
+        # On gloo the hook can abort if several buckets, with messages of several sizes each, travel at once.
         "ddp+powersgd-1-bucket": Variant("torch_ddp", {"hook": "powersgd", "bucket_megabytes": 1000}),
     }
 
 
 def available_codecs() -> list[str]:
-    """What `compression=` is given: all names, asked in a process of its own, since they come with TensorFlow."""
+    """All values to use for `compression=`, read in a separate process because reading them loads TensorFlow."""
     if importlib.util.find_spec("tfdist.compression") is None:
         return []
     code = "from tfdist.strategies.compression import NAMES; print(*NAMES)"
@@ -100,10 +101,10 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def chosen(flag: str, known: Sequence[str], default: Sequence[str]) -> list[str]:
-    """What a flag chooses.
+    """The names that a list flag chooses.
 
     Raises:
-      app.UsageError: If it names something unknown, or nothing.
+      app.UsageError: If a name is unknown, or the list is empty.
     """
     names = FLAGS[flag].value
     if names == []:
@@ -118,7 +119,7 @@ def chosen_workers(quick: bool) -> list[int]:
     """The numbers of workers that --workers chooses.
 
     Raises:
-      app.UsageError: If one cannot be.
+      app.UsageError: If a number is out of range.
     """
     given = (["2"] if quick else ["2", "4"]) if FLAGS.workers is None else FLAGS.workers
     workers = [int(number) if number.isdecimal() else 0 for number in given]
@@ -133,7 +134,7 @@ def chosen_links(quick: bool) -> list[str]:
     """The links that --links chooses.
 
     Raises:
-      app.UsageError: If one cannot be.
+      app.UsageError: If an entry is not a rate, or the list is empty.
     """
     if FLAGS.nolab and FLAGS.links is not None:
         raise app.UsageError("--links needs the lab, and --nolab does without: leave one of them out.")
@@ -180,7 +181,7 @@ def main(arguments: Sequence[str]) -> None:
     models = chosen("models", list(MODELS), ["mlp"] if quick else list(MODELS))
     plan = Plan(FLAGS.steps, FLAGS.seconds, FLAGS.rounds, FLAGS.starts)
     if not FLAGS.nolab and (why := why_not()):
-        sys.exit(f"{why}\nOr measure over loopback, without links of known width: --nolab")
+        sys.exit(f"{why}\nOr use --nolab to measure over loopback, without links of known rate.")
     settings = {**dataclasses.asdict(plan), **THREADS, "network": _LOOPBACK if FLAGS.nolab else "netlab"}
     record = Record(path, settings, KEY)
     begin = time.monotonic()

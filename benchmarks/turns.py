@@ -1,4 +1,4 @@
-"""Variants alive together that take turns: which at once, block by block, on links of the lab or over loopback."""
+"""Runs variants that are alive together and take turns, block by block, on links of the lab or over loopback."""
 
 import contextlib
 import dataclasses
@@ -23,16 +23,16 @@ Log = rich.console.Console(stderr=True, highlight=False, markup=False, soft_wrap
 
 _WORKER_BYTES = 1.1e9
 _MIN_STEPS = 3
-_WARMUP_STEPS = 4  # DDP arranges its buckets anew after the first, PowerSGD starts at the third
-_SETTLE_STEPS = 3  # caches and memory hold what another variant left
+_WARMUP_STEPS = 4  # DDP rearranges its buckets after the first step, and PowerSGD starts at the third.
+_SETTLE_STEPS = 3  # Steps until caches no longer hold the data of another variant.
 _START_SECONDS = 180.0
-_BLOCK_SECONDS, _BLOCK_TIMES = 300.0, 10.0  # for a block, at least, and in times of what it should take
+_BLOCK_SECONDS, _BLOCK_TIMES = 300.0, 10.0  # Deadline of a block: at least these seconds, or times its expected time.
 _PATIENCE_SECONDS = (5.0, 15.0, 45.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to train: a module of `benchmarks.peers`, and what its `prepare` takes."""
+    """A way to train: a module of `benchmarks.peers`, and options of its `prepare`."""
 
     peer: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -40,22 +40,22 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Loopback:
-    """Stands in for a host of the lab: this machine, in which all workers share one interface."""
+    """A substitute for a host of the lab: this machine, whose loopback interface all workers share."""
 
     address: str = "127.0.0.1"
     interface: str = "lo"
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """What to run: the same."""
+        """The command that runs `argv`: `argv` itself."""
         return list(argv)
 
 
 class Network:
-    """Hosts, and links between them that can be given a rate; over loopback they cannot.
+    """The hosts of the workers, and their links, with an adjustable rate unless they use loopback.
 
     Attributes:
-      hosts: Where workers run.
-      sharing: Workers whose bytes one interface counts.
+      hosts: The hosts, one per worker.
+      sharing: Number of workers that share an interface and its byte counters.
     """
 
     def __init__(self, lab: Netlab | None, workers: int):
@@ -64,10 +64,10 @@ class Network:
         self.sharing = workers if lab is None else 1
 
     def shape(self, link: str) -> float | None:
-        """Gives all links a rate and returns what was measured, in bit/s; None over loopback.
+        """Sets the rate of all links and returns the measured rate in bit/s; None over loopback.
 
         Raises:
-          NetlabError: If the links miss the rate even after some waiting: other programs may keep the machine busy.
+          NetlabError: If the links miss the rate even after waiting, for example because the machine is busy.
         """
         if self._lab is None:
             return None
@@ -94,7 +94,7 @@ class Plan:
 
 @dataclasses.dataclass
 class Samples:
-    """What one variant showed on one link."""
+    """The measurements of one variant on one link."""
 
     blocks: list[list[float]] = dataclasses.field(default_factory=list)
     stock_blocks: list[float | None] = dataclasses.field(default_factory=list)
@@ -106,19 +106,19 @@ class Samples:
     error: str | None = None
 
     def end_start(self, rounds: int, error: str | None) -> None:
-        """Notes that one start is over, of so many rounds."""
+        """Records the end of one start with its number of rounds, and its error, if any."""
         self.rounds += rounds
         self.error = error or self.error
         self.is_whole |= error is None
 
     def add(self, together: Sequence[Answer], alone: Sequence[Answer], sharing: int) -> None:
-        """Takes in one block of all workers."""
+        """Adds one block of all workers."""
         self.blocks.append(periods(together))
         self.compute += [seconds for answer in alone for seconds in answer.step_seconds]
         self.traffic.append(busiest(together) / sharing)
 
     def row(self, model: str, workers: int, link: str, variant: str) -> Row:
-        """What is reported of it: what was measured, and why it failed unless it got through a whole start."""
+        """The row of the report: the measurements, and the error unless at least one start succeeded."""
         rate = statistics.median(self.rates) if self.rates else None
         error = None if self.is_whole else self.error
         if not self.blocks:
@@ -142,17 +142,17 @@ class Samples:
 
 
 def periods(answers: Sequence[Answer]) -> list[float]:
-    """Seconds from one step's end to the next one's, each when the last worker has ended it.
+    """Seconds between the ends of successive steps, where the end of a step is that of the last worker.
 
-    They add up to what all steps took. The longest of the workers' own times would not: who began a step early, and so
-    has waited for the others, would count for longer than the step took.
+    They add up to the time of all steps. The longest time of any worker would not, since a worker that begins a step
+    early also waits for the other workers.
     """
     ends = [max(each) for each in zip(*(answer.ends for answer in answers), strict=True)]
     return [after - before for before, after in itertools.pairwise(ends)]
 
 
 def busiest(answers: Sequence[Answer]) -> float:
-    """Bytes a step of the worker that sent or received most."""
+    """Bytes per step of the worker that sent or received the most."""
     return max(max(answer.sent_bytes, answer.received_bytes) / (len(answer.ends) - 1) for answer in answers)
 
 
@@ -160,7 +160,7 @@ Cells = dict[tuple[str, str], Samples]  # by link and variant
 
 
 class Cast:
-    """The groups of some variants, alive together, of which some may have failed."""
+    """The groups of workers of some variants that are alive together. Groups that fail are removed."""
 
     def __init__(self, model: str, network: Network, plan: Plan, found: Cells):
         self._model, self._network, self._plan, self._found = model, network, plan, found
@@ -169,7 +169,7 @@ class Cast:
 
     @contextlib.contextmanager
     def start(self, variants: Mapping[str, Variant]) -> Iterator[None]:
-        """Starts the groups, trains each a little, and ends them in the end."""
+        """Starts and warms up the groups, and ends them at the end of the block."""
         workers = len(self._network.hosts)
         ports = iter(free_ports(workers * len(variants)))
         with contextlib.ExitStack() as stack:
@@ -184,7 +184,7 @@ class Cast:
             yield
 
     def take_turns(self, link: str, rate: float | None, names: Collection[str], order: random.Random) -> None:
-        """Measures the groups of some names on a link that has been shaped."""
+        """Measures the groups of the given names on the present link."""
         probes = {name: self._probe(name) for name in names if name in self._groups}
         steps = {name: self._steps(seconds) for name, seconds in probes.items()}
         for turn in range(self._plan.rounds):
@@ -212,22 +212,22 @@ class Cast:
             self._errors[name] = f"not tried: failed on {link} ({self._errors[name]})"
 
     def skip(self, link: str, names: Collection[str], why: str) -> None:
-        """Notes that a link could not be measured."""
+        """Records that a link could not be measured."""
         Log.print(f"  {link} failed: {why}")
         for name in names:
             self._found[link, name].end_start(self._plan.rounds, why)
 
     def _probe(self, name: str) -> float:
-        """Seconds of a step."""
+        """Seconds of one step, to plan the size of blocks."""
         answers = self._train(name, alone=False, warmup=1, steps=1)
         return periods(answers)[0] if answers else 1.0
 
     def _steps(self, seconds: float) -> int:
-        """How many steps of so many seconds make a block."""
+        """The number of steps per block if a step takes `seconds`."""
         return max(_MIN_STEPS, min(self._plan.steps, int(self._plan.seconds / seconds)))
 
     def _train(self, name: str, *, timeout_seconds: float = _BLOCK_SECONDS, **order: Any) -> list[Answer]:
-        """What the workers answer; nothing if the group has failed."""
+        """The answers of the workers; none if the group has failed."""
         if name not in self._groups:
             return []
         try:
@@ -242,10 +242,10 @@ class Cast:
 def measure(
     record: Record, model: str, network: Network, variants: Mapping[str, Variant], links: Sequence[str], plan: Plan
 ) -> None:
-    """All variants on all links, for one model and the workers that the network has hosts for.
+    """Measures all variants on all links, for one model and as many workers as the network has hosts.
 
-    What the record holds already is not measured again, but for the reference where others are. It gets each link's
-    rows when they are complete.
+    Rows in the record are not measured again, apart from the reference if others are measured. The rows of a link are
+    added to the record when they are complete.
     """
     workers = len(network.hosts)
     missing = {link: [name for name in variants if not record.has(model, workers, link, name)] for link in links}
@@ -272,12 +272,12 @@ def measure(
 
 
 def alive() -> int:
-    """How many worker processes the memory that is free now can hold."""
+    """The number of worker processes that fit into free memory."""
     return int(free_memory() / _WORKER_BYTES)
 
 
 def casts(missing: Mapping[str, Sequence[str]], with_reference: bool, size: int) -> list[list[str]]:
-    """Variants that are missing on any link, in groups of at most `size`, each group with the reference."""
+    """Groups of at most `size` variants, each with the reference, of all variants that are missing on any link."""
     names = list(dict.fromkeys(name for here in missing.values() for name in here))
     if not with_reference or not names:
         return [names[first : first + size] for first in range(0, len(names), size)]

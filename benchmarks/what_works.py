@@ -1,19 +1,19 @@
-"""What works on 2 workers: Keras 3 and Keras 2 under TensorFlow's own strategy, and Keras 3 under tfdist.
+"""Tests features on 2 workers: Keras 3 and Keras 2 under TensorFlow's strategy, and Keras 3 under tfdist.
 
     python benchmarks/what_works.py                           # 2 to 3 minutes on 2 cores
     python benchmarks/what_works.py --json what_works.json    # with the messages of the errors
     python benchmarks/what_works.py --only Dropout        # by a part of the name; may be repeated
 
-The column of Keras 2 needs `tf_keras`. Each feature is one function that trains a tiny network; the same function
-runs in all columns, and on one device without a strategy, with the same version of Keras, to say what is right. All
-start from the same weights and read the same rows; `jit_compile` is off, as XLA has no collectives on CPUs.
+The column of Keras 2 needs `tf_keras`. Each feature is a function that trains a tiny network. It runs in all columns,
+and for the right result on one device without a strategy, with the same version of Keras. All runs start from the same
+weights and read the same rows. `jit_compile` is off, since XLA has no collectives on CPUs.
 
 A cell is one of
-- "equals one device": to a relative 1e-5 of the largest number of each array, and to the bit on both workers;
-- "works": where one device has nothing to compare with, what the feature is for was found;
-- "wrong: ...": it ran, but did not give that;
+- "equals one device": equal to a relative 1e-5 of the largest number of each array, and bit-identical on both workers;
+- "works": the feature had its intended effect, where a comparison with one device makes no sense;
+- "wrong: ...": it ran, but with another result;
 - "fails: ...": the class of the error. A call that takes over a minute fails with `WorkerTimeoutError`;
-- "not offered": this version of Keras has no such thing;
+- "not offered": this version of Keras does not have the feature;
 - "not installed": this version of Keras is missing.
 """
 
@@ -53,14 +53,14 @@ Arrays = dict[str, list[np.ndarray]]
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A column: a version of Keras, and the module that its strategy comes from, or none for one device."""
+    """A column: a version of Keras, and the module of its strategy, or None for one device."""
 
     title: str
     keras: str
     library: str | None
 
     def make_pool(self) -> WorkerPool:
-        """Processes that have not yet loaded TensorFlow; one where there is no strategy."""
+        """Two processes, or one without a strategy, that have not loaded TensorFlow yet."""
         env = {"KERAS_BACKEND": "tensorflow", "TF_USE_LEGACY_KERAS": str(int(self.keras == "tf_keras"))}
         return WorkerPool(2 if self.library else 1, timeout_seconds=_SECONDS, env=env)
 
@@ -74,13 +74,13 @@ SETUPS = [
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """What is tried, and how its results are judged.
+    """A feature to test, and how its results are judged.
 
     Attributes:
-      run: Takes the module of Keras and the strategy or `None`; returns arrays by what they are, or `None` if this
-        version of Keras has no such feature.
-      judge: Takes the results of all workers and of one device; says what is wrong, or nothing.
-      verdict: What the cell says if nothing is wrong.
+      run: Takes the module of Keras and the strategy, or None. Returns arrays by name, or None if this version of Keras
+        does not have the feature.
+      judge: Takes the results of all workers and of one device. Returns a description of the faults, empty if none.
+      verdict: Text of the cell if there are no faults.
     """
 
     run: Callable[[Any, Any], Arrays | None]
@@ -90,7 +90,7 @@ class Feature:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What came out, and the message of the error if one did."""
+    """The text of a cell, and the message of the error, if any."""
 
     text: str
     detail: str = ""
@@ -99,11 +99,14 @@ class Cell:
 FEATURES: dict[str, Feature] = {}
 
 
-# How results are judged.
+# Functions that judge results.
 
 
 def difference(got: list[np.ndarray], wanted: list[np.ndarray]) -> float:
-    """The largest difference of two lists of arrays, relative to the largest number of each; infinite if unlike."""
+    """The largest difference of two lists of arrays, relative to each array's largest number.
+
+    Infinite if shapes differ or a number is not finite.
+    """
     if [array.shape for array in got] != [array.shape for array in wanted]:
         return np.inf
     if not all(np.isfinite(array).all() for array in [*got, *wanted]):
@@ -113,7 +116,7 @@ def difference(got: list[np.ndarray], wanted: list[np.ndarray]) -> float:
 
 
 def describe(got: list[np.ndarray], wanted: list[np.ndarray]) -> str:
-    """In which way two lists of arrays differ."""
+    """Describes the difference of two lists of arrays."""
     shapes = [[array.shape for array in arrays] for arrays in (got, wanted)]
     if shapes[0] != shapes[1]:
         return f"have shapes {shapes[0]}, not {shapes[1]}"
@@ -123,7 +126,7 @@ def describe(got: list[np.ndarray], wanted: list[np.ndarray]) -> str:
 
 
 def workers_agree(results: list[Arrays], expected: Arrays) -> str:
-    """Whether all workers hold the same bits."""
+    """Describes differences between workers, which must hold the same bits."""
     del expected
     first, *others = results
     faults = [
@@ -136,7 +139,7 @@ def workers_agree(results: list[Arrays], expected: Arrays) -> str:
 
 
 def equals_one_device(results: list[Arrays], expected: Arrays) -> str:
-    """Whether all workers hold the same bits, and what one device holds."""
+    """Describes differences from one device, or else between workers."""
     first = results[0]
     faults = [
         f"{name} {describe(first[name], wanted)}"
@@ -147,7 +150,7 @@ def equals_one_device(results: list[Arrays], expected: Arrays) -> str:
 
 
 def workers_differ(results: list[Arrays], expected: Arrays) -> str:
-    """Whether each worker holds something else."""
+    """Describes arrays that are equal on workers although they must differ."""
     del expected
     first, *others = results
     return ", ".join(f"same {name}" for other in others for name in first if not difference(other[name], first[name]))
@@ -161,7 +164,7 @@ def feature(name: str, judge=equals_one_device, verdict: str = "equals one devic
     return add
 
 
-# What features are made of. From here: run in the workers.
+# Helpers of the features. The code below runs in the workers.
 
 
 def scope_of(strategy):
@@ -169,14 +172,14 @@ def scope_of(strategy):
 
 
 def make_rows(rows: int = _STEPS * _BATCH) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of unlike mean, so that a step on the wrong share shows."""
+    """Rows with different means, so that a step on the wrong share changes the result."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, _COLUMNS)) + np.linspace(-1, 1, rows)[:, None]
     return x.astype("float32"), rng.integers(0, _CLASSES, rows)
 
 
 def make_model(keras, *hidden, columns: int = _COLUMNS):
-    """A network that starts with the same weights everywhere."""
+    """A network with equal initial weights in all processes."""
     hidden = hidden or (keras.layers.Dense(5, activation="tanh"),)
     model = keras.Sequential([keras.Input((columns,)), *hidden, keras.layers.Dense(_CLASSES)])
     rng = np.random.default_rng(1)
@@ -345,7 +348,7 @@ def run_feature(name: str, setup: Setup) -> Arrays | None:
     return FEATURES[name].run(keras, strategy)
 
 
-# From here: run in the process that was started.
+# The code below runs in the process that the user starts.
 
 
 def try_feature(name: str, setup: Setup, pool: WorkerPool, expected: Arrays | None) -> Cell:

@@ -28,10 +28,10 @@ from keras import layers
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("steps", 500, "Training steps.", 1)
-flags.DEFINE_integer("batch_size", 32, "Rows in a step, over all workers together.", 1)
-flags.DEFINE_integer("context", 64, "Characters that the model sees.", 1)
+flags.DEFINE_integer("batch_size", 32, "Rows per step on all workers together.", 1)
+flags.DEFINE_integer("context", 64, "Number of characters in the model's input.", 1)
 flags.DEFINE_integer("width", 128, "Size of a character's vector, a multiple of 4.", 4)
-flags.register_validator("width", lambda width: width % 4 == 0, "is split among 4 heads: give a multiple of 4")
+flags.register_validator("width", lambda width: width % 4 == 0, "must be a multiple of 4, the number of heads")
 flags.DEFINE_integer("blocks", 2, "Transformer blocks.", 1)
 flags.DEFINE_integer("seed", 0, "Seed of the weights and of the order of the data.")
 
@@ -39,21 +39,21 @@ VOCABULARY = 128  # ASCII
 
 
 def read_text(size: int = 500_000) -> np.ndarray:
-    """The first `size` ASCII characters of the standard library, its modules in the order of their names."""
+    """The first `size` ASCII characters of the standard library, with modules sorted by name."""
     modules = sorted(pathlib.Path(os.__file__).parent.glob("[a-z]*.py"))
     text = "".join(module.read_text(encoding="utf-8") for module in modules)
     return np.frombuffer(text.encode("ascii", "ignore")[:size], np.uint8)
 
 
 def windows(text: np.ndarray) -> tf.data.Dataset:
-    """Pairs (characters, the characters that follow them), each int32 of shape [context]."""
+    """Pairs of inputs and next characters, each int32 of shape [context]."""
     length = FLAGS.context + 1
     rows = text[: len(text) // length * length].reshape(-1, length).astype(np.int32)
     return tf.data.Dataset.from_tensor_slices((rows[:, :-1], rows[:, 1:]))
 
 
 def unigram_entropy(text: np.ndarray) -> float:
-    """The loss, in nats per character, of a model that knows only how frequent each character is."""
+    """The loss, in nats per character, of a model that only knows the frequency of each character."""
     frequency = np.bincount(text, minlength=VOCABULARY) / len(text)
     frequency = frequency[frequency > 0]
     return float(-(frequency * np.log(frequency)).sum())
@@ -102,7 +102,7 @@ def main(_) -> None:
         )
 
     model.fit(train, steps_per_epoch=FLAGS.steps, verbose="auto" if chief else 0)
-    # Every worker evaluates its share; the result is that of all.
+    # Each worker evaluates its share, and gets the result for the whole data.
     loss = model.evaluate(validation, verbose=0)
 
     if chief:

@@ -1,4 +1,4 @@
-"""What the examples share: how they choose a strategy, and how workers share a dataset."""
+"""Code shared by the examples: chooses a strategy, and batches a dataset."""
 
 import os
 
@@ -11,7 +11,7 @@ flags.DEFINE_integer("devices", 0, "Virtual CPU devices to train on without TF_C
 
 
 def make_strategy() -> tf.distribute.Strategy:
-    """One worker of many where TF_CONFIG says so, else the devices of this machine. Call it before anything else."""
+    """A strategy for several workers if TF_CONFIG is set, else for the devices of this machine. Call it first."""
     if os.environ.get("TF_CONFIG"):
         return tfdist.MultiWorkerMirroredStrategy()
     devices = flags.FLAGS.devices
@@ -28,20 +28,20 @@ def is_chief(strategy: tf.distribute.Strategy) -> bool:
 
 
 def batches(dataset: tf.data.Dataset, batch_size: int, seed: int | None = None) -> tf.data.Dataset:
-    """Batches of `batch_size` over all workers together, shuffled where a seed is given."""
+    """Global batches of `batch_size` rows, shuffled if a seed is given."""
     rows = int(dataset.cardinality())  # negative if unknown
     if seed is not None and 0 <= rows < batch_size:
         raise app.UsageError(
-            f"Training drops what does not fill a batch: of {rows} rows, --batch_size {batch_size} leaves none. Give a "
-            "smaller one."
+            f"--batch_size must be at most the number of rows, {rows}, since training drops incomplete batches, got "
+            f"{batch_size}. Give a smaller one."
         )
     dataset = dataset.cache()
     if seed is not None:
-        # One seed for all workers: each takes its share of the same order, so none is read twice or left out.
+        # All workers use the same seed and take their shares of the same order, so no row is read twice or left out.
         dataset = dataset.shuffle(10_000, seed=seed)
-    # Training drops the last rows of an epoch, so that no replica gets fewer than the others.
+    # Training drops an incomplete last batch, so that all replicas get equal numbers of rows.
     dataset = dataset.batch(batch_size, drop_remainder=seed is not None).prefetch(tf.data.AUTOTUNE)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    options.autotune.enabled = False  # Nothing to tune, and TensorFlow may take long to end the tuner.
+    options.autotune.enabled = False  # There is nothing to tune, and TensorFlow may take long to stop the tuner.
     return dataset.with_options(options)

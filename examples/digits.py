@@ -25,10 +25,10 @@ from common import batches, is_chief, make_strategy
 import tfdist
 
 FLAGS = flags.FLAGS
-flags.DEFINE_enum("dataset", "digits", ["digits", "mnist", "cifar10"], "All but digits need a network once.")
+flags.DEFINE_enum("dataset", "digits", ["digits", "mnist", "cifar10"], "All but digits are downloaded once.")
 flags.DEFINE_integer("epochs", 15, "Passes over the training data.", 1)
-flags.DEFINE_integer("batch_size", 64, "Rows in a step, over all workers together.", 1)
-flags.DEFINE_string("data_dir", None, "Where the dataset is kept. By default ~/tensorflow_datasets.")
+flags.DEFINE_integer("batch_size", 64, "Rows per step on all workers together.", 1)
+flags.DEFINE_string("data_dir", None, "Folder of the dataset. By default ~/tensorflow_datasets.")
 flags.DEFINE_integer("seed", 0, "Seed of the weights and of the order of the data.")
 flags.DEFINE_string("save", None, "Write the trained model to this .keras file.")
 flags.DEFINE_float("min_accuracy", None, "Exit with 1 if the test accuracy stays below this.", 0, 1)
@@ -67,7 +67,7 @@ def main(_) -> None:
         )
 
     model.fit(train, epochs=FLAGS.epochs, validation_data=test, verbose="auto" if chief else 0)
-    # Every worker evaluates its share; the result is that of all.
+    # Each worker evaluates its share, and gets the result for the whole data.
     accuracy = model.evaluate(test, verbose=0, return_dict=True)["accuracy"]
 
     if chief:

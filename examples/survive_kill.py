@@ -1,9 +1,9 @@
-"""A worker is killed in the middle of training, and the weights are those of a run in which nothing happened.
+"""Kills a worker during training, and shows that the final weights equal those of an undisturbed run.
 
 2 workers on this machine, one of which kills itself (a minute on 2 cores):
     tfdist run --workers 2 examples/survive_kill.py
 
-Any other, by hand: give --kill_step -1, and `kill -9` one of the processes while it trains, as often as you like.
+To kill workers by hand, give --kill_step -1 and `kill -9` a process while it trains, as often as you like.
 """
 
 import os
@@ -22,13 +22,13 @@ BATCH_SIZE = 64
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("epochs", 3, "Passes over the training data.", 1)
 flags.DEFINE_integer("kill_step", 40, "The step in which the last worker kills itself, once; -1: never.")
-flags.DEFINE_integer("save_steps", 10, "Steps between two saves: what a failure can cost.", 1)
-flags.DEFINE_string("data_dir", None, "Where the dataset is kept. By default ~/tensorflow_datasets.")
-flags.DEFINE_string("backup_dir", None, "Where backups go, on a disk of all workers. By default the folder of the run.")
+flags.DEFINE_integer("save_steps", 10, "Steps between two saves; a failure repeats at most so many steps.", 1)
+flags.DEFINE_string("data_dir", None, "Folder of the dataset. By default ~/tensorflow_datasets.")
+flags.DEFINE_string("backup_dir", None, "Folder of backups, on a shared disk. By default the folder of the run.")
 
 
 class KillOnce(keras.callbacks.Callback):
-    """Ends this process in a step, without a word, if it is the last worker and was not started again."""
+    """Kills this process at a step, if it is the last worker, in the first attempt only."""
 
     def __init__(self, last: bool):
         super().__init__()
@@ -36,7 +36,7 @@ class KillOnce(keras.callbacks.Callback):
         self._steps = 0
 
     def on_train_batch_end(self, batch, logs=None):
-        """Counts, and kills."""
+        """Counts steps, and kills the process at `--kill_step`."""
         self._steps += 1
         if self._armed and self._steps == FLAGS.kill_step:
             print(f"step {self._steps}: kill -9 {os.getpid()}", flush=True)
@@ -44,14 +44,14 @@ class KillOnce(keras.callbacks.Callback):
 
 
 def train(strategy, digits, labels, callbacks=(), verbose=0) -> list[np.ndarray]:
-    """The weights after training, which depend on nothing but the seeds."""
+    """Trains a model and returns its weights, which depend on the seeds only."""
     keras.utils.set_random_seed(0)
     with strategy.scope():
         layers = [keras.layers.Dense(128, activation="relu"), keras.layers.Dropout(0.2), keras.layers.Dense(10)]
         model = keras.Sequential([keras.Input(digits.shape[1:]), *layers])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
-    # Equal shares: who trains on which row decides how sums are rounded.
+    # Equal shares, since the assignment of rows to workers changes the rounding of sums.
     rows = tfdist.data.BalancedSharding((digits, labels), global_batch_size=BATCH_SIZE, seed=0, policy="equal")
     model.fit(
         strategy.distribute_datasets_from_function(rows),
@@ -76,7 +76,7 @@ def main(_) -> None:
     steps = FLAGS.epochs * -(-len(labels) // BATCH_SIZE)
     if FLAGS.kill_step != -1 and ("TFDIST_ATTEMPT" not in os.environ or not 1 <= FLAGS.kill_step <= steps):
         raise app.UsageError(
-            f"Nobody would be killed: that takes `tfdist run`, and a --kill_step of the {steps} steps; got "
+            f"No worker would be killed: that needs `tfdist run` and a --kill_step of at most {steps} steps, got "
             f"{FLAGS.kill_step}. Give a smaller one or more --epochs, or --kill_step -1 for no kill."
         )
     backup_dir = FLAGS.backup_dir or pathlib.Path(os.environ.get("TFDIST_RUN_DIR", "."), "backup")

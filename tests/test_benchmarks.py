@@ -394,7 +394,7 @@ def test_a_batch_that_is_never_full_is_refused():
 
     rows = tf.data.Dataset.range(10)
     assert [len(common.batches(rows, size, seed)) for size, seed in ((10, 0), (11, None))] == [1, 1]
-    with pytest.raises(app.UsageError, match="of 10 rows, --batch_size 11 leaves none"):
+    with pytest.raises(app.UsageError, match=r"at most the number of rows, 10, .* got 11"):
         common.batches(rows, 11, seed=0)
 
 
@@ -425,7 +425,7 @@ def run(*flags, **environ):
 @pytest.mark.parametrize(
     ("benchmark", "flag", "words"),
     [
-        ("drill", "--signals=kill", "takes KILL and STOP, or CUT"),
+        ("drill", "--signals=kill", "must be KILL and STOP, or CUT"),
         pytest.param("convergence", "--codecs=none,int9", "got 'int9'", marks=pytest.mark.exhaustive),
     ],
 )

@@ -1,4 +1,4 @@
-"""The worker processes of one variant: started on their hosts, told what to do, ended whatever happens."""
+"""The worker processes of one variant: starts them on their hosts, gives them orders, and ends them in any case."""
 
 import contextlib
 import ctypes
@@ -18,21 +18,21 @@ from benchmarks.peers.messages import Answer, Failure, Order
 from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec
 from tfdist.launch.group import describe_exit
 
-# What one worker computes on one thread leaves the other its core.
+# A worker computes on one thread, so that the other worker has a core too.
 THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2", "OMP_NUM_THREADS": "1"}
 
 _ROOT = pathlib.Path(__file__).parents[2]
-_GRACE_SECONDS = 2.0  # after the first failure, for another that may hold its cause
+_GRACE_SECONDS = 2.0  # Time after the first failure in which another worker may report its cause.
 _MESSAGE_LENGTH = 240
 _PR_SET_PDEATHSIG = 1
 _NICE = -15
-_LIBC = ctypes.CDLL(None)  # loaded here, since between fork and exec little may be done
-# What a worker raises because another one failed.
+_LIBC = ctypes.CDLL(None)  # Loaded here, since few operations are safe between fork and exec.
+# Parts of errors that a worker raises because another one failed.
 _CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError", "Connection closed by peer")
 
 
 class GroupError(RuntimeError):
-    """A group of workers failed or was too late; the message is one line, `details` what it printed."""
+    """A group of workers failed or missed its deadline. The message is one line; `details` is the workers' output."""
 
     def __init__(self, message: str, details: str = ""):
         super().__init__(message)
@@ -40,19 +40,19 @@ class GroupError(RuntimeError):
 
 
 class Host(Protocol):
-    """A machine that runs a worker; `benchmarks.netlab` makes such."""
+    """A machine that runs a worker, such as a host of `benchmarks.netlab`."""
 
     address: str
     interface: str
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """What to run here to run `argv` there."""
+        """The command that runs `argv` on the host."""
 
 
 class _Worker:
     def __init__(self, host: Host, spec: ClusterSpec):
         self.output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
-        # What TensorFlow writes to remove it at exit stays: workers end at once.
+        # For temporary files that TensorFlow would remove at exit: workers are killed before that.
         self._folder = tempfile.TemporaryDirectory(prefix="tfdist-benchmark-", ignore_cleanup_errors=True)
         self.connection, remote = Pipe()
         environ = {
@@ -110,13 +110,13 @@ class _Worker:
 
 
 class Group:
-    """Workers that train one model in one way, one on each host. Use it in the main thread, as a context manager.
+    """Workers of one variant, one on each host. Use it in the main thread, as a context manager.
 
     Args:
-      hosts: Where the workers run.
+      hosts: The hosts of the workers.
       ports: A free TCP port on each host.
       peer: The module of this folder that trains.
-      options: What its `prepare` takes beside the model.
+      options: Further arguments of its `prepare`.
     """
 
     def __init__(self, hosts: Sequence[Host], ports: Sequence[int], peer: str, options: dict[str, Any]):
@@ -143,22 +143,22 @@ class Group:
 
         Args:
           model: A name in `MODELS`.
-          alone: Whether each worker trains by itself, with nothing to exchange.
-          warmup: Steps before those that count, at least 1.
-          steps: Steps that count.
-          timeout_seconds: When to give up.
+          alone: Whether each worker trains alone, without an exchange.
+          warmup: Number of steps before those that count, at least 1.
+          steps: Number of steps that count.
+          timeout_seconds: Deadline of all workers, in seconds.
 
         Returns:
-          One answer a worker.
+          One answer per worker.
 
         Raises:
-          GroupError: If a worker failed or was late. The group is ended.
+          GroupError: If a worker failed or missed the deadline. All workers are ended.
         """
         deadline = time.monotonic() + timeout_seconds
         order = Order(self._peer, self._options, model, alone, warmup, steps)
         try:
             for worker in self._workers:
-                with contextlib.suppress(OSError):  # it is gone; `receive` says how
+                with contextlib.suppress(OSError):  # If the worker has ended, `receive` reports how.
                     worker.connection.send(order)
             answers, failures = self._gather(deadline)
             if failures:
@@ -203,17 +203,17 @@ def _one_line(text: str) -> str:
 
 
 def _last_words(printed: str) -> str:
-    """The line that says most: the last with an error in it, else the last."""
+    """The most informative line: the last one with an error, else the last one."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     telling = [line for line in lines if "rror" in line or "what()" in line]
     return (telling or lines or ["it printed nothing"])[-1]
 
 
 def _go_first(pid: int) -> None:
-    """Runs a new process before other programs, whose load is not what is measured; without root nothing changes."""
+    """Raises the priority of a new process, so that other load disturbs it less. Without root it has no effect."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, _NICE)
-        # The kernel may weigh sessions against each other, and a process's priority within its session only.
+        # With autogroups the kernel divides time between sessions, and a process's priority only counts in its session.
         pathlib.Path(f"/proc/{pid}/autogroup").write_text(str(_NICE))
 
 

@@ -1,4 +1,4 @@
-"""Keras 2 (`tf_keras`) `fit` under TensorFlow's own MultiWorkerMirroredStrategy: what works today without tfdist."""
+"""Keras 2 (`tf_keras`) `fit` under TensorFlow's own MultiWorkerMirroredStrategy, which works without tfdist."""
 
 import functools
 

@@ -25,7 +25,7 @@ class _Ticks(keras.callbacks.Callback):
 
 
 def prepare(model, alone, codec=None):
-    # Made even if not used: who trains alone shall do so in the same surroundings.
+    # Make the strategy even if it is not used, so that training alone runs under the same conditions.
     strategy = _strategy(codec)
     strategy = tf.distribute.get_strategy() if alone else strategy
     keras.utils.set_random_seed(0)

@@ -1,6 +1,6 @@
-"""A custom loop with Keras 3, as TensorFlow's guide writes it, under TensorFlow's strategy or tfdist's.
+"""A custom loop with Keras 3, as in TensorFlow's guide, under TensorFlow's strategy or tfdist's.
 
-Only the strategy differs, so what differs in time and traffic is the strategy's collectives.
+Only the strategy differs, so differences in time and traffic are due to its collectives.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What the processes of a benchmark say to each other."""
+"""Messages between the processes of a benchmark."""
 
 import dataclasses
 import itertools
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """What a worker shall do: train `steps` steps that count, after `warmup` that do not."""
+    """An order to a worker: train `steps` steps that count, after `warmup` steps that do not."""
 
     peer: str
     options: tuple[tuple[str, Any], ...]
@@ -19,12 +19,13 @@ class Order:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """When each step ended, and what the interface carried meanwhile.
+    """The times at which steps ended, and the traffic of the interface.
 
     Attributes:
-      ends: By the monotonic clock of the machine, which all its processes share; first when the first step began.
-      sent_bytes: In all steps.
-      received_bytes: Alike.
+      ends: When the first step began, and when each step ended, by the machine's monotonic clock, which all processes
+        share.
+      sent_bytes: Bytes sent in all steps.
+      received_bytes: Bytes received in all steps.
     """
 
     ends: list[float]
@@ -33,13 +34,13 @@ class Answer:
 
     @property
     def step_seconds(self) -> list[float]:
-        """What each step took this worker."""
+        """Seconds of each step on this worker."""
         return [after - before for before, after in itertools.pairwise(self.ends)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What a worker raised, in a line, and its traceback."""
+    """An exception of a worker: its summary in one line, and its traceback."""
 
     summary: str
     trace: str

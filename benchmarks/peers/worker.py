@@ -1,4 +1,4 @@
-"""A worker process of a benchmark: takes orders to train some steps, answers with times and bytes.
+"""A worker process of a benchmark: trains as ordered, and answers with times and bytes.
 
     python -m benchmarks.peers.worker <file descriptor>
 
@@ -6,7 +6,7 @@ The starter (`group.py`) holds the other end of the socket. A peer is a module w
 
     prepare(model: str, alone: bool, **options) -> train,    train(steps, tick)
 
-where `train` calls `tick()` when a step has ended and its loss was read. `alone`: no exchange, one worker by itself.
+where `train` calls `tick()` after each step, once its loss was read. If `alone`, workers train without an exchange.
 """
 
 import functools
@@ -24,7 +24,7 @@ from benchmarks.peers.messages import Answer, Failure, Order
 
 
 class _Meter:
-    """Notes the time and the interface's counters at the end of each step."""
+    """Records the time and the interface's counters at the end of each step."""
 
     def __init__(self, interface: str):
         folder = pathlib.Path("/sys/class/net", interface, "statistics")
@@ -36,7 +36,7 @@ class _Meter:
         self._marks.append((time.monotonic(), sent, received))
 
     def answer(self, steps: int) -> Answer:
-        """The last `steps` steps."""
+        """The measurements of the last `steps` steps."""
         marks = self._marks[-steps - 1 :]
         return Answer([mark[0] for mark in marks], marks[-1][1] - marks[0][1], marks[-1][2] - marks[0][2])
 
@@ -63,7 +63,7 @@ def main() -> None:
             try:
                 order = connection.recv()
             except (EOFError, ConnectionResetError):
-                os._exit(0)  # TensorFlow's own farewell can wait for peers that are gone
+                os._exit(0)  # TensorFlow's shutdown can wait for peers that have ended.
             try:
                 connection.send(_follow(order))
             except Exception as error:
