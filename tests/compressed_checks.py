@@ -1,4 +1,4 @@
-"""What the tests of compressed training run in worker processes."""
+"""Functions that the tests of compressed training run in worker processes."""
 
 import functools
 import gc
@@ -15,7 +15,7 @@ import tfdist
 from keras_features import outcome, start_anew, strategy_of
 from tfdist import compression
 
-# Small enough to test with, and every tensor that has more than one row is compressed.
+# Options for small models: every tensor with more than one row is compressed.
 CODECS = {
     "float16": compression.Float16(min_elements=20, block_size=32),
     "bfloat16": compression.BFloat16(min_elements=20),
@@ -27,7 +27,7 @@ CODECS = {
     "powersgd": compression.PowerSGD(2, min_elements=20),
     "late": compression.Int8(min_elements=20, block_size=16, start_step=3),
 }
-# Of one training: the kernels of the model travel each in another way.
+# Codecs of one training: each kernel of the model has another codec.
 MIXTURES = {
     "words": (CODECS["int8"], CODECS["float16"], CODECS["sign"], CODECS["bfloat16"]),
     "others": (CODECS["topk"], CODECS["powersgd"], CODECS["topk_momentum"], CODECS["int4"]),
@@ -74,14 +74,14 @@ def build(strategy, accumulate=None, policy="float32", **compile_options):
 
 @functools.cache
 def policy(name):
-    """The codec, or for each kernel the next codec of a mixture."""
+    """The codec of that name, or a policy that gives each kernel the next codec of a mixture."""
     if name in CODECS:
         return CODECS[name]
     return lambda shape, dtype, position: MIXTURES[name][position // 2] if shape.rank == 2 else None
 
 
 def train(placement, codec, mode="plain", epochs=5):
-    """Weights after training, and whether all replicas hold the same bits; 50 steps by default."""
+    """Trains, for 50 steps by default. Returns weights, whether all replicas hold the same bits, and bytes sent."""
     strategy = strategy_of(placement, policy(codec))
     model = build(strategy, **MODES[mode])
     x, y = data()
@@ -95,13 +95,13 @@ def train(placement, codec, mode="plain", epochs=5):
 
 
 def unbroken_and_resumed(placement, codec, folder):
-    """Weights of 4 epochs, and of 2 and 2 with a restart of everything between."""
+    """Weights after 4 epochs, and after 2 and 2 epochs with a restart in between."""
     x, y = data()
     results = []
     for epochs in ([4], [2, 2]):
         path = None
         for part in epochs:
-            # A new strategy: what it keeps comes from the checkpoint alone.
+            # A new strategy, so that its state comes from the checkpoint only.
             strategy_of.cache_clear()
             strategy = strategy_of(placement, policy(codec))
             worker = 0 if placement.startswith("1x") else strategy.cluster_resolver.task_id
@@ -116,7 +116,7 @@ def unbroken_and_resumed(placement, codec, folder):
 
 
 def handed_on(codec):
-    """What three replicas have left behind; and what one that takes it over, and then two, say they have."""
+    """States of three replicas, of one replica that takes them over, and of two replicas that take over those."""
     x, y = data(BATCH)
     states = []
     for devices in (3, 1, 2):
@@ -126,14 +126,14 @@ def handed_on(codec):
             strategy.communication.redistribute(states[-1:])
             states.append(strategy.communication.state())
         model.fit(x, y, batch_size=BATCH, verbose=0)
-        if devices == 2:  # Now there is somewhere to put it.
+        if devices == 2:  # The first step has made the exchange, which can take the states now.
             strategy.communication.redistribute(states[-1:])
         states.append(strategy.communication.state())
     return states
 
 
 def residuals_of_a_later_phase(folder):
-    """Norms of residuals and counts after two steps under a second optimizer; also of a run that resumes amid them."""
+    """Norms of residuals and counts after two steps with a second optimizer, without and with a restart in between."""
     x, y = data(BATCH)
     kept = []
     for phases in ([False, True], [True]):
@@ -159,9 +159,10 @@ def residuals_of_a_later_phase(folder):
 
 
 def exchanged(placement, codec, gradients, factors):
-    """Sums of `gradients`, a list for each replica, as an optimizer exchanges them; and what is kept.
+    """Sums of `gradients`, a list per replica, as an optimizer exchanges them; and the states after each step.
 
-    Each step multiplies them by another of `factors`. NaN instead of one stands for 1 and a NaN on the last replica.
+    Each step multiplies the gradients by the next of `factors`. A factor of NaN means 1, and puts a NaN into one
+    element on the last replica.
     """
     strategy = strategy_of(placement, CODECS[codec])
     with strategy.scope():
@@ -178,7 +179,6 @@ def exchanged(placement, codec, gradients, factors):
         def on_replica():
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             own = [whole[replica] * scale for whole in everyone]
-            # Of one element.
             bad = tf.logical_and(replica == strategy.num_replicas_in_sync - 1, poisoned)
             own[0] = tf.where(bad, tf.tensor_scatter_nd_update(own[0], [[0] * own[0].shape.rank], [factor]), own[0])
             optimizer.apply(own, variables)
@@ -196,7 +196,7 @@ def exchanged(placement, codec, gradients, factors):
 
 
 def refusal_of(call):
-    """What a call that raises says."""
+    """The class and message of the error that a call raises, or None."""
     try:
         call()
     except Exception as error:
@@ -205,7 +205,7 @@ def refusal_of(call):
 
 
 def warnings_of(codec, make_optimizer, kind="dense"):
-    """What is logged when a model trains its first step."""
+    """Messages logged in the first training step of a model."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -225,9 +225,9 @@ def warnings_of(codec, make_optimizer, kind="dense"):
 
 
 def alike_on_all(placement, compressed):
-    """What an eager step adds up if replicas hand in one object: by an optimizer, rows too, and by the user.
+    """Sums in an eager step in which all replicas pass the same object to an optimizer and to `all_reduce`.
 
-    Then what is added up of a tensor outside of steps, which is of the worker, and the workers.
+    Also returns the number of replicas, the sum of a tensor outside of steps, and the number of workers.
     """
     strategy = strategy_of(placement, CODECS["float16"] if compressed else None)
     given, number = tf.ones([40, 30]), tf.constant(3.0)
@@ -238,7 +238,7 @@ def alike_on_all(placement, compressed):
         optimizer.build(variables)
 
     def step():
-        own = given * 1.0  # An object for each replica.
+        own = given * 1.0  # another object on each replica
         optimizer.apply([given, own, rows], variables)
         return tf.distribute.get_replica_context().all_reduce("SUM", number)
 
@@ -259,7 +259,7 @@ class OptingOut(keras.Sequential):
 
 
 def opt_outs_that_would_do_nothing():
-    """What `uncompressed` says around a step, one of Keras, a scope and a `fit`; and in a step without a strategy."""
+    """Errors of `uncompressed` around `run`, `train_on_batch`, `scope` and `fit`; and in a step without a strategy."""
     strategy = strategy_of("1x2", CODECS["int8"])
     model = build(strategy)
     x, y = data(BATCH)
@@ -282,7 +282,7 @@ def opt_outs_that_would_do_nothing():
 
 
 def mistakes_of_a_first_step(mistake):
-    """What the first step says of what only it can see."""
+    """The error that the first step raises for a mistake that cannot be found earlier."""
     policies = {"kind": lambda *gradient: 8, "name": lambda *gradient: "int9"}
     strategy = tfdist.MirroredStrategy(compression=policies.get(mistake, CODECS["int8"]))
     dtype = tf.bool if mistake == "truths" else tf.float32
@@ -294,14 +294,14 @@ def mistakes_of_a_first_step(mistake):
 
 
 def sent_under_named_codecs():
-    """The ratio of bytes that a policy saves which gives names."""
+    """The compression ratio of a policy that returns names of codecs."""
     strategy = tfdist.MirroredStrategy(compression=lambda shape, *_: "powersgd(1)" if shape.rank == 2 else None)
     build(strategy).fit(*data(BATCH), batch_size=BATCH, verbose=0)
     return strategy.communication.traffic().ratio
 
 
 def residuals_of_the_second_of_two_models(folder, collected):
-    """What the second of two equal models left behind; what it has after a restart; what the first left behind."""
+    """States of the second of two equal models, the same after a restart, and states of the first model."""
     x, y = data(BATCH)
     strategy = tfdist.MirroredStrategy(compression=CODECS["int8"])
     gc.collect()
@@ -323,12 +323,12 @@ def residuals_of_the_second_of_two_models(folder, collected):
     strategy = tfdist.MirroredStrategy(compression=CODECS["int8"])
     model = build(strategy)
     tf.train.Checkpoint(model=model, communication=strategy.communication).read(path).expect_partial()
-    model.train_on_batch(x * np.nan, y)  # which leaves what is kept as it was
+    model.train_on_batch(x * np.nan, y)  # A step with NaN does not change the states.
     return left, strategy.communication.state(), norms[0]
 
 
 def restored_on_other_replicas(codec, folder):
-    """What a checkpoint of three replicas says to two, in two first steps and after one; to three under others."""
+    """Errors of a checkpoint of three replicas, restored on two before and after a step, and with another codec."""
     x, y = data(BATCH)
     said, path = [], None
     for devices, named, early in ((3, codec, None), (2, codec, True), (2, codec, False), (3, "bfloat16", True)):
@@ -341,7 +341,7 @@ def restored_on_other_replicas(codec, folder):
         elif early:
             whole.read(path)
             for _ in range(2):
-                model.make_train_function(force=True)  # What could not be traced once takes no step.
+                model.make_train_function(force=True)  # A function that failed to trace cannot run again.
                 said.append(refusal_of(lambda model=model: model.train_on_batch(x, y)))
         else:
             model.train_on_batch(x, y)
@@ -384,7 +384,7 @@ def what_is_compressed(placement):
 
 
 def memory_of_two_models(placement):
-    """Bytes that codecs keep: with one model, with two, and with the first one gone; and the steps of both."""
+    """Bytes of codec states with one model, with two, and after deleting the first; and the steps of both models."""
     strategy = strategy_of(placement, CODECS["int8"])
     gc.collect()  # models of tests before
     before = strategy.communication.traffic()
@@ -401,7 +401,7 @@ def memory_of_two_models(placement):
 
 
 class LateBack(layers.Layer):
-    """Passes gradients on unchanged, those of the last replica late."""
+    """Passes gradients on unchanged, on the last replica after a delay."""
 
     def __init__(self, seconds):
         super().__init__()
@@ -409,7 +409,7 @@ class LateBack(layers.Layer):
 
     def call(self, x):
         context = tf.distribute.get_replica_context()
-        if context is None:  # Keras asks for the shape.
+        if context is None:  # Keras infers the shape of the output.
             return x
         is_last = context.replica_id_in_sync_group == context.num_replicas_in_sync - 1
 
@@ -427,8 +427,8 @@ class LateBack(layers.Layer):
 
 
 def traffic_with_a_late_replica(placement, codec, kind, late_seconds, steps=3):
-    """What a worker sends in some steps if the last of all replicas has its gradients late; and how late in all."""
-    strategy_of.cache_clear()  # `timed` is set before the first step.
+    """Traffic of some steps in which the gradients of the last replica are late, and the total delay in seconds."""
+    strategy_of.cache_clear()  # `timed` must be set before the first step.
     strategy = strategy_of(placement, policy(codec))
     untimed = strategy.communication.traffic()
     strategy.communication.timed = True
@@ -447,7 +447,7 @@ def traffic_with_a_late_replica(placement, codec, kind, late_seconds, steps=3):
 
 
 def sparse(placement, codec):
-    """Embeddings after training; their gradients are rows."""
+    """Trains an embedding, whose gradients are sparse."""
     strategy = strategy_of(placement, policy(codec))
     keras.utils.set_random_seed(1)
     with strategy.scope():
@@ -463,7 +463,7 @@ def sparse(placement, codec):
 
 
 def updates_of_unlike_lists(placement):
-    """How far one optimizer moves a variable, and one of equal shape, in turn, whose gradients are zeros."""
+    """How far an optimizer moves a variable, and another of equal shape that has zero gradients, in turn."""
     strategy = strategy_of(placement, tfdist.compression.TopK(0.01, min_elements=1))
     with strategy.scope():
         one, other = (keras.Variable(np.zeros((40, 30), "float32")) for _ in range(2))
@@ -481,7 +481,7 @@ def updates_of_unlike_lists(placement):
 
 
 def bytes_of_narrow_rows(placement):
-    """Sent and raw bytes of sparse gradients of one number a row, which a codec would pad to a block."""
+    """Sent and raw bytes of sparse gradients with one number per row, which a codec would pad to a block."""
     strategy = strategy_of(placement, tfdist.compression.Int8(min_elements=1))
     before = strategy.communication.traffic()
     with strategy.scope():
@@ -494,8 +494,8 @@ def bytes_of_narrow_rows(placement):
 
 
 def bytes_of_small_tensors(placement, sizes):
-    """What is counted as sent for an uncompressed exchange of float32 vectors of so many elements, for each alone."""
-    strategy = strategy_of(placement, "powersgd")  # which leaves vectors as they are
+    """The bytes counted for the uncompressed exchange of a float32 vector of each size."""
+    strategy = strategy_of(placement, "powersgd")  # It does not compress vectors.
     sent = []
     for size in sizes:
         with strategy.scope():

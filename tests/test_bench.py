@@ -21,7 +21,7 @@ KIB = 1 << 10
 
 
 def start(directory, *arguments, tf_config=None):
-    """The command in a process of its own."""
+    """Starts the command in a process."""
     (directory / "tmp").mkdir(exist_ok=True)
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     environ |= {"CUDA_VISIBLE_DEVICES": "-1", "TMPDIR": str(directory / "tmp"), "COLUMNS": "100"}
@@ -33,7 +33,7 @@ def start(directory, *arguments, tf_config=None):
 
 
 def finish(*processes):
-    """Exit code, output and errors of each."""
+    """Exit code, output and errors of each process."""
     try:
         ended = [process.communicate(timeout=DEADLINE_SECONDS) for process in processes]
     finally:
@@ -45,19 +45,19 @@ def finish(*processes):
 
 
 def on_two_hosts(directory, *arguments):
-    """The chief's and the other worker's process under hand-written TF_CONFIGs; `arguments` of each."""
+    """The processes of the chief and worker 1, with the TF_CONFIG and `arguments` of each."""
     ports = free_ports(2)
     specs = [ClusterSpec.local(2, index, ports) for index in range(2)]
     return [start(directory, *own, tf_config=spec) for own, spec in zip(arguments, specs, strict=True)]
 
 
 def files(directory):
-    """What was written, but for temporary files."""
+    """Names of the written files, without temporary files."""
     return [path.name for path in directory.iterdir() if path.name != "tmp"]
 
 
 def check_row(row, size):
-    """That a row's figures belong to each other."""
+    """Checks that the numbers of a row are consistent."""
     seconds = row["seconds"]
     assert row["bytes"] == size and row["skipped"] is None
     assert 3 <= row["repetitions"] <= 50
@@ -79,7 +79,7 @@ def test_two_workers_on_this_machine_are_measured(tmp_path):
     for row, size in zip(result["rows"], (1 * KIB, 64 * KIB), strict=True):
         check_row(row, size)
         shown = f"{size // KIB} KiB"
-        assert shown in out and f"none, {shown}:" in err  # in the table, and in the log when it was measured
+        assert shown in out and f"none, {shown}:" in err  # in the table, and in the log at the time of measurement
 
     (expected,) = result["expectations"]
     medians = [row["seconds"]["median"] for row in result["rows"]]
@@ -127,7 +127,7 @@ def test_a_worker_that_never_comes_is_waited_for_until_the_timeout(tmp_path):
 
 
 def check_part_is_told(chief, expected):
-    """That a job which ends after its first row shows it."""
+    """Checks that a job that ends after its first row shows this row."""
     ((code, out, err),) = finish(chief)
     assert code == expected and "1 KB" in out and "Traceback" not in err, err
     result = json.loads((pathlib.Path(chief.args[-1])).read_text())
@@ -136,10 +136,10 @@ def check_part_is_told(chief, expected):
 
 @contextlib.contextmanager
 def after_its_first_row(chief, *others):
-    """Waits for it; kills all processes in the end, at the deadline too, which ends the waiting."""
+    """Waits for the first row of a job. Kills all processes at the end, or at the deadline."""
     with contextlib.ExitStack() as stack:
         for process in (chief, *others):
-            stack.enter_context(process)  # last, as it waits
+            stack.enter_context(process)  # Exits after `kill`, since it waits for the process.
             stack.callback(process.kill)
         late = threading.Timer(DEADLINE_SECONDS, chief.kill)
         stack.callback(late.cancel)
@@ -203,7 +203,7 @@ REFUSALS = {
 
 
 def called(arguments, directory, tf_config=""):
-    """Exit code, output and errors of the command, and whether it has loaded TensorFlow."""
+    """Exit code, output and errors of the command. The exit code is 100 if it has loaded TensorFlow."""
     code = f"""
 import sys
 from tfdist.launch import cli
@@ -320,6 +320,6 @@ def test_a_prediction_follows_the_measured_points():
     measured = rows((1000, 0.001), (2000, 0.002), (10_000, 0.004))
     expected = {10: 0.001, 1000: 0.001, 1500: 0.0015, 6000: 0.003, 10_000: 0.004, 18_000: 0.006}
     assert {size: predict(measured, size) for size in expected} == pytest.approx(expected)
-    # Where the larger size was no slower there is no slope to go on with: its rate stays.
+    # If the larger size was not slower, there is no slope to extrapolate, and its rate is used.
     assert predict(rows((1000, 0.002), (2000, 0.001)), 4000) == pytest.approx(0.002)
     assert predict(rows((1000, 0.002)), 4000) == pytest.approx(0.008)

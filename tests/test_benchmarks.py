@@ -1,4 +1,4 @@
-"""What `benchmarks.train_step` reports, and one short run of it."""
+"""Reports of the benchmarks, and short runs of them."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ from absl import app
 from absl.testing import flagsaver
 
 ROOT = pathlib.Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # benchmarks are not installed; behind all else, since `data` stands there too
+sys.path.append(str(ROOT))  # Benchmarks are not installed. Appended last, since the root also has a folder `data`.
 
 from benchmarks import accuracy, models, netlab, record, report, train_step, turns  # noqa: E402
 from benchmarks.peers.group import Group, GroupError  # noqa: E402
@@ -28,7 +28,7 @@ from launched import eventually  # noqa: E402
 from tfdist.cluster import free_ports  # noqa: E402
 
 RUN_SECONDS = 300
-MARK = "TFDIST_TEST_RUN"  # by which a run's processes are found
+MARK = "TFDIST_TEST_RUN"  # environment variable that marks the processes of a run
 TIMED = report.Row("mlp", 2, "1gbit", "stock", 1e9, None, (0.3, 0.4, 0.5), 0.1, 25e6, (0.4, 0.38), (0.4, 0.38))
 FAILED = report.Row("mlp", 2, "1gbit", "ddp", 1e9, "ImportError: a | b")
 CRASHED = dataclasses.replace(TIMED, variant="ddp+fp16", error="crashed after 1 of 3 rounds: it broke")
@@ -90,7 +90,7 @@ def test_variants_are_held_against_stock_of_the_same_round():
     slower = report.Row("mlp", 2, "1gbit", "tfdist-loop", 1e9, None, (0, 1, 2), 0.1, 25e6, (0.8, 0.4), (0.4, 0.38))
     assert slower.times_stock == pytest.approx(statistics.median([0.4 / 0.8, 0.38 / 0.4]))
     assert (TIMED.times_stock, FAILED.times_stock) == (1.0, None)
-    once = dataclasses.replace(slower, stock_block_seconds=(None, 0.38))  # stock failed in the first
+    once = dataclasses.replace(slower, stock_block_seconds=(None, 0.38))  # stock failed in the first round
     assert once.times_stock == pytest.approx(0.38 / 0.4)
 
 
@@ -131,7 +131,7 @@ def test_what_cannot_be_measured_is_refused_before_work_begins(flag, value, word
 
 
 class FakeGroup:
-    """Trains at once; the groups of `failing`, counted as they are made, fail after so many blocks."""
+    """Trains in no time. The groups whose numbers are in `failing` fail after `blocks` blocks."""
 
     failing = ()
     blocks = 0
@@ -158,7 +158,7 @@ class FakeGroup:
 
 
 def measured(monkeypatch, links, plan, failing, blocks=0):
-    """The rows of one variant whose groups fail so."""
+    """The rows of one variant with the given failures of its groups."""
     monkeypatch.setattr(turns, "Group", FakeGroup)
     for name, value in {"failing": failing, "blocks": blocks, "made": 0}.items():
         monkeypatch.setattr(FakeGroup, name, value)
@@ -238,7 +238,7 @@ def test_record_sets_aside_what_is_none(tmp_path, text):
 
 
 def test_record_does_not_go_on_with_another_tree(tmp_path, monkeypatch):
-    """Which is known by what differs from the commit, in code that is measured."""
+    """A tree with uncommitted changes of measured code counts as another tree."""
     tree = tmp_path / "tree"
     (tree / "benchmarks").mkdir(parents=True)
     git = ["git", "-C", str(tree), "-c", "user.name=a", "-c", "user.email=a@b"]
@@ -256,7 +256,7 @@ def test_record_does_not_go_on_with_another_tree(tmp_path, monkeypatch):
         rows.add({"name": "a"})
         return known
 
-    assert (goes_on(), goes_on()) == (False, True)  # its own file does not count
+    assert (goes_on(), goes_on()) == (False, True)  # The result file itself does not count as a change.
     assert "+dirty" not in record.describe_commit()
     for path, text in ((code, "2"), (code, "3"), (tree / "benchmarks" / "b.py", "4")):
         path.write_text(text)
@@ -467,7 +467,7 @@ def test_short_run_in_the_lab_reports_all_and_leaves_nothing(tmp_path):
     ]
     for row in rows:
         assert row.link_bits_per_second == pytest.approx(200e6, rel=0.1)
-        # What a step must send: the rows of the batch that the embedding has, to one other worker.
+        # A step must send at least the embedding rows of its batch, to one other worker.
         assert row.bytes_per_step > 4 * models.ITEM_WIDTH * models.ITEMS_PER_ROW * models.MODELS["embedding"].batch_size
         assert row.compute_seconds > 0 and row.over_floor > 0.5
     assert list(tmp_path.iterdir()) == [path]
@@ -485,7 +485,7 @@ def test_a_drill_ends_as_the_unbroken_run(flags):
         try:
             out, _ = process.communicate(timeout=RUN_SECONDS)
         finally:
-            process.terminate()  # which ends what it started
+            process.terminate()  # It ends its child processes.
     assert process.returncode == 0 and "equal to" in out, out
     assert not children_left()
 
@@ -504,7 +504,7 @@ def test_ended_run_leaves_no_workers(signum, code, tmp_path):
 
 
 def children_left():
-    """Workers that this test run started."""
+    """Process ids of the benchmark workers that this test run has started."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         try:

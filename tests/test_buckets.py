@@ -1,4 +1,4 @@
-"""How gradients are laid into buckets."""
+"""Distribution of gradients over buckets."""
 
 import random
 
@@ -19,7 +19,7 @@ def test_a_small_model_leaves_in_two_buckets_the_first_as_soon_as_it_is_half(see
     sizes = [draw.choice([1, 10, 100, 500]) for _ in range(draw.randint(2, 12))]
     first, *rest = laid_out(sizes)
     assert len(rest) <= 1
-    if sum(sizes) * 1024 > BUCKET_BYTES // 2:  # Below, the least size of a bucket counts.
+    if sum(sizes) * 1024 > BUCKET_BYTES // 2:  # For smaller models the least size of a bucket counts.
         assert 2 * sum(sizes[i] for i in first) >= sum(sizes)
         assert 2 * sum(sizes[i] for i in first if i != min(first)) < sum(sizes), sizes
 

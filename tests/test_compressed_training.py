@@ -22,7 +22,7 @@ def assert_agree(workers):
         assert np.all(np.isfinite(weight))
 
 
-# What meets the exchange in a way of its own; the others are `exhaustive`.
+# Rows that use the exchange in a special way. The other rows are marked `exhaustive`.
 REPRESENTATIVE = (
     "gradients_accumulated_eagerly",
     "input_last_batch_of_one_row",
@@ -42,10 +42,10 @@ def test_every_keras_feature_under_int8(name, pools, tmp_path):
 def assert_learns(workers):
     assert workers[0]["sent_bytes"] < workers[0]["raw_bytes"]
     losses = workers[0]["history"]["loss"]
-    assert min(losses) < 0.8 * losses[0]  # The last may be larger, at a rate at which uncompressed losses rise, too.
+    assert min(losses) < 0.8 * losses[0]  # The last loss may be larger: the rate is so high that losses rise later.
 
 
-@pytest.mark.exhaustive  # of mixtures of all codecs it is asked below
+@pytest.mark.exhaustive  # Mixtures of all codecs are tested below.
 @pytest.mark.parametrize("codec", ["float16", "sign", "topk_momentum", "powersgd"])
 def test_it_learns(codec, pools):
     workers = pools("1x2").run(checks.train, "1x2", codec)
@@ -56,7 +56,7 @@ def test_it_learns(codec, pools):
 
 @pytest.fixture(scope="session")
 def trained(pools):
-    """`trained(placement, mixture)` gives what each worker has after 50 steps; trained once."""
+    """`trained(placement, mixture)` returns the results of each worker after 50 steps. Trains once."""
     return functools.cache(lambda placement, mixture: pools(placement).run(checks.train, placement, mixture))
 
 
@@ -94,7 +94,7 @@ def test_devices_are_the_rehearsal_of_workers(workers, devices, mixture, trained
     [
         ("1x2", "others", "steps_per_execution"),
         *(("1x2", "int8", mode) for mode in ("accumulation", "mixed_float16", "functions_eagerly")),
-        # Of these, `run_eagerly` above and mixed_float16 are.
+        # Variants of modes that are tested above.
         *(
             pytest.param("1x2", "others", mode, marks=pytest.mark.exhaustive)
             for mode in ("eager", "functions_eagerly", "mixed_bfloat16")
@@ -115,7 +115,7 @@ def test_modes_of_keras(placement, codec, mode, pools):
 @pytest.mark.parametrize(
     ("placement", "mixture"),
     [
-        ("1x2", "others"),  # all kinds of state
+        ("1x2", "others"),  # has all kinds of states
         *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("1x2", "words"), ("2x2", "late"))),
     ],
 )
@@ -165,14 +165,14 @@ def gradients(replicas=3, scale=1.0):
     ]
 
 
-# The factors of an exchange that lives through everything: nothing to send, gradients, a NaN, gradients.
+# Factors of the gradients in each step: zeros, gradients, a NaN, gradients.
 ZEROS, NAN, STEPS = (0, 1), 3, 60
 LIFE = [0.0, 0.0, 1.0, float("nan"), *[1.0] * (STEPS - 4)]
 
 
 @pytest.fixture(scope="session")
 def lived(pools):
-    """`lived(placement, codec, scale)` gives what each worker exchanged and kept in each step of `LIFE`; run once."""
+    """`lived(placement, codec, scale)` returns sums and states of each worker in each step of `LIFE`. Runs once."""
 
     @functools.cache
     def live(placement, codec, scale):
@@ -183,7 +183,7 @@ def lived(pools):
 
 
 def test_the_last_elements_of_a_tensor_are_not_delayed_by_its_padding(pools):
-    ones = [np.ones([33], np.float32)]  # a block of 32, and one more
+    ones = [np.ones([33], np.float32)]  # a block of 32 and one more element
     moved, _ = pools("1x3").run(checks.exchanged, "1x3", "sign", [ones] * 3, [1.0] * 20)[0]
 
     np.testing.assert_allclose(np.sum([step[0][0] for step in moved], axis=0), 3 * 20, rtol=1e-3)
@@ -207,7 +207,7 @@ def test_nothing_is_lost_only_delayed(codec, scale, lived):
     for position, same in enumerate(zip(*gradients(scale=np.float32(scale)), strict=True)):
         total = np.sum([moved[step][position][0] for step in given], axis=0, dtype=np.float64)
         wanted = len(given) * np.sum(same, axis=0, dtype=np.float64)
-        # What is still delayed is bounded, whatever the number of steps.
+        # The residual stays bounded for any number of steps.
         assert np.linalg.norm(total - wanted) < 0.2 * np.linalg.norm(wanted)
 
 
@@ -353,7 +353,7 @@ def test_rows_that_a_codec_would_make_longer_travel_as_they_are(pools):
 
 @pytest.mark.parametrize("placement", ["1x4", "3x1"])
 def test_what_is_sent_whole_is_counted_whole(pools, placement):
-    others, replicas = (3, 4) if placement == "1x4" else (2, 1)  # Replicas of a worker.
+    others, replicas = (3, 4) if placement == "1x4" else (2, 1)  # replicas per worker
     small, large = pools(placement).run(checks.bytes_of_small_tensors, placement, [1000, 120_000])[0]
     assert small == replicas * others * 4000
     assert large == replicas * 2 * others / (others + 1) * 480_000

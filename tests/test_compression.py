@@ -1,4 +1,4 @@
-"""One table of codecs, one of ways to run them, and what holds for all."""
+"""Properties of all codecs, in all modes of execution: eager, graph and compiled."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ from tfdist.strategies.policy import policy_of
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A codec, how often fewer bytes than float32 it sends, and its error relative to the largest of a block."""
+    """A codec, its compression ratio relative to float32, and its error relative to the largest value of a block."""
 
     codec: WordCodec
     saves: float
@@ -59,8 +59,8 @@ MODES = {
     "graph": lambda fn: tf.function(fn, autograph=False),
     "compiled": lambda fn: tf.function(fn, autograph=False, jit_compile=True),
 }
-BLOCKS = [1, 4]  # positions of `TopK` fill no word, or one
-# Small enough for thousands of steps.
+BLOCKS = [1, 4]  # The positions of `TopK` fill a part of a word, or one word.
+# Small tensors, for thousands of steps.
 LIGHT = [*(name for name in TABLE if name.endswith("small blocks")), "bfloat16", "topk", "topk with momentum"]
 FINITE = ["zeros", "ordinary", "again", "sparse", "one block", "huge", "tiny", "tiniest"]
 BAD = {"inf": np.inf, "minus inf": -np.inf, "nan": np.nan, "minus nan": -np.nan}
@@ -93,7 +93,7 @@ def make_cases(elements: int, granule: int) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What went into a codec and what came out, by case."""
+    """Inputs and results of a codec, by case."""
 
     values: dict[str, np.ndarray]
     words: np.ndarray
@@ -103,7 +103,7 @@ class Outcome:
 
 @functools.cache
 def run(codec: WordCodec, mode: str, elements: int) -> Outcome:
-    """All cases as the rows of one tensor."""
+    """Runs a codec on one tensor with all cases as rows."""
     cases = make_cases(elements, codec.granule)
     values = tf.constant(np.stack(list(cases.values())))
 
@@ -127,19 +127,19 @@ def test_conformance(row, mode, blocks):
     for name in FINITE:
         values, decoded, residual = outcome.values[name], outcome.decoded[name], outcome.states[-1][name]
         absmax = np.abs(values).reshape(blocks, -1).max(axis=1, keepdims=True)
-        # Nothing is lost, only delayed.
+        # The residual holds the whole error of encoding.
         error = np.abs((decoded + residual).astype(np.float64) - values).reshape(blocks, -1)
         assert np.all(error <= 2e-7 * absmax), name
         lost = np.abs(decoded - values).reshape(blocks, -1)
         assert np.all(lost <= row.error * 1.001 * absmax), name
-        # A block of zeros is sent as zeros, and where the codec knows zero, so is every zero.
+        # A block of zeros is sent as zeros; so is every zero if the codec can represent 0.
         zeros = np.broadcast_to(absmax == 0, lost.shape).ravel()
         if row.keeps_zeros:
             zeros = values == 0
         assert not np.any(decoded[zeros]), name
     for name in BAD:
         assert not np.all(np.isfinite(outcome.decoded[name])), name
-    # Rows do not touch each other.
+    # Rows do not influence each other.
     np.testing.assert_array_equal(outcome.decoded["ordinary"], outcome.decoded["again"])
     for name, power in POWERS.items():
         np.testing.assert_array_equal(outcome.decoded[name], outcome.decoded["ordinary"] * np.float32(power), name)
@@ -222,14 +222,14 @@ def test_residuals_do_not_drift(name):
     given, sent, residual, norms = (tensor.numpy() for tensor in train())
     early, late = norms[steps // 2 : steps * 3 // 4], norms[steps * 3 // 4 :]
     assert late.mean() < 1.1 * early.mean() and late.max() < 1.25 * early.max()
-    if name != "topk with momentum":  # which gives each gradient more than once
+    if name != "topk with momentum":  # Momentum sends each gradient more than once.
         np.testing.assert_allclose(sent + residual, given, atol=0.05)
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.3, 0.01, 1 / 300])
 def test_top_k_sends_the_first_of_the_largest(mode, ratio):
     codec = TopK(ratio)
-    # Few different magnitudes, so most blocks have ties.
+    # Few distinct magnitudes, so that most blocks have ties.
     values = np.random.default_rng(0).integers(-3, 4, [2, codec.granule * 50]).astype(np.float32)
     words, (residual,) = MODES[mode](codec.compress)(tf.constant(values), (tf.zeros(values.shape),))
     blocks = values.reshape(-1, codec.granule)
@@ -293,7 +293,7 @@ def test_power_sgd_is_exact_up_to_its_rank(mode, scale, rank):
     codec = PowerSGD(4)
     matrix = low_rank(60, 40, rank, scale, seed=rank)
     step, q = power_step(codec, mode), codec.start(60, 40, 0)
-    for _ in range(3):  # the next starts from the last, whose scale is the gradient's
+    for _ in range(3):  # Each step starts from the last Q, which is as large as the gradient.
         p, q, decoded = step(matrix, q)
         assert p.shape == (60, 4) and q.shape == (40, 4)
         np.testing.assert_allclose(decoded / scale, matrix / scale, atol=1e-4)
@@ -342,7 +342,7 @@ def test_power_sgd_shows_what_is_not_finite(mode, bad):
 def test_power_sgd_takes_the_largest_numbers_of_several_replicas(mode):
     codec, rng = PowerSGD(2), np.random.default_rng(0)
     signs = [np.sign(rng.standard_normal([size, 1])) for size in (200, 300)]
-    matrix = tf.constant(signs[0] @ signs[1].T * 8e37, tf.float32)  # whose columns are longer than any float32
+    matrix = tf.constant(signs[0] @ signs[1].T * 8e37, tf.float32)  # lengths of columns exceed float32
 
     @MODES[mode]
     def sum_of_four():
@@ -355,7 +355,7 @@ def test_power_sgd_takes_the_largest_numbers_of_several_replicas(mode):
     assert np.all(np.abs(rest) < 1e-5 * 8e37)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])  # XLA checks nothing
+@pytest.mark.parametrize("mode", ["eager", "graph"])  # XLA ignores numeric checks
 def test_a_gradient_of_zeros_divides_by_nothing(mode):
     words = [row.codec for row in TABLE.values()]
     sizes = [[2, codec.granule * 2] for codec in words]
@@ -370,7 +370,7 @@ def test_a_gradient_of_zeros_divides_by_nothing(mode):
         tf.debugging.disable_check_numerics()
 
 
-# Without any strategy.
+# Codecs without a strategy.
 
 ALONE = {**{name: row.codec for name, row in TABLE.items()}, "powersgd": PowerSGD(2), "float16 alone": Float16()}
 SIZES = {
@@ -433,7 +433,7 @@ def test_what_a_codec_does_not_take_is_named(misuse, words):
 
 
 class Rounded(WordCodec):
-    """A codec of a user's own: a word for each value."""
+    """A user-defined codec with one word per value."""
 
     name = "rounded"
     granule = 3

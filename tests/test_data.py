@@ -1,4 +1,4 @@
-"""`tfdist.data`: the digits dataset, and preparing datasets from several processes at once."""
+"""The digits dataset, and several processes that prepare a dataset at the same time."""
 
 import fcntl
 import os
@@ -38,7 +38,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts Python code on a data_dir; gives (process, file of its output). Kills what is left at the end."""
+    """Starts Python code with a data_dir, returns (process, file of its output), and kills processes at the end."""
     processes = []
 
     def start(code, data_dir):
@@ -85,7 +85,7 @@ def test_splits_hold_every_image_once(data_dir):
 
 def test_splits_are_stratified(data_dir):
     in_train, in_test = (np.bincount(read(split, data_dir)[1], minlength=10) for split in ("train", "test"))
-    # A fifth, rounded up, of the images of each label.
+    # A fifth of the images of each label, rounded up, is in "test".
     np.testing.assert_array_equal(in_test, -(-(in_train + in_test) // 5))
 
 

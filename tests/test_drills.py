@@ -1,4 +1,4 @@
-"""Faults for drills do what they say: stop, slow and kill processes, refuse writes, cut links, spoil files."""
+"""Faults for drills stop, slow and kill processes, make writes fail, cut links, and corrupt files."""
 
 import os
 import pathlib
@@ -18,7 +18,7 @@ from tfdist.testing import Fault, faults
 
 @pytest.fixture
 def busy():
-    """A process that computes."""
+    """A process that uses a core."""
     code = "import os\nprint(os.getpid(), flush=True)\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
@@ -31,7 +31,7 @@ def state(process):
 
 
 def speed(process, seconds=1.5):
-    """Seconds of computation in a second."""
+    """CPU seconds of a process per second."""
 
     def computed():
         return sum(map(int, pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
@@ -149,11 +149,11 @@ def test_corruption_is_repeatable_and_real(tmp_path):
             faults.corrupt(tmp_path / "file", *arguments)
 
 
-# At a named step of a training.
+# Faults at a given step of training.
 
 
 def trained(fault, batches, optimizer=None):
-    """After how many batches of an epoch it raises; `None` if it does not."""
+    """The number of batches of an epoch after which a fault raises, or None if it does not raise."""
     fault.set_model(types.SimpleNamespace(optimizer=optimizer))
     fault.on_epoch_begin(0)
     for batch in batches:
@@ -167,11 +167,11 @@ def trained(fault, batches, optimizer=None):
 def test_a_fault_counts_steps_that_no_optimizer_counts_and_goes_on_after_a_restore(monkeypatch):
     monkeypatch.setenv("TFDIST_ATTEMPT", "0")
     fault = Fault("raise", worker=0, step=7)
-    assert trained(fault, range(1, 6, 2)) is None  # two steps an execution
+    assert trained(fault, range(1, 6, 2)) is None  # two steps per execution
     again = Fault("raise", worker=0, step=7)
     again.set_state(fault.get_state())
     assert trained(again, range(4)) == 1
-    assert trained(again, range(9)) is None  # once
+    assert trained(again, range(9)) is None  # It raises once only.
 
 
 def test_a_fault_for_each_attempt_happens_in_each_and_one_of_the_first_not_after_a_restore(monkeypatch):
@@ -195,7 +195,7 @@ def test_a_fault_of_a_worker_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", ClusterSpec.local(2, 0, [1, 2]).to_json())
     with pytest.raises(ValueError, match=r"from 0 to 1.*got 2"):
         Fault("kill", worker=2, step=1)
-    monkeypatch.setenv("TFDIST_ATTEMPT", "1")  # With fewer workers than before.
+    monkeypatch.setenv("TFDIST_ATTEMPT", "1")  # A later attempt may have fewer workers.
     assert trained(Fault("raise", worker=2, step=1), range(3)) is None
     assert trained(Fault("raise", worker=2, step=1, attempt=None), range(3)) is None
 

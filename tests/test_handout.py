@@ -1,4 +1,4 @@
-"""Handing out: every example once an epoch and the same global batches, whatever the shares, workers and restarts."""
+"""Handouts give each example once per epoch, in the same global batches for any shares, workers and restarts."""
 
 import functools
 import itertools
@@ -25,15 +25,15 @@ def plan_of(n, size, seed, drop_remainder=False):
 
 
 class Run:
-    """Training on some workers, simulated: each has a handout and reads ahead as far as it likes; all hear the same.
+    """Simulates training on several workers. Each has a handout and reads ahead at random; all get equal reports.
 
     Args:
       plan: The global batches.
-      position: Epoch and step to start at.
-      replicas: How many.
-      workers: How many; divides `replicas`.
-      rng: Draws shares, and how far workers read ahead.
-      repeat: Whether epochs follow each other in one handout.
+      position: First epoch and step.
+      replicas: Number of replicas.
+      workers: Number of workers, a divisor of `replicas`.
+      rng: Random generator for shares and for how far workers read ahead.
+      repeat: Whether one handout gives several epochs.
     """
 
     def __init__(self, plan, position, replicas, workers, rng, repeat=False):
@@ -58,7 +58,7 @@ class Run:
         self.trained_here, self.readable = 0, LEAD
 
     def step(self):
-        """Trains on one global batch; gives ((epoch, step), its examples in the order of the plan)."""
+        """Trains on one global batch. Returns (epoch, step), examples in the order of the plan, and rows by replica."""
         if not self.plan_goes_on():
             self.begin()
         for worker in range(self.workers):
@@ -141,7 +141,7 @@ def test_stopped_anywhere_and_continued_on_other_numbers_of_replicas():
             for _ in range(left if workers == 7 else rng.integers(left + 1)):
                 at, batch, _ = run.step()
                 got.append((at, batch.tolist()))
-            position = run.position  # what was read ahead and not trained on is read once more
+            position = run.position  # Batches that were read ahead but not trained on are read again.
 
         assert got == expected
 

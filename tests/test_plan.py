@@ -1,4 +1,4 @@
-"""Permutations, orders, global batches and their splits: whole numbers, no TensorFlow."""
+"""Permutations, orders, global batches and their splits: integers only, without TensorFlow."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 100, 257, 1000]
 
 
 def chi_square_is_plausible(counts, freedom):
-    """Whether counts of equally likely outcomes are within five standard deviations of what chance gives."""
+    """Whether the chi-square of counts of equally likely outcomes is within five standard deviations of its mean."""
     expected = np.sum(counts) / np.size(counts)
     chi_square = np.sum((counts - expected) ** 2) / expected
     return abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom)
@@ -32,7 +32,7 @@ def test_a_permutation_has_each_element_once_and_an_inverse(n):
 
 
 def family(n, number):
-    """Many permutations of one key, [number, n]."""
+    """Many permutations under one key, [number, n]."""
     return Permutation(n, (3, n))(np.tile(np.arange(n), number), np.repeat(np.arange(number), n)).reshape(number, n)
 
 
@@ -142,7 +142,7 @@ def test_stratified_runs_have_the_proportions_of_the_whole(counts, shuffle):
     classes = labels[Stratified(labels, 4, shuffle=shuffle)(1, np.arange(n))]
     seen = np.concatenate([np.zeros((1, len(counts))), np.cumsum(np.eye(len(counts))[classes], axis=0)])
     for length in (1, 7, 32, n // 2):
-        runs = seen[length:] - seen[:-length]  # of all runs of neighbours: batches, and shares of batches
+        runs = seen[length:] - seen[:-length]  # counts in all intervals of this length
         ideal = length * np.array(counts) / n
         assert np.max(np.abs(runs - ideal)) <= 2
         assert np.max(np.abs(runs.mean(axis=0) - ideal)) < 0.5

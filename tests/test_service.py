@@ -1,4 +1,4 @@
-"""Batches made by the servers of a tf.data service are those a worker makes itself, whatever becomes of the servers."""
+"""A tf.data service makes the same batches as the worker itself, even if servers fail."""
 
 import contextlib
 import os
@@ -45,7 +45,7 @@ def parse(record):
 
 @contextlib.contextmanager
 def started(folder, *arguments):
-    """`tfdist data-service` in a process of its own, once it is up."""
+    """Runs `tfdist data-service` in a process, and waits until it is up."""
     command = [sys.executable, "-m", "tfdist.launch.cli", "data-service", "--host", "localhost", *arguments]
     output = folder / f"output-{len(list(folder.iterdir()))}"
     with output.open("w") as stderr, subprocess.Popen(command, stderr=stderr, cwd=folder) as process:
@@ -60,7 +60,7 @@ def started(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """The address of a dispatcher with two servers, in processes of their own."""
+    """The address of a dispatcher with two servers, which run in separate processes."""
     (port,) = free_ports(1)
     folder = tmp_path_factory.mktemp("service")
     with started(folder, "--port", str(port)), started(folder, "--dispatcher", f"localhost:{port}"):
@@ -73,7 +73,7 @@ def sharding(files, **arguments):
 
 
 def read(data, epochs=2, worker=0, workers=1, replicas=3):
-    """All batches of a worker, as arrays."""
+    """All batches of a worker as arrays."""
     dataset = data(tf.distribute.InputContext(workers, worker, replicas))
     return [[part.numpy() for part in batch] for _ in range(epochs) for batch in dataset]
 
@@ -85,7 +85,7 @@ def assert_same(some, others):
             np.testing.assert_array_equal(part, other_part, strict=True)
 
 
-# The last batch of 101 has 5 for three replicas; that of 26 has 2, and one replica none.
+# The last batch of 101 examples has 5 rows for three replicas; that of 26 examples has 2, so one replica has none.
 @pytest.mark.parametrize("parts", [[(None, 0, None)], [("0", 3, 20), ("2", 0, 6)]])
 def test_served_batches_are_those_made_here(parts, files, service):
     source = TFRecordSource([(files[0].replace("*", number), *part) if number else files[0] for number, *part in parts])
@@ -121,7 +121,7 @@ def test_random_operations_draw_afresh_there_too(files, service, pools):
 
 
 def drawn_by_workers(files, service):
-    """Of the batches of two workers, those that the servers make and those that a worker makes itself."""
+    """Random numbers in batches of two workers: as made by the servers, and as made by the worker itself."""
     tf.random.set_seed(1)
     served = Service(service, as_source(files), lambda record: tf.random.uniform([], dtype=tf.float64))
     asked = [("a", np.arange(1))]
@@ -169,7 +169,7 @@ def test_fit_and_predict_have_the_same_bits(files, service, pools):
 @pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive)])
 def test_without_its_servers_a_worker_makes_the_batches_itself(signum, files, tmp_path, caplog):
     (port,) = free_ports(1)
-    asked = [(number, np.arange(number % 60, number % 60 + 40)) for number in range(150)]  # More than are held.
+    asked = [(number, np.arange(number % 60, number % 60 + 40)) for number in range(150)]  # more than `_HELD`
     with started(tmp_path, "--port", str(port)) as process:
         served = Service(f"localhost:{port}", as_source(files), parse, timeout_seconds=2.0)
         batches = served.batches(iter(asked), lambda: False, replica=0)
@@ -183,14 +183,14 @@ def test_without_its_servers_a_worker_makes_the_batches_itself(signum, files, tm
         np.testing.assert_array_equal(y, labels[indices])
     assert f"localhost:{port}" in caplog.text
     assert "itself" in caplog.text
-    if signum == signal.SIGKILL:  # What has answered once may be gone when it is asked for anew.
+    if signum == signal.SIGKILL:  # A service that has answered before may be gone later.
         expected = read(sharding(files), 1)
         assert_same(read(sharding(files, service=f"localhost:{port}"), 1), expected)
         assert "is gone" in caplog.text
 
 
 def test_nothing_is_received_for_who_has_gone(files, service):
-    before = threading.enumerate()  # Some may still hear of servers that were killed.
+    before = threading.enumerate()  # Threads of earlier tests may still wait for servers that were killed.
     asked = ((number, np.arange(40)) for number in range(60))
     batches = Service(service, as_source(files), parse).batches(asked, lambda: False, replica=0)
     next(batches)
@@ -255,7 +255,7 @@ def test_a_service_that_cannot_start_says_why(arguments, service, tmp_path):
 
 
 def test_asked_to_stop_it_leaves_nothing_but_what_it_is_to_ignore_it_ignores(tmp_path):
-    def ignore():  # as `nohup`, and a shell with jobs in the background
+    def ignore():  # like `nohup`, or a shell with background jobs
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 

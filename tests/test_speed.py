@@ -1,4 +1,4 @@
-"""Shares follow measured speeds: simulated steps of replicas that take alpha + beta * rows, and noise."""
+"""Shares follow measured speeds, in simulated steps that take alpha + beta * rows seconds per replica, plus noise."""
 
 import itertools
 import json
@@ -14,12 +14,12 @@ from tfdist.data.shares import Shares
 from tfdist.data.speed import SpeedModel
 
 ROWS, LEAD = 256, 4
-SOON = 20  # steps after a start or a change within which shares must fit
-CLOSE = 1.10  # of the ideal time
+SOON = 20  # Steps after a start or a change until shares must fit the speeds.
+CLOSE = 1.10  # Largest time of a step relative to the ideal.
 
 
 def run(alpha, betas_of, steps, noise=0.0, outliers=0.0, seed=0, model=None, start=None, rows=ROWS):
-    """Simulates training as `BalancedSharding` does it: by step, shares, and the slowest replica's time / the ideal."""
+    """Simulates training with `BalancedSharding`. Returns the shares and relative times (slowest / ideal) of steps."""
     rng, alpha = np.random.default_rng(seed), np.asarray(alpha, float)
     model, replicas = model or SpeedModel(len(alpha)), len(alpha)
     shares, at_most = start or split(rows, [1] * replicas), [rows] * replicas
@@ -44,7 +44,7 @@ def run(alpha, betas_of, steps, noise=0.0, outliers=0.0, seed=0, model=None, sta
 
 
 def ideal_seconds(rows, alpha, beta):
-    """T with the sum of (T - alpha) / beta over replicas equal to `rows`."""
+    """The time T for which the sum of (T - alpha) / beta over replicas is `rows`."""
     return (rows + np.sum(alpha / beta)) / np.sum(1 / beta)
 
 
@@ -143,7 +143,7 @@ def test_first_steps_after_a_restart_are_not_taken_for_a_change():
 
 @pytest.mark.parametrize("steps_per_epoch", [3, 5])
 def test_pauses_between_short_epochs_are_not_learnt(steps_per_epoch):
-    """What lies before steps is alike, but each epoch begins after a second, and ends with a short batch."""
+    """Replicas take 0.05 s before each step, but 1 s before the first of an epoch. The last batch is short."""
     place = types.SimpleNamespace(replicas=2, at_most=[ROWS] * 2)
     shares, epochs = Shares("speed", ROWS), 12
     shares.settle(place)

@@ -1,4 +1,4 @@
-"""Exchanges over the workers' own connections: side by side, and failing with a name where something is amiss."""
+"""Exchanges over the workers' own connections run concurrently, and errors name the worker."""
 
 import dataclasses
 import subprocess
@@ -10,7 +10,7 @@ from certificates import Authority
 
 DEADLINE_SECONDS = 120
 
-# Two workers in one process, in place of two that TensorFlow connects.
+# Two workers in one process, connected without TensorFlow.
 WORKERS = """
 import os, socket, sys, threading, time
 import numpy as np, tensorflow as tf
@@ -117,16 +117,16 @@ for case, headers in FORGED.items():
     wires[0] = module.Wire(0, {1: ends[0]}, names)
 assert resident() - before < 80 << 20, resident() - before
 """,
-    "of nothing nothing comes": """
+    "the sum of empty tensors is empty": """
 assert both(sizes=(0, 4)) == [[0, 8]] * 2, ended
 """,
     "a worker that has taken other steps is named": """
 module._LOOK_SECONDS, module._UNLIKE_SECONDS = 0.05, 0.5
-launchers[0].count.assign_add(2)  # as of a step that has failed on one worker alone
+launchers[0].count.assign_add(2)  # as after a step that failed on one worker only
 assert all("UnavailableError" in each for each in both()), ended
 assert any("exchanges something else" in each and "worker" in each for each in ended), ended
 """,
-    "who can send nothing fails, and does not wait": """
+    "a worker that cannot send fails without waiting": """
 def without_room(self, *args):
     raise MemoryError("no room")
 
@@ -134,23 +134,23 @@ module._Round.__init__ = without_room
 assert all("UnavailableError" in each for each in both()), ended
 assert all("no room" in each for each in ended), ended
 """,
-    "much and little arrive in order of their own": """
+    "large and small tensors arrive independently": """
 sizes = [3, 4_000_000, 5, 70_000, 100_001, 1, 2_000_000]
 assert both(sizes=sizes) == [[2 * size for size in sizes]] * 2, ended
 """,
-    "what one dimension cannot count arrives": """
-module._MOST_BYTES, module._ROW_BITS = 4000, 4  # of a message of 4000 bytes, and its key
+    "a message larger than one dimension can count arrives": """
+module._MOST_BYTES, module._ROW_BITS = 4000, 4  # smaller than a message of 4000 bytes with its key
 module._shape.cache_clear()
 assert module._shape(4004).shape == [2]
 assert both() == [[2000, 1000]] * 2, ended
 """,
-    "what a connection takes only in part arrives whole": """
+    "a message that is sent in parts arrives whole": """
 for end in ends:
     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
 for sizes in ([50_000], [1000, 60_000, 3], [64_000, 64_000]):
     assert both(sizes=sizes) == [[2 * size for size in sizes]] * 2, ended
 """,
-    "what has failed is no result, however soon it is asked for": """
+    "an exchange after a failure raises at once": """
 context, begun = _tf.context.context(), threading.Event()
 abort = context.abort_collective_ops
 

@@ -1,7 +1,7 @@
 """The table of Keras features: each row is one function that trains, under any strategy or none.
 
-A row returns what it computed: weights, history, predictions. `test_keras_features.py` runs every row on one device
-and on several replicas and compares. Rows import nothing from the test and run in worker processes.
+A row returns its results: weights, history, predictions. `test_keras_features.py` runs every row on one device and on
+several replicas, and compares the results. Rows import nothing from the test and run in worker processes.
 """
 
 from keras_features import callbacks, calls, inputs, loops, losses, metrics, models, optimizers  # noqa: F401

@@ -1,4 +1,4 @@
-"""Callbacks, and saving."""
+"""Rows for callbacks and saving."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Ways to call a model."""
+"""Rows for the ways to call a model."""
 
 import keras
 import numpy as np
@@ -22,7 +22,7 @@ def fit_shuffled_two_epochs(place):
     x, y = data()
     keras.utils.set_random_seed(3)
     history = model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0).history
-    # The order of rows within a batch follows the shard, so compare what does not depend on it: all of it.
+    # The order of rows within a batch depends on the shards, so compare a value that does not depend on it.
     return outcome(model, history)
 
 
@@ -43,7 +43,7 @@ def predict_uneven(place):
 
 @row()
 def on_batch(place):
-    """Each worker hands over its rows, which its devices share, if it is only one."""
+    """Each worker passes its own rows. A single worker divides them among its devices."""
     spec = tfdist.cluster.ClusterSpec.from_env() if place.strategy else None
     worker, workers = (spec.worker_id, spec.num_workers) if spec else (0, 1)
 
@@ -65,7 +65,7 @@ def on_batch(place):
 
 @row()
 def batches_of_which_replicas_know_unlike_shapes(place):
-    """A replica whose batches are of ever other sizes traces for any size, and knows less of its gradients."""
+    """A replica with batches of changing sizes traces for any size, so the shapes of its gradients are unknown."""
     strategy = place.strategy or tf.distribute.get_strategy()
     replicas = strategy.num_replicas_in_sync
     rng = np.random.default_rng(0)
@@ -77,7 +77,7 @@ def batches_of_which_replicas_know_unlike_shapes(place):
         optimizer.build(model.trainable_variables)
 
     def part(array, start, stop, index, parts):
-        edges = [*range(start, start + 2 * parts, 2), stop]  # all but the last have 2 rows each time
+        edges = [*range(start, start + 2 * parts, 2), stop]  # all but the last part have 2 rows
         return array[edges[index] : edges[index + 1]]
 
     def step(x, y, rows):
@@ -105,7 +105,7 @@ def batches_of_which_replicas_know_unlike_shapes(place):
 
 @row()
 def run_eagerly(place):
-    head = [layers.Input((6,)), layers.Reshape((3, 2)), layers.GlobalMaxPooling1D()]  # Which refuses no rows.
+    head = [layers.Input((6,)), layers.Reshape((3, 2)), layers.GlobalMaxPooling1D()]  # fails on a batch without rows
     model = built(place, lambda: keras.Sequential([*head, layers.Dense(3)]), run_eagerly=True)
     x, y = data(33)
     return outcome(model, fit(model, x, y))

@@ -1,4 +1,4 @@
-"""What a model reads."""
+"""Rows for the inputs of a model."""
 
 import os
 import time
@@ -27,7 +27,7 @@ def input_tf_data_infinite(place):
 
 
 def files(place, name, parts, write):
-    """Paths of a worker's own files."""
+    """Paths of files that only this worker reads."""
     folder = os.path.join(place.folder, f"{name}-{os.getpid()}")
     os.makedirs(folder)
     paths = [os.path.join(folder, str(number)) for number in range(len(parts))]
@@ -38,7 +38,7 @@ def files(place, name, parts, write):
 
 def untuned(deterministic=True):
     options = tf.data.Options()
-    options.autotune.enabled = False  # Else a `fit` may wait a minute for the tuner.
+    options.autotune.enabled = False  # Otherwise `fit` may wait a minute for the tuner.
     options.deterministic = deterministic
     return options
 
@@ -64,7 +64,7 @@ def input_fewer_files_than_workers(place):
 
 @row()
 def input_files_of_unlike_lengths_in_no_order(place):
-    """On many workers each would read in an order of its own: here one lingers over other lines than the next."""
+    """Without a fixed order each worker would read in its own, since each takes longer for other lines here."""
     shares_out = place.name.startswith("2")
     is_first = tfdist.cluster.is_chief()
 
@@ -81,7 +81,7 @@ def input_files_of_unlike_lengths_in_no_order(place):
     rows = np.c_[x, y]
     paths = files(place, "lines", [rows[:5], rows[5:17], rows[17:]], np.savetxt)
     dataset = tf.data.Dataset.from_tensor_slices(paths).interleave(tf.data.TextLineDataset, cycle_length=3)
-    dataset = dataset.map(parsed, num_parallel_calls=4).prefetch(1)  # Fused with what follows, it would keep the order.
+    dataset = dataset.map(parsed, num_parallel_calls=4).prefetch(1)  # Fused with the next map it would keep the order.
     dataset = dataset.batch(BATCH).with_options(untuned(not shares_out))
     model = built(place)
     history = model.fit(dataset, verbose=0).history
@@ -90,7 +90,7 @@ def input_files_of_unlike_lengths_in_no_order(place):
 
 @row()
 def input_words(place):
-    """Looked up in the model."""
+    """Strings that the model looks up."""
     words = ["one", "two", "three", "four"]
     texts = np.array([f"{words[i % 4]} {words[i % 3]} {'?' * (i % 2)} {words[i % 2]}" for i in range(36)])
 
@@ -130,7 +130,7 @@ def input_first_batch_does_not_divide(place):
 
 @row()
 def input_unequal_rows_per_worker(place):
-    """One of two replicas reads 3 rows of each 8, the other 5; on one device the same global batches."""
+    """Of each 8 rows one replica reads 3 and the other 5; one device reads the same global batches."""
     model = built(place)
     x, y = data()
 
@@ -194,7 +194,7 @@ class Context:
 
 @row(same_bits=False)
 def input_padded_by_each_replica(place):
-    """Sentences of 1 to 6 words; those of a replica are padded to its longest, of a single device to the longest."""
+    """Sentences of 1 to 6 words. A replica pads to its own longest sentence, a single device to the longest of all."""
     x = np.arange(1, 7) * (np.arange(6) <= (np.arange(12) * 5 % 6)[:, None])
 
     def dataset_fn(context):

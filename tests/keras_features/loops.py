@@ -1,4 +1,4 @@
-"""Custom loops, steps of the user's own, and more than one model."""
+"""Rows for custom loops, custom steps, and more than one model."""
 
 import dataclasses
 import enum
@@ -66,7 +66,7 @@ def custom_loop_clips_and_scales(place):
 
 @row()
 def custom_loop_with_a_traced_step(place):
-    """The step given to `strategy.run` is a `tf.function`, and its `if` is turned into a branch."""
+    """The step passed to `strategy.run` is a `tf.function`, and its `if` becomes a branch of the graph."""
     strategy = place.strategy or tf.distribute.get_strategy()
     with place.scope():
         model = keras.Sequential([layers.Input((6,)), layers.BatchNormalization(synchronized=True), layers.Dense(3)])
@@ -99,7 +99,7 @@ class Held:
 
 
 class SeveralOptimizers(Subclassed):
-    """Applies one optimizer twice a step, some that are kept in other things, and one in a branch every other step."""
+    """Applies one optimizer twice per step, some that other objects hold, and one in a branch in some steps."""
 
     def compile(self, *args, **kwargs):
         super().compile(*args, **kwargs)
@@ -108,7 +108,7 @@ class SeveralOptimizers(Subclassed):
         self.held = Held(keras.optimizers.SGD(0.03, clipvalue=0.01))
         self.seldom = keras.optimizers.SGD(0.05, clipvalue=0.02)
         self.last = keras.optimizers.SGD(0.1)
-        self.kind = Kind.ONE  # Whose class no optimizer is to be sought in.
+        self.kind = Kind.ONE  # The search for optimizers must not look into its class.
 
     def train_step(self, data):
         x, y = data
@@ -116,7 +116,7 @@ class SeveralOptimizers(Subclassed):
             self.optimizer.apply(*self.gradients(x, y))
         for optimizer in (self.others[0], self.pair[0], self.held.optimizer):
             optimizer.apply(*self.gradients(x, y))
-        gradients, variables = self.gradients(x, y, scaled=True)  # One loss, of two optimizers.
+        gradients, variables = self.gradients(x, y, scaled=True)  # one loss for two optimizers
         self.optimizer.apply(gradients[:2], variables[:2])
         self.last.apply(gradients[2:], variables[2:])
         gradients, variables = self.gradients(x, y)
@@ -147,7 +147,7 @@ def several_optimizers_in_a_custom_step(place):
 
 
 class UpdatesInALoop(Subclassed):
-    """Several updates in a step, in a loop of TensorFlow's."""
+    """Several updates per step, in a loop of the graph."""
 
     def train_step(self, data):
         x, y = data
@@ -166,7 +166,7 @@ class UpdatesInALoop(Subclassed):
         return self.compute_metrics(x, y, self(x))
 
 
-# Two replicas of a process have a loop each, by which TensorFlow tells collectives apart.
+# Each replica of a process has its own loop, by which TensorFlow distinguishes collectives.
 @row()
 def updates_in_a_loop(place):
     model = built(place, UpdatesInALoop, optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.2))
@@ -185,7 +185,7 @@ def two_models(place):
 
 
 class OfManyParts(Subclassed):
-    """Takes batches apart as only it can; tells one optimizer more than Keras does, and does not hold the other."""
+    """Unpacks batches itself; passes one optimizer more arguments than Keras does, and does not hold the other."""
 
     def __init__(self, elsewhere):
         super().__init__()
@@ -197,7 +197,7 @@ class OfManyParts(Subclassed):
         with tf.GradientTape(persistent=True) as tape:
             losses = keras.losses.sparse_categorical_crossentropy(y, self(x + shift, training=True), from_logits=True)
             mean = tf.reduce_mean(losses)
-            loss = mean / tf.distribute.get_strategy().num_replicas_in_sync  # as `compute_loss` has it
+            loss = mean / tf.distribute.get_strategy().num_replicas_in_sync  # as in `compute_loss`
         self.optimizer.apply(tape.gradient(loss, variables), variables, loss=loss)
         self.step_of(tape.gradient(loss, variables), variables)
         return {"mean": mean}
@@ -223,7 +223,7 @@ def batches_of_many_parts(place):
 
 
 class Delegating(keras.optimizers.SGD):
-    """Has another optimizer do the work, as wrappers do that average weights."""
+    """Delegates to another optimizer, like wrappers that average weights."""
 
     def __init__(self, inner):
         super().__init__(0.1)
@@ -246,7 +246,7 @@ def optimizer_that_delegates(place):
 
 
 class LooksAhead(Subclassed):
-    """Takes gradients where each replica's own lead (SAM), lets another layer follow, and centres outputs at first."""
+    """Uses gradients at weights moved by the replica's own gradients (SAM), and assigns means to other layers."""
 
     def __init__(self):
         super().__init__()
@@ -289,7 +289,7 @@ def weights_assigned_in_a_step(place):
 
 
 class Adversarial(keras.Model):
-    """Two models under two optimizers, in a step of its own and without a `call`, as keras.io has its GANs."""
+    """Two models with two optimizers, in a custom step without a `call`, like the GANs on keras.io."""
 
     def __init__(self):
         super().__init__()
@@ -335,12 +335,12 @@ def adversarial_models_without_a_call(place):
 
 
 class Variational(keras.Model):
-    """A loss that is made in the step, under the optimizer of `compile`; without a `call`."""
+    """Computes its loss in the step, with the optimizer of `compile`, without a `call`."""
 
     def __init__(self):
         super().__init__()
         self.encoder = keras.Sequential([layers.Input((6,)), layers.Dense(4)])
-        self.decoder = keras.Sequential([layers.Dense(6)])  # which the first step builds
+        self.decoder = keras.Sequential([layers.Dense(6)])  # The first step builds it.
         self.mean = keras.metrics.Mean(name="loss")
 
     @property
@@ -368,7 +368,7 @@ def variational_model_without_a_call(place):
 
 
 class Autoencoder(keras.Model):
-    """Has no targets but its input, of which only its steps know; loss and metrics fit nothing else."""
+    """Uses its input as targets, inside of its steps only. Loss and metrics fit no other targets."""
 
     def train_step(self, data):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)

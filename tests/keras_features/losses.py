@@ -1,4 +1,4 @@
-"""Losses, of outputs and of layers; masks and weights."""
+"""Rows for losses of outputs and layers, masks and weights."""
 
 import keras
 import numpy as np
@@ -18,7 +18,7 @@ def masks_that_reach_the_loss(place):
         return keras.Model(tokens, {"tag": layers.Dense(3, name="tag")(hidden), "value": layers.Dense(1)(hidden)})
 
     x, _ = tokens(36)
-    x *= np.arange(7) < np.arange(36)[:, None] % 7 + 1  # Sentences of unlike length, padded.
+    x *= np.arange(7) < np.arange(36)[:, None] % 7 + 1  # padded sentences
     y = {"tag": x % 3, "value": x[..., None] / 20.0}
     losses = {"tag": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "value": "mse"}
     weights = {"tag": np.linspace(0, 2, 36 * 7).reshape(36, 7), "value": np.linspace(1, 0, 36)[:, None]}
@@ -57,7 +57,7 @@ def a_masked_loss_by_weights_without_weights(place):
 
 @row()
 def losses_that_are_matched_in_a_custom_loop(place):
-    """Keras finds out which loss is of which output when they are first called: here in the step."""
+    """Keras matches losses with outputs when they are first called, here in the step."""
     strategy = place.strategy or tf.distribute.get_strategy()
     losses = {"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)}
     losses["value"] = keras.losses.MeanSquaredError(reduction="sum")
@@ -125,7 +125,7 @@ def losses_left_unreduced(place):
     x, y = data(40)
     weights = np.linspace(0, 2, 40)
     history = fit(model, x, y, sample_weight=weights, validation_data=(x, y, weights))
-    fit(model, x[:29], y[:29])  # A short last batch.
+    fit(model, x[:29], y[:29])  # The last batch is short.
     return outcome(model, history)
 
 
@@ -135,8 +135,8 @@ class AddLoss(layers.Layer):
         return x
 
 
-# TensorFlow's graph optimizer folds constants another way where two replicas share them in one graph: 3e-10 apart here,
-# equal with tf.config.optimizer.set_experimental_options({"constant_folding": False}).
+# TensorFlow's graph optimizer folds constants differently if two replicas share them in one graph. Results differ by
+# 3e-10 here, and are equal with tf.config.optimizer.set_experimental_options({"constant_folding": False}).
 @row(same_bits=False)
 def add_loss_and_regularizers(place):
     def make():
@@ -151,7 +151,7 @@ def add_loss_and_regularizers(place):
     return outcome(model, fit(model, x, y, epochs=2))
 
 
-# Replicas of a process take turns at each exchange, and Keras gathers losses in lists that they share.
+# Replicas of a process take turns at each exchange, and Keras collects losses in lists that they share.
 @row()
 def add_loss_around_exchanges_eagerly(place):
     def make():

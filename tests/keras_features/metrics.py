@@ -1,4 +1,4 @@
-"""Metrics, and logs that are none."""
+"""Rows for metrics, and for logs that are not metrics."""
 
 import keras
 import numpy as np
@@ -46,7 +46,7 @@ def metrics_of_vectors(place):
 
 
 class MoreLogs(Subclassed):
-    """Whose steps return more than Keras knows of, so that it takes logs as they are; which lists a metric twice."""
+    """Returns more logs than it has metrics, so that Keras reports them unchanged; lists a metric twice."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class MoreLogs(Subclassed):
         self.mean.update_state(data[0])
         mean = self.mean.result()
         self.mean.reset_state()
-        of_rows = tf.math.log(tf.reduce_sum(tf.abs(data[0]), axis=1))  # of a made-up row of zeros, -Inf
+        of_rows = tf.math.log(tf.reduce_sum(tf.abs(data[0]), axis=1))  # -Inf for a stand-in row of zeros
         logs = {"mean_of_step": mean, "extra": tf.constant(1.0), "mean_of_rows": tf.reduce_mean(of_rows)}
         return {**super().train_step(data), **logs}
 
@@ -79,5 +79,5 @@ def logs_other_than_metrics(place):
     x, y = data(37)
     y = keras.utils.to_categorical(y, 3)
     history = fit(model, x, y, validation_data=(x[:25], y[:25]))
-    history.pop("val_error")  # Computed of a metric's result by the step itself, so a mean over replicas.
+    history.pop("val_error")  # The step computes it from a metric's result, so it is a mean over replicas.
     return outcome(model, history)

@@ -1,4 +1,4 @@
-"""Models and layers."""
+"""Rows for models and layers."""
 
 import functools
 
@@ -85,7 +85,7 @@ def step_under_a_decorator(place):
     for make in (DecoratedStep, TracedStep):
         models.append(built(place, make, optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.2)))
         history = fit(models[-1], x, y)
-    del history["steps"]  # of one replica
+    del history["steps"]  # counts the steps of one replica
     return outcome(models[0], history, weights=np.concatenate([each.ravel() for each in models[1].get_weights()]))
 
 
@@ -100,21 +100,21 @@ def bfloat16_weights_and_small_integers(place):
     return outcome(model, history, outputs=outputs.astype("float32"))
 
 
-@row(tolerance=1e-2)  # what is added up in another order may become another float8
+@row(tolerance=1e-2)  # A sum in another order may round to another float8.
 def float8_layers(place):
     x, y = data(33)
     x *= np.linspace(0.1, 3, 33, dtype="float32")[:, None]
     makes = [functools.partial(mlp, dtype="float8_from_float32"), Float8WithoutScaledLoss]
     models = [built(place, make) for make in makes]
     histories = [fit(model, x, y) for model in models]
-    # Of a loss that is not scaled, the gradients that a replica meets are not those of the whole batch.
+    # The loss is not scaled, so the gradients on a replica are not those of the whole batch.
     same = [variable for variable in models[1].variables if "outputs_grad" not in variable.path]
     weights = np.concatenate([np.ravel(variable) for variable in same])
     return outcome(models[0], histories[0], loss=histories[1]["loss"], weights=weights)
 
 
 class Float8WithoutScaledLoss(CustomStep):
-    """Its step leaves the loss as it is."""
+    """Does not scale the loss in its step."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ class Float8WithoutScaledLoss(CustomStep):
 
 
 class InPython(layers.Layer):
-    """Three times its input, by Python functions forward and back."""
+    """Returns three times its input, by Python functions in forward and backward pass."""
 
     def call(self, x):
         def by_python(x):
@@ -135,7 +135,7 @@ class InPython(layers.Layer):
         return triple(x)
 
 
-# TensorFlow runs Python functions one after another, also those of two replicas in one graph.
+# TensorFlow runs Python functions one after another, including those of two replicas in one graph.
 @row()
 def python_functions(place):
     model = built(place, lambda: keras.Sequential([layers.Input((6,)), layers.Dense(5), InPython(), layers.Dense(3)]))
@@ -170,7 +170,7 @@ def batch_normalization_synchronized(place):
 
 
 class NormalizedStep(CustomStep):
-    """Gradients cross from replica to replica before the step weights them."""
+    """Exchanges gradients between replicas before the step weights them."""
 
     def __init__(self):
         super().__init__()
@@ -183,12 +183,12 @@ class NormalizedStep(CustomStep):
 @row(tolerance=1e-4)
 def batch_normalization_synchronized_in_a_custom_step(place):
     model = built(place, NormalizedStep)
-    x, y = data(37)  # The last batch has a row on one replica, and none on others.
+    x, y = data(37)  # The last batch has a row on one replica only.
     return outcome(model, fit(model, x, y, epochs=2))
 
 
 class Attention(layers.Layer):
-    """Makes its parts while shapes are traced, and has no `build`."""
+    """Creates its parts while shapes are traced, and has no `build`."""
 
     def __init__(self):
         super().__init__()
@@ -217,7 +217,7 @@ def dropout(place):
 
 
 class Noise(layers.Layer):
-    """Draws without a seed, from what Keras has for the whole program."""
+    """Draws random numbers without a seed, from Keras' global generator."""
 
     def call(self, x, training=False):
         return x + keras.random.normal(keras.ops.shape(x)) if training else x
@@ -266,7 +266,7 @@ def embedding_sgd_sparse_clipped(place):
 
 
 class WithPositions(keras.Model):
-    """Adds a vector for the place of each token, of which there is one whatever the rows are."""
+    """Adds a vector for the position of each token, which does not depend on the rows."""
 
     def __init__(self):
         super().__init__()
@@ -286,7 +286,7 @@ def embedding_of_positions(place):
 
 @row()
 def embedding_of_positions_under_loss_scaling(place):
-    """Replicas exchange gradients inside of a branch, inside of a loop."""
+    """Replicas exchange gradients in a branch inside of a loop."""
 
     def optimizer():
         return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01, clipnorm=0.1))
@@ -325,7 +325,7 @@ def embedding_of_positions_by_a_constant(place):
 
 @row(exempt="each replica counts its own rows")
 def embedding_of_places_counted_from_the_last_row(place):
-    """Replicas look up other rows, as each has other rows of the batch."""
+    """Each replica looks up different rows, according to its rows of the batch."""
 
     class FromTheLast(WithPositions):
         def call(self, x):
@@ -338,7 +338,7 @@ def embedding_of_places_counted_from_the_last_row(place):
 
 
 class ForEachRow(WithPositions):
-    """Looks the places up for each row: one device has as many gradients of each as rows."""
+    """Looks up positions for each row, so that one device has one gradient per row for each position."""
 
     def call(self, x):
         places = self.positions(tf.tile(tf.range(7)[None], [tf.shape(x)[0], 1]))
@@ -354,7 +354,7 @@ def embedding_of_positions_for_each_row(place):
 
 @row(same_bits=False)
 def embedding_of_positions_for_each_of_so_many_rows(place):
-    """Replicas know how many rows they have, and have unlike ones; two devices are told of five together."""
+    """Replicas have different, static numbers of rows; two devices have five rows together."""
     model = built(place, ForEachRow, optimizer=lambda: keras.optimizers.Adam(0.01))
     x, y = tokens(5)
     own = slice(5)
@@ -393,7 +393,7 @@ def embedding_of_each_token_once(place):
 
 
 class ByEachReplica(WithPositions):
-    """Looks up other places on each replica, though its graph shows no batch."""
+    """Looks up different positions on each replica, although its graph does not depend on the batch."""
 
     def __init__(self, places):
         super().__init__()
@@ -429,7 +429,7 @@ def embedding_of_places_by_the_replica(place):
 
 @row()
 def embedding_of_one_kind_for_all(place):
-    """One device has a gradient of it for each token."""
+    """One device has one gradient of it per token."""
 
     class OfOneKind(ForEachRow):
         def call(self, x):
@@ -453,7 +453,7 @@ class OverRagged(keras.Model):
 
 
 class LooksAtValues(Subclassed):
-    """Asks what is in its input, which only an eager call knows."""
+    """Reads the values of its input in Python, which only works in eager mode."""
 
     def call(self, x):
         if float(tf.reduce_sum(tf.abs(x))) < 0:
@@ -479,7 +479,7 @@ def values_looked_at_eagerly(place):
 
 
 class Routed(keras.Model):
-    """Shows each part the rows that are its own, and calls none without rows: replicas train unlike parts."""
+    """Passes each part its own rows, and does not call parts without rows, so replicas train different parts."""
 
     def __init__(self, parts):
         super().__init__()
@@ -499,7 +499,7 @@ class Routed(keras.Model):
 
 
 class Words(layers.Layer):
-    """Takes the number that a row begins with for a word, or all words by how much of them is in the row."""
+    """Looks up the first number of a row as a word, or sums all words weighted by the numbers of the row."""
 
     def __init__(self, vectors, *, all_at_once=False):
         super().__init__()
@@ -512,7 +512,7 @@ class Words(layers.Layer):
 
 
 def routed_to_parts_of_unlike_kinds():
-    """One has rows for a gradient, one of the same weight a matrix."""
+    """One replica has a sparse gradient, and another a dense gradient of the same weight."""
     vectors = layers.Embedding(6, 3)
     vectors.build((None,))
     wide = keras.Sequential([layers.Input((6,)), layers.Dense(8, activation="tanh"), layers.Dense(3)])
@@ -535,7 +535,7 @@ def parts_of_unlike_kinds_for_some_rows_eagerly(place):
 
 
 class OfUnlikeLengths(keras.Model):
-    """Asks of its input what a tensor without values does not have."""
+    """Uses an attribute of its input that symbolic tensors do not have."""
 
     def __init__(self):
         super().__init__()
@@ -554,7 +554,7 @@ def ragged_input_that_the_model_fills_up(place):
 
 
 class WithAHelper(Subclassed):
-    """Has one output more in training."""
+    """Has one more output in training."""
 
     def __init__(self):
         super().__init__()
@@ -606,7 +606,7 @@ def convolutions_and_a_replica_without_rows(place):
 
 @row()
 def predict_other_than_rows(place):
-    """Two rows of output for each of input."""
+    """Returns two rows for each row of its input."""
     with place.scope():
         inputs = layers.Input((6,))
         model = keras.Model(inputs, Halves()(layers.Dense(4)(inputs)))
@@ -614,7 +614,7 @@ def predict_other_than_rows(place):
 
 
 class OfManyTypes(Subclassed):
-    """Its outputs are of types that no collective takes."""
+    """Returns outputs of types that collectives do not support."""
 
     words = ("", "one", "two \N{GREEK SMALL LETTER BETA}", "and a much longer one")
 

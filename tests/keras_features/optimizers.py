@@ -1,4 +1,4 @@
-"""Optimizers, their options and wrappers."""
+"""Rows for optimizers, their options and wrappers."""
 
 import functools
 
@@ -42,7 +42,7 @@ _optimizer_row("Adam", gradient_accumulation_steps=2, global_clipnorm=0.3)
 def optimizer_schedulefreeadamw(place):
     with place.scope():
         model, optimizer = mlp(), keras.optimizers.ScheduleFreeAdamW(0.01, warmup_steps=3)
-        optimizer.build(model.trainable_variables)  # In a first step it would begin at zeros, without a strategy.
+        optimizer.build(model.trainable_variables)  # Built in a first step without a strategy, it would start at zeros.
         compiled(model, optimizer)
     x, y = data(37)
     return outcome(model, fit(model, x, y, validation_data=(x, y), epochs=2))
@@ -89,7 +89,7 @@ def loss_scaling(place):
 
 @row()
 def loss_scaling_skips_inf(place):
-    """A row of one replica overflows: the step is skipped on all."""
+    """A row of one replica overflows, so all replicas skip the step."""
     model = built(place, optimizer=lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), metrics=[])
     x, y = data()
     x[20] = np.inf

@@ -1,4 +1,4 @@
-"""A row of the table of Keras features, where it runs, and what rows are made of."""
+"""Rows of the table of Keras features, the places where they run, and helpers of the rows."""
 
 import contextlib
 import dataclasses
@@ -23,9 +23,9 @@ class Row:
     """One feature.
 
     Attributes:
-      run: Trains and returns what it computed.
-      tolerance: Relative difference allowed to one device.
-      exempt: Why the result may differ from one device altogether; replicas must agree all the same.
+      run: Function that trains, and returns results for comparison; see `outcome`.
+      tolerance: Largest relative difference from one device.
+      exempt: Reason why the result may differ from one device, if it may; replicas must agree nevertheless.
       same_bits: Whether two workers and two devices give the same bits.
     """
 
@@ -37,7 +37,7 @@ class Row:
 
 @dataclasses.dataclass
 class Place:
-    """Where a row runs: its strategy, or `None` for one device, and a folder that all its workers share."""
+    """The place where a row runs: a strategy, or None for one device, and a folder that all its workers share."""
 
     strategy: Any
     folder: str
@@ -69,13 +69,13 @@ def strategy_of(placement: str, compression: Any = None):
 
 
 def start_anew(seed: int = 1) -> None:
-    """Keras as in a new process, without the garbage collected: a sixth of a short training's time."""
+    """Resets Keras as in a new process. Skips garbage collection, a sixth of the time of a short training."""
     keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(seed)
 
 
 def run_row(name: str, placement: str, folder: str, compression: Any = None) -> dict[str, Any]:
-    """Runs one row in this process; called in every worker of a placement."""
+    """Runs one row in this process. Called in every worker of a placement."""
     start_anew()
     keras.mixed_precision.set_global_policy("float32")
     try:
@@ -85,7 +85,7 @@ def run_row(name: str, placement: str, folder: str, compression: Any = None) -> 
 
 
 def data(rows=STEPS * BATCH, features=6, classes=3):
-    """Rows of unlike mean, so that a step on the wrong share shows."""
+    """Data with a different mean in each row, so that a step on the wrong share changes the result."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, features)) + np.linspace(-1, 1, rows)[:, None]
     return x.astype("float32"), rng.integers(0, classes, rows)
@@ -117,7 +117,7 @@ def fit(model, x=None, y=None, **kwargs):
 
 
 def outcome(model, history=None, **values):
-    """What a row returns: numbers to compare with one device, and a digest that must be equal on all workers."""
+    """The result of a row: numbers to compare with one device, and a digest that must be equal on all workers."""
     optimizer = getattr(model, "optimizer", None)
     variables = model.variables + (optimizer.variables if optimizer else [])
     return {
