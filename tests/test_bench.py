@@ -89,7 +89,7 @@ def test_two_workers_on_this_machine_are_measured(tmp_path):
     assert expected["step_seconds"] == pytest.approx({"low": max(0.05, exchange), "high": 0.05 + exchange})
 
 
-def test_hosts_with_their_own_tf_config_are_measured_and_the_chief_tells(tmp_path):
+def test_hosts_with_their_own_tf_config_are_measured_and_the_chief_reports(tmp_path):
     arguments = ("--sizes", "1KiB,1MiB,1000000GiB", "--compression", "none,int8", "--seconds", 0.1, "--json")
     chief, other = finish(*on_two_hosts(tmp_path, (*arguments, "chief.json"), (*arguments, "other.json")))
     assert (chief[0], other[0]) == (0, 0), chief[2] + other[2]
@@ -107,13 +107,13 @@ def test_hosts_with_their_own_tf_config_are_measured_and_the_chief_tells(tmp_pat
 
 
 @pytest.mark.exhaustive
-def test_workers_with_unlike_commands_are_told_instead_of_waiting(tmp_path):
+def test_workers_with_different_commands_raise_instead_of_waiting(tmp_path):
     ended = finish(*on_two_hosts(tmp_path, ("--sizes", "1KiB,4KiB"), ("--sizes", "1KiB")))
     assert [code for code, _, _ in ended] == [1, 1]
     assert all("worker 1 differ" in err and "same command" in err for _, _, err in ended), ended
 
 
-def test_an_unknown_codec_is_refused_before_anybody_waits(tmp_path):
+def test_an_unknown_codec_raises_before_workers_wait(tmp_path):
     lonely = start(tmp_path, "--compression", "none,int9", tf_config=ClusterSpec.local(2, 0, free_ports(2)))
     ((code, out, err),) = finish(lonely)
     assert (code, out) == (2, "") and "'int9'" in err and "int8" in err
@@ -153,7 +153,7 @@ def after_its_first_row(chief, *others):
 LONG = ("--compression", "none", "--sizes", "1KB,64MiB", "--seconds", 30, "--json")
 
 
-def test_what_was_measured_is_told_though_a_worker_dies(tmp_path):
+def test_measured_rows_are_reported_if_a_worker_dies(tmp_path):
     launcher = start(tmp_path, "--workers", 2, *LONG, tmp_path / "new.json")
     with after_its_first_row(launcher):
         pids = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
@@ -163,7 +163,7 @@ def test_what_was_measured_is_told_though_a_worker_dies(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_what_was_measured_is_told_though_the_chief_is_ended(tmp_path):
+def test_measured_rows_are_reported_if_the_chief_is_ended(tmp_path):
     chief, other = on_two_hosts(tmp_path, *[(*LONG, tmp_path / "new.json")] * 2)
     with after_its_first_row(chief, other):
         chief.terminate()
@@ -182,7 +182,7 @@ def measure_with_a_deadline():
 
 
 @pytest.mark.exhaustive
-def test_once_all_have_met_the_chief_s_deadline_counts(pools):
+def test_after_the_rendezvous_the_deadline_of_the_chief_counts(pools):
     (of_chief, nothing), (of_other, (left,)) = pools("2x1").run(measure_with_a_deadline)
     assert of_chief == of_other == 1 and nothing == [] and 900 < left < 1010
 
@@ -220,7 +220,7 @@ sys.exit(100 if "tensorflow" in sys.modules else exit_code)
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_be_measured_is_refused_without_tensorflow(name, tmp_path):
+def test_wrong_arguments_raise_without_tensorflow(name, tmp_path):
     arguments, words = REFUSALS[name]
     code, out, err = called(arguments, tmp_path)
     assert (code, out) == (2, ""), err
@@ -232,7 +232,7 @@ def test_what_cannot_be_measured_is_refused_without_tensorflow(name, tmp_path):
     ("workers", "arguments", "words"),
     [(1, (), ("TF_CONFIG names 1", "--workers 2")), (3, TWO, ("TF_CONFIG names 3", "--workers is 2"))],
 )
-def test_a_tf_config_that_does_not_fit_is_refused_without_tensorflow(workers, arguments, words, tmp_path):
+def test_a_tf_config_that_does_not_fit_raises_without_tensorflow(workers, arguments, words, tmp_path):
     spec = ClusterSpec.local(workers, 0, free_ports(workers))
     code, out, err = called(arguments, tmp_path, spec.to_json())
     assert (code, out) == (2, ""), err
@@ -262,7 +262,7 @@ def test_help_names_all_options_without_tensorflow(tmp_path):
         ([float("inf"), 3.0], False, False),
     ],
 )
-def test_a_wrong_sum_is_told(elements, exact, right):
+def test_a_wrong_sum_is_reported(elements, exact, right):
     import tensorflow as tf
 
     from tfdist.launch import bench
@@ -271,7 +271,7 @@ def test_a_wrong_sum_is_told(elements, exact, right):
         bench.check_sum(tf.constant(elements), 2, exact=exact)
 
 
-def test_what_is_exchanged_is_as_near_a_square_as_can_be():
+def test_tensors_are_nearly_square():
     from tfdist.launch import bench
 
     shapes = {4: [1, 1], 4 * 12: [3, 4], 4 * 7: [1, 7], KIB: [16, 16], 10**6: [500, 500], 1 << 20: [512, 512]}
@@ -301,7 +301,7 @@ def rows(*points):
         ("4:memory:/job", "memory/job", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ],
 )
-def test_files_that_the_kernel_can_forget_are_free_memory_of_a_group(line, folder, limit, used, cached, tmp_path):
+def test_the_page_cache_of_a_group_counts_as_free_memory(line, folder, limit, used, cached, tmp_path):
     (tmp_path / "own").write_text(f"{line}\n3:cpu,cpuacct:/other\n")
     unlimited = free_memory(tmp_path, tmp_path / "own")
     group = tmp_path / folder

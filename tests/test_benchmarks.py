@@ -51,7 +51,7 @@ def test_floor_is_the_longer_of_compute_and_transfer(compute, traffic, rate, exp
     assert report.floor(compute, traffic, rate) == pytest.approx(expected)
 
 
-def test_row_splits_a_step_and_holds_it_against_its_floor():
+def test_row_divides_a_step_and_compares_it_with_its_floor():
     assert TIMED.waiting_seconds == pytest.approx(0.3)
     assert TIMED.floor_seconds == pytest.approx(0.2)
     assert TIMED.over_floor == pytest.approx(2.0)
@@ -69,7 +69,7 @@ def test_row_survives_json():
         assert report.cells(again) == report.cells(row)
 
 
-def test_table_has_a_line_of_equal_width_for_each_row_and_says_what_failed():
+def test_table_has_a_line_of_equal_width_for_each_row_and_shows_failures():
     text = report.markdown(RESULT)
     table = text[text.index("## Every row") :]
     lines = [re.split(r"(?<!\\)\|", line) for line in table.splitlines() if line.startswith("|")]
@@ -86,7 +86,7 @@ def test_overview_has_a_column_for_each_link_and_blanks_where_nothing_was_measur
     assert report.overview(rows)[2:] == ["| stock |  | 400 (1.00) | 25 |", "| tfdist | 2000 (1.50) |  | 20 |"]
 
 
-def test_variants_are_held_against_stock_of_the_same_round():
+def test_variants_are_compared_with_stock_in_the_same_round():
     slower = report.Row("mlp", 2, "1gbit", "tfdist-loop", 1e9, None, (0, 1, 2), 0.1, 25e6, (0.8, 0.4), (0.4, 0.38))
     assert slower.times_stock == pytest.approx(statistics.median([0.4 / 0.8, 0.38 / 0.4]))
     assert (TIMED.times_stock, FAILED.times_stock) == (1.0, None)
@@ -94,7 +94,7 @@ def test_variants_are_held_against_stock_of_the_same_round():
     assert once.times_stock == pytest.approx(0.38 / 0.4)
 
 
-def test_every_cast_has_the_reference_and_what_is_missing():
+def test_every_cast_has_the_reference_and_missing_variants():
     missing = {"1gbit": ["stock", "a", "b", "c"], "unshaped": ["d"]}
     assert turns.casts(missing, True, 3) == [["stock", "a", "b"], ["stock", "c", "d"]]
     assert turns.casts({"1gbit": ["a"]}, True, 3) == [["stock", "a"]]
@@ -122,7 +122,7 @@ def test_every_cast_has_the_reference_and_what_is_missing():
         ("variants", ["horse"], "--variants takes stock, tfdist-loop, .*; got horse"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_work_begins(flag, value, words, monkeypatch):
+def test_wrong_flags_raise_before_work_begins(flag, value, words, monkeypatch):
     monkeypatch.setattr(train_step, "available_codecs", lambda: ["float16"])
     train_step.FLAGS.mark_as_parsed()
     flags = {"codecs": [], "workers": ["2"], "links": ["1GBIT"], flag: value}
@@ -176,12 +176,12 @@ def measured(monkeypatch, links, plan, failing, blocks=0):
     ],
     ids=["both starts", "the first", "the second"],
 )
-def test_a_failure_is_told_of_the_link_it_came_on_and_only_if_no_start_did_better(failing, errors, monkeypatch):
+def test_a_failure_is_reported_for_its_link_unless_another_start_succeeded(failing, errors, monkeypatch):
     rows = measured(monkeypatch, errors, turns.Plan(steps=3, seconds=1, rounds=1, starts=2), failing)
     assert {row["link"]: row["error"] for row in rows.rows} == errors
 
 
-def test_who_crashes_after_some_rounds_is_no_peer_that_trains(monkeypatch):
+def test_a_variant_that_crashes_after_some_rounds_is_not_measured(monkeypatch):
     rows = measured(monkeypatch, ["1gbit"], turns.Plan(steps=3, seconds=1, rounds=3, starts=1), [0], blocks=1)
     row = report.Row.from_json(rows.rows[0])
     assert row.error == "crashed after 1 of 3 rounds: it broke" and len(row.block_seconds) == 1
@@ -205,7 +205,7 @@ def test_rows_stay_in_order_of_model_workers_and_rate():
     assert report.in_order([wanted[at] for at in (1, 3, 0, 4, 2)]) == wanted
 
 
-def test_record_goes_on_where_the_last_ended(tmp_path):
+def test_record_continues_an_earlier_run(tmp_path):
     path = tmp_path / "rows.json"
     first = record.Record(path, {"rounds": 2}, ("name",))
     first.add({"name": "a", "value": 1}, {"name": "b", "error": "it broke"})
@@ -222,7 +222,7 @@ def test_record_goes_on_where_the_last_ended(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_record_says_of_each_row_where_it_comes_from(tmp_path):
+def test_record_keeps_the_origin_of_each_row(tmp_path):
     rows = record.Record(tmp_path / "rows.json", {}, ("name",))
     rows.add({"name": "a"})
     (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
@@ -230,14 +230,14 @@ def test_record_says_of_each_row_where_it_comes_from(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"rows": [{}]}', '{"rows": 1}'])
-def test_record_sets_aside_what_is_none(tmp_path, text):
+def test_record_renames_files_that_are_not_records(tmp_path, text):
     path = tmp_path / "rows.json"
     path.write_text(text)
     assert record.Record(path, {}, ("name",)).rows == []
     assert [each.name for each in tmp_path.iterdir()] == ["rows.before-1.json"]
 
 
-def test_record_does_not_go_on_with_another_tree(tmp_path, monkeypatch):
+def test_record_does_not_continue_with_another_tree(tmp_path, monkeypatch):
     """A tree with uncommitted changes of measured code counts as another tree."""
     tree = tmp_path / "tree"
     (tree / "benchmarks").mkdir(parents=True)
@@ -312,7 +312,7 @@ NO_RESULTS = {
 
 
 @pytest.mark.parametrize("name", NO_RESULTS)
-def test_what_cannot_be_reported_is_told_in_a_line(name, tmp_path, monkeypatch):
+def test_files_that_cannot_be_reported_raise_one_line(name, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     text, words = NO_RESULTS[name]
     if text is not None:
@@ -341,7 +341,7 @@ def trained(model, codec, seed, reached, min_elements=256):
     return accuracy.Run(model, "sgd", codec, elements, seed, reached, 1.0, (2.0, 1.0), 9.0)
 
 
-def test_codecs_are_held_against_none_of_the_same_seed():
+def test_codecs_are_compared_with_none_of_the_same_seed():
     runs = [trained("digits", "none", seed, 0.9 + seed / 100) for seed in range(3)]
     runs += [trained("digits", "int8", seed, 0.9 + seed / 100 - 0.005) for seed in (1, 2)]
     runs += [trained("digits", "int8", 0, 0.9, min_elements=0), trained("digits", "sign", 9, 0.5)]
@@ -368,7 +368,7 @@ def test_accuracy_is_reported_beside_its_results(tmp_path):
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
-def test_curves_are_drawn_of_a_seed_that_is_there_also_of_defaults_alone(codec):
+def test_curves_are_drawn_for_an_existing_seed_and_for_defaults_alone(codec):
     pytest.importorskip("matplotlib")
     figure = accuracy.plot([trained("digits", codec, 2, 0.9, min_elements=0)])
     assert [line.get_label() for axis in figure.axes for line in axis.lines] == [codec]
@@ -386,7 +386,7 @@ def test_frameworks_train_the_same_number_of_parameters(name):
     assert sum(each.numel() for each in network.parameters()) == pytest.approx(models.MODELS[name].parameters, rel=0.01)
 
 
-def test_a_batch_that_is_never_full_is_refused():
+def test_a_batch_that_is_never_full_raises():
     import tensorflow as tf
 
     sys.path.append(str(ROOT / "examples"))
@@ -398,7 +398,7 @@ def test_a_batch_that_is_never_full_is_refused():
         common.batches(rows, 11, seed=0)
 
 
-def test_failed_group_says_why_in_one_line_and_is_gone():
+def test_failed_group_gives_its_reason_in_one_line_and_ends():
     hosts = [turns.Loopback()] * 2
     with Group(hosts, free_ports(2), "no_such_peer", {}) as group:
         with pytest.raises(GroupError, match="no_such_peer") as caught:
@@ -429,13 +429,13 @@ def run(*flags, **environ):
         pytest.param("convergence", "--codecs=none,int9", "got 'int9'", marks=pytest.mark.exhaustive),
     ],
 )
-def test_an_unknown_name_is_refused_before_anything_is_trained(benchmark, flag, words):
+def test_an_unknown_name_raises_before_training(benchmark, flag, words):
     command = [sys.executable, "-m", f"benchmarks.{benchmark}", flag]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS)
     assert done.returncode == 1 and words in done.stderr and not done.stdout, done.stderr
 
 
-def test_a_column_whose_keras_is_missing_says_so():
+def test_a_column_without_its_keras_says_not_installed():
     code = """
     from benchmarks import what_works
     what_works.SETUPS[:] = [what_works.Setup("Keras 9", "no_such_keras", "tfdist")]
@@ -476,7 +476,7 @@ def test_short_run_in_the_lab_reports_all_and_leaves_nothing(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("flags", [["--signals=CUT"], ["--workers=4", "--shrink", "--epochs=16"]])
-def test_a_drill_ends_as_the_unbroken_run(flags):
+def test_a_drill_has_the_results_of_the_undisturbed_run(flags):
     if flags == ["--signals=CUT"] and (why := netlab.why_not()):
         pytest.skip(why)
     command = [sys.executable, "-m", "benchmarks.drill", "--kills=1", "--epochs=12", *flags]

@@ -14,7 +14,7 @@ def laid_out(kilobytes):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_a_small_model_leaves_in_two_buckets_the_first_as_soon_as_it_is_half(seed):
+def test_a_small_model_has_two_buckets_and_the_first_holds_half(seed):
     draw = random.Random(seed)
     sizes = [draw.choice([1, 10, 100, 500]) for _ in range(draw.randint(2, 12))]
     first, *rest = laid_out(sizes)
@@ -27,5 +27,5 @@ def test_a_small_model_leaves_in_two_buckets_the_first_as_soon_as_it_is_half(see
 @pytest.mark.parametrize(
     ("sizes", "buckets"), [([10, 490, 490, 10], [[3, 2], [1, 0]]), ([891, 43, 928, 6], [[3, 2], [1, 0]])]
 )
-def test_half_is_half_where_tensors_allow(sizes, buckets):
+def test_buckets_are_halves_if_tensors_allow(sizes, buckets):
     assert laid_out(sizes) == buckets

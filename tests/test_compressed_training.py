@@ -82,7 +82,7 @@ def test_replicas_agree_after_50_steps_and_have_learnt(placement, mixture, train
         *(pytest.param("3x1", "1x3", mixture, marks=pytest.mark.exhaustive) for mixture in MIXTURES),
     ],
 )
-def test_devices_are_the_rehearsal_of_workers(workers, devices, mixture, trained):
+def test_virtual_devices_give_the_results_of_workers(workers, devices, mixture, trained):
     for one, other in zip(
         trained(workers, mixture)[0]["weights"], trained(devices, mixture)[0]["weights"], strict=True
     ):
@@ -125,7 +125,7 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(placement, mixture, pools
             np.testing.assert_array_equal(one, other)
 
 
-def test_what_is_left_behind_is_handed_on_whatever_the_number_of_replicas(pools):
+def test_states_can_be_redistributed_to_any_number_of_replicas(pools):
     (states,) = pools("1x3").run(checks.handed_on, "int4")
 
     first = states[0]
@@ -136,7 +136,7 @@ def test_what_is_left_behind_is_handed_on_whatever_the_number_of_replicas(pools)
             np.testing.assert_allclose(later[name], array, rtol=1e-5, atol=1e-6)
 
 
-def test_residuals_find_their_optimizer_though_earlier_ones_were_never_made(pools, tmp_path):
+def test_residuals_are_restored_to_the_right_optimizer(pools, tmp_path):
     ((through, resumed),) = pools("1x2").run(checks.residuals_of_a_later_phase, str(tmp_path))
 
     assert through == resumed and through[0] > 0
@@ -200,7 +200,7 @@ MORE_SCALES = (("int8", 1e12), ("powersgd", 1e-12), ("powersgd", 1e12))
         *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE_SCALES),
     ],
 )
-def test_nothing_is_lost_only_delayed(codec, scale, lived):
+def test_residuals_delay_gradients_without_loss(codec, scale, lived):
     moved, _ = lived("1x3", codec, scale)[0]
     given = [step for step in range(STEPS) if step not in (*ZEROS, NAN)]
 
@@ -250,20 +250,20 @@ WITH_MOMENTUM = functools.partial(SGD, momentum=0.9)
         (compression.PowerSGD(5, min_elements=1), SGD, "dense", "factors of rank 5"),
     ],
 )
-def test_what_is_in_vain_or_unfit_is_warned_of(codec, optimizer, kind, warns, pools):
+def test_useless_or_unsuitable_codecs_warn(codec, optimizer, kind, warns, pools):
     for messages in pools("1x2").run(checks.warnings_of, codec, optimizer, kind):
         assert any(warns in message for message in messages) if warns else not messages, messages
 
 
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("placement", ["1x2", pytest.param("2x2", marks=pytest.mark.exhaustive)])
-def test_replicas_may_hand_in_one_object(placement, compressed, pools):
+def test_replicas_may_pass_the_same_object(placement, compressed, pools):
     for moved, total, replicas, of_workers, workers in pools(placement).run(checks.alike_on_all, placement, compressed):
         assert moved == pytest.approx([replicas] * len(moved)) and total == 3 * replicas
         assert of_workers == 3 * workers
 
 
-def test_an_opt_out_that_would_do_nothing_is_refused(pools):
+def test_an_opt_out_without_effect_raises(pools):
     for said, without_strategy in pools("1x2").run(checks.opt_outs_that_would_do_nothing):
         assert len(said) == 4 and all(words.startswith("RuntimeError") for words in said)
         assert without_strategy is None
@@ -277,17 +277,17 @@ def test_an_opt_out_that_would_do_nothing_is_refused(pools):
         ("name", "ValueError: `compression` must be"),
     ],
 )
-def test_what_only_the_first_step_can_see_is_named_there(mistake, words, pools):
+def test_mistakes_found_in_the_first_step_raise(mistake, words, pools):
     for said in pools("1x2").run(checks.mistakes_of_a_first_step, mistake):
         assert words in said
 
 
-def test_policies_may_give_names(pools):
+def test_policies_may_return_names(pools):
     assert min(pools("1x2").run(checks.sent_under_named_codecs)) > 2
 
 
 @pytest.mark.parametrize("collected", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_residuals_find_their_model_among_equal_ones(collected, pools, tmp_path):
+def test_residuals_are_restored_to_the_right_one_of_equal_models(collected, pools, tmp_path):
     for left, resumed, of_first in pools("1x2").run(
         checks.residuals_of_the_second_of_two_models, str(tmp_path), collected
     ):
@@ -308,7 +308,7 @@ def test_a_checkpoint_of_other_replicas_or_codecs_is_refused(codec, pools, tmp_p
 
 
 @pytest.mark.parametrize("placement", [pytest.param("1x2", marks=pytest.mark.exhaustive), "2x1"])
-def test_what_is_kept_for_a_model_is_freed_with_it(placement, pools):
+def test_states_are_freed_with_their_model(placement, pools):
     for (one, two, without_first), steps in pools(placement).run(checks.memory_of_two_models, placement):
         assert two == 2 * one and without_first == one
         assert steps == 30, "what was sent stays counted"
@@ -318,7 +318,7 @@ def test_what_is_kept_for_a_model_is_freed_with_it(placement, pools):
     ("placement", "codec", "kind"),
     [("2x1", "int8", "rows"), ("2x1", "powersgd", "matrices"), ("2x2", "int8", "matrices")],
 )
-def test_waiting_for_gradients_of_others_counts_as_exchange_and_not_as_coding(placement, codec, kind, pools):
+def test_waiting_for_gradients_counts_as_exchange_not_as_coding(placement, codec, kind, pools):
     results = pools(placement).run(checks.traffic_with_a_late_replica, placement, codec, kind, 0.2)
     (early, delay, *_), *_ = results
 
@@ -346,13 +346,13 @@ def test_lists_of_equal_shapes_under_one_optimizer_keep_residuals_of_their_own(p
         assert moved > 0 and still == 0
 
 
-def test_rows_that_a_codec_would_make_longer_travel_as_they_are(pools):
+def test_rows_that_a_codec_would_lengthen_stay_uncompressed(pools):
     for sent, raw in pools("1x2").run(checks.bytes_of_narrow_rows, "1x2"):
         assert 0 < sent <= raw
 
 
 @pytest.mark.parametrize("placement", ["1x4", "3x1"])
-def test_what_is_sent_whole_is_counted_whole(pools, placement):
+def test_bytes_of_small_tensors_are_counted(pools, placement):
     others, replicas = (3, 4) if placement == "1x4" else (2, 1)  # replicas per worker
     small, large = pools(placement).run(checks.bytes_of_small_tensors, placement, [1000, 120_000])[0]
     assert small == replicas * others * 4000

@@ -145,14 +145,14 @@ def test_conformance(row, mode, blocks):
         np.testing.assert_array_equal(outcome.decoded[name], outcome.decoded["ordinary"] * np.float32(power), name)
 
 
-def test_all_ways_to_run_agree(row):
+def test_all_modes_agree(row):
     outcomes = [run(row.codec, mode, row.codec.granule * BLOCKS[-1]) for mode in MODES]
     for name in FINITE:
         for other in outcomes[1:]:
             np.testing.assert_allclose(other.decoded[name], outcomes[0].decoded[name], rtol=1e-6)
 
 
-def test_saves_what_it_says(row):
+def test_compression_ratio(row):
     elements = row.codec.granule * 1000
     assert elements / row.codec.words(elements) >= row.saves
 
@@ -193,7 +193,7 @@ def test_no_decoded_value_exceeds_the_bound(name, scale):
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("name", BOUNDED)
-def test_the_bound_tells_what_is_not_finite(name, bad):
+def test_the_bound_shows_values_that_are_not_finite(name, bad):
     codec = TABLE[name].codec
     elements = 4 * codec.granule
     values = np.ones((2, elements), np.float32)
@@ -259,7 +259,7 @@ def test_top_k_with_momentum_is_deep_gradient_compression(mode):
         np.testing.assert_allclose(state[1], v, rtol=1e-4, atol=1e-6)
 
 
-def test_top_k_forgets_what_was_not_finite_where_it_was_sent(mode):
+def test_top_k_clears_sent_values_that_are_not_finite(mode):
     codec = TopK(0.5)
     values = tf.constant([[1.0, np.inf, np.nan, 2.0]])
     words, (residual,) = MODES[mode](codec.compress)(values, (tf.zeros([1, 4]),))
@@ -309,7 +309,7 @@ def test_power_sgd_orthonormalises(mode):
         np.testing.assert_allclose(gram, np.diag(lengths), atol=1e-5)
 
 
-def test_power_sgd_gets_better_from_step_to_step(mode):
+def test_power_sgd_improves_from_step_to_step(mode):
     codec = PowerSGD(2)
     matrix = tf.constant(np.random.default_rng(0).standard_normal([50, 30]) @ np.diag(0.8 ** np.arange(30)), tf.float32)
     step, q = power_step(codec, mode), codec.start(50, 30, 0)
@@ -331,7 +331,7 @@ def test_power_sgd_goes_on_after_a_gradient_of_zeros(mode):
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
-def test_power_sgd_shows_what_is_not_finite(mode, bad):
+def test_power_sgd_shows_values_that_are_not_finite(mode, bad):
     codec = PowerSGD(4)
     matrix = low_rank(60, 40, 4).numpy()
     matrix[11, 7] = bad
@@ -339,7 +339,7 @@ def test_power_sgd_shows_what_is_not_finite(mode, bad):
     assert not np.all(np.isfinite(decoded))
 
 
-def test_power_sgd_takes_the_largest_numbers_of_several_replicas(mode):
+def test_power_sgd_sums_the_largest_numbers_of_several_replicas(mode):
     codec, rng = PowerSGD(2), np.random.default_rng(0)
     signs = [np.sign(rng.standard_normal([size, 1])) for size in (200, 300)]
     matrix = tf.constant(signs[0] @ signs[1].T * 8e37, tf.float32)  # lengths of columns exceed float32
@@ -385,7 +385,7 @@ SIZES = {
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ALONE)
-def test_any_size_makes_the_round_trip(name, size):
+def test_round_trip_of_any_size(name, size):
     codec = ALONE[name]
     elements = SIZES[size](getattr(codec, "granule", 64))
     values = np.random.default_rng(elements).standard_normal(elements).astype(np.float32)
@@ -401,7 +401,7 @@ def test_any_size_makes_the_round_trip(name, size):
         assert not np.any(received.numpy()[shaped == 0])
 
 
-def test_a_round_trip_takes_what_an_exchange_takes():
+def test_round_trip_supports_all_types_of_gradients():
     for dtype in (tf.float16, tf.bfloat16):
         received, _ = Int8().round_trip(tf.ones([3, 5], dtype))
         np.testing.assert_allclose(received, np.ones([3, 5]), rtol=1e-6)
@@ -426,7 +426,7 @@ MISUSES = [
 
 
 @pytest.mark.parametrize(("misuse", "words"), MISUSES, ids=[words for _, words in MISUSES])
-def test_what_a_codec_does_not_take_is_named(misuse, words):
+def test_unsupported_values_raise(misuse, words):
     with pytest.raises(ValueError) as refusal:
         misuse()
     assert words in str(refusal.value)
@@ -448,7 +448,7 @@ class Rounded(WordCodec):
         return tf.cast(words, tf.float32)
 
 
-def test_a_codec_of_ones_own_needs_four_things():
+def test_a_user_defined_codec_needs_four_members():
     codec = Rounded()
     received, rest = codec.round_trip(tf.constant([0.25, 2.75, -1.5, 4.0]))
     np.testing.assert_array_equal(received, [0, 3, -2, 4])
@@ -456,7 +456,7 @@ def test_a_codec_of_ones_own_needs_four_things():
     assert from_name(codec) is codec and codec.for_rows().states == 0
 
 
-def test_power_sgd_starts_alike_everywhere_but_not_for_each_matrix(mode):
+def test_power_sgd_starts_equal_on_workers_and_different_for_matrices(mode):
     codec = PowerSGD(4)
     first = codec.start(60, 40, 3).numpy()
     np.testing.assert_array_equal(MODES[mode](lambda: codec.start(60, 40, 3))(), first)
@@ -506,7 +506,7 @@ def test_names(name):
 @pytest.mark.parametrize(
     ("name", "codec"), [("powersgd(16)", PowerSGD(16)), ("topk(0.001)", TopK(0.001)), ("topk(.5)", TopK(0.5))]
 )
-def test_a_number_in_brackets_is_what_needs_no_name(name, codec):
+def test_names_with_a_number(name, codec):
     assert from_name(name) == codec
 
 
@@ -522,18 +522,18 @@ def test_a_number_in_brackets_is_what_needs_no_name(name, codec):
         (lambda shape, dtype, position, more: None, "(shape, dtype, position)"),
     ],
 )
-def test_what_is_no_compression_is_refused_with_the_way_out(compression, words):
+def test_a_wrong_compression_argument_raises_with_a_remedy(compression, words):
     with pytest.raises((ValueError, TypeError)) as refusal:
         policy_of(compression)
     assert words in str(refusal.value)
 
 
-def test_policies_may_leave_arguments_together():
+def test_policies_with_optional_arguments():
     for policy in (lambda *gradient: None, lambda shape, dtype, position=0: None, functools.partial(max, key=str)):
         assert policy_of(policy) is policy
 
 
-def test_what_workers_left_behind_is_of_one_run():
+def test_states_of_different_runs_raise():
     one = {"a/0": np.ones(2), "b/0": np.ones(3)}
     np.testing.assert_array_equal(sum_of([one, one])["b/0"], [2, 2, 2])
     with pytest.raises(ValueError, match="at least"):
@@ -544,7 +544,7 @@ def test_what_workers_left_behind_is_of_one_run():
 
 
 @pytest.mark.parametrize("wrong", ["int9", "", 8, Int8, True])
-def test_an_unknown_name_is_refused_with_all_that_are_known(wrong):
+def test_an_unknown_name_raises_with_all_known_names(wrong):
     with pytest.raises(ValueError) as refusal:
         from_name(wrong)
     assert all(repr(name) in str(refusal.value) for name in NAMES) and repr(wrong) in str(refusal.value)
@@ -574,7 +574,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("codec", "option", "value", "allowed"), WRONG)
-def test_a_wrong_option_is_refused_with_what_is_allowed(codec, option, value, allowed):
+def test_a_wrong_option_raises_with_the_allowed_values(codec, option, value, allowed):
     with pytest.raises(ValueError) as refusal:
         codec(**{option: value})
     for words in (f"`{option}` of {codec.__name__}", allowed, f"got {value!r}"):

@@ -100,7 +100,7 @@ def test_preparing_twice_writes_the_same_files(data_dir, tmp_path):
     assert contents(tmp_path) == contents(data_dir)
 
 
-def test_of_those_that_wait_for_a_killed_preparer_one_prepares(start, tmp_path):
+def test_one_waiting_process_prepares_after_the_preparer_is_killed(start, tmp_path):
     preparer, output = start(STALL, tmp_path / "data")
     wait_for_text(output, "preparing")
     waiters = [start(LOAD, tmp_path / "data") for _ in range(2)]
@@ -130,7 +130,7 @@ def test_a_prepared_dataset_needs_no_lock(data_dir):
         assert len(tfdist.data.load("digits", "train", data_dir, timeout_seconds=0.3)) == 1433
 
 
-def test_a_download_without_a_network_names_the_way_out(monkeypatch, tmp_path):
+def test_a_download_without_a_network_names_the_remedy(monkeypatch, tmp_path):
     def no_network(*_, **__):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -140,7 +140,7 @@ def test_a_download_without_a_network_names_the_way_out(monkeypatch, tmp_path):
         tfdist.data.load("mnist", "train", tmp_path)
 
 
-def test_a_place_that_cannot_be_written_to_names_the_way_out(tmp_path):
+def test_a_read_only_folder_raises_with_a_remedy(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match=r"Dataset 'digits' is not in .*file.*data_dir.*TFDS_DATA_DIR"):
         tfdist.data.load("digits", "train", tmp_path / "file" / "data")

@@ -41,7 +41,7 @@ def speed(process, seconds=1.5):
     return (computed() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - start)
 
 
-def test_a_frozen_process_lives_and_goes_on(busy):
+def test_a_frozen_process_can_continue(busy):
     faults.freeze(busy.pid)
     assert eventually(lambda: state(busy) == "T", 2)
     faults.thaw(busy.pid)
@@ -50,7 +50,7 @@ def test_a_frozen_process_lives_and_goes_on(busy):
     assert busy.wait(5) == -signal.SIGKILL
 
 
-def test_a_slow_process_computes_less_and_goes_on(busy):
+def test_a_slow_process_computes_less_and_can_continue(busy):
     with faults.Slowdown(busy.pid, 1) as slowdown:
         full = speed(busy)
         slowdown.change(5)
@@ -119,7 +119,7 @@ def test_a_link_is_cut_in_its_namespace():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_link_that_is_not_there_is_named():
+def test_a_missing_link_raises():
     with pytest.raises(PermissionError, match="nowhere0"):
         faults.cut_network("nowhere0")
 
@@ -164,7 +164,7 @@ def trained(fault, batches, optimizer=None):
     return None
 
 
-def test_a_fault_counts_steps_that_no_optimizer_counts_and_goes_on_after_a_restore(monkeypatch):
+def test_a_fault_counts_steps_itself_and_continues_after_a_restore(monkeypatch):
     monkeypatch.setenv("TFDIST_ATTEMPT", "0")
     fault = Fault("raise", worker=0, step=7)
     assert trained(fault, range(1, 6, 2)) is None  # two steps per execution
@@ -174,7 +174,7 @@ def test_a_fault_counts_steps_that_no_optimizer_counts_and_goes_on_after_a_resto
     assert trained(again, range(9)) is None  # It raises once only.
 
 
-def test_a_fault_for_each_attempt_happens_in_each_and_one_of_the_first_not_after_a_restore(monkeypatch):
+def test_a_fault_for_each_attempt_happens_in_each(monkeypatch):
     for attempt, is_counted, expected in ((None, True, 2), (None, False, 2), (0, True, None), (0, False, None)):
         monkeypatch.delenv("TFDIST_ATTEMPT", raising=False)
         first = Fault("raise", worker=0, step=2, attempt=attempt)
@@ -186,7 +186,7 @@ def test_a_fault_for_each_attempt_happens_in_each_and_one_of_the_first_not_after
         assert trained(second, range(9)) == expected
 
 
-def test_a_fault_of_a_worker_that_is_not_there_is_refused(monkeypatch):
+def test_a_fault_of_a_missing_worker_raises(monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     monkeypatch.delenv("TFDIST_ATTEMPT", raising=False)
     for worker in (1, -1):

@@ -128,7 +128,7 @@ def test_every_example_once_an_epoch_and_the_global_batches_of_the_plan(repeat):
     assert changed > 40, "shares hardly ever changed, so little was tested"
 
 
-def test_stopped_anywhere_and_continued_on_other_numbers_of_replicas():
+def test_continuing_on_another_number_of_replicas():
     for seed, n, size, _, _ in cases(150):
         size = max(size, 7)
         plan = plan_of(n, size, seed, drop_remainder=seed % 2 == 0 and n >= size)
@@ -146,7 +146,7 @@ def test_stopped_anywhere_and_continued_on_other_numbers_of_replicas():
         assert got == expected
 
 
-def test_a_reader_waits_for_the_decision_and_close_lets_it_go():
+def test_a_reader_waits_for_the_decision_or_close():
     plan = plan_of(100, 5, 0)
     handout = Handout(plan, 0, 0, (2, 3), [5, 5], repeat=False, lead=LEAD)
     got, ended = [], threading.Event()
@@ -176,7 +176,7 @@ def test_a_reader_waits_for_the_decision_and_close_lets_it_go():
     assert not handout.finished
 
 
-def test_a_reader_does_not_wait_for_ever_for_reports_of_its_rows_but_for_callbacks_and_validation(monkeypatch):
+def test_a_reader_waits_with_a_deadline_except_during_callbacks_and_validation(monkeypatch):
     monkeypatch.setattr(handout_module, "_SILENT_SECONDS", 0.05)
     other, looks = ["callback", "validation", "training"] * 2 * handout_module._LOOKS, []
     does = itertools.chain(other, itertools.repeat("training"))
@@ -191,7 +191,7 @@ def test_a_reader_does_not_wait_for_ever_for_reports_of_its_rows_but_for_callbac
     assert len(looks) >= len(other)
 
 
-def test_what_is_decided_is_told_before_anybody_waits_for_it():
+def test_is_decided_is_known_without_waiting():
     handout = Handout(plan_of(100, 5, 0), 0, 0, (2, 3), [5, 5], repeat=False, lead=LEAD)
     steps = handout.indices([0], [0, 1])
     for trained in range(1, 4):
@@ -203,7 +203,7 @@ def test_what_is_decided_is_told_before_anybody_waits_for_it():
         assert handout.is_decided(), f"after {trained} steps"
 
 
-def test_what_is_not_the_next_step_is_not_counted():
+def test_reports_of_other_rows_are_not_counted():
     handout = Handout(plan_of(13, 5, 0), 2, 1, (2, 3), [5, 5], repeat=False)
 
     assert not handout.has_trained(np.array([2, 3])), "nobody has read yet: as many rows of somebody else's batch"

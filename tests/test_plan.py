@@ -50,7 +50,7 @@ def test_all_permutations_are_equally_likely(drawn):
 @pytest.mark.parametrize(
     "drawn", [family(64, 3000), family(61, 3000), family(700, 3000), by_keys(64, 300)], ids=np.shape
 )
-def test_every_element_is_as_likely_at_every_position_and_behind_every_other(drawn):
+def test_elements_are_equally_likely_at_each_position_and_after_each_other(drawn):
     number, n = drawn.shape
     places = np.zeros((n, n))
     np.add.at(places, (np.tile(np.arange(n), number), drawn.ravel()), 1)
@@ -60,7 +60,7 @@ def test_every_element_is_as_likely_at_every_position_and_behind_every_other(dra
     assert chi_square_is_plausible(steps[1:], n - 2)
 
 
-def test_a_large_permutation_is_uniform_and_epochs_are_unlike():
+def test_a_large_permutation_is_uniform_and_differs_between_epochs():
     n, k = 10**9, 200_000
     epochs = [Shuffled(n, 5)(epoch, np.arange(k)) for epoch in range(2)]
     for elements in epochs:
@@ -183,6 +183,6 @@ def test_known_splits(arguments, expected):
     assert split(*arguments) == expected
 
 
-def test_bounds_without_room_are_named():
+def test_bounds_that_are_too_small_raise():
     with pytest.raises(ValueError, match=r"9 rows .* \[4, 4\].* 8"):
         split(9, [1, 2], [4, 4])

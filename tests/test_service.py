@@ -87,7 +87,7 @@ def assert_same(some, others):
 
 # The last batch of 101 examples has 5 rows for three replicas; that of 26 examples has 2, so one replica has none.
 @pytest.mark.parametrize("parts", [[(None, 0, None)], [("0", 3, 20), ("2", 0, 6)]])
-def test_served_batches_are_those_made_here(parts, files, service):
+def test_served_batches_equal_local_batches(parts, files, service):
     source = TFRecordSource([(files[0].replace("*", number), *part) if number else files[0] for number, *part in parts])
 
     assert_same(read(sharding(source, service=service)), read(sharding(source)))
@@ -115,7 +115,7 @@ def drawn(files, service):
     return [float(value) for _ in range(2) for batch in data for value in batch]
 
 
-def test_random_operations_draw_afresh_there_too(files, service, pools):
+def test_random_operations_on_servers_draw_new_numbers(files, service, pools):
     (values,) = pools("single").run(drawn, files, service)
     assert len(values) == len(set(values)) == 2 * EXAMPLES
 
@@ -136,7 +136,7 @@ def drawn_by_workers(files, service):
     return there, here
 
 
-def test_where_operations_are_deterministic_workers_draw_apart_there_too(files, service, pools):
+def test_under_op_determinism_workers_draw_different_numbers(files, service, pools):
     ((there, here),) = pools("single").run(drawn_by_workers, files, service)
     assert len(set(there)) == len(set(here)) == 2
 
@@ -189,7 +189,7 @@ def test_without_its_servers_a_worker_makes_the_batches_itself(signum, files, tm
         assert "is gone" in caplog.text
 
 
-def test_nothing_is_received_for_who_has_gone(files, service):
+def test_closing_ends_the_receiving_thread(files, service):
     before = threading.enumerate()  # Threads of earlier tests may still wait for servers that were killed.
     asked = ((number, np.arange(40)) for number in range(60))
     batches = Service(service, as_source(files), parse).batches(asked, lambda: False, replica=0)
@@ -199,7 +199,7 @@ def test_nothing_is_received_for_who_has_gone(files, service):
     assert eventually(lambda: all(each in before or each.name != "tfdist-service" for each in threading.enumerate()))
 
 
-def test_what_servers_cannot_run_is_said_and_made_here(files, service, caplog):
+def test_functions_that_servers_cannot_run_run_locally_with_a_warning(files, service, caplog):
     def in_python(record):
         x, y = parse(record)
         return tf.ensure_shape(tf.numpy_function(lambda x: x + 1, [x], x.dtype), [3]), y
@@ -230,7 +230,7 @@ def test_in_a_later_attempt_a_service_may_be_gone(files, monkeypatch, caplog):
     assert "is gone" in caplog.text
 
 
-def test_what_cannot_be_served_is_said_at_once(files, service):
+def test_sources_that_cannot_be_served_raise_at_once(files, service):
     with pytest.raises(ValueError, match="cannot read a ArraysSource"):
         BalancedSharding(np.zeros([20, 3]), BATCH, policy="equal", service=service)
     with pytest.raises(ValueError, match='Give policy="equal"'):
@@ -254,7 +254,7 @@ def test_a_service_that_cannot_start_says_why(arguments, service, tmp_path):
     assert "Give another --port, --work-dir or --dispatcher" in done.stderr
 
 
-def test_asked_to_stop_it_leaves_nothing_but_what_it_is_to_ignore_it_ignores(tmp_path):
+def test_signals_end_the_service_unless_they_are_ignored(tmp_path):
     def ignore():  # like `nohup`, or a shell with background jobs
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -78,7 +78,7 @@ def test_a_change_is_followed_within_twenty_steps(alpha, after, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_single_outliers_move_nothing(seed):
+def test_single_outliers_do_not_change_shares(seed):
     taken, slower = run([0.01] * 3, lambda step: UNEQUAL, 200, 0.03, outliers=0.03, seed=seed)
 
     assert np.mean(slower[SOON:]) < CLOSE
@@ -114,7 +114,7 @@ def test_replicas_without_rows_or_unknown_keep_the_shares():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_restored_decides_alike(seed):
+def test_a_restored_model_makes_the_same_decisions(seed):
     model = SpeedModel(3)
     taken, _ = run([0.02] * 3, lambda step: UNEQUAL, 30, 0.05, seed=seed, model=model)
     state = json.loads(json.dumps(model.state()))
@@ -131,7 +131,7 @@ def test_what_is_restored_decides_alike(seed):
     assert later[0] == later[1]
 
 
-def test_first_steps_after_a_restart_are_not_taken_for_a_change():
+def test_first_steps_after_a_restart_do_not_change_shares():
     model = SpeedModel(3)
     taken, _ = run([0.0] * 3, lambda step: UNEQUAL, 40, model=model)
     restored = SpeedModel.restored(model.state())
@@ -142,7 +142,7 @@ def test_first_steps_after_a_restart_are_not_taken_for_a_change():
 
 
 @pytest.mark.parametrize("steps_per_epoch", [3, 5])
-def test_pauses_between_short_epochs_are_not_learnt(steps_per_epoch):
+def test_pauses_between_short_epochs_are_ignored(steps_per_epoch):
     """Replicas take 0.05 s before each step, but 1 s before the first of an epoch. The last batch is short."""
     place = types.SimpleNamespace(replicas=2, at_most=[ROWS] * 2)
     shares, epochs = Shares("speed", ROWS), 12
