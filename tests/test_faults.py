@@ -17,11 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import tfdist
+from certificates import Authority
 from launched import eventually
 from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec, free_ports
 from tfdist.exit_codes import PREEMPTED, STALLED
 from tfdist.faults import FaultTolerance, preemption
 from tfdist.faults.lifelines import Lifelines
+from tfdist.network.tls import TLS_VARIABLES
 
 DEADLINE_SECONDS = 90
 START_SECONDS = 3
@@ -561,6 +563,46 @@ if worker:
     assert job.wait() == [0, 0], job.output(0) + job.output(1)
     assert "cannot connect to worker 0 at 192.0.2.1" in job.output(1)
     assert "Open the hosts' ports to each other" in job.output(0)
+
+
+def tls_environment(directory):
+    return dict(zip(TLS_VARIABLES, dataclasses.astuple(Authority(directory).worker()), strict=True))
+
+
+def test_workers_with_certificates_train_over_tls(job):
+    check = """
+from tfdist.strategies.collectives.streams import TlsStream
+assert all(isinstance(each, TlsStream) for each in strategy.extended._wire._lines.values())
+"""
+    job.start(ENCODED + check + "fit(build(), epochs=2)", **tls_environment(job.directory))
+    assert job.wait() == [0, 0], job.output(0) + job.output(1)
+
+
+@pytest.mark.exhaustive
+def test_with_tls_nothing_is_exchanged_in_clear_where_workers_cannot_connect(job):
+    head, tail = ENCODED.split("strategy = ", 1)
+    blocked = """
+from tfdist.strategies.collectives import lines
+split = lines.split_address
+lines.split_address = lambda address: ("192.0.2.1", 1) if worker else split(address)
+"""
+    job.start(head + blocked + "strategy = " + tail, **tls_environment(job.directory))
+    assert job.wait() == [1, 1], job.output(0) + job.output(1)
+    assert "TLS needs the workers' own connections, but worker 1 at" in job.output(1), job.output(1)
+    assert "TLS needs the workers' own connections, but worker 0 at" in job.output(0), job.output(0)
+
+
+def test_workers_with_unlike_transports_are_told_so(job):
+    unlike = TRAIN.replace("Strategy()", "Strategy(transport=('auto', 'tensorflow')[worker])")
+    job.start(unlike + "fit(build(), epochs=1)")
+    assert job.wait() == [1, 1], job.output(0) + job.output(1)
+    for worker in range(2):
+        assert "the same transport" in job.output(worker) and "tensorflow" in job.output(worker), job.output(worker)
+
+
+def test_a_transport_of_no_name_is_refused():
+    with pytest.raises(ValueError, match=r"`transport` must be one of 'auto', 'tensorflow', got 'tcp'"):
+        tfdist.MultiWorkerMirroredStrategy(transport="tcp")
 
 
 def test_a_frozen_chief_is_named_and_ends_the_other(job):

@@ -2,8 +2,6 @@
 
 import contextlib
 import ctypes
-import os
-import pathlib
 import socket
 import subprocess
 import sys
@@ -11,6 +9,7 @@ import sys
 import pytest
 
 from launched import eventually, nothing_left
+from scanner import listening_at
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
 from tfdist.launch import private_network
@@ -24,25 +23,6 @@ PR_SET_DUMPABLE = 4
 def run(tmp_path):
     with nothing_left(tmp_path) as run:
         yield run
-
-
-def listening_at(pids):
-    """The addresses and ports at which processes listen, by what the kernel says of their sockets."""
-    inodes = set()
-    for pid in pids:
-        for link in pathlib.Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                inodes.add(os.readlink(link))
-    found = set()
-    for name, size in (("tcp", 4), ("tcp6", 16)):
-        for line in pathlib.Path(f"/proc/{next(iter(pids))}/net/{name}").read_text().splitlines()[1:]:
-            fields = line.split()
-            address, port = fields[1].split(":")
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, 2 * size, 8)]
-                family = socket.AF_INET if size == 4 else socket.AF_INET6
-                found.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
-    return found
 
 
 @pytest.mark.parametrize(

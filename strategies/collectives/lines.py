@@ -78,7 +78,7 @@ def connect(board: Board, addresses: Sequence[str], timeout_seconds: float) -> M
 
 
 def _key(token: bytes) -> Secret:
-    """What both ends must know: a stranger may have read the token where workers tell each other."""
+    """The key that both ends must know; not the token alone, which a stranger may read in the coordination store."""
     secret = Secret.from_env()
     return secret.joined(token) if secret else Secret(token)
 

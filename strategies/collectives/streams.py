@@ -37,7 +37,7 @@ class PlainStream:
         """Sends as much as is taken at once, and says how many bytes that is."""
         try:
             return self._connection.sendmsg([header, row], [], socket.MSG_DONTWAIT)
-        except OSError:  # Also if there is no room; `send` finds out what is wrong.
+        except OSError:  # There may be no room. `send` raises any other error.
             return 0
 
     def send(self, header: memoryview, row: memoryview) -> None:
@@ -93,7 +93,7 @@ class TlsStream(PlainStream):
             return self._tls.pending() > 0
 
     def send_now(self, header: memoryview, row: memoryview) -> int:
-        """See `PlainStream.send_now`. What is not taken must be sent next, as TLS may have a part of it encrypted."""
+        """See `PlainStream.send_now`. The rest must be sent next, since TLS may have encrypted a part of it."""
         try:
             return self._send(memoryview(b"".join((header, row))))
         except OSError:

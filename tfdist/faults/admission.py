@@ -1,4 +1,4 @@
-"""Whether worker 0 admits who says to be a worker of its cluster: decisions without clock or network."""
+"""Whether worker 0 admits a process that says it is a worker: decisions without clock or network."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
@@ -9,7 +9,7 @@ from tfdist.network.reception import printable
 __all__ = ["PLAIN_SECONDS", "Admission", "Introduction", "Verdict"]
 
 PLAIN_SECONDS = 3.0
-"""How long a worker of this cluster's hosts must keep coming back with what does not fit, before that ends the job."""
+"""How long a misfit on a host of this cluster must try again before it ends the job."""
 
 _MOST_SHOWN = 8
 _MOST_NOTED = 256
@@ -49,12 +49,12 @@ class Introduction:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What becomes of a worker that has introduced itself.
+    """The decision on a worker that has introduced itself.
 
     Attributes:
-      refused: What does not fit, "cluster", "versions" or "index"; `None` if the worker is admitted.
-      problem: What is wrong, in full; empty if nothing is.
-      is_plain: Whether that ends the job.
+      refused: The part that does not fit, "cluster", "versions" or "index"; `None` if the worker is admitted.
+      problem: The error in full; empty if there is none.
+      is_plain: Whether the error ends the job.
     """
 
     refused: str | None = None
@@ -63,11 +63,11 @@ class Verdict:
 
 
 class Admission:
-    """Decides who is admitted, and when a worker that does not fit ends the job.
+    """Decides which workers are admitted, and when a misfit ends the job.
 
-    With a secret every introduction is proved, so what does not fit is a mistake and ends the job at once. Without one
-    anybody can claim anything, so that only a worker on a host of this cluster ends the job, after it has come back
-    with the same for 3 s. Of two with one index the one on the host that TF_CONFIG names for it is admitted.
+    With a secret every introduction is proved. A misfit is then a mistake in the job and ends it at once. Without a
+    secret anybody can claim anything. Only a misfit on a host of this cluster then ends the job, after 3 s of tries.
+    If two workers have one index, the one on the host that TF_CONFIG names for it is admitted.
 
     Args:
       own: Worker 0's own introduction.
@@ -88,7 +88,7 @@ class Admission:
           guest: The introduction.
           source: The IP address that it comes from.
           present: The IP address and the host name of the worker that was admitted under this index; `None` if none is.
-          now: Of a monotonic clock.
+          now: The time of a monotonic clock.
         """
         misfit = self._misfit(guest, present)
         if misfit is None:
@@ -109,7 +109,7 @@ class Admission:
         return source in self._addresses_of(guest.worker)
 
     def _misfit(self, guest: Introduction, present: tuple[str, str] | None) -> tuple[str, str] | None:
-        """What does not fit, in a word and in full."""
+        """The misfit of an introduction, in a word and in full; `None` if it fits."""
         own, name = self._own, guest.describe()
         if own.addresses != guest.addresses:
             return "cluster", (

@@ -55,7 +55,7 @@ _STATUS_SECONDS = 1.0
 _LOG_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 _REFUSED_SECONDS = 3 * PLAIN_SECONDS  # After which a worker that is refused gives up; worker 0 knows before.
-_TOLD_BYTES = 1 << 20  # Of a line of worker 0's.
+_TOLD_BYTES = 1 << 20  # The longest line of worker 0.
 _HERALD = (
     "import select, sys, time; left = max(0, float(sys.argv[1]) - time.monotonic()); "
     "select.select([0], [], [], left)[0] or sys.stderr.write(sys.argv[2])"
@@ -236,7 +236,7 @@ class _Desk:
                 self._dismiss(guest.worker)
             self._come[guest.worker] = (connection, source, guest)
             return
-        # Who proves nothing learns no more than what of its own does not fit.
+        # A stranger learns only which of its own claims does not fit.
         _send(connection, {"error": verdict.problem} if self._secret else {"refused": verdict.refused})
         connection.close()
         if verdict.is_plain:
@@ -361,7 +361,7 @@ class _Refusals:
     """Why worker 0 refuses this worker, and for how long it has done so without a break.
 
     Attributes:
-      last: What it said last; `None` if it did not refuse this worker.
+      last: The reason it gave last; `None` if it did not refuse this worker.
     """
 
     def __init__(self, cluster: ClusterSpec):

@@ -12,13 +12,13 @@ from tfdist.errors import ClusterError
 
 __all__ = ["enter"]
 
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # Of sched.h; `os.unshare` comes with Python 3.12.
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # From sched.h. `os.unshare` comes with Python 3.12.
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def enter() -> None:
-    """Moves this process, and what it starts from now on, to a network that nothing outside can reach.
+    """Moves this process and its later children to a network that nothing outside can reach.
 
     Needs no privileges where the kernel lets users make namespaces. Call it before any thread is started.
 

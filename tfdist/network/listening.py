@@ -16,8 +16,8 @@ __all__ = ["addresses_of", "listen"]
 def listen(host: str, port: int, backlog: int) -> list[socket.socket]:
     """Listens at the addresses of this machine that a host name has.
 
-    If the name has none, as behind NAT or the name of a Kubernetes Service, or if it only means this machine while
-    other machines know it as another, the sockets listen at all addresses, and a log line says so.
+    If the name has none, as behind NAT or with the name of a Kubernetes Service, the sockets listen at all addresses,
+    and a log line says so. The same holds for a name that is loopback on this machine alone.
 
     Args:
       host: A host name or an IP address.
