@@ -21,6 +21,7 @@ from tfdist.network.tls import connect as connect_tls
 __all__ = ["connect"]
 
 _TOKEN_BYTES = 32
+_TRY_SECONDS = 3.0
 # Heartbeats tell sooner of a host that is gone. This ends what is cut between two that both still reach worker 0, and
 # must be long: who takes nothing in meanwhile may be in one long call that keeps Python's lock.
 _SILENCE_SECONDS = 120
@@ -92,7 +93,9 @@ def _call(
         raise OSError(f"worker {peer} on {host} says no port")
     port, token = said
     try:
-        line = connect_tls(tls, socket.create_connection((host, port), timeout=timeout_seconds), host)
+        connection = socket.create_connection((host, port), timeout=min(_TRY_SECONDS, timeout_seconds))
+        connection.settimeout(timeout_seconds)  # The kernel connects; a reply takes a thread of the other process.
+        line = connect_tls(tls, connection, host)
         introduce(line, _key(bytes.fromhex(token)), {"worker": worker})
     except (OSError, NotOursError, RefusedError) as error:
         raise OSError(f"worker {worker} cannot connect to worker {peer} at {host}:{port}: {error}") from error
