@@ -10,6 +10,8 @@ from absl import logging
 
 from tfdist import _tf
 from tfdist.errors import ScopeError
+from tfdist.strategies.row_comparison import RowComparison
+from tfdist.strategies.row_origin import reads_files
 from tfdist.strategies.step import count_rows
 
 
@@ -28,6 +30,15 @@ def is_read_by_all(dataset: tf.data.Dataset) -> bool:
     """Whether each worker reads all of it and keeps its rows of each batch: unless its options say otherwise."""
     policies = tf.data.experimental.AutoShardPolicy
     return dataset.options().experimental_distribute.auto_shard_policy in (policies.AUTO, policies.DATA)
+
+
+def is_split_by_rows(dataset: tf.data.Dataset) -> bool:
+    """Whether TensorFlow, in a custom loop, lets each worker read all of a dataset and keep its rows of each batch."""
+    policies = tf.data.experimental.AutoShardPolicy
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if not isinstance(dataset, tf.data.Dataset) or not tf.executing_eagerly():
+        return False
+    return policy == policies.DATA or (policy == policies.AUTO and not reads_files(dataset))
 
 
 def alike_on_workers(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -98,10 +109,21 @@ def check_reads_no_sharding(dataset: Any) -> None:
         )
 
 
-def _untuned_on_devices(iterator: Any) -> Any:
-    """A distributed iterator that was just made, without the threads that tune its parts on the devices."""
+def _untuned_on_devices(iterator: Any, reads_at_once: bool = False) -> Any:
+    """A distributed iterator that was just made, without the threads that tune its parts on the devices.
+
+    Args:
+      iterator: What was made.
+      reads_at_once: Whether it reads ahead from now on, and not from the first step on.
+    """
+
+    def changed(dataset):
+        options = tf.data.Options()
+        options.experimental_warm_start = reads_at_once
+        return untuned(dataset.with_options(options))
+
     if tf.executing_eagerly():  # There is nothing to tune in these parts, whatever the pipeline is.
-        _tf.make_iterators_on_devices_anew(iterator, untuned)
+        _tf.make_iterators_on_devices_anew(iterator, changed)
     return iterator
 
 
@@ -110,15 +132,26 @@ class PeekableDataset(tf.distribute.DistributedDataset):
 
     Before the first step Keras takes one batch to learn its shapes, and drops it with the iterator and whatever that
     has prefetched. A generator would lose these batches, another number on each worker. Keras gets the specs instead.
+
+    Args:
+      dataset: Of TensorFlow's.
+      comparison: What compares its first batch on all workers, if anything does.
     """
 
-    def __init__(self, dataset: tf.distribute.DistributedDataset):
-        self._dataset = dataset
+    def __init__(self, dataset: tf.distribute.DistributedDataset, comparison: RowComparison | None = None):
+        self._dataset, self._comparison = dataset, comparison
 
     def __iter__(self):
         if _tf.keras_is_peeking() and _has_ranks(self):
             return iter([_example(self)])
-        return _untuned_on_devices(iter(self._dataset))
+        if self._comparison is None:
+            return _untuned_on_devices(iter(self._dataset))
+        if _tf.keras_is_peeking():  # It is dropped before its end, and may read on meanwhile.
+            self._comparison.compare_no_more()
+        with self._comparison.beginning() as is_first:
+            iterator = _untuned_on_devices(iter(self._dataset), reads_at_once=is_first)
+            self._comparison.begins(iterator)
+        return iterator
 
     @property
     def element_spec(self):

@@ -10,6 +10,7 @@ import time
 import zlib
 
 import keras
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -35,6 +36,8 @@ from tfdist.strategies.devices import make_virtual_devices
 from tfdist.strategies.policy import policy_of
 from tfdist.strategies.replicated import ReplicatedStrategy, Use, variables_of
 from tfdist.strategies.replicated_extended import ReplicatedExtended
+from tfdist.strategies.row_comparison import CUSTOM_LOOP, RowComparison, RowsRead
+from tfdist.strategies.row_origin import Origin, origins_of, sizes_of
 
 # What unlike processors make of equal steps stays below; another file, or another epoch, is above.
 _ROUNDING = 1e-3
@@ -122,6 +125,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 _share_seed(self)
             extended.lay_wire(transport)
             watchdog.start(self, extended.board, extended.creations)
+            self.reports.rows_read = RowsRead()
             self._use = Use()  # What is above is no use of it.
             if extended.should_checkpoint:
                 atexit.register(_warn_if_unused, self._use, extended._num_workers, type(self).__name__)
@@ -174,24 +178,42 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         if self.extended.should_checkpoint:
             logging.warning("Workers round in unlike ways: what they hold of model %r is no longer equal.", model.name)
 
-    def _check_batches(self, epochs):
+    def _check_batches(self, epochs, dataset):
+        adapter = epochs.data_adapter
+        last = adapter.partial_batch_size if _tf.keras_source(epochs) == "arrays" else None
+        batches, described_data = adapter.num_batches or 0, _described_data(dataset, last)
         with watchdog.waiting_for_all("`fit`, `evaluate` and `predict`"):
-            everyone = self.extended.of_all_workers(epochs.data_adapter.num_batches or 0)
-        if len(set(everyone)) == 1 or epochs.steps_per_epoch:
-            return
-        described = ", ".join(
-            f"worker {worker} has {batches or 'an unknown number'}" for worker, batches in enumerate(everyone)
-        )
-        raise ClusterError(
-            f"All workers read the same data and take their rows of each batch, so all must have as many batches, but "
-            f"{described}. This is worker {self.extended._id_in_cluster} on {socket.gethostname()}. Give all the same "
-            "data and `batch_size`, which counts the rows of all workers; or steps_per_epoch. To let each read data of "
-            "its own, see `distribute_datasets_from_function`."
-        )
+            everyone = self.extended.of_all_workers([batches, _crc(described_data)])
+        if len({batches for batches, _ in everyone}) > 1 and not epochs.steps_per_epoch:
+            described = ", ".join(
+                f"worker {worker} has {batches or 'an unknown number'}" for worker, (batches, _) in enumerate(everyone)
+            )
+            raise ClusterError(
+                f"All workers read the same data and take their rows of each batch, so all must have as many batches, "
+                f"but {described}. This is worker {self.extended._id_in_cluster} on {socket.gethostname()}. Give all "
+                "the same data and `batch_size`, which counts the rows of all workers; or steps_per_epoch. To let each "
+                "read data of its own, see `distribute_datasets_from_function`."
+            )
+        if len({rest for _, rest in everyone}) > 1:
+            self.extended.agreement.on_data(described_data)
+
+    def _compare_rows(self, dataset, epochs):
+        purpose = _tf.keras_purpose() if epochs else CUSTOM_LOOP
+        source = _tf.keras_source(epochs) if epochs else "dataset"
+        if source == "dataset":
+            origins = origins_of(dataset)
+        else:
+            origin = Origin.GRAPH if source == "arrays" else Origin.PYTHON
+            origins = [origin] * len(tf.nest.flatten(dataset.element_spec))
+        size = int(dataset.cardinality())
+        is_endless = epochs.steps_per_epoch is not None if epochs else size == tf.data.UNKNOWN_CARDINALITY
+        is_endless |= size == tf.data.INFINITE_CARDINALITY
+        rows_read = self.reports.rows_read if purpose == "fit" else None
+        return RowComparison(self.extended.agreement, origins, purpose, is_endless, rows_read)
 
     def _is_alike(self, what):
         """Whether all workers say the same, of which one number is exchanged."""
-        return len(set(self.extended.of_all_workers(zlib.crc32(repr(what).encode())))) == 1
+        return len(set(self.extended.of_all_workers(_crc(what)))) == 1
 
     def _is_far_apart(self, variable):
         """Whether workers hold a variable so unlike that it is not from rounding, as unlike processors do it."""
@@ -326,6 +348,18 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         self._host_cross_device_ops = self._cross_device_ops if alone else collectives([self._worker_device])
 
 
+def _crc(what):
+    return zlib.crc32(repr(what).encode())
+
+
+def _described_data(dataset, last):
+    """What all workers must have alike of the data that each reads, before anybody reads it."""
+    leaves = tf.nest.flatten(dataset.element_spec, expand_composites=True)
+    kinds = [f"tensors of {leaf.dtype.name}{leaf.shape}" for leaf in leaves if isinstance(leaf, tf.TensorSpec)]
+    sizes = [f"{size} elements in a stage of the pipeline" for size in sizes_of(dataset)]
+    return [f"{last or 'all'} rows in the last batch", *sizes, *kinds]
+
+
 def _places_where(of_all_workers, holds):
     """The places in the workers' lists at which something holds of what all say."""
     return [place for place, said in enumerate(zip(*of_all_workers, strict=True)) if holds(said)]
@@ -451,17 +485,23 @@ def _warn_if_unused(use, workers, name):
 
 
 def _share_seed(strategy):
-    """Gives all workers the chief's global seed where the user set none, so that they shuffle alike.
+    """Gives all workers the chief's random states where the user set no seed, so that they shuffle alike.
 
-    Keras and tf.data shuffle before the data is split among the workers. With seeds of their own, workers would split
-    different orders, and examples would be seen twice or not at all in an epoch.
+    Keras, tf.data, and generators that use NumPy's global state shuffle before the data is split among the workers.
+    With seeds of their own, workers would split different orders, and examples would be seen twice or not at all in an
+    epoch.
     """
     own, _ = tf.compat.v1.random.get_seed(None)
     drawn = tf.random.uniform([], maxval=tf.int32.max, dtype=tf.int64) if own is None else tf.constant(own, tf.int64)
     version, numbers, _ = random.getstate()  # By which Keras shuffles a `PyDataset`.
+    _, of_numpy, position, *_ = np.random.get_state()  # And `ImageDataGenerator` its images.
     with strategy.scope():
         seed = tf.Variable(drawn, trainable=False)
         state = tf.Variable(tf.constant(numbers, tf.int64), trainable=False)
+        numpy_state = tf.Variable(tf.constant([position, *of_numpy], tf.int64), trainable=False)
     if own is None:
         tf.random.set_seed(int(seed.numpy()))
         random.setstate((version, tuple(state.numpy().tolist()), None))
+    if own is None and np.random.get_bit_generator().seed_seq is not None:  # It is None once the user has set a seed.
+        position, *of_numpy = numpy_state.numpy().tolist()
+        np.random.set_state(("MT19937", of_numpy, position, 0, 0.0))

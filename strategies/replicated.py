@@ -20,6 +20,7 @@ from tfdist.strategies.datasets import (
     alike_on_workers,
     check_reads_no_sharding,
     is_read_by_all,
+    is_split_by_rows,
     made_by,
     untuned,
 )
@@ -115,16 +116,22 @@ class ReplicatedStrategy:
         if self.extended._num_workers > 1:
             check_reads_no_sharding(dataset)
         if not _tf.called_by_keras_trainer():
+            if self.extended._num_workers > 1 and is_split_by_rows(dataset):
+                dataset = self._compare_rows(dataset, None).watch(dataset)
             return super().experimental_distribute_dataset(dataset, options)
+        comparison = None
         if _tf.keras_made_dataset():
             dataset = untuned(dataset)
         if self.extended._num_workers > 1 and is_read_by_all(dataset):
-            self._check_batches(_tf.keras_epochs_to_distribute())
+            epochs = _tf.keras_epochs_to_distribute()
+            self._check_batches(epochs, dataset)
             dataset = alike_on_workers(dataset)
+            comparison = self._compare_rows(dataset, epochs)
+            dataset = comparison.watch(dataset)
         distributed = super().experimental_distribute_dataset(dataset, options)
         if not _tf.keras_is_evaluating():
             self.reports.feed(_tf.keras_fitting_models(), None)
-        return PeekableDataset(distributed)
+        return PeekableDataset(distributed, comparison)
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
         """Makes each worker's own dataset; see `tf.distribute.Strategy.distribute_datasets_from_function`.
@@ -199,8 +206,11 @@ class ReplicatedStrategy:
     def _begin_fit(self, model, fit):
         """Compares what a `fit` begins with on all workers: arguments, a model trained before, its position."""
 
-    def _check_batches(self, epochs):
-        """Compares the numbers of batches of what all workers read, for epochs that Keras is about to begin."""
+    def _check_batches(self, epochs, dataset):
+        """Compares how much there is of what all workers read, for epochs that Keras is about to begin."""
+
+    def _compare_rows(self, dataset, epochs):
+        """Gives what compares the first batch of a dataset that all workers read, for `epochs` of Keras or a loop."""
 
     def _check_owned(self, model, variables):
         for variable in variables:

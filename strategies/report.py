@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.strategies.collectives.stopwatch import present_time
+from tfdist.strategies.row_comparison import RowsRead
 
 BEGIN, LOSS, SHARE, GRADIENTS, END = range(5)
 # Grappler regroups products of constants, and gives the name of a factor that nobody else reads to something else: a
@@ -53,8 +54,8 @@ class StepReport:
 class StepReports:
     """The reports of a strategy, as `strategy.reports`; of Keras' training steps, not of custom loops.
 
-    Costs a few timestamps and one callback into Python a step, and 3 R + 1 numbers in an exchange for R replicas. A
-    step that XLA compiles for a lone replica reports nothing.
+    Costs a few timestamps and one callback into Python a step, and 3 R + 1 numbers in an exchange for R replicas, or
+    5 R + 1 for several workers. A step that XLA compiles for a lone replica reports nothing.
 
     Attributes:
       listeners: Functions that take each `StepReport` on every worker, in the order of the steps, before the step ends.
@@ -67,6 +68,7 @@ class StepReports:
       fits: Something of each Keras `fit` of the strategy's models that is under way, and gone at its end.
       tells: Whether the training steps that were traced last report at all; those that XLA compiles, and a user's own
         train function, do not.
+      rows_read: What this worker says of the rows that it trains on, if there are others to compare it with.
     """
 
     newest: "StepReports | None" = None
@@ -82,6 +84,7 @@ class StepReports:
         self.num_replicas = num_replicas
         self.asked_here = False
         self.tells = True
+        self.rows_read: RowsRead | None = None
         with tf.device(_host_of(devices[0])):
             self._stop = tf.Variable(0.0, trainable=False)
         self._clocks = [Clock(device) for device in devices]
@@ -139,7 +142,7 @@ class StepReports:
         return self._clocks[local]
 
     def of_replica(self, clock: "Clock", replica: Any, rows: Any, tells_before: bool = False) -> tf.Tensor:
-        """What replica `replica` says of its step, float32 [3 R + 1]; summed over replicas it is the report.
+        """What replica `replica` says of its step, float32 [n R + 1]; summed over replicas it is the report.
 
         Args:
           clock: Its clock.
@@ -151,7 +154,11 @@ class StepReports:
         rows = tf.cast(0 if rows is None else rows, tf.float32)
         compute = clock.compute_seconds()
         own = compute + clock.seconds_before() if tells_before else compute
-        return tf.concat([place * rows, place * compute, place * own, [self._stop]], axis=0)
+        said = [rows, compute, own]
+        if self.rows_read is not None:  # Of a worker its first replica speaks.
+            numbers = self.rows_read.numbers if clock is self._clocks[0] else tf.zeros([2])
+            said += tf.unstack(tf.convert_to_tensor(numbers))
+        return tf.concat([*(place * each for each in said), [self._stop]], axis=0)
 
     def tell(self, local: int, totals: tf.Tensor, model: Any) -> None:
         """Ends a step of a replica; of this worker's first, hands the sum of what all said to the listeners."""
@@ -163,10 +170,12 @@ class StepReports:
         self._clocks[0].end(self._ends[model], totals)
 
     def _take(self, model: weakref.ref, totals: np.ndarray) -> None:
-        rows, compute, own = np.split(totals[:-1], 3)
+        rows, compute, own, *read = np.split(totals[:-1], (len(totals) - 1) // self.num_replicas)
         number = self.latest.number + 1 if self.latest else 1
         StepReports.newest, self._trained = self, model
         self.latest = StepReport(number, np.rint(rows).astype(np.int64), compute, own, bool(totals[-1] > 0))
+        if self.rows_read is not None:
+            self.rows_read.check(*read)
         trained = model()
         feeder = None if trained is None else self.feeders.get(trained)
         if feeder is not None:

@@ -100,6 +100,7 @@ from keras.src.trainers import epoch_iterator as keras_epoch_iterator
 
 # What Keras wraps a user's dataset in, to tell it from those of its own making. Without it: `fit` on arrays returns a
 # minute late, or a user's pipeline is not tuned.
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 # Makes an optimizer on each save, to learn which attributes all optimizers have. Without it: a save on the chief alone
@@ -153,6 +154,7 @@ __all__ = [
     "get_keras_mask",
     "global_seed_generator",
     "goes_on_with",
+    "graphs_of_dataset_functions",
     "has_global_seed_generator",
     "is_gradient_of_all_reduce",
     "is_op_determinism_enabled",
@@ -169,8 +171,11 @@ __all__ = [
     "keras_makes_for_comparison",
     "keras_model_in_step",
     "keras_model_to_build",
+    "keras_purpose",
+    "keras_source",
     "keras_variable_made_late",
     "make_iterators_on_devices_anew",
+    "maps_elements",
     "match_anew",
     "multi_worker_util",
     "places_in_optimizer",
@@ -571,6 +576,45 @@ def datasets_read_by(dataset: Any) -> list[Any]:
             found[id(each)] = each
             waiting += each._inputs() if isinstance(each, tf.data.Dataset) else []
     return list(found.values())
+
+
+def graphs_of_dataset_functions(dataset: tf.data.Dataset) -> list[Any]:
+    """The graphs of the functions that one stage of a dataset calls.
+
+    Without it: workers cannot tell rows that random operations make unlike from rows of other data.
+    """
+    return [wrapper.function.graph for wrapper in dataset._functions()]
+
+
+def maps_elements(dataset: tf.data.Dataset) -> bool:
+    """Whether a stage of a dataset is a `map`: each element is what its function gives of one. See above."""
+    return type(dataset).__name__ in ("_MapDataset", "_ParallelMapDataset")
+
+
+def keras_purpose() -> str:
+    """Which of Keras' methods reads a dataset that is being distributed: "fit", "validation", "evaluate" or "predict".
+
+    Without it: errors about unlike data do not name the call, and validation data is compared in each epoch.
+    """
+    trainer = keras_trainer.TensorFlowTrainer
+    codes = {inspect.unwrap(getattr(trainer, name)).__code__: name for name in ("fit", "evaluate", "predict")}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    if frame is None:
+        return "fit"
+    name = codes[frame.f_code]
+    return "validation" if name == "fit" and "epoch_iterator" in frame.f_locals else name
+
+
+def keras_source(epochs: keras_epoch_iterator.EpochIterator) -> str:
+    """What a Keras `EpochIterator` reads: "arrays", a "dataset" of the user, or "python" code of theirs.
+
+    Without it: see `graphs_of_dataset_functions`.
+    """
+    if isinstance(epochs.data_adapter, TFDatasetAdapter):
+        return "dataset"
+    return "arrays" if isinstance(epochs.data_adapter, ArrayDataAdapter) else "python"
 
 
 def count_as_seen(epochs, batches: int) -> None:

@@ -3,7 +3,9 @@
 import collections
 import contextlib
 import itertools
+import math
 import socket
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,6 +18,8 @@ from tfdist.faults.board import Board
 
 __all__ = ["Agreement"]
 
+_LOOK_SECONDS = 1.0  # Between two looks at whether what waits is still needed.
+_OPTIONAL_SECONDS = 10.0  # For workers that need not come.
 _ASK_SECONDS = 5.0  # Whether the chief is still there, of which nothing was heard.
 
 _compared = itertools.count()  # In this process; as many, and in the same order, on all workers.
@@ -34,6 +38,7 @@ class Agreement:
         self._board = board
         self._timeout_seconds = timeout_seconds
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._verdict: str | None = None
 
     def on_setup(self, devices: int, compression: str, transport: str) -> None:
         """Compares numbers of devices, codecs and transports.
@@ -106,6 +111,18 @@ class Agreement:
         hint = "Call it alike on all workers; what only the chief does is for tfdist.callbacks.ChiefOnly."
         self._compare(self._exchange("fit", described), "the same arguments of `fit`", hint)
 
+    def on_data(self, described: list[str]) -> None:
+        """Compares the kinds and the numbers of what all workers read.
+
+        Raises:
+          ClusterError: If they are unlike, or a worker does not come.
+        """
+        hint = (
+            "Each reads the whole data and keeps its part of every batch: give all the same data and batch_size. To "
+            "let each read data of its own, see `distribute_datasets_from_function`."
+        )
+        self._compare(self._exchange("data", described), "the same data", hint)
+
     def on_sharding(self, described: list[str]) -> None:
         """Compares what a `BalancedSharding` hands out.
 
@@ -126,6 +143,76 @@ class Agreement:
             "counts what was read ahead: where it ends amid repeated epochs, take its batches by next() outside."
         )
         self._compare(self._exchange("position", described), "a BalancedSharding in the same place", hint)
+
+    @property
+    def here(self) -> str:
+        """This worker and its host, in words."""
+        return f"worker {self._board.worker} on {socket.gethostname()}"
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this worker logs what all would log alike."""
+        return self._board.worker == 0
+
+    def next_name(self, subject: str) -> str:
+        """A name for a comparison that is made later; all workers must ask for it in the same order."""
+        return f"{subject}-{next(_compared)}"
+
+    def is_alike(self, name: str, own: Any, waits: bool, is_closed: Callable[[], bool]) -> bool:
+        """Whether all workers say the same; worker 0 decides. Costs three messages of each worker.
+
+        Args:
+          name: What `next_name` gave.
+          own: What this worker says.
+          waits: Whether all workers must come here. Otherwise who waits for ten seconds goes on as if all were alike.
+          is_closed: Whether nobody needs the answer any more.
+
+        Raises:
+          ClusterError: If the program of a worker is over that has said nothing.
+          tf.errors.OpError: If the service is out of reach.
+        """
+        deadline = math.inf if waits else time.monotonic() + _OPTIONAL_SECONDS
+
+        def hear(subject: str, worker: int) -> Any:
+            return self._hear_unless(subject, worker, lambda: is_closed() or time.monotonic() > deadline)
+
+        verdict = f"{name}-verdict"
+        if self._board.worker:
+            self._board.say_once(name, own)
+            decided = hear(verdict, 0)
+            self._board.forget(name)
+            return decided is not False
+        said = [hear(name, worker) for worker in self._board.others]
+        decided = all(each is None or each == own for each in said)
+        self._board.say_once(verdict, decided)
+        if self._verdict is not None:  # All have heard it that have said something since.
+            self._board.forget(self._verdict)
+        self._verdict = verdict
+        return decided
+
+    def exchange_described(self, name: str, own: Any) -> dict[int, Any]:
+        """What all workers say of something that is unlike.
+
+        Raises:
+          ClusterError: If a worker does not come.
+        """
+        said = self._gather(name, own)
+        # Who raises first may end at once, and worker 0 keeps what the others have not heard yet.
+        self._board.exchange(f"{name}-heard", True, _ASK_SECONDS)
+        return said
+
+    def _hear_unless(self, subject: str, worker: int, is_over: Callable[[], bool]) -> Any:
+        """What a worker says, as soon as it does; `None` once `is_over`."""
+        asked = time.monotonic()
+        while True:
+            with contextlib.suppress(tf.errors.DeadlineExceededError):
+                return self._board.hear(subject, worker, _LOOK_SECONDS)
+            if is_over():
+                return None
+            if time.monotonic() - asked > _ASK_SECONDS:
+                asked, absent = time.monotonic(), self._board.absent()
+                if absent is not None:
+                    return self._board.last_word(subject, worker, "the first batch of a dataset", absent)
 
     def tell_done(self, what: str, failure: str | None) -> None:
         """On the chief: tells who `wait_for_chief` that what it does alone is done, or how it failed."""
@@ -168,7 +255,10 @@ class Agreement:
         )
 
     def _exchange(self, subject: str, own: list[str]) -> dict[int, list[str]]:
-        said = dict(self._board.exchange(f"{subject}-{next(_compared)}", own, self._timeout_seconds))
+        return self._gather(self.next_name(subject), own)
+
+    def _gather(self, subject: str, own: Any) -> dict[int, Any]:
+        said = dict(self._board.exchange(subject, own, self._timeout_seconds))
         missing = [str(worker) for worker in range(self._board.workers) if worker not in said]
         if missing:
             raise WorkerLostError(

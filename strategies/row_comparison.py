@@ -1,0 +1,300 @@
+"""Workers that read the whole data compare the first batch of it, since each keeps only its own rows of every batch.
+
+The rule, by where a tensor of a batch comes from (`row_origin`):
+
+| origin | unlike on two workers |
+|---|---|
+| stored, or computed by TensorFlow | an error |
+| labels made by Python code; in `predict`, all that it makes | an error; of endless data a warning |
+| other tensors made by Python code | a warning, unless labels that tell the rows apart are alike |
+| random operations of TensorFlow | never compared |
+
+The first batch of the first pass is compared before any worker gets a row of it. Of later passes of a `fit` a checksum
+travels with the report of each step (`RowsRead`).
+"""
+
+import contextlib
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfdist.errors import ClusterError
+from tfdist.faults.agreement import Agreement
+from tfdist.strategies import row_samples
+from tfdist.strategies.row_origin import Origin
+
+__all__ = ["CUSTOM_LOOP", "RowComparison", "RowsRead"]
+
+CUSTOM_LOOP = "a custom loop"
+"""The purpose of a dataset that no method of Keras reads."""
+
+# TensorFlow keeps for ever what a dataset calls in Python, so that is given a number and not the comparison.
+_numbers = itertools.count()
+_alive: "weakref.WeakValueDictionary[int, RowComparison]" = weakref.WeakValueDictionary()
+_kept: "dict[int, RowComparison]" = {}  # Of datasets that their iterators may outlive, until they have compared.
+
+_PARTS = ("features", "labels", "sample weights")
+_LABELS = 1
+_FIRST_BATCH_SECONDS = 2.0  # For a first batch that comes soon; one that fails, or never comes, is waited for in vain.
+_PASSES = 1 << 20  # Whole numbers of float32.
+_REMEDIES = (
+    "Each worker reads the whole data and keeps its part of every batch. Remove `.shard(n, i)`, `x[i::n]` and the "
+    "like; give a seed to what shuffles, as `image_dataset_from_directory` or a generator of NumPy's; load the same "
+    "files and arrays on all. To let each worker read data of its own, use strategy.distribute_datasets_from_function "
+    "with a function of its input context, a tfdist.data.BalancedSharding, or AutoShardPolicy.OFF."
+)
+
+
+class RowsRead:
+    """Which rows this worker trains on, as two numbers for the report of each step: the pass, and a checksum.
+
+    Attributes:
+      numbers: Both, float32 [2].
+      latest: The comparison that noted them last.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = tf.Variable(tf.zeros([2]), trainable=False)
+        self.latest: RowComparison | None = None
+        self._passes = self._refused = 0
+
+    def note(self, comparison: "RowComparison", checksum: int) -> None:
+        """Notes the first batch of a pass."""
+        self._passes = (self._passes + 1) % _PASSES
+        self.latest = comparison
+        self.numbers.assign([self._passes, checksum])
+
+    def check(self, passes: np.ndarray, checksums: np.ndarray) -> None:
+        """Looks at what all replicas say; those that are not the first of their worker say 0.
+
+        Raises:
+          ClusterError: If workers read unlike rows in the same pass.
+        """
+        number = int(passes.max())
+        said = checksums[passes > 0]
+        if self.latest is None or number == self._refused or len(set(passes[passes > 0])) != 1 or len(set(said)) == 1:
+            return
+        self._refused = number
+        self.latest.explain(number)
+
+
+class RowComparison:
+    """The comparison of one dataset that is read by all workers.
+
+    Costs a look at one number for each batch, and for the first of a pass a copy of a part of each row. Before the
+    first pass two messages of each worker.
+
+    Args:
+      agreement: Where workers compare.
+      origins: Of the tensors of a batch.
+      purpose: What reads the dataset: "fit", "evaluate", "predict", or "a custom loop".
+      is_endless: Whether the data may have no end, so that no row has to be seen once.
+      rows_read: Where to note later passes, if they are to be compared.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        origins: Sequence[Origin],
+        purpose: str,
+        is_endless: bool,
+        rows_read: RowsRead | None = None,
+    ):
+        self._agreement, self._purpose, self._is_endless = agreement, purpose, is_endless
+        self._name = agreement.next_name("rows")
+        self._origins = origins
+        self._places: list[tuple[int, str]] = []  # Of each tensor that is compared: its leaf, and what to call it.
+        self._parts: list[int] = []
+        self._rows_read = rows_read
+        self._samples: list[row_samples.Sample] = []
+        self._iterators = 0
+        self._has_begun = self._has_recorded = self._is_awaited = False
+        self._has_come = threading.Event()
+        self._lock = threading.Lock()
+        self._number = next(_numbers)
+        _alive[self._number] = self
+        if purpose == CUSTOM_LOOP:
+            _kept[self._number] = self
+        with ThreadPoolExecutor(1) as pool:  # Outside of the scope, which would make one for each replica.
+            self._left = pool.submit(tf.Variable, 1, trainable=False, dtype=tf.int64).result()
+
+    def watch(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """`dataset`, whose first batch is compared when it is read, before it is handed on."""
+
+        @tf.autograph.experimental.do_not_convert
+        def compare(*batch):
+            tensors = self._tensors_of(batch)
+            arguments = [tf.constant(self._number, tf.int64), *tensors]
+            return tf.cond(
+                self._left > 0, lambda: tf.numpy_function(_record, arguments, tf.bool), lambda: tf.constant(True)
+            )
+
+        # Of all stages only a filter keeps what TensorFlow knows of the batch size, by which it splits batches.
+        size = int(dataset.cardinality())
+        watched = dataset.filter(compare)
+        return watched if size == tf.data.UNKNOWN_CARDINALITY else watched.apply(_of_size(size))
+
+    @contextlib.contextmanager
+    def beginning(self) -> Iterator[bool]:
+        """Around the making of an iterator of Keras': waits for the first batch of the first one, and compares it.
+
+        If that does not come soon, the pipeline compares it by itself, when it comes.
+
+        Yields:
+          Whether the iterator is to read at once.
+
+        Raises:
+          ClusterError: If workers read unlike rows.
+        """
+        is_first = not self._has_begun
+        self._has_begun = True
+        self._is_awaited = is_first
+        yield is_first
+        if is_first:
+            has_come = self._has_come.wait(_FIRST_BATCH_SECONDS)
+            with self._lock:
+                self._is_awaited = False
+                has_come = has_come or self._has_come.is_set()
+            if has_come:
+                self._compare()
+
+    def begins(self, iterator: Any) -> None:
+        """Notes an iterator of Keras'; the one before must have been read to its end."""
+        if self._rows_read is not None and self._has_recorded:
+            self._left.assign(1)
+        self._iterators += 1
+        weakref.finalize(iterator, self._ends).atexit = False
+
+    def compare_no_more(self) -> None:
+        """Leaves later passes out."""
+        self._rows_read = None
+
+    def _ends(self) -> None:
+        self._iterators -= 1
+
+    def explain(self, number: int) -> None:
+        """Compares in detail, after checksums of pass `number` were unlike.
+
+        Raises:
+          ClusterError: If more than rounding is unlike.
+        """
+        said = self._agreement.exchange_described(f"{self._name}-pass-{number}", self._described())
+        self._judge(said, f"the first batch of pass {number}")
+
+    def _tensors_of(self, batch: tuple[Any, ...]) -> list[tf.Tensor]:
+        has_parts = 1 < len(batch) <= len(_PARTS)
+        tensors, self._places, self._parts, leaf = [], [], [], 0
+        for part, value in enumerate(batch):
+            for each in tf.nest.flatten(value):
+                name = _PARTS[part] if has_parts else _PARTS[0]
+                for tensor in tf.nest.flatten(each, expand_composites=True):
+                    if self._origins[leaf] != Origin.RANDOM and tensor.dtype not in (tf.variant, tf.resource):
+                        tensors.append(tensor)
+                        self._places.append((leaf, name))
+                        self._parts.append(part if has_parts else 0)
+                leaf += 1
+        return tensors
+
+    def record(self, arrays: Sequence[np.ndarray]) -> None:
+        """Takes note of the first batch of a pass, and compares that of the first.
+
+        Raises:
+          ClusterError: If workers read unlike rows.
+        """
+        with self._lock:
+            if not self._left.numpy():
+                return
+            self._left.assign(0)
+            self._samples = [row_samples.sample(array) for array in arrays]
+            is_first, self._has_recorded = not self._has_recorded, True
+            if self._rows_read is not None:
+                self._rows_read.note(self, row_samples.digest(self._of_kind(self._is_hard)))
+            is_awaited = self._is_awaited
+            self._has_come.set()
+        if is_first and not is_awaited:
+            self._compare()
+            _kept.pop(self._number, None)
+
+    def _compare(self) -> None:
+        checksum, waits = row_samples.digest(self._samples, bits=32), self._purpose != CUSTOM_LOOP
+        if self._agreement.is_alike(self._name, checksum, waits, lambda: waits and not self._iterators):
+            return
+        said = self._agreement.exchange_described(f"{self._name}-described", self._described())
+        self._judge(said, "the first batch")
+
+    def _described(self) -> dict[str, Any]:
+        labels = [each for each, part in zip(self._samples, self._parts, strict=True) if part == _LABELS]
+        return {
+            "tensors": [each.described() for each in self._samples],
+            "labels_tell": any(each.distinct > 1 for each in labels),
+        }
+
+    def _judge(self, said: Mapping[int, Any], which: str) -> None:
+        """Raises, warns or does nothing about what the workers have described."""
+        workers = sorted(said)
+        first = said[workers[0]]
+        for worker in workers[1:]:
+            pairs = zip(first["tensors"], said[worker]["tensors"], strict=False)
+            unlike = {place: row_samples.difference(*pair) for place, pair in enumerate(pairs)}
+            unlike = {place: what for place, what in unlike.items() if what is not None}
+            hard = [place for place in unlike if self._is_hard(place)]
+            labels_alike = not any(self._parts[place] == _LABELS for place in unlike)
+            named = [workers[0], worker]
+            if hard:
+                self._refuse(which, named, self._in_words(hard[0], unlike[hard[0]], first, said[worker]))
+            if unlike and not (labels_alike and first["labels_tell"] and self._purpose != "predict"):
+                place = next(iter(unlike))
+                self._warn(which, named, self._in_words(place, unlike[place], first, said[worker]))
+                return
+
+    def _is_hard(self, place: int) -> bool:
+        """Whether a difference in this tensor is a mistake for sure."""
+        origin = self._origins[self._places[place][0]]
+        if origin == Origin.GRAPH:
+            return True
+        decides = self._purpose == "predict" or self._parts[place] == _LABELS
+        return origin == Origin.PYTHON and decides and not self._is_endless
+
+    def _of_kind(self, holds: Callable[[int], bool]) -> list[row_samples.Sample]:
+        return [each for place, each in enumerate(self._samples) if holds(place)]
+
+    def _in_words(self, place: int, difference: str | int, one: Any, other: Any) -> tuple[str, str]:
+        name = f"the {self._places[place][1]}"
+        a, b = one["tensors"][place], other["tensors"][place]
+        if isinstance(difference, str):
+            return f"{name} of type {a['dtype']}, shape {a['shape']}", f"type {b['dtype']}, shape {b['shape']}"
+        row = f"row {difference} of {name}"
+        return f"{row} as {a['shown'][difference]}", b["shown"][difference]
+
+    def _refuse(self, which: str, workers: list[int], words: tuple[str, str]) -> None:
+        raise ClusterError(
+            f"All workers must read the same rows in the same order, but in {which} of `{self._purpose}` worker "
+            f"{workers[0]} has {words[0]}, worker {workers[1]} has {words[1]}. This is {self._agreement.here}. "
+            f"{_REMEDIES}"
+        )
+
+    def _warn(self, which: str, workers: list[int], words: tuple[str, str]) -> None:
+        if self._agreement.speaks:
+            logging.warning(
+                "Workers may read unlike rows: in %s of `%s` worker %d has %s, worker %d has %s. That is right if "
+                "random augmentation, or drawing from endless data, makes them unlike. If not: %s",
+                *(which, self._purpose, workers[0], words[0], workers[1], words[1], _REMEDIES),
+            )
+
+
+def _record(number: np.ndarray, *arrays: np.ndarray) -> bool:
+    comparison = _alive.get(int(number))
+    if comparison is not None:
+        comparison.record(arrays)
+    return True
+
+
+def _of_size(size: int) -> Any:
+    return tf.data.experimental.assert_cardinality(size)

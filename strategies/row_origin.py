@@ -1,0 +1,146 @@
+"""Where the tensors of a dataset's batches come from, as its graph tells: which must be alike on all workers."""
+
+import enum
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import _tf
+
+__all__ = ["Origin", "origins_of", "reads_files", "sizes_of"]
+
+_DRAWS = re.compile(
+    "Random|Rng|Multinomial|TruncatedNormal|SampleDistorted|StatelessGamma|NonDeterministic|Stateful[A-Z]"
+)
+# Those that TensorFlow deals out by files: kReaderDatasetOps in auto_shard.cc.
+_READERS = re.compile("^(ArrayRecord|FixedLengthRecord|RecordIO|SSTable|TextLine|TFRecord)Dataset")
+_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
+
+
+class Origin(enum.IntEnum):
+    """How a tensor of a batch was made, in the order of how little is known of it.
+
+    Attributes:
+      GRAPH: Stored, or computed by operations that give the same each time.
+      PYTHON: Made by Python code, which may draw random numbers.
+      RANDOM: Depends on a random operation of TensorFlow.
+    """
+
+    GRAPH = 0
+    PYTHON = 1
+    RANDOM = 2
+
+
+def origins_of(dataset: tf.data.Dataset) -> list[Origin]:
+    """The origin of each tensor in the batches of a dataset, in the order of `tf.nest.flatten`.
+
+    Shuffles count as GRAPH: workers share a seed, so they must give the same order. Costs a walk over the operations
+    of all functions of the pipeline.
+    """
+    return _origins(dataset, {})
+
+
+def sizes_of(dataset: tf.data.Dataset) -> list[int]:
+    """The known numbers of elements along a pipeline, last stage first, without stages that keep the number."""
+    sizes: list[int] = []
+    for stage in _tf.datasets_read_by(dataset):
+        size = int(stage.cardinality())
+        if size >= 0 and sizes[-1:] != [size]:
+            sizes.append(size)
+    return sizes
+
+
+def reads_files(dataset: tf.data.Dataset) -> bool:
+    """Whether TensorFlow's AutoShardPolicy.AUTO gives each worker files of its own."""
+    readers = (tf.data.TFRecordDataset, tf.data.TextLineDataset, tf.data.FixedLengthRecordDataset)
+    stages = _tf.datasets_read_by(dataset)
+    graphs = [graph for stage in stages for graph in _tf.graphs_of_dataset_functions(stage)]
+    kinds = (kind for graph in graphs for kind in _kinds_in(graph))
+    return any(isinstance(stage, readers) for stage in stages) or any(map(_READERS.match, kinds))
+
+
+def _kinds_in(graph: Any) -> list[str]:
+    """The operations of a function, and of those that it may call."""
+    definition = graph.as_graph_def()
+    bodies = [definition.node, *(each.node_def for each in definition.library.function)]
+    return [node.op for body in bodies for node in body]
+
+
+def _origins(dataset: Any, known: dict[int, list[Origin]]) -> list[Origin]:
+    if id(dataset) not in known:
+        incoming = [_origins(each, known) for each in dataset._inputs()]
+        graphs = _tf.graphs_of_dataset_functions(dataset)
+        count = len(tf.nest.flatten(dataset.element_spec))
+        known[id(dataset)] = _of_stage(dataset, count, incoming, graphs)
+    return known[id(dataset)]
+
+
+def _of_stage(dataset: Any, count: int, incoming: list[list[Origin]], graphs: list[Any]) -> list[Origin]:
+    flat = [origin for each in incoming for origin in each]
+    if _tf.maps_elements(dataset) and len(incoming) == 1 and len(graphs) == 1:
+        outputs = _through(graphs[0], incoming[0])
+        if len(outputs) == count:
+            return outputs
+    if graphs:  # A filter, or datasets made of each element.
+        return [max([*flat, *map(_worst, graphs)], default=Origin.GRAPH)] * count
+    if incoming and all(len(each) == count for each in incoming):
+        return [max(each) for each in zip(*incoming, strict=True)]
+    return flat if len(flat) == count else [max(flat, default=Origin.GRAPH)] * count
+
+
+def _through(graph: Any, incoming: list[Origin]) -> list[Origin]:
+    """The origins of what a function gives, by those of what it takes."""
+    inputs = graph.inputs[: len(graph.inputs) - len(graph.captures)]
+    if len(inputs) != len(incoming):
+        return [max([*incoming, _worst(graph)])] * len(graph.outputs)
+    origins: dict[str, Origin] = {tensor.op.name: origin for tensor, origin in zip(inputs, incoming, strict=True)}
+    for operation in graph.get_operations():  # In an order in which inputs come first.
+        if operation.name not in origins:
+            before = [origins.get(tensor.op.name, Origin.GRAPH) for tensor in operation.inputs]
+            origins[operation.name] = max([_of_operation(operation, graph), *before])
+    return [origins.get(tensor.op.name, Origin.GRAPH) for tensor in graph.outputs]
+
+
+def _worst(graph: Any) -> Origin:
+    return max((_of_operation(operation, graph) for operation in graph.get_operations()), default=Origin.GRAPH)
+
+
+def _of_operation(operation: tf.Operation, graph: Any) -> Origin:
+    own = _of_kinds([operation.type])
+    called = _called_by(operation.node_def.attr.values())
+    return max(own, _of_functions(called, graph)) if called else own
+
+
+def _of_functions(names: list[str], graph: Any) -> Origin:
+    """The worst of what functions do that an operation calls, and those that they call."""
+    bodies = {each.signature.name: each.node_def for each in graph.as_graph_def().library.function}
+    worst, seen = Origin.GRAPH, set()
+    while names:
+        name = names.pop()
+        if name not in seen and name in bodies:
+            seen.add(name)
+            worst = max(worst, _of_kinds(node.op for node in bodies[name]))
+            names += [called for node in bodies[name] for called in _called_by(node.attr.values())]
+    return worst
+
+
+def _called_by(attributes: Iterable[Any]) -> list[str]:
+    return [
+        function.name
+        for attribute in attributes
+        for function in (attribute.func, *attribute.list.func)
+        if function.name
+    ]
+
+
+def _of_kinds(kinds: Iterable[str]) -> Origin:
+    return max((_of_kind(kind) for kind in kinds), default=Origin.GRAPH)
+
+
+def _of_kind(kind: str) -> Origin:
+    if kind in _PYTHON:
+        return Origin.PYTHON
+    draws = _DRAWS.search(kind) and "Dataset" not in kind and kind != "StatefulPartitionedCall"
+    return Origin.RANDOM if draws else Origin.GRAPH

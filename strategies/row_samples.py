@@ -1,0 +1,96 @@
+"""Samples of a batch's rows, and what tells those of one worker from those of another; no TensorFlow, no network."""
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Sample", "digest", "sample"]
+
+_ELEMENTS = 1 << 16  # Of a tensor, spread evenly over its rows.
+_LEAST = 16  # Of a row.
+_DESCRIBED_ROWS = 1024
+_SHOWN = 4  # Elements of a row, to people.
+_ROUNDING = 1e-3  # Unlike processors round in unlike ways; other rows are further apart.
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A part of each row of one tensor.
+
+    Attributes:
+      shape: Of the tensor.
+      dtype: Its name.
+      values: Evenly spaced elements of each row, [rows, elements].
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    values: np.ndarray
+
+    @property
+    def distinct(self) -> int:
+        """How many rows are unlike, of the first that are described."""
+        return len({repr(row) for row in self.rows()})
+
+    def rows(self) -> list[Any]:
+        """Of each row what another worker needs to compare it with its own: exact, or within rounding for floats."""
+        values = self.values[:_DESCRIBED_ROWS]
+        if values.dtype.kind not in "fc":
+            return [zlib.crc32(_bytes(row)) for row in values]
+        wide = np.abs(values).astype(np.float64) if values.dtype.kind == "c" else values.astype(np.float64)
+        if not wide.size:
+            return [[0.0, 0.0]] * len(wide)
+        # A projection on fixed signs, so that an error of rounding stays small and other rows are far.
+        signs = np.random.RandomState(0).choice([-1.0, 1.0], wide.shape[1])
+        with np.errstate(all="ignore"):
+            return np.stack([wide @ signs, np.sqrt(np.sum(wide * wide, axis=1))], axis=1).tolist()
+
+    def described(self) -> dict[str, Any]:
+        """All that another worker needs, as JSON can hold it."""
+        shown = [" ".join(map(str, row[:_SHOWN])) for row in self.values[:_DESCRIBED_ROWS]]
+        return {"shape": list(self.shape), "dtype": self.dtype, "rows": self.rows(), "shown": shown}
+
+
+def sample(array: Any) -> Sample:
+    """A part of each row of a tensor. Costs a copy of at most 131,072 elements, or of 32 a row if that is more."""
+    array = np.asarray(array)
+    rows = array.reshape(array.shape[0], -1) if array.ndim and array.size else array.reshape(-1, 1)
+    count = rows.shape[1]
+    stride = max(1, count // max(_LEAST, _ELEMENTS // max(1, len(rows))))
+    # A copy: the memory of a tensor that `tf.numpy_function` hands over is used again afterwards.
+    return Sample(array.shape, array.dtype.name, rows[:, ::stride].copy())
+
+
+def digest(samples: Sequence[Sample], bits: int = 24) -> int:
+    """One number of so many bits that tells samples apart."""
+    total = 0
+    for each in samples:
+        total = zlib.crc32(repr((each.shape, each.dtype)).encode(), total)
+        total = zlib.crc32(_bytes(each.values), total)
+    return total & ((1 << bits) - 1)
+
+
+def difference(own: dict[str, Any], other: dict[str, Any]) -> str | int | None:
+    """What `Sample.described` says unlike of two: a shape or dtype in words, the number of a row, or `None`."""
+    if own["dtype"] != other["dtype"] or own["shape"] != other["shape"]:
+        return f"is {own['dtype']}{own['shape']}"
+    unlike = (place for place, rows in enumerate(zip(own["rows"], other["rows"], strict=True)) if _are_unlike(*rows))
+    return next(unlike, None)
+
+
+def _are_unlike(own: Any, other: Any) -> bool:
+    if not isinstance(own, list):
+        return own != other
+    a, b = np.array(own), np.array(other)
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return repr(own) != repr(other)
+    return bool(np.abs(a - b).max() > _ROUNDING * max(a[1], b[1]))
+
+
+def _bytes(values: np.ndarray) -> Any:
+    if values.dtype.kind == "O":  # Strings.
+        return b"\0".join(each if isinstance(each, bytes) else str(each).encode() for each in values.reshape(-1))
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data

@@ -1,0 +1,140 @@
+"""What the tests of the comparison of rows run in worker processes."""
+
+import json
+import os
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+from keras import layers
+
+from keras_features import strategy_of as strategy
+
+ROWS, BATCH = 48, 8
+X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
+Y = np.arange(ROWS, dtype="float32")[:, None]
+
+
+class Batches(keras.utils.PyDataset):
+    """The rows in an order that `random` draws."""
+
+    def __init__(self, random=np.random):
+        super().__init__()
+        self.order = random.permutation(ROWS)
+
+    def __len__(self):
+        return ROWS // BATCH
+
+    def __getitem__(self, batch):
+        rows = self.order[BATCH * batch :][:BATCH]
+        return X[rows], Y[rows]
+
+
+def generated(first=0, by=1, noise=0.0, endless=False):
+    own = np.random.default_rng()
+    while True:
+        for row in range(first, ROWS, BATCH * by):
+            x = X[row : row + BATCH]
+            yield (x + noise * own.normal(size=x.shape)).astype("float32"), Y[row : row + BATCH]
+        if not endless:
+            return
+
+
+def from_files(seed, folder):
+    return keras.utils.image_dataset_from_directory(
+        folder, image_size=(2, 2), batch_size=BATCH, seed=seed, verbose=False
+    )
+
+
+def _sliced(x=X, y=Y):
+    return tf.data.Dataset.from_tensor_slices((x, y))
+
+
+def _in_another_order_from_the_third_pass(worker):
+    passes = []
+
+    def rows():
+        passes.append(1)
+        order = np.random.default_rng(worker if len(passes) > 2 else 0).permutation(ROWS)
+        yield from ((X[order[row:][:BATCH]], Y[order[row:][:BATCH]]) for row in range(0, ROWS, BATCH))
+
+    signature = (tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1]))
+    return {"x": tf.data.Dataset.from_generator(rows, output_signature=signature), "epochs": 4}
+
+
+def _noisy(x, y):
+    return x + tf.random.normal([4]), y
+
+
+# By name: what a worker gives to a method of the model.
+CASES = {
+    "a part of the arrays": lambda worker: {"x": X[worker::2], "y": Y[worker::2], "batch_size": BATCH},
+    "arrays in another order": lambda worker: {
+        "x": X[:: 1 - 2 * worker],
+        "y": Y[:: 1 - 2 * worker],
+        "batch_size": BATCH,
+    },
+    "fewer rows": lambda worker: {"x": X[worker:], "y": Y[worker:], "batch_size": BATCH},
+    "a shard": lambda worker: {"x": _sliced().shard(2, worker).batch(BATCH)},
+    "fewer rows in a pipeline": lambda worker: {"x": _sliced().take(ROWS - worker).batch(BATCH)},
+    "another seed": lambda worker: {"x": _sliced().shuffle(ROWS, seed=worker).batch(BATCH)},
+    "an own generator of numbers": lambda worker: {"x": Batches(np.random.default_rng())},
+    "a part of a generator": lambda worker: {"x": generated(BATCH * worker, 2)},
+    "another width": lambda worker: {"x": np.pad(X, ((0, 0), (0, worker))), "y": Y, "batch_size": BATCH},
+    "from the third pass on": _in_another_order_from_the_third_pass,
+    "a part of endless data": lambda worker: {
+        "x": generated(BATCH * worker, 2, endless=True),
+        "steps_per_epoch": 2,
+    },
+    "NumPy's random numbers": lambda worker: {"x": Batches(), "epochs": 2},
+    "arrays": lambda worker: {"x": X, "y": Y, "batch_size": BATCH, "epochs": 3, "validation_data": (X, Y)},
+    "shuffled": lambda worker: {"x": _sliced().shuffle(ROWS).batch(BATCH), "epochs": 3},
+    "augmented by TensorFlow": lambda worker: {
+        "x": _sliced().map(_noisy, num_parallel_calls=2).batch(BATCH),
+        "epochs": 2,
+    },
+    "augmented in Python": lambda worker: {"x": generated(noise=1.0)},
+    "rounded in another way": lambda worker: {"x": X * (1 + 1e-6 * worker), "y": Y, "batch_size": BATCH, "epochs": 2},
+}
+
+
+def outcome(case, method="fit"):
+    """What a worker is told in a case: what it raises, "nothing" else; and what it warns of."""
+    with strategy("2x1").scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    given, said = CASES[case](_worker()), []
+    if method == "predict":
+        given.pop("y", None)
+    before = [weight.numpy() for weight in model.weights]
+    with mock.patch.object(logging, "warning", lambda text, *values: said.append(text % values)):
+        try:
+            getattr(model, method)(verbose=0, **given)
+        except Exception as error:
+            moved = any((weight.numpy() != old).any() for weight, old in zip(model.weights, before, strict=True))
+            return type(error).__name__, str(error), moved
+    return "nothing", "".join(text for text in said if "unlike rows" in text), True
+
+
+def outcome_of_directory(folder):
+    """The numbers of the files that this worker sees first, of a folder that is read without a seed."""
+    dataset = from_files(None, folder)
+    return [float(value) for x, _ in dataset.take(1) for value in x[:, 0, 0, 0]]
+
+
+def outcome_of_loop(is_mistaken):
+    """What a worker is told that takes a part of what it distributes by itself, and how many rows it saw."""
+    place, seen = strategy("2x1"), 0
+    dataset = _sliced().shard(2, _worker()) if is_mistaken else _sliced()
+    try:
+        for x, _ in place.experimental_distribute_dataset(dataset.batch(BATCH)):
+            seen += sum(len(part) for part in place.experimental_local_results(x))
+    except Exception as error:
+        return str(error), seen
+    return "", seen
+
+
+def _worker():
+    return json.loads(os.environ["TF_CONFIG"])["task"]["index"]

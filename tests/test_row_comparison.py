@@ -1,0 +1,116 @@
+"""Workers that read the whole data notice that they read unlike rows; where that may be right, nothing is refused."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import row_checks as checks
+from tfdist.strategies.row_origin import origins_of, reads_files, sizes_of
+from tfdist.strategies.row_samples import difference, digest, sample
+
+MISTAKES = (
+    *("a part of the arrays", "arrays in another order", "fewer rows", "a shard", "fewer rows in a pipeline"),
+    *("another seed", "an own generator of numbers", "a part of a generator", "another width"),
+)
+RIGHT = (
+    *("NumPy's random numbers", "arrays", "shuffled", "augmented by TensorFlow", "augmented in Python"),
+    "rounded in another way",
+)
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_workers_that_read_unlike_rows_are_told_before_the_first_update(case, pools):
+    told = pools("2x1").run(checks.outcome, case)
+    for kind, message, moved in told:
+        assert kind == "ClusterError" and not moved, message
+        assert (
+            "worker 0 has" in message and "worker 1 has" in message and "distribute_datasets_from_function" in message
+        )
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+@pytest.mark.parametrize("case", ["a part of the arrays", "a part of a generator"])
+def test_evaluate_and_predict_refuse_unlike_rows(case, method, pools):
+    for kind, message, _ in pools("2x1").run(checks.outcome, case, method):
+        assert kind == "ClusterError" and f"`{method}`" in message
+
+
+def test_rows_that_become_unlike_in_a_later_epoch_are_named_on_all_workers(pools):
+    for _, message, _ in pools("2x1").run(checks.outcome, "from the third pass on"):
+        assert "the first batch of pass" in message and "row 0 of the labels" in message
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_right_programs_are_not_refused(case, pools):
+    assert pools("2x1").run(checks.outcome, case) == [("nothing", "", True)] * 2
+
+
+def test_unlike_rows_of_endless_data_are_warned_of(pools):
+    (_, said, _), (_, of_other, _) = pools("2x1").run(checks.outcome, "a part of endless data")
+    assert "worker 0 has row 0" in said and "worker 1 has" in said and of_other == ""
+
+
+def test_a_folder_of_images_that_is_read_without_a_seed_is_read_in_one_order(pools, tmp_path):
+    (tmp_path / "kind").mkdir()
+    for number in range(32):
+        keras.utils.save_img(tmp_path / "kind" / f"{number}.png", np.full((2, 2, 3), number), scale=False)
+    first, second = pools("2x1").run(checks.outcome_of_directory, str(tmp_path))
+    assert first == second and len(first) == checks.BATCH
+
+
+def test_a_custom_loop_notices_unlike_rows_too(pools):
+    assert pools("2x1").run(checks.outcome_of_loop, False) == [("", checks.ROWS // 2)] * 2
+    for message, seen in pools("2x1").run(checks.outcome_of_loop, True):
+        assert "first batch of `a custom loop`" in message and seen == 0
+
+
+def _draw(x):
+    return x + tf.random.uniform([])
+
+
+def _draw_in_branch(x):
+    return tf.cond(x > 3, lambda: _draw(x), lambda: x)
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (lambda base: base.shuffle(9).batch(4).prefetch(1), "GRAPH"),
+        (lambda base: base.map(_draw).shuffle(9).batch(4), "RANDOM"),
+        (lambda base: base.map(_draw_in_branch, num_parallel_calls=2), "RANDOM"),
+        (lambda base: base.map(lambda x: tf.image.stateless_random_brightness(x, 0.5, (1, 2))), "RANDOM"),
+        (lambda base: base.map(lambda x: tf.numpy_function(abs, [x], tf.float32)).batch(4), "PYTHON"),
+        (lambda base: tf.data.Dataset.zip((base, base.map(_draw))).map(lambda a, b: (a * 2, b * 2)), "GRAPH RANDOM"),
+        (lambda base: base.interleave(lambda x: tf.data.Dataset.range(3).shuffle(3)), "GRAPH"),
+        (lambda base: tf.data.Dataset.from_generator(lambda: [1], output_types=tf.int32), "PYTHON"),
+    ],
+)
+def test_the_graph_of_a_pipeline_tells_what_random_numbers_reach(made, expected):
+    dataset = made(tf.data.Dataset.range(8).map(lambda x: tf.cast(x, tf.float32)))
+    assert [origin.name for origin in origins_of(dataset)] == expected.split()
+
+
+def test_sizes_and_readers_of_a_pipeline():
+    assert sizes_of(tf.data.Dataset.range(50).take(48).shuffle(3).batch(4).prefetch(1)) == [12, 48, 50]
+    assert reads_files(tf.data.TFRecordDataset("a").batch(2))
+    assert reads_files(tf.data.Dataset.range(2).interleave(lambda x: tf.data.TextLineDataset(["a"])))
+    assert not reads_files(tf.data.Dataset.range(2).batch(2))
+
+
+@pytest.mark.parametrize(
+    "array", [np.arange(12.0).reshape(4, 3), np.arange(4), np.array([b"a", b"b", b"c", b"dd"], "O")]
+)
+def test_samples_tell_rows_apart_but_not_rounding(array):
+    one, same, swapped = sample(array), sample(array.copy()), sample(array[[0, 2, 1, 3]])
+    assert digest([one]) == digest([same]) != digest([swapped])
+    assert difference(one.described(), same.described()) is None
+    assert difference(one.described(), swapped.described()) == 1
+    assert "[4" in difference(one.described(), sample(array[:3]).described())
+    if array.dtype.kind == "f":
+        assert difference(one.described(), sample(array * (1 + 1e-9)).described()) is None
+        assert difference(one.described(), sample(np.where(array == 4.0, np.nan, array)).described()) == 1
+
+
+def test_a_sample_of_large_rows_is_small():
+    assert sample(np.zeros((8, 100_000), "float32")).values.size <= 1 << 17
