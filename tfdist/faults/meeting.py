@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import logging
 
@@ -162,6 +162,14 @@ def _receive(cluster: ClusterSpec, secret: Secret | None, wait: _Wait) -> Mappin
         return desk.let_go()
 
 
+class _Come(NamedTuple):
+    """A worker that has come: its connection, the IP address that it comes from, and what it says."""
+
+    connection: socket.socket
+    source: str
+    introduction: Introduction
+
+
 class _Desk:
     """Where worker 0 receives the others."""
 
@@ -171,7 +179,7 @@ class _Desk:
         own = _introduction(cluster)
         self._line_bytes = max(LINE_BYTES, 2 * len(repr(own)))
         self._admission = Admission(own, secret is not None, _Resolved(addresses_of(cluster)))
-        self._come: dict[int, tuple[socket.socket, str, Introduction]] = {}
+        self._come: dict[int, _Come] = {}
         self._warnings = Warnings()
         self._misfit: str | None = None
         tls = Tls.from_env()  # Before anything is opened: it may be set wrongly.
@@ -207,15 +215,15 @@ class _Desk:
 
     def tell(self, message: dict[str, Any]) -> None:
         """Sends a message to all workers that have come."""
-        for connection, _, _ in self._come.values():
-            _send(connection, message)
+        for each in self._come.values():
+            _send(each.connection, message)
 
     def let_go(self) -> Mapping[int, socket.socket]:
         """Tells all workers to go on, and hands over their connections; the port is free then."""
         self._reception.close()
         self.tell({"go": True})
         come, self._come = self._come, {}
-        return {worker: connection for worker, (connection, _, _) in come.items()}
+        return {worker: each.connection for worker, each in come.items()}
 
     def _shake_hands(self, connection: socket.socket) -> Introduction:
         """Performs the handshake with whoever has connected."""
@@ -227,14 +235,14 @@ class _Desk:
 
     def _judge(self, connection: socket.socket, source: str, guest: Introduction) -> None:
         """Admits a worker, or refuses it."""
-        _, *present = self._come.get(guest.worker, (None,))
-        earlier = (present[0], present[1].host) if present else None
+        present = self._come.get(guest.worker)
+        earlier = (present.source, present.introduction.host) if present else None
         verdict = self._admission.judge(guest, source, earlier, time.monotonic())
         if verdict.refused is None:
             if verdict.problem:
                 self._warnings.say(f"{verdict.problem} The one at {source} is taken, where TF_CONFIG has it.")
                 self._dismiss(guest.worker)
-            self._come[guest.worker] = (connection, source, guest)
+            self._come[guest.worker] = _Come(connection, source, guest)
             return
         # A stranger learns only which of its own claims does not fit.
         _send(connection, {"error": verdict.problem} if self._secret else {"refused": verdict.refused})
@@ -247,14 +255,14 @@ class _Desk:
     def _dismiss_gone(self) -> None:
         """Forgets the workers that have closed their connection: before the rendezvous ends they say nothing."""
         poll = select.poll()
-        workers = {connection.fileno(): worker for worker, (connection, _, _) in self._come.items()}
+        workers = {each.connection.fileno(): worker for worker, each in self._come.items()}
         for descriptor in workers:
             poll.register(descriptor, select.POLLIN)
         for descriptor, _ in poll.poll(0):
             self._dismiss(workers[descriptor])
 
     def _dismiss(self, worker: int) -> None:
-        self._come.pop(worker)[0].close()
+        self._come.pop(worker).connection.close()
 
 
 class _Resolved:

@@ -147,9 +147,10 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
         try:
             load(*paths)
         except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
             raise ClusterError(
                 f"TLS needs a certificate, its key and the authority's certificate in PEM files, but "
-                f"{' and '.join(variables)} name {' and '.join(paths)}: {error.strerror or error}. Correct the paths."
+                f"{' and '.join(variables)} name {' and '.join(paths)}: {why}. Correct the paths."
             ) from error
     context.verify_mode = ssl.CERT_REQUIRED
     return context
