@@ -15,6 +15,7 @@ import time
 
 import pytest
 
+from benchmarks.netlab import Netlab, why_not
 from certificates import Authority
 from launched import eventually
 from tfdist.cluster import ClusterSpec, free_ports
@@ -289,6 +290,69 @@ def test_other_versions_and_two_of_one_index_are_named_soon(secret, monkeypatch)
         assert all(words in results[index] for index in (0, 1)), results
         assert (len(answers) == 1) == bool(secret), answers
         assert secret or not re.search(r"127\.0|tensorflow", answers[0]), answers
+
+
+MEET = """
+import sys
+from tfdist.cluster import ClusterSpec
+from tfdist.faults import meeting
+lines = meeting.meet(ClusterSpec.from_json(sys.argv[1]), 60)
+print({worker: line.getpeername()[0] for worker, line in lines.items()}, flush=True)
+"""
+ATTACK = """
+import contextlib, dataclasses, socket, sys, time
+from tfdist.cluster import ClusterSpec
+from tfdist.faults import meeting
+from tfdist.network import handshake
+spec = ClusterSpec.from_json(sys.argv[1])
+own = meeting._introduction(spec)
+misfit = dataclasses.replace(own, addresses=("10.9.9.9:1", "10.9.9.8:1"))
+kept = []
+def connect():
+    host, port = spec.jobs["worker"][0].split(":")
+    while True:
+        with contextlib.suppress(OSError):
+            kept.append(socket.create_connection((host, int(port)), 3))
+            return kept[-1]
+        time.sleep(0.05)
+end = time.monotonic() + 4  # Longer than a host of the cluster would need.
+while time.monotonic() < end:
+    with contextlib.suppress(OSError):
+        connect().sendall(b"[" * 200_000 + b"\\n")
+    with contextlib.suppress(OSError):
+        handshake.introduce(connect(), None, dataclasses.asdict(misfit))
+    with contextlib.suppress(OSError, handshake.NotOursError):
+        handshake.introduce(connect(), None, dataclasses.asdict(own))  # One that fits.
+    time.sleep(0.2)
+print("attacked", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.privileged
+def test_from_another_host_nobody_ends_the_job_or_takes_the_place_of_a_worker():
+    """Without a secret: lines that ended the job, and a forged worker 1 that comes before the right one."""
+    if why := why_not():
+        pytest.skip(why)
+    with Netlab(hosts=4, rate=None) as lab, contextlib.ExitStack() as stack:
+        jobs = {"worker": [f"{host.address}:2222" for host in lab.hosts[:3]]}
+
+        def start(host, code, index):
+            command = [sys.executable, "-c", code, ClusterSpec(jobs, "worker", index).to_json()]
+            process = subprocess.Popen(host.command(command), stdout=subprocess.PIPE, text=True)
+            stack.callback(process.kill)
+            return process
+
+        chief, attacker = start(lab.hosts[0], MEET, 0), start(lab.hosts[3], ATTACK, 1)
+        assert attacker.stdout.readline() == "attacked\n"
+        assert chief.poll() is None
+        workers = [start(lab.hosts[1], MEET, 1)]
+        time.sleep(2)
+        workers.append(start(lab.hosts[2], MEET, 2))
+        addresses = [host.address for host in lab.hosts]
+        assert eval(chief.communicate(timeout=DEADLINE_SECONDS)[0]) == {1: addresses[1], 2: addresses[2]}
+        for worker in workers:
+            assert eval(worker.communicate(timeout=DEADLINE_SECONDS)[0]) == {0: addresses[0]}
 
 
 # The shared secret.
