@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -79,6 +80,16 @@ def nothing_left(directory):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert left == []
+
+
+def beside_progress(text, *printed):
+    """The lines of a run's output that are neither of Keras' progress nor begin with what the script prints."""
+    lines = [line.rpartition("\r")[2].strip("\b \x1b[0m") for line in text.split("\n")]
+    return [
+        line
+        for line in lines
+        if line and not re.match(r"Epoch \d+/\d+$|.*\bs?[um]?s/(step|epoch)\b", line) and not line.startswith(printed)
+    ]
 
 
 def is_alive(pid):

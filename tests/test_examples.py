@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from launched import beside_progress
 from tfdist.cluster import free_ports
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
@@ -28,7 +29,8 @@ def two_devices(script, flags):
 
 
 def launcher(script, flags):
-    return [([os.path.join(sysconfig.get_path("scripts"), "tfdist"), "run", "--workers", "2", script, *flags], {})]
+    command = [os.path.join(sysconfig.get_path("scripts"), "tfdist"), "run", "--workers", "2", script, *flags]
+    return [(command, {"TF_CPP_MIN_LOG_LEVEL": "0"})]  # as users have it
 
 
 def by_hand(script, flags):
@@ -50,7 +52,7 @@ def run(tmp_path):
 
     def run(way, example, *flags):
         env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-        env |= {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+        env |= {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2", "TMPDIR": str(tmp_path)}
         paths = []
         for command, extra in way(str(EXAMPLES / example), flags):
             paths.append(tmp_path / f"output-{len(paths)}")
@@ -112,6 +114,7 @@ def test_digits_at_full_length_on_two_workers(run, data_dir, tmp_path):
     text = run(launcher, "digits.py", "--data_dir", data_dir, "--min_accuracy", "0.97", "--save", str(model))
     assert printed("test accuracy", text) > 0.97
     assert model.exists()
+    assert len(beside_progress(text, "test accuracy: ")) <= 3, text
 
 
 def test_digits_learns_in_one_process_and_fails_below_the_accuracy_asked_for(run, data_dir):

@@ -135,6 +135,8 @@ def test_the_traceback_that_a_worker_has_reported_is_for_the_log(name):
     assert shown([printed], reported_stack=lambda: stack) == b"before\nafter\n\n"
     colored = re.sub(rb"(Error|line \d+)", b"\x1b[35m\\1\x1b[0m", printed)
     assert shown([colored], reported_stack=lambda: stack) == b"before\nafter\n\n"
+    other = re.sub(rb"line \d+, in .*", b"line 99, in another", printed)  # as threads that run on have it
+    assert shown([other], reported_stack=lambda: stack) == b"before\nafter\n\n"
     assert shown([printed]) == printed  # Nothing was reported: the script has caught and printed it.
 
 

@@ -10,6 +10,7 @@ import sysconfig
 
 import pytest
 
+from launched import beside_progress
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import TFConfigError
 
@@ -22,7 +23,8 @@ def block(name):
 
 
 def run(command, folder):
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=170)
+    env = {**os.environ, "TMPDIR": str(folder.parent)}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -91,6 +93,7 @@ def test_the_killed_script_ends_by_itself(tmp_path):
 
     assert "worker 1 was killed by SIGKILL" in out
     assert "attempt 1: 2 workers" in out
+    assert len(beside_progress(out)) <= 3 + 8, out
 
 
 def test_the_test_helper_runs(tmp_path):

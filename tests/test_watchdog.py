@@ -365,7 +365,7 @@ def test_a_worker_that_is_done_says_for_whom_it_waits_and_whom_it_gives_up(caplo
     with pytest.raises(tf.errors.DeadlineExceededError), caplog.at_level("WARNING", logger="absl"):
         hear_aloud(board, "leave", 0, 60)
     assert board.heard == 60
-    assert "worker 1 is done, and waits 55 s more for worker 0" in caplog.text
+    assert "worker 1 is done, and waits 40 s more for worker 0" in caplog.text
     assert "worker 1 leaves without worker 0" in caplog.text
 
 

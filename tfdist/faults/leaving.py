@@ -21,7 +21,7 @@ from tfdist.faults.lifelines import Lifelines
 __all__ = ["leave_together"]
 
 _FAREWELL_SECONDS = 2.0
-_TELL_SECONDS = 5.0
+_TELL_SECONDS = 20.0  # Workers of a healthy run, which end within seconds of each other, wait in silence.
 _LINE_LENGTH = 500
 _installed = False
 

@@ -62,7 +62,7 @@ def _remove_old(directory: pathlib.Path) -> None:
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
                 found.append((status.st_mtime, path))
     for _, path in sorted(found, reverse=True)[KEPT_RUNS:]:
-        with contextlib.suppress(OSError), held(path / _LOCK):  # A run that goes on holds it.
+        with contextlib.suppress(OSError), held(path / _LOCK, other_host_seconds=0):  # A run that goes on holds it.
             shutil.rmtree(path)
 
 

@@ -31,6 +31,7 @@ from tfdist.launch.group import WorkerExit, WorkerGroup
 from tfdist.launch.restarts import Chance, Commits, Restarts, Size, chance_of
 from tfdist.launch.stopped import SECONDS, Stopped
 from tfdist.network.secret import SECRET, new_secret, secret_is_given
+from tfdist.launch.summary import details_of, outcome_line
 
 __all__ = ["Options", "Stragglers", "Supervisor"]
 
@@ -178,8 +179,6 @@ class Supervisor:
             self._attempts.append(attempt)
             size = self._size.current
             pause = self._pause_after(attempt)
-            if attempt.failure:
-                self._tell_failure(attempt.failure, attempt.ended, is_last=pause is None)
             if pause is None:
                 return self._finish(attempt.exit_code)
             self._tell_restart(attempt, pause, is_smaller=self._size.current < size)
@@ -229,7 +228,8 @@ class Supervisor:
         except (OSError, TfdistError) as error:
             failure = not_started(number, group.not_started if group else None, error, time.time())
             return ended("failed", failure.exit_code, failure)
-        self._tell_start(number, workers, directory)
+        if number == 0:
+            self._tell_start(workers, directory)
         try:
             return self._watch(group, number, start, commits, ended)
         finally:
@@ -412,23 +412,16 @@ class Supervisor:
         except (OSError, ValueError):
             return None
 
-    def _tell_start(self, number: int, workers: int, directory: pathlib.Path) -> None:
+    def _tell_start(self, workers: int, directory: pathlib.Path) -> None:
         what = f"{workers} worker{'s' if workers > 1 else ''} on this machine"
         if self._spec:
             what = self._spec.describe()
-        logging.info("%s%s; logs in %s", f"attempt {number}: " if number else "", what, directory)
-
-    def _tell_failure(self, failure: Failure, ended: Sequence[int], *, is_last: bool) -> None:
-        """Says how an attempt failed; the reason of the last is left to the summary."""
-        first = self._spec.worker_id if self._spec else 0
-        words = [] if is_last else [failure.describe()]
-        words += [f"ended {_named(ended)}"] if ended else []
-        is_shown = self._options.tee or failure.worker == first or failure.log is None
-        words += [] if is_shown else [f"the end of {failure.log}:\n{failure.output or '(empty)'}"]
-        if words:
-            logging.error("%s", "; ".join(words))
+        logging.info("%s; logs in %s", what, directory)
 
     def _tell_restart(self, attempt: Attempt, pause: float, *, is_smaller: bool) -> None:
+        if attempt.failure:
+            log = f" (its log: {attempt.failure.log})" if attempt.failure.log else ""
+            logging.error("%s%s", attempt.failure.describe(), log)
         if is_smaller and attempt.failure:
             logging.warning(
                 "worker %d does not come back; going on with %d workers, TFDIST_SLOT %s",
@@ -437,7 +430,7 @@ class Supervisor:
                 ", ".join(map(str, self._size.slots)),
             )
         if attempt.outcome != "resized":
-            logging.info("starting again%s", f" in {pause:g} s" if pause else "")
+            logging.info("starting again%s: attempt %d", f" in {pause:g} s" if pause else "", attempt.number + 1)
         is_start = attempt.failure is not None and attempt.failure.kind == "start"
         if not is_start and not self._has_backup(attempt) and not self._has_told_of_backups:
             self._has_told_of_backups = True
@@ -447,24 +440,32 @@ class Supervisor:
             )
 
     def _finish(self, exit_code: int) -> int:
-        """Sums the run up, if there was more than one attempt or a failure."""
+        """Sums the run up; the reason of a failure comes last."""
         last = self._attempts[-1]
         if last.outcome == "done":
             leftovers.remove(self._run_dir)
         outcome = "stopped" if self._caught and last.outcome != "done" else last.outcome
         self._write_failures(outcome, exit_code)
+        if last.failure:
+            self._tell_details(last.failure)
         if len(self._attempts) > 1:
             for attempt in self._attempts:
                 logging.info("%s", attempt.describe(reason=attempt is not last))
-        if len(self._attempts) > 1 or last.failure:
-            restarts = f"{len(self._attempts) - 1} restart{'' if len(self._attempts) == 2 else 's'}"
-            words = {
-                "failed": f"failed for good: {restarts}",
-                "preempted": f"gave up: {restarts}, and the last ones without a commit",
-            }
-            why = f"; {last.failure.describe()}{_why_not_again(last)}" if last.failure else ""
-            logging.info("%s; logs and failure.json in %s%s", words.get(outcome, outcome), self._run_dir, why)
+        seconds = time.time() - self._attempts[0].time
+        line = outcome_line(outcome, exit_code, seconds, len(self._attempts))
+        files = "logs and failure.json" if any(attempt.failure for attempt in self._attempts) else "logs"
+        why = f"; {last.failure.describe()}{_why_not_again(last)}" if last.failure else ""
+        logging.info("%s; %s in %s%s", line, files, self._run_dir, why)
         return exit_code
+
+    def _tell_details(self, failure: Failure) -> None:
+        """Shows the traceback or the last lines of the worker that failed, unless the terminal has them already."""
+        if failure.worker is None or self._options.tee:
+            return
+        is_shown = failure.worker == (self._spec.worker_id if self._spec else 0)
+        is_reported = bool(reported_stack(self._run_dir, failure.attempt, failure.worker))
+        if details := details_of(failure, is_shown=is_shown, is_reported=is_reported):
+            logging.error("worker %d, from %s:\n%s", failure.worker, failure.log, details)
 
     def _write_failures(self, outcome: str, exit_code: int | None) -> None:
         """Writes `failure.json`, if there was a failure: that of the last attempt that failed, and all attempts."""

@@ -5,7 +5,6 @@ the user to do anything. Everything else passes unchanged: what the script print
 progress bars, tracebacks.
 """
 
-import collections
 import dataclasses
 import re
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from collections.abc import Callable
 __all__ = ["LIBRARY_LINES", "LibraryLine", "TerminalFilter", "is_library_line"]
 
 _MOST_BYTES = 1 << 16
+_MORE_LINES = 10
 _COLOR = re.compile(rb"\x1b\[[0-9;]*m")  # Python 3.13 colors its tracebacks on a terminal.
 _FIRST_OF_TRACEBACK = (b"Traceback (most recent call last):", b'  File "', b"  + Exception Group Traceback")
 _FIRST_OF_DUMP = b"Fatal Python error: "
@@ -69,7 +69,8 @@ LIBRARY_LINES = (
     ),
     LibraryLine(
         "the second line of an aborted collective",
-        r"The error could be from a previous operation\. Restart your program to reset\.$",
+        r"The error could be from a previous operation\. Restart your program to reset\."
+        r"(?: \[type\.googleapis\.com/.*)?$",
         "The error could be from a previous operation. Restart your program to reset.",
     ),
     LibraryLine(
@@ -144,8 +145,9 @@ class TerminalFilter:
     def __init__(self, reported_stack: Callable[[], str] = str):
         self._reported_stack = reported_stack
         self._rest = b""
-        self._stack: collections.Counter[bytes] = collections.Counter()  # its lines that have not come yet
-        self._is_reported = False
+        self._end_of_stack: bytes | None = None  # the last line of the reported traceback, once that begins
+        self._left = 0  # how often that line is still to come
+        self._most_left = 0  # how many lines there may be until then
         self._in_dump = False
 
     @property
@@ -184,11 +186,17 @@ class TerminalFilter:
         return self._in_dump
 
     def _is_of_reported_stack(self, text: bytes) -> bool:
-        if not self._is_reported and text.startswith(_FIRST_OF_TRACEBACK):
-            stack = self._reported_stack().encode(errors="replace")
-            self._is_reported = bool(stack)
-            self._stack.update(line.rstrip() for line in stack.splitlines())
-        if self._stack[text.rstrip()] <= 0:
+        """Whether the line is of the reported traceback: from its first line to its last.
+
+        Some lines in between may differ from the report: the line numbers of frames that another thread still runs.
+        """
+        if self._end_of_stack is None and text.startswith(_FIRST_OF_TRACEBACK):
+            lines = [line.rstrip() for line in self._reported_stack().encode(errors="replace").splitlines()]
+            if lines:
+                self._end_of_stack, self._left = lines[-1], lines.count(lines[-1])
+                self._most_left = len(lines) + _MORE_LINES
+        if self._left == 0 or self._most_left == 0:
             return False
-        self._stack[text.rstrip()] -= 1
+        self._most_left -= 1
+        self._left -= text.rstrip() == self._end_of_stack
         return True

@@ -1,0 +1,89 @@
+"""What a run says when it is over, and which folders of former runs stay."""
+
+import argparse
+import os
+
+import pytest
+
+from tfdist.exit_codes import PREEMPTED
+from tfdist.held_file import held
+from tfdist.launch.failures import Failure
+from tfdist.launch.run_dir import KEPT_RUNS, folder_of_run
+from tfdist.launch.summary import details_of, duration, outcome_line
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (7.24, "7.2 s"), (9.96, "10 s"), (99, "99 s"), (725, "12 min 5 s"), (11520, "3 h 12 min")],
+)
+def test_a_duration_is_in_units_for_reading(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("outcome", "exit_code", "text"),
+    [
+        ("done", 0, "done in 72 s, 1 attempt"),
+        ("failed", 1, "failed for good after 72 s, 1 attempt"),
+        ("preempted", PREEMPTED, "gave up after 72 s, 1 attempt, the last ones without a commit"),
+        ("stopped", PREEMPTED, "saved and stopped; start again to go on, after 72 s, 1 attempt"),
+        ("stopped", 130, "stopped, not saved, after 72 s, 1 attempt"),
+    ],
+)
+def test_the_last_line_says_how_it_went(outcome, exit_code, text):
+    assert outcome_line(outcome, exit_code, 72, 1) == text
+    assert outcome_line(outcome, exit_code, 72, 3) == text.replace("1 attempt", "3 attempts")
+
+
+def failed(kind, output="the end", **more):
+    return Failure(0, 1, "host", 0.0, kind, 1, output=output, **more)
+
+
+CRASH = "Fatal Python error: Segmentation fault\n\nThread 0x1"
+
+
+@pytest.mark.parametrize(
+    ("failure", "shown_elsewhere", "reported_here", "printed_here"),
+    [
+        (failed("exception", stack="Traceback\n"), "Traceback", "Traceback", ""),
+        (failed("exit"), "the end", "", ""),
+        (failed("signal", signal="SIGKILL"), "the end", "", ""),
+        (failed("signal", f"before\n{CRASH}", signal="SIGSEGV"), f"before\n{CRASH}", CRASH, CRASH),
+        (failed("stall", stack="of all threads"), "", "", ""),
+        (failed("left"), "", "", ""),
+    ],
+)
+def test_a_failure_is_shown_once(failure, shown_elsewhere, reported_here, printed_here):
+    """A worker whose output the terminal does not show; one whose it does, with and without a report."""
+    assert details_of(failure, is_shown=False, is_reported=True) == shown_elsewhere
+    assert details_of(failure, is_shown=False, is_reported=False) == shown_elsewhere
+    assert details_of(failure, is_shown=True, is_reported=True) == reported_here
+    assert details_of(failure, is_shown=True, is_reported=False) == printed_here
+
+
+def test_the_newest_folders_of_runs_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def make(name, age):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "worker-0.log").touch()
+        os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
+
+    for age in range(KEPT_RUNS + 5):
+        make(f"tfdist-run-{age}", age)
+    make("of-others", 1000)
+    (tmp_path / "tfdist-run-file").touch()
+    os.utime(tmp_path / "tfdist-run-file", (0, 0))
+    (tmp_path / "tfdist-run-link").symlink_to(tmp_path / "of-others")
+    with held(tmp_path / f"tfdist-run-{KEPT_RUNS + 2}" / "tfdist-run.lock"):
+        os.utime(tmp_path / f"tfdist-run-{KEPT_RUNS + 2}", (1e9 - 900, 1e9 - 900))  # It goes on: the lock is held.
+        with folder_of_run(argparse.Namespace(log_dir=None), None) as run_dir:
+            left = {path.name for path in tmp_path.iterdir()}
+    assert run_dir.is_dir() and list(run_dir.iterdir()) == []
+    assert left == {
+        run_dir.name,
+        *(f"tfdist-run-{age}" for age in range(KEPT_RUNS - 1)),
+        f"tfdist-run-{KEPT_RUNS + 2}",
+        *("of-others", "tfdist-run-file", "tfdist-run-link"),
+    }
+    assert (tmp_path / "of-others" / "worker-0.log").exists()
