@@ -30,8 +30,8 @@ from tfdist.launch.failures import (
 from tfdist.launch.group import WorkerExit, WorkerGroup
 from tfdist.launch.restarts import Chance, Commits, Restarts, Size, chance_of
 from tfdist.launch.stopped import SECONDS, Stopped
-from tfdist.network.secret import SECRET, new_secret, secret_is_given
 from tfdist.launch.summary import details_of, outcome_line
+from tfdist.network.secret import SECRET, new_secret, secret_is_given
 
 __all__ = ["Options", "Stragglers", "Supervisor"]
 
