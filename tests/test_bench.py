@@ -1,5 +1,6 @@
 """`tfdist bench` measures exchanges of real workers, and refuses at once what cannot be measured."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
+from tfdist.launch.arguments import bit_rate
 from tfdist.launch.memory import free_memory
 
 DEADLINE_SECONDS = 60
@@ -69,7 +71,7 @@ def check_row(row, size):
 def test_two_workers_on_this_machine_are_measured(tmp_path):
     (tmp_path / "new.json").write_text("an earlier result")
     sizes = ("--sizes", "64KiB,1KiB", "--compression", "none", "--seconds", 0.1)
-    model = ("--parameters", "12k", "--compute-ms", 50)
+    model = ("--parameters", "12k", "--compute-ms", 50, "--link", "10mbit")
     ((code, out, err),) = finish(start(tmp_path, "--workers", 2, *sizes, *model, "--json", "new.json"))
     assert code == 0, err
     assert files(tmp_path) == ["new.json"]
@@ -86,7 +88,13 @@ def test_two_workers_on_this_machine_are_measured(tmp_path):
     exchange = np.interp(4 * 12_000, [1 * KIB, 64 * KIB], medians)
     assert expected["latency_seconds"] == medians[0] and expected["beyond_largest_size"] is False
     assert expected["exchange_seconds"] == pytest.approx(exchange)
-    assert expected["step_seconds"] == pytest.approx({"low": max(0.05, exchange), "high": 0.05 + exchange})
+    assert expected["sent_bytes"] == 4 * 12_000  # 2 (N - 1) / N of the gradients
+    on_link = exchange + 8 * 4 * 12_000 / 10e6
+    assert expected["link_exchange_seconds"] == pytest.approx(on_link)
+    assert expected["step_seconds"] == pytest.approx({"low": max(0.05, on_link), "high": 0.05 + on_link})
+    assert result["recommended"] == "none" and "on links of 10 Mbit/s: no compression" in " ".join(out.split())
+    for word in ("algorithm:", "bus:", "times:", "latency:", "step:"):  # what the columns mean
+        assert word in out
 
 
 def test_hosts_with_their_own_tf_config_are_measured_and_the_chief_reports(tmp_path):
@@ -102,6 +110,7 @@ def test_hosts_with_their_own_tf_config_are_measured_and_the_chief_reports(tmp_p
         check_row(measured, KIB**2)
         assert "free memory" in skipped["skipped"] and "seconds" not in skipped
     assert "free memory" in chief[1]
+    assert rows[1]["sent_bytes"] == KIB**2 and 3.5 < rows[1]["sent_bytes"] / rows[4]["sent_bytes"] < 4.1
     check_row(rows[0], KIB)
     assert rows[3]["skipped"] == "int8 sends a tensor of 16 x 16 as it is" and "seconds" not in rows[3]
 
@@ -170,6 +179,46 @@ def test_measured_rows_are_reported_if_the_chief_is_ended(tmp_path):
         check_part_is_told(chief, 143)
 
 
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("100mbit", 1e8),
+        ("100 Mbit/s", 1e8),
+        ("2.5Gbit", 2.5e9),
+        ("10gbit/s", 1e10),
+        ("56kbps", None),
+        ("64kbitps", 64e3),
+    ],
+)
+def test_the_rate_of_a_link_is_read(text, rate):
+    if rate is None:
+        with pytest.raises(argparse.ArgumentTypeError, match="such as 100mbit"):
+            bit_rate(text)
+    else:
+        assert bit_rate(text) == rate
+
+
+@pytest.mark.parametrize(
+    ("costs", "name"),
+    [
+        ({"none": 1.0, "int8": 0.5, "topk": 0.4}, "topk"),
+        ({"none": 1.0, "topk": 0.48, "int4": 0.5, "int8": 0.51}, "int8"),  # about as fast, and loses less
+        ({"none": 0.105, "int8": 0.1}, "none"),
+        ({"float16": 0.2, "of one's own": 0.1}, "of one's own"),
+    ],
+)
+def test_the_codec_is_recommended_that_loses_least_of_the_fastest(costs, name):
+    from tfdist.launch import bench
+
+    expectations = [{"compression": codec, "link_exchange_seconds": cost} for codec, cost in costs.items()]
+    assert bench.recommendation(expectations) == name
+    assert bench.recommendation([{"compression": "none", "exchange_seconds": 1.0}]) is None
+    slow = [each | {"step_seconds": {"high": 100 + each["link_exchange_seconds"]}} for each in expectations]
+    assert bench.recommendation(slow) == min(
+        costs, key=lambda codec: (codec != "none", codec != "float16", codec != "int8")
+    )
+
+
 def measure_with_a_deadline():
     import time
 
@@ -199,6 +248,9 @@ REFUSALS = {
     "negative parameters": ((*TWO, "--parameters=-5M"), ("--parameters", "'-5M'")),
     "no directory": ((*TWO, "--json", "none/new.json"), ("--json", "none/new.json")),
     "no file": ((*TWO, "--json", "."), ("--json", "directory")),
+    "no rate": ((*TWO, "--link", "fast"), ("--link", "such as 100mbit", "got fast")),
+    "no rate at all": ((*TWO, "--link", "0mbit"), ("--link", "got 0mbit")),
+    "unknown option": ((*TWO, "--sises", "1KiB"), ("--sises 1KiB", "did you mean --sizes")),
 }
 
 

@@ -105,7 +105,7 @@ def test_the_script_gets_its_arguments_and_devices(run):
     script = run.script('print(sys.argv[1:], os.environ.get("TFDIST_DEVICES_PER_WORKER"))')
     many = ["--workers", "9", "-m", "--", "x y", "--help"]
     for before, own in (([script], many), (["--", script], many), ([script], ["--", "--lr", "--"]), ([script], ["--"])):
-        code, out, err = run.finish("--workers", 1, "--devices-per-worker", 4, *before, *own)
+        code, out, err = run.finish("-n", 1, "--devices-per-worker", 4, *before, *own)
         assert (code, out) == (0, f"{own} 4\n"), err
 
 
@@ -483,7 +483,15 @@ WRONG = {
     "log dir not writable": (["--workers", 2, "--log-dir", "/proc/here", "script.py"], "--log-dir /proc/here"),
     "two ways": (["--workers", 2, "--slurm", "script.py"], "not allowed with"),
     "port of nobody": (["--workers", 2, "--base-port", 5000, "script.py"], "--slurm or --mpi"),
-    "unknown option": (["--worker", 2, "script.py"], "--worker"),
+    "unknown option": (["--worker", 2, "script.py"], "unrecognized arguments: --worker; did you mean --workers"),
+    "unknown option alone": (["--worker=2"], "did you mean --workers by --worker?"),
+    "far from any option": (["-n", 2, "--xyz", "script.py"], "unrecognized arguments: --xyz\n"),
+    "workers in words": (["--workers", "two", "script.py"], "needs a whole number from 1 up, got two"),
+    "seconds in words": (["-n", 1, "--grace-seconds", "soon", "script.py"], "needs seconds from 0 up, got soon"),
+    "after the script": (["script.py", "--workers", 2], "come before it: tfdist run --workers 2 script.py"),
+    "short, after it": (["script.py", "--lr", 1, "-n", 2, "--x"], "tfdist run -n 2 script.py"),
+    "in one, after it": (["script.py", "--workers=2", "x"], "tfdist run --workers=2 script.py"),
+    "flag, after it": (["script.py", "--slurm", "--x"], "tfdist run --slurm script.py"),
 }
 
 
@@ -502,10 +510,12 @@ def test_a_tf_config_without_a_cluster_is_named(run):
     assert code == 1 and "TF_CONFIG names no cluster" in err and run.pids() == {}
 
 
-def test_the_command_is_also_a_module():
-    command = [sys.executable, "-m", "tfdist", "run", "--help"]
+@pytest.mark.parametrize("name", ["run", "bench", "data-service"])
+def test_the_command_is_also_a_module_and_shows_examples(name):
+    command = [sys.executable, "-m", "tfdist", name, "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
-    assert done.returncode == 0 and done.stdout.startswith("usage: tfdist run"), done.stderr
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: tfdist {name}"), done.stderr
+    assert f"\n  tfdist {name} " in done.stdout.partition("examples:")[2]
 
 
 def test_a_group_that_cannot_start_leaves_nothing_running(tmp_path):

@@ -1,33 +1,83 @@
 """What the command line takes as numbers, sizes and names: told what is wrong with them, by argparse."""
 
 import argparse
+import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 BINARY = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _COUNTS = {"k": 10**3, "M": 10**6, "B": 10**9}
+_BIT_RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that names the option which was probably meant by one that it does not know."""
+
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace=None):  # type: ignore[override]
+        """As the parent's; remembers the arguments for `error`."""
+        self._given = list(args or ())
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends this process with exit code 2; the message has a suggestion for each unknown option."""
+        doubtful: Sequence[str] = ()
+        if message.startswith("unrecognized arguments: "):
+            doubtful = message.split()
+        elif message.startswith("the following arguments are required: "):
+            doubtful = self._given  # The value of a misspelt option may have been taken for the script.
+        super().error(message + self._suggestions(doubtful))
+
+    def _suggestions(self, arguments: Sequence[str]) -> str:
+        """For each unknown option among some arguments the option nearest to it."""
+        columns = re.findall(r"^  -.*?(?=  |$)", self.format_help(), re.MULTILINE)
+        known = re.findall(r"(?<![\w-])--?[a-z][a-z-]*", " ".join(columns))
+        named = [each.partition("=")[0] for each in arguments if each.startswith("-")]
+        unknown = [
+            name for name in dict.fromkeys(named) if re.fullmatch(r"--?[a-z][a-z-]*", name) and name not in known
+        ]
+        near = [(name, difflib.get_close_matches(name, known, 1)) for name in unknown]
+        return "".join(f"; did you mean {found[0]} by {name}?" for name, found in near if found)
+
+
+def stray_option(arguments: Sequence[str], names: Sequence[str]) -> str | None:
+    """The first of these options, with its value, that stands among some arguments; None if there is none."""
+    for place, each in enumerate(arguments):
+        if each.partition("=")[0] in names:
+            following = arguments[place + 1 : place + 2]
+            return " ".join([each, *(value for value in following if "=" not in each and not value.startswith("-"))])
+    return None
 
 
 def positive_int(text: str) -> int:
     """A whole number from 1 up."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"needs a whole number from 1 up, got {text}")
-    return value
+    return _whole_number(text, 1)
 
 
 def count(text: str) -> int:
     """A whole number from 0 up."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"needs a whole number from 0 up, got {text}")
+    return _whole_number(text, 0)
+
+
+def _whole_number(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"needs a whole number from {least} up, got {text}")
     return value
 
 
 def seconds(text: str) -> float:
     """Seconds from 0 up."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"needs seconds from 0 up, got {text}")
     return value
@@ -60,3 +110,12 @@ def names(text: str) -> tuple[str, ...]:
 def parameters(text: str) -> int:
     """A number of parameters: "25M"."""
     return _quantity(text, _COUNTS)
+
+
+def bit_rate(text: str) -> float:
+    """Bits per second: "100mbit", "2.5 Gbit/s"."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kmg]?bit)(?:/s|ps)?", text.strip().lower())
+    value = float(match[1]) * _BIT_RATES[match[2]] if match else 0.0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"needs a rate such as 100mbit or 10gbit, got {text}")
+    return value

@@ -27,11 +27,13 @@ from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
 from tfdist.launch.arguments import BINARY, DECIMAL
 from tfdist.launch.memory import free_memory
+from tfdist.strategies.communication import Traffic
 from tfdist.strategies.compression import NAMES
 from tfdist.strategies.policy import policy_of
 
 __all__ = [
     "COMPRESSIONS",
+    "ModelExchange",
     "Plan",
     "Row",
     "check_sum",
@@ -40,6 +42,7 @@ __all__ = [
     "measure_aloud",
     "predict",
     "print_tables",
+    "recommendation",
     "report",
 ]
 
@@ -47,6 +50,9 @@ _GRACE_SECONDS = 5.0  # for the chief, which knows what was measured, to end fir
 _LONGEST_SECONDS = 1e6
 _LEAST_REPETITIONS, _MOST_REPETITIONS = 3, 50
 COMPRESSIONS = ("none", *NAMES)
+# From the exact one to those that leave most for later steps; of codecs that cost about the same the first is advised.
+_BY_LOSS = ("none", "float16", "bfloat16", "int8", "int4", "powersgd", "topk", "sign")
+_ABOUT = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +73,21 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True)
+class ModelExchange:
+    """A model and a network for which the exchange is predicted.
+
+    Attributes:
+      parameters: How many float32 parameters the model has.
+      compute_ms: What its step takes without an exchange, in milliseconds; None if that is not known.
+      link: Bits per second that a worker can send; None to predict for the network that was measured.
+    """
+
+    parameters: int
+    compute_ms: float | None = None
+    link: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Row:
     """The exchanges of one size with one codec, as this worker timed them.
 
@@ -76,6 +97,7 @@ class Row:
       replicas: How many replicas summed it.
       times: Seconds of each repetition; none if it was skipped.
       skipped: Why it was skipped.
+      sent_bytes: What this worker sent in each exchange.
     """
 
     compression: str
@@ -83,6 +105,7 @@ class Row:
     replicas: int
     times: tuple[float, ...] = ()
     skipped: str = ""
+    sent_bytes: float = 0.0
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
@@ -127,6 +150,7 @@ class Row:
         return told | {
             "repetitions": len(self.times),
             "seconds": {"median": middle, "low": low, "high": high},
+            "sent_bytes": round(self.sent_bytes),
             "algorithm_bytes_per_second": self.algorithm_bandwidth,
             "bus_bytes_per_second": self.bus_bandwidth,
         }
@@ -167,9 +191,19 @@ def measure(plan: Plan, spec: ClusterSpec, end_in: Callable[[float], None]) -> I
         rows: list[Row] = []
         for size in plan.sizes:
             reason = _reason_to_skip(size, name, rows, plan, strategy, spec)
+            before = strategy.communication.traffic() if strategy.communication else None
             times = () if reason else _time_exchanges(size, name, plan.seconds, strategy)
-            rows.append(Row(name, size, strategy.num_replicas_in_sync, times, reason))
+            sent = _sent_bytes(size, before, strategy)
+            rows.append(Row(name, size, strategy.num_replicas_in_sync, times, reason, sent))
             yield rows[-1]
+
+
+def _sent_bytes(size: int, before: Traffic | None, strategy: tf.distribute.Strategy) -> float:
+    """What this worker has sent in each exchange since `before`, or must send without a codec."""
+    if before is not None:
+        return (strategy.communication.traffic() - before).sent_bytes_per_step
+    replicas = strategy.num_replicas_in_sync
+    return size * len(strategy.extended.worker_devices) * 2 * (replicas - 1) / replicas
 
 
 def _check_equal(plan: Plan, strategy: tf.distribute.Strategy) -> None:
@@ -286,9 +320,9 @@ def predict(rows: Sequence[Row], size: int) -> float:
     return times[-1] + rise * (size - sizes[-1])
 
 
-def _expectations(rows: Sequence[Row], parameters: int, compute_ms: float | None) -> list[dict]:
+def _expectations(rows: Sequence[Row], model: ModelExchange) -> list[dict]:
     """For each codec its latency, and what a model's exchange and step will take."""
-    size, expectations = parameters * tf.float32.size, []
+    size, expectations = model.parameters * tf.float32.size, []
     for name in dict.fromkeys(row.compression for row in rows if row.times):
         own = [row for row in rows if row.compression == name and row.times]
         seconds = predict(own, size)
@@ -296,29 +330,31 @@ def _expectations(rows: Sequence[Row], parameters: int, compute_ms: float | None
             "compression": name,
             "latency_seconds": own[0].median,
             "latency_bytes": own[0].size,
-            "parameters": parameters,
+            "parameters": model.parameters,
             "exchange_seconds": seconds,
             "beyond_largest_size": size > own[-1].size,
+            "sent_bytes": round(own[-1].sent_bytes * size / own[-1].size),
         }
-        if compute_ms is not None:
-            compute = compute_ms / 1e3
+        if model.link is not None:
+            # Coding as it was measured, and then the link: an exchange that overlaps the two is faster.
+            seconds += expectation["sent_bytes"] * 8 / model.link
+            expectation |= {"link_bits_per_second": model.link, "link_exchange_seconds": seconds}
+        if model.compute_ms is not None:
+            compute = model.compute_ms / 1e3
             # All of the exchange hidden behind the computation, or the other way round; or none of it.
             expectation["step_seconds"] = {"low": max(compute, seconds), "high": compute + seconds}
         expectations.append(expectation)
     return expectations
 
 
-def report(
-    rows: Sequence[Row], spec: ClusterSpec, command: str, parameters: int, compute_ms: float | None = None
-) -> dict:
+def report(rows: Sequence[Row], spec: ClusterSpec, command: str, model: ModelExchange) -> dict:
     """All that was measured, and where, as JSON has it.
 
     Args:
       rows: What `measure` gave.
       spec: The cluster.
       command: What was typed.
-      parameters: Of the float32 model whose exchange is predicted.
-      compute_ms: What its step takes without an exchange, in milliseconds, if known.
+      model: What the exchange is predicted for.
     """
     cpus = [line for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
@@ -339,8 +375,29 @@ def report(
         "workers": spec.num_workers,
         "replicas": rows[0].replicas,
         "rows": [row.to_json() for row in rows],
-        "expectations": _expectations(rows, parameters, compute_ms),
+        "expectations": (expectations := _expectations(rows, model)),
+        "recommended": recommendation(expectations),
     }
+
+
+def recommendation(expectations: Sequence[Mapping]) -> str | None:
+    """The codec, or "none", for the shortest step on the link that was given; of some that are about as short the first
+    by loss. None without a link.
+
+    Args:
+      expectations: As `report` says them.
+    """
+    costs = {
+        each["compression"]: each["step_seconds"]["high"] if "step_seconds" in each else each["link_exchange_seconds"]
+        for each in expectations
+        if "link_exchange_seconds" in each
+    }
+    near = [name for name, cost in costs.items() if cost <= _ABOUT * min(costs.values())]
+    return min(near, key=_loss) if near else None
+
+
+def _loss(name: str) -> int:
+    return _BY_LOSS.index(name) if name in _BY_LOSS else len(_BY_LOSS)
 
 
 def print_tables(rows: Sequence[Row], expectations: Sequence[Mapping]) -> None:
@@ -357,27 +414,43 @@ def print_tables(rows: Sequence[Row], expectations: Sequence[Mapping]) -> None:
             rates = (f"{rate * 8 / 1e9:.3f}" for rate in (row.algorithm_bandwidth, row.bus_bandwidth))
             cells += [_ms(middle), f"{_ms(low)} to {_ms(high)}", *rates, str(len(row.times))]
         table.add_row(*map(rich.text.Text, cells))
+    table.caption = (
+        "algorithm: bytes of the tensor by the median time; bus: what a link carries in each direction, 2(N-1)/N of "
+        "that; times: how many exchanges were timed."
+    )
     console.print(table)
     for row in rows:
         if row.skipped:
             console.print(rich.text.Text(row.describe()))
     if expectations:
         console.print(_expectation_table(expectations))
+    if name := recommendation(expectations):
+        advice = "no compression" if name == "none" else f"compression={name!r}"
+        rate = _show_rate(expectations[0]["link_bits_per_second"])
+        console.print(rich.text.Text(f"For workers on links of {rate}: {advice}."))
 
 
 def _expectation_table(expectations: Sequence[Mapping]) -> rich.table.Table:
     first = expectations[0]
-    columns = ["codec", "latency,\nms (of)", "exchange\nms"]
+    columns = ["codec", "latency,\nms (of)", "exchange\nms", "MB sent"]
+    notes = ["latency: the time of the smallest tensor; exchange: of all gradients, on this network"]
+    if "link_exchange_seconds" in first:
+        columns += [f"ms on\n{_show_rate(first['link_bits_per_second'])}"]
+        notes += ["on the link: that, and the time of what is sent there"]
     if "step_seconds" in first:
         columns += ["step ms,\nall overlapped", "step ms,\nnone overlapped"]
+        notes += ["step: with --compute-ms, and all or nothing of the exchange behind it"]
     table = _table(f"Expected for {first['parameters'] / 1e6:g} M parameters", columns)
     for expectation in expectations:
         step = expectation.get("step_seconds", {})
         latency = f"{_ms(expectation['latency_seconds'])} ({_show_bytes(expectation['latency_bytes'])})"
-        seconds = (expectation["exchange_seconds"], *step.values())
-        table.add_row(*map(rich.text.Text, (expectation["compression"], latency, *map(_ms, seconds))))
+        on_link = [expectation["link_exchange_seconds"]] if "link_exchange_seconds" in expectation else []
+        here, sent = _ms(expectation["exchange_seconds"]), f"{expectation['sent_bytes'] / 1e6:.4g}"
+        cells = (expectation["compression"], latency, here, sent, *map(_ms, (*on_link, *step.values())))
+        table.add_row(*map(rich.text.Text, cells))
     if any(expectation["beyond_largest_size"] for expectation in expectations):
-        table.caption = "more than the largest size measured: a guess"
+        notes += ["more than the largest size measured: a guess"]
+    table.caption = "; ".join(notes) + "."
     return table
 
 
@@ -418,6 +491,13 @@ def _show_bytes(size: int) -> str:
         number = f"{size / factor:.4g}"
         shown.append((float(number) * factor != size, len(number), f"{number} {unit}"))
     return min(shown, key=lambda each: each[:2])[2]
+
+
+def _show_rate(bits_per_second: float) -> str:
+    """A rate for reading: "100 Mbit/s"."""
+    units = (("Gbit", 1e9), ("Mbit", 1e6), ("kbit", 1e3), ("bit", 1.0))
+    unit, factor = next((each for each in units if bits_per_second >= each[1]), units[-1])
+    return f"{bits_per_second / factor:.4g} {unit}/s"
 
 
 def _ms(seconds: float) -> str:

@@ -57,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="milliseconds of its step without an exchange, to predict the step",
     )
     parser.add_argument(
+        "--link",
+        type=arguments.bit_rate,
+        metavar="RATE",
+        help="a rate such as 100mbit, for which a codec is recommended: from what coding takes here and what each "
+        "codec sends. Measure on one machine, or where the network is faster than that",
+    )
+    parser.add_argument(
         "--seconds",
         type=arguments.seconds,
         default=1.0,
@@ -139,7 +146,8 @@ class _Results:
             from tfdist.launch import bench
 
             args, command = self._args, shlex.join(["tfdist", *self._args.argv])
-            report = bench.report(self.rows, self._spec, command, args.parameters, args.compute_ms) | {"error": error}
+            model = bench.ModelExchange(args.parameters, args.compute_ms, args.link)
+            report = bench.report(self.rows, self._spec, command, model) | {"error": error}
             bench.print_tables(self.rows, report["expectations"])
             sys.stdout.flush()
             if args.json:

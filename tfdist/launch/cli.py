@@ -10,6 +10,7 @@ import os
 import pathlib
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -27,12 +28,14 @@ from tfdist.launch.supervisor import Options, Supervisor
 __all__ = ["main"]
 
 _SAME_REQUEST_SECONDS = 1.0
+_STARTING_OPTIONS = ("--workers", "-n", "--slurm", "--mpi")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Command:
     name: str
     help: str
+    examples: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
 
@@ -55,14 +58,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.use_absl_handler()
     logging.get_absl_handler().setFormatter(std_logging.Formatter("tfdist: %(message)s"))
     logging.set_verbosity(logging.INFO)
-    parser = argparse.ArgumentParser(prog="tfdist", description="Distributed training for Keras 3 on TensorFlow.")
+    parser = arguments.CommandParser(prog="tfdist", description="Distributed training for Keras 3 on TensorFlow.")
     parser.add_argument("--version", action="version", version=f"tfdist {tfdist.__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="command")
     for command in _COMMANDS:
-        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help, allow_abbrev=False)
+        subparser = subparsers.add_parser(
+            command.name,
+            help=command.help,
+            description=command.help,
+            epilog=f"examples:\n{textwrap.indent(textwrap.dedent(command.examples).strip(), '  ')}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run, parser=subparser, argv=argv, main=main)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return int(args.run(args))
     except TfdistError as error:
@@ -81,6 +93,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     who = parser.add_mutually_exclusive_group()
     who.add_argument(
         "--workers",
+        "-n",
         type=arguments.positive_int,
         metavar="N",
         help="how many processes to start (default: the one that TF_CONFIG names, where every host starts the same "
@@ -186,6 +199,12 @@ def _own_place(args: argparse.Namespace) -> ClusterSpec | None:
     if args.mpi is not None:
         return ClusterSpec.from_mpi(args.mpi, base_port=args.base_port)
     if not text.strip():
+        if stray := arguments.stray_option(args.script_args, _STARTING_OPTIONS):
+            name = " ".join(["-m", args.script] if args.is_module else [args.script])
+            args.parser.error(
+                f"{stray} stands after the script, so it is an argument of the script; options of tfdist come before "
+                f"it: tfdist run {stray} {name}"
+            )
         args.parser.error(
             "give --workers 2 to start two workers on this machine; or, to start one worker on each host, set "
             "TF_CONFIG, or give --slurm or --mpi"
@@ -274,11 +293,38 @@ def _caught_signals() -> Iterator[list[int]]:
 
 
 _COMMANDS = (
-    _Command("run", "start a script in several workers, and again after a failure", _add_run_arguments, _run),
-    _Command("bench", "measure the exchange between workers, by size", bench_command.add_arguments, bench_command.run),
+    _Command(
+        "run",
+        "start a script in several workers, and again after a failure",
+        """
+        tfdist run -n 4 train.py --epochs 10           four workers on this machine; --epochs is the script's
+        tfdist run -n 4 --log-dir logs -m package.train    a module; logs in a folder of your choice
+        tfdist run --workers 4 --min-workers 3 train.py    go on with three if one cannot come back
+        TF_CONFIG=... tfdist run train.py              this host's worker of a cluster of several hosts
+        srun --ntasks-per-node=1 tfdist run --slurm train.py
+        """,
+        _add_run_arguments,
+        _run,
+    ),
+    _Command(
+        "bench",
+        "measure the exchange between workers, by size",
+        """
+        tfdist bench --workers 2                       two workers on this machine
+        tfdist bench --workers 2 --link 100mbit        which codec to take on such a link
+        tfdist bench --workers 2 --compression none,int8 --parameters 60M --compute-ms 120
+        TF_CONFIG=... tfdist bench --json result.json  on each host of a cluster
+        """,
+        bench_command.add_arguments,
+        bench_command.run,
+    ),
     _Command(
         "data-service",
         "start servers that read, decode and map examples for the workers",
+        """
+        tfdist data-service --port 5050                a dispatcher and a server
+        tfdist data-service --dispatcher host-1:5050   one more server, on another host
+        """,
         data_service.add_arguments,
         data_service.run,
     ),
