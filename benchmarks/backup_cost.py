@@ -7,8 +7,7 @@
 The model is a dense network of 10 M parameters under Adam, with 121 MB of variables in a save. Both variants live in
 the same processes and take turns in random order, block by block. Each block is long enough for the writing thread to
 end within it, so that its load on training counts. The output shows medians and quartiles over the blocks. The cost of
-a save is the time of the steps in the half interval after it minus that of the half interval before it. This excludes
-drifts of the machine.
+a save is the time of the steps in the half interval after it minus that of the half interval before it.
 """
 
 import functools

@@ -5,9 +5,8 @@
     python -m benchmarks.convergence --json benchmarks/results/convergence.json    # continues an earlier run
 
 Devices of one machine compute the same bits as workers, so the results are those of 4 workers. By default every tensor
-of at least 256 elements is compressed. This is much stricter than the codecs' default of 16384 elements, which would
-leave most of such small networks uncompressed. A seed determines the weights and the order of the data, and each codec
-is compared with no compression under the same seed.
+of at least 256 elements is compressed, because the codecs' default of 16384 elements would leave most of such small
+networks uncompressed. A seed determines weights and order of the data. Each codec is compared under equal seeds.
 """
 
 import dataclasses

@@ -54,8 +54,7 @@ class Row:
       variant: Name of the variant.
       link_bits_per_second: The measured rate, or None if it was not measured.
       error: The reason of a failure in one line, or None.
-      step_seconds: Lower quartile, median and upper quartile of the time between the ends of two steps, where the end
-        of a step is that of the last worker.
+      step_seconds: Quartiles of the time between the ends of two steps; a step ends when its last worker does.
       compute_seconds: The median step of workers that train at the same time without an exchange.
       bytes_per_step: Bytes sent or received, whichever is more, on the interface of the busiest worker.
       block_seconds: The median step of each block.

@@ -16,9 +16,8 @@ train the same models on the same batches with equal numbers of threads:
 
 As many variants as fit into memory stay alive together and take turns in random order, block by block, so that a drift
 of the machine affects all alike. Unless `--variants` leaves it out, `stock` is always one of them, and the others are
-compared with it in each round. In each turn the workers also train at the same time without an exchange; this gives
-the "compute" time. The rest of a step is "waiting", which includes the work of a codec. Bytes are those of the network
-interfaces.
+compared with it in each round. In each turn the workers also train at the same time without an exchange; this is the
+"compute" time. The rest of a step is "waiting", a codec's work included. Bytes are those of the network interfaces.
 """
 
 import contextlib

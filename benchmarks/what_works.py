@@ -103,10 +103,7 @@ FEATURES: dict[str, Feature] = {}
 
 
 def difference(got: list[np.ndarray], wanted: list[np.ndarray]) -> float:
-    """The largest difference of two lists of arrays, relative to each array's largest number.
-
-    Infinite if shapes differ or a number is not finite.
-    """
+    """The largest difference relative to each array's largest number; infinite for other shapes, Inf or NaN."""
     if [array.shape for array in got] != [array.shape for array in wanted]:
         return np.inf
     if not all(np.isfinite(array).all() for array in [*got, *wanted]):

@@ -71,7 +71,7 @@ class Handout:
         self._news = threading.Condition()
 
     def indices(self, replicas: Sequence[int], places: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yields the indices of the examples of each step and of each of this worker's replicas, int64 [rows].
+        """Yields, for each step and each of this worker's replicas, the indices of its examples, int64 [rows].
 
         Args:
           replicas: Numbers of this worker's replicas.
@@ -105,7 +105,7 @@ class Handout:
             self._news.notify_all()
 
     def _rows(self, step: int) -> tuple[int, ...] | None:
-        """Waits until the next step is decided. Returns its rows by replica, or None if closed meanwhile."""
+        """Waits until the next step is decided, and returns its rows by replica, or None if closed meanwhile."""
         with self._news:
             number = self._number
             if self._lead is not None:
@@ -143,9 +143,8 @@ class Handout:
     def has_trained(self, rows: np.ndarray) -> bool:
         """Records one more step of training. Returns False if its rows by replica are not those of the next step.
 
-        Other data with the same rows cannot be told apart, once something was handed out. The check does not depend on
-        the number of steps handed out, since all workers must agree, and each has read ahead by another number. If more
-        steps are reported than were handed out, `indices` raises.
+        Other data with the same rows cannot be told apart. The check does not depend on the number of steps handed out,
+        which differs between workers. If more steps are reported than were handed out, `indices` raises.
         """
         with self._news:
             if self.closed or not self._number or self._trained_step >= self._plan.steps_per_epoch:
@@ -198,10 +197,7 @@ class Handout:
 
 
 def _is_in_callback_or_validation() -> bool:
-    """Whether `fit` runs a callback or validation, during which it takes no batches of training.
-
-    In a callback the model may be trained on other rows, and batches of `fit` may follow.
-    """
+    """Whether `fit` runs validation or a callback (which may train on other rows), so that it takes no batches."""
     with contextlib.suppress(OSError):
         return _tf.keras_fit_activity() in ("callback", "validation")
     return True  # It is unknown.

@@ -60,10 +60,7 @@ class Shuffled:
 
 
 class BlockShuffled:
-    """Shuffles blocks of consecutive examples, and the examples within each block, so that reads stay local.
-
-    Blocks are permuted over the whole data set. The last block may be short.
-    """
+    """Shuffles blocks of consecutive examples, the last maybe short, and examples within blocks: reads stay local."""
 
     def __init__(self, n: int, seed: int, block_size: int):
         self._n, self._seed, self._block_size = n, seed, block_size
@@ -90,12 +87,11 @@ class BlockShuffled:
 
 
 class Stratified:
-    """Distributes classes evenly: every part of an epoch has the class proportions of the whole data set.
+    """Gives every part of an epoch the class proportions of the whole data set, to one or two examples per class.
 
-    Proportions hold to one or two examples per class. Example j of the n_c examples of class c gets the place
-    (j + phase_c) / n_c of the epoch; each epoch numbers the examples of a class anew. Phases follow the golden ratio
-    (a Weyl sequence), because with equal phases, examples of equally large classes would be neighbours. Takes 32 bytes
-    per example, and sorts all examples at the start of an epoch.
+    Example j of the n_c examples of class c, in an order that depends on the epoch, gets the place (j + phase_c) / n_c.
+    Phases follow the golden ratio (a Weyl sequence), since equal phases would form runs of equally large classes. Takes
+    32 bytes per example, and sorts all examples at the start of an epoch.
     """
 
     def __init__(self, labels: np.ndarray, seed: int, *, shuffle: bool):

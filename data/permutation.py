@@ -33,8 +33,7 @@ class Permutation:
 
         Args:
           positions: Positions from 0 to n - 1.
-          variants: For each position the number of a permutation, int64 [k]; each number gives another permutation
-            under the same key. By default 0.
+          variants: For each position the number of a permutation under the same key, int64 [k]; by default 0.
         """
         return self._walk(positions, variants, self._keys, 0)
 

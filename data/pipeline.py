@@ -20,12 +20,9 @@ from tfdist.data.weakly import weakly
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """The purpose for which a dataset is read.
+    """The worker that reads a dataset, whether to train, and whether `start` begins its iterators.
 
     Attributes:
-      place: The worker that reads.
-      training: Whether it is read for training.
-      is_started: Whether `start` begins its iterators.
       has_rows: Whether every batch has rows for every replica.
     """
 

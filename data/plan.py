@@ -41,9 +41,7 @@ class Plan:
 
 
 def split(rows: int, weights: Sequence[float], at_most: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Splits rows among replicas in proportion to weights, by the largest-remainder method.
-
-    Each replica gets at least one row if there are enough. If remainders are equal, the earlier replica goes first.
+    """Splits rows in proportion to weights, by largest remainder, with at least one row per replica if possible.
 
     Args:
       rows: Number of rows, at least 0.
@@ -51,7 +49,7 @@ def split(rows: int, weights: Sequence[float], at_most: Sequence[int] | None = N
       at_most: Largest number of rows of each replica; together at least `rows`.
 
     Returns:
-      Rows of each replica; their sum is `rows`.
+      Rows of each replica; their sum is `rows`. If remainders are equal, the earlier replica goes first.
 
     Raises:
       ValueError: If the sum of `at_most` is less than `rows`.

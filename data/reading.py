@@ -105,8 +105,7 @@ def drawing_afresh(map_fn: Callable[..., Any], replica: int = 0) -> Callable[...
     """Wraps `map_fn` so that its unseeded random operations draw new numbers in each graph that traces it.
 
     With the global seed, which all workers share, they would draw the same numbers in each batch and on each worker.
-    Under `tf.config.experimental.enable_op_determinism` operations need a seed. There workers draw different numbers,
-    but each batch of a worker draws the same.
+    With op determinism, which requires a seed, workers draw different numbers, but each batch of a worker the same.
 
     Args:
       map_fn: A function that is called in a graph of its own.

@@ -67,8 +67,7 @@ class Shares:
           place: The place of this worker.
           handout: The handout that uses the shares.
           report: The report of the step.
-          is_first: Whether training may have paused before the step. If so, the replicas' time before their
-            computation is taken from the last step without a pause.
+          is_first: Whether training may have paused before the step; its own time before computing is then ignored.
         """
         before = report.own_seconds - report.compute_seconds
         self._before = np.where((before > 0) & (not is_first), before, self._before)

@@ -195,10 +195,9 @@ class Communication(tf.Module):
     def redistribute(self, states: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Restores the states that a run with any number of workers has saved by `state`.
 
-        The sum over all workers is preserved, up to rounding, and divided equally among the present replicas. Call it
-        on all workers with the same `states`, before the first step or later. States of gradients that no step
-        exchanges, as on a single replica, are kept and returned by `state`. An exchange under another codec keeps its
-        own states and logs a warning.
+        The sum over all workers is preserved, up to rounding, and divided equally among the replicas. Call it on all
+        workers with the same `states`, at any time. States of gradients that no step exchanges, as on one replica, are
+        kept and returned by `state`. An exchange under another codec keeps its own states and logs a warning.
 
         Args:
           states: The results of `state` on all workers of the earlier run.

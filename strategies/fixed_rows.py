@@ -4,9 +4,9 @@ Keras' adaptive optimizers and norms square each row of `tf.IndexedSlices` by it
 first must be summed here too. There are two kinds: rows that do not depend on the batch, such as position embeddings,
 and lookups with unique indices, as for sparse inputs. All other rows are concatenated.
 
-Each replica finds the kind of a lookup in its graph. Replicas may find different kinds, since the number of rows may be
-static on one replica only. So each replica adds a head to its rows: one more row, with an index that no other row has,
-which encodes the kind. The heads of all replicas, and a comparison of their indices, lead all to the same decision.
+Each replica finds the kind of a lookup in its graph. Kinds may differ, since the number of rows may be static on one
+replica only. So each replica adds a head to its rows: one more row, with a unique index that encodes the kind. The
+heads of all replicas, and a comparison of their indices, lead all to the same decision.
 """
 
 import functools
@@ -19,8 +19,7 @@ from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.dependence import may_differ
 from tfdist.strategies.step import Step
 
-# The kinds of lookups that a head encodes: dependent on the batch; independent of it; independent of it, on a replica
-# without rows of the batch; with unique indices.
+# Kinds of lookups: dependent on the batch; independent; independent, on a replica without rows; unique indices.
 _OF_BATCH, _FIXED, _FIXED_OF_NOTHING, _UNIQUE = range(4)
 _KINDS = 4
 # Operations that pass indices on unchanged, and the input they pass on. Keras handles negative indices with a select.
@@ -30,11 +29,8 @@ _PASSED_ON = {"Reshape": 0, "Identity": 0, "Cast": 0, "SelectV2": 2}
 def with_heads(value: Any, step: Step | None) -> tuple[Any, Callable[[Any], Any]]:
     """Adds heads to the sparse gradients in a nest, for the exchange between replicas.
 
-    Costs one row per replica and sparse gradient, and a copy of the sparse gradients. In eager mode, which has no graph
-    to read, it does nothing, and all rows are concatenated.
-
-    Returns:
-      The nest with heads, and a function that turns the exchanged nest into the gradients that one device would have.
+    Returns the nest with heads, and a function that turns the exchanged nest into the gradients of one device. Costs
+    one row per replica and sparse gradient, and a copy of these. Does nothing in eager mode, which has no graph.
     """
     if tf.executing_eagerly():
         return value, lambda totals: totals

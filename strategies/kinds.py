@@ -1,7 +1,6 @@
 """Makes all replicas exchange the same kinds of gradients in eager mode.
 
-There each replica runs its own Python code, and may take another branch than other replicas and so have gradients of
-other variables. In a graph all replicas have the same gradients.
+There each replica runs its own Python code, and may take another branch and have gradients of other variables.
 """
 
 from collections.abc import Sequence
@@ -13,8 +12,7 @@ import tensorflow as tf
 from tfdist import _tf
 from tfdist.strategies.step import Step
 
-# The kinds of gradients: dense, or sparse with this type of indices. If replicas differ, the first kind in this order
-# that any replica has is used on all.
+# Dense, or sparse with this type of indices. If replicas differ, all use the first of these that any replica has.
 _KINDS = ("dense", tf.int64, tf.int32)
 
 
@@ -22,8 +20,7 @@ def of_one_kind(step: Step, gradients: list[Any], variables: Sequence[Any]) -> l
     """Converts `gradients` so that all replicas have the same kinds.
 
     None becomes zeros if another replica has a gradient. A gradient that is dense on any replica becomes dense on all.
-    Gradients of replicas without rows of the batch do not count. Costs an exchange of three numbers per gradient, in
-    eager mode only.
+    Replicas without rows of the batch do not count. Costs an exchange of three numbers per gradient, in eager mode.
     """
     if _are_alike_anyway() or len(gradients) != len(variables):  # Keras raises for a wrong number of gradients.
         return gradients
@@ -60,10 +57,7 @@ def _are_alike_anyway():
 
 
 def _replicas_by_kind(step, gradients, counts):
-    """The number of replicas that have each gradient in each kind, int [gradients, kinds].
-
-    A replica takes part without being counted if not `counts`.
-    """
+    """The number of replicas, apart from those with false `counts`, that have each kind: int [gradients, kinds]."""
     own = np.array([[counts and _kind(gradient) == kind for kind in _KINDS] for gradient in gradients], "float32")
     return step.all_reduce(tf.distribute.ReduceOp.SUM, tf.constant(own)).numpy().astype(int)
 

@@ -22,8 +22,7 @@ class Answer:
     """The times at which steps ended, and the traffic of the interface.
 
     Attributes:
-      ends: When the first step began, and when each step ended, by the machine's monotonic clock, which all processes
-        share.
+      ends: When the first step began, and when each step ended, by the machine's monotonic clock.
       sent_bytes: Bytes sent in all steps.
       received_bytes: Bytes received in all steps.
     """

@@ -131,8 +131,7 @@ class Exchange(tf.Module):
         self.states: list[list[tf.Variable]] = []
         self.counts: list[tf.Variable] = []
         self.times = Times()
-        # Make the variables in another thread: in the thread of a replica, the strategy would mirror them on all
-        # replicas, inside the replica's graph.
+        # In another thread, since in a replica's thread the strategy would mirror the variables in its graph.
         with ThreadPoolExecutor(1) as pool:
             pool.submit(self._make_variables).result()
 
@@ -238,10 +237,7 @@ class Exchange(tf.Module):
         """
         expected = [array.shape for array in self.pending()]
         if [array.shape for array in pending] != expected:
-            raise ValueError(
-                f"These states need arrays of shapes {expected}, got {[array.shape for array in pending]}. Pass states "
-                "of a model with the same gradients and codecs."
-            )
+            raise ValueError(f"States must have shapes {expected}, got {[array.shape for array in pending]}.")
         for replica, states in enumerate(self.states):
             rest = list(pending)
             for part, own in self._by_part(states):

@@ -65,9 +65,8 @@ class Launcher(_tf.CollectiveReplicaLauncher):
     Every collective needs an instance key that is equal on all replicas and that no other running collective has.
     TensorFlow feeds the key when a `tf.function` is called, which fails in nested control flow (`steps_per_execution`,
     gradient accumulation). Or it fixes the key while tracing, which fails when only some workers trace again (a short
-    last batch). Here each replica counts its collectives in a variable. Automatic control dependencies order the
-    counting like the program, in branches and loops too. Therefore the counts agree if all replicas run the same
-    collectives in the same order, no matter when they traced them.
+    last batch). Here each replica counts its collectives in a variable, in the order of the program, also in branches
+    and loops. The counts agree if all replicas run the same collectives in the same order, whenever they traced them.
 
     Costs one integer addition per collective. The collectives themselves run concurrently, except on GPUs, where NCCL
     needs an order.
@@ -128,10 +127,9 @@ class Launcher(_tf.CollectiveReplicaLauncher):
     def all_reduce(self, input_tensor, control_input=None, options=None) -> tf.Tensor:
         """Sums tensors of equal shape over all replicas.
 
-        If `is_ordered`, each replica sums one part of the tensor in the order of replicas and sends the sum to all. The
-        result has the same bits on virtual devices and on workers, over any transport. Each replica sends
-        2 (replicas - 1) / replicas of the tensor, as in a ring. Small tensors, of up to 48 KiB to all other replicas
-        together, are sent whole to each replica.
+        If `is_ordered`, each replica sums one part in the order of replicas and sends it to all: the same bits on
+        virtual devices and on workers, over any transport. Each replica sends 2 (replicas - 1) / replicas of the
+        tensor, as in a ring. Small tensors (48 KiB to all other replicas together) are sent whole to each replica.
         """
         if not self.is_ordered or tf.executing_eagerly():
             return super().all_reduce(input_tensor, control_input, options)
@@ -185,10 +183,7 @@ class Launcher(_tf.CollectiveReplicaLauncher):
             )
 
     def rows_of_all(self, rows: tf.Tensor, options, *, apart: bool = False) -> list[tf.Tensor]:
-        """Receives the rows of each replica, in the order of replicas: [n, ...] each.
-
-        If `apart`, sends row j to replica j only, as `all_to_all` does, and receives [1, ...] from each.
-        """
+        """The rows of each replica, in order: `[n, ...]` each; or if `apart`, as in `all_to_all`, `[1, ...]` each."""
         if wire := self._wire_for(rows, options):
             key, token = self._next_instance_key(), self._get_ordering_token()
             return wire.exchange(rows, self._group_key, key, token, apart=apart)

@@ -92,10 +92,7 @@ class Words:
         )
 
     def pending(self, states, replica, collectives):
-        """The replica's states in the shapes of the gradients, [kind of state][gradient], float32.
-
-        The sum over all replicas does not depend on their number or on the buckets.
-        """
+        """The replica's part of the summed states, in the shapes of the gradients: [kind of state][gradient]."""
         kinds: list[list[Any]] = [[] for _ in range(self.codec.states)]
         rest = list(states)
         for elements, (first, second) in zip(self._elements, self._splits, strict=True):
@@ -123,8 +120,7 @@ class Words:
         return states
 
 
-# Bytes of the matrices exchanged together. Their factors have about a hundredth of that, and each exchange costs a core
-# about a millisecond.
+# Matrices exchanged together. Their factors have a hundredth of the bytes, and an exchange takes about a millisecond.
 _MATRICES_BYTES = 64 << 20
 
 

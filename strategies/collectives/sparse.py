@@ -33,8 +33,7 @@ def all_reduce_sparse(
       group_size: Number of replicas in the group.
       options: Communication options.
       codec: Codec of the values; None leaves them uncompressed.
-      beside: Another launcher of the group, for the indices, which travel at the same time as the values; by default
-        `launcher`.
+      beside: Launcher for the indices, which travel at the same time as the values; by default `launcher`.
 
     Returns:
       Slices in the order of replicas, equal on all replicas.

@@ -43,8 +43,7 @@ def all_reduce_encoded(
     of ranks, encodes the sum and sends it to all. The owner decodes its own message too, so all ranks hold the same
     bits. Both encodings keep their error as a residual. Each rank sends 2 (ranks - 1) / ranks encoded buckets.
 
-    With two ranks, or a codec that is not `two_shot` (a sparse one), each rank sends its whole bucket to all others,
-    and there is no second encoding. Each rank then sends ranks - 1 encoded buckets.
+    With two ranks, or a (sparse) codec that is not `two_shot`, each rank sends its bucket to all other ranks instead.
 
     Args:
       codec: The codec of the rows.

@@ -37,8 +37,7 @@ def from_name(codec: str | Codec | None) -> Codec | None:
     """Returns the codec for the value of a `compression` argument.
 
     Args:
-      codec: A codec, or None for no compression, which are returned unchanged. Or a name from `NAMES`, which gives that
-        codec with its default options. "powersgd(8)" gives `PowerSGD(8)`.
+      codec: A codec or None, returned unchanged; or a name from `NAMES`, also with a number, as in "powersgd(8)".
 
     Raises:
       ValueError: If `codec` is anything else; the message lists the names.
@@ -65,7 +64,6 @@ def _numbered() -> list[str]:
 
 
 def _way_out(codec: Any) -> str:
-    """The remedy to append to the error about `codec`, or an empty string."""
     if isinstance(codec, type) and issubclass(codec, Codec):
         return f" Call the class: {codec.__name__}()."
     if isinstance(codec, Codec):

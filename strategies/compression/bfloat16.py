@@ -15,8 +15,7 @@ __all__ = ["BFloat16"]
 class BFloat16(WordCodec):
     """Bfloat16: the range of float32 with 8 bits of precision.
 
-    Halves the traffic. Costs one pass over the gradient and no state. `Float16` sends as many bytes and keeps 3 more
-    bits of precision.
+    Halves the traffic. Costs one pass over the gradient and no state. `Float16` sends as many bytes with 3 more bits.
 
     Args:
       min_elements: See `Codec`.

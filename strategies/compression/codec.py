@@ -18,8 +18,7 @@ ENCODED = (tf.float16, tf.bfloat16, tf.float32)
 class Codec:
     """Base class of all codecs. A codec compresses a large gradient before it travels.
 
-    All methods are deterministic. They take tensors of static shape, and run eagerly, in a graph and under
-    `jit_compile=True`.
+    Methods are deterministic, take tensors of static shape, and run eagerly, in graphs and under `jit_compile=True`.
 
     Args:
       min_elements: Tensors with fewer elements travel uncompressed. Ignored where a function chooses the codec of each
@@ -119,8 +118,8 @@ class WordCodec(Codec):
     def bound(self, words: tf.Tensor, elements: int) -> tf.Tensor | None:
         """Upper bounds of the decoded magnitudes, float32 [rows, ...], or None if only decoding can tell.
 
-        The sum of the bounds over rows bounds every sum of decoded rows. A bound is not finite if any value that it
-        covers was not finite when encoded, so that a test for finite gradients need not look at each value.
+        The sum over rows bounds every sum of decoded rows. Not finite if any encoded value was not, so that a test for
+        finite gradients need not look at each value.
         """
         del words, elements
         return None

@@ -77,10 +77,7 @@ class PowerSGD(Codec):
         return tf.random.stateless_uniform([columns, self.rank], [self.seed, seed], -1.0, 1.0, alg="philox")
 
     def project(self, matrix: tf.Tensor, q: tf.Tensor) -> tf.Tensor:
-        """Multiplies the matrix and the scaled `q`: `[rows, columns], [columns, rank] -> [rows, rank]`.
-
-        Only the directions of the result's columns matter, since `orthonormalise` follows.
-        """
+        """The product with `q`, up to the lengths of columns: `[rows, columns], [columns, rank] -> [rows, rank]`."""
         _check_matrix(matrix)
         # Q is as large as the last gradient, so without scaling the product could overflow or underflow float32. A
         # column of zeros, as after a gradient of zeros, would stay zeros for ever, so it is replaced by the first Q.
