@@ -84,12 +84,10 @@ def nothing_left(directory):
 
 def beside_progress(text, *printed):
     """The lines of a run's output that are neither of Keras' progress nor begin with what the script prints."""
-    lines = [line.rpartition("\r")[2].strip("\b \x1b[0m") for line in text.split("\n")]
-    return [
-        line
-        for line in lines
-        if line and not re.match(r"Epoch \d+/\d+$|.*\bs?[um]?s/(step|epoch)\b", line) and not line.startswith(printed)
-    ]
+    plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]|\x08", "", text)
+    lines = [line.strip() for line in plain.splitlines()]
+    progress = re.compile(r"Epoch \d+/\d+$|.*\d[mu]?s/(?:step|epoch)\b")
+    return [line for line in lines if line and not progress.match(line) and not line.startswith(printed)]
 
 
 def is_alive(pid):
