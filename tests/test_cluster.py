@@ -276,6 +276,29 @@ def test_free_ports_are_distinct_and_free():
         free_ports(-1)
 
 
+def test_ports_are_held_for_the_workers_alone_until_they_are_closed(monkeypatch):
+    held = ports.hold_ports(2)
+    first, second = held.numbers
+    monkeypatch.setenv(*held.env.popitem())
+    for host in ("127.0.0.1", ""):
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server((host, first)).close()
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.1", first)):
+        pass
+    for host, port in (("127.0.0.1", first), ("", second)):  # as the rendezvous and gRPC do
+        assert ports.is_held(port)
+        check_bindable(ClusterSpec.local(1, 0, [port]))
+        with (
+            socket.create_server((host, port), reuse_port=True) as listener,
+            socket.create_connection(("127.0.0.1", port)),
+        ):
+            listener.settimeout(5)
+            listener.accept()[0].close()
+    held.close()
+    with socket.create_server(("", second)):
+        assert not ports.is_held(free_ports(1)[0])
+
+
 def test_own_port_is_bindable_until_someone_takes_it():
     (port,) = free_ports(1)
     spec = ClusterSpec.local(1, 0, [port])

@@ -39,6 +39,21 @@ def test_each_worker_gets_its_own_place_in_one_cluster(run):
     assert str(logs) in err.splitlines()[-1]
 
 
+def test_the_port_of_a_worker_cannot_be_taken_before_it_opens_it(run):
+    body = """
+        import socket
+        port = int(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"][worker].rpartition(":")[2])
+        for reuse_port in (False, True):
+            try:
+                socket.create_server(("", port), reuse_port=reuse_port).close()
+                print("opened", reuse_port)
+            except OSError as error:
+                print("refused", reuse_port)
+    """
+    code, out, err = run.finish("--workers", "2", run.script(body))
+    assert code == 0 and out == "refused False\nopened True\n", err
+
+
 def test_an_outer_tf_config_is_replaced_and_told(run):
     outer = ClusterSpec.local(1, 0, [1]).to_json()
     script = run.script('print(os.environ["TF_CONFIG"])')

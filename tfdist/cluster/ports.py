@@ -7,6 +7,7 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Mapping, Sequence
 
 from absl import logging
 
@@ -14,11 +15,61 @@ from tfdist.cluster.address import split_address
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.errors import ClusterError, TFConfigError
 
-__all__ = ["check_bindable", "free_ports"]
+__all__ = ["HeldPorts", "check_bindable", "free_ports", "hold_ports", "is_held"]
 
+_HELD = "TFDIST_HELD_PORTS"  # The environment variable with the ports that are held for the workers.
 _FIRST_PORT = 10000
 _RETRY_SECONDS = 1.0
 _RESOLVE_SECONDS = 15.0  # The system's resolver leaves a dead first name server after 5 s, for each suffix it tries.
+
+
+class HeldPorts:
+    """TCP ports of this machine that only workers of one job can open, until `close`.
+
+    A port that is merely found free can be gone by the time a worker opens it, some ten seconds later. These are bound
+    by sockets that do not listen. A process of this user may open such a port if it knows of it and sets SO_REUSEPORT,
+    as gRPC does; it alone gets the connections.
+
+    Args:
+      numbers: The ports.
+      sockets: The sockets that hold them.
+    """
+
+    def __init__(self, numbers: Sequence[int], sockets: Sequence[socket.socket]):
+        self.numbers = tuple(numbers)
+        self._sockets = sockets
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """What tells the workers that the ports are held for them."""
+        return {_HELD: ",".join(map(str, self.numbers))}
+
+    def close(self) -> None:
+        """Lets go of the ports. Sockets that others have opened there stay."""
+        for each in self._sockets:
+            each.close()
+
+
+def hold_ports(n: int) -> HeldPorts:
+    """Finds free TCP ports and holds them for workers that are started next.
+
+    Args:
+      n: How many ports.
+
+    Raises:
+      ValueError: If `n` is negative.
+      ClusterError: If this machine has no `n` free ports.
+    """
+    sockets = _bind_free(n)
+    for each in sockets:
+        # Only now: bound with it, a port might be one that another user of the option has.
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return HeldPorts([each.getsockname()[1] for each in sockets], sockets)
+
+
+def is_held(port: int) -> bool:
+    """Whether the process that started this one holds the port for it."""
+    return str(port) in os.environ.get(_HELD, "").split(",")
 
 
 def free_ports(n: int) -> list[int]:
@@ -38,6 +89,15 @@ def free_ports(n: int) -> list[int]:
       ValueError: If `n` is negative.
       ClusterError: If this machine has no `n` free ports.
     """
+    held = _bind_free(n)
+    try:
+        return [each.getsockname()[1] for each in held]
+    finally:
+        for each in held:
+            each.close()
+
+
+def _bind_free(n: int) -> list[socket.socket]:
     if n < 0:
         raise ValueError(f"free_ports needs n >= 0, got {n}.")
     low, high = _ephemeral_range()
@@ -58,10 +118,11 @@ def free_ports(n: int) -> list[int]:
                     ) from error
         if len(held) < n:
             raise ClusterError(f"{n} free TCP ports are needed, this machine has {len(held)}. Ask for fewer workers.")
-        return [each.getsockname()[1] for each in held]
-    finally:
+    except BaseException:
         for each in held:
             each.close()
+        raise
+    return held
 
 
 def check_bindable(spec: ClusterSpec, *, pod_seconds: float = 0.0) -> None:
@@ -86,6 +147,8 @@ def check_bindable(spec: ClusterSpec, *, pod_seconds: float = 0.0) -> None:
         _resolve(host, spec)
     elif pod_seconds:
         _wait_for_name(host, spec, pod_seconds)
+    if is_held(port):
+        return
     try:
         # All interfaces, as TensorFlow does whatever the host in TF_CONFIG.
         _bind(port, reuse=True).close()

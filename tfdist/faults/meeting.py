@@ -33,6 +33,7 @@ from absl import logging
 
 from tfdist.cluster import ClusterSpec
 from tfdist.cluster.address import split_address
+from tfdist.cluster.ports import is_held
 from tfdist.errors import ClusterError, WorkerLostError
 from tfdist.faults.admission import PLAIN_SECONDS, Admission, Introduction
 from tfdist.network import listening
@@ -289,7 +290,7 @@ class _Resolved:
 def _listen(cluster: ClusterSpec) -> list[socket.socket]:
     host, port = split_address(cluster.address)
     try:
-        return listening.listen(host, port, backlog=1024)
+        return listening.listen(host, port, backlog=1024, reuse_port=is_held(port))
     except OSError as error:
         raise ClusterError(
             f"Worker 0 needs its port to receive the others, but this is {cluster.describe()} on "

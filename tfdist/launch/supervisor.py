@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from absl import logging
 
 from tfdist.backup import leftovers
-from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec, check_bindable, free_ports
+from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec, check_bindable
+from tfdist.cluster.ports import HeldPorts, hold_ports
 from tfdist.errors import TFConfigError, TfdistError
 from tfdist.exit_codes import PREEMPTED
 from tfdist.failure_kinds import FailureKind
@@ -155,6 +156,7 @@ class Supervisor:
         self._secret = {} if spec or secret_is_given() else {SECRET: new_secret()}
         self._cache_folders: set[pathlib.Path] = set()
         self._has_told_of_backups = False
+        self._ports: HeldPorts | None = None
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:
@@ -176,6 +178,7 @@ class Supervisor:
         """
         while True:
             attempt = self._run_attempt(len(self._attempts))
+            self._release_ports()
             self._attempts.append(attempt)
             size = self._size.current
             pause = self._pause_after(attempt)
@@ -395,11 +398,17 @@ class Supervisor:
         if self._spec:
             _wait_for_port(self._spec, _PORT_SECONDS if self._attempts else _FIRST_PORT_SECONDS)
             return [self._spec]
-        ports = free_ports(workers)
-        return [ClusterSpec.local(workers, index, ports) for index in range(workers)]
+        self._ports = hold_ports(workers)
+        return [ClusterSpec.local(workers, index, self._ports.numbers) for index in range(workers)]
+
+    def _release_ports(self) -> None:
+        if self._ports:
+            self._ports.close()
+            self._ports = None
 
     def _env(self, number: int) -> dict[str, str]:
-        env = {RUN_DIR: str(self._run_dir), ATTEMPT: str(number), **self._secret}
+        held = self._ports.env if self._ports else {}
+        env = {RUN_DIR: str(self._run_dir), ATTEMPT: str(number), **self._secret, **held}
         if self._options.devices_per_worker is not None:
             env[DEVICES_PER_WORKER] = str(self._options.devices_per_worker)
         return env

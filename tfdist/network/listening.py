@@ -13,7 +13,7 @@ from tfdist.cluster.address import is_loopback
 __all__ = ["addresses_of", "listen"]
 
 
-def listen(host: str, port: int, backlog: int) -> list[socket.socket]:
+def listen(host: str, port: int, backlog: int, *, reuse_port: bool = False) -> list[socket.socket]:
     """Listens at the addresses of this machine that a host name has.
 
     If the name has none, as behind NAT or with the name of a Kubernetes Service, the sockets listen at all addresses,
@@ -23,6 +23,7 @@ def listen(host: str, port: int, backlog: int) -> list[socket.socket]:
       host: A host name or an IP address.
       port: The port; 0 for a free one, the same at all addresses.
       backlog: How many connections may wait.
+      reuse_port: Whether another socket of this user may be bound to the port; see `tfdist.cluster.ports.HeldPorts`.
 
     Returns:
       The sockets, at least one.
@@ -35,7 +36,7 @@ def listen(host: str, port: int, backlog: int) -> list[socket.socket]:
         if ipaddress.ip_address(address.partition("%")[0]).is_loopback and not is_loopback(host):
             continue  # As of a machine's own name in /etc/hosts of Debian: other machines could not connect.
         try:
-            found.append(_listen_at(address, found[0].getsockname()[1] if found else port, backlog))
+            found.append(_listen_at(address, found[0].getsockname()[1] if found else port, backlog, reuse_port))
         except OSError as error:
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) and not found:
                 raise
@@ -47,8 +48,9 @@ def listen(host: str, port: int, backlog: int) -> list[socket.socket]:
         host,
     )
     with contextlib.suppress(OSError, ValueError):  # A machine without IPv6.
-        return [socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)]
-    return [socket.create_server(("", port), backlog=backlog)]
+        everywhere = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+        return [socket.create_server(("", port), backlog=backlog, reuse_port=reuse_port, **everywhere)]
+    return [socket.create_server(("", port), backlog=backlog, reuse_port=reuse_port)]
 
 
 def addresses_of(host: str) -> Sequence[str]:
@@ -60,6 +62,6 @@ def addresses_of(host: str) -> Sequence[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
-def _listen_at(address: str, port: int, backlog: int) -> socket.socket:
+def _listen_at(address: str, port: int, backlog: int, reuse_port: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=backlog)
+    return socket.create_server((address, port), family=family, backlog=backlog, reuse_port=reuse_port)

@@ -18,7 +18,8 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, TypeVar
 
-from tfdist.cluster import ClusterSpec, free_ports
+from tfdist.cluster import ClusterSpec
+from tfdist.cluster.ports import HeldPorts, hold_ports
 from tfdist.errors import WorkerError, WorkerTimeoutError
 from tfdist.launch.group import describe_exit
 from tfdist.launch.signals import hear_of_children
@@ -114,6 +115,7 @@ class WorkerPool:
         self._timeout_seconds = timeout_seconds
         self._env = dict(env or {})
         self._workers: list[WorkerProcess] = []
+        self._ports: HeldPorts | None = None
         self._closed = False
 
     def __enter__(self) -> "WorkerPool":
@@ -173,11 +175,11 @@ class WorkerPool:
                 'the call under `if __name__ == "__main__":`, as every worker imports that script.'
             )
         hear_of_children()
-        ports = free_ports(self._num_workers)
+        ports = self._ports = hold_ports(self._num_workers)
         env = self._env if secret_is_given({**os.environ, **self._env}) else {**self._env, SECRET: new_secret()}
         for index in range(self._num_workers):
-            spec = ClusterSpec.local(self._num_workers, index, ports)
-            self._workers.append(WorkerProcess(spec, self._devices_per_worker, env))
+            spec = ClusterSpec.local(self._num_workers, index, ports.numbers)
+            self._workers.append(WorkerProcess(spec, self._devices_per_worker, {**env, **ports.env}))
 
     def _kill(self) -> None:
         for worker in self._workers:
@@ -185,6 +187,9 @@ class WorkerPool:
         for worker in self._workers:
             worker.close()
         self._workers = []
+        if self._ports:
+            self._ports.close()
+            self._ports = None
 
     def _gather(self, deadline: float) -> list[Reply]:
         """Waits for a reply of every worker, until the deadline or a grace after the first failure."""
