@@ -156,8 +156,11 @@ def test_wrong_types_in_a_manifest_of_right_checksum_are_skipped(two):
     original = json.loads((two / "step-12" / MANIFEST).read_bytes())["manifest"]
     wrong = [
         *({**original, key: value} for key in original for value in (None, "x", [], {"a": 1}, -1) if key != "versions"),
+        *({**original, key: value} for key in ("fit", "sites") for value in ("x", [1], {"a": 1}, -1)),
+        *({**original, "versions": value} for value in ("x", [1], 5)),
         *({k: v for k, v in original.items() if k != key} for key in ("files", "format", "step", "workers")),
         *({**original, "files": {**original["files"], "state.json": value}} for value in (None, 5, {}, {"bytes": "x"})),
+        {**original, "files": {**original["files"], "state.json": {**original["files"]["state.json"], "sha256": 5}}},
         *({**original, "files": {name: original["files"][EMPTY]}} for name in (f"../step-3/{EMPTY}", "/dev/null")),
     ]
     for one in wrong:

@@ -17,6 +17,7 @@ from launched import ARRIVE, DEADLINE_SECONDS, eventually, is_alive, nothing_lef
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
 from tfdist.launch import WorkerGroup
+from tfdist.launch.limits import Limits, refusal
 from tfdist.launch.terminal_filter import LIBRARY_LINES
 
 
@@ -489,6 +490,8 @@ WRONG = {
     "zero devices": (["--workers", 1, "--devices-per-worker", 0, "script.py"], "from 1 up, got 0"),
     "negative grace": (["--workers", 1, "--grace-seconds", -1, "script.py"], "from 0 up, got -1"),
     "grace without end": (["--workers", 1, "--grace-seconds", "nan", "script.py"], "got nan"),
+    "more workers than any machine has": (["--workers", "9" * 20, "script.py"], "a number of 20 digits"),
+    "more workers than this machine can start": (["--workers", 10**6, "script.py"], "workers at most, got 1000000"),
     "fewer than none": (["--workers", 2, "--min-workers", 0, "script.py"], "from 1 up, got 0"),
     "more than all": (["--workers", 2, "--min-workers", 3, "script.py"], "--min-workers needs a number from 1 to"),
     "restarts": (["--workers", 2, "--max-restarts", -1, "script.py"], "from 0 up, got -1"),
@@ -523,6 +526,28 @@ def test_a_tf_config_without_a_cluster_is_named(run):
     alone = '{"task": {"type": "worker", "index": 0}}'
     code, _, err = run.finish(run.script(ARRIVE), env={"TF_CONFIG": alone})
     assert code == 1 and "TF_CONFIG names no cluster" in err and run.pids() == {}
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"cluster": ' + "9" * 9000 + "}"], ids=["brackets", "digits"])
+def test_a_tf_config_that_python_cannot_read_is_refused_in_a_few_words(run, text):
+    code, _, err = run.finish(run.script(ARRIVE), env={"TF_CONFIG": text})
+    assert code == 1 and "TF_CONFIG must be JSON" in err and len(err) < 1000 and "Traceback" not in err
+    assert run.pids() == {}
+
+
+@pytest.mark.parametrize(
+    ("limits", "most", "why"),
+    [
+        (Limits(1024, 1 << 20, 1 << 40), 160, "ulimit -n"),
+        (Limits(1 << 20, 100, 1 << 40), 50, "ulimit -u"),
+        (Limits(1 << 20, 1 << 20, 64 << 20), 4, "64 MiB of memory"),
+        (Limits(1 << 40, 1 << 40, 1 << 60), 50_000, "TCP port"),
+        (Limits(10, 1 << 20, 1 << 40), 0, "ulimit -n"),
+    ],
+)
+def test_no_more_workers_are_started_than_a_machine_can_have(limits, most, why):
+    assert most == 0 or refusal(most, limits) is None
+    assert why in refusal(most + 1, limits) and f"{most} workers at most" in refusal(most + 1, limits)
 
 
 @pytest.mark.parametrize("name", ["run", "bench", "data-service"])

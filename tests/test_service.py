@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 from launched import eventually
-from tfdist.cluster import free_ports
+from tfdist.cluster import address, free_ports
 from tfdist.data import BalancedSharding, reading
 from tfdist.data.service import Service
 from tfdist.data.sources import as_source
@@ -252,6 +253,16 @@ def test_a_service_that_cannot_start_says_why(arguments, service, tmp_path):
 
     assert done.returncode == 1
     assert "Give another --port, --work-dir or --dispatcher" in done.stderr
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["silent", "web server"])
+def test_what_takes_connections_and_is_no_dispatcher_is_refused_within_seconds(answer, monkeypatch):
+    monkeypatch.setattr(address, "_CONNECT_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        if answer:
+            threading.Thread(target=lambda: listener.accept()[0].sendall(answer), daemon=True).start()
+        with pytest.raises(OSError, match=r"takes connections, but says nothing|does not answer as a server"):
+            address.check_answers(f"127.0.0.1:{listener.getsockname()[1]}")
 
 
 def test_signals_end_the_service_unless_they_are_ignored(tmp_path):

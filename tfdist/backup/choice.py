@@ -34,9 +34,9 @@ def choose(store: Store | None, sites: list[str]) -> dict[str, Any]:
     if commit is not None:
         sites = _with_skipped(sites, commit)
     finished = len(sites) - 1
-    if commit is not None and commit.manifest["fit"] < finished:
+    if commit is not None and commit.manifest.get("fit", 0) < finished:
         commit = None  # Of a `fit` before this one.
-    is_done_before = commit is not None and commit.manifest["fit"] > finished
+    is_done_before = commit is not None and commit.manifest.get("fit", 0) > finished
     if is_done_before:
         commit = store.end_of_fit(finished) or commit
     return {

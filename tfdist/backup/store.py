@@ -453,10 +453,23 @@ def _checked_manifest(files: Any, path: str) -> dict[str, Any]:
     content = envelope["manifest"]
     if _digest(content) != envelope["sha256"]:
         raise ValueError("its checksum is another")
-    for key in ("format", "step", "workers"):
-        if type(content[key]) is not int or content[key] < (key != "step"):
-            raise ValueError(f"its {key} is {content[key]!r}")
-    for name in content["files"]:
+    for key, least, default in (("format", 1, None), ("step", 0, None), ("workers", 1, None), ("fit", 0, 0)):
+        value = content.get(key, default)
+        if type(value) is not int or value < least:
+            raise ValueError(f"its {key} is {_in_short(value)}")
+    sites = content.get("sites", [])
+    if not isinstance(sites, list) or not all(isinstance(site, str) for site in sites):
+        raise ValueError(f"its sites are {_in_short(sites)}")
+    if not isinstance(content.get("versions", {}), dict):
+        raise ValueError(f"its versions are {_in_short(content['versions'])}")
+    for name, described in content["files"].items():
         if os.path.basename(name) != name:
-            raise ValueError(f"{name!r} is no name of a file in it")
+            raise ValueError(f"{_in_short(name)} is no name of a file in it")
+        if type(described["bytes"]) is not int or not isinstance(described["sha256"], str):
+            raise ValueError(f"its {name} is described by {_in_short(described)}")
     return content
+
+
+def _in_short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"

@@ -5,6 +5,10 @@ import json
 import socket
 
 _CONNECT_SECONDS = 5.0
+# Of RFC 9113: a client begins with this and its settings, of which it has none; a server with a frame of settings.
+_HTTP2_SETTINGS = b"\x04"
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0\0\0\0\0"
+_HTTP2_HEADER_BYTES = 9
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -57,13 +61,20 @@ def checked_port(port: int) -> int:
 
 
 def check_answers(address: str) -> None:
-    """Connects to `address`, and leaves.
+    """Connects to a gRPC server at `address`, waits for its first word, and leaves.
 
     Raises:
-      OSError: If nobody answers there within 5 s.
+      OSError: If none answers there within 5 s.
       ValueError: If it is no address.
     """
-    socket.create_connection(split_address(address), timeout=_CONNECT_SECONDS).close()
+    with socket.create_connection(split_address(address), timeout=_CONNECT_SECONDS) as connection:
+        connection.sendall(_HTTP2_HELLO)
+        try:
+            answer = connection.recv(_HTTP2_HEADER_BYTES)
+        except TimeoutError as error:
+            raise TimeoutError(f"{address} takes connections, but says nothing for {_CONNECT_SECONDS:g} s") from error
+        if answer[3:4] != _HTTP2_SETTINGS:  # The type of the frame.
+            raise ConnectionError(f"{address} does not answer as a server of TensorFlow does")
 
 
 def is_digits(text: str) -> bool:

@@ -39,6 +39,7 @@ class ClusterSpec:
     task_index: int
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "jobs", _without_empty_roles(self.jobs))
         _check_jobs(self.jobs)
         object.__setattr__(self, "jobs", {role: tuple(addresses) for role, addresses in self.jobs.items()})
         _check_addresses(self.jobs)
@@ -228,6 +229,11 @@ def _parse(text: str) -> dict[str, Any]:
             f"TF_CONFIG must be JSON, but at line {error.lineno}, column {error.colno} (near {around!r}): {error.msg}. "
             f"Write it as in {_EXAMPLE}, with double quotes inside and, in a shell, single quotes around."
         ) from error
+    except (ValueError, RecursionError) as error:  # A number of thousands of digits, or brackets within brackets.
+        raise TFConfigError(
+            f"TF_CONFIG must be JSON of a few lists and objects, but it has {len(text)} characters, and Python cannot "
+            f"read them ({str(error).partition(':')[0]}). It begins with {text[:40]!r}. Write it as in {_EXAMPLE}."
+        ) from error
     if not isinstance(config, dict):
         raise TFConfigError(f"TF_CONFIG must be a JSON object, got {_shown(config)}. Write it as in {_EXAMPLE}.")
     config.setdefault("cluster", {})
@@ -262,8 +268,12 @@ def _check_alone(config: dict[str, Any]) -> None:
 
 def _is_like_cluster(key: str, value: Any) -> bool:
     """Whether `cluster` was meant: by its name, but for case and plural, or by the addresses in it."""
-    has_addresses = isinstance(value, dict | list) and re.search(r'"[^":/]+:[0-9]+"', json.dumps(value))
-    return key.lower() in ("cluster", "clusters") or bool(has_addresses)
+    try:
+        has_addresses = isinstance(value, dict | list) and re.search(r'"[^":/]+:[0-9]+"', json.dumps(value))
+    except RecursionError:
+        has_addresses = None
+    is_named = key.lower() in ("cluster", "clusters") or ("cluster" in key.lower() and isinstance(value, dict | list))
+    return is_named or bool(has_addresses)
 
 
 def _parse_index(task: dict[str, Any]) -> int:
@@ -277,6 +287,12 @@ def _parse_index(task: dict[str, Any]) -> int:
         f"TF_CONFIG needs a whole number as the task's index, got {_shown(index)} in task {_shown(task)}. "
         f"Count the tasks of one type from 0."
     )
+
+
+def _without_empty_roles(jobs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without roles that have no task, which operators write as `"ps": []`; they stay if nobody else would train."""
+    full = {role: addresses for role, addresses in jobs.items() if not isinstance(addresses, list | tuple) or addresses}
+    return full if full.keys() & {"chief", "worker"} else jobs
 
 
 def _check_jobs(jobs: Mapping[str, Any]) -> None:
@@ -384,7 +400,10 @@ def _canonical(host: str) -> str:
 
 def _shown(value: Any) -> str:
     """`value` as it would stand in a TF_CONFIG, cut to a readable length."""
-    text = json.dumps(value, default=repr)
+    try:
+        text = json.dumps(value, default=repr)
+    except (RecursionError, ValueError):  # Lists within lists, more than a person would write.
+        text = f"{type(value).__name__} within {type(value).__name__}"
     return text if len(text) <= 200 else text[:200] + "…"
 
 

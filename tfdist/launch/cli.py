@@ -21,6 +21,7 @@ from tfdist.cluster import ClusterSpec
 from tfdist.cluster.alone import warn_if_one_of_many
 from tfdist.errors import TfdistError
 from tfdist.launch import arguments, bench_command, data_service, private_network
+from tfdist.launch.limits import Limits, refusal
 from tfdist.launch.run_dir import KEPT_RUNS, folder_of_run
 from tfdist.launch.signals import stop_signals
 from tfdist.launch.supervisor import Options, Supervisor
@@ -219,6 +220,8 @@ def _run_options(args: argparse.Namespace) -> Options:
         args.parser.error("--private-network needs --workers: workers of several hosts need a network between them")
     if args.min_workers and args.workers is None:
         args.parser.error("--min-workers needs --workers: otherwise the number of workers is given")
+    if args.workers is not None and (why := refusal(workers, Limits.of_this_machine())):
+        args.parser.error(f"--workers: {why}")
     if least > workers:
         args.parser.error(f"--min-workers needs a number from 1 to --workers {workers}, got {least}")
     return Options(

@@ -109,12 +109,16 @@ def _deadline(what: str) -> Iterator[None]:
     """
     if signal.SIGINT in stop_signals():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    logging.info("starting %s; gives up after %g s", what, _START_SECONDS)
-    faulthandler.dump_traceback_later(_START_SECONDS, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    logging.info(
+        "starting %s; gives up after %g s with exit code 1, say if another server than a dispatcher is at its address",
+        *(what, _START_SECONDS),
+    )
+    with open(os.devnull, "w") as nowhere:  # The line above says it; where TensorFlow waits is of no use.
+        faulthandler.dump_traceback_later(_START_SECONDS, exit=True, file=nowhere)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _start(args: argparse.Namespace, work_dir: pathlib.Path) -> list[object]:
