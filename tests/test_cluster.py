@@ -294,7 +294,8 @@ def test_free_ports_are_distinct_and_free():
 def test_ports_are_held_for_the_workers_alone_until_they_are_closed(monkeypatch):
     held = ports.hold_ports(2)
     first, second = held.numbers
-    monkeypatch.setenv(*held.env.popitem())
+    for name, value in held.env.items():
+        monkeypatch.setenv(name, value)
     for host in ("127.0.0.1", ""):
         with pytest.raises(OSError, match="in use"):
             socket.create_server((host, first)).close()

@@ -28,7 +28,7 @@ class HeldPorts:
 
     A port that is merely found free can be gone by the time a worker opens it, some ten seconds later. These are bound
     by sockets that do not listen. A process of this user may open such a port if it knows of it and sets SO_REUSEPORT,
-    as gRPC does; it alone gets the connections.
+    as TensorFlow's server does with `env`; it alone gets the connections.
 
     Args:
       numbers: The ports.
@@ -41,8 +41,8 @@ class HeldPorts:
 
     @property
     def env(self) -> Mapping[str, str]:
-        """What tells the workers that the ports are held for them."""
-        return {_HELD: ",".join(map(str, self.numbers))}
+        """What tells the workers, and TensorFlow in them, that the ports are held for them."""
+        return {_HELD: ",".join(map(str, self.numbers)), "TF_GRPC_REUSE_PORT": "1"}
 
     def close(self) -> None:
         """Lets go of the ports. Sockets that others have opened there stay."""
