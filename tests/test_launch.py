@@ -55,6 +55,31 @@ def test_the_port_of_a_worker_cannot_be_taken_before_it_opens_it(run):
     assert code == 0 and out == "refused False\nopened True\n", err
 
 
+def test_as_the_first_process_of_a_container_it_reaps_the_orphans_and_keeps_the_codes_of_its_workers(run):
+    new_processes = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*new_processes, "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to make a namespace of processes")
+    body = """
+        for _ in range(10):
+            subprocess.run(["sh", "-c", "setsid sleep 0.1 &"])
+        def of_launcher():
+            parts = [path.read_text().rpartition(")")[2].split() for path in pathlib.Path("/proc").glob("[0-9]*/stat")]
+            return [state for state, parent, *_ in parts if parent == "1"]
+        time.sleep(1.5)
+        print("zombies", of_launcher().count("Z"), "children", len(of_launcher()))
+        sys.exit(7 * worker)
+    """
+    cli = [sys.executable, "-m", "tfdist.launch.cli", "run", "--max-restarts=0", "--workers", "2", run.script(body)]
+    done = subprocess.run(
+        [*new_processes, *cli],
+        env={**os.environ, "TMPDIR": str(run.directory / "tmp")},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+    )
+    assert done.returncode == 7 and done.stdout == "zombies 0 children 3\n", done.stderr
+
+
 def test_an_outer_tf_config_is_replaced_and_told(run):
     outer = ClusterSpec.local(1, 0, [1]).to_json()
     script = run.script('print(os.environ["TF_CONFIG"])')

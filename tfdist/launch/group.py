@@ -1,5 +1,6 @@
 """A group of worker processes on this machine: started together, watched, ended together."""
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -8,7 +9,7 @@ import pathlib
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
@@ -131,6 +132,8 @@ class WorkerGroup:
         for index in list(self._running):
             if _has_ended(self._running[index]):
                 self._reap(index)
+        if os.getpid() == 1:
+            reap_orphans([process.pid for process in self._running.values()])
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> None:
         """Waits until all workers ended, one with another exit code than 0, or `until()` is true."""
@@ -231,6 +234,20 @@ def describe_exit(returncode: int) -> str:
         return f"was killed by {signal.Signals(-returncode).name}"
     except ValueError:  # a real-time signal has no name
         return f"was killed by signal {-returncode}"
+
+
+def reap_orphans(own: Collection[int]) -> None:
+    """Takes note of the end of children that this process has not started, which the first of a container inherits.
+
+    Without it they stay as zombies. The ends of its own children are left to those who wait for them.
+
+    Args:
+      own: The process numbers of its own children.
+    """
+    with contextlib.suppress(ChildProcessError):  # no child at all
+        # The first that has ended; an own one is taken note of by the next `poll`, which then goes on with the others.
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)) and ended.si_pid not in own:
+            os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def _die_with_parent(parent: int) -> None:
