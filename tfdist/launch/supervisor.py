@@ -463,7 +463,7 @@ class Supervisor:
         seconds = time.time() - self._attempts[0].time
         line = outcome_line(outcome, exit_code, seconds, len(self._attempts))
         files = "logs and failure.json" if any(attempt.failure for attempt in self._attempts) else "logs"
-        why = f"; {last.failure.describe()}{_why_not_again(last)}" if last.failure else ""
+        why = f"; {last.failure.describe()}{self._why_not_again(last)}" if last.failure else ""
         logging.info("%s; %s in %s%s", line, files, self._run_dir, why)
         return exit_code
 
@@ -475,6 +475,21 @@ class Supervisor:
         is_reported = bool(reported_stack(self._run_dir, failure.attempt, failure.worker))
         if details := details_of(failure, is_shown=is_shown, is_reported=is_reported):
             logging.error("worker %d, from %s:\n%s", failure.worker, failure.log, details)
+
+    def _why_not_again(self, last: Attempt) -> str:
+        """Why a failed attempt was the last, for the end of a message; nothing if the limits of the job say so."""
+        failure = last.failure
+        if failure is None:
+            return ""
+        if failure.category in (FailureKind.CONFIGURATION, FailureKind.PROGRAM):
+            return f". A restart does not heal a {failure.category} error."
+        if failure.category != FailureKind.DATA:
+            return ""
+        if not self._has_backup(last):
+            return ". Wrong data come again, and there is no backup to go on from."
+        before = self._attempts[-2].failure if len(self._attempts) > 1 else None
+        is_same = before is not None and before.place == failure.place
+        return ". Wrong data come again: they failed again after a restart." if is_same else ""
 
     def _write_failures(self, outcome: str, exit_code: int | None) -> None:
         """Writes `failure.json`, if there was a failure: that of the last attempt that failed, and all attempts."""
@@ -488,17 +503,6 @@ class Supervisor:
             write_whole(self._run_dir / "failure.json", text)
         except OSError as error:
             logging.error("failure.json could not be written: %s", error)  # no reason to end the job
-
-
-def _why_not_again(attempt: Attempt) -> str:
-    """Why a failed attempt was the last, for the end of a message; nothing if the limits of the job say so."""
-    kind = attempt.failure.category if attempt.failure else None
-    if kind in (FailureKind.CONFIGURATION, FailureKind.PROGRAM):
-        return f". A restart does not heal a {kind} error."
-    if kind == FailureKind.DATA:
-        what = "they failed again after a restart" if attempt.number else "there is no backup to go on from"
-        return f". Wrong data come again, and {what}."
-    return ""
 
 
 def _named(workers: Sequence[int]) -> str:
