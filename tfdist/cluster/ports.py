@@ -41,7 +41,7 @@ class HeldPorts:
 
     @property
     def env(self) -> Mapping[str, str]:
-        """What tells the workers, and TensorFlow in them, that the ports are held for them."""
+        """Environment variables that tell the workers, and TensorFlow in them, of the held ports."""
         return {_HELD: ",".join(map(str, self.numbers)), "TF_GRPC_REUSE_PORT": "1"}
 
     def close(self) -> None:

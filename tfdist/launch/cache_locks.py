@@ -1,7 +1,7 @@
 """Lock files of `tf.data.Dataset.cache(path)`: a worker that is killed while it fills a cache leaves one behind.
 
 TensorFlow writes `<path>_<n>.lockfile` when an iterator begins to fill a cache, and refuses another iterator until the
-file is gone. It does not say whose lock it is.
+file is gone. The file does not name its owner.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ _WAY_OUT = (
 def is_left_behind(lock: pathlib.Path, run_start: float, attempt_start: float) -> bool:
     """Whether a worker of an earlier attempt of this run made a lock, and is gone.
 
-    So it is if this user has made the file in that time on a disk of this machine, TensorFlow has written it, and no
-    process has a file of the cache open, as whoever fills a cache does.
+    The file must be of this user, of that time, on a disk of this machine, and written by TensorFlow. No process may
+    have a file of the cache open: an iterator that fills a cache has one open all the time.
 
     Args:
       lock: The lock file.
       run_start: When the run began, in seconds since the epoch.
-      attempt_start: When the attempt began whose workers may still hold locks.
+      attempt_start: When the newest attempt began, in seconds since the epoch; its workers may hold locks.
     """
     try:
         found = lock.lstat()
@@ -64,7 +64,7 @@ def locks_in(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def describe(lock: pathlib.Path, attempt_start: float) -> str:
-    """What holds a lock that is not removed, as far as that is known, and the remedy."""
+    """The words for a lock that is not removed: its holder, as far as that is known, and the remedy."""
     try:
         made = lock.lstat().st_mtime
     except OSError:

@@ -252,7 +252,7 @@ def _category(failure: Failure, causes: Sequence[Mapping[str, Any]], output: str
 
 
 def _report_from_log(output: str) -> Mapping[str, Any]:
-    """What a report would say, for a worker that failed before `import tfdist`: what Python printed at its end."""
+    """A report made of the exception that Python printed, for a worker that failed before `import tfdist`."""
     found = exception_in_log(output)
     if found is None:
         return {}

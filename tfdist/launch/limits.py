@@ -8,7 +8,7 @@ from tfdist.launch.memory import free_memory
 
 __all__ = ["Limits", "refusal"]
 
-_FILES_A_WORKER, _FILES_OF_OWN = 6, 64  # A log, ends of pipes, a held port; and what this process has open.
+_FILES_A_WORKER, _FILES_OF_OWN = 6, 64  # A log, ends of pipes, a held port; and the files of this process.
 _PROCESSES_A_WORKER = 2  # Each has threads besides, which count as well.
 _BYTES_A_WORKER = 16 << 20  # A Python process that does nothing yet; TensorFlow takes some 400 MB.
 _PORTS = 50_000
@@ -16,7 +16,7 @@ _PORTS = 50_000
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What there is for workers on this machine.
+    """The resources of this machine that workers share.
 
     Attributes:
       files: How many files this process may have open.
@@ -42,7 +42,7 @@ class Limits:
 def refusal(workers: int, limits: Limits) -> str | None:
     """Why so many workers cannot be started, and how many could be; None if nothing speaks against it.
 
-    It refuses what is impossible, not what is unwise: workers may need much more than to be started.
+    Only an impossible number is refused: workers may need much more than they need to start.
     """
     most, why = min(
         ((limits.files - _FILES_OF_OWN) // _FILES_A_WORKER, f"a process may open {limits.files} files (`ulimit -n`)"),
