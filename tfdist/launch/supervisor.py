@@ -346,7 +346,7 @@ class Supervisor:
         signum, seen = self._caught[0], len(self._caught)
         name = signal.Signals(signum).name
         logging.info("%s: ending the workers; once more, a second from now or later, to kill them at once", name)
-        # Workers save at SIGTERM; at SIGINT too, in a `fit` that is backed up. Elsewhere Ctrl-C interrupts them as usual.
+        # In a `fit` that is backed up, workers save at both. Elsewhere Ctrl-C interrupts them as usual.
         asks = signum if signum == signal.SIGINT else signal.SIGTERM
         group.stop(asks, grace_seconds=self._options.grace_seconds, hurry=lambda: len(self._caught) > seen)
         codes = {each.returncode for each in group.exits}
