@@ -304,9 +304,9 @@ def test_partial_results_are_reported(name, tmp_path):
 
 NO_RESULTS = {
     "no rows": ('{"rows": []}', "no rows"),
-    "another benchmark": (json.dumps({"rows": [{"model": "digits", "codec": "none"}]}), "no file of benchmarks.train"),
-    "a list": ("[1]", "no file of benchmarks.train"),
-    "half": ("{", "no JSON"),
+    "another benchmark": (json.dumps({"rows": [{"model": "digits", "codec": "none"}]}), "not written by benchmarks.train"),
+    "a list": ("[1]", "not written by benchmarks.train"),
+    "half": ("{", "not JSON"),
     "nothing": (None, "cannot be read: No such file"),
 }
 
