@@ -233,7 +233,7 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
     # worker, and collectives between these moments would be lost.
     _has_joined = False
     # Whether this process has tried to make connections of its own, and what came of it.
-    _has_tried, _wire = False, None
+    _has_tried, _wire, _problem = False, None, ""
 
     @property
     def _crosses_border(self):
@@ -246,37 +246,53 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         return self._container_strategy().reduce("SUM", said, axis=None).numpy().tolist()
 
     def lay_wire(self, transport):
-        """Lets what workers exchange go over connections of their own, if all can make them; not from GPUs.
+        """Lets the exchanges of a step go over the workers' own connections, if all can make them; not from GPUs.
 
         Raises:
-          ClusterError: If the exchange shall be protected by TLS, and cannot be.
+          ClusterError: If TLS is to protect these exchanges, and TensorFlow's collectives would carry them.
         """
-        tls = Tls.from_env()
-        if "CPU" not in self._devices[0] or transport == "tensorflow":
-            if tls:
-                raise ClusterError(_TLS_ERROR.format(why="GPUs and transport='tensorflow' use those of TensorFlow"))
-            return
-        if not _MultiWorkerExtended._has_tried:
-            _MultiWorkerExtended._has_tried = True
-            addresses = meeting.addresses_of(ClusterSpec.from_env())
-            lines, names = {}, [f"worker {worker} at {address}" for worker, address in enumerate(addresses)]
-            problem = "see the logs of the others"
-            try:
-                lines = connect(self.board, addresses, _LINES_SECONDS)
-            except (OSError, ClusterError) as error:
-                problem = str(error)
+        cls, tls = _MultiWorkerExtended, Tls.from_env()
+        why = self._why_not_own_connections(transport)
+        if why is None and not cls._has_tried:
+            cls._has_tried = True
+            cls._wire, cls._problem = self._connect_workers()
+            if cls._wire is None and tls is None:
                 logging.warning(
-                    "What workers exchange goes over gRPC, which takes more processor time, since they could not "
-                    "connect at other ports than those of TF_CONFIG: %s. Open the hosts' ports to each other.",
-                    error,
+                    "The exchanges of a step go over gRPC, which takes more processor time, since the workers could "
+                    "not connect at other ports than those of TF_CONFIG: %s. Open the hosts' ports to each other.",
+                    cls._problem,
                 )
-            if all(self.of_all_workers(int(bool(lines)))):
-                _MultiWorkerExtended._wire = Wire(self._id_in_cluster, lines, names)
-            elif tls:  # Never in clear what is to be encrypted.
-                own = f"{names[self._id_in_cluster]} on {socket.gethostname()}"
-                raise ClusterError(_TLS_ERROR.format(why=f"{own} cannot make them all: {problem}"))
-        if self._wire is not None:
-            self._cross_device_ops.use(self._wire)
+        if tls and why is None and len(self._devices) > 1:
+            why = "workers with several devices each exchange sums over TensorFlow's collectives"
+        if tls and (why or cls._wire is None):
+            raise ClusterError(_TLS_ERROR.format(why=why or cls._problem))
+        if why is None and cls._wire is not None:
+            self._cross_device_ops.use(cls._wire)
+
+    def _why_not_own_connections(self, transport):
+        """Why TensorFlow's collectives carry the exchanges of this strategy; `None` if they need not."""
+        if transport == "tensorflow":
+            return "transport='tensorflow' does without them"
+        if "CPU" not in self._devices[0]:
+            return "GPUs exchange over TensorFlow's collectives"
+        if self._communication_options.timeout_seconds:
+            return "`communication_options` has a `timeout_seconds`, which only TensorFlow's collectives support"
+        return None
+
+    def _connect_workers(self):
+        """Connects all workers with each other: the exchange over these connections, or why there is none."""
+        addresses = meeting.addresses_of(ClusterSpec.from_env())
+        names = [f"worker {worker} at {address}" for worker, address in enumerate(addresses)]
+        lines, problem = {}, "see the logs of the others"
+        try:
+            lines = connect(self.board, addresses, _LINES_SECONDS)
+        except (OSError, ClusterError) as error:
+            problem = str(error)
+        if all(self.of_all_workers(int(bool(lines)))):
+            return Wire(self._id_in_cluster, lines, names), ""
+        for line in lines.values():
+            line.close()
+        return None, f"{names[self._id_in_cluster]} on {socket.gethostname()} cannot make them all: {problem}"
 
     @functools.cached_property
     def creations(self):

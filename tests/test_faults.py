@@ -592,6 +592,26 @@ lines.split_address = lambda address: ("192.0.2.1", 1) if worker else split(addr
     assert "TLS needs the workers' own connections, but worker 0 at" in job.output(0), job.output(0)
 
 
+TIMEOUT = "communication_options=tf.distribute.experimental.CommunicationOptions(timeout_seconds=9.)"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("options", "devices", "why"),
+    [
+        ("transport='tensorflow'", 1, "transport='tensorflow' does without them"),
+        (TIMEOUT, 1, "`communication_options` has a `timeout_seconds`"),
+        ("", 2, "several devices each"),
+    ],
+)
+def test_with_tls_what_tensorflow_would_carry_is_refused(job, options, devices, why):
+    script = "import tensorflow as tf\n" + TRAIN.replace("Strategy()", f"Strategy({options})")
+    job.start(script, **tls_environment(job.directory), **{DEVICES_PER_WORKER: str(devices)})
+    assert job.wait() == [1, 1], job.output(0) + job.output(1)
+    for worker in range(2):
+        assert "TLS needs the workers' own connections" in job.output(worker) and why in job.output(worker)
+
+
 def test_workers_with_unlike_transports_are_told_so(job):
     unlike = TRAIN.replace("Strategy()", "Strategy(transport=('auto', 'tensorflow')[worker])")
     job.start(unlike + "fit(build(), epochs=1)")
