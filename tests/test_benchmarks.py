@@ -304,7 +304,7 @@ def test_partial_results_are_reported(name, tmp_path):
 
 NO_RESULTS = {
     "no rows": ('{"rows": []}', "no rows"),
-    "another benchmark": (json.dumps({"rows": [{"model": "digits", "codec": "none"}]}), "not written by benchmarks.train"),
+    "another benchmark": (json.dumps({"rows": [{"model": "digits", "codec": "none"}]}), "not written by benchmarks"),
     "a list": ("[1]", "not written by benchmarks.train"),
     "half": ("{", "not JSON"),
     "nothing": (None, "cannot be read: No such file"),
