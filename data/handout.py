@@ -1,15 +1,14 @@
 """One pass over the global batches on one worker: the rows of its replicas, and the steps that were trained on."""
 
 import collections
-import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tfdist import _tf
 from tfdist.data.plan import Plan, split
 from tfdist.errors import PositionError
+from tfdist.faults import activity
 
 # Longest time without a report while `fit` trains or waits for input, once all handed-out steps were reported with
 # other rows. Longer than any step should take.
@@ -124,7 +123,7 @@ class Handout:
         silent = 0
         while not (self.closed or number in self._decided or number < self._trained):
             heard = self._news.wait(_SILENT_SECONDS / _LOOKS)
-            is_suspect = not heard and self._unlike >= number - self._trained and not _is_in_callback_or_validation()
+            is_suspect = not heard and self._unlike >= number - self._trained and not activity.is_between_steps()
             silent = silent + 1 if is_suspect else 0
             if silent >= _LOOKS:
                 raise PositionError(
@@ -194,10 +193,3 @@ class Handout:
                 self._last_change, self.latest_shares = number, shares
             self._decided[number] = shares
             self._news.notify_all()
-
-
-def _is_in_callback_or_validation() -> bool:
-    """Whether `fit` runs validation or a callback (which may train on other rows), so that it takes no batches."""
-    with contextlib.suppress(OSError):
-        return _tf.keras_fit_activity() in ("callback", "validation")
-    return True  # It is unknown.

@@ -10,6 +10,7 @@ from absl import logging
 
 from tfdist import _tf
 from tfdist.errors import ScopeError
+from tfdist.strategies import keras_calls
 from tfdist.strategies.row_comparison import RowComparison
 from tfdist.strategies.row_origin import reads_files
 from tfdist.strategies.step import count_rows
@@ -127,6 +128,29 @@ def _untuned_on_devices(iterator: Any, reads_at_once: bool = False) -> Any:
     return iterator
 
 
+class _Noted:
+    """Mixed into a distributed dataset of TensorFlow's: notes what reads from it, and when.
+
+    Args:
+      made: The dataset, which it takes the place of.
+    """
+
+    def __init__(self, made: Any):
+        self.__dict__.update(made.__dict__)
+
+    def __iter__(self):
+        keras_calls.note_call(self._strategy.reports.activity)
+        return _tf.NotedIterator(super().__iter__())
+
+
+class NotedDataset(_Noted, _tf.DistributedDataset):
+    """One that was made of a `tf.data.Dataset`."""
+
+
+class NotedDatasetsFromFunction(_Noted, _tf.DistributedDatasetsFromFunction):
+    """One that was made of a dataset function."""
+
+
 class PeekableDataset(tf.distribute.DistributedDataset):
     """A distributed dataset that `fit` can look into without loss.
 
@@ -142,14 +166,15 @@ class PeekableDataset(tf.distribute.DistributedDataset):
         self._dataset, self._comparison = dataset, comparison
 
     def __iter__(self):
+        keras_calls.note_call(self._dataset._strategy.reports.activity)
         if _tf.keras_is_peeking() and _has_ranks(self):
             return iter([_example(self)])
         if self._comparison is None:
-            return _untuned_on_devices(iter(self._dataset))
+            return _tf.NotedIterator(_untuned_on_devices(iter(self._dataset)))
         if _tf.keras_is_peeking():  # It is dropped before its end, and may read on meanwhile.
             self._comparison.compare_no_more()
         with self._comparison.beginning() as is_first:
-            iterator = _untuned_on_devices(iter(self._dataset), reads_at_once=is_first)
+            iterator = _tf.NotedIterator(_untuned_on_devices(iter(self._dataset), reads_at_once=is_first))
             self._comparison.begins(iterator)
         return iterator
 
@@ -177,6 +202,7 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
         self.__dict__.update(self._made(training=True).__dict__)
 
     def __iter__(self):
+        keras_calls.note_call(self._strategy.reports.activity)
         fitting, epochs = _tf.keras_fitting_models(), _tf.keras_epochs_of_iterator()
         if epochs and fitting and not _tf.keras_is_evaluating():
             _check_strategy(fitting[0])
@@ -197,6 +223,8 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
                 functools.partial(self.sharding.has_given, handout),
                 functools.partial(self.sharding.gives_unseen, handout),
             )
+        else:
+            iterator = _tf.NotedIterator(iterator)
         weakref.finalize(iterator, handout.close)  # TensorFlow waits for whoever is still to hand out.
         return iterator
 

@@ -94,6 +94,7 @@ def on_one_of_many(called, reports):
             if name != "train_step":
                 reports.clock(local).evaluates(data)
                 logs = fn(steps.at_least_one_row(data, step.rows))
+                reports.clock(local).has_evaluated(logs)
                 return _average_statistics(step, metrics.global_results(model, logs, step))
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             step.clock = reports.clock(local)
@@ -135,13 +136,17 @@ def on_the_only(called, reports):
     return on_replica
 
 
-def predict_step(fn):
+def predict_step(fn, reports):
     """`fn`, Keras' step of `predict`, on replicas that may be left without rows."""
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(data):
+        clock = reports.clock(_tf.get_current_replica_id_as_int())
+        clock.evaluates(data)
         rows = steps.count_rows(data)
-        return steps.only_rows(fn(steps.at_least_one_row(data, rows)), rows)
+        outputs = steps.only_rows(fn(steps.at_least_one_row(data, rows)), rows)
+        clock.has_evaluated(outputs)
+        return outputs
 
     return on_replica
 

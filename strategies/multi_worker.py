@@ -24,6 +24,7 @@ from tfdist.faults.board import Board
 from tfdist.faults.leaving import leave_together
 from tfdist.faults.lifelines import Lifelines
 from tfdist.faults.silence import watch_chief
+from tfdist.faults.suspect import meeting_of, unlike_calls
 from tfdist.network.tls import Tls
 from tfdist.strategies import variables
 from tfdist.strategies.collectives import Collectives
@@ -41,6 +42,8 @@ from tfdist.strategies.row_origin import Origin, origins_of, sizes_of
 
 # What unlike processors make of equal steps stays below; another file, or another epoch, is above.
 _ROUNDING = 1e-3
+
+_CALLS = ("fit", "evaluate", "predict")  # As workers tell each other by number.
 
 # Of Keras' callbacks, which each worker would run.
 _WRITERS = (
@@ -182,11 +185,14 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         adapter = epochs.data_adapter
         last = adapter.partial_batch_size if _tf.keras_source(epochs) == "arrays" else None
         batches, described_data = adapter.num_batches or 0, _described_data(dataset, last)
-        with watchdog.waiting_for_all("`fit`, `evaluate` and `predict`"):
-            everyone = self.extended.of_all_workers([batches, _crc(described_data)])
-        if len({batches for batches, _ in everyone}) > 1 and not epochs.steps_per_epoch:
+        call = self.reports.activity.call
+        own = [batches, _crc(described_data), _CALLS.index(call.name) if call else 0]
+        *_, names = zip(*(everyone := self.extended.of_all_workers(own)), strict=True)
+        if len(set(names)) > 1:
+            raise ClusterError(unlike_calls({i: meeting_of(_CALLS[name], call.number) for i, name in enumerate(names)}))
+        if len({batches for batches, *_ in everyone}) > 1 and not epochs.steps_per_epoch:
             described = ", ".join(
-                f"worker {worker} has {batches or 'an unknown number'}" for worker, (batches, _) in enumerate(everyone)
+                f"worker {worker} has {batches or 'an unknown number'}" for worker, (batches, *_) in enumerate(everyone)
             )
             raise ClusterError(
                 f"All workers read the same data and take their rows of each batch, so all must have as many batches, "
@@ -194,7 +200,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 "the same data and `batch_size`, which counts the rows of all workers; or steps_per_epoch. To let each "
                 "read data of its own, see `distribute_datasets_from_function`."
             )
-        if len({rest for _, rest in everyone}) > 1:
+        if len({rest for _, rest, _ in everyone}) > 1:
             self.extended.agreement.on_data(described_data)
 
     def _compare_rows(self, dataset, epochs):
@@ -243,7 +249,8 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         """What the workers say, by worker: a whole number each, or equally long lists of them."""
         own = tf.one_hot(self._id_in_cluster, self._num_workers, dtype=tf.int64)
         said = tf.tensordot(own, tf.constant(numbers, tf.int64), 0)
-        return self._container_strategy().reduce("SUM", said, axis=None).numpy().tolist()
+        with watchdog.waiting_for_all("`fit`, `evaluate`, `predict` and the distribution of datasets"):
+            return self._container_strategy().reduce("SUM", said, axis=None).numpy().tolist()
 
     def lay_wire(self, transport):
         """Lets the exchanges of a step go over the workers' own connections, if all can make them; not from GPUs.

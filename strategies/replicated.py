@@ -11,11 +11,13 @@ import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.errors import CompiledCollectivesError, ScopeError
-from tfdist.strategies import keras_steps, losses, metrics
+from tfdist.strategies import keras_calls, keras_steps, losses, metrics
 from tfdist.strategies import optimizer as optimizers
 from tfdist.strategies.communication import Communication
 from tfdist.strategies.datasets import (
     BalancedDataset,
+    NotedDataset,
+    NotedDatasetsFromFunction,
     PeekableDataset,
     alike_on_workers,
     check_reads_no_sharding,
@@ -60,12 +62,11 @@ class ReplicatedStrategy:
         model = _tf.keras_model_to_build()
         if model is None:
             return super().scope()
-        fit, epochs = _tf.beginning_fit(), _tf.epochs_of_beginning_fit()
+        keras_calls.note_call(self.reports.activity)
+        fit = _tf.beginning_fit()
         if fit is not None:
-            if epochs is not None:
-                self.reports.fits.add(epochs)
             self._begin_fit(model, fit)
-        return keras_steps.building(model, super().scope())
+        return keras_calls.building(self.reports.activity, model, keras_steps.building(model, super().scope()))
 
     def run(self, fn, args=(), kwargs=None, options=None):
         """Runs `fn` on each replica; see `tf.distribute.Strategy.run`.
@@ -103,7 +104,8 @@ class ReplicatedStrategy:
             with views, losses.global_losses(step.model, step.name), metrics.noted_results(step.model):
                 return super().run(keras_steps.on_one_of_many(step, self.reports), args, kwargs, options)
         if self.num_replicas_in_sync > 1 and _tf.called_by_keras_trainer() and fn.__name__ == _KERAS_PREDICT_STEP:
-            args, fn = self._split_plain_batch(args, _as_outputs_are_joined), keras_steps.predict_step(fn)
+            args, fn = self._split_plain_batch(args, _as_outputs_are_joined), keras_steps.predict_step(fn, self.reports)
+            keras_calls.note_functions(self.reports.activity, _tf.calling_trainer())
         return super().run(fn, args, kwargs, options)
 
     def experimental_distribute_dataset(self, dataset, options=None):
@@ -118,8 +120,9 @@ class ReplicatedStrategy:
         if not _tf.called_by_keras_trainer():
             if self.extended._num_workers > 1 and is_split_by_rows(dataset):
                 dataset = self._compare_rows(dataset, None).watch(dataset)
-            return super().experimental_distribute_dataset(dataset, options)
+            return NotedDataset(super().experimental_distribute_dataset(dataset, options))
         comparison = None
+        keras_calls.note_call(self.reports.activity)
         if _tf.keras_made_dataset():
             dataset = untuned(dataset)
         if self.extended._num_workers > 1 and is_read_by_all(dataset):
@@ -151,7 +154,8 @@ class ReplicatedStrategy:
             without its context.
         """
         if not hasattr(dataset_fn, "attach"):
-            return super().distribute_datasets_from_function(functools.partial(made_by, dataset_fn), options)
+            dataset_fn = functools.partial(made_by, dataset_fn)
+            return NotedDatasetsFromFunction(super().distribute_datasets_from_function(dataset_fn, options))
         dataset_fn.attach(self.reports)
         if not any(known is dataset_fn for known in self.shardings):
             self._shardings = [weakref.ref(sharding) for sharding in [*self.shardings, dataset_fn]]
@@ -164,6 +168,8 @@ class ReplicatedStrategy:
         Keras' `fit` asks for two things that are no reductions: the shapes of the first batch, and logs that `run` has
         already averaged. Both are answered from this worker, without traffic.
         """
+        if axis is None and self.reports.is_reading and _tf.called_by_iterator():
+            self.reports.agrees(value)
         if _tf.called_by_keras_trainer():
             if axis is None:
                 return tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
@@ -173,7 +179,8 @@ class ReplicatedStrategy:
             axis = None
         self._use.began = True
         self.extended.check_in_company()
-        return super().reduce(reduce_op, value, axis)
+        with keras_calls.exchanging(self.reports.activity):
+            return super().reduce(reduce_op, value, axis)
 
     @property
     def shardings(self) -> list[Any]:

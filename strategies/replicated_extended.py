@@ -103,9 +103,14 @@ class ReplicatedExtended:
             if isinstance(self._cross_device_ops, Collectives):
                 local = [self._local_results(leaf) for leaf in tf.nest.flatten((args, kwargs))]
                 self._cross_device_ops.count_alike(symbolic_tensors(local))
-        with _seeded_apart(getattr(self, "_id_in_cluster", 0)):
+        noted = contextlib.nullcontext() if tf.executing_eagerly() else self._activity.tracing()
+        with noted, _seeded_apart(getattr(self, "_id_in_cluster", 0)):
             fn = keras_steps.in_step(fn, args, kwargs, self.seed_generator())
             return super()._call_for_each_replica(fn, args, kwargs)
+
+    @property
+    def _activity(self):
+        return self._container_strategy().reports.activity
 
     def seed_generator(self):
         """What Keras' unseeded random operations draw from; made out of the step, which cannot make variables."""

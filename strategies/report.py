@@ -9,16 +9,27 @@ A replica waits for others between LOSS and SHARE, and after GRADIENTS; the rest
 From the END of one step to the BEGIN of the next its process does what others wait for too: calls back, gets data.
 """
 
+import contextlib
 import dataclasses
 import functools
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist.faults.activity import (
+    COMPUTE,
+    EXCHANGE,
+    INPUT,
+    TRACING,
+    TRAIN,
+    Activity,
+    Doing,
+    Execution,
+)
 from tfdist.strategies.collectives.stopwatch import present_time
 from tfdist.strategies.row_comparison import RowsRead
 
@@ -27,7 +38,10 @@ BEGIN, LOSS, SHARE, GRADIENTS, END = range(5)
 # number that a moment waits for is read, into this place, so that it stays what it is. Of several the first: LOSS waits
 # for one, and of GRADIENTS most are no numbers.
 _SEEN = 5
-_EVALUATED = 6
+# Of evaluations: the data of a batch are there; its outputs are, and are exchanged next. Of all: the graph asks for
+# input; its own input is there, and workers agree on whether any has some. For the watchdog only.
+_EVALUATED, _TESTED, _ASKED, _AGREES = range(6, 10)
+_MOMENTS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,19 +79,17 @@ class StepReports:
       latest: The newest report, `None` before the first step.
       num_replicas: R.
       asked_here: Whether this process was asked to stop.
-      fits: Something of each Keras `fit` of the strategy's models that is under way, and gone at its end.
+      activity: What this worker does in Keras' calls; see there.
       tells: Whether the training steps that were traced last report at all; those that XLA compiles, and a user's own
         train function, do not.
       rows_read: What this worker says of the rows that it trains on, if there are others to compare it with.
     """
 
-    newest: "StepReports | None" = None
-    """Those of the strategy that has trained last in this process."""
-
     def __init__(self, devices: Sequence[str], num_replicas: int):
         self.listeners: list[Callable[[StepReport], None]] = []
         self.feeders: weakref.WeakKeyDictionary[Any, Callable[[StepReport], None]] = weakref.WeakKeyDictionary()
-        self.fits: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.activity = Activity()
+        self.is_reading = False
         self._ends: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
         self.latest: StepReport | None = None
         self._trained: weakref.ref[Any] | None = None
@@ -116,16 +128,66 @@ class StepReports:
         self.asked_here = True
         self._stop.assign(1.0)
 
-    def position(self) -> tuple[int, str]:
-        """How many training steps are done, and what this worker does now: "input", "compute" or "exchange".
+    def doing(self) -> Doing:
+        """What this worker does now. May be called in any thread; costs a look at a variable."""
+        activity, call = self.activity, self.activity.call
+        if call is None:
+            return Doing(None, 0, activity.begun, None, False, False, None)
+        execution, phase = call.execution, call.phase
+        if execution is not None:
+            phase = self.part_of(execution)
+        in_step = execution is not None and execution.kind == TRAIN
+        is_first = not (in_step and call.steps)
+        progress = call.number, call.executions, call.steps, self.number, self.evaluated
+        return Doing(call.name, call.number, activity.begun, phase, in_step, is_first, progress)
 
-        "input" is all that is outside of a step: data, callbacks, validation. May be called in any thread.
+    def part_of(self, execution: Execution) -> str:
+        """What an execution that is under way does now."""
+        times = self._clocks[0].times.numpy()
+        asked, agrees, evaluated, tested = (times[place] for place in (_ASKED, _AGREES, _EVALUATED, _TESTED))
+        begin, loss, share, gradients, end = times[:_SEEN]
+        begun = max(asked, begin, evaluated)
+        has_traced = execution.traced_at is not None and begun < execution.traced_at
+        if execution.is_tracing or (has_traced and (execution.is_marked or not execution.reads)):
+            return TRACING  # After Python, TensorFlow optimizes what it is to run.
+        if execution.kind == TRAIN and begin >= execution.since and begin > end:
+            return EXCHANGE if gradients >= begin or loss >= begin > share else COMPUTE
+        if execution.kind != TRAIN and evaluated >= max(execution.since, asked):
+            return EXCHANGE if tested >= evaluated else COMPUTE
+        return EXCHANGE if agrees >= max(execution.since, asked, end) else INPUT
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around what takes a batch from an iterator: notes that, in Python or in the graph that is traced."""
+        before, self.is_reading = self.is_reading, True
+        call, is_eager = self.activity.call, tf.executing_eagerly()
+        try:
+            if is_eager and call is not None and call.execution is None:
+                with self.activity.doing(INPUT):
+                    yield
+                return
+            if not is_eager:
+                self.activity.mark()
+            if not is_eager or call is not None:
+                self._clocks[0].mark(_ASKED)
+            yield
+        finally:
+            self.is_reading = before
+
+    def agrees(self, own: tf.Tensor) -> None:
+        """Notes, while an iterator is read, that workers agree on whether any has data left.
+
+        Args:
+          own: What this worker has left.
         """
-        number = self.latest.number if self.latest else 0
-        begin, loss, share, gradients, end = self._clocks[0].times.numpy()[:_SEEN]
-        if begin <= end:
-            return number, "input"
-        return number, "exchange" if gradients >= begin or loss >= begin > share else "compute"
+        call = self.activity.call
+        if not tf.executing_eagerly() or (call is not None and call.execution is not None):
+            self._clocks[0].mark(_AGREES, own)
+
+    @property
+    def number(self) -> int:
+        """How many training steps are done."""
+        return self.latest.number if self.latest else 0
 
     @property
     def has_stopped(self) -> bool:
@@ -171,8 +233,9 @@ class StepReports:
 
     def _take(self, model: weakref.ref, totals: np.ndarray) -> None:
         rows, compute, own, *read = np.split(totals[:-1], (len(totals) - 1) // self.num_replicas)
-        number = self.latest.number + 1 if self.latest else 1
-        StepReports.newest, self._trained = self, model
+        number = self.number + 1
+        self._trained = model
+        self.activity.stepped()
         self.latest = StepReport(number, np.rint(rows).astype(np.int64), compute, own, bool(totals[-1] > 0))
         if self.rows_read is not None:
             self.rows_read.check(*read)
@@ -190,7 +253,7 @@ class Clock:
     def __init__(self, device: str):
         self._host = _host_of(device)
         with tf.device(self._host):
-            self.times = tf.Variable(tf.zeros([7], tf.float64), trainable=False)
+            self.times = tf.Variable(tf.zeros([_MOMENTS], tf.float64), trainable=False)
 
     def begin(self, data: Any) -> Any:
         """Notes the time at which `data` are there; returns them for what is to begin then."""
@@ -213,6 +276,10 @@ class Clock:
     def evaluates(self, data: Any) -> None:
         """Notes the time at which `data`, of an evaluation, are there."""
         self.mark(_EVALUATED, data)
+
+    def has_evaluated(self, outputs: Any) -> None:
+        """Notes the time at which `outputs`, of an evaluation, are there."""
+        self.mark(_TESTED, outputs)
 
     def compute_seconds(self) -> tf.Tensor:
         """What the replica took for its own computation, float32 []."""

@@ -178,9 +178,9 @@ def test_a_reader_waits_for_the_decision_or_close():
 
 def test_a_reader_waits_with_a_deadline_except_during_callbacks_and_validation(monkeypatch):
     monkeypatch.setattr(handout_module, "_SILENT_SECONDS", 0.05)
-    other, looks = ["callback", "validation", "training"] * 2 * handout_module._LOOKS, []
-    does = itertools.chain(other, itertools.repeat("training"))
-    monkeypatch.setattr(handout_module._tf, "keras_fit_activity", lambda: looks.append(next(does)) or looks[-1])
+    other, looks = [True, True, False] * 2 * handout_module._LOOKS, []
+    does = itertools.chain(other, itertools.repeat(False))
+    monkeypatch.setattr(handout_module.activity, "is_between_steps", lambda: looks.append(next(does)) or looks[-1])
     handout = Handout(plan_of(100, 5, 0), 0, 0, (2, 3), [5, 5], repeat=False, lead=LEAD)
     steps = handout.indices([0], [0, 1])
     for _ in range(LEAD):

@@ -5,6 +5,7 @@ import pytest
 
 import strategy_checks as checks
 from conftest import PLACEMENTS as PLACEMENT_SIZES
+from tfdist.faults.activity import TRAIN, Execution
 from tfdist.strategies.report import StepReports
 from tfdist.testing import run_workers
 
@@ -185,8 +186,10 @@ def test_what_lies_before_a_step_is_of_all_replicas_of_the_process(pools):
 )
 def test_a_step_that_waits_for_others_says_so(moments, section):
     reports = StepReports(["/device:CPU:0"], 1)
-    reports.clock(0).times.assign([*moments, 0, 0])
-    assert reports.position() == (0, section)
+    execution = Execution(TRAIN, reads=True)
+    execution.since = 3 - 0.5
+    reports.clock(0).times.assign([*moments, *[0] * 5])
+    assert reports.part_of(execution) == section
 
 
 def test_only_the_chief_runs_the_hooks_of_a_callback(pools):

@@ -8,7 +8,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -20,37 +19,54 @@ import tensorflow as tf
 
 import tfdist
 from launched import eventually
-from tfdist import _tf
 from tfdist.backup.steps import CountedSteps
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
 from tfdist.exit_codes import STALLED
 from tfdist.faults import FaultTolerance, agreement, watchdog
 from tfdist.faults import board as board_module
+from tfdist.faults.activity import (
+    BUILDING,
+    CALLBACK,
+    COMPUTE,
+    EXCHANGE,
+    INPUT,
+    MEETING,
+    TRACING,
+    Activity,
+    Doing,
+)
 from tfdist.faults.agreement import Agreement
 from tfdist.faults.board import DONE, OVER, Board
 from tfdist.faults.leaving import hear_aloud
-from tfdist.faults.patience import INPUT, TRAINING, Patience
-from tfdist.faults.suspect import suspect_of
+from tfdist.faults.patience import Patience
+from tfdist.faults.suspect import ITS_END, describe, suspect_of, unlike_calls, yet_to_come
 from tfdist.faults.watchdog import Creations, Watchdog, start
 
 DEADLINE_SECONDS = 90
 MANY = "MultiWorkerMirroredStrategy"
 
 
+TRAINING = COMPUTE
+
+
 def live(patience, *phases):
-    """Lets a worker go through phases of (steps, activity, seconds a step, or of the phase if it has no steps)."""
-    step = getattr(patience, "step", 0)
-    for steps, activity, seconds in phases:
+    """Lets a worker go through phases of (steps, what it does, seconds a step, or of the phase if it has no steps)."""
+    step, is_first = getattr(patience, "at", (0, True))
+    for steps, phase, seconds in phases:
+        is_first |= phase is None
         for _ in range(max(steps, 1)):
-            patience.observe(step, activity, 0.0)
+            patience.observe(phase, step, 0.0, is_first=is_first)
             for _ in range(math.ceil(seconds)):
-                patience.observe(step, activity, seconds / math.ceil(seconds))
+                patience.observe(phase, step, seconds / math.ceil(seconds), is_first=is_first)
                 if patience.is_over:
                     return False
             step += 1 if steps else 0
-            patience.observe(step, activity, 0.0)
-    patience.step = step
+            if steps and phase == TRAINING:
+                patience.learn(seconds, is_first)
+                is_first = False
+            patience.observe(phase, step, 0.0, is_first=is_first)
+    patience.at = step, is_first
     return True
 
 
@@ -85,39 +101,53 @@ STUCK = {
     "steps of minutes": ([(1, TRAINING, 300), (3, TRAINING, 240)], TRAINING, 1800),
     "callback": ([(50, TRAINING, 1)], "callback", 1800),
     "first step of a later fit": ([(50, TRAINING, 1), (0, None, 5)], TRAINING, 1800),
+    "first input": ([], INPUT, 1800),
+    "tracing": ([(50, TRAINING, 1)], TRACING, 1800),
+    "later input": ([(50, TRAINING, 1)], INPUT, 60),
+    "waits for others in the first step": ([], EXCHANGE, 60),
+    "waits for others in a step": ([(50, TRAINING, 1)], EXCHANGE, 60),
+    "waits for others who take long": ([(1, TRAINING, 30), (100, TRAINING, 10)], EXCHANGE, 200),
+    "waits for others to come to a call": ([], MEETING, 300),
 }
 
 
 @pytest.mark.parametrize("name", STUCK)
 def test_a_stuck_worker_has_the_time_that_the_rule_says(name):
     before, activity, seconds = STUCK[name]
-    patience = Patience()
+    patience = Patience(meeting_seconds=300)
     assert live(patience, *before)
     assert live(patience, (0, activity, seconds))
     assert not live(patience, (0, activity, 5))
 
 
-def test_a_given_number_holds_for_all_but_the_first_step():
-    for activity in (TRAINING, "callback", "validation"):
-        patience = Patience(10)
-        assert live(patience, (1, TRAINING, 500), (50, TRAINING, 1), (0, activity, 9))
-        assert not live(patience, (0, activity, 5))
-
-
-def test_a_given_number_holds_also_for_what_is_read_before_the_first_step():
-    assert live(Patience(), (0, INPUT, 1700)) and live(Patience(10), (0, TRAINING, 1700))
+@pytest.mark.parametrize("phase", [TRAINING, INPUT, EXCHANGE, CALLBACK, "save"])
+def test_a_given_number_holds_in_and_between_steps(phase):
     patience = Patience(10)
-    assert live(patience, (0, TRAINING, 9), (0, INPUT, 9)) and patience.may_take_long
-    assert not live(patience, (0, INPUT, 5))
+    assert live(patience, (1, TRAINING, 500), (50, TRAINING, 1), (0, phase, 9))
+    assert not live(patience, (0, phase, 5))
+
+
+@pytest.mark.parametrize("phase", [INPUT, EXCHANGE, CALLBACK])
+def test_a_given_number_holds_from_the_first_step_on_for_all_that_needs_no_preparation(phase):
+    patience = Patience(10)
+    assert live(patience, (0, TRACING, 500), (0, phase, 9))
+    assert not live(patience, (0, phase, 5))
+
+
+@pytest.mark.parametrize("phase", [BUILDING, TRACING, COMPUTE])
+def test_a_given_number_does_not_hold_for_what_prepares_the_first_step(phase):
+    patience = Patience(10)
+    assert live(patience, (0, phase, 1700)) and patience.may_take_long
+    assert not live(patience, (0, phase, 200))
 
 
 def test_others_are_told_of_what_may_take_long():
     patience = Patience()
     told = []
-    for step, activity in ((0, None), (0, TRAINING), (1, TRAINING), (1, "save"), (1, TRAINING), (1, None)):
-        patience.observe(step, activity, 1.0)
+    for step, phase in ((0, None), (0, TRAINING), (0, EXCHANGE), (1, TRAINING), (1, "save"), (1, MEETING), (1, None)):
+        patience.observe(phase, step, 1.0, is_first=not step)
         told.append(patience.may_take_long)
-    assert told == [False, True, False, True, False, False]
+    assert told == [False, True, False, False, True, False, False]
 
 
 def test_others_do_not_wait_for_what_takes_longer_than_it_may():
@@ -133,7 +163,7 @@ def test_others_do_not_wait_for_what_takes_longer_than_it_may():
 def test_what_gets_on_within_a_step_or_between_two_has_time(activity):
     patience = Patience()
     for batch in range(1000):  # passed over after a restart, or validated on
-        patience.observe(0, activity, 10.0, batch)
+        patience.observe(activity, (0, batch), 10.0)
         assert not patience.is_over
 
 
@@ -211,21 +241,61 @@ SUSPECTS = {
 }
 
 
+def within(name, number, section="exchange", step=5):
+    return {"step": step, "section": section, "call": [name, number], "begun": number}
+
+
+def outside(begun, step=5):
+    return {"step": step, "section": None, "call": None, "begun": begun}
+
+
+SUSPECTS |= {
+    "one has left the call": ({0: within("fit", 3), 1: outside(3)}, 1),
+    "one is in another call": ({0: within("fit", 3), 1: within("predict", 3), 2: within("fit", 3)}, 1),
+    "each of two is in another call": ({0: within("fit", 3), 1: within("predict", 3)}, None),
+    "one alone was told to stop": ({0: within("fit", 3), 1: within("fit", 3) | {"has_stopped": True}}, 1),
+    "one is over": ({0: within("fit", 3), 1: {**outside(3), "section": ITS_END}}, 1),
+    "one waits at the beginning of a call": ({0: within("fit", 3, MEETING), 1: within("fit", 3, CALLBACK)}, 1),
+}
+
+
+def test_workers_that_wait_in_unlike_calls_are_named_with_their_calls():
+    said = unlike_calls({0: within("train_on_batch", 7), 1: within("predict", 7, MEETING)})
+    assert "worker 0 is in `train_on_batch`, call 7 of its program, worker 1 is in `predict`, call 7" in said
+    for other in (within("fit", 3), within("predict", 4, CALLBACK), within("predict", 4, COMPUTE), outside(4), None):
+        assert unlike_calls({0: within("fit", 3), 1: other}) is None, "it is in the same, or may come yet"
+
+
+def test_who_is_outside_of_calls_may_come_to_the_next_and_not_to_one_that_it_has_left():
+    assert yet_to_come({0: outside(2), 1: outside(3), 2: within("fit", 2), 3: None}, 3) == [0]
+
+
+def test_what_is_said_of_workers_names_their_calls():
+    said = describe({0: within("fit", 3, step=4), 1: outside(2), 2: None, 3: at(4, "input")})
+    assert said == (
+        "worker 0 is in step 5 (exchange) of `fit`, call 3, worker 1 is in no call of the strategy, after 2 of them "
+        "and 5 steps, worker 2 does not answer, worker 3 is in step 5 (input)"
+    )
+
+
 @pytest.mark.parametrize("name", SUSPECTS)
 def test_the_suspect_is_who_the_others_wait_for(name):
     positions, expected = SUSPECTS[name]
     assert suspect_of(positions) == expected
 
 
-def test_a_watchdog_that_may_never_judge_still_refuses_another_model(caplog, monkeypatch):
+def test_a_watchdog_that_failed_or_may_never_judge_still_refuses_another_model(caplog, monkeypatch):
     class Reports:
-        newest, tells, fits, evaluated, has_stopped = None, True, (), 0, False
+        number, tells, has_stopped, activity = 0, True, False, Activity()
 
-        def position(self):
-            return 0, None
+        def doing(self):
+            if not failures:
+                failures.append("once")
+                raise ZeroDivisionError
+            return Doing(None, 0, 0, None, False, False, None)
 
     class Strategy:
-        fault_tolerance = FaultTolerance(stall_timeout_seconds=math.inf, start_timeout_seconds=1.5)
+        fault_tolerance = FaultTolerance(stall_timeout_seconds=math.inf, start_timeout_seconds=2.5)
         reports = Reports()
 
     class Board:
@@ -238,6 +308,7 @@ def test_a_watchdog_that_may_never_judge_still_refuses_another_model(caplog, mon
         def report_error(self, message):
             self.errors = message
 
+    failures = []
     monkeypatch.setattr(watchdog, "_TELL_SECONDS", 0.2)
     strategy, board, creations = Strategy(), Board(), Creations()
     with creations.one_more():
@@ -245,6 +316,7 @@ def test_a_watchdog_that_may_never_judge_still_refuses_another_model(caplog, mon
         assert eventually(lambda: board.errors)
     assert "All workers must make the same variables" in board.errors
     assert [record.getMessage() for record in caplog.records if "variable number 1 in the scope" in record.getMessage()]
+    assert failures and "ZeroDivisionError" in caplog.text and "goes on" in caplog.text
     assert live(Patience(math.inf), (9, TRAINING, 1), (0, TRAINING, 10**5))
 
 
@@ -369,102 +441,136 @@ def test_a_worker_that_is_done_says_for_whom_it_waits_and_whom_it_gives_up(caplo
     assert "worker 1 leaves without worker 0" in caplog.text
 
 
-def in_fit(function):
-    """Calls a function as Keras' `fit` would."""
-    return called_by("fit", _tf.keras_trainer.__file__, function)
+class Looking(keras.layers.Layer):
+    """Looks while it is traced, and when it runs."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.look = look
+
+    def call(self, x):
+        self.look("trace")
+        ran = tf.numpy_function(lambda x: self.look("run") or x, [x], tf.float32)
+        return keras.ops.reshape(ran, keras.ops.shape(x))
+
+    def compute_output_shape(self, shape):
+        return shape
 
 
-def called_by(name, path, function):
-    names = {}
-    exec(compile(f"def {name}(function): return function()", path, "exec"), names)
-    return names[name](function)
+class Rows(keras.utils.PyDataset):
+    def __init__(self, x, look):
+        super().__init__()
+        self.x, self.look = x, look
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        self.look("read")
+        return self.x[:2], self.x[:2, :1]
+
+    def on_epoch_begin(self):
+        self.look("between")
+
+    def on_epoch_end(self):
+        self.look("between")
 
 
-@pytest.mark.parametrize(
-    ("adapter", "expected"),
-    [
-        ("py_dataset_adapter", INPUT),
-        ("generator_data_adapter", INPUT),
-        ("array_data_adapter", TRAINING),
-        ("tf_dataset_adapter", TRAINING),
-    ],
-)
-def test_what_keras_reads_before_the_first_step_is_input_and_what_it_converts_is_not(adapter, expected):
-    path = os.path.join(os.path.dirname(_tf.keras_py_dataset.__file__), f"{adapter}.py")
-    with ThreadPoolExecutor(1) as pool:
+def rows_in_graph(x, look):
+    rows = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(2)
 
-        def look():  # from outside, as the watchdog does
-            return pool.submit(_tf.keras_fit_activity).result()
+    def read(x, y):
+        return tf.ensure_shape(tf.numpy_function(lambda x: look("read") or x, [x], tf.float32), [None, 2]), y
 
-        assert in_fit(lambda: called_by("__init__", path, look)) == expected
+    return rows.map(read)
 
 
-def test_fit_is_seen_among_many_threads():
-    done = threading.Event()
-    with ThreadPoolExecutor(121) as pool:
-
-        def look():  # from outside, as the watchdog does
-            return pool.submit(_tf.keras_fit_activity).result()
-
-        waiting = [pool.submit(done.wait) for _ in range(120)]
-        try:
-            assert (look(), in_fit(look)) == (None, TRAINING)
-        finally:
-            done.set()
-    assert all(each.result() for each in waiting)
+def generated(x, look):
+    for _ in range(4):
+        look("read")
+        yield x[:2], x[:2, :1]
 
 
-LOOKS = """
-import os, threading, time
-import tensorflow as tf
-from tfdist import _tf
-
-def called_from_threads_of_tensorflow():
-    numbers = tf.data.Dataset.range(1 << 60)
-    for _ in numbers.map(lambda x: tf.numpy_function(lambda x: x, [x], tf.int64), num_parallel_calls=4):
-        pass
-
-for _ in range(2):
-    threading.Thread(target=called_from_threads_of_tensorflow, daemon=True).start()
-for _ in range(5000):
-    _tf.keras_fit_activity()
-    time.sleep(1e-4)
-print("alive", flush=True)
-os._exit(0)
-"""
+KINDS = {
+    "arrays": lambda strategy, x, look: x,
+    "tf.data": lambda strategy, x, look: rows_in_graph(x, look),
+    "generator": lambda strategy, x, look: generated(x, look),
+    "PyDataset": lambda strategy, x, look: Rows(x, look),
+    "distributed": lambda strategy, x, look: strategy.experimental_distribute_dataset(rows_in_graph(x, look)),
+    "dataset function": lambda strategy, x, look: strategy.distribute_datasets_from_function(
+        lambda context: rows_in_graph(x, look)
+    ),
+}
 
 
-def test_a_look_at_the_stacks_lets_threads_of_tensorflow_enter_python():
-    done = subprocess.run([sys.executable, "-c", LOOKS], capture_output=True, text=True, timeout=DEADLINE_SECONDS)
-    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+@pytest.mark.parametrize(("kind", "steps"), [*((kind, 1) for kind in KINDS), ("tf.data", 2), ("arrays", "eager")])
+def test_what_a_worker_does_is_noted_whatever_it_reads(kind, steps, monkeypatch):
+    def refused():
+        raise AssertionError("frames of other threads are not looked at while training is healthy")
+
+    monkeypatch.setattr(sys, "_current_frames", refused)
+    strategy, seen = tfdist.MirroredStrategy(["CPU:0"]), {}
+
+    def look(part):
+        with ThreadPoolExecutor(1) as pool:  # from outside, as the watchdog does
+            doing = pool.submit(strategy.reports.doing).result()
+        seen.setdefault(part, set()).add((doing.call, doing.phase))
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), Looking(look), keras.layers.Dense(1)])
+        options = {"run_eagerly": True} if steps == "eager" else {"steps_per_execution": steps}
+        model.compile("sgd", "mse", **options)
+    x = np.ones((8, 2), "float32")
+    data = KINDS[kind](strategy, x, look)
+    between = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: look("between"), on_epoch_end=lambda epoch, logs: look("between")
+    )
+    seen.clear()
+    model.fit(data, x[:, :1] if kind == "arrays" else None, batch_size=2, epochs=2, verbose=0, callbacks=[between])
+    look("after")
+    assert seen.pop("after") == {(None, None)}
+    assert seen.pop("between") <= {("fit", CALLBACK), ("fit", BUILDING), (None, None)}
+    assert seen.pop("run") == {("fit", COMPUTE)}
+    assert seen.pop("trace") <= {("fit", BUILDING), ("fit", COMPUTE if steps == "eager" else TRACING)}
+    # What is read ahead is read beside whatever the worker does.
+    assert set(seen) <= {"read"} and seen.get("read", {("fit", INPUT)}) & {("fit", INPUT), (None, None)}
+    seen.clear()
+    model.evaluate(x, x[:, :1], batch_size=2, verbose=0)
+    model.predict(x, batch_size=2, verbose=0)
+    model.train_on_batch(x, x[:, :1])
+    model.test_on_batch(x, x[:, :1])
+    model.predict_on_batch(x)
+    calls = {"evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"}
+    assert {call for call, _ in seen["run"]} == calls
+    assert strategy.reports.doing()[:3] == (None, 0, 6)
+    assert [first for _, first in strategy.reports.activity.step_seconds] == [True] + [False] * 7
 
 
-def test_what_a_data_set_does_between_epochs_may_take_as_long_as_a_callback_and_what_it_gives_is_input():
-    seen, given = [], []
+def test_a_call_that_failed_is_over_though_its_exception_is_kept():
+    strategy = tfdist.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, kept = np.ones((4, 2)), []
 
-    class Data(keras.utils.PyDataset):
-        def __len__(self):
-            return 1
+    def fails(where):
+        with pytest.raises(ZeroDivisionError) as error:
+            model.fit(
+                x, x[:, :1], verbose=0, callbacks=[keras.callbacks.LambdaCallback(**{where: lambda *_, **__: 1 / 0})]
+            )
+        kept.append(error)
 
-        def __getitem__(self, index):
-            self.look(given)
-            return np.ones((4, 2)), np.ones((4, 1))
-
-        def on_epoch_begin(self):
-            self.look(seen)
-
-        def on_epoch_end(self):
-            self.look(seen)
-
-        def look(self, into):  # from outside, as the watchdog does
-            with ThreadPoolExecutor(1) as pool:
-                into.append(pool.submit(_tf.keras_fit_activity).result())
-
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    model.fit(Data(), epochs=2, verbose=0)
-    assert len(seen) >= 4 and set(seen) == {"callback"}
-    assert given[0] == INPUT  # Keras learns what it is; later it is read beside the step.
+    fails("on_epoch_end")
+    assert strategy.reports.doing().call == "fit", "nothing tells before the next call, or a look at the stacks"
+    model.fit(x, x[:, :1], verbose=0)
+    assert strategy.reports.doing().call is None
+    fails("on_train_batch_begin")
+    dog = Watchdog(strategy, watchdog.Alone(0), Patience(0.001), Creations())
+    dog._look(1.0)
+    dog._look(1.0)
+    assert dog._patience.is_over
+    dog._judge()  # Else it would end this process.
+    assert strategy.reports.doing().call is None
 
 
 SCRIPT = """
@@ -501,10 +607,16 @@ print("finished", flush=True)
 
 def train(directory, *, fault, sleep, stall_seconds, workers=2, stops=None, writes=False, strategy=MANY):
     """The workers' exit codes, outputs and failure reports."""
-    (directory / "script.py").write_text(
+    script = (
         f"FAULT, SLEEP, WORKERS, STOPS, WRITES = {fault}, {sleep}, {workers}, {stops}, {writes}\n"
         f"STRATEGY = {strategy!r}\n{SCRIPT}"
     )
+    return launch(directory, script, stall_seconds, workers)
+
+
+def launch(directory, script, stall_seconds, workers, seconds=DEADLINE_SECONDS):
+    """The workers' exit codes, outputs and failure reports."""
+    (directory / "script.py").write_text(script)
     ports = free_ports(workers)
     processes = []
     try:
@@ -521,7 +633,7 @@ def train(directory, *, fault, sleep, stall_seconds, workers=2, stops=None, writ
                 processes.append(
                     subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
                 )
-        deadline = time.monotonic() + DEADLINE_SECONDS
+        deadline = time.monotonic() + seconds
         codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
     finally:
         for process in processes:
@@ -574,3 +686,105 @@ def test_a_long_callback_on_one_worker_within_its_limit_ends_nothing(tmp_path):
     assert codes == [0, 0] and reports == [], outputs
     assert all("finished" in output for output in outputs)
     assert not pathlib.Path(tmp_path / "run").exists()
+
+
+UNLIKE = """
+import sys, time
+import keras, numpy as np, tensorflow as tf
+import tfdist
+
+strategy = tfdist.MultiWorkerMirroredStrategy(
+    fault_tolerance=tfdist.FaultTolerance(start_timeout_seconds=60, shutdown_timeout_seconds=5)
+)
+acts = strategy.extended._id_in_cluster == 1
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=STEPS)
+x = np.ones((96, 8), "float32")
+y = x[:, :1]
+
+def hang():
+    print("acts", flush=True)
+    time.sleep(600)
+
+def read(number):
+    if acts and (ACT, int(number)) in (("hangs in its first input", 0), ("hangs in its input", 60)):
+        hang()
+    return np.int64(number)
+
+def rows(context=None):
+    def checked(i, x, y):
+        i = tf.numpy_function(read, [i], tf.int64)
+        with tf.control_dependencies([i]):
+            return tf.identity(x), y
+    numbered = tf.data.Dataset.enumerate(tf.data.Dataset.from_tensor_slices((x, y)))
+    return numbered.map(lambda i, xy: checked(i, *xy)).batch(8 if context is None else 4)
+
+class Rows(keras.utils.PyDataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        read(index * 8)
+        return x[:8], y[:8]
+
+def generated():
+    for index in range(12):
+        read(index * 8 // 10 * 10)
+        yield x[:8], y[:8]
+
+class Acts(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if acts and batch == 3 and ACT == "stops":
+            print("acts", flush=True)
+            self.model.stop_training = True
+        if acts and batch == 3 and ACT == "hangs in a callback":
+            hang()
+        if acts and batch == 3 and ACT == "predicts in a callback":
+            self.model.predict(x, verbose=0)
+
+    def on_epoch_end(self, epoch, logs=None):
+        if acts and ACT == "hangs at the end of an epoch":
+            hang()
+
+def data():
+    made = {"arrays": lambda: x, "tf.data": rows, "PyDataset": Rows, "generator": generated}
+    made["function"] = lambda: strategy.distribute_datasets_from_function(rows)
+    return made[KIND]()
+
+for call in range(3):
+    if acts and call == 1 and ACT in ("predict", "evaluate", "train_on_batch"):
+        getattr(model, ACT)(*([x] if ACT == "predict" else [x, y]), **({} if "batch" in ACT else {"verbose": 0}))
+    if acts and call == 1 and ACT == "leaves":
+        sys.exit()
+    options = {"batch_size": 8, "y": y} if KIND == "arrays" else {}
+    given = [Acts()] + [tfdist.callbacks.ModelCheckpoint("/tmp/none-{epoch}.keras", save_freq=10**9)] * CALLS
+    model.fit(data(), epochs=2, verbose=VERBOSE, callbacks=given, **options)
+    time.sleep(1)
+"""
+
+IN_STEPS = ["stops", "hangs in a callback", "predicts in a callback", "hangs at the end of an epoch"]
+BETWEEN = ["predict", "evaluate", "train_on_batch", "leaves"]
+CELLS = [
+    *((act, kind, 0, False, 1) for act in [*IN_STEPS, *BETWEEN] for kind in ("arrays", "tf.data", "generator")),
+    *((act, kind, 0, False, 1) for act in ("hangs in its first input", "hangs in its input") for kind in ("tf.data",)),
+    *((act, kind, 2, True, 1) for act in ("stops", "leaves") for kind in ("PyDataset", "function")),
+    *((act, "tf.data", 1, True, 4) for act in ("stops", "hangs in its input", "predict")),
+]
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "verbose", "calls", "steps"),
+    [pytest.param(*cell, marks=() if cell[:2] == ("stops", "tf.data") else pytest.mark.exhaustive) for cell in CELLS],
+)
+def test_no_worker_waits_beyond_its_deadline_for_one_that_does_otherwise(act, kind, verbose, calls, steps, tmp_path):
+    known = f"ACT, KIND, VERBOSE, CALLS, STEPS = {act!r}, {kind!r}, {verbose}, {calls}, {steps}\n"
+    codes, outputs, reports = launch(tmp_path, known + UNLIKE, 6, 2, seconds=170)
+    assert codes[0] != 0, outputs
+    assert "worker 1" in outputs[0] + outputs[1], outputs
+    if act in ("predict", "evaluate", "train_on_batch"):
+        assert f"`{act}`" in outputs[0] + outputs[1], outputs
+    elif STALLED in codes:
+        stalls = [report for report in reports if report["kind"] == "stall"]
+        assert {report["suspect"] for report in stalls} <= {1, None}, reports
+        assert "No progress for" in outputs[stalls[0]["worker"]]

@@ -3,6 +3,7 @@
 Each line says why the name is needed and what breaks if it goes. `setup.cfg` bounds the versions to those tested.
 """
 
+import gc
 import inspect
 import sys
 import traceback
@@ -32,7 +33,13 @@ from tensorflow.python.distribute.values import MirroredVariable, PerReplicaSpec
 
 # What a strategy makes of a dataset function; Keras takes nothing else of a foreign class. Without it: `fit` refuses a
 # BalancedSharding. And its iterators; see `CountingIterator`.
-from tensorflow.python.distribute.input_lib import DistributedDatasetsFromFunction, DistributedIterator
+from tensorflow.python.distribute.input_lib import (
+    DistributedDataset,
+    DistributedDatasetsFromFunction,
+    DistributedIterator,
+    DistributedIteratorSpec,
+)
+from tensorflow.python.distribute import input_lib
 
 # What the replicas of a worker take their batches from; see `make_iterators_on_devices_anew`. Without it: the end of an
 # epoch may wait for TensorFlow's tuner.
@@ -86,10 +93,6 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 # What unseeded random operations draw from. Without it: they draw anew after a restore.
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 
-# By its code TensorFlow runs a step that is traced. Without it: who waits in a step for a worker whose program is over
-# notices after the minutes that any step may take.
-from tensorflow.python.eager import execute as eager_execute
-
 # The module of Keras' `fit`, to know its calls of the strategy from a user's. Without it: one batch a `fit` and
 # `evaluate` crosses the network, generators lose batches, and vector metrics are collapsed in the logs of batches.
 from keras.src.backend.tensorflow import trainer as keras_trainer
@@ -113,23 +116,19 @@ from keras.src.backend.common.masking import get_keras_mask
 # Its code runs all callbacks. Without it: a callback that takes minutes, say to save, is taken for a stuck step.
 from keras.src.callbacks import callback_list as keras_callback_list
 
-# Its code reads a generator's first batch. Without it: such a read that is stuck is given half an hour.
-from keras.src.trainers.data_adapters import generator_data_adapter as keras_generator
-
-# Its code calls what a PyDataset does between epochs. Without it: as for callbacks.
-from keras.src.trainers.data_adapters import py_dataset_adapter as keras_py_dataset
-
 __all__ = [
     "CollectiveAllReduce",
     "CollectiveAllReduceExtended",
     "CollectiveReplicaLauncher",
     "CommunicationOptions",
     "CountingIterator",
+    "DistributedDataset",
     "DistributedDatasetsFromFunction",
     "Function",
     "GraphOrParentsInXlaContext",
     "MirroredExtended",
     "MirroredVariable",
+    "NotedIterator",
     "PerReplicaSpec",
     "ReplacedLosses",
     "SyncOnReadVariable",
@@ -137,8 +136,10 @@ __all__ = [
     "WhileCondFuncGraph",
     "beginning_fit",
     "call_in_step",
+    "called_by_iterator",
     "called_by_keras_trainer",
     "calling_trainer",
+    "calls_of_threads",
     "clone_function",
     "context",
     "control_status_ctx",
@@ -156,16 +157,17 @@ __all__ = [
     "goes_on_with",
     "graphs_of_dataset_functions",
     "has_global_seed_generator",
+    "is_call_of_keras",
     "is_gradient_of_all_reduce",
     "is_op_determinism_enabled",
     "kept_losses",
+    "keras_call_name",
     "keras_callers",
+    "keras_calls",
     "keras_epochs_of_iterator",
     "keras_epochs_to_distribute",
-    "keras_fit_activity",
     "keras_fitting_models",
     "keras_is_evaluating",
-    "keras_is_in_step",
     "keras_is_peeking",
     "keras_made_dataset",
     "keras_makes_for_comparison",
@@ -258,6 +260,14 @@ def put_losses_back(kept: list[tuple[Any, list]]) -> None:
 def called_by_keras_trainer() -> bool:
     """Whether the function that asks was called from the module of Keras' `fit`."""
     return sys._getframe(2).f_globals.get("__name__") == keras_trainer.__name__
+
+
+def called_by_iterator() -> bool:
+    """Whether the function that asks was called from the module of distributed iterators.
+
+    Without it: a worker that waits for the input of another is taken for one that waits for its own.
+    """
+    return sys._getframe(2).f_globals.get("__name__") == input_lib.__name__
 
 
 def calling_trainer() -> keras_trainer.TensorFlowTrainer | None:
@@ -460,6 +470,56 @@ class CountingIterator(DistributedIterator):
         return super()._type_spec
 
 
+class NotedIterator(DistributedIterator):
+    """A distributed iterator that tells its strategy when a batch is asked of it, in Python or in a graph.
+
+    Without it: a worker that waits for its input cannot be told from one that traces its step.
+
+    Args:
+      iterator: Another, which it takes the place of.
+    """
+
+    def __init__(self, iterator: DistributedIterator):
+        super().__init__(
+            iterator._input_workers,
+            strategy=iterator._strategy,
+            components=iterator._iterators,
+            element_spec=iterator._element_spec,
+            cardinality=iterator._cardinality,
+            enable_get_next_as_optional=iterator._enable_get_next_as_optional,
+            options=iterator._options,
+            replica_order=iterator._replica_order,
+        )
+
+    def get_next(self, name: str | None = None) -> Any:
+        """The next batches, one for each replica."""
+        with self._strategy.reports.reading():
+            return super().get_next(name)
+
+    def get_next_as_optional(self) -> Any:
+        """The same as an Optional."""
+        with self._strategy.reports.reading():
+            return super().get_next_as_optional()
+
+    @property
+    def _type_spec(self) -> Any:
+        return _NotedIteratorSpec(
+            *(self._input_workers, self._element_spec, self._strategy, self._options, self._cardinality),
+            *(self._enable_get_next_as_optional, self._replica_order),
+        )
+
+
+class _NotedIteratorSpec(DistributedIteratorSpec):
+    """Makes a `NotedIterator` of the iterator in a graph."""
+
+    @property
+    def value_type(self) -> Any:
+        return NotedIterator
+
+    def _from_components(self, components: Any) -> Any:
+        return NotedIterator(super()._from_components(components))
+
+
 def keras_model_in_step() -> keras_trainer.TensorFlowTrainer | None:
     """The model whose `fit` is under way in this thread, but for its callbacks and validation."""
     trainer = keras_trainer.TensorFlowTrainer
@@ -472,60 +532,89 @@ def keras_model_in_step() -> keras_trainer.TensorFlowTrainer | None:
     return frame and frame.f_locals["self"]
 
 
+class KerasCall(NamedTuple):
+    """A `fit`, `evaluate` or `predict` that is under way.
+
+    Attributes:
+      name: Which of these.
+      model: Whose.
+      epochs: What it reads. Nothing else keeps it.
+      callbacks: Its list of callbacks, once it has one.
+    """
+
+    name: str
+    model: keras_trainer.TensorFlowTrainer
+    epochs: keras_epoch_iterator.EpochIterator
+    callbacks: keras.callbacks.CallbackList | None
+
+
+def keras_calls() -> list[KerasCall]:
+    """The calls of Keras under way in this thread, innermost first. The validation of a `fit` is a part of it.
+
+    Without it: the watchdog does not know which call a worker is in.
+    """
+    trainer = keras_trainer.TensorFlowTrainer
+    codes = {inspect.unwrap(getattr(trainer, name)).__code__: name for name in ("fit", "evaluate", "predict")}
+    calls: list[KerasCall] = []
+    made = keras_epochs_to_distribute()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = codes.get(frame.f_code)
+        if name is not None and not frame.f_locals.get("use_cached_eval_dataset"):
+            epochs = frame.f_locals.get("epoch_iterator", made)
+            if epochs is not None:
+                callbacks = frame.f_locals.get("callbacks")
+                has_list = isinstance(callbacks, keras.callbacks.CallbackList)
+                calls.append(KerasCall(name, frame.f_locals["self"], epochs, callbacks if has_list else None))
+        frame = frame.f_back
+    return calls
+
+
 def keras_is_evaluating() -> bool:
     """Whether Keras' `evaluate` or `predict` is under way in this thread, also inside a `fit`."""
     trainer = keras_trainer.TensorFlowTrainer
     return any(_frame_of(inspect.unwrap(method)) for method in (trainer.evaluate, trainer.predict))
 
 
-def keras_fit_activity() -> str | None:
-    """What Keras' `fit` does, in whichever thread, of a `fit` within another the outer; `None` outside of it.
+def calls_of_threads() -> dict[int, list[tuple[str, int, str]]]:
+    """The calls of each thread, the innermost first: file, line and function. For a process that is about to end.
 
-    It is "training", "callback", "validation"; "input" where Keras itself reads, in Python, as it does to learn what a
-    generator gives, not where it converts arrays; or "building", before the first step of a model of a strategy.
+    A look at the frames of a running thread is not safe: to make an object for a frame can start a collection of
+    garbage, in which a finalizer lets the other thread run on, and the frame is gone. So none is collected meanwhile.
+    faulthandler is no way out: it follows CPython 3.11's list of threads without its lock, while TensorFlow's enter
+    Python.
     """
-    for thread in _calls_of_threads():
-        activity, of_fit = "training", None
-        for path, function in thread:
-            if path == keras_callback_list.__file__:
-                activity = "callback"
-            elif path == keras_py_dataset.__file__ and function in ("on_epoch_begin", "on_epoch_end"):
-                activity = "callback"  # of the data
-            elif path in (keras_py_dataset.__file__, keras_generator.__file__):
-                activity = "input"
-            elif path == keras_trainer.__file__ and function == "evaluate":
-                activity = "validation"
-            elif path == keras_trainer.__file__ and function == "_maybe_symbolic_build" and activity != "input":
-                activity = "building"
-            elif path == keras_trainer.__file__ and function == "fit":
-                of_fit = activity
-        if of_fit:
-            return of_fit
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return {
+            ident: [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(innermost)]
+            for ident, innermost in sys._current_frames().items()
+        }
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def keras_call_name() -> str | None:
+    """The innermost call of Keras in this thread in which a model is run, by name.
+
+    Without it: who waits for others in `train_on_batch`, but outside of its step, is not known to be in a call.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_call_of_keras(frame.f_code.co_filename, frame.f_code.co_name):
+            return frame.f_code.co_name
+        frame = frame.f_back
     return None
 
 
-def keras_is_in_step() -> bool:
-    """Whether Keras' `fit` has handed a step to TensorFlow and waits for its end."""
-    return any(
-        thread[0] == (eager_execute.__file__, "quick_execute")
-        and any(path == keras_trainer.__file__ and function == "fit" for path, function in thread)
-        for thread in _calls_of_threads()
-    )
+def is_call_of_keras(file: str, function: str) -> bool:
+    """Whether that is Keras' `fit`, `evaluate` or another call in which a model is run. See `calls_of_threads`."""
+    return file == keras_trainer.__file__ and function in _KERAS_CALLS
 
 
-def _calls_of_threads() -> list[list[tuple[str, str]]]:
-    """The calls of each thread, the innermost first: file and function.
-
-    A watchdog looks from outside, when a thread may be anywhere. Of a frame that runs its code alone may be looked at:
-    its variables are put together for who asks, which crashed a worker. So did faulthandler, which follows CPython
-    3.11's list of threads without its lock, while TensorFlow's enter Python.
-    """
-    frames = sys._current_frames()
-    calls = [
-        [(f.f_code.co_filename, f.f_code.co_name) for f, _ in traceback.walk_stack(frame)] for frame in frames.values()
-    ]
-    frames.clear()  # One is that of this call, which would hold itself, and what the others hold.
-    return calls
+_KERAS_CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 
 def keras_fitting_models() -> list[keras_trainer.TensorFlowTrainer]:

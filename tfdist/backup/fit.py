@@ -383,7 +383,8 @@ class FitBackup(keras.callbacks.Callback):
         self.model._initial_epoch = None
         uncount_steps(self.model)
         self._counted = None
-        self._list.callbacks.remove(self)
+        # Another list: Keras goes through this one, and would pass over what comes next.
+        self._list.callbacks = [callback for callback in self._list.callbacks if callback is not self]
         self._saver.wait()
         self._asked.tell(self._saver)
         # After it nobody writes any more, unless one was asked to go since the last step.

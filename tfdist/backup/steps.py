@@ -8,17 +8,21 @@ import keras
 
 from tfdist.errors import BackupError
 from tfdist.faults import watchdog
+from tfdist.strategies import keras_calls
 
 
 class CountedSteps:
     """Stands for `model.train_function` during a `fit`.
 
     Attributes:
+      notes: That it is not to be wrapped: what it stands for notes the executions.
       function: What it stands for.
       iterator: At hand, of an epoch or of the whole `fit`.
       consumed: Batches taken from it.
       left: Batches of this epoch that are still to be passed over.
     """
+
+    notes = True
 
     def __init__(self, function: Callable[[Iterator], Any], steps_per_execution: int):
         self.function = function
@@ -98,6 +102,9 @@ def count_steps(model: keras.Model, former: CountedSteps | None = None) -> Count
       former: Those of this `fit` so far, which go on counting if the function was made anew.
     """
     if not isinstance(model.train_function, CountedSteps):
+        reports = getattr(model.distribute_strategy, "reports", None)
+        if reports is not None:
+            keras_calls.note_functions(reports.activity, model)
         if former is None:
             former = CountedSteps(model.train_function, model.steps_per_execution)
         former.function = model.train_function

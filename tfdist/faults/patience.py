@@ -5,10 +5,10 @@ import math
 import statistics
 from typing import Any
 
-__all__ = ["INPUT", "TRAINING", "Patience"]
+from tfdist.faults.activity import BUILDING, COMPUTE, EXCHANGE, INPUT, MEETING, TRACING
 
-TRAINING = "training"
-INPUT = "input"
+__all__ = ["Patience"]
+
 _FLOOR_SECONDS = 60.0
 _CAP_SECONDS = 1800.0
 _STEPS, _STEPS_REMEMBERED, _LONGEST_STEPS = 20, 64, 3
@@ -19,44 +19,42 @@ class Patience:
 
     Args:
       given: The user's number of seconds, `None` to learn it, infinite to stay for ever.
+      meeting_seconds: For all workers to come to a call.
     """
 
-    def __init__(self, given: float | None = None):
-        self._given = given
+    def __init__(self, given: float | None = None, meeting_seconds: float = math.inf):
+        self._given, self._meeting_seconds = given, meeting_seconds
         self._steps: collections.deque[float] = collections.deque(maxlen=_STEPS_REMEMBERED)
         self._longest = 0.0
-        self._state: tuple[int, str | None] = (0, None)
-        self._progress: Any = None
-        self._in_step = 0.0
-        self._is_first = True
+        self._state: Any = None
+        self._phase: str | None = None
+        self._is_first = False
         self.waited_seconds = 0.0
 
-    def observe(self, step: int, activity: str | None, elapsed_seconds: float, progress: Any = None) -> None:
+    def learn(self, seconds: float, is_first: bool) -> None:
+        """Takes note of how long a training step took, and whether it was the first of a `fit`."""
+        self._longest = max(self._longest, seconds)
+        if not is_first:
+            self._steps.append(seconds)
+
+    def observe(self, phase: str | None, progress: Any, elapsed_seconds: float, *, is_first: bool = False) -> None:
         """Takes note of where this worker is.
 
         Args:
-          step: How many steps are done.
-          activity: `TRAINING`; `INPUT` where that is all; another word for what may take long; `None` outside of `fit`.
+          phase: One of `tfdist.faults.activity`, or a section; `None` outside of all calls.
+          progress: Another value if the worker has got on within the phase, or has left it and is back.
           elapsed_seconds: Since the last call.
-          progress: Another value, if it has got on meanwhile by what is no step.
+          is_first: Whether its input and computation may take longer than in a usual step.
         """
-        before, was = self._state
         self.waited_seconds += elapsed_seconds
-        if was == TRAINING:
-            self._in_step += elapsed_seconds
-        if step > before:
-            took = self._in_step / (step - before)
-            self._longest = max(self._longest, took)
-            if self._in_step and not self._is_first:  # else of a `fit` that a callback calls
-                self._steps.append(took)
-            self._is_first = False
-            self._in_step = 0.0
-        if activity is None:
-            self._is_first = True
-            self._in_step = 0.0
-        if (step, activity) != self._state or progress != self._progress:
+        if (phase, progress) != self._state:
             self.waited_seconds = 0.0
-        self._state, self._progress = (step, activity), progress
+        self._state, self._phase, self._is_first = (phase, progress), phase, is_first
+
+    @property
+    def waits(self) -> bool:
+        """Whether this worker waits for others, so far as is known."""
+        return self._phase in (EXCHANGE, MEETING)
 
     @property
     def may_take_long(self) -> bool:
@@ -65,8 +63,9 @@ class Patience:
 
     @property
     def _is_long(self) -> bool:
-        activity = self._state[1]
-        return activity is not None and (activity not in (TRAINING, INPUT) or self._is_first)
+        if self._phase in (INPUT, COMPUTE):
+            return self._is_first
+        return self._phase is not None and not self.waits
 
     @property
     def usual_seconds(self) -> float:
@@ -76,12 +75,15 @@ class Patience:
     @property
     def limit_seconds(self) -> float:
         """How long this worker may stay where it is."""
-        if self._state[1] is None or self._given == math.inf:
+        if self._phase is None or self._given == math.inf:
             return math.inf
+        if self._phase == MEETING:
+            return self._meeting_seconds
         longest = _LONGEST_STEPS * self._longest
-        if self._given is not None and (not self._is_first or self._state[1] == INPUT):
+        is_prepared = self._phase not in (BUILDING, TRACING) and not (self._phase == COMPUTE and self._is_first)
+        if self._given is not None and is_prepared:
             return self._given
-        if self._is_long or not self._steps:
+        if self._is_long:
             return max(_CAP_SECONDS, longest)
         return max(min(max(_FLOOR_SECONDS, _STEPS * self.usual_seconds), _CAP_SECONDS), longest)
 

@@ -1,41 +1,45 @@
 """Ends a job that is alive but makes no progress: stuck input, an endless loop, a network path that swallows.
 
-Heartbeats tell of processes that are gone or frozen. Here each worker looks, every second, where it is: its step, and
-what it does ("input", "compute" or "exchange" in training; "callback", "save", "validation"). The rule:
+Heartbeats tell of processes that are gone or frozen. Here each worker notes what it does in Keras' calls under a
+strategy (`fit`, `evaluate`, `predict`, `train_on_batch` and the like), see `tfdist.faults.activity`; a thread looks at
+the notes every second, and tells the other workers every two. The rule:
 
-- The clock runs inside Keras' `fit` of models of the strategy only, and while Keras reads in Python what another `fit`
-  begins with. It starts anew with each step, with each batch of a validation and each that is passed over after a
-  restart, and with each change between training and the rest.
-- A step, with its input, may take 20 times the median of the last 64, but at least 60 s and at most 30 minutes; never
-  less than three times the longest so far, the first included, which traces.
-- The first step of a `fit`, a callback (also a `fit` that it calls, and what a `keras.utils.PyDataset` does in its
-  `on_epoch_end` and `on_epoch_begin`), a save or a batch of a validation may take 30 minutes. So it is also where
-  `stall_timeout_seconds` is given, for the first step, which traces, but not for what Keras reads before it: the first
-  batches of a generator or a `PyDataset`. For all else that number holds.
-- A worker whose clock has run out asks the others where they are. While one of them is in its first step, a callback, a
-  save or a validation, whose own clock runs, all wait. Else the suspect is who does not answer, or is behind, or does
-  not wait for others.
-- Who is in a step while the program of another is over waits in vain: for as long as steps usually take, and some 10 s.
-- Then each worker writes where all its threads are, and the report, and ends with exit code `STALLED`.
+- The clock of a worker starts anew with each step, each batch of an evaluation, each batch that is passed over after a
+  restart, and each change of what the worker does. Outside of calls it does not run.
+- A training step, with its input, may take 20 times the median of the last 64, but at least 60 s and at most 30
+  minutes; never less than three times the longest so far. A worker that waits for others, in whatever step, has the
+  same time.
+- What may take long has 30 minutes: to build and to trace a model, the first input and the first computation of a call,
+  each of an evaluation, a callback, a save.
+- `stall_timeout_seconds` replaces all these numbers, but those for building, tracing and the first computation.
+- At the beginning of a call a worker waits `start_timeout_seconds` for the others to come.
+- A worker whose clock has run out asks the others where they are. While one of them does what may take long, and its
+  own clock runs, all wait. One that is outside of calls and has not come to this call yet has `start_timeout_seconds`.
+- Then each worker writes where all its threads are, and the report, and ends with exit code `STALLED`; at the beginning
+  of a call the call raises `ClusterError` on all workers instead.
+- Workers that wait in unlike calls, or for one whose program is over, wait in vain. That ends after some 10 s, or as
+  long as a step usually takes.
+- A worker that waits says so after half of its time, at most 30 s, and then every minute: for how long, where each
+  worker is, and which one holds it up.
 
-A lone worker is watched under `tfdist run`, which starts it again. Custom loops are not watched, nor is what is outside
-of `fit`, but for two things. A variable is made by a broadcast, and who waits there for `start_timeout_seconds` lets it
-fail on all workers, since their models are not alike. And who waits there, or as a `fit`, `evaluate` or `predict`
-begins, while the program of another is over, waits in vain, too: after some 5 s that fails.
+A lone worker is watched under `tfdist run`, which starts it again. Custom loops are not watched, nor is what Keras
+reads of a generator or a `PyDataset` before its call is noted (the first batch, to learn what it is); others wait for
+that as for a worker that has not come to the call. A variable is made by a broadcast, and a worker that waits there for
+`start_timeout_seconds` lets it fail on all workers, since their models are not alike.
 """
 
 import atexit
 import contextlib
 import itertools
+import math
 import os
+import socket
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
 from typing import Any
 
 import tensorflow as tf
@@ -46,11 +50,22 @@ from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
 from tfdist.exit_codes import STALLED
 from tfdist.failure_report import is_supervised, write_report
+from tfdist.faults.activity import EXCHANGE, MEETING, Call
 from tfdist.faults.board import Board
-from tfdist.faults.patience import INPUT, TRAINING, Patience
-from tfdist.faults.suspect import WAITS, suspect_of
+from tfdist.faults.patience import Patience
+from tfdist.faults.suspect import (
+    ITS_END,
+    UNLIKE_CALLS,
+    WAITING,
+    Positions,
+    describe,
+    suspect_of,
+    unlike_calls,
+    yet_to_come,
+)
 
 __all__ = [
+    "WAITING",
     "Alone",
     "Creations",
     "Watchdog",
@@ -61,19 +76,19 @@ __all__ = [
     "waiting_for_all",
 ]
 
-BUILDING = "building"
-_ITS_END = "its program is over"
-WAITING = "waiting for the chief"
 _POLL_SECONDS = 1.0
 _POST_SECONDS = 2.0
 _ANSWER_SECONDS = 2.0
 _STOP_SECONDS = 2.0
 _ABSENCE_SECONDS = 5.0
 _TELL_SECONDS = 10.0  # Whom one waits for who makes variables.
+_UNLIKE_SECONDS = 8.0  # Without progress, after which workers in unlike calls are looked for.
+_SAID_OF_ENDS = (" is gone", " ended by ")  # In the error of a collective that failed since a worker has ended.
+_WARN_SECONDS, _WARN_AGAIN_SECONDS = 30.0, 60.0
 
 _sections: list[str] = []
 _moves = 0
-_calls: list["_Call"] = []  # for which this worker waits
+_meetings: list["_Meeting"] = []  # at which this worker waits
 _made = itertools.count()  # Watchdogs that meet others, as many and in the same order on all workers.
 
 
@@ -93,8 +108,8 @@ def moved() -> None:
     _moves += 1
 
 
-class _Call:
-    """One in which all workers have a part, from its beginning; and what is wrong with it, once that is known."""
+class _Meeting:
+    """An exchange in which all workers have a part, from its beginning; and its fault, once that is known."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -107,18 +122,25 @@ def waiting_for_all(what: str) -> Iterator[None]:
     """Says that all workers exchange in the block, which is `what`.
 
     Raises:
-      ClusterError: If it fails because another's program is over.
+      ClusterError: If it fails because another worker's program is over, is in another call, or does not come.
     """
-    call = _Call(what)
-    _calls.append(call)
+    meeting = _Meeting(what)
+    _meetings.append(meeting)
     try:
         yield
     except tf.errors.OpError as error:
-        if call.fault:
-            raise ClusterError(call.fault) from error
+        fault = meeting.fault or _fault_in(error)
+        if fault:
+            raise ClusterError(fault) from error
         raise
     finally:
-        _calls.remove(call)
+        _meetings.remove(meeting)
+
+
+def _fault_in(error: Exception) -> str | None:
+    """What another worker has found to be wrong, if that made a collective fail."""
+    _, marker, rest = str(error).partition(UNLIKE_CALLS)
+    return f"{marker}{rest}".split(" [type.googleapis.com")[0].splitlines()[0] if marker else None
 
 
 class Creations:
@@ -159,10 +181,11 @@ class Alone(Board):
 def start(strategy: Any, board: Board, creations: Creations) -> None:
     """Watches the training of a strategy for as long as it lives, in threads of its own.
 
-    Costs two messages to worker 0 every two seconds, three while it waits, and a look at the stacks of this process
-    every second.
+    Costs two messages to worker 0 every two seconds, three while it waits, and a look at a variable every second.
     """
-    Watchdog(strategy, board, Patience(strategy.fault_tolerance.stall_timeout_seconds), creations).start()
+    options = strategy.fault_tolerance
+    patience = Patience(options.stall_timeout_seconds, options.start_timeout_seconds)
+    Watchdog(strategy, board, patience, creations).start()
 
 
 def start_alone(strategy: Any) -> None:
@@ -179,6 +202,7 @@ class Watchdog:
         self._strategy = weakref.ref(strategy)
         self._creations = creations
         self._told_of: float | None = None
+        self._refused: float | None = None
         self._start_timeout_seconds = strategy.fault_tolerance.start_timeout_seconds
         self._subject = f"position-{next(_made)}" if board.others else "position"
         self._board = board
@@ -189,10 +213,14 @@ class Watchdog:
         self._looks = 0
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Event()
-        self._warned = False
+        self._warned_at = 0.0  # How long this worker had waited.
+        self._failed: set[str] = set()
 
     def start(self) -> None:
         """Starts the threads. They end before TensorFlow takes its runtime apart, which would wait for them."""
+        strategy = self._strategy()
+        if strategy is not None and self._board.others:
+            strategy.reports.activity.explain = self.explain
         for target in (self._watch, self._post) if self._board.others else (self._watch,):
             thread = threading.Thread(target=target, name=f"tfdist-watchdog{target.__name__}", daemon=True)
             thread.start()
@@ -208,18 +236,34 @@ class Watchdog:
         last = time.monotonic()
         while not self._stopping.wait(_POLL_SECONDS):
             now = time.monotonic()
-            # A process that was itself frozen counts the seconds in which it ran.
-            self._look(min(now - last, 2 * _POLL_SECONDS))
-            if self._patience.is_over or self._is_in_vain:
-                self._judge()
+            with self._going_on():
+                # A process that was itself frozen counts the seconds in which it ran.
+                self._look(min(now - last, 2 * _POLL_SECONDS))
+                if self._patience.is_over or self._is_in_vain:
+                    self._judge()
+                elif self._is_to_be_warned:
+                    self._warn(self._ask())
+                self._watch_creations(now)
             last = now
-            since = self._creations.since
-            if since is not None and now - since > self._start_timeout_seconds:
-                self._refuse_model()
-                return
-            if since not in (None, self._told_of) and now - since > _TELL_SECONDS:
-                self._told_of = since
-                self._tell_of_variable()
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Lets a thread of the watchdog go on after an exception; says each kind once."""
+        try:
+            yield
+        except Exception as error:
+            if (kind := repr(error)) not in self._failed:
+                self._failed.add(kind)
+                logging.exception("The watchdog failed at one of its looks, and goes on:")
+
+    def _watch_creations(self, now: float) -> None:
+        since = self._creations.since
+        if since is not None and since != self._refused and now - since > self._start_timeout_seconds:
+            self._refused = since
+            self._refuse_model()
+        elif since not in (None, self._told_of) and now - since > _TELL_SECONDS:
+            self._told_of = since
+            self._tell_of_variable()
 
     def _refuse_model(self) -> None:
         """Lets the broadcast fail that this worker waits in, and all other collectives."""
@@ -250,28 +294,29 @@ class Watchdog:
         if strategy is None:
             self._stopping.set()
             return
-        # `faults` knows no strategies, so the newest reports are found by their class.
-        newest = type(strategy.reports).newest
-        tells = newest in (None, strategy.reports) and strategy.reports.tells
-        activity = _tf.keras_fit_activity() if tells else None
-        # Else it is the `fit` of a model of no strategy, whose steps nobody reports.
-        if not (activity in (BUILDING, INPUT) or strategy.reports.fits or _calls):
-            activity = None
-        elif activity == BUILDING:
-            activity = TRAINING
-        step, part = strategy.reports.position()
-        if activity is not None and _sections:
-            activity = _sections[-1]
-        observed = None if activity == WAITING else activity  # Whom it waits for has a clock.
-        self._patience.observe(step, observed, elapsed_seconds, (strategy.reports.evaluated, _moves))
-        what = part if activity == TRAINING else activity
+        reports = strategy.reports
+        doing = reports.doing()
+        phase = MEETING if _meetings else doing.phase
+        if doing.in_step and not reports.tells:  # Nobody reports it: XLA compiles it, or it is the user's own.
+            phase = None
+        if phase is not None and _sections:
+            phase = _sections[-1]
+        while reports.activity.step_seconds:
+            self._patience.learn(*reports.activity.step_seconds.popleft())
+        # Who is waited for has a clock.
+        observed = None if phase == WAITING else phase
+        self._patience.observe(observed, (doing.progress, _moves), elapsed_seconds, is_first=doing.is_first)
+        if self._patience.waited_seconds < self._warned_at:
+            self._warned_at = 0.0
         self._looks += 1
         self._position = {
-            "step": step,
-            "section": what,
+            "step": reports.number,
+            "section": phase,
             "may_take_long": self._patience.may_take_long,
+            "call": [doing.call, doing.number] if doing.call else None,
+            "begun": doing.begun,
             "variables": self._creations.count,
-            "has_stopped": strategy.reports.has_stopped,
+            "has_stopped": reports.has_stopped,
             "looks": self._looks,  # Tells a thread that looks from one that is dead.
         }
 
@@ -279,7 +324,7 @@ class Watchdog:
         is_last = False
         while not is_last:
             is_last = self._stopping.wait(_POST_SECONDS)
-            with contextlib.suppress(tf.errors.OpError, OSError):
+            with self._going_on(), contextlib.suppress(tf.errors.OpError, OSError):
                 if is_last:  # Whoever then waits for this worker should know if it alone was told to stop.
                     self._look(0.0)
                 self._board.say(self._subject, self._position)
@@ -287,22 +332,26 @@ class Watchdog:
                     self._look_for_the_absent()
 
     def _look_for_the_absent(self) -> None:
-        """Lets a call fail to which another worker cannot come any more; takes note if it is a step of `fit`."""
+        """Lets an exchange fail to which another worker cannot come any more; takes note if it is one of a step."""
         now = time.monotonic()
-        for call in _calls[-1:]:
-            if call.fault or now - call.since <= _ABSENCE_SECONDS:
+        for meeting in _meetings[-1:]:
+            if meeting.fault or now - meeting.since <= _ABSENCE_SECONDS:
                 continue
             absent = self._board.absent()
-            # Else the call came to its end meanwhile, and then the other's program.
-            if absent is not None and call in _calls:
-                call.fault = self._board.in_vain(call.what, absent)
-                self._board.report_error(call.fault)
+            # Else the exchange came to its end meanwhile, and then the other's program.
+            if absent is not None and meeting in _meetings:
+                self._fail(meeting, self._board.in_vain(meeting.what, absent))
         step, is_late = self._position["step"], self._patience.waited_seconds > _ABSENCE_SECONDS
-        is_in_step = self._position["section"] in WAITS  # and does not wait at the end of `fit`
-        if not (is_late and is_in_step and _tf.keras_is_in_step()):
+        if not (is_late and self._position["section"] == EXCHANGE):
             self._absence = None
         elif (self._absence is None or self._absence[0] != step) and self._board.absent() is not None:
             self._absence = step, now
+
+    def _fail(self, call: "_Meeting | Call", fault: str) -> None:
+        """Lets the exchange fail that this worker waits in, and all other collectives."""
+        call.fault = fault
+        logging.error(fault)
+        self._board.report_error(fault)
 
     @property
     def _is_in_vain(self) -> bool:
@@ -311,16 +360,71 @@ class Watchdog:
         usual_seconds = max(_POST_SECONDS, self._patience.usual_seconds)
         return step == self._position["step"] and time.monotonic() - since > usual_seconds
 
+    @property
+    def _is_to_be_warned(self) -> bool:
+        """Whether this worker has waited for so long that it is time to say so."""
+        waited, limit = self._patience.waited_seconds, self._patience.limit_seconds
+        is_long = self._patience.may_take_long or not self._board.others
+        if is_long or self._position["section"] is None or limit == math.inf:
+            return False
+        first = min(_WARN_SECONDS, limit / 2)
+        may_be_unlike = self._patience.waits and waited > _UNLIKE_SECONDS and not self._warned_at
+        return may_be_unlike or waited > (self._warned_at + _WARN_AGAIN_SECONDS if self._warned_at else first)
+
+    def _warn(self, positions: Positions) -> None:
+        """Says for whom this worker waits; lets its call fail if the workers are in unlike calls."""
+        waited = self._patience.waited_seconds
+        unlike = unlike_calls(positions)
+        if unlike is not None and waited > _UNLIKE_SECONDS:
+            self._fail_call(unlike)
+        if waited < min(_WARN_SECONDS, self._patience.limit_seconds / 2):
+            return
+        self._warned_at = waited
+        logging.warning("No progress for %.0f s: %s; %s.", waited, describe(positions), _blamed(suspect_of(positions)))
+
+    def _fail_call(self, fault: str) -> None:
+        strategy = self._strategy()
+        call = _meetings[-1] if _meetings else strategy and strategy.reports.activity.call
+        if call is not None and call.fault is None:
+            self._fail(call, fault)
+
     def _judge(self) -> None:
         positions = self._ask() if self._board.others else {self._board.worker: self._position}
-        busy = [worker for worker, position in positions.items() if position and position.get("may_take_long")]
-        if [worker for worker in busy if worker != self._board.worker] and not self._is_in_vain:
-            if not self._warned:
-                self._warned = True
-                logging.warning("No progress for %.0f s: %s", self._patience.waited_seconds, _describe(positions))
+        if not (self._patience.is_over or self._is_in_vain) or self._stopping.is_set():  # Asking took a while.
             return
-        if (self._patience.is_over or self._is_in_vain) and not self._stopping.is_set():  # Asking took a while.
+        others = {worker: position for worker, position in positions.items() if worker != self._board.worker}
+        busy = any(position and position.get("may_take_long") for position in others.values())
+        call = self._position["call"]
+        is_early = self._patience.waited_seconds < self._start_timeout_seconds
+        may_come = is_early and bool(call) and bool(yet_to_come(others, call[1]))
+        if (busy or may_come) and not self._is_in_vain:
+            if self._patience.waited_seconds > self._warned_at + _WARN_AGAIN_SECONDS or not self._warned_at:
+                self._warn(positions)
+        elif self._position["section"] == MEETING:
+            self._fail_call(self._missed(positions))
+        else:
             self._end(positions)
+
+    def _missed(self, positions: Positions) -> str:
+        """What to say at the beginning of a call to which others do not come."""
+        return (
+            f"{UNLIKE_CALLS}, and come to each within {self._start_timeout_seconds:g} s of each other, but "
+            f"{describe(positions)}; {_blamed(suspect_of(positions))}. This is worker {self._board.worker} on "
+            f"{socket.gethostname()}. Make the call on all workers alike, or raise start_timeout_seconds of "
+            "tfdist.FaultTolerance."
+        )
+
+    def explain(self, call: Call, error: Exception) -> str | None:
+        """What is wrong with a call whose collective has failed: in which calls the workers are, if these are unlike.
+
+        Takes some 4 s, if it is not the end of a worker that made it fail.
+        """
+        fault = call.fault or (_meetings[-1].fault if _meetings else None) or _fault_in(error)
+        is_known = any(said in str(error) for said in _SAID_OF_ENDS)
+        if fault or is_known or "ollective" not in str(error):
+            return fault
+        positions = {**self._ask(), self._board.worker: {**self._position, "section": EXCHANGE}}
+        return unlike_calls(positions)
 
     def _ask(self) -> dict[int, Mapping[str, Any] | None]:
         """Where the workers are; `None` of those whose word does not change."""
@@ -334,7 +438,8 @@ class Watchdog:
             positions[worker] = position if is_new else None
         absent = self._board.absent()
         if absent is not None:
-            positions[absent] = {"step": 0, **(after[absent] or {}), "section": _ITS_END, "may_take_long": False}
+            last = {"step": 0, **(after[absent] or {})}
+            positions[absent] = {**last, "section": ITS_END, "may_take_long": False, "call": None}
         if not any(positions.values()):  # The board is out of reach: so is worker 0, who keeps it.
             positions = {0: None}
         return {**positions, self._board.worker: self._position}
@@ -348,17 +453,21 @@ class Watchdog:
             return self._board.hear(self._subject, worker, _ANSWER_SECONDS)
         return None
 
-    def _end(self, positions: Mapping[int, Mapping[str, Any] | None]) -> None:
+    def _end(self, positions: Positions) -> None:
+        calls = _tf.calls_of_threads()
+        if not any(_tf.is_call_of_keras(file, function) for thread in calls.values() for file, _, function in thread):
+            self._forget_call()  # It has failed, and somebody keeps the exception.
+            return
         suspect = suspect_of(positions)
-        blamed = "nothing tells who holds it up" if suspect is None else f"worker {suspect} holds it up"
+        blamed = _blamed(suspect)
         limit = f" (limit {self._patience.limit_seconds:.0f} s)" if self._patience.is_over else ""
         message = (
             f"No progress for {self._patience.waited_seconds:.0f} s{limit}: "
-            f"{_describe(positions)}; {blamed}. Worker {self._board.worker} ends with exit code {STALLED}. "
+            f"{describe(positions)}; {blamed}. Worker {self._board.worker} ends with exit code {STALLED}. "
             f"{self._way_out(positions)}"
         )
         try:
-            stacks = _stacks()
+            stacks = _written(calls)
             sys.stderr.write(f"tfdist: {message}\n{stacks}\n")
             sys.stderr.flush()
             step, part = self._position["step"], self._position["section"]
@@ -366,7 +475,12 @@ class Watchdog:
         finally:
             os._exit(STALLED)
 
-    def _way_out(self, positions: Mapping[int, Mapping[str, Any] | None]) -> str:
+    def _forget_call(self) -> None:
+        strategy = self._strategy()
+        if strategy is not None:
+            strategy.reports.activity.forget()
+
+    def _way_out(self, positions: Positions) -> str:
         """What to do, by the last word of each worker."""
         words = {**self._last_words, self._board.worker: self._position}
         stopped = [str(worker) for worker, word in sorted(words.items()) if word and word.get("has_stopped")]
@@ -377,29 +491,20 @@ class Watchdog:
                 '`strategy.reduce("SUM", tf.constant(float(late)), axis=None) > 0`.'
             )
         for worker, position in positions.items():
-            if position and position["section"] == _ITS_END:
+            if position and position["section"] == ITS_END:
                 return self._board.in_vain("each step of a `fit`", worker)
         return "If this was healthy, raise stall_timeout_seconds of tfdist.FaultTolerance."
 
 
-def _describe(positions: Mapping[int, Mapping[str, Any] | None]) -> str:
-    return ", ".join(
-        f"worker {worker} is in step {position['step'] + 1} ({position['section']})"
-        if position
-        else f"worker {worker} does not answer"
-        for worker, position in sorted(positions.items())
-    )
+def _blamed(suspect: int | None) -> str:
+    return "nothing tells who holds it up" if suspect is None else f"worker {suspect} holds it up"
 
 
-def _stacks() -> str:
+def _written(calls: Mapping[int, list[tuple[str, int, str]]]) -> str:
     """Where each thread of this process is, the innermost call first; without a look at its source, on some disk."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n\n".join(
-        "\n".join([f"Thread {names.get(ident, ident)}:", *map(_call, traceback.walk_stack(innermost))])
-        for ident, innermost in sys._current_frames().items()
-    )
-
-
-def _call(of_stack: tuple[FrameType, int]) -> str:
-    frame, line = of_stack
-    return f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}'
+    written = []
+    for ident, of_thread in calls.items():
+        lines = [f'  File "{file}", line {line} in {function}' for file, line, function in of_thread]
+        written.append("\n".join([f"Thread {names.get(ident, ident)}:", *lines]))
+    return "\n\n".join(written)

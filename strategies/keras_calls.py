@@ -1,0 +1,146 @@
+"""Keras' calls in which all workers take part: noted as they begin and as they hand steps to TensorFlow."""
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import _tf
+from tfdist.errors import ClusterError
+from tfdist.faults.activity import BUILDING, TRAIN, Activity, Call
+
+_FUNCTIONS = {"train_function": TRAIN, "test_function": "test", "predict_function": "predict"}
+
+
+def note_call(activity: Activity) -> None:
+    """Notes the innermost call in this thread, if there is one, and the functions of its model.
+
+    Costs a look at the stack of this thread.
+    """
+    under_way = _tf.keras_calls()
+    activity.begin(under_way)
+    if not under_way:
+        return
+    note_functions(activity, under_way[0].model)
+    callbacks, call = under_way[0].callbacks, activity.call
+    if callbacks is not None and call is not None:
+        others = [each for each in callbacks.callbacks if not isinstance(each, _EndOfCall)]
+        callbacks.callbacks = [*others, _EndOfCall(call)]
+
+
+class _EndOfCall(keras.callbacks.Callback):
+    """The last callback of a call, which notes its end."""
+
+    def __init__(self, call: Call):
+        super().__init__()
+        self._call = call
+
+    def _end(self, name: str) -> None:
+        if self._call.name == name:  # A `fit` hands its callbacks on to its validation.
+            self._call.is_over = True
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._end("fit")
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self._end("evaluate")
+
+    def on_predict_end(self, logs: Any = None) -> None:
+        self._end("predict")
+
+
+@contextlib.contextmanager
+def building(activity: Activity, model: keras.Model, scope: Any) -> Iterator[None]:
+    """The scope in which Keras builds a model at the beginning of a call."""
+    with activity.doing(BUILDING), scope:
+        yield
+    note_functions(activity, model)
+
+
+def note_functions(activity: Activity, model: keras.Model) -> None:
+    """Has executions of the model's functions noted from now on, also of those that Keras has not made yet."""
+    for attribute in _FUNCTIONS:
+        function = getattr(model, attribute, None)
+        if not hasattr(function, "notes"):
+            setattr(model, attribute, NotedFunction(model, attribute, function, activity))
+
+
+@contextlib.contextmanager
+def exchanging(activity: Activity) -> Iterator[None]:
+    """Notes that Python waits for all workers in the block, if Keras does so between two steps, as for metrics.
+
+    Raises:
+      ClusterError: Instead of the error of a collective, if other workers are in another call.
+    """
+    name = _tf.keras_call_name() if tf.executing_eagerly() else None
+    if name is None or (activity.call is not None and activity.call.execution is not None):
+        yield
+        return
+    with activity.exchanging(name) as call, explained(activity, call):
+        yield
+
+
+@contextlib.contextmanager
+def explained(activity: Activity, call: Call) -> Iterator[None]:
+    """Raises an error of a collective as a `ClusterError` if workers are in unlike calls."""
+    try:
+        yield
+    except tf.errors.OutOfRangeError:
+        raise
+    except tf.errors.OpError as error:
+        fault = activity.explain(call, error)
+        if fault is None:
+            raise
+        raise ClusterError(fault) from error
+
+
+class NotedFunction:
+    """Stands for a `train_function`, `test_function` or `predict_function` of a model, and notes its executions.
+
+    Args:
+      model: Whose.
+      attribute: Which of these.
+      function: What it stands for; `None` to have it made when it is first called.
+      activity: Where it is noted.
+
+    Raises:
+      ClusterError: Instead of the error of a collective, if other workers are in another call.
+    """
+
+    notes = True
+
+    def __init__(self, model: keras.Model, attribute: str, function: Callable[[Any], Any] | None, activity: Activity):
+        self._model, self._attribute = weakref.ref(model), attribute
+        self._function, self._kind, self._activity = function, _FUNCTIONS[attribute], activity
+
+    def __call__(self, given: Any) -> Any:
+        """Runs the function on what Keras gives it: an iterator, or batches."""
+        reads = isinstance(given, tf.data.Iterator | tf.distribute.DistributedIterator)
+        executing = self._activity.executing(self._kind, reads=reads, alone=self._alone(given))
+        with executing as call, explained(self._activity, call):
+            if self._function is None:
+                self._function = self._made()
+            return self._function(given)
+
+    def _made(self) -> Any:
+        """What the model makes, with this in its place again."""
+        model = self._model()
+        place = getattr(model, self._attribute)
+        try:
+            setattr(model, self._attribute, None)
+            getattr(model, f"make_{self._attribute}")()
+            return getattr(model, self._attribute)
+        finally:
+            setattr(model, self._attribute, place)
+
+    def _alone(self, given: Any) -> str | None:
+        """The name of the call if this execution is all of it."""
+        if inspect.isgenerator(given):
+            return "train_on_batch" if self._kind == TRAIN else "test_on_batch"
+        call = self._activity.call
+        is_predict_on_batch = self._kind == "predict" and (call is None or call.name != "predict")
+        return "predict_on_batch" if is_predict_on_batch else None
