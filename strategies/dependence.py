@@ -1,6 +1,7 @@
 """Whether replicas of a step may compute unlike values of a tensor, as its graph tells."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import tensorflow as tf
 
@@ -21,7 +22,12 @@ _CALLS = {
 }
 
 
-def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable] = (), strict: bool = True) -> bool:
+def may_differ(
+    value: tf.Tensor | tf.IndexedSlices,
+    unlike: Iterable[tf.Variable] = (),
+    strict: bool = True,
+    alike: Collection[Any] = (),
+) -> bool:
     """Whether a value depends on a batch, or on random numbers, other than by what replicas have exchanged.
 
     Eager values tell nothing of where they come from, and may differ. Costs a walk over the operations that the value
@@ -32,6 +38,7 @@ def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable
       unlike: Variables that are not alike on all replicas, as all others are.
       strict: Whether it counts to depend on what replicas mostly, not always, have alike: how long the rows of a batch
         are, which is known of a shape's axes from the second on, and tensors that the program holds.
+      alike: References to tensors that replicas have exchanged, beside those that the operations tell.
     """
     ahead = [leaf for leaf in tf.nest.flatten(value, expand_composites=True) if tf.is_tensor(leaf)]
     if any(not tf.is_symbolic_tensor(leaf) for leaf in ahead):
@@ -41,7 +48,7 @@ def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable
         tensor = ahead.pop()
         operation = tensor.op
         kind = operation.type
-        if operation in seen or kind in _EXCHANGES or _is_length(tensor, of_any_batch=strict):
+        if operation in seen or kind in _EXCHANGES or tensor.ref() in alike or _is_length(tensor, of_any_batch=strict):
             continue
         seen.add(operation)
         inputs = [tensor for tensor in operation.inputs if tensor.dtype != tf.resource]
@@ -50,10 +57,10 @@ def may_differ(value: tf.Tensor | tf.IndexedSlices, unlike: Iterable[tf.Variable
             return True
         if kind in _VARIABLE_READS:
             continue
-        captured = _captured(operation)
-        if captured is not None:
-            if tf.is_symbolic_tensor(captured):
-                ahead.append(captured)
+        outside = captured(operation)
+        if outside is not None:
+            if tf.is_symbolic_tensor(outside):
+                ahead.append(outside)
             elif strict:
                 return True
             continue
@@ -86,7 +93,7 @@ def _is_length(tensor: tf.Tensor, of_any_batch: bool) -> bool:
     return shape[place] is not None or (not of_any_batch and place % shape.rank != 0)
 
 
-def _captured(operation: tf.Operation) -> tf.Tensor | None:
+def captured(operation: tf.Operation) -> tf.Tensor | None:
     """What a function or a branch has taken from around it, if this placeholder stands for that."""
     if operation.type != "Placeholder" or not isinstance(operation.graph, tf.__internal__.FuncGraph):
         return None

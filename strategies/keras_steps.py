@@ -15,6 +15,7 @@ from tfdist.strategies import metrics
 from tfdist.strategies import optimizer as optimizers
 from tfdist.strategies import step as steps
 from tfdist.strategies.collectives.buckets import Bucket, fill_buckets, join, separate
+from tfdist.strategies.replica_context import StepContext
 from tfdist.strategies.report import GRADIENTS
 
 _KERAS_STEPS = ("train_step", "test_step")
@@ -89,7 +90,8 @@ def on_one_of_many(called, reports):
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(data):
-        with steps.running(steps.count_rows(data), model) as step:
+        around = tf.distribute.get_replica_context()
+        with steps.running(steps.count_rows(data), model, name) as step, StepContext(around, step):
             local = _tf.get_current_replica_id_as_int()
             if name != "train_step":
                 reports.clock(local).evaluates(data)
@@ -100,7 +102,8 @@ def on_one_of_many(called, reports):
             step.clock = reports.clock(local)
             data = step.clock.begin(data)
             step.exchange_rows()
-            logs = fn(steps.at_least_one_row(data, step.rows))
+            data = steps.at_least_one_row(data, step.rows)
+            logs = fn(steps.of_any_rows(data) if step.is_plain else data)
             step.mark(GRADIENTS, logs)  # Where no optimizer has taken any.
             logs = metrics.global_results(model, logs, step)
             arrived = step.arrived
@@ -192,7 +195,7 @@ def _averages(values: list[tf.Tensor], step: steps.Step, report: tf.Tensor | Non
             tf.where(mean > 0, tf.math.divide_no_nan(average, tf.cast(mean, average.dtype)), own)
             for average, own in zip(averages, unweighted, strict=True)
         ]
-    total = averages.pop() * tf.distribute.get_replica_context().num_replicas_in_sync if reports else None
+    total = averages.pop() * steps.replicas() if reports else None
     apart = list(wide)
     for group, members, buckets in laid_out:
         joined, averages = averages[: len(buckets)], averages[len(buckets) :]

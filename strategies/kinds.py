@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.strategies.step import Step
+from tfdist.strategies.step import Step, replicas
 
 # Dense, or sparse with this type of indices. If replicas differ, all use the first of these that any replica has.
 _KINDS = ("dense", tf.int64, tf.int32)
@@ -41,8 +41,7 @@ def check_of_one_kind(step: Step, optimizer: Any, gradients: Sequence[Any], vari
     everyone: list[Any] = [None] * len(optimizer._trainable_variables)
     for place, gradient in zip(_tf.places_in_optimizer(optimizer, variables), gradients, strict=False):
         everyone[place] = gradient
-    replicas = tf.distribute.get_replica_context().num_replicas_in_sync
-    unlike = np.flatnonzero(np.any(_replicas_by_kind(step, everyone, True) % replicas, axis=1))
+    unlike = np.flatnonzero(np.any(_replicas_by_kind(step, everyone, True) % replicas(), axis=1))
     if len(unlike):
         paths = ", ".join(repr(optimizer._trainable_variables[place].path) for place in unlike)
         raise ValueError(
@@ -53,7 +52,7 @@ def check_of_one_kind(step: Step, optimizer: Any, gradients: Sequence[Any], vari
 
 
 def _are_alike_anyway():
-    return not tf.executing_eagerly() or tf.distribute.get_replica_context().num_replicas_in_sync == 1
+    return not tf.executing_eagerly() or replicas() == 1
 
 
 def _replicas_by_kind(step, gradients, counts):

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.strategies.step import Step, current_step, is_keras_own
+from tfdist.strategies.step import Step, current_step, is_keras_own, replicas
 
 _MEAN, _SUM, _WEIGHTED_MEAN = "mean", "sum", "mean_with_sample_weight"
 _REDUCTIONS = {"sum_over_batch_size": _MEAN, "mean": _MEAN, "sum": _SUM, "mean_with_sample_weight": _WEIGHTED_MEAN}
@@ -111,12 +111,12 @@ def _weighted_by_rows(update_state: Any) -> Any:
     """Of the mean of a loss over steps, in which a step counts once where Keras does not know its rows."""
 
     def update(values: Any, sample_weight: Any = None) -> Any:
-        step, replicas = current_step(), tf.distribute.get_strategy().num_replicas_in_sync
+        step = current_step()
         if step is not None and values.shape.rank:
-            values = values / replicas  # Keras takes all losses for parts of means.
+            values = values / tf.distribute.get_strategy().num_replicas_in_sync  # Keras takes all for parts of means.
         elif step is not None and sample_weight is None:
             share = _share(step)
-            sample_weight = (1.0 if share is None else share) / replicas
+            sample_weight = (1.0 if share is None else share) / replicas()
         return update_state(values, sample_weight=sample_weight)
 
     return update
@@ -160,9 +160,8 @@ def _total(step: Step, values: tf.Tensor) -> tf.Tensor:
 
 
 def _unshared(step: Step, weight: tf.Tensor) -> tf.Tensor:
-    """`weight`, but for the replica's share, by which its loss will be multiplied."""
-    share = _share(step)
-    return weight if share is None else tf.math.divide_no_nan(weight, share)
+    """`weight`, but for the weight of the replica, by which its loss will be multiplied."""
+    return weight if _share(step) is None else tf.math.divide_no_nan(weight, step.weight)
 
 
 def _share(step: Step) -> tf.Tensor | None:

@@ -9,6 +9,7 @@ from tfdist.cluster.alone import warn_if_one_of_many
 from tfdist.faults import FaultTolerance, watchdog
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.devices import local_devices
+from tfdist.strategies.outside_scope import watch_models_outside
 from tfdist.strategies.replicated import ReplicatedStrategy
 from tfdist.strategies.replicated_extended import ReplicatedExtended
 
@@ -44,6 +45,8 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         tf.distribute.Strategy.__init__(self, extended)
         extended.compress(compression)
         self._make_reports()
+        if self.num_replicas_in_sync > 1:
+            watch_models_outside(workers=1)
         watchdog.start_alone(self)
 
 

@@ -34,6 +34,7 @@ from tfdist.strategies.collectives.wire import Wire
 from tfdist.strategies.compression import Codec
 from tfdist.strategies.datasets import BalancedDataset
 from tfdist.strategies.devices import make_virtual_devices
+from tfdist.strategies.outside_scope import watch_models_outside
 from tfdist.strategies.policy import policy_of
 from tfdist.strategies.replicated import ReplicatedStrategy, Use, variables_of
 from tfdist.strategies.replicated_extended import ReplicatedExtended
@@ -129,6 +130,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             extended.lay_wire(transport)
             watchdog.start(self, extended.board, extended.creations)
             self.reports.rows_read = RowsRead()
+            watch_models_outside(extended._num_workers)
             self._use = Use()  # What is above is no use of it.
             if extended.should_checkpoint:
                 atexit.register(_warn_if_unused, self._use, extended._num_workers, type(self).__name__)

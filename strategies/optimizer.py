@@ -14,7 +14,8 @@ from tfdist.strategies import report
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.dependence import may_differ
 from tfdist.strategies.kinds import of_one_kind
-from tfdist.strategies.step import current_step
+from tfdist.strategies.loss_weight import weighted
+from tfdist.strategies.step import current_step, replicas
 
 
 def distributed(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
@@ -164,7 +165,8 @@ class _Weigh:
         given, scales = grads, _scales(grads, variables)
         if step is not None and step.share is not None:
             if not step.weights_loss:
-                grads = [grad if i in scales else times(grad, step.share) for i, grad in enumerate(grads)]
+                others = iter(weighted(step, [grad for i, grad in enumerate(grads) if i not in scales], self))
+                grads = [grad if i in scales else next(others) for i, grad in enumerate(grads)]
             grads = _to_present(step.or_zeros, grads)
         if step is not None and scales:
             grads = _largest_of_all(step, grads, scales)
@@ -227,8 +229,7 @@ class _GlobalLossScale:
         if step is None:  # Outside `strategy.run` there is one copy of everything.
             return finite
         finite = tf.cast(finite, tf.float32)
-        replicas = tf.distribute.get_replica_context().num_replicas_in_sync
-        return step.all_reduce(tf.distribute.ReduceOp.SUM, finite) > replicas - 0.5
+        return step.all_reduce(tf.distribute.ReduceOp.SUM, finite) > replicas() - 0.5
 
 
 def _exchange(optimizer: Any, grads: list[Any]) -> list[Any]:
@@ -286,18 +287,9 @@ def _largest_of_all(step, grads, places):
     """`grads`, but at these places the largest of all replicas: what one device would find in the whole batch."""
     context = tf.distribute.get_replica_context()
     own = tf.concat([tf.reshape(grads[i], [-1]) for i in places], axis=0)
-    row = tf.one_hot(context.replica_id_in_sync_group, context.num_replicas_in_sync, dtype=own.dtype)
+    row = tf.one_hot(context.replica_id_in_sync_group, replicas(), dtype=own.dtype)
     largest = tf.reduce_max(step.all_reduce(tf.distribute.ReduceOp.SUM, row[:, None] * own), axis=0)
     grads = list(grads)
     for i, value in zip(places, tf.split(largest, [tf.size(grads[i]) for i in places]), strict=True):
         grads[i] = tf.reshape(value, tf.shape(grads[i]))
     return grads
-
-
-def times(grad: Any, factor: tf.Tensor) -> Any:
-    """A gradient, which may be `None` or of rows, times a number."""
-    if grad is None:
-        return None
-    if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(grad.values * tf.cast(factor, grad.values.dtype), grad.indices, grad.dense_shape)
-    return grad * tf.cast(factor, grad.dtype)

@@ -29,6 +29,7 @@ from tfdist.strategies.datasets import (
 from tfdist.strategies.policy import check_opted_out_inside
 from tfdist.strategies.replicated_extended import is_compiled
 from tfdist.strategies.report import StepReports
+from tfdist.strategies.step import current_step
 
 _KERAS_PREDICT_STEP = "one_step_on_data"
 
@@ -181,6 +182,18 @@ class ReplicatedStrategy:
         self.extended.check_in_company()
         with keras_calls.exchanging(self.reports.activity):
             return super().reduce(reduce_op, value, axis)
+
+    @property
+    def num_replicas_in_sync(self):
+        """The number of replicas; see `tf.distribute.Strategy.num_replicas_in_sync`.
+
+        In a `train_step` or `test_step` of your own it is 1: losses there are those of one device, of the rows of a
+        replica, and tfdist weighs their gradients by rows.
+        """
+        step = current_step()
+        if step is None:
+            return self.extended.replicas
+        return step.shown_replicas(self, by_user=not _tf.is_called_by_library())
 
     @property
     def shardings(self) -> list[Any]:

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.errors import CompiledCollectivesError, LossScaleError
+from tfdist.errors import CompiledCollectivesError, LossScaleError, ScopeError
 from tfdist.strategies import fixed_rows, keras_steps, variables
 from tfdist.strategies import optimizer as optimizers
 from tfdist.strategies import step as steps
@@ -19,6 +19,7 @@ from tfdist.strategies.collectives.all_reduce import symbolic_tensors
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.communication import Communication
 from tfdist.strategies.kinds import check_of_one_kind
+from tfdist.strategies.loss_weight import weighted
 from tfdist.strategies.policy import is_uncompressed, policy_of
 
 
@@ -40,6 +41,11 @@ class ReplicatedExtended:
                 f"{type(self._cross_device_ops).__name__}. Leave cross_device_ops out."
             )
         self.communication = Communication(policy, lambda: self._cross_device_ops)
+
+    @property
+    def replicas(self):
+        """The number of replicas, also in a step that is shown one."""
+        return self._num_replicas_in_sync
 
     def check_in_company(self):
         """Refuses what other workers would have to take part in, if there are any, and they do not."""
@@ -95,6 +101,21 @@ class ReplicatedExtended:
             variable = variables.refine(variable, trainable=trainable, colocated=colocated)
         return variable
 
+    def update(self, var, fn, args=(), kwargs=None, group=True):
+        """See `tf.distribute.StrategyExtended.update`.
+
+        Raises:
+          ScopeError: If an optimizer of this strategy updates a variable that was made outside of its scope.
+        """
+        strategy = self._container_strategy()
+        if self._num_replicas_in_sync > 1 and getattr(var, "distribute_strategy", None) is not strategy:
+            raise ScopeError(
+                f"An optimizer that was made in the scope of a strategy updates the variable {var.name!r}, which was "
+                "made outside of it, so that each replica would train by itself. Make the model inside `with "
+                "strategy.scope():` as well, and compile it there."
+            )
+        return super().update(var, fn, args, kwargs, group)
+
     def _call_for_each_replica(self, fn, args, kwargs):
         if isinstance(fn, _tf.Function):
             return self._traced(fn)(*args, **kwargs)
@@ -143,15 +164,6 @@ class ReplicatedExtended:
 
     def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
         step = steps.current_step()
-        share = None if step is None or step.in_own_exchange or step.weights_loss else step.share
-        if share is None or not _tf.is_gradient_of_all_reduce():
-            return self._all_reduce_of(step, reduce_op, value, options)
-        # Gradients get the share of their replica's loss at the end, when these have crossed from one to another.
-        shared = tf.nest.map_structure(lambda leaf: optimizers.times(leaf, share), value)
-        totals = self._all_reduce_of(step, reduce_op, shared, options)
-        return tf.nest.map_structure(lambda leaf: tf.math.divide_no_nan(leaf, tf.cast(share, leaf.dtype)), totals)
-
-    def _all_reduce_of(self, step, reduce_op, value, options):
         self.check_compiled()  # A replica may compile a part of its step by itself.
         if self._num_replicas_in_sync > 1:
             _check_loss_scaling()
@@ -160,7 +172,7 @@ class ReplicatedExtended:
         of = [] if step is not None and step.in_own_exchange else _tf.variables_of_summed_gradients()
         # Of an optimizer that the model does not hold, which nobody has told of unequal rows.
         if of and step is not None and step.share is not None and not step.weighs and not step.weights_loss:
-            value = [optimizers.times(gradient, step.share) for gradient in value]
+            value = weighted(step, value, next(iter(_tf.keras_callers()), None))
         if step is not None and reduce_op == tf.distribute.ReduceOp.SUM:
             value = tf.nest.pack_sequence_as(value, step.or_zeros(tf.nest.flatten(value)))
         optimizer = next(iter(_tf.keras_callers()), None)

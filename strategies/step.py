@@ -1,5 +1,6 @@
 """What one replica knows about the step it runs: how many rows it holds, which statistics it has updated."""
 
+import functools
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ import keras
 import tensorflow as tf
 
 from tfdist import _tf
+from tfdist.errors import LossReductionError
 from tfdist.strategies.collectives.buckets import bucket_bytes, fill_buckets
 from tfdist.strategies.report import Clock
+from tfdist.strategies.row_degree import RowDegrees
 
 _local = threading.local()
 
@@ -24,7 +27,14 @@ class Step:
       rows: Rows of the global batch that this replica holds, int or int32 []; in steps other than of Keras' models 1 if
         it holds any; `None` if nobody knows.
       statistics: Variables of layer statistics that the step has assigned, in order, without repeats.
+      is_plain: Whether losses are those of one device on the rows of this replica, as in a step or a `compute_loss` of
+        the user's own. There the strategy shows 1 replica, so that nothing divides a loss by their number: losses of
+        Keras and of `tf.nn`, and means that the step takes itself, are then alike, and `weight` is right for all.
+        In Keras' own steps losses are divided by the number of replicas.
       weights_loss: Whether the optimizer's loss is weighted by `share`, and not gradients as they are applied.
+      reduction: What the user says of losses, see `loss_weight.step_losses_are`.
+      exchanged: References to the tensors that replicas have exchanged.
+      user_exchanges: Whether the user's code has exchanged anything itself.
       weighs: Whether an optimizer under way has weighted its gradients by `share` already.
       exchanges: How many exchanges of optimizers and of the user's code have been begun.
       in_own_exchange: Whether the step itself exchanges something, in which no gradients are.
@@ -36,11 +46,16 @@ class Step:
       results: What metrics have given, see `metrics.Result`.
     """
 
-    def __init__(self, rows: int | tf.Tensor | None, model: keras.Model | None = None):
+    def __init__(self, rows: int | tf.Tensor | None, model: keras.Model | None = None, name: str = "train_step"):
         self.rows, self.model = rows, model
+        self.is_plain = model is not None and not all(is_keras_own(model, each) for each in (name, "compute_loss"))
         self.statistics: list[Any] = []
         # One of Keras' own has one loss, of which all gradients are: one product for each gradient less.
-        self.weights_loss = model is not None and is_keras_own(model, "train_step")
+        self.weights_loss = model is not None and not self.is_plain
+        self.reduction: str | None = None
+        self.exchanged: set[Any] = set()
+        self.user_exchanges = False
+        self._shown_to_user = False
         self.variables: list[Any] = []
         self.summed: list[tf.Tensor | tf.IndexedSlices] = []
         self.share: tf.Tensor | None = None
@@ -88,6 +103,37 @@ class Step:
             _tf.put_losses_back(kept)
 
     @property
+    def weight(self) -> tf.Tensor:
+        """By what to multiply a loss of this replica, or its gradients: n / N if it is one device's, else R * n / N."""
+        return self.share / replicas() if self.is_plain else self.share
+
+    @functools.cached_property
+    def degrees(self) -> RowDegrees:
+        """How tensors of the step grow with the rows of this replica."""
+        return RowDegrees(self.exchanged, {self.share.ref()})
+
+    def shown_replicas(self, strategy: Any, *, by_user: bool) -> int:
+        """What `num_replicas_in_sync` shows in the step; see `is_plain`."""
+        if not self.is_plain:
+            return strategy.extended.replicas
+        self._shown_to_user |= by_user
+        self._check_means_by_hand()
+        return 1
+
+    def note_user_exchange(self) -> None:
+        """Notes that the user's code exchanges something itself."""
+        self.user_exchanges = True
+        self._check_means_by_hand()
+
+    def _check_means_by_hand(self) -> None:
+        if self.is_plain and self.user_exchanges and self._shown_to_user:
+            raise LossReductionError(
+                "In a training or test step of your own `num_replicas_in_sync` is 1, since losses there are those of "
+                "one device. This one reads it and also exchanges something, which it may want to divide by the number "
+                "of replicas. Use `all_reduce('MEAN', value)`, or read the number outside of the step."
+            )
+
+    @property
     def has_rows(self) -> bool | tf.Tensor:
         """See `_any`."""
         return _any(self.rows)
@@ -127,16 +173,21 @@ class Step:
         return tf.cond(self.has_rows, lambda: group, lambda: [tf.zeros_like(tensor) for tensor in group])
 
 
+def replicas() -> int:
+    """The number of replicas of the current strategy, whatever it shows to a step."""
+    return tf.distribute.get_strategy().extended.replicas
+
+
 def current_step() -> Step | None:
     """The step that this thread runs on a replica, or `None`."""
     return getattr(_local, "step", None)
 
 
 @contextmanager
-def running(rows: int | tf.Tensor | None, model: keras.Model | None = None) -> Iterator[Step]:
+def running(rows: int | tf.Tensor | None, model: keras.Model | None = None, name: str = "train_step") -> Iterator[Step]:
     """Opens a `Step` for this thread."""
     before = current_step()
-    _local.step = Step(rows, model)
+    _local.step = Step(rows, model, name)
     try:
         yield _local.step
     finally:
@@ -180,6 +231,17 @@ def at_least_one_row(data: Any, rows: int | tf.Tensor | None) -> Any:
         return tf.ensure_shape(filled, [None, *leaf.shape[1:]])
 
     return keras.tree.map_structure(fill, data)
+
+
+def of_any_rows(data: Any) -> Any:
+    """`data`, of which the graph no longer knows the number of rows: so it tells what is divided by that number."""
+
+    def forget(leaf):
+        if not tf.is_symbolic_tensor(leaf) or not leaf.shape.rank or leaf.shape[0] is None:
+            return leaf
+        return tf.compat.v1.placeholder_with_default(leaf, [None, *leaf.shape[1:]])
+
+    return keras.tree.map_structure(forget, data)
 
 
 def _ragged_row(like: tf.RaggedTensor) -> tf.RaggedTensor:

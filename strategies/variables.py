@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.strategies.dependence import may_differ
-from tfdist.strategies.step import current_step
+from tfdist.strategies.step import current_step, replicas
 
 # Keras uses seeds modulo 2**31 - 2; multiples of this number (2**32 over the golden ratio) stay far apart there.
 SEED_SHIFT = 0x9E3779B1
@@ -105,7 +105,7 @@ class RandomStateVariable(_Scalar, _tf.MirroredVariable):
 
     def _on_replica(self):
         context = tf.distribute.get_replica_context()
-        return context is not None and context.num_replicas_in_sync > 1 and current_step() is not None
+        return context is not None and current_step() is not None and replicas() > 1
 
     def _get_as_operand(self):
         value = super()._get_as_operand()

@@ -310,6 +310,74 @@ def _all_outside_scope(placement):
     model.fit(dataset, verbose=0)
 
 
+class _Recipe(keras.Model):
+    """A model whose step takes a loss and gradients by a recipe."""
+
+    def __init__(self, loss_of, gradients_of=lambda gradients: gradients):
+        super().__init__()
+        self.outputs_of, self.loss_of, self.gradients_of = layers.Dense(1), loss_of, gradients_of
+
+    def call(self, x):
+        return self.outputs_of(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(self, tf.square(self(x) - y))
+        gradients = self.gradients_of(tape.gradient(loss, self.trainable_variables))
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def _fit_by_recipe(placement, *recipe):
+    with strategy(placement).scope():
+        model = _Recipe(*recipe)
+        model.compile("sgd", "mse")
+    model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+
+
+def _sum_and_penalty(model, squares):
+    return tf.reduce_sum(squares) / 8.0 + tf.nn.l2_loss(model.trainable_variables[0])
+
+
+def _mean_by_hand(model, squares):
+    total = tf.distribute.get_replica_context().all_reduce("SUM", tf.reduce_mean(squares))
+    return total / model.distribute_strategy.num_replicas_in_sync
+
+
+def _summed_by_hand(gradients):
+    return tf.distribute.get_replica_context().all_reduce("SUM", gradients)
+
+
+def _compiled_alone_in_scope(placement):
+    place = strategy(placement)
+    model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+    with place.scope():
+        model.compile("sgd", "mse")
+    model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+
+
+def trains_outside(placement):
+    """What training a model without a strategy raises or logs, and then one on a device of its own."""
+    strategy(placement)
+    said, handler = [], pylogging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.get_absl_logger().addHandler(handler)
+    x, messages = np.ones((8, 4)), []
+    for scope in (contextlib.nullcontext(), tf.distribute.OneDeviceStrategy("CPU:0").scope()):
+        with scope:
+            model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+            model.compile("sgd", "mse")
+        model.evaluate(x, x[:, :1], verbose=0)
+        try:
+            model.fit(x, x[:, :1], verbose=0)
+            messages.append("trained")
+        except tfdist.errors.ScopeError as error:
+            messages.append(str(error))
+    logging.get_absl_logger().removeHandler(handler)
+    return messages, [words for words in said if "outside" in words]
+
+
 def _optimizer_outside_scope(placement):
     with strategy(placement).scope() if placement != "single" else tfdist.MirroredStrategy(["CPU:0"]).scope():
         model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
@@ -527,6 +595,12 @@ mistakes = {
     "metric that keeps a tf.Variable": functools.partial(_metric_of_its_own, make=tf.Variable),
     "optimizer outside scope": _optimizer_outside_scope,
     "compression": _compression,
+    "compiled alone in scope": _compiled_alone_in_scope,
+    "sum and penalty in a step": lambda placement: _fit_by_recipe(placement, _sum_and_penalty),
+    "gradients summed by hand": lambda placement: _fit_by_recipe(
+        placement, lambda model, squares: tf.reduce_mean(squares), _summed_by_hand
+    ),
+    "mean over replicas by hand": lambda placement: _fit_by_recipe(placement, _mean_by_hand),
 }
 
 

@@ -35,6 +35,7 @@ PUBLIC = {
         "data",
         "errors",
         "exit_codes",
+        "step_losses_are",
         "testing",
     ],
     "tfdist.callbacks": [
@@ -65,6 +66,7 @@ PUBLIC = {
         "BackupError",
         "ClusterError",
         "CompiledCollectivesError",
+        "LossReductionError",
         "LossScaleError",
         "PositionError",
         "ScopeError",
@@ -76,7 +78,7 @@ PUBLIC = {
         "WorkerTimeoutError",
     ],
     "tfdist.exit_codes": ["PREEMPTED", "STALLED"],
-    "tfdist.strategies": ["MirroredStrategy", "MultiWorkerMirroredStrategy"],
+    "tfdist.strategies": ["MirroredStrategy", "MultiWorkerMirroredStrategy", "step_losses_are"],
     "tfdist.testing": [
         "Fault",
         "Slowdown",

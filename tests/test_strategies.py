@@ -257,6 +257,10 @@ def test_deterministic_operations_alone_suffice():
         ("jit_compile of a part", "CompiledCollectivesError", "jit_compile=False"),
         ("outside scope", "ScopeError", "strategy.scope()"),
         ("all outside scope", "ScopeError", "strategy.scope()"),
+        ("compiled alone in scope", "ScopeError", "Make the model inside"),
+        ("sum and penalty in a step", "LossReductionError", "`tf.reduce_mean(losses)` in place of"),
+        ("gradients summed by hand", "LossReductionError", "Leave out the all-reduce"),
+        ("mean over replicas by hand", "LossReductionError", "all_reduce('MEAN', value)"),
         ("metric outside scope", "ScopeError", "its metrics must be made inside"),
         ("metric that keeps a Keras variable", "ValueError", "self.add_variable"),
         ("metric that keeps a tf.Variable", "ValueError", "self.add_variable"),
@@ -270,6 +274,14 @@ def test_a_mistake_is_named_on_every_worker(placement, mistake, error, words, po
     for kind, message in pools(placement).run(checks.message_of, placement, mistake):
         assert kind == error
         assert words in message
+
+
+def test_a_model_that_knows_no_strategy_is_refused_on_workers_and_named_on_devices(pools):
+    for (refused, alone), _ in pools("2x1").run(checks.trains_outside, "2x1"):
+        assert "'sequential" in refused and "OneDeviceStrategy" in refused
+        assert alone == "trained"
+    ((messages, said),) = pools("1x2").run(checks.trains_outside, "1x2")
+    assert messages == ["trained", "trained"] and len(said) == 1
 
 
 @pytest.mark.parametrize(("kind", "batches"), [("rows", (2, 1)), ("batch_size", (2, 4))])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfdist import callbacks, cluster, compression, data, errors, exit_codes, testing
     from tfdist.faults import FaultTolerance
-    from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
+    from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy, step_losses_are
 
 __version__ = "0.1.0"
 
@@ -26,6 +26,7 @@ __all__ = [
     "data",
     "errors",
     "exit_codes",
+    "step_losses_are",
     "testing",
 ]
 

@@ -93,6 +93,9 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 # What unseeded random operations draw from. Without it: they draw anew after a restore.
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 
+# Whether a tape records; see `is_recorded`.
+from tensorflow.python.eager import record
+
 # The module of Keras' `fit`, to know its calls of the strategy from a user's. Without it: one batch a `fit` and
 # `evaluate` crosses the network, generators lose batches, and vector metrics are collapsed in the logs of batches.
 from keras.src.backend.tensorflow import trainer as keras_trainer
@@ -135,6 +138,7 @@ __all__ = [
     "WhileBodyFuncGraph",
     "WhileCondFuncGraph",
     "beginning_fit",
+    "bodies_of_call",
     "call_in_step",
     "called_by_iterator",
     "called_by_keras_trainer",
@@ -158,8 +162,9 @@ __all__ = [
     "graphs_of_dataset_functions",
     "has_global_seed_generator",
     "is_call_of_keras",
-    "is_gradient_of_all_reduce",
+    "is_called_by_library",
     "is_op_determinism_enabled",
+    "is_recorded",
     "kept_losses",
     "keras_call_name",
     "keras_callers",
@@ -171,6 +176,7 @@ __all__ = [
     "keras_is_peeking",
     "keras_made_dataset",
     "keras_makes_for_comparison",
+    "keras_model_in_compile",
     "keras_model_in_step",
     "keras_model_to_build",
     "keras_purpose",
@@ -520,6 +526,15 @@ class _NotedIteratorSpec(DistributedIteratorSpec):
         return NotedIterator(super()._from_components(components))
 
 
+def keras_model_in_compile() -> keras_trainer.TensorFlowTrainer | None:
+    """The model whose Keras `compile` is under way in this thread.
+
+    Without it: workers train models of their own, made outside of the scope, and nobody is told before the end.
+    """
+    frame = _frame_of(inspect.unwrap(keras_trainer.TensorFlowTrainer.compile))
+    return frame and frame.f_locals["self"]
+
+
 def keras_model_in_step() -> keras_trainer.TensorFlowTrainer | None:
     """The model whose `fit` is under way in this thread, but for its callbacks and validation."""
     trainer = keras_trainer.TensorFlowTrainer
@@ -726,16 +741,34 @@ def variables_of_summed_gradients() -> list[Any]:
     return [] if frame is None else [variable for _, variable in frame.f_locals["filtered_grads_and_vars"]]
 
 
-def is_gradient_of_all_reduce() -> bool:
-    """Whether an all-reduce is the gradient of another: what a step exchanges backward, through a layer.
+def is_called_by_library() -> bool:
+    """Whether the function that asks was called from TensorFlow, Keras or tfdist, and not from a user's code.
 
-    Without it: synchronized BatchNormalization in a custom step is wrong in a short last batch.
+    Without it: a step in which a user divides by the number of replicas what he has summed over them is not refused.
     """
-    frame = _frame_of(tf.distribute.ReplicaContext.all_reduce)
-    caller = frame and frame.f_back
-    return caller is not None and caller.f_code.co_qualname.endswith(
-        "all_reduce.<locals>.grad_wrapper.<locals>.<lambda>"
-    )
+    module = sys._getframe(2).f_globals.get("__name__", "")
+    if module.startswith("tensorflow.python.autograph"):  # which runs a user's code
+        return False
+    return module.split(".")[0] in ("keras", "tensorflow", "tfdist")
+
+
+def is_recorded() -> bool:
+    """Whether a `tf.GradientTape` records what this thread computes: then a gradient taken now is not the last one.
+
+    Without it: a gradient penalty on what replicas exchange is weighted twice where their rows are unequal.
+    """
+    return record.could_possibly_record()
+
+
+def bodies_of_call(operation: tf.Operation) -> list[Any]:
+    """The graphs of the function that an operation calls, or of the branches of which it takes one.
+
+    Without them: losses and layers that are a `tf.function` are taken for means.
+    """
+    names = ("then_branch", "else_branch") if "If" in operation.type else ("f",)
+    functions = [operation.graph._get_function(operation.get_attr(name).name) for name in names]
+    graphs = [getattr(function, "graph", None) for function in functions]
+    return [] if any(graph is None for graph in graphs) else graphs
 
 
 def places_in_optimizer(optimizer: Any, variables: Any) -> list[int]:

@@ -9,6 +9,7 @@ __all__ = [
     "BackupError",
     "ClusterError",
     "CompiledCollectivesError",
+    "LossReductionError",
     "LossScaleError",
     "PositionError",
     "ScopeError",
@@ -57,6 +58,10 @@ class WorkerLostError(ClusterError):
 
 class CompiledCollectivesError(TfdistError, ValueError):
     """`jit_compile=True` where the platform has no compiled collectives."""
+
+
+class LossReductionError(TfdistError, ValueError):
+    """The losses of a training step are reduced in a way that does not tell how much each replica counts."""
 
 
 class LossScaleError(TfdistError, RuntimeError):

@@ -367,6 +367,116 @@ def variational_model_without_a_call(place):
     return outcome(model, fit(model, data(33)[0]))
 
 
+def _mean(model, x, y):
+    return tf.reduce_mean(model.losses_of(x, y))
+
+
+def _mean_and_keras_loss(model, x, y):
+    return 0.5 * _mean(model, x, y) + model.compute_loss(x=x, y=y, y_pred=model(x, training=True))
+
+
+def _sum_by_the_global_batch(model, x, y):
+    return tf.reduce_sum(model.losses_of(x, y)) / BATCH
+
+
+def _average_loss(model, x, y):
+    return tf.nn.compute_average_loss(model.losses_of(x, y))
+
+
+def _average_loss_of_the_global_batch(model, x, y):
+    return tf.nn.compute_average_loss(model.losses_of(x, y), global_batch_size=BATCH)
+
+
+def _gradient_penalty(model, x, y):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        outputs = model(x, training=True)
+    norms = tf.reduce_sum(tape.gradient(outputs, x) ** 2, axis=1)
+    return tf.reduce_mean((norms - 1.0) ** 2) + _mean(model, x, y)
+
+
+def _square_of_the_global_mean(model, x, y):
+    context = tf.distribute.get_replica_context()
+    total = context.all_reduce("SUM", tf.reduce_sum(model(x), axis=0))
+    rows = context.all_reduce("SUM", tf.cast(tf.shape(x)[0], tf.float32))
+    return tf.reduce_sum((total / rows) ** 2) + _mean(model, x, y)
+
+
+def _square_of_the_gathered_mean(model, x, y):
+    everyones = tf.distribute.get_replica_context().all_gather(model(x), axis=0)
+    return tf.reduce_sum(tf.reduce_mean(everyones, axis=0) ** 2)
+
+
+class ByRecipe(Subclassed):
+    """A step with a loss of its own, as users write it for one device."""
+
+    recipe = staticmethod(_mean)
+
+    def losses_of(self, x, y):
+        outputs = self(x, training=True)
+        return keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.recipe(self, x, y)
+            scaled = self.optimizer.scale_loss(loss)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(scaled, variables), variables)
+        return {"loss": loss}
+
+
+class ByKerasStep(Subclassed):
+    """Keras' own step, and a loss of its own."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        losses = keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True)
+        return tf.reduce_mean(losses) + super().compute_loss(x, y, y_pred, sample_weight, training)
+
+
+def _by_recipes(place, recipes, optimizer=lambda: keras.optimizers.SGD(0.3), make=ByRecipe):
+    """What short trainings with a short last batch leave, of each recipe."""
+    x, y = data(3 * BATCH + 5)
+    weights = {}
+    for recipe in recipes:
+        keras.utils.set_random_seed(1)
+        model = built(place, make, optimizer=optimizer)
+        model.recipe = recipe
+        history = fit(model, x, y)
+        weights |= {f"{recipe.__name__} {i}": weight for i, weight in enumerate(model.get_weights())}
+    return outcome(model, history, **weights)
+
+
+@row()
+def means_of_steps_as_on_one_device(place):
+    recipes = [_mean, _mean_and_keras_loss, _average_loss, _gradient_penalty]
+    return _by_recipes(place, recipes)
+
+
+@row()
+def sums_by_the_global_batch(place):
+    results = _by_recipes(place, [_sum_by_the_global_batch, _average_loss_of_the_global_batch])
+    return {**results, "history": {}}  # Of a sum the mean over replicas is no log of one device.
+
+
+@row()
+def losses_of_what_replicas_exchange(place):
+    return _by_recipes(place, [_square_of_the_global_mean, _square_of_the_gathered_mean])
+
+
+@row()
+def scaled_losses_of_steps(place):
+    scaler = lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01, global_clipnorm=0.1))  # noqa: E731
+    return _by_recipes(place, [_mean, _average_loss], scaler)
+
+
+@row()
+def a_mean_in_compute_loss(place):
+    model = built(place, ByKerasStep)
+    x, y = data(3 * BATCH + 5)
+    return outcome(model, fit(model, x, y), evaluated=model.evaluate(x, y, batch_size=BATCH, verbose=0))
+
+
 class Autoencoder(keras.Model):
     """Uses its input as targets, inside of its steps only. Loss and metrics fit no other targets."""
 

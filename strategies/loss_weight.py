@@ -1,0 +1,134 @@
+"""How much the loss of one replica counts in a training step of the user's own.
+
+Keras' own steps have one loss, a mean over rows, which is weighted before its gradients are taken. A step of the user's
+may have any losses and optimizers, so there gradients are weighted, by what the graph tells of their loss:
+
+| loss of a replica | its gradients |
+|---|---|
+| a mean over its rows, or one number that all replicas compute alike | times its part of the rows of all |
+| a sum over its rows, divided by a fixed number or by one that replicas have summed up | as they are |
+| a mix of both, or anything else | refused |
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import tensorflow as tf
+from absl import logging
+
+from tfdist.errors import LossReductionError
+from tfdist.strategies.dependence import may_differ
+from tfdist.strategies.row_degree import Degree
+from tfdist.strategies.step import Step, current_step
+
+Reduction = Literal["mean", "sum"]
+
+_REMEDY = (
+    "Take each loss as on one device: as a mean over the rows of the batch, such as `tf.reduce_mean(losses)` in place "
+    "of `tf.reduce_sum(losses) / BATCH`, with penalties that do not depend on rows added to it, and without "
+    "all-reduces of your own. If that is so and was not recognized, say so where the step begins: "
+    "`tfdist.step_losses_are('mean')`."
+)
+
+
+def step_losses_are(reduction: Reduction) -> None:
+    """Says how the losses of the running training step depend on the rows of a replica.
+
+    It is needed only in a `train_step` of your own in which tfdist cannot tell: it raises then, or warns. Call it at
+    the beginning of the step. Outside of a step, and on one device, it does nothing.
+
+    Args:
+      reduction: "mean" if each loss is a mean over the rows of the batch, or equal on all replicas; "sum" if each is a
+        sum over rows, divided by a number that is the same on all replicas.
+
+    Raises:
+      ValueError: If `reduction` is neither.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"The losses of a step are 'mean' or 'sum', but got {reduction!r}.")
+    step = current_step()
+    if step is not None:
+        step.reduction = reduction
+
+
+def weighted(step: Step, gradients: Sequence[Any], optimizer: Any) -> list[Any]:
+    """Gradients of one replica's loss, as parts of the gradients of the loss over the global batch.
+
+    Costs a walk over the operations of the gradients, while the step is traced.
+
+    Args:
+      step: The step of the replica, which has exchanged rows.
+      gradients: Tensors, `IndexedSlices` and `None`.
+      optimizer: The optimizer that they are for, to be named.
+
+    Raises:
+      LossReductionError: If the gradients are of a loss with no such weight, or were summed over replicas before.
+    """
+    if (step.reduction or _reduction_of(step, gradients, optimizer)) == "sum":
+        return list(gradients)
+    return [times(gradient, step.weight) for gradient in gradients]
+
+
+def times(gradient: Any, factor: tf.Tensor) -> Any:
+    """A gradient, which may be `None` or of rows, times a number."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values * tf.cast(factor, gradient.values.dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def _reduction_of(step: Step, gradients: Sequence[Any], optimizer: Any) -> Reduction:
+    present = [gradient for gradient in gradients if gradient is not None]
+    if not present:
+        return "mean"
+    if not all(tf.is_symbolic_tensor(leaf) for leaf in tf.nest.flatten(present, expand_composites=True)):
+        _warn_of_guess("nothing is traced (`run_eagerly`), so that")
+        return "mean"
+    _check_not_summed(step, present, optimizer)
+    degrees = step.degrees.of_gradients(present)
+    known = {degree for degree in degrees if degree is not None}
+    if known == {1.0}:
+        return "sum"
+    if known - {0.0}:
+        raise LossReductionError(
+            "The loss of a training step must be a mean over the rows of its batch, or a sum over them divided by a "
+            f"number that is the same on all replicas. But of those whose gradients {_described(step, optimizer)} was "
+            f"given, {_words(known)}. {_REMEDY}"
+        )
+    if not known:
+        _warn_of_guess(f"the graph of the gradients does not tell: for {_described(step, optimizer)}")
+    return "mean"
+
+
+def _check_not_summed(step: Step, gradients: Sequence[Any], optimizer: Any) -> None:
+    if step.user_exchanges and not any(may_differ(each, alike=step.exchanged) for each in gradients):
+        raise LossReductionError(
+            "An optimizer sums gradients over all replicas by itself, but those that "
+            f"{_described(step, optimizer)} was given were exchanged before, and would count as often as there are "
+            "replicas. Leave out the all-reduce: `apply` weighs gradients by rows and sums them."
+        )
+
+
+def _warn_of_guess(why: str) -> None:
+    logging.log_first_n(
+        logging.WARNING,
+        "In a training step of your own %s losses are taken for means over the rows of the batch. If they are, say so "
+        "where the step begins: `tfdist.step_losses_are('mean')`; if they are sums divided by the size of the global "
+        "batch: `tfdist.step_losses_are('sum')`.",
+        1,
+        why,
+    )
+
+
+def _described(step: Step, optimizer: Any) -> str:
+    of_model = f" in the training step of model {step.model.name!r}" if step.model is not None else ""
+    return f"optimizer {getattr(optimizer, 'name', optimizer)!r}{of_model}"
+
+
+def _words(degrees: set[Degree]) -> str:
+    if {0.0, 1.0} >= degrees or any(math.isnan(degree) for degree in degrees if degree is not None):
+        return "some are sums and others are none, or they were added"
+    return f"some grow as power {', '.join(str(each) for each in sorted(degrees - {0.0, 1.0}))} of the rows"

@@ -1,0 +1,81 @@
+"""Models that are compiled outside of every strategy's scope, though a strategy of several replicas was made.
+
+Nothing of such a model asks the strategy, so each worker would train a model of its own, and write the same files. A
+creator of variables sees `compile` make those of the model's loss, and gives the model a `train_step` that says so.
+"""
+
+import functools
+from typing import Any
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tfdist import _tf
+from tfdist.errors import ScopeError
+
+_GUARDED = "train_step"
+
+_REMEDY = (
+    "Make and compile the model inside `with strategy.scope():`. If each process is to train a model of its own, make "
+    "and compile it inside `with tf.distribute.OneDeviceStrategy('CPU:0').scope():` (or 'GPU:0')."
+)
+
+
+class _Guard:
+    """What this process does about models outside of scopes.
+
+    Attributes:
+      watching: The scope in which models are looked at as they are compiled; it is never left.
+      workers: The largest number of workers that a strategy of this process had; several make it an error to train.
+    """
+
+    watching: Any = None
+    workers = 1
+
+
+def watch_models_outside(workers: int) -> None:
+    """Has models that are compiled outside of all scopes say so when they begin to train.
+
+    With several workers they raise a `ScopeError`; on several devices of one process, where the result is right but
+    only one device trains, they warn. Costs a look at the calls under way for each variable that is made.
+
+    Args:
+      workers: How many workers train together.
+    """
+    _Guard.workers = max(_Guard.workers, workers)
+    if _Guard.watching is None:
+        _Guard.watching = tf.variable_creator_scope(_look)
+        _Guard.watching.__enter__()
+
+
+def _look(next_creator: Any, **kwargs: Any) -> Any:
+    model = _tf.keras_model_in_compile()
+    if model is not None and tf.distribute.has_strategy() and isinstance(vars(model).get(_GUARDED), _Outside):
+        object.__delattr__(model, _GUARDED)
+    elif model is not None and not tf.distribute.has_strategy() and _GUARDED not in vars(model):
+        object.__setattr__(model, _GUARDED, _Outside(model))
+    return next_creator(**kwargs)
+
+
+class _Outside:
+    """The `train_step` of a model that was compiled outside of all scopes."""
+
+    def __init__(self, model: keras.Model):
+        self._step = functools.partial(type(model).train_step, model)
+        self._name = model.name
+
+    def __call__(self, data: Any) -> Any:
+        if _Guard.workers > 1:
+            raise ScopeError(
+                f"Model {self._name!r} was compiled outside of the strategy's scope, so each of {_Guard.workers} "
+                f"workers would train it by itself. {_REMEDY}"
+            )
+        logging.log_first_n(
+            logging.WARNING,
+            "Model %r was compiled outside of the strategy's scope: one device trains it, the others do nothing. %s",
+            1,
+            self._name,
+            _REMEDY,
+        )
+        return self._step(data)

@@ -1,0 +1,106 @@
+"""What the code of a model's step sees of the other replicas: collectives that are right for unequal rows."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import _tf
+from tfdist.strategies.loss_weight import times
+from tfdist.strategies.step import Step
+
+
+class StepContext(tf.distribute.ReplicaContext):
+    """The replica context of a step of a Keras model.
+
+    It differs from TensorFlow's in three ways.
+
+    - Gradients through `all_reduce` and `all_gather` are those of the loss over the global batch, also where replicas
+      have unequal rows. TensorFlow adds up what arrives from the losses of all replicas; these count by their rows.
+    - What a replica without rows computes on its stand-in row is not gathered.
+    - In a step of the user's own `num_replicas_in_sync` is 1, as that of the strategy; see `Step.is_plain`.
+
+    Args:
+      around: The context in which it is entered, of the same replica.
+      step: The step that the replica runs.
+    """
+
+    def __init__(self, around: tf.distribute.ReplicaContext, step: Step):
+        super().__init__(around.strategy, int(tf.get_static_value(around.replica_id_in_sync_group)))
+        self._around, self._step = around, step
+
+    @property
+    def num_replicas_in_sync(self):
+        """See `tf.distribute.ReplicaContext.num_replicas_in_sync`."""
+        return self._step.shown_replicas(self.strategy, by_user=not _tf.is_called_by_library())
+
+    def all_reduce(self, reduce_op, value, options=None):
+        """See `tf.distribute.ReplicaContext.all_reduce`."""
+        if not _tf.is_called_by_library():
+            self._step.note_user_exchange()
+        leaves, reduce_all = tf.nest.flatten(value), super().all_reduce
+        if not self._weighs or any(isinstance(leaf, tf.IndexedSlices) for leaf in leaves):
+            return self._noted(reduce_all(reduce_op, value, options))
+
+        @tf.custom_gradient
+        def reduced(*own):
+            def gradient(*upstream):
+                return self._of_global_loss(upstream, lambda values: self.all_reduce(reduce_op, values, options))
+
+            return reduce_all(reduce_op, own, options), gradient
+
+        return self._noted(tf.nest.pack_sequence_as(value, tf.nest.flatten(reduced(*leaves))))
+
+    def all_gather(self, value, axis, options=None):
+        """See `tf.distribute.ReplicaContext.all_gather`; a replica without rows gives none along axis 0."""
+        if not _tf.is_called_by_library():
+            self._step.note_user_exchange()
+        gather_all = super().all_gather
+
+        @tf.custom_gradient
+        def gathered(*own):
+            def gradient(*upstream):
+                totals = self._of_global_loss(upstream, lambda values: self.all_reduce("SUM", values, options))
+                return [self._own_part(*each, axis, gather_all) for each in zip(totals, own, strict=True)]
+
+            return gather_all(list(own), axis, options), gradient
+
+        own = [self._without_stand_in(tf.convert_to_tensor(leaf), axis) for leaf in tf.nest.flatten(value)]
+        return self._noted(tf.nest.pack_sequence_as(value, tf.nest.flatten(gathered(*own))))
+
+    def _merge_call(self, merge_fn, args, kwargs):
+        return self._around._merge_call(merge_fn, args, kwargs)
+
+    @property
+    def _weighs(self) -> bool:
+        """Whether replicas' losses count by their rows only once their gradients have been taken."""
+        step = self._step
+        return step.share is not None and not step.weights_loss and not step.in_own_exchange
+
+    def _of_global_loss(self, upstream: Sequence[Any], exchange: Callable[[list[Any]], Any]) -> list[Any]:
+        """The gradient for this replica's part of what was exchanged, up to the weight of its own loss."""
+        upstream = [tf.convert_to_tensor(leaf) for leaf in upstream]
+        if not self._weighs or _tf.is_recorded():  # Of an inner gradient nothing is weighted.
+            return tf.nest.flatten(exchange(upstream))
+        share = self._step.share
+        totals = tf.nest.flatten(exchange([times(leaf, share) for leaf in upstream]))
+        return [tf.math.divide_no_nan(total, tf.cast(share, total.dtype)) for total in totals]
+
+    def _own_part(self, total, own, axis, gather_all):
+        """The part of `total` that this replica gave to a gathering along `axis`."""
+        lengths = gather_all(tf.shape(own)[axis][None], 0)
+        first = tf.reduce_sum(lengths[: self.replica_id_in_sync_group])
+        places = tf.range(first, first + tf.shape(own)[axis])
+        return tf.gather(total, places, axis=axis)
+
+    def _without_stand_in(self, leaf, axis):
+        has_rows = self._step.has_rows
+        if has_rows is True or tf.get_static_value(axis) != 0:
+            return leaf
+        return tf.cond(has_rows, lambda: leaf, lambda: leaf[:0])
+
+    def _noted(self, exchanged):
+        """`exchanged`, known to the step as what the rows of one replica do not change."""
+        leaves = tf.nest.flatten(exchanged, expand_composites=True)
+        self._step.exchanged |= {leaf.ref() for leaf in leaves if tf.is_symbolic_tensor(leaf)}
+        return exchanged
