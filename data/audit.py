@@ -10,11 +10,12 @@ import tensorflow as tf
 from tfdist.data.balanced import BalancedSharding
 from tfdist.data.weakly import listen
 from tfdist.errors import AuditError
+from tfdist.strategies.foreign_keras import ForKerasModels
 
 _SHOWN = 5
 
 
-class Audit(keras.callbacks.Callback):
+class Audit(ForKerasModels, keras.callbacks.Callback):
     """Counts how often each example was trained on, over all workers, and raises at the end of an epoch if not once.
 
         model.fit(train, callbacks=[tfdist.data.Audit(sharding)])

@@ -1,7 +1,7 @@
 """How much the loss of one replica counts in a training step of the user's own.
 
-Keras' own steps have one loss, a mean over rows, which is weighted before its gradients are taken. A step of the user's
-may have any losses and optimizers, so there gradients are weighted, by what the graph tells of their loss:
+Keras' own steps have one loss, a mean over rows. It is weighted before its gradients are taken. A step of the user's
+own may have any losses and optimizers, so gradients are weighted there. The graph tells of which kind their loss is:
 
 | loss of a replica | its gradients |
 |---|---|

@@ -23,7 +23,7 @@ _REMEDY = (
 
 
 class _Guard:
-    """What this process does about models outside of scopes.
+    """The state of this process.
 
     Attributes:
       watching: The scope in which models are looked at as they are compiled; it is never left.

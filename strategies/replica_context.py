@@ -78,9 +78,9 @@ class StepContext(tf.distribute.ReplicaContext):
         return step.share is not None and not step.weights_loss and not step.in_own_exchange
 
     def _of_global_loss(self, upstream: Sequence[Any], exchange: Callable[[list[Any]], Any]) -> list[Any]:
-        """The gradient for this replica's part of what was exchanged, up to the weight of its own loss."""
+        """Gradients of the loss over the global batch, divided by the weight that they will get at the end."""
         upstream = [tf.convert_to_tensor(leaf) for leaf in upstream]
-        if not self._weighs or _tf.is_recorded():  # Of an inner gradient nothing is weighted.
+        if not self._weighs or _tf.is_recorded():  # An inner gradient has no weight.
             return tf.nest.flatten(exchange(upstream))
         share = self._step.share
         totals = tf.nest.flatten(exchange([times(leaf, share) for leaf in upstream]))
@@ -100,7 +100,7 @@ class StepContext(tf.distribute.ReplicaContext):
         return tf.cond(has_rows, lambda: leaf, lambda: leaf[:0])
 
     def _noted(self, exchanged):
-        """`exchanged`, known to the step as what the rows of one replica do not change."""
+        """Tells the step that the rows of one replica do not change `exchanged`."""
         leaves = tf.nest.flatten(exchanged, expand_composites=True)
         self._step.exchanged |= {leaf.ref() for leaf in leaves if tf.is_symbolic_tensor(leaf)}
         return exchanged

@@ -181,6 +181,12 @@ class ReplicatedExtended:
         if self._is_compressed(optimizer, reduce_op, step):
             totals = self.exchange_gradients(optimizer, tf.nest.flatten(value), of)
             return tf.nest.pack_sequence_as(value, self._scattered(optimizer, totals))
+        if self._compresses and _tf.tf_keras_exchanges_gradients() and not is_uncompressed():
+            raise ValueError(
+                "`compression` is for optimizers of `keras`, but gradients of an optimizer of tf_keras are exchanged. "
+                "Build the model with `import keras`, and unset TF_USE_LEGACY_KERAS, by which `tf.keras` is tf_keras; "
+                "or leave `compression` out."
+            )
         if of:
             value = _shaped(value, of)
         value, without_heads = fixed_rows.with_heads(value, step)

@@ -23,24 +23,24 @@ from tfdist.strategies.dependence import captured
 Degree = float | None
 """A degree; NaN where terms of unlike degrees were added; `None` where the graph does not tell."""
 
-# Whose first input alone counts: the others are shapes, axes, indices.
+# Only the first input counts: the others are shapes, axes and indices.
 _OF_FIRST = {
     *("Identity", "Snapshot", "StopGradient", "PreventGradient", "CheckNumerics", "EnsureShape", "Cast", "Neg", "Abs"),
     *("Reshape", "ExpandDims", "Squeeze", "Transpose", "Tile", "BroadcastTo", "Pad", "PadV2", "MirrorPad"),
     *("StridedSlice", "Slice", "GatherV2", "GatherNd", "Split", "SplitV", "Unpack", "ReverseV2", "Roll"),
     *("Max", "Min", "Mean", "TopKV2", "Cumsum", "MatrixDiagV3", "MatrixDiagPartV3", "PlaceholderWithDefault"),
 }
-# Whose input of this number counts.
+# Only the input of this number counts.
 _OF_ONE = {"StridedSliceGrad": 4, "Fill": 1, "ScatterNd": 1}
 _ALIKE = {"Add", "AddV2", "AddN", "Sub", "ConcatV2", "Pack", "Maximum", "Minimum", "Select", "SelectV2"}
 _QUOTIENTS = {"RealDiv", "Div", "DivNoNan", "FloorDiv", "Xdivy"}
-# By what the degrees of the inputs are multiplied.
+# The factors of the degrees of the inputs.
 _POWERS = {
     **{"Square": (2,), "Sqrt": (0.5,), "Rsqrt": (-0.5,), "Reciprocal": (-1,), "Inv": (-1,)},
     **{"SqrtGrad": (-1, 1), "RsqrtGrad": (3, 1), "ReciprocalGrad": (2, 1), "InvGrad": (2, 1), "L2Loss": (2,)},
     **{"SquaredDifference": (1, 1), "Prod": (1, 0), "Sum": (1, 0)},
 }
-# What of a number that grows is of no degree.
+# Functions without a degree if their input has one.
 _OF_CONSTANTS = {"Exp", "Expm1", "Log", "Log1p", "Tanh", "Sigmoid", "Softplus", "Softmax", "LogSoftmax", "Pow", "Erf"}
 _WITHOUT = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike", "Range", "OneHot", "ArgMax", "ArgMin"}
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
@@ -63,7 +63,7 @@ class RowDegrees:
         self._known: dict[tf.Operation, list[Degree]] = {}
 
     def of_gradients(self, gradients: Sequence[Any]) -> list[Degree]:
-        """The degrees of gradients, of which rows of embeddings count only where there is nothing else."""
+        """The degrees of dense gradients; rows of embeddings count only if there are no others."""
         dense = [gradient for gradient in gradients if isinstance(gradient, tf.Tensor)]
         if dense:
             return [self.of(gradient) for gradient in dense]
@@ -146,7 +146,7 @@ class RowDegrees:
         return 0.0 if given.dtype == tf.resource else self._known[given.op][given.value_index]
 
     def _of_bodies(self, operation: tf.Operation) -> list[Degree]:
-        """What a function, or each of two branches, makes of the degrees of its inputs."""
+        """The degrees of the outputs of a function, or of both branches, given those of its inputs."""
         given = list(operation.inputs)[1 if operation.type in _BRANCHES else 0 :]
         found = []
         for body in _tf.bodies_of_call(operation):
@@ -179,20 +179,20 @@ def _times(power: float, degree: Degree) -> Degree:
 
 
 def _only(degrees: Collection[Degree]) -> Degree:
-    """What all degrees are; NaN if they are unlike."""
+    """The degree that all have; NaN if they are unlike."""
     if None in degrees:
         return None
     return next(iter(degrees)) if len(set(degrees)) == 1 else math.nan
 
 
 def _of_one_gradient(degrees: Collection[Degree]) -> Degree:
-    """Of a loop, whose inputs are gradients, all of the same degree, and values of none."""
+    """The degree of a loop: its inputs are values of degree 0, and gradients of one degree."""
     grown = {degree for degree in degrees if degree != 0}
     return _only(grown) if grown else 0.0
 
 
 def _alike(inputs: Sequence[tf.Tensor], degrees: Sequence[Degree]) -> Degree:
-    """Of a sum, whose terms should be of one degree; constants are small numbers that guard a division, or zeros."""
+    """The degree of a sum, if its terms have one. Constants do not count: they guard divisions, or are zeros."""
     pairs = zip(inputs, degrees, strict=True)
     counted = [degree for each, degree in pairs if each.op.type not in ("Const", "ZerosLike", "Fill")]
     return _only(counted) if counted else 0.0

@@ -357,6 +357,35 @@ def _compiled_alone_in_scope(placement):
     model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
 
 
+def uses_tf_keras(placement):
+    """What `compression` and callbacks say to a model of tf_keras, and what it trains to without them."""
+    import tf_keras
+
+    kind = tfdist.MirroredStrategy if placement == "1x2" else tfdist.MultiWorkerMirroredStrategy
+    x, said = np.ones((8, 4), "float32"), []
+
+    def train(place, *callbacks):
+        with place.scope():
+            model = tf_keras.Sequential([tf_keras.layers.Dense(1, kernel_initializer="ones", input_shape=(4,))])
+            model.compile(tf_keras.optimizers.SGD(0.1), "mse")
+        try:
+            model.fit(x, 0 * x[:, :1], batch_size=8, verbose=0, callbacks=list(callbacks))
+        except (TypeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+        return model.get_weights()
+
+    weights = train(kind(compression="int8"))
+    callbacks = tfdist.callbacks
+    for callback in (
+        callbacks.Traffic(),
+        callbacks.Balance(),
+        callbacks.BackupAndRestore("x"),
+        callbacks.CSVLogger("x"),
+    ):
+        train(strategy(placement), callback)
+    return weights, train(strategy(placement)), said
+
+
 def trains_outside(placement):
     """What training a model without a strategy raises or logs, and then one on a device of its own."""
     strategy(placement)

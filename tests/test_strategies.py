@@ -276,6 +276,15 @@ def test_a_mistake_is_named_on_every_worker(placement, mistake, error, words, po
         assert words in message
 
 
+@pytest.mark.parametrize("placement", [pytest.param("1x2", marks=pytest.mark.exhaustive), "2x1"])
+def test_what_is_not_for_tf_keras_says_so_before_the_first_update(placement, pools):
+    for untrained, trained, said in pools(placement).run(checks.uses_tf_keras, placement):
+        np.testing.assert_array_equal(untrained[0], np.ones((4, 1)))
+        np.testing.assert_allclose(trained[0], np.full((4, 1), 0.2), rtol=1e-5)  # 1 - 0.1 * 2 * 4
+        assert len(said) == 5 and "ValueError" in said[0] and "leave `compression` out" in said[0]
+        assert all("TypeError" in each and "tf_keras" in each for each in said[1:])
+
+
 def test_a_model_that_knows_no_strategy_is_refused_on_workers_and_named_on_devices(pools):
     for (refused, alone), _ in pools("2x1").run(checks.trains_outside, "2x1"):
         assert "'sequential" in refused and "OneDeviceStrategy" in refused

@@ -194,6 +194,7 @@ __all__ = [
     "set_cardinality",
     "set_global_seed_generator",
     "tf_convert",
+    "tf_keras_exchanges_gradients",
     "unmatched_compiled",
     "variables_of_summed_gradients",
 ]
@@ -769,6 +770,19 @@ def bodies_of_call(operation: tf.Operation) -> list[Any]:
     functions = [operation.graph._get_function(operation.get_attr(name).name) for name in names]
     graphs = [getattr(function, "graph", None) for function in functions]
     return [] if any(graph is None for graph in graphs) else graphs
+
+
+def tf_keras_exchanges_gradients() -> bool:
+    """Whether an optimizer of tf_keras sums up its gradients now.
+
+    Without it: `compression` does nothing for models of tf_keras, and nobody is told.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "all_reduce_sum_gradients" and frame.f_globals["__name__"].startswith("tf_keras."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def places_in_optimizer(optimizer: Any, variables: Any) -> list[int]:

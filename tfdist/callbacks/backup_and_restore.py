@@ -14,11 +14,12 @@ import numpy as np
 from tfdist.backup.files import is_remote
 from tfdist.backup.fit import Options
 from tfdist.backup.running import of_running_fit
+from tfdist.strategies.foreign_keras import ForKerasModels
 
 _LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]*:/[^/]")
 
 
-class BackupAndRestore(keras.callbacks.BackupAndRestore):
+class BackupAndRestore(ForKerasModels, keras.callbacks.BackupAndRestore):
     """Saves a `fit` as it goes, so that the same script, started again, continues as if nothing had happened.
 
         model.fit(data, epochs=10, callbacks=[tfdist.callbacks.BackupAndRestore("backup", save_freq=50)])

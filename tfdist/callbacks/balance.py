@@ -8,9 +8,10 @@ import keras
 import numpy as np
 
 from tfdist.data.weakly import listen
+from tfdist.strategies.foreign_keras import ForKerasModels
 
 
-class Balance(keras.callbacks.Callback):
+class Balance(ForKerasModels, keras.callbacks.Callback):
     """Adds to the logs of each epoch how its steps were shared; put it before callbacks that write logs.
 
     - `rows_per_second`: of all replicas together

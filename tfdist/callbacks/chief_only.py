@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdist.errors import ClusterError
 from tfdist.faults.health import Health
 from tfdist.strategies.chief_alone import is_on_chief_alone, on_chief_alone
+from tfdist.strategies.foreign_keras import check_is_keras_model
 
 
 class ChiefOnly:
@@ -39,6 +40,7 @@ class ChiefOnly:
 
     def set_model(self, model: keras.Model) -> None:
         """Takes the model, and from its strategy whether this worker is the chief. Guards hooks of the object's own."""
+        check_is_keras_model(self, model)
         self._is_chief = model.distribute_strategy.extended.should_checkpoint
         if self._is_chief:
             super().set_model(model)  # type: ignore[misc]

@@ -4,8 +4,10 @@ from typing import Any
 
 import keras
 
+from tfdist.strategies.foreign_keras import ForKerasModels
 
-class Traffic(keras.callbacks.Callback):
+
+class Traffic(ForKerasModels, keras.callbacks.Callback):
     """Adds to the logs of each epoch what compression did; put it before callbacks that write logs.
 
     - `sent_bytes`: what this worker sent for gradients in a step, a mean over the epoch
