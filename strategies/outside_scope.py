@@ -17,8 +17,10 @@ from tfdist.errors import ScopeError
 _GUARDED = "train_step"
 
 _REMEDY = (
-    "Make and compile the model inside `with strategy.scope():`. If each process is to train a model of its own, make "
-    "and compile it inside `with tf.distribute.OneDeviceStrategy('CPU:0').scope():` (or 'GPU:0')."
+    "Make `strategy = tfdist.MultiWorkerMirroredStrategy()` first in the program (`MirroredStrategy` for the devices "
+    "of one process), and make and compile the model inside `with strategy.scope():`. If each process is to train a "
+    "model of its own, make and compile it inside `with tf.distribute.OneDeviceStrategy('CPU:0').scope():` (or "
+    "'GPU:0')."
 )
 
 
@@ -68,12 +70,12 @@ class _Outside:
     def __call__(self, data: Any) -> Any:
         if _Guard.workers > 1:
             raise ScopeError(
-                f"Model {self._name!r} was compiled outside of the strategy's scope, so each of {_Guard.workers} "
+                f"Model {self._name!r} was compiled outside of a strategy's scope, so each of {_Guard.workers} "
                 f"workers would train it by itself. {_REMEDY}"
             )
         logging.log_first_n(
             logging.WARNING,
-            "Model %r was compiled outside of the strategy's scope: one device trains it, the others do nothing. %s",
+            "Model %r was compiled outside of a strategy's scope: one device trains it, the others do nothing. %s",
             1,
             self._name,
             _REMEDY,

@@ -310,7 +310,7 @@ def _all_outside_scope(placement):
     model.fit(dataset, verbose=0)
 
 
-class _Recipe(keras.Model):
+class Recipe(keras.Model):
     """A model whose step takes a loss and gradients by a recipe."""
 
     def __init__(self, loss_of, gradients_of=lambda gradients: gradients):
@@ -331,7 +331,7 @@ class _Recipe(keras.Model):
 
 def _fit_by_recipe(placement, *recipe):
     with strategy(placement).scope():
-        model = _Recipe(*recipe)
+        model = Recipe(*recipe)
         model.compile("sgd", "mse")
     model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
 

@@ -150,6 +150,39 @@ def test_the_script_gets_its_arguments_and_devices(run):
         assert (code, out) == (0, f"{own} 4\n"), err
 
 
+def test_the_script_runs_as_under_python(run):
+    body = """
+        import multiprocessing
+        print(__name__, __file__, sys.argv, sys.path[0], sys.modules["__main__"].__dict__ is globals(), flush=True)
+        def square(x): return x * x
+        if __name__ == "__main__" and worker == 0:
+            with multiprocessing.get_context("spawn").Pool(1) as pool: print(pool.map(square, [3]), flush=True)
+        def fail(): raise KeyError("told")
+        if worker == 0: fail()
+    """
+    path = run.script(body)
+    code, out, err = run.finish("--workers", 2, "--log-dir", run.directory / "logs", path)
+    first = f"__main__ {path} ['{path}'] {run.directory} True"
+    assert code == 1 and out.splitlines()[0] == first and out.splitlines()[-1] == "[9]", out + err
+    trace = (run.directory / "logs" / "attempt-0" / "worker-0.log").read_text().partition("Traceback")[2]
+    assert trace.count("  File ") == 2 and "KeyError: 'told'" in trace, trace
+
+
+def test_plain_keras_does_not_train_in_several_workers(run):
+    body = """
+        import keras, numpy as np
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.evaluate(np.ones((4, 4)), np.ones((4, 1)), verbose=0)
+        leave(f"ready-{worker}", os.getpid())
+        model.fit(np.ones((4, 4)), np.ones((4, 1)), verbose=0)
+        leave(f"trained-{worker}", os.getpid())
+    """
+    code, _, err = run.finish("--workers", 2, run.script(body))
+    assert code == 1 and "ScopeError" in err and "tfdist.MultiWorkerMirroredStrategy()" in err, err
+    assert list(run.directory.glob("ready-*")) and not list(run.directory.glob("trained-*"))
+
+
 def test_a_module_runs_by_name(run):
     (run.directory / "package").mkdir()
     (run.directory / "package" / "train.py").write_text("import sys; print(__name__, sys.argv[1:])")

@@ -20,7 +20,7 @@ import tfdist
 from tfdist.cluster import ClusterSpec
 from tfdist.cluster.alone import warn_if_one_of_many
 from tfdist.errors import TfdistError
-from tfdist.launch import arguments, bench_command, data_service, private_network
+from tfdist.launch import arguments, bench_command, data_service, private_network, worker_script
 from tfdist.launch.limits import Limits, refusal
 from tfdist.launch.run_dir import KEPT_RUNS, folder_of_run
 from tfdist.launch.signals import stop_signals
@@ -250,7 +250,9 @@ def _worker_command(args: argparse.Namespace) -> list[str]:
     if not os.path.exists(args.script):
         args.parser.error(f"there is no script {args.script!r} to run; to run a module, put -m before its name")
     _check_syntax(args)
-    return [sys.executable, args.script, *_script_args(args)]
+    if pathlib.Path(args.script).suffix != ".py" or not os.path.isfile(args.script):
+        return [sys.executable, args.script, *_script_args(args)]
+    return [sys.executable, worker_script.__file__, args.script, *_script_args(args)]
 
 
 def _check_syntax(args: argparse.Namespace) -> None:

@@ -1,0 +1,92 @@
+"""Runs the script of a worker as `python script.py` does, where models of plain Keras refuse to train.
+
+Workers whose script knows no strategy would each train a model of its own, and write the same files. The guard needs
+Keras, so it is set once the script has imported that. This file is run by its path and loads the standard library only.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+_PARTLY_LOADED = ("tfdist._tf", "tfdist.data", "tfdist.strategies")
+
+
+class _AfterKeras(importlib.abc.MetaPathFinder):
+    """Finds Keras where it is, and sets the guard as soon as Keras is imported."""
+
+    def __init__(self, workers: int):
+        self._workers = workers
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "keras":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _GuardingLoader(spec.loader, self._workers)
+        return spec
+
+
+class _GuardingLoader(importlib.abc.Loader):
+    """Loads a module by another loader, which the module keeps."""
+
+    def __init__(self, loader: Any, workers: int):
+        self._loader, self._workers = loader, workers
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        # A script that imports tfdist first makes a strategy, which sets the guard.
+        if module.backend.backend() == "tensorflow" and not any(name in sys.modules for name in _PARTLY_LOADED):
+            from tfdist.strategies.outside_scope import watch_models_outside
+
+            watch_models_outside(self._workers)
+
+
+def _number_of_workers() -> int:
+    try:
+        cluster = json.loads(os.environ.get("TF_CONFIG") or "{}")["cluster"]
+        return sum(len(cluster.get(job, ())) for job in ("chief", "worker"))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return 1  # Whoever needs TF_CONFIG says what is wrong with it.
+
+
+def _print_without_this_file(kind: Any, error: BaseException, trace: types.TracebackType | None) -> None:
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+
+def _run(path: str) -> None:
+    file = os.path.abspath(path)
+    module = types.ModuleType("__main__")
+    vars(module).update(
+        __file__=file, __cached__=None, __loader__=importlib.machinery.SourceFileLoader("__main__", file)
+    )
+    sys.modules["__main__"] = module
+    with open(path, "rb") as script:
+        source = script.read()
+    exec(compile(source, file, "exec", dont_inherit=True), vars(module))
+
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
+    sys.excepthook = _print_without_this_file
+    if (_workers := _number_of_workers()) > 1:
+        sys.meta_path.insert(0, _AfterKeras(_workers))
+    _run(sys.argv[0])
