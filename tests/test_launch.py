@@ -153,12 +153,12 @@ def test_the_script_gets_its_arguments_and_devices(run):
 def test_the_script_runs_as_under_python(run):
     body = """
         import multiprocessing
-        print(__name__, __file__, sys.argv, sys.path[0], sys.modules["__main__"].__dict__ is globals(), flush=True)
         def square(x): return x * x
-        if __name__ == "__main__" and worker == 0:
-            with multiprocessing.get_context("spawn").Pool(1) as pool: print(pool.map(square, [3]), flush=True)
         def fail(): raise KeyError("told")
-        if worker == 0: fail()
+        if __name__ == "__main__" and worker == 0:
+            print(__name__, __file__, sys.argv, sys.path[0], sys.modules["__main__"].__dict__ is globals(), flush=True)
+            with multiprocessing.get_context("spawn").Pool(1) as pool: print(pool.map(square, [3]), flush=True)
+            fail()
     """
     path = run.script(body)
     code, out, err = run.finish("--workers", 2, "--log-dir", run.directory / "logs", path)
