@@ -19,7 +19,6 @@ from absl import logging
 
 from tfdist.errors import LossReductionError
 from tfdist.strategies.dependence import may_differ
-from tfdist.strategies.row_degree import Degree
 from tfdist.strategies.step import Step, current_step
 
 Reduction = Literal["mean", "sum"]
@@ -128,7 +127,7 @@ def _described(step: Step, optimizer: Any) -> str:
     return f"optimizer {getattr(optimizer, 'name', optimizer)!r}{of_model}"
 
 
-def _words(degrees: set[Degree]) -> str:
-    if {0.0, 1.0} >= degrees or any(math.isnan(degree) for degree in degrees if degree is not None):
+def _words(degrees: set[float]) -> str:
+    if {0.0, 1.0} >= degrees or any(math.isnan(degree) for degree in degrees):
         return "some are sums and others are none, or they were added"
     return f"some grow as power {', '.join(str(each) for each in sorted(degrees - {0.0, 1.0}))} of the rows"

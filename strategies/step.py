@@ -105,12 +105,14 @@ class Step:
     @property
     def weight(self) -> tf.Tensor:
         """By what to multiply a loss of this replica, or its gradients: n / N if it is one device's, else R * n / N."""
-        return self.share / replicas() if self.is_plain else self.share
+        share: Any = self.share
+        return share / replicas() if self.is_plain else share
 
     @functools.cached_property
     def degrees(self) -> RowDegrees:
         """How tensors of the step grow with the rows of this replica."""
-        return RowDegrees(self.exchanged, {self.share.ref()})
+        share: Any = self.share
+        return RowDegrees(self.exchanged, {share.ref()})
 
     def shown_replicas(self, strategy: Any, *, by_user: bool) -> int:
         """What `num_replicas_in_sync` shows in the step; see `is_plain`."""

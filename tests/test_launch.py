@@ -20,6 +20,8 @@ from tfdist.launch import WorkerGroup
 from tfdist.launch.limits import Limits, refusal
 from tfdist.launch.terminal_filter import LIBRARY_LINES
 
+TENSORFLOW_SECONDS = 180
+
 
 @pytest.fixture
 def run(tmp_path):
@@ -178,8 +180,9 @@ def test_plain_keras_does_not_train_in_several_workers(run):
         model.fit(np.ones((4, 4)), np.ones((4, 1)), verbose=0)
         leave(f"trained-{worker}", os.getpid())
     """
-    code, _, err = run.finish("--workers", 2, run.script(body))
-    assert code == 1 and "ScopeError" in err and "tfdist.MultiWorkerMirroredStrategy()" in err, err
+    with run.start("--workers", 2, run.script(body)) as process:
+        _, err = process.communicate(timeout=TENSORFLOW_SECONDS)
+    assert process.returncode == 1 and "ScopeError" in err and "tfdist.MultiWorkerMirroredStrategy()" in err, err
     assert list(run.directory.glob("ready-*")) and not list(run.directory.glob("trained-*"))
 
 
