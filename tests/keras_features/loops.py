@@ -454,7 +454,7 @@ def means_of_steps_as_on_one_device(place):
 
 @row(same_bits=False)
 def gradient_penalty_in_a_step(place):
-    return _by_recipes(place, [_gradient_penalty])
+    return _by_recipes(place, [_gradient_penalty], lambda: keras.optimizers.SGD(0.01))
 
 
 @row()
