@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import time
+import weakref
 import zlib
 
 import keras
@@ -21,6 +22,7 @@ from tfdist.errors import ClusterError, TFConfigError
 from tfdist.faults import FaultTolerance, meeting, preemption, watchdog
 from tfdist.faults.agreement import Agreement
 from tfdist.faults.board import Board
+from tfdist.faults.creation_watch import CreationWatch
 from tfdist.faults.leaving import leave_together
 from tfdist.faults.lifelines import Lifelines
 from tfdist.faults.silence import watch_chief
@@ -34,6 +36,7 @@ from tfdist.strategies.collectives.wire import Wire
 from tfdist.strategies.compression import Codec
 from tfdist.strategies.datasets import BalancedDataset
 from tfdist.strategies.devices import make_virtual_devices
+from tfdist.strategies.model_description import described_compile, described_layers
 from tfdist.strategies.outside_scope import watch_models_outside
 from tfdist.strategies.policy import policy_of
 from tfdist.strategies.replicated import ReplicatedStrategy, Use, variables_of
@@ -152,6 +155,22 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             held = functools.partial(variables.checksums, variables_of(step.model))
             self.extended.agreement.on_model(step.model, held)
 
+    def _compare_model(self, model):
+        if self.extended._num_workers == 1 or model is None or model in self._described:
+            return
+        self._described.add(model)
+        described = [*described_layers(model), *self._described_compile(model)]
+        if not self._is_alike(described):
+            self.extended.agreement.on_description(described)
+
+    def _described_compile(self, model):
+        given = self.extended.given_to_optimizers.get(getattr(model, "optimizer", None), [])
+        return [*described_compile(model), *given]
+
+    @functools.cached_property
+    def _described(self):
+        return weakref.WeakSet()
+
     def _begin_fit(self, model, fit):
         if self.extended._num_workers == 1:
             return
@@ -159,8 +178,10 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             _warn_of_writers(fit.callbacks)
         on_all = [type(each).__name__ for each in fit.callbacks if getattr(each, "runs_on_all_workers", False)]
         arguments = [*fit.arguments, f"{', '.join(on_all) or 'none'} of the callbacks that all need"]
-        if not self._is_alike(arguments):
+        compiled = self._described_compile(model)  # Anew, since a model may be compiled again.
+        if not self._is_alike([arguments, compiled]):
             self.extended.agreement.on_fit(arguments)
+            self.extended.agreement.on_description(compiled)
         if self.extended.agreement.has_compared(model):
             self._check_still_alike(model)
         sharding = getattr(_tf.dataset_of(_tf.epochs_of_beginning_fit()), "sharding", None)
@@ -312,8 +333,34 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         if _tf.keras_makes_for_comparison():  # Whoever saves does so alone, and nobody shares what is dropped at once.
             return next_creator(**kwargs)
         self.check_in_company()
-        with self.creations.one_more():
+        compared = contextlib.nullcontext()
+        if self._num_workers > 1:
+            compared = self._creation_watch.making(self._described_variable(kwargs))
+        with compared, self.creations.one_more():
             return super()._create_variable(next_creator, **kwargs)
+
+    @functools.cached_property
+    def _creation_watch(self):
+        return CreationWatch(self.board, self.agreement.next_name("variable"))
+
+    @functools.cached_property
+    def given_to_optimizers(self):
+        """What this worker gave each optimizer for its numbers, of which all workers take the chief's."""
+        return weakref.WeakKeyDictionary()
+
+    def _described_variable(self, kwargs):
+        """Kind and maker of a variable to be made, in words; notes the number that an optimizer makes it of."""
+        value, maker = kwargs.get("initial_value"), next(iter(_tf.keras_callers()), None)
+        made = _tf.keras_variable_being_made()
+        shape = tf.TensorShape(getattr(value, "shape", None) if made is None else made.shape)
+        dtype = tf.as_dtype(kwargs.get("dtype") or getattr(value, "dtype", None) or tf.float32).name
+        is_number = isinstance(value, tf.__internal__.EagerTensor) and value.shape.rank == 0
+        if isinstance(maker, keras.optimizers.Optimizer) and is_number and value.dtype.is_floating:
+            numbers = self.given_to_optimizers.setdefault(maker, [])
+            numbers.append(f"{kwargs.get('name')}={float(value)} in the optimizer {type(maker).__name__}")
+        made_by = "" if maker is None else f", made by {type(maker).__name__}"
+        name = "a variable" if made is None else repr(made.name)
+        return f"{name}, {dtype}{'' if shape.rank is None else list(shape)}{made_by}"
 
     def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
         dtype, given = kwargs.get("dtype"), kwargs.get("initial_value")

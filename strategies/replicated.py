@@ -64,6 +64,7 @@ class ReplicatedStrategy:
         if model is None:
             return super().scope()
         keras_calls.note_call(self.reports.activity)
+        self._compare_model(model)
         fit = _tf.beginning_fit()
         if fit is not None:
             self._begin_fit(model, fit)
@@ -128,6 +129,7 @@ class ReplicatedStrategy:
             dataset = untuned(dataset)
         if self.extended._num_workers > 1 and is_read_by_all(dataset):
             epochs = _tf.keras_epochs_to_distribute()
+            self._compare_model(_tf.keras_reader())
             self._check_batches(epochs, dataset)
             dataset = alike_on_workers(dataset)
             comparison = self._compare_rows(dataset, epochs)
@@ -225,6 +227,9 @@ class ReplicatedStrategy:
 
     def _begin_fit(self, model, fit):
         """Compares what a `fit` begins with on all workers: arguments, a model trained before, its position."""
+
+    def _compare_model(self, model):
+        """Compares a model with those of other workers, before it is first used: layers, optimizer, losses, options."""
 
     def _check_batches(self, epochs, dataset):
         """Compares how much there is of what all workers read, for epochs that Keras is about to begin."""

@@ -138,3 +138,45 @@ def outcome_of_loop(is_mistaken):
 
 def _worker():
     return json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+
+
+def outcome_of_model(case, method):
+    """What a worker is told whose model, or what it compiles, is unlike in one thing."""
+    second = bool(_worker())
+    activation = "tanh" if second and case == "activation" else "relu"
+    optimizer = {
+        "optimizer": keras.optimizers.SGD if second else keras.optimizers.Adam,
+        "learning rate": lambda: keras.optimizers.SGD(0.2 if second else 0.1),
+        "momentum": lambda: keras.optimizers.SGD(momentum=0.2 if second else 0.1),
+    }.get(case, keras.optimizers.SGD)
+    options = {
+        "loss": {"loss": "mae" if second else "mse"},
+        "metrics": {"loss": "mse", "metrics": ["mae", "mse"] if second else ["mae"]},
+        "steps per execution": {"loss": "mse", "steps_per_execution": 1 + second},
+    }.get(case, {"loss": "mse"})
+    with strategy("2x1").scope():
+        dropout = layers.Dropout(0.2 if second and case == "rate" else 0.1)
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(3, activation), dropout, layers.Dense(1)])
+        model.compile(optimizer(), **options)
+    return _message(lambda: getattr(model, method)(*([X] if method == "predict" else [X, Y])))
+
+
+def outcome_of_variables(case):
+    """What a worker is told that makes unlike variables; the collectives of this process fail from then on."""
+    second = bool(_worker())
+
+    def make():
+        with strategy("2x1").scope():
+            more = [layers.BatchNormalization()] if second and case == "one layer more" else []
+            width = 4 + (second and case == "width")
+            keras.Sequential([layers.Input((width,)), layers.Dense(3), *more, layers.Dense(1)])
+
+    return _message(make)
+
+
+def _message(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""

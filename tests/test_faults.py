@@ -1040,4 +1040,4 @@ while len(list(here.glob("there-*"))) < 2: time.sleep(0.01)
     )
     assert job.wait() == [1, 1]
     for index in range(2):
-        assert "All workers must make the same variables" in job.output(index), job.output(index)
+        assert "All workers must have the same model, but worker 0 has the optimizer SGD" in job.output(index)

@@ -180,8 +180,11 @@ __all__ = [
     "keras_model_in_step",
     "keras_model_to_build",
     "keras_purpose",
+    "keras_reader",
     "keras_source",
+    "keras_variable_being_made",
     "keras_variable_made_late",
+    "layers_of",
     "make_iterators_on_devices_anew",
     "maps_elements",
     "match_anew",
@@ -253,6 +256,11 @@ class ReplacedLosses:
             object.__setattr__(metric, "update_state", self._update(metric.update_state))
 
 
+def layers_of(model: keras.Model) -> list[Any]:
+    """All layers of a model, those within others too. Without it: unlike layers are not named before the first step."""
+    return list(model._flatten_layers(include_self=False))
+
+
 def kept_losses(model: keras_trainer.TensorFlowTrainer) -> list[tuple[Any, list]]:
     """What `add_loss` has gathered in each layer of a model. Without it: a regularizer is lost, or counted twice."""
     return [(layer, layer._losses[:]) for layer in model._flatten_layers()]
@@ -305,6 +313,12 @@ def keras_variable_made_late() -> keras.Variable | None:
     Without it: layers of models that `fit` builds are not told from each other, so statistics are not averaged.
     """
     frame = _frame_of(keras.Variable._deferred_initialize)
+    return None if frame is None else frame.f_locals["self"]
+
+
+def keras_variable_being_made() -> keras.Variable | None:
+    """The Keras variable whose `tf.Variable` is being made. Without it: shapes of unlike variables are not named."""
+    frame = _frame_of(keras.Variable._initialize)
     return None if frame is None else frame.f_locals["self"]
 
 
@@ -710,6 +724,19 @@ def keras_purpose() -> str:
         return "fit"
     name = codes[frame.f_code]
     return "validation" if name == "fit" and "epoch_iterator" in frame.f_locals else name
+
+
+def keras_reader() -> keras_trainer.TensorFlowTrainer | None:
+    """The model whose `fit`, `evaluate` or `predict` reads a dataset that is being distributed.
+
+    Without it: workers whose models are unlike learn of it in `predict` by an error of TensorFlow's, or never.
+    """
+    trainer = keras_trainer.TensorFlowTrainer
+    codes = {inspect.unwrap(method).__code__ for method in (trainer.fit, trainer.evaluate, trainer.predict)}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame and frame.f_locals["self"]
 
 
 def keras_source(epochs: keras_epoch_iterator.EpochIterator) -> str:

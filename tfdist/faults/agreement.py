@@ -111,6 +111,15 @@ class Agreement:
         hint = "Call it alike on all workers; what only the chief does is for tfdist.callbacks.ChiefOnly."
         self._compare(self._exchange("fit", described), "the same arguments of `fit`", hint)
 
+    def on_description(self, described: list[str]) -> None:
+        """Compares layers, optimizer, losses and options of a model before it is first used.
+
+        Raises:
+          ClusterError: If they are unlike, or a worker does not come.
+        """
+        hint = "Build and compile it by the same code and settings on each."
+        self._compare(self._exchange("description", described), "the same model", hint)
+
     def on_data(self, described: list[str]) -> None:
         """Compares the kinds and the numbers of what all workers read.
 

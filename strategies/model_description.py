@@ -1,0 +1,73 @@
+"""A model and what `compile` was given, in words that are the same on all workers if these are."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from tfdist import _tf
+
+__all__ = ["described_compile", "described_layers"]
+
+# Counted up in each process, drawn, or made of addresses and file names.
+_OWN = {"name", "seed", "registered_name", "build_config", "compile_config", "shared_object_id", "code", "closure"}
+_LONG = 64
+
+
+def described_layers(model: keras.Model) -> list[str]:
+    """The layers of a model with their settings, one line each. Costs the configuration of each layer."""
+    lines = []
+    for number, layer in enumerate(_tf.layers_of(model)):
+        where = f"layer {number}, {type(layer).__name__}"
+        settings = {} if isinstance(layer, keras.Model) else _config_of(layer)
+        lines += [f"{type(layer).__name__} as layer {number}", *_lines(where, settings)]
+    return lines
+
+
+def described_compile(model: keras.Model) -> list[str]:
+    """The optimizer, losses, metrics and options of a model, one line for each setting."""
+    if not getattr(model, "compiled", False):
+        return []
+    try:
+        settings = model.get_compile_config() or {}
+    except Exception:  # What a user's own losses and metrics raise that cannot be serialized.
+        settings = {name: getattr(model, name, None) for name in ("run_eagerly", "steps_per_execution", "jit_compile")}
+    optimizer = type(getattr(model, "optimizer", None)).__name__
+    return [f"the optimizer {optimizer}", *_lines("compile", settings)]
+
+
+def _config_of(layer: Any) -> dict[str, Any]:
+    try:
+        return layer.get_config()
+    except Exception:  # A layer of the user's that has none.
+        return {}
+
+
+def _lines(where: str, settings: Any) -> Iterator[str]:
+    for name, value in _flat(settings, ""):
+        yield f"{name}={value} in {where}"
+
+
+def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Settings by their path, without what may differ from process to process."""
+    if isinstance(value, dict) and "DTypePolicy" in str(value.get("class_name")):
+        yield path, str(value["config"].get("name"))
+    elif isinstance(value, dict):
+        for key in sorted(map(str, value)):
+            if key not in _OWN and key in value:
+                yield from _flat(value[key], f"{path}.{key}" if path and key != "config" else path or key)
+    elif isinstance(value, list | tuple):
+        if len(value) > _LONG:
+            yield path, f"a list of {len(value)}"
+            return
+        for place, each in enumerate(value):
+            yield from _flat(each, f"{path}[{place}]")
+    elif isinstance(value, str):
+        yield path, "a path" if os.sep in value else value
+    elif isinstance(value, bool | int | float | type(None)):
+        yield path, repr(value)
+    elif callable(value):
+        yield path, getattr(value, "__name__", type(value).__name__)
+    else:
+        yield path, type(value).__name__

@@ -1,0 +1,76 @@
+"""Workers notice that they have unlike models before the first exchange of these; nothing of one's own is compared."""
+
+import keras
+import pytest
+from keras import layers
+
+import row_checks as checks
+from tfdist.faults.creation_watch import unlike
+from tfdist.strategies.model_description import described_compile, described_layers
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("activation", ("activation=relu", "activation=tanh")),
+        ("rate", ("rate=0.1", "rate=0.2")),
+        ("optimizer", ("the optimizer Adam", "the optimizer SGD")),
+        ("learning rate", ("learning_rate=0.1", "learning_rate=0.2")),
+        ("momentum", ("momentum=0.1", "momentum=0.2")),
+        ("loss", ("loss", "mean_absolute_error")),
+        ("metrics", ("metrics", "mse")),
+        ("steps per execution", ("steps_per_execution=1", "steps_per_execution=2")),
+    ],
+)
+def test_unlike_models_are_named_on_all_workers_before_they_are_used(case, words, pools):
+    for method in ("fit", "evaluate", "predict", "train_on_batch") if case == "activation" else ("fit",):
+        for kind, message in pools("2x1").run(checks.outcome_of_model, case, method):
+            assert kind == "ClusterError" and "the same model" in message, message
+            assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(("case", "words"), [("width", ("[4, 3]", "[5, 3]")), ("one layer more", ("Dense", "Batch"))])
+def test_unlike_variables_are_named_on_all_workers_in_seconds(case, words, pools):
+    for kind, message in pools("2x1").run(checks.outcome_of_variables, case):
+        assert kind == "ClusterError" and "the same variables" in message, message
+        assert all(word in message for word in words), message
+
+
+def test_a_description_holds_nothing_that_is_counted_or_drawn():
+    def described():
+        model = keras.Sequential(
+            [
+                layers.Input((4,)),
+                layers.Dense(3, kernel_initializer=keras.initializers.RandomNormal()),
+                layers.Lambda(lambda x: x + 1),
+                layers.Dropout(0.1),
+                layers.LayerNormalization(),
+            ]
+        )
+        model.compile(keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)), "mse", ["mae"])
+        return described_layers(model), described_compile(model)
+
+    assert described() == described()
+
+
+def test_a_dtype_policy_is_part_of_a_description():
+    one, other = (
+        described_layers(keras.Sequential([layers.Dense(1, dtype=dtype)])) for dtype in ("float32", "float16")
+    )
+    assert one != other
+
+
+def test_what_cannot_be_described_is_left_out():
+    class Own(keras.layers.Layer):
+        def __init__(self, given):
+            super().__init__()
+            self.given = given
+
+    model = keras.Sequential([Own(object())])
+    model.compile("sgd", lambda y_true, y_pred: y_pred)
+    assert described_layers(model)[0] == "Own as layer 0" and described_compile(model)[0] == "the optimizer SGD"
+
+
+def test_like_variables_are_alike():
+    assert unlike(3, {0: "a", 1: "a"}, "here") is None
+    assert "as number 3 worker 0 makes a, worker 2 makes b" in unlike(3, {0: "a", 1: "a", 2: "b"}, "here")

@@ -1,0 +1,90 @@
+"""Workers that make unlike variables learn of it in seconds, though such a broadcast has no deadline."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+import tensorflow as tf
+from absl import logging
+
+from tfdist.errors import ClusterError
+from tfdist.faults.board import Board
+
+__all__ = ["CreationWatch"]
+
+_POLL_SECONDS = 1.0
+_WAIT_SECONDS = 2.0  # Before a worker that waits for others says what it makes.
+_ANSWER_SECONDS = 6.0  # For a worker that waits to say so.
+
+
+class CreationWatch:
+    """Compares the variable that a worker makes with those of others, if its making fails or takes long.
+
+    Costs a look at one number every second. Messages are sent only while a variable takes longer than two seconds.
+
+    Args:
+      board: Where workers meet.
+      name: Of the strategy whose variables they are, the same on all workers.
+    """
+
+    def __init__(self, board: Board, name: str) -> None:
+        self._board, self._name = board, name
+        self._number = 0
+        self._making: tuple[str, float] | None = None
+        self._has_told = False
+        threading.Thread(target=self._watch, name="tfdist-creation-watch", daemon=True).start()
+
+    @contextlib.contextmanager
+    def making(self, described: str) -> Iterator[None]:
+        """Around the making of a variable, described by its type, shape and maker.
+
+        Raises:
+          ClusterError: If it fails, and another worker makes another variable at this point.
+        """
+        self._number += 1
+        self._making = described, time.monotonic()
+        try:
+            yield
+        except tf.errors.OpError as error:
+            message = self._difference(described, _ANSWER_SECONDS)
+            if message is not None:
+                raise ClusterError(message) from error
+            raise
+        finally:
+            self._making = None
+
+    def _watch(self) -> None:
+        while not self._has_told:
+            time.sleep(_POLL_SECONDS)
+            making = self._making
+            if making is None or time.monotonic() - making[1] < _WAIT_SECONDS:
+                continue
+            message = self._difference(making[0], _POLL_SECONDS)
+            if message is not None and making is self._making:
+                self._has_told = True
+                logging.error(message)
+                with contextlib.suppress(tf.errors.OpError):
+                    self._board.report_error(message)  # The broadcast would wait on.
+
+    def _difference(self, described: str, timeout_seconds: float) -> str | None:
+        try:
+            said = self._board.exchange(f"{self._name}-{self._number}", described, timeout_seconds)
+        except (tf.errors.OpError, ClusterError):  # Of a job that ends for another reason.
+            return None
+        return unlike(self._number, said, f"worker {self._board.worker} on {socket.gethostname()}")
+
+
+def unlike(number: int, said: Mapping[int, str], here: str) -> str | None:
+    """What to say of the variables that workers make at the same point, `None` if they are alike."""
+    firsts: dict[str, int] = {}
+    for worker, described in sorted(said.items()):
+        firsts.setdefault(described, worker)
+    if len(firsts) < 2:
+        return None
+    named = ", ".join(f"worker {worker} makes {described}" for described, worker in firsts.items())
+    return (
+        f"All workers must make the same variables in the same order, but as number {number} {named}. This is {here}. "
+        "Build the same layers, of the same widths, and the same optimizer on each."
+    )
