@@ -50,6 +50,12 @@ class Traffic:
         since: Any = (None if now is None else now - (then or 0) for now, then in zip(own, other, strict=True))
         return Traffic(*since)
 
+    def __add__(self, more: "Traffic") -> "Traffic":
+        """Both together; a time that only one of them knows is that one's."""
+        own, other = dataclasses.astuple(self), dataclasses.astuple(more)
+        both: Any = (b if a is None else a + (b or 0) for a, b in zip(own, other, strict=True))
+        return Traffic(*both)
+
     @property
     def ratio(self) -> float:
         """Raw bytes divided by sent bytes; 1 if nothing was sent."""

@@ -1,5 +1,6 @@
 """What the gradient exchange sends, as Keras logs."""
 
+import dataclasses
 from typing import Any
 
 import keras
@@ -16,26 +17,58 @@ class Traffic(ForKerasModels, keras.callbacks.Callback):
       replica spent on coding and on exchanging in a step, a mean over the epoch, added up over buckets
     - `residual_norm`: the Euclidean norm of what this worker has left behind, to be sent later; costs a pass over it
 
+    A restart by `BackupAndRestore` amid an epoch goes on with the sums of that epoch.
+
     Under a strategy without `compression` it adds nothing.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._epoch = -1
+        self._before: Any = None  # What was sent before the epoch; `None` between epochs.
+        self._restored: dict[str, Any] | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Remembers what was sent before the epoch."""
         communication = self._communication()
+        self._epoch = epoch
         self._before = communication and communication.traffic()
+        if self._restored is not None and self._restored["epoch"] != epoch:
+            self._restored = None
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds to `logs`."""
         communication = self._communication()
-        if communication is None or logs is None:
-            return
+        if communication is not None and logs is not None:
+            traffic = self._of_epoch(communication)
+            logs["sent_bytes"] = traffic.sent_bytes_per_step
+            logs["compression_ratio"] = traffic.ratio
+            if traffic.encode_seconds is not None:
+                logs["encode_seconds"] = traffic.encode_seconds / max(traffic.steps, 1)
+                logs["exchange_seconds"] = traffic.exchange_seconds / max(traffic.steps, 1)
+            logs["residual_norm"] = self._residual_norm(communication)
+        self._before = self._restored = None
+
+    def get_state(self) -> dict[str, Any] | None:
+        """The sums of the epoch under way, for a backup; `None` between epochs. Costs a pass over the residuals."""
+        communication = self._communication()
+        if communication is None or self._before is None:
+            return None
+        traffic = dataclasses.asdict(self._of_epoch(communication))
+        return {"epoch": self._epoch, "traffic": traffic, "residual_norm": self._residual_norm(communication)}
+
+    def set_state(self, state: dict[str, Any] | None) -> None:
+        """Takes over the sums of an epoch that goes on in this process."""
+        self._restored = state
+
+    def _of_epoch(self, communication: Any) -> Any:
         traffic = communication.traffic() - self._before
-        logs["sent_bytes"] = traffic.sent_bytes_per_step
-        logs["compression_ratio"] = traffic.ratio
-        if traffic.encode_seconds is not None:
-            logs["encode_seconds"] = traffic.encode_seconds / max(traffic.steps, 1)
-            logs["exchange_seconds"] = traffic.exchange_seconds / max(traffic.steps, 1)
-        logs["residual_norm"] = communication.residual_norm()
+        return traffic if self._restored is None else traffic + type(traffic)(**self._restored["traffic"])
+
+    def _residual_norm(self, communication: Any) -> float:
+        # Residuals are given back with the first step of this process.
+        has_sent = (communication.traffic() - self._before).steps > 0
+        return self._restored["residual_norm"] if self._restored and not has_sent else communication.residual_norm()
 
     def _communication(self) -> Any:
         return getattr(self.model.distribute_strategy, "communication", None)
