@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist import _tf
 from tfdist.data.counts import check_truth, checked_count, checked_whole
 from tfdist.data.handout import Handout
 from tfdist.data.order import Unshuffled, chosen_order
@@ -147,6 +148,13 @@ class BalancedSharding(tf.train.experimental.PythonState):
         self._times = StepTimes()
         self.visitors: list[Callable[[int, np.ndarray], None]] = []
 
+    def __repr__(self) -> str:
+        # Keras quotes it where `fit` is given the sharding itself.
+        return (
+            f"<BalancedSharding of {len(self.source)} examples: give Keras strategy.distribute_datasets_from_function("
+            "sharding), or without a strategy sharding() to train and sharding(training=False) to evaluate and predict>"
+        )
+
     @property
     def is_followed(self) -> bool:
         """Whether a strategy of tfdist says what is trained on, so that the position counts steps."""
@@ -197,10 +205,10 @@ class BalancedSharding(tf.train.experimental.PythonState):
         made = self._dataset(place, training, is_started=False)
         made.context = context  # A strategy compares it with that of the worker that reads.
         steps = self.cardinality if training else self.evaluation_steps
-        batches = steps * len(place.own) if steps > 0 else steps
         # Of a whole epoch: one that is continued is shorter, where TensorFlow's own assertion would raise.
-        made.cardinality = lambda: tf.constant(batches, tf.int64)
-        return made
+        counted = _tf.CountedDataset(made, steps * len(place.own) if steps > 0 else steps)
+        counted.sharding, counted.context = made.sharding, context
+        return counted
 
     def _dataset(self, place: Place, training: bool, is_started: bool) -> tf.data.Dataset:
         fewest = self._plan_of_evaluation.rows(self.evaluation_steps - 1)
@@ -420,6 +428,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
             different = ", ".join(
                 f"{key} was {identity.get(key)}, is {own[key]}" for key in own if identity.get(key) != own[key]
             )
+            if identity.get("source") != own["source"]:
+                different += f" (checksums of the examples; it now reads {self.source.origin()})"
             raise PositionError(
                 f"The saved position belongs to other global batches: {different}. Restore it with the source and "
                 "arguments that it was saved with, or start a new run."
@@ -447,6 +457,12 @@ class BalancedSharding(tf.train.experimental.PythonState):
         alike = {**self._identity(), "policy": self._shares.policy, "max_rows": self._max_rows, "repeat": self._repeat}
         alike["drop_remainder"] = self.plan.drop_remainder
         return [f"{name} {value}" for name, value in alike.items()]
+
+    def shown(self) -> list[str]:
+        """The same as a reader wants it: where the examples come from, instead of their checksum."""
+        of_source = f"source {self._fingerprint}"
+        named = f"examples with the checksum {self._fingerprint} from {self.source.origin()}"
+        return [named if each == of_source else each for each in self.described()]
 
     def described_state(self) -> list[str]:
         """What all workers must have alike when they begin to train."""

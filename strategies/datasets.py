@@ -56,6 +56,66 @@ def alike_on_workers(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
+def is_own_of_each(dataset: tf.data.Dataset) -> bool:
+    """Whether each worker reads rows that others do not share: policy OFF, FILE or HINT."""
+    policies = tf.data.experimental.AutoShardPolicy
+    return _policy_of(dataset) in (policies.OFF, policies.FILE, policies.HINT)
+
+
+def _policy_of(dataset):
+    return dataset.options().experimental_distribute.auto_shard_policy
+
+
+def divided_one_by_one(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns `dataset`, of which TensorFlow divides each batch by itself.
+
+    It then takes as many steps for each batch as there are workers. Without a function in between it may join the rest
+    of one batch with the next one, and the number of steps is not known.
+    """
+    is_tuple = type(dataset.element_spec) is tuple
+    return dataset.map(tf.autograph.experimental.do_not_convert(lambda *batch: batch if is_tuple else batch[0]))
+
+
+def batches_of_own(dataset: tf.data.Dataset, workers: int) -> int:
+    """How many batches this worker takes of a dataset that `is_own_of_each`; negative: unknown or infinite.
+
+    Under OFF a step takes a part of a batch: batch_size counts the rows of all workers. Files are dealt out by
+    TensorFlow, which does not say how many rows a worker gets.
+
+    Args:
+      dataset: One that is `divided_one_by_one`.
+      workers: How many workers there are.
+    """
+    policies, batches = tf.data.experimental.AutoShardPolicy, int(dataset.cardinality())
+    if _policy_of(dataset) == policies.OFF:
+        return batches * workers if batches > 0 else batches
+    return tf.data.UNKNOWN_CARDINALITY
+
+
+def end_for_all(distributed: Any, dataset: tf.data.Dataset, batches: int) -> None:
+    """Lets Keras read what each worker reads for itself until no worker has rows left.
+
+    Args:
+      distributed: What TensorFlow made of it.
+      dataset: What it was made of.
+      batches: How many there are for all, see `batches_of_own`.
+    """
+    if _policy_of(dataset) == tf.data.experimental.AutoShardPolicy.HINT:
+        _tf.end_when_all_have_ended(distributed)
+    _tf.set_cardinality(distributed, batches)
+
+
+def unordered(dataset: tf.data.Dataset) -> ValueError:
+    """The error of a `predict` on data that each worker reads for itself."""
+    policy = _policy_of(dataset).name
+    return ValueError(
+        "`predict` returns rows in the order of the data, so all workers must read the same data, but under "
+        f"AutoShardPolicy.{policy} each worker reads its own. Leave the policy out, or set AutoShardPolicy.DATA in the "
+        "tf.data.Options of what `predict` is given: each worker then predicts its part of each batch. Or let each "
+        "worker call `model(x)` on its own rows."
+    )
+
+
 def made_by(dataset_fn: Callable[[Any], Any], context: tf.distribute.InputContext) -> Any:
     """What a dataset function gives, if it is none in which a sharding would be read past the strategy.
 
@@ -145,6 +205,25 @@ class _Noted:
 
 class NotedDataset(_Noted, _tf.DistributedDataset):
     """One that was made of a `tf.data.Dataset`."""
+
+
+class DatasetOfEachWorker(NotedDataset):
+    """A dataset that the user distributed, of which each worker reads rows of its own. Keras reads it to the end.
+
+    Args:
+      distributed: The dataset as TensorFlow distributes it.
+      dataset: What the user gave.
+    """
+
+    def __init__(self, distributed: Any, dataset: tf.data.Dataset):
+        super().__init__(distributed)
+        self._given = dataset
+        end_for_all(self, dataset, tf.data.UNKNOWN_CARDINALITY)
+
+    def __iter__(self):
+        if _tf.keras_is_predicting():
+            raise unordered(self._given)
+        return super().__iter__()
 
 
 class NotedDatasetsFromFunction(_Noted, _tf.DistributedDatasetsFromFunction):

@@ -144,7 +144,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         """See `ReplicatedStrategy.distribute_datasets_from_function`."""
         dataset = super().distribute_datasets_from_function(dataset_fn, options)
         if self.extended._num_workers > 1 and isinstance(dataset, BalancedDataset):
-            self.extended.agreement.on_sharding(dataset_fn.described())
+            self.extended.agreement.on_sharding(dataset_fn.described(), dataset_fn.shown())
         elif self.extended._num_workers > 1:
             _tf.set_cardinality(dataset, self._longest(int(dataset.cardinality)))
         return dataset

@@ -16,14 +16,20 @@ from tfdist.strategies import optimizer as optimizers
 from tfdist.strategies.communication import Communication
 from tfdist.strategies.datasets import (
     BalancedDataset,
+    DatasetOfEachWorker,
     NotedDataset,
     NotedDatasetsFromFunction,
     PeekableDataset,
     alike_on_workers,
+    batches_of_own,
     check_reads_no_sharding,
+    divided_one_by_one,
+    end_for_all,
+    is_own_of_each,
     is_read_by_all,
     is_split_by_rows,
     made_by,
+    unordered,
     untuned,
 )
 from tfdist.strategies.policy import check_opted_out_inside
@@ -114,15 +120,20 @@ class ReplicatedStrategy:
         """Splits `dataset` among the replicas; see `tf.distribute.Strategy.experimental_distribute_dataset`.
 
         Raises:
-          ValueError: If it is what a call of a `tfdist.data.BalancedSharding` gave, and there are other workers.
+          ValueError: If it is what a call of a `tfdist.data.BalancedSharding` gave, and there are other workers; or if
+            `predict` is given a dataset of which each worker reads rows of its own (AutoShardPolicy.OFF, FILE, HINT).
         """
         self.extended.check_in_company()
         if self.extended._num_workers > 1:
             check_reads_no_sharding(dataset)
+        is_own = self.extended._num_workers > 1 and is_own_of_each(dataset)
         if not _tf.called_by_keras_trainer():
             if self.extended._num_workers > 1 and is_split_by_rows(dataset):
                 dataset = self._compare_rows(dataset, None).watch(dataset)
-            return NotedDataset(super().experimental_distribute_dataset(dataset, options))
+            distributed = super().experimental_distribute_dataset(dataset, options)
+            return DatasetOfEachWorker(distributed, dataset) if is_own else NotedDataset(distributed)
+        if is_own and _tf.keras_loop_to_distribute() == "predict":
+            raise unordered(dataset)
         comparison = None
         keras_calls.note_call(self.reports.activity)
         if _tf.keras_made_dataset():
@@ -134,7 +145,12 @@ class ReplicatedStrategy:
             dataset = alike_on_workers(dataset)
             comparison = self._compare_rows(dataset, epochs)
             dataset = comparison.watch(dataset)
+        if is_own:
+            dataset = divided_one_by_one(dataset)
         distributed = super().experimental_distribute_dataset(dataset, options)
+        if is_own:
+            end_for_all(distributed, dataset, self._longest(batches_of_own(dataset, self.extended._num_workers)))
+            _tf.count_steps_of(_tf.keras_epochs_to_distribute(), distributed)
         if not _tf.keras_is_evaluating():
             self.reports.feed(_tf.keras_fitting_models(), None)
         return PeekableDataset(distributed, comparison)
@@ -230,6 +246,10 @@ class ReplicatedStrategy:
 
     def _compare_model(self, model):
         """Compares a model with those of other workers, before it is first used: layers, optimizer, losses, options."""
+
+    def _longest(self, batches):
+        """The most batches that any worker has; negative if that is unknown or one has no end."""
+        return batches
 
     def _check_batches(self, epochs, dataset):
         """Compares how much there is of what all workers read, for epochs that Keras is about to begin."""

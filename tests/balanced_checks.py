@@ -504,8 +504,8 @@ class CutShort(keras.callbacks.Callback):
             os.truncate(self.path, 50 * 47)
 
 
-def unlike_shardings():
-    """What workers are told that read other examples, in another order, or the same."""
+def unlike_shardings(folder):
+    """What workers are told that read other examples, in another order, or the same; then of their own files."""
     strategy = strategy_of("2x1")
     worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 
@@ -516,4 +516,17 @@ def unlike_shardings():
             return str(error)
         return "alike"
 
-    return [told(np.arange(20 - worker), 0), told(np.arange(20), worker), told(np.arange(20), 0)]
+    def files(records):
+        path = os.path.join(folder, f"of_{worker}")
+        with tf.io.TFRecordWriter(path) as writer:
+            for record in records:
+                writer.write(record)
+        return [path]
+
+    return [
+        told(np.arange(20 - worker), 0),
+        told(np.arange(20), worker),
+        told(np.arange(20), 0),
+        told(files([b"same"] * 20), 0),
+        told(files([b"%d" % worker] * 20), 0),
+    ]

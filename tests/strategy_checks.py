@@ -962,3 +962,55 @@ def seconds_of_replicas(placement):
     model.fit(place.distribute_datasets_from_function(sharding), callbacks=[after], verbose=0)
     place.reports.listeners.remove(listener)
     return *np.moveaxis(np.array(seconds), 1, 0), delay
+
+
+def own_data_of_each(policy):
+    """What becomes of data of which each worker reads its own rows: 70 on worker 0, 26 on worker 1, from 0 to 95.
+
+    Returns:
+      By kind of cardinality: steps, weighted mean and number of rows in `fit`, their mean in `evaluate`; of `predict`
+      what it raises; of a custom loop the rows.
+    """
+    place, worker = strategy("2x1"), own_index()
+    own = np.arange(96, dtype="float32")[:, None]
+    own = own if policy == "HINT" else own[:70] if worker == 0 else own[70:]
+
+    def dataset(kind):
+        rows = tf.data.Dataset.from_tensor_slices((own, own))
+        if policy == "HINT":
+            rows = rows.shard(tf.data.experimental.SHARD_HINT, tf.data.experimental.SHARD_HINT)
+        rows = rows.filter(lambda x, y: True) if kind == "unknown" else rows
+        batches = rows.batch(32).repeat() if kind == "infinite" else rows.batch(32)
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = getattr(tf.data.experimental.AutoShardPolicy, policy)
+        options.autotune.enabled = False
+        return batches.with_options(options)
+
+    def trained(data, **steps):
+        with place.scope():
+            model = keras.Sequential([layers.Input((1,)), layers.Dense(1, kernel_initializer="zeros")])
+            model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[OfTargets(name="mean")])
+        logs = model.fit(data(), verbose=0, epochs=2, validation_data=data(), **steps).history
+        return model, (int(model.optimizer.iterations), logs["mean"], logs["val_mean"])
+
+    results = {kind: trained(lambda kind=kind: dataset(kind))[1] for kind in ("known", "unknown")}
+    results["distributed"] = trained(lambda: place.experimental_distribute_dataset(dataset("known")))[1]
+    model, results["infinite"] = trained(lambda: dataset("infinite"), steps_per_epoch=4, validation_steps=4)
+    errors = []
+    for data in (dataset("known"), place.experimental_distribute_dataset(dataset("known"))):
+        try:
+            model.predict(data, verbose=0)
+        except ValueError as error:
+            errors.append(str(error))
+    looped = [
+        place.experimental_local_results(x)[0].numpy()
+        for x, _ in place.experimental_distribute_dataset(dataset("known"))
+    ]
+    return results, errors, np.concatenate(looped).ravel()
+
+
+class OfTargets(keras.metrics.Mean):
+    """The mean of the targets."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(y_true)

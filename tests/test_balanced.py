@@ -484,11 +484,38 @@ def test_a_position_before_a_batch_that_is_left_out_is_the_end_of_the_epoch():
     assert sharding.position == (1, 0)
 
 
-def test_workers_of_unlike_shardings_are_told_at_once(pools):
-    for fewer, seeds, alike in pools("2x1").run(checks.unlike_shardings):
+def test_workers_of_unlike_shardings_are_told_at_once(pools, tmp_path):
+    for fewer, seeds, alike, moved, changed in pools("2x1").run(checks.unlike_shardings, str(tmp_path)):
         assert "worker 0 has examples 20, worker 1 has examples 19" in fewer
         assert "worker 0 has seed 0, worker 1 has seed 1" in seeds
-        assert alike == "alike"
+        assert alike == moved == "alike"
+        assert all(str(tmp_path / f"of_{worker}") in changed for worker in (0, 1))
+
+
+def test_what_is_mapped_of_a_sharding_has_its_length():
+    """Keras maps it for class weights, and takes a step too many where it does not know the length."""
+    x = np.arange(20, dtype="float32")[:, None]
+    sharding = BalancedSharding((x, np.arange(20) % 2), 8, shuffle=False)
+    same = lambda *batch: batch  # noqa: E731
+    options = tf.data.Options()
+    for change in (
+        *(lambda d: d.map(same), lambda d: d.prefetch(2), lambda d: d.map(same).prefetch(tf.data.AUTOTUNE)),
+        *(lambda d: d.with_options(options), lambda d: d.enumerate(), lambda d: d.cache(), lambda d: d.shuffle(2)),
+    ):
+        assert int(change(sharding()).cardinality()) == 3
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(2)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(sharding(), epochs=2, verbose=0, class_weight={0: 1.0, 1: 2.0})
+    assert int(model.optimizer.iterations) == 6
+
+
+def test_keras_says_how_to_give_it_a_sharding():
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    sharding = BalancedSharding(np.zeros((20, 1)), 8)
+    for call in (model.fit, model.evaluate, model.predict):
+        with pytest.raises(ValueError, match=r"strategy\.distribute_datasets_from_function\(sharding\)"):
+            call(sharding, verbose=0)
 
 
 def test_what_goes_around_the_strategy_or_begins_elsewhere_is_told_on_every_worker(pools):

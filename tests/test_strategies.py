@@ -299,6 +299,22 @@ def test_workers_that_read_unlike_numbers_of_batches_are_named(kind, batches, po
         assert "worker 0 has {}, worker 1 has {}".format(*batches) in message
 
 
+@pytest.mark.parametrize("policy", ["OFF", "HINT"])
+def test_what_each_worker_reads_for_itself_is_read_to_the_end(policy, pools):
+    workers = pools("2x1").run(checks.own_data_of_each, policy)
+
+    for results, errors, _ in workers:
+        for kind in ("known", "unknown", "distributed"):
+            steps, *means = results[kind]
+            np.testing.assert_allclose(means, 47.5, rtol=1e-6, err_msg=kind)
+            assert steps == workers[0][0][kind][0], kind
+        if policy == "OFF":
+            assert results["known"][0] == 2 * 6, "two for each of the three batches of the longest"
+        assert results["infinite"][0] == 2 * 4
+        assert len(errors) == 2 and all(policy in error and "AutoShardPolicy.DATA" in error for error in errors)
+    np.testing.assert_array_equal(np.sort(np.concatenate([rows for *_, rows in workers])), np.arange(96))
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

@@ -32,7 +32,8 @@ from tensorflow.python.distribute.collective_util import Options as Communicatio
 from tensorflow.python.distribute.values import MirroredVariable, PerReplicaSpec, SyncOnReadVariable
 
 # What a strategy makes of a dataset function; Keras takes nothing else of a foreign class. Without it: `fit` refuses a
-# BalancedSharding. And its iterators; see `CountingIterator`.
+# BalancedSharding. And its iterators; see `CountingIterator`. And what it makes of a dataset. Without it: a `fit` on a
+# dataset that the user distributed under AutoShardPolicy.OFF ends early.
 from tensorflow.python.distribute.input_lib import (
     DistributedDataset,
     DistributedDatasetsFromFunction,
@@ -44,6 +45,9 @@ from tensorflow.python.distribute import input_lib
 # What the replicas of a worker take their batches from; see `make_iterators_on_devices_anew`. Without it: the end of an
 # epoch may wait for TensorFlow's tuner.
 from tensorflow.python.data.ops.multi_device_iterator_ops import OwnedMultiDeviceIterator
+
+# What a dataset of the same elements is; see `CountedDataset`.
+from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDataset
 
 # Makes values of all replicas out of lists of one for each. Without it: no compression in eager steps.
 from tensorflow.python.distribute.distribute_utils import regroup
@@ -124,6 +128,7 @@ __all__ = [
     "CollectiveAllReduceExtended",
     "CollectiveReplicaLauncher",
     "CommunicationOptions",
+    "CountedDataset",
     "CountingIterator",
     "DistributedDataset",
     "DistributedDatasetsFromFunction",
@@ -149,11 +154,13 @@ __all__ = [
     "control_status_ctx",
     "coordination_config_pb2",
     "count_as_seen",
+    "count_steps_of",
     "counter_of",
     "dataset_of",
     "datasets_read_by",
     "deciding_loss_scaler",
     "end_together",
+    "end_when_all_have_ended",
     "epochs_of_beginning_fit",
     "get_current_replica_id_as_int",
     "get_keras_mask",
@@ -174,6 +181,8 @@ __all__ = [
     "keras_fitting_models",
     "keras_is_evaluating",
     "keras_is_peeking",
+    "keras_is_predicting",
+    "keras_loop_to_distribute",
     "keras_made_dataset",
     "keras_makes_for_comparison",
     "keras_model_in_compile",
@@ -346,6 +355,34 @@ def keras_epochs_to_distribute() -> keras_epoch_iterator.EpochIterator | None:
     return frame.f_locals.get("self") if frame else None
 
 
+def keras_loop_to_distribute() -> str | None:
+    """Which loop of Keras asks for the distribution of a dataset: "fit", "evaluate" or "predict".
+
+    Without it: `predict` on data that workers do not share returns rows in an order that nobody knows.
+    """
+    frame = _frame_of(keras_trainer.TFEpochIterator.__init__)
+    return frame.f_back.f_code.co_name if frame and frame.f_back else None
+
+
+def count_steps_of(epochs: keras_epoch_iterator.EpochIterator, dataset: Any) -> None:
+    """Lets a Keras `EpochIterator` take as many steps as a distributed dataset has batches.
+
+    Keras counts the batches before the strategy distributes them. Without it: where each worker reads its own data,
+    an epoch ends before these end.
+    """
+    epochs.data_adapter = TFDatasetAdapter(dataset)
+    epochs._num_batches = epochs.data_adapter.num_batches
+
+
+def end_when_all_have_ended(dataset: Any) -> None:
+    """Lets a distributed dataset end when no worker has data left.
+
+    TensorFlow takes the cardinality of `shard(SHARD_HINT, SHARD_HINT)` for infinite, and then does not ask. Without it:
+    a worker with more data waits for the others without end.
+    """
+    dataset._enable_get_next_as_optional = True
+
+
 def keras_made_dataset() -> bool:
     """Whether Keras is handing over a dataset of its own making, of arrays or a generator, and not the user's."""
     adapter = getattr(keras_epochs_to_distribute(), "data_adapter", None)
@@ -447,6 +484,36 @@ def end_together(dataset: DistributedDatasetsFromFunction) -> DistributedDataset
     """
     dataset._enable_get_next_as_optional = False
     return dataset
+
+
+def _counted(name: str) -> Callable[..., "CountedDataset"]:
+    def method(self: "CountedDataset", *args: Any, **options: Any) -> "CountedDataset":
+        return CountedDataset(getattr(tf.data.Dataset, name)(self, *args, **options), self._batches)
+
+    return method
+
+
+class CountedDataset(UnaryUnchangedStructureDataset):
+    """A dataset that says how many elements it has, as does what `map` and its like make of it.
+
+    `assert_cardinality` raises where there are fewer. Without it: Keras, which maps a dataset for `class_weight`, does
+    not know the length of an epoch and takes a step too many.
+
+    Args:
+      dataset: Of unknown cardinality.
+      batches: How many elements it has, at most.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, batches: int):
+        super().__init__(dataset, dataset._variant_tensor)
+        self._batches = batches
+
+    def cardinality(self) -> tf.Tensor:
+        """As given."""
+        return tf.constant(self._batches, tf.int64)
+
+    map, prefetch, with_options = _counted("map"), _counted("prefetch"), _counted("with_options")
+    cache, enumerate, scan, shuffle = _counted("cache"), _counted("enumerate"), _counted("scan"), _counted("shuffle")
 
 
 class CountingIterator(DistributedIterator):
@@ -604,6 +671,11 @@ def keras_is_evaluating() -> bool:
     """Whether Keras' `evaluate` or `predict` is under way in this thread, also inside a `fit`."""
     trainer = keras_trainer.TensorFlowTrainer
     return any(_frame_of(inspect.unwrap(method)) for method in (trainer.evaluate, trainer.predict))
+
+
+def keras_is_predicting() -> bool:
+    """Whether Keras' `predict` is under way in this thread."""
+    return _frame_of(inspect.unwrap(keras_trainer.TensorFlowTrainer.predict)) is not None
 
 
 def calls_of_threads() -> dict[int, list[tuple[str, int, str]]]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from tfdist.data.sources.files import expand, is_local, several, stat
 from tfdist.data.sources.items import ItemsSource
-from tfdist.data.sources.source import digest, this_worker
+from tfdist.data.sources.source import digest, files_named, this_worker
 from tfdist.errors import SourceError
 
 
@@ -44,6 +44,9 @@ class ArrayRecordSource(ItemsSource):
         file = int(np.searchsorted(self._ends, index, "right"))
         path, skip = self._files[file]
         return f"record {skip + index - (self._ends[file - 1] if file else 0)} of {path}"
+
+    def origin(self) -> str:  # noqa: D102
+        return files_named([path for path, _ in self._files])
 
     def fingerprint(self) -> str:  # noqa: D102
         sizes = [size for size, _ in self._stats]

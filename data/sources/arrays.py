@@ -43,6 +43,9 @@ class ArraysSource(Source):
     def describe(self, index: int) -> str:  # noqa: D102
         return f"row {index} of the arrays"
 
+    def origin(self) -> str:  # noqa: D102
+        return f"arrays of {self.element_spec}"
+
     def fingerprint(self) -> str:  # noqa: D102
         return digest("arrays", self._length, self.element_spec)
 

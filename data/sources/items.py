@@ -51,6 +51,9 @@ class ItemsSource(Source):
     def describe(self, index: int) -> str:  # noqa: D102
         return f"item {index} of {type(self._items).__name__}"
 
+    def origin(self) -> str:  # noqa: D102
+        return f"a {type(self._items).__name__}"
+
     def fingerprint(self) -> str:  # noqa: D102
         return digest("items", self._length, self.element_spec)
 

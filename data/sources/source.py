@@ -66,6 +66,10 @@ class Source(abc.ABC):
     def fingerprint(self) -> str:
         """16 hex digits, equal on all workers, that change with the number of examples or the files."""
 
+    def origin(self) -> str:
+        """Where the examples come from, for errors: "/data/a.tfrecord and 3 other files"."""
+        return f"a {type(self).__name__}"
+
     def failure(self, index: int, problem: str) -> SourceError:
         """The error for an example that cannot be read.
 
@@ -83,6 +87,12 @@ def this_worker() -> str:
     except TFConfigError:  # An error of its own, told elsewhere; here it must not hide the one to be told.
         spec = None
     return f"{spec.describe() if spec else 'a single process'} on host {socket.gethostname()}"
+
+
+def files_named(paths: list[str]) -> str:
+    """Files of a source, for errors: the first, and how many others there are."""
+    others = len(paths) - 1
+    return paths[0] + (f" and {others} other file{'s' if others > 1 else ''}" if others else "")
 
 
 def digest(*parts: Any) -> str:

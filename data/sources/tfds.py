@@ -67,6 +67,9 @@ class TfdsSource(Source):
     def describe(self, index: int) -> str:  # noqa: D102
         return f"{self._name}, {self._records.describe(index)}"
 
+    def origin(self) -> str:  # noqa: D102
+        return f"{self._name}, {self._records.origin()}"
+
     def fingerprint(self) -> str:  # noqa: D102
         return digest("tfds", self._name, self._records.fingerprint())
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.sources.files import LocalFile, RemoteFile, expand, is_local, open_to_read, several
-from tfdist.data.sources.source import Source, digest
+from tfdist.data.sources.source import Source, digest, files_named
 from tfdist.data.sources.tfrecord_index import FOOTER_BYTES, HEADER_BYTES, load_index
 from tfdist.errors import SourceError
 
@@ -97,6 +97,9 @@ class TFRecordSource(Source):
         file = int(np.searchsorted(self._ends, index, "right"))
         first = self._ends[file - 1] if file else 0
         return f"record {self._skips[file] + index - first} of {self._indices[file].path}"
+
+    def origin(self) -> str:  # noqa: D102
+        return files_named([os.path.abspath(i.path) if is_local(i.path) else i.path for i in self._indices])
 
     def fingerprint(self) -> str:  # noqa: D102
         counts = np.diff(self._ends, prepend=0)

@@ -132,14 +132,21 @@ class Agreement:
         )
         self._compare(self._exchange("data", described), "the same data", hint)
 
-    def on_sharding(self, described: list[str]) -> None:
+    def on_sharding(self, described: list[str], shown: list[str]) -> None:
         """Compares what a `BalancedSharding` hands out.
+
+        Args:
+          described: What must be alike.
+          shown: The same, as an error shows it.
 
         Raises:
           ClusterError: If it is unlike, or a worker does not come.
         """
-        said = self._exchange("sharding", described)
-        self._compare(said, "the same BalancedSharding", "Give all the same data, seed and arguments.")
+        said, count = self._exchange("sharding", [*described, *shown]), len(described)
+        compared = {worker: own[:count] for worker, own in said.items()}
+        named = {worker: own[count:] for worker, own in said.items()}
+        hint = "Give all the same data in the same order, and the same seed and arguments; paths may differ."
+        self._compare(compared, "the same BalancedSharding", hint, named)
 
     def on_position(self, described: list[str]) -> None:
         """Compares where workers stand in a `BalancedSharding`.
@@ -277,14 +284,17 @@ class Agreement:
             )
         return said
 
-    def _compare(self, said: Mapping[int, list[str]], what: str, way_out: str) -> None:
-        """Raises where workers say unlike things, naming one worker for each."""
-        for entries in itertools.zip_longest(*said.values(), fillvalue="nothing"):
+    def _compare(
+        self, said: Mapping[int, list[str]], what: str, way_out: str, shown: Mapping[int, list[str]] | None = None
+    ) -> None:
+        """Raises where workers say unlike things, naming one worker for each, with what is `shown` in their place."""
+        for place, entries in enumerate(itertools.zip_longest(*said.values(), fillvalue="nothing")):
             firsts: dict[str, int] = {}
             for worker, entry in zip(said, entries, strict=True):
                 firsts.setdefault(entry, worker)
             if len(firsts) > 1:
-                described = ", ".join(f"worker {worker} has {entry}" for entry, worker in firsts.items())
+                texts = {worker: shown[worker][place] if shown else entry for entry, worker in firsts.items()}
+                described = ", ".join(f"worker {worker} has {text}" for worker, text in texts.items())
                 raise ClusterError(
                     f"All workers must have {what}, but {described}. This is worker {self._board.worker} on "
                     f"{socket.gethostname()}. {way_out}"
