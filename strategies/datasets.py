@@ -59,7 +59,8 @@ def alike_on_workers(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def is_own_of_each(dataset: tf.data.Dataset) -> bool:
     """Whether each worker reads rows that others do not share: policy OFF, FILE or HINT."""
     policies = tf.data.experimental.AutoShardPolicy
-    return _policy_of(dataset) in (policies.OFF, policies.FILE, policies.HINT)
+    is_dataset = isinstance(dataset, tf.data.Dataset)
+    return is_dataset and _policy_of(dataset) in (policies.OFF, policies.FILE, policies.HINT)
 
 
 def _policy_of(dataset):
