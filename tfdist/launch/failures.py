@@ -222,6 +222,7 @@ def _failure(
     if not report and returncode == 1:
         report = _report_from_log(output)
     message, stack = report.get("message"), report.get("stack")
+    reported: dict[str, Any] = {name: report.get(name) for name in _FROM_REPORT}
     failure = Failure(
         attempt=attempt,
         worker=ended.index,
@@ -234,7 +235,7 @@ def _failure(
         reason=telling_line(message) if message else None,
         line=user_line(stack) if stack else None,
         output="\n".join([each for each in output.splitlines() if not is_library_line(each)][-_TAIL_LINES:]),
-        **{name: report.get(name) for name in _FROM_REPORT},
+        **reported,
     )
     return dataclasses.replace(failure, category=_category(failure, report.get("causes") or (), output))
 

@@ -48,8 +48,10 @@ def listen(host: str, port: int, backlog: int, *, reuse_port: bool = False) -> l
         host,
     )
     with contextlib.suppress(OSError, ValueError):  # A machine without IPv6.
-        everywhere = {"family": socket.AF_INET6, "dualstack_ipv6": True}
-        return [socket.create_server(("", port), backlog=backlog, reuse_port=reuse_port, **everywhere)]
+        family = socket.AF_INET6
+        return [
+            socket.create_server(("", port), family=family, backlog=backlog, reuse_port=reuse_port, dualstack_ipv6=True)
+        ]
     return [socket.create_server(("", port), backlog=backlog, reuse_port=reuse_port)]
 
 
