@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import pathlib
+import signal
 import sys
 
 import pytest
@@ -17,6 +18,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(QUICK_START), *filter(None, [os.
 for name in list(os.environ):
     if name == "KUBERNETES_SERVICE_HOST" or name.startswith(("SLURM_", "OMPI_", "PMI_", "MV2_")):
         del os.environ[name]
+
+# A shell starts background commands with SIGINT ignored, and the processes of tests would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Name: (workers, devices in each).
 PLACEMENTS = {
