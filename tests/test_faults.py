@@ -516,13 +516,13 @@ def test_who_is_waited_for_is_logged(job):
     for index in (0, 1):
         waiting, error = job.output(index).splitlines()[0], job.output(index).splitlines()[-1]
         assert "2 of 3 workers have come" in waiting and "worker 2 at 127.0.0.1:" in waiting
-        assert error.startswith("tfdist.errors.ClusterError") and "worker 2 at 127.0.0.1:" in error
+        assert error.startswith("tfdist.errors.WorkerLostError") and "worker 2 at 127.0.0.1:" in error
 
 
 def test_a_strategy_waits_no_longer_than_it_is_told(job):
     job.start(TRAIN, workers=2, which=[1], TFDIST_START_TIMEOUT_SECONDS=str(START_SECONDS))
     assert job.wait() == [1]
-    assert "ClusterError" in job.output(1) and "worker 0 at 127.0.0.1:" in job.output(1)
+    assert "WorkerLostError" in job.output(1) and "worker 0 at 127.0.0.1:" in job.output(1)
 
 
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
