@@ -242,8 +242,8 @@ class RowComparison:
         first = said[workers[0]]
         for worker in workers[1:]:
             pairs = zip(first["tensors"], said[worker]["tensors"], strict=False)
-            unlike = {place: row_samples.difference(*pair) for place, pair in enumerate(pairs)}
-            unlike = {place: what for place, what in unlike.items() if what is not None}
+            compared = enumerate(row_samples.difference(*pair) for pair in pairs)
+            unlike = {place: what for place, what in compared if what is not None}
             hard = [place for place in unlike if self._is_hard(place)]
             labels_alike = not any(self._parts[place] == _LABELS for place in unlike)
             named = [workers[0], worker]

@@ -42,6 +42,20 @@ def in_map(text):
     return PYTHON_IN_MAP.format(text, text)
 
 
+UNLIKE_ROWS = "All workers must read the same rows in the same order, but worker 0 has 'No such file or directory'."
+# How TensorFlow quotes an error that was raised while it ran a custom loop, a step of `fit`, or several at a time.
+QUOTED = [
+    lambda text: (
+        f"{{{{function_node __wrapped__IteratorGetNext}}}} {text}\nTraceback (most recent call last):\n\n"
+        f'  File "train.py", line 3, in record\n\n{text}\n\n\n\t [[{{{{node PyFunc}}}}]] [Op:IteratorGetNext] name: '
+    ),
+    in_map,
+    lambda text: (
+        "Graph execution error:\n\n2 root error(s) found.\n  (0) CANCELLED:  Function was cancelled\n"
+        f"  (1) UNKNOWN:  {text}\n0 successful operations."
+    ),
+]
+
 KINDS = {
     FailureKind.CONFIGURATION: [
         errors.TFConfigError("TF_CONFIG names no cluster"),
@@ -56,6 +70,8 @@ KINDS = {
         op_error("PermissionDeniedError"),
         raised_from(ValueError("no data"), FileNotFoundError(errno.ENOENT, "No such file")),
         errors.BackupError("worker 1: [Errno 13] Permission denied: '/backup'"),
+        *(op_error("UnknownError", quoted(f"ClusterError: {UNLIKE_ROWS}")) for quoted in QUOTED),
+        *(op_error("InvalidArgumentError", quoted("LossReductionError: Sums ...")) for quoted in QUOTED),
     ],
     FailureKind.PROGRAM: [
         ImportError("no module"),
@@ -101,6 +117,7 @@ KINDS = {
         op_error("InternalError"),
         op_error("InvalidArgumentError", "Coordination service agent is in error state"),
         errors.WorkerLostError("All workers must come within 300 s"),
+        *(op_error("UnknownError", quoted("WorkerLostError: All workers must come")) for quoted in QUOTED),
     ],
     FailureKind.UNKNOWN: [
         RuntimeError("of a kind that nobody knows"),

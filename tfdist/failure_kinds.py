@@ -166,8 +166,11 @@ def told_kind(text: str) -> FailureKind | None:
 
 
 def _kind_of_one(cause: Cause) -> FailureKind:
+    is_of_tensorflow = "OpError" in cause.names or _is_op_error(cause)
+    if is_of_tensorflow and (quoted := _quoted(cause.text)):
+        return _kind_of_one(quoted)
     for base, pattern, kind in _BY_TEXT:
-        if (base in cause.names or (base == "OpError" and _is_op_error(cause))) and re.search(pattern, cause.text):
+        if (base in cause.names or (base == "OpError" and is_of_tensorflow)) and re.search(pattern, cause.text):
             return kind
     if cause.names[0] == "UnknownError" and (inner := _inner_kind(cause.text)):
         return inner
@@ -181,6 +184,15 @@ def _kind_of_one(cause: Cause) -> FailureKind:
 def _is_op_error(cause: Cause) -> bool:
     """Whether the class is one of TensorFlow's, known by its name alone where the text of a log is all there is."""
     return len(cause.names) == 1 and cause.names[0] in _BY_CLASS
+
+
+def _quoted(text: str) -> Cause | None:
+    """The error of tfdist that a message of TensorFlow quotes, because it was raised while a graph ran."""
+    for line in _COLOURS.sub("", text).splitlines():
+        found = re.match(r"(\w+): (.*)", _without_framing(line))
+        if found and found[1] in tfdist.errors.__all__:
+            return cause_from_text(found[1], found[2])
+    return None
 
 
 def _inner_kind(text: str) -> FailureKind | None:
