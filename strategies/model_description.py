@@ -1,6 +1,7 @@
 """A model and what `compile` was given, in words that are the same on all workers if these are."""
 
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +31,9 @@ def described_compile(model: keras.Model) -> list[str]:
     if not getattr(model, "compiled", False):
         return []
     try:
-        settings = model.get_compile_config() or {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Keras warns of lambdas in what is saved, and nothing is saved here.
+            settings = model.get_compile_config() or {}
     except Exception:  # What a user's own losses and metrics raise that cannot be serialized.
         settings = {name: getattr(model, name, None) for name in ("run_eagerly", "steps_per_execution", "jit_compile")}
     optimizer = type(getattr(model, "optimizer", None)).__name__

@@ -164,7 +164,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             self.extended.agreement.on_description(described)
 
     def _described_compile(self, model):
-        given = self.extended.given_to_optimizers.get(getattr(model, "optimizer", None), [])
+        optimizer = getattr(model, "optimizer", None)
+        given = [] if optimizer is None else self.extended.given_to_optimizers.get(optimizer, [])
         return [*described_compile(model), *given]
 
     @functools.cached_property
@@ -209,7 +210,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         last = adapter.partial_batch_size if _tf.keras_source(epochs) == "arrays" else None
         batches, described_data = adapter.num_batches or 0, _described_data(dataset, last)
         call = self.reports.activity.call
-        own = [batches, _crc(described_data), _CALLS.index(call.name) if call else 0]
+        own = [batches, _crc(described_data), _CALLS.index(call.name) if call and call.name in _CALLS else 0]
         *_, names = zip(*(everyone := self.extended.of_all_workers(own)), strict=True)
         if len(set(names)) > 1:
             raise ClusterError(unlike_calls({i: meeting_of(_CALLS[name], call.number) for i, name in enumerate(names)}))
@@ -399,7 +400,8 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         self.agreement = Agreement(self.board, options.start_timeout_seconds)
         if self._num_workers > 1:  # Before the first collective, which would wait for ever.
             strategy = self._container_strategy()
-            self.agreement.on_setup(len(self._devices), _described(strategy.compression), strategy.transport)
+            transport = self._why_not_own_connections(strategy.transport) or "own connections"
+            self.agreement.on_setup(len(self._devices), _described(strategy.compression), transport)
         self._install_collectives()
 
     def _update_config_proto(self, config_proto):

@@ -855,6 +855,14 @@ def asked_for_on_the_chief_alone(placement):
     return len(answers), messages, model.predict(x, verbose=0).shape
 
 
+def predicted_without_compile(placement):
+    """What a model predicts that was never compiled, and what it gives when it is called."""
+    x = np.arange(28, dtype="float32").reshape(7, 4)
+    with strategy(placement).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(3)])
+    return model.predict(x, batch_size=4, verbose=0), model(x).numpy()
+
+
 def two_strategies(kind):
     first, second = getattr(tfdist, kind)(), getattr(tfdist, kind)()
     totals = []

@@ -274,6 +274,18 @@ def test_a_mistake_of_syntax_is_found_in_a_log_and_what_threads_print_is_none():
     assert exception_in_log("Epoch 1/2\nAll is well\n") is None
 
 
+@pytest.mark.parametrize("after", ["Epoch 1/2\n", "tfdist: All 2 workers have come\nTimeout (0:01:00)!\n"])
+def test_an_exception_that_the_script_has_handled_is_not_the_cause_of_its_end(after):
+    assert (
+        exception_in_log(TRACEBACK.format(error="ImportError: no wandb", library="/lib/site-packages") + after) is None
+    )
+
+
+def test_what_another_worker_has_told_of_an_unknown_kind_tells_nothing():
+    assert told_kind("worker 3 ended by ValueError: x [data error]") == FailureKind.DATA
+    assert told_kind("worker 3 ended by ValueError: x [timeout error]") is None
+
+
 @pytest.mark.parametrize(
     ("log", "refused"),
     [

@@ -70,20 +70,21 @@ def test_the_newest_folders_of_runs_stay(tmp_path, monkeypatch):
         os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
 
     for age in range(KEPT_RUNS + 5):
-        make(f"tfdist-run-{age}", age)
+        make(f"tfdist-run-{age:08}", age)
     make("of-others", 1000)
+    make("tfdist-run-of-mine", 1000)  # Named by the user, as --log-dir.
     (tmp_path / "tfdist-run-file").touch()
     os.utime(tmp_path / "tfdist-run-file", (0, 0))
     (tmp_path / "tfdist-run-link").symlink_to(tmp_path / "of-others")
-    with held(tmp_path / f"tfdist-run-{KEPT_RUNS + 2}" / "tfdist-run.lock"):
-        os.utime(tmp_path / f"tfdist-run-{KEPT_RUNS + 2}", (1e9 - 900, 1e9 - 900))  # It goes on: the lock is held.
+    with held(tmp_path / f"tfdist-run-{KEPT_RUNS + 2:08}" / "tfdist-run.lock"):
+        os.utime(tmp_path / f"tfdist-run-{KEPT_RUNS + 2:08}", (1e9 - 900, 1e9 - 900))  # It goes on: the lock is held.
         with folder_of_run(argparse.Namespace(log_dir=None), None) as run_dir:
             left = {path.name for path in tmp_path.iterdir()}
     assert run_dir.is_dir() and list(run_dir.iterdir()) == []
     assert left == {
         run_dir.name,
-        *(f"tfdist-run-{age}" for age in range(KEPT_RUNS - 1)),
-        f"tfdist-run-{KEPT_RUNS + 2}",
-        *("of-others", "tfdist-run-file", "tfdist-run-link"),
+        *(f"tfdist-run-{age:08}" for age in range(KEPT_RUNS - 1)),
+        f"tfdist-run-{KEPT_RUNS + 2:08}",
+        *("of-others", "tfdist-run-of-mine", "tfdist-run-file", "tfdist-run-link"),
     }
     assert (tmp_path / "of-others" / "worker-0.log").exists()

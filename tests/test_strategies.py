@@ -196,6 +196,12 @@ def test_only_the_chief_runs_the_hooks_of_a_callback(pools):
     assert pools("2x1").run(checks.hooks_run_by, "2x1") == [[0, ["loss"], "end"] * 2, []]
 
 
+@pytest.mark.parametrize("placement", ["1x2", "2x1"])
+def test_a_model_predicts_that_was_never_compiled(placement, pools):
+    for predicted, called in pools(placement).run(checks.predicted_without_compile, placement):
+        np.testing.assert_allclose(predicted, called, rtol=1e-5)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_the_chief_writes_is_there_when_fit_returns_or_all_are_told(fails, pools, tmp_path):
     (_, of_chief), (is_there, of_other) = pools("2x1").run(checks.found_after_fit, "2x1", str(tmp_path), fails)

@@ -91,6 +91,7 @@ _BY_CLASS = {
 _BY_TEXT = (
     ("OpError", r"[Cc]oordination service|[Hh]eartbeat|Socket closed|[Ff]ailed to connect", FailureKind.MACHINE),
     ("OpError", r"Collective ops is aborted|Connection (reset|refused)", FailureKind.MACHINE),
+    ("OpError", r"Agent must be in CONNECTED state", FailureKind.MACHINE),
     ("OpError", r"No space left on device|Input/output error|Stale file handle", FailureKind.ENVIRONMENT),
     ("OpError", r"No such file or directory", FailureKind.CONFIGURATION),
     ("RuntimeError", r"^NaN or Inf ", FailureKind.DATA),  # keras.callbacks.TerminateOnNaN(raise_error=True)
@@ -106,7 +107,7 @@ _HEADINGS = re.compile(
 )
 _FRAME = re.compile(r'( *)File "(?P<file>.*?)", line (?P<line>\d+)(?:, in (?P<name>\S+))?')
 _SYNTAX_ERROR = re.compile(
-    r'^  File ".*", line \d+\n(?:    .*\n)*(?P<name>(?:Syntax|Indentation|Tab)Error): (?P<text>.*)$', re.MULTILINE
+    r'^  File ".*", line \d+\n(?:    .*\n)*(?P<name>(?:Syntax|Indentation|Tab)Error): (?P<text>.*)\Z', re.MULTILINE
 )
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _FRAMING = re.compile(r"^\{\{function_node .*?\}\} |^\(\d+\) [A-Z_]+: +| \[Op:[^\]]*\](?: name:.*)?$")
@@ -161,7 +162,7 @@ def tell_kind(words: str, error: BaseException) -> str:
 
 def told_kind(text: str) -> FailureKind | None:
     """The kind of failure that another worker told with `tell_kind`, if a message holds one."""
-    found = re.search(r"worker \d+ ended by .* \[(\w+) error\]", text)
+    found = re.search(rf"worker \d+ ended by .* \[({'|'.join(FailureKind)}) error\]", text)
     return FailureKind(found[1]) if found else None
 
 
@@ -245,16 +246,23 @@ def user_line(stack: str) -> str | None:
 
 
 def exception_in_log(log: str) -> tuple[Cause, str] | None:
-    """The exception that Python has printed last in a worker's log, and its text; None if there is none.
+    """The exception that Python has printed at the end of a worker's log, and its text; None if there is none.
 
-    For a worker that failed before `import tfdist`, so that it left no report.
+    For a worker that failed before `import tfdist`, so that it left no report. A traceback with anything behind its
+    last line is left out: the script may have handled that exception, and ended for another reason.
+
+    Args:
+      log: The end of the log, without lines of libraries.
     """
-    log = f"\n{log}"
+    lines = log.splitlines()
+    while lines and (not lines[-1].strip() or lines[-1].startswith("tfdist: ")):  # Said while Python ends.
+        lines.pop()
+    log = "\n".join(["", *lines])
     start = log.rfind("\nTraceback (most recent call last):\n") + 1
     before = log[:start].rstrip().rpartition("\n")[2]
     if start and not before.startswith(("Exception in thread", "Exception ignored")):
         stack = log[start:]
-        found = re.search(r"^(?![ \n]|Traceback )(?P<name>[\w.]+)(?:: (?P<text>(?s:.*)))?$", stack, re.MULTILINE)
+        found = re.search(r"^(?![ \n]|Traceback )(?P<name>[\w.]+)(?:: (?P<text>.*))?\Z", stack, re.MULTILINE)
         if found:
             return cause_from_text(found["name"], (found["text"] or "").rstrip()), stack
     found = _SYNTAX_ERROR.search(log)

@@ -42,7 +42,10 @@ _FROM_REPORT = ("exception", "message", "stack", "suspect", "step", "section")
 _ARGUMENT_ERROR = 2  # The exit code of argparse, and of Python for its own command line.
 # What TensorFlow raises in a worker whose peer is gone.
 _CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError")
-_CONSEQUENCE_TEXTS = ("Collective ops is aborted", WAIT_FOR_CHIEF, f"{CHIEF_SAYS}: ")
+_CONSEQUENCE_TEXTS = (
+    *("Collective ops is aborted", "Agent must be in CONNECTED state"),
+    *(WAIT_FOR_CHIEF, f"{CHIEF_SAYS}: "),
+)
 
 
 def is_consequence(exception: str | None, message: str) -> bool:
@@ -254,7 +257,7 @@ def _category(failure: Failure, causes: Sequence[Mapping[str, Any]], output: str
 
 def _report_from_log(output: str) -> Mapping[str, Any]:
     """A report made of the exception that Python printed, for a worker that failed before `import tfdist`."""
-    found = exception_in_log(output)
+    found = exception_in_log("\n".join(line for line in output.splitlines() if not is_library_line(line)))
     if found is None:
         return {}
     cause, stack = found

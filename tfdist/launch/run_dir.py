@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import os
 import pathlib
+import re
 import shutil
 import stat
 import tempfile
@@ -20,6 +21,7 @@ KEPT_RUNS = 20
 
 _PREFIX = "tfdist-run-"
 _LOCK = "tfdist-run.lock"
+_OF_MKDTEMP = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")  # A folder of another name was named by the user.
 
 
 @contextlib.contextmanager
@@ -59,7 +61,8 @@ def _remove_old(directory: pathlib.Path) -> None:
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             status = path.lstat()  # Whoever shares the directory may have put a link there.
-            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            if is_own and _OF_MKDTEMP.fullmatch(path.name):
                 found.append((status.st_mtime, path))
     for _, path in sorted(found, reverse=True)[KEPT_RUNS:]:
         with contextlib.suppress(OSError), held(path / _LOCK, other_host_seconds=0):  # A run that goes on holds it.
