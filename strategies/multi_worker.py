@@ -5,6 +5,7 @@ import contextlib
 import functools
 import os
 import random
+import re
 import socket
 import time
 import weakref
@@ -336,7 +337,7 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         self.check_in_company()
         compared = contextlib.nullcontext()
         if self._num_workers > 1:
-            compared = self._creation_watch.making(self._described_variable(kwargs))
+            compared = self._creation_watch.making(*self._described_variable(kwargs))
         with compared, self.creations.one_more():
             return super()._create_variable(next_creator, **kwargs)
 
@@ -350,7 +351,10 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         return weakref.WeakKeyDictionary()
 
     def _described_variable(self, kwargs):
-        """Kind and maker of a variable to be made, in words; notes the number that an optimizer makes it of."""
+        """Kind and maker of a variable to be made, in words, without and with its name.
+
+        Notes the number that an optimizer makes it of.
+        """
         value, maker = kwargs.get("initial_value"), next(iter(_tf.keras_callers()), None)
         made = _tf.keras_variable_being_made()
         shape = tf.TensorShape(getattr(value, "shape", None) if made is None else made.shape)
@@ -358,10 +362,11 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         is_number = isinstance(value, tf.__internal__.EagerTensor) and value.shape.rank == 0
         if isinstance(maker, keras.optimizers.Optimizer) and is_number and value.dtype.is_floating:
             numbers = self.given_to_optimizers.setdefault(maker, [])
-            numbers.append(f"{kwargs.get('name')}={float(value)} in the optimizer {type(maker).__name__}")
+            name = re.sub(r"_\d+$", "", str(kwargs.get("name")))  # Without the number that Keras counts up.
+            numbers.append(f"{name}={float(value)} in the optimizer {type(maker).__name__}")
         made_by = "" if maker is None else f", made by {type(maker).__name__}"
-        name = "a variable" if made is None else repr(made.name)
-        return f"{name}, {dtype}{'' if shape.rank is None else list(shape)}{made_by}"
+        kind = f"{dtype}{'' if shape.rank is None else list(shape)}{made_by}"
+        return kind, f"{'a variable' if made is None else repr(made.name)}, {kind}"
 
     def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
         dtype, given = kwargs.get("dtype"), kwargs.get("initial_value")

@@ -71,6 +71,13 @@ def test_what_cannot_be_described_is_left_out():
     assert described_layers(model)[0] == "Own as layer 0" and described_compile(model)[0] == "the optimizer SGD"
 
 
-def test_like_variables_are_alike():
-    assert unlike(3, {0: "a", 1: "a"}, "here") is None
-    assert "as number 3 worker 0 makes a, worker 2 makes b" in unlike(3, {0: "a", 1: "a", 2: "b"}, "here")
+def test_variables_are_compared_without_the_names_that_keras_counts_up():
+    kernel, other = "float32[4, 3], made by Dense", "float32[5, 3], made by Dense"
+    assert unlike(3, {0: [kernel, f"'kernel', {kernel}"], 1: [kernel, f"'kernel', {kernel}"]}, "here") is None
+    counted = {0: [kernel, f"'dense_kernel_momentum', {kernel}"], 1: [kernel, f"'dense_3_kernel_momentum', {kernel}"]}
+    assert unlike(3, counted, "here") is None
+    message = unlike(3, {**counted, 2: [other, f"'dense_kernel_momentum', {other}"]}, "here")
+    said = (
+        f"as number 3 worker 0 makes 'dense_kernel_momentum', {kernel}, worker 2 makes 'dense_kernel_momentum', {other}"
+    )
+    assert said in message

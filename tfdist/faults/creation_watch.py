@@ -4,7 +4,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import tensorflow as tf
 from absl import logging
@@ -32,18 +32,24 @@ class CreationWatch:
     def __init__(self, board: Board, name: str) -> None:
         self._board, self._name = board, name
         self._number = 0
-        self._making: tuple[str, float] | None = None
+        self._making: tuple[tuple[str, str], float] | None = None
         self._has_told = False
         threading.Thread(target=self._watch, name="tfdist-creation-watch", daemon=True).start()
 
     @contextlib.contextmanager
-    def making(self, described: str) -> Iterator[None]:
-        """Around the making of a variable, described by its type, shape and maker.
+    def making(self, compared: str, shown: str) -> Iterator[None]:
+        """Around the making of a variable.
+
+        Args:
+          compared: Its type, shape and maker, which must be alike on all workers.
+          shown: The same for an error, with its name. Keras counts up names over all models of a process, so they may
+            differ between workers.
 
         Raises:
           ClusterError: If it fails, and another worker makes another variable at this point.
         """
         self._number += 1
+        described = compared, shown
         self._making = described, time.monotonic()
         try:
             yield
@@ -68,7 +74,7 @@ class CreationWatch:
                 with contextlib.suppress(tf.errors.OpError):
                     self._board.report_error(message)  # The broadcast would wait on.
 
-    def _difference(self, described: str, timeout_seconds: float) -> str | None:
+    def _difference(self, described: tuple[str, str], timeout_seconds: float) -> str | None:
         try:
             said = self._board.exchange(f"{self._name}-{self._number}", described, timeout_seconds)
         except (tf.errors.OpError, ClusterError):  # Of a job that ends for another reason.
@@ -76,14 +82,20 @@ class CreationWatch:
         return unlike(self._number, said, f"worker {self._board.worker} on {socket.gethostname()}")
 
 
-def unlike(number: int, said: Mapping[int, str], here: str) -> str | None:
-    """What to say of the variables that workers make at the same point, `None` if they are alike."""
-    firsts: dict[str, int] = {}
-    for worker, described in sorted(said.items()):
-        firsts.setdefault(described, worker)
+def unlike(number: int, said: Mapping[int, Sequence[str]], here: str) -> str | None:
+    """Describes how the variables differ that workers make at the same point; `None` if they are alike.
+
+    Args:
+      number: Counts the variables that each worker has made.
+      said: By worker, the variable as it is compared and as an error shows it.
+      here: This worker, in words.
+    """
+    firsts: dict[str, tuple[int, str]] = {}
+    for worker, (compared, shown) in sorted(said.items()):
+        firsts.setdefault(compared, (worker, shown))
     if len(firsts) < 2:
         return None
-    named = ", ".join(f"worker {worker} makes {described}" for described, worker in firsts.items())
+    named = ", ".join(f"worker {worker} makes {shown}" for worker, shown in firsts.values())
     return (
         f"All workers must make the same variables in the same order, but as number {number} {named}. This is {here}. "
         "Build the same layers, of the same widths, and the same optimizer on each."
