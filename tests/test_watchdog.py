@@ -402,6 +402,34 @@ def test_who_looks_for_the_absent_asks_once_however_many_workers_there_are(monke
     assert [worker for worker in range(100) if boards[0].is_over(worker)] == [7, 8, 9]
 
 
+class Exchanging:
+    """A strategy whose worker waits for others in a step; the moments at which its watchdog asks are noted."""
+
+    fault_tolerance = FaultTolerance()
+    number, tells, has_stopped, step = 0, True, False, 0
+
+    def __init__(self):
+        self.reports, self.activity, self.asked = self, Activity(), []
+        self.dog = Watchdog(self, Words(3, {}), Patience(), Creations())
+
+    def doing(self):
+        return Doing("fit", 3, 3, EXCHANGE, True, False, self.step)
+
+    def live(self, seconds):
+        for second in range(seconds):
+            self.dog._look(1.0)
+            if self.dog._is_to_be_warned:
+                self.asked.append(second)
+                self.dog._warn({worker: within("fit", 3) for worker in range(3)})
+
+
+def test_a_healthy_wait_is_asked_about_once_before_each_warning():
+    worker = Exchanging()
+    for worker.step in range(2):
+        worker.live(120)
+    assert worker.asked == 2 * [9, 31, 92]
+
+
 class Lone:
     fault_tolerance = FaultTolerance()
 

@@ -213,7 +213,7 @@ class Watchdog:
         self._looks = 0
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Event()
-        self._warned_at = 0.0  # How long this worker had waited.
+        self._asked_at = self._warned_at = 0.0  # How long this worker had waited when it did so last.
         self._failed: set[str] = set()
 
     def start(self) -> None:
@@ -306,8 +306,8 @@ class Watchdog:
         # Who is waited for has a clock.
         observed = None if phase == WAITING else phase
         self._patience.observe(observed, (doing.progress, _moves), elapsed_seconds, is_first=doing.is_first)
-        if self._patience.waited_seconds < self._warned_at:
-            self._warned_at = 0.0
+        if self._patience.waited_seconds < self._asked_at:
+            self._asked_at = self._warned_at = 0.0
         self._looks += 1
         self._position = {
             "step": reports.number,
@@ -362,18 +362,18 @@ class Watchdog:
 
     @property
     def _is_to_be_warned(self) -> bool:
-        """Whether this worker has waited for so long that it is time to say so."""
+        """Whether it is time to ask where the others are: for unlike calls once, then for each warning."""
         waited, limit = self._patience.waited_seconds, self._patience.limit_seconds
         is_long = self._patience.may_take_long or not self._board.others
         if is_long or self._position["section"] is None or limit == math.inf:
             return False
         first = min(_WARN_SECONDS, limit / 2)
-        may_be_unlike = self._patience.waits and waited > _UNLIKE_SECONDS and not self._warned_at
+        may_be_unlike = self._patience.waits and waited > _UNLIKE_SECONDS and not self._asked_at
         return may_be_unlike or waited > (self._warned_at + _WARN_AGAIN_SECONDS if self._warned_at else first)
 
     def _warn(self, positions: Positions) -> None:
         """Says for whom this worker waits; lets its call fail if the workers are in unlike calls."""
-        waited = self._patience.waited_seconds
+        waited = self._asked_at = self._patience.waited_seconds
         unlike = unlike_calls(positions)
         if unlike is not None and waited > _UNLIKE_SECONDS:
             self._fail_call(unlike)
