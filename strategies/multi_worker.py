@@ -132,7 +132,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 self.reduce("SUM", tf.ones([]), axis=None)  # Each fetches from another, what a broadcast does not try.
                 _share_seed(self)
             extended.lay_wire(transport)
-            watchdog.start(self, extended.board, extended.creations)
+            watchdog.start(self, extended.board, extended.creations, extended.carried_bytes)
             self.reports.rows_read = RowsRead()
             watch_models_outside(extended._num_workers)
             self._use = Use()  # What is above is no use of it.
@@ -265,6 +265,8 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
     _has_joined = False
     # Whether this process has tried to make connections of its own, and what came of it.
     _has_tried, _wire, _problem = False, None, ""
+    # Gives the number of bytes that steps have exchanged, if they go over the workers' own connections.
+    carried_bytes = None
 
     @property
     def _crosses_border(self):
@@ -300,6 +302,8 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
             raise ClusterError(_TLS_ERROR.format(why=why or cls._problem))
         if why is None and cls._wire is not None:
             self._cross_device_ops.use(cls._wire)
+            if len(self._devices) == 1:  # Else TensorFlow's collectives carry all sums.
+                self.carried_bytes = cls._wire.carried_bytes
 
     def _why_not_own_connections(self, transport):
         """Why TensorFlow's collectives carry the exchanges of this strategy; `None` if they need not."""

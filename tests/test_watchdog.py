@@ -141,6 +141,27 @@ def test_a_given_number_does_not_hold_for_what_prepares_the_first_step(phase):
     assert not live(patience, (0, phase, 200))
 
 
+def test_bytes_that_travel_are_progress():
+    patience = Patience()
+    for second in range(600):  # 256 KiB each 20 s, which is 0.1 Mbit/s
+        patience.observe(EXCHANGE, 0, 1.0, carried=second // 20 << 18)
+        assert not patience.is_over and (second < 20 or patience.carries)
+    assert not live(patience, (0, EXCHANGE, 62)) and not patience.carries
+    patience = Patience(4)
+    told = []
+    for phase, carried in [(COMPUTE, 1), (EXCHANGE, 2), (EXCHANGE, 2), (EXCHANGE, 2), (CALLBACK, 3)]:
+        patience.observe(phase, 0, 1.0, carried=carried)
+        told.append(patience.carries)
+    assert told == [False, True, True, False, False]
+
+
+def test_a_first_exchange_whose_bytes_nobody_sees_has_ten_minutes():
+    patience = Patience(sees_bytes=False)
+    assert live(patience, (0, EXCHANGE, 600)) and not live(patience, (0, EXCHANGE, 5))
+    patience = Patience(sees_bytes=False)
+    assert live(patience, (1, TRAINING, 1), (0, EXCHANGE, 60)) and not live(patience, (0, EXCHANGE, 5))
+
+
 def test_others_are_told_of_what_may_take_long():
     patience = Patience()
     told = []
@@ -408,9 +429,9 @@ class Exchanging:
     fault_tolerance = FaultTolerance()
     number, tells, has_stopped, step = 0, True, False, 0
 
-    def __init__(self):
+    def __init__(self, carried=None):
         self.reports, self.activity, self.asked = self, Activity(), []
-        self.dog = Watchdog(self, Words(3, {}), Patience(), Creations())
+        self.dog = Watchdog(self, Words(3, {}), Patience(meeting_seconds=300), Creations(), carried)
 
     def doing(self):
         return Doing("fit", 3, 3, EXCHANGE, True, False, self.step)
@@ -428,6 +449,22 @@ def test_a_healthy_wait_is_asked_about_once_before_each_warning():
     for worker.step in range(2):
         worker.live(120)
     assert worker.asked == 2 * [9, 31, 92]
+
+
+def test_a_worker_that_waits_is_ended_neither_while_bytes_come_nor_while_others_exchange(monkeypatch):
+    counted, ended = iter(range(10**6)), []
+    worker = Exchanging(lambda: next(counted))
+    worker.live(1000)
+    assert not worker.asked and worker.dog._position["carries"]
+    worker.dog._carried = lambda: 0
+    worker.live(100)
+    assert worker.asked and worker.dog._patience.is_over and not worker.dog._position["carries"]
+    for others_carry in (True, False):
+        position = {**within("fit", 3), "carries": others_carry}
+        monkeypatch.setattr(worker.dog, "_ask", lambda position=position: {0: position, 1: worker.dog._position})
+        monkeypatch.setattr(worker.dog, "_end", ended.append)
+        worker.dog._judge()
+        assert bool(ended) != others_carry
 
 
 class Lone:

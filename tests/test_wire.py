@@ -78,7 +78,8 @@ thread, = begin(0)
 assert eventually(lambda: len(wires[0]._rounds) == 2), wires[0]._rounds
 begin(1)
 thread.join(60)
-assert ended == [[2000, 1000]] * 2, ended
+assert eventually(lambda: ended == [[2000, 1000]] * 2), ended
+assert wires[0].carried_bytes() == wires[1].carried_bytes() >= 4 * 1500 * 4, "each way, in two steps"
 """,
     "a header that no worker sends is refused, its sender named and its connection closed": """
 FORGED = {

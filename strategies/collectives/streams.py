@@ -11,6 +11,7 @@ __all__ = ["PlainStream", "TlsStream", "stream_of"]
 _RECORD_BYTES = 1 << 14  # As much as a record of TLS holds.
 _FIRST_BYTES = 4 * _RECORD_BYTES
 _WAIT_MILLISECONDS = 50
+_PIECE_BYTES = 4 << 20  # Of what is sent before it is counted: as much as a bucket of gradients.
 
 
 class PlainStream:
@@ -21,6 +22,8 @@ class PlainStream:
 
     Attributes:
       has_more: Whether there are received bytes of which `epoll` does not know.
+      sent: How many bytes were sent; changed by the thread that sends.
+      received: How many bytes were received; changed by the thread that receives.
     """
 
     has_more = False
@@ -28,6 +31,7 @@ class PlainStream:
     def __init__(self, connection: socket.socket):
         self._connection = connection
         self._waking_bytes = 1
+        self.sent = self.received = 0
 
     def fileno(self) -> int:
         """The descriptor to wait at for bytes to receive."""
@@ -36,9 +40,11 @@ class PlainStream:
     def send_now(self, header: memoryview, row: memoryview) -> int:
         """Sends as much as is taken at once, and says how many bytes that is."""
         try:
-            return self._connection.sendmsg([header, row], [], socket.MSG_DONTWAIT)
+            count = self._connection.sendmsg([header, row], [], socket.MSG_DONTWAIT)
         except OSError:  # There may be no room. `send` raises any other error.
             return 0
+        self.sent += count
+        return count
 
     def send(self, header: memoryview, row: memoryview) -> None:
         """Sends all, and waits until it is taken.
@@ -48,7 +54,11 @@ class PlainStream:
         """
         # Without a payload, MSG_MORE would delay the header.
         self._connection.sendall(header, socket.MSG_MORE if row.nbytes else 0)
-        self._connection.sendall(row)
+        self.sent += header.nbytes
+        for begin in range(0, row.nbytes, _PIECE_BYTES):
+            piece = row[begin : begin + _PIECE_BYTES]
+            self._connection.sendall(piece)
+            self.sent += piece.nbytes
 
     def receive_into(self, room: memoryview) -> int:
         """Receives what is there, and says how many bytes that is; 0 at the end.
@@ -57,7 +67,9 @@ class PlainStream:
           BlockingIOError: If nothing is there.
           OSError: If the connection fails.
         """
-        return self._connection.recv_into(room, 0, socket.MSG_DONTWAIT)
+        count = self._connection.recv_into(room, 0, socket.MSG_DONTWAIT)
+        self.received += count
+        return count
 
     def wake_at(self, count: int) -> None:
         """Has `epoll` wake its reader when so many bytes are there, and not for each piece."""
@@ -109,9 +121,11 @@ class TlsStream(PlainStream):
         """See `PlainStream.receive_into`."""
         try:
             with self._lock:
-                return self._tls.recv_into(room)
+                count = self._tls.recv_into(room)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
+        self.received += count
+        return count
 
     def wake_at(self, count: int) -> None:
         """Does nothing: TLS needs whole records, whatever their size."""
@@ -128,6 +142,7 @@ class TlsStream(PlainStream):
                     sent += self._tls.send(data[sent : sent + _RECORD_BYTES])
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 break
+        self.sent += sent
         return sent
 
     def _send_all(self, data: memoryview) -> None:

@@ -107,6 +107,10 @@ class Wire:
         parts = [_as(part, own) for part in parts]
         return [*parts[: self._worker], own, *parts[self._worker :]]
 
+    def carried_bytes(self) -> int:
+        """How many bytes it has sent and received; more of them show that an exchange gets on, however slowly."""
+        return sum(line.sent + line.received for line in self._lines.values())
+
     @staticmethod
     def carries(rows: tf.Tensor) -> bool:
         """Whether it exchanges such a tensor: numbers, in a graph."""

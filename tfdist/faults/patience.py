@@ -11,6 +11,8 @@ __all__ = ["Patience"]
 
 _FLOOR_SECONDS = 60.0
 _CAP_SECONDS = 1800.0
+_UNSEEN_SECONDS = 600.0  # For a first exchange of which nobody sees the bytes: 440 MB at 6 Mbit/s.
+_CARRIED_SECONDS = 30.0
 _STEPS, _STEPS_REMEMBERED, _LONGEST_STEPS = 20, 64, 3
 
 
@@ -20,10 +22,14 @@ class Patience:
     Args:
       given: The user's number of seconds, `None` to learn it, infinite to stay for ever.
       meeting_seconds: For all workers to come to a call.
+      sees_bytes: Whether `observe` is told of the bytes that workers exchange. Otherwise a worker has ten minutes for
+        an exchange until one step is known.
     """
 
-    def __init__(self, given: float | None = None, meeting_seconds: float = math.inf):
+    def __init__(self, given: float | None = None, meeting_seconds: float = math.inf, sees_bytes: bool = True):
         self._given, self._meeting_seconds = given, meeting_seconds
+        self._first_exchange_seconds = _FLOOR_SECONDS if sees_bytes else _UNSEEN_SECONDS
+        self._carried, self._since_carried = 0, math.inf
         self._steps: collections.deque[float] = collections.deque(maxlen=_STEPS_REMEMBERED)
         self._longest = 0.0
         self._state: Any = None
@@ -37,7 +43,9 @@ class Patience:
         if not is_first:
             self._steps.append(seconds)
 
-    def observe(self, phase: str | None, progress: Any, elapsed_seconds: float, *, is_first: bool = False) -> None:
+    def observe(
+        self, phase: str | None, progress: Any, elapsed_seconds: float, *, is_first: bool = False, carried: int = 0
+    ) -> None:
         """Takes note of where this worker is.
 
         Args:
@@ -45,16 +53,29 @@ class Patience:
           progress: Another value if the worker has got on within the phase, or has left it and is back.
           elapsed_seconds: Since the last call.
           is_first: Whether its input and computation may take longer than in a usual step.
+          carried: How many bytes the worker has exchanged with others so far. More of them are progress.
         """
         self.waited_seconds += elapsed_seconds
+        self._since_carried += elapsed_seconds
         if (phase, progress) != self._state:
             self.waited_seconds = 0.0
+        if carried != self._carried:
+            self._carried = carried
+            self.waited_seconds = self._since_carried = 0.0
         self._state, self._phase, self._is_first = (phase, progress), phase, is_first
 
     @property
     def waits(self) -> bool:
         """Whether this worker waits for others, so far as is known."""
         return self._phase in (EXCHANGE, MEETING)
+
+    @property
+    def carries(self) -> bool:
+        """Whether it waits for bytes that have travelled in the last 30 s, or in half of its time if that is less.
+
+        Others may be done with their own parts of the exchange, and wait for it.
+        """
+        return self.waits and self._since_carried < min(_CARRIED_SECONDS, self.limit_seconds / 2)
 
     @property
     def may_take_long(self) -> bool:
@@ -85,7 +106,8 @@ class Patience:
             return self._given
         if self._is_long:
             return max(_CAP_SECONDS, longest)
-        return max(min(max(_FLOOR_SECONDS, _STEPS * self.usual_seconds), _CAP_SECONDS), longest)
+        floor = self._first_exchange_seconds if self.waits and not self._longest else _FLOOR_SECONDS
+        return max(min(max(floor, _STEPS * self.usual_seconds), _CAP_SECONDS), longest)
 
     @property
     def is_over(self) -> bool:

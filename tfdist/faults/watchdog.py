@@ -9,12 +9,15 @@ the notes every second, and tells the other workers every two. The rule:
 - A training step, with its input, may take 20 times the median of the last 64, but at least 60 s and at most 30
   minutes; never less than three times the longest so far. A worker that waits for others, in whatever step, has the
   same time.
+- Bytes that travel over the workers' own connections are progress, so an exchange over a slow link goes on. Nobody sees
+  those of TensorFlow's collectives: there a worker waits for up to 10 minutes until the first step is done.
 - What may take long has 30 minutes: to build and to trace a model, the first input and the first computation of a call,
   each of an evaluation, a callback, a save.
 - `stall_timeout_seconds` replaces all these numbers, but those for building, tracing and the first computation.
 - At the beginning of a call a worker waits `start_timeout_seconds` for the others to come.
 - A worker whose clock has run out asks the others where they are. While one of them does what may take long, and its
-  own clock runs, all wait. One that is outside of calls and has not come to this call yet has `start_timeout_seconds`.
+  own clock runs, or waits for bytes that have travelled in the last 30 s, all wait. One that is outside of calls and
+  has not come to this call yet has `start_timeout_seconds`.
 - Then each worker writes where all its threads are, and the report, and ends with exit code `STALLED`; at the beginning
   of a call the call raises `ClusterError` on all workers instead.
 - Workers that wait in unlike calls, or for one whose program is over, wait in vain. That ends after some 10 s, or as
@@ -38,7 +41,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -178,14 +181,21 @@ class Alone(Board):
         return []
 
 
-def start(strategy: Any, board: Board, creations: Creations) -> None:
+def start(strategy: Any, board: Board, creations: Creations, carried: Callable[[], int] | None = None) -> None:
     """Watches the training of a strategy for as long as it lives, in threads of its own.
 
     Costs two messages to worker 0 every two seconds, three while it waits, and a look at a variable every second.
+
+    Args:
+      strategy: The strategy.
+      board: Where workers tell each other where they are.
+      creations: The variables that this worker makes.
+      carried: Gives the number of bytes that steps have exchanged with other workers, if that can be told.
     """
     options = strategy.fault_tolerance
-    patience = Patience(options.stall_timeout_seconds, options.start_timeout_seconds)
-    Watchdog(strategy, board, patience, creations).start()
+    sees_bytes = carried is not None or not board.others
+    patience = Patience(options.stall_timeout_seconds, options.start_timeout_seconds, sees_bytes)
+    Watchdog(strategy, board, patience, creations, carried).start()
 
 
 def start_alone(strategy: Any) -> None:
@@ -198,8 +208,16 @@ def start_alone(strategy: Any) -> None:
 class Watchdog:
     """The threads that watch: one looks, one tells the others, since a message may hang where a look may not."""
 
-    def __init__(self, strategy: Any, board: Board, patience: Patience, creations: Creations):
+    def __init__(
+        self,
+        strategy: Any,
+        board: Board,
+        patience: Patience,
+        creations: Creations,
+        carried: Callable[[], int] | None = None,
+    ):
         self._strategy = weakref.ref(strategy)
+        self._carried = carried or (lambda: 0)
         self._creations = creations
         self._told_of: float | None = None
         self._refused: float | None = None
@@ -305,7 +323,8 @@ class Watchdog:
             self._patience.learn(*reports.activity.step_seconds.popleft())
         # Who is waited for has a clock.
         observed = None if phase == WAITING else phase
-        self._patience.observe(observed, (doing.progress, _moves), elapsed_seconds, is_first=doing.is_first)
+        progress, carried = (doing.progress, _moves), self._carried()
+        self._patience.observe(observed, progress, elapsed_seconds, is_first=doing.is_first, carried=carried)
         if self._patience.waited_seconds < self._asked_at:
             self._asked_at = self._warned_at = 0.0
         self._looks += 1
@@ -313,6 +332,7 @@ class Watchdog:
             "step": reports.number,
             "section": phase,
             "may_take_long": self._patience.may_take_long,
+            "carries": self._patience.carries,
             "call": [doing.call, doing.number] if doing.call else None,
             "begun": doing.begun,
             "variables": self._creations.count,
@@ -393,7 +413,7 @@ class Watchdog:
         if not (self._patience.is_over or self._is_in_vain) or self._stopping.is_set():  # Asking took a while.
             return
         others = {worker: position for worker, position in positions.items() if worker != self._board.worker}
-        busy = any(position and position.get("may_take_long") for position in others.values())
+        busy = any(each and (each.get("may_take_long") or each.get("carries")) for each in others.values())
         call = self._position["call"]
         is_early = self._patience.waited_seconds < self._start_timeout_seconds
         may_come = is_early and bool(call) and bool(yet_to_come(others, call[1]))
