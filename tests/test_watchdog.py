@@ -467,6 +467,27 @@ def test_a_worker_that_waits_is_ended_neither_while_bytes_come_nor_while_others_
         assert bool(ended) != others_carry
 
 
+def test_the_wait_for_the_first_batch_of_others_is_noted_and_ends_if_none_of_them_is_busy(monkeypatch):
+    monkeypatch.setattr(watchdog, "_POST_SECONDS", 0.0)
+    worker, seen, errors = Exchanging(), [], []
+    board = worker.dog._board
+    board.say_once = board.forget = lambda *_: None
+    board.report_error = errors.append
+
+    def looks():
+        worker.live(100)
+        seen.append(worker.dog._position["section"])
+        if worker.dog._patience.is_over:
+            worker.dog._judge()
+        return False
+
+    with pytest.raises(ClusterError, match="come to each within 300 s of each other"):
+        Agreement(board, 300).is_alike("rows-1", 7, True, looks)
+    assert seen == 4 * [MEETING] and worker.asked[:2] == [9, 31] and len(errors) == 1
+    worker.dog._look(0.0)
+    assert worker.dog._position["section"] == EXCHANGE
+
+
 class Lone:
     fault_tolerance = FaultTolerance()
 

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import itertools
-import math
 import socket
 import time
 import weakref
@@ -180,17 +179,28 @@ class Agreement:
         Args:
           name: What `next_name` gave.
           own: What this worker says.
-          waits: Whether all workers must come here. Otherwise who waits for ten seconds goes on as if all were alike.
+          waits: Whether all workers must come here. The watchdog knows of the wait, and ends it if others do not come.
+            Otherwise a worker that waits for ten seconds goes on as if all were alike.
           is_closed: Whether nobody needs the answer any more.
 
         Raises:
-          ClusterError: If the program of a worker is over that has said nothing.
+          ClusterError: If the program of a worker is over that has said nothing, or a worker does not come.
           tf.errors.OpError: If the service is out of reach.
         """
-        deadline = math.inf if waits else time.monotonic() + _OPTIONAL_SECONDS
+        if not waits:
+            deadline = time.monotonic() + _OPTIONAL_SECONDS
+            return self._decide(name, own, lambda: is_closed() or time.monotonic() > deadline)
+        with watchdog.waiting_for_all("the comparison of the first batch of a dataset") as meeting:
+            decided = self._decide(name, own, lambda: is_closed() or meeting.fault is not None)
+        if meeting.fault is not None:
+            raise ClusterError(meeting.fault)
+        return decided
+
+    def _decide(self, name: str, own: Any, is_over: Callable[[], bool]) -> bool:
+        """Whether all workers say the same, as far as is heard until `is_over`."""
 
         def hear(subject: str, worker: int) -> Any:
-            return self._hear_unless(subject, worker, lambda: is_closed() or time.monotonic() > deadline)
+            return self._hear_unless(subject, worker, is_over)
 
         verdict = f"{name}-verdict"
         if self._board.worker:

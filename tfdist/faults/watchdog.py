@@ -121,8 +121,11 @@ class _Meeting:
 
 
 @contextlib.contextmanager
-def waiting_for_all(what: str) -> Iterator[None]:
+def waiting_for_all(what: str) -> Iterator[_Meeting]:
     """Says that all workers exchange in the block, which is `what`.
+
+    Yields:
+      What has its fault, once that is known: collectives fail then, but what waits in another way must look.
 
     Raises:
       ClusterError: If it fails because another worker's program is over, is in another call, or does not come.
@@ -130,7 +133,7 @@ def waiting_for_all(what: str) -> Iterator[None]:
     meeting = _Meeting(what)
     _meetings.append(meeting)
     try:
-        yield
+        yield meeting
     except tf.errors.OpError as error:
         fault = meeting.fault or _fault_in(error)
         if fault:
