@@ -28,11 +28,13 @@ class KerasStep(NamedTuple):
       name: "train_step" or "test_step".
       model: Whose it is.
       function: What it does with a batch, in Python.
+      is_plain: Whether the model overrides this step or `compute_loss`; see `Step.is_plain`.
     """
 
     name: str
     model: keras.Model
     function: Callable[[Any], Any]
+    is_plain: bool
 
 
 @contextlib.contextmanager
@@ -63,7 +65,11 @@ def keras_step_of(fn, args, kwargs, trainer):
     name = next((name for name in _KERAS_STEPS if fn == getattr(model, name)), None)
     if name and isinstance(fn, _tf.Function):  # replicas trace it, each by itself
         fn = _tf.python_function_of(fn, model)
-    return KerasStep(name, model, fn) if name else None
+    if name is None:
+        return None
+    # Now, since the step is traced while the model has a `compute_loss` of ours.
+    is_plain = not all(steps.is_keras_own(model, each) for each in (name, "compute_loss"))
+    return KerasStep(name, model, fn, is_plain)
 
 
 def in_step(fn, args, kwargs, seed_generator):
@@ -86,12 +92,12 @@ def in_step(fn, args, kwargs, seed_generator):
 
 def on_one_of_many(called, reports):
     """A `KerasStep`, with rows counted, statistics and logs averaged, and reported if it trains."""
-    name, model, fn = called
+    name, model, fn, is_plain = called
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(data):
         around = tf.distribute.get_replica_context()
-        with steps.running(steps.count_rows(data), model, name) as step, StepContext(around, step):
+        with steps.running(steps.count_rows(data), model, is_plain) as step, StepContext(around, step):
             local = _tf.get_current_replica_id_as_int()
             if name != "train_step":
                 reports.clock(local).evaluates(data)
@@ -103,7 +109,7 @@ def on_one_of_many(called, reports):
             data = step.clock.begin(data)
             step.exchange_rows()
             data = steps.at_least_one_row(data, step.rows)
-            logs = fn(steps.of_any_rows(data) if step.is_plain else data)
+            logs = fn(steps.of_any_rows(data) if is_plain else data)
             step.mark(GRADIENTS, logs)  # Where no optimizer has taken any.
             logs = metrics.global_results(model, logs, step)
             arrived = step.arrived
@@ -120,7 +126,7 @@ def on_one_of_many(called, reports):
 
 def on_the_only(called, reports):
     """A `KerasStep` of the only replica, reported if it trains."""
-    name, model, fn = called
+    name, model, fn, _ = called
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(data):

@@ -9,19 +9,23 @@ import keras
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.strategies.step import Step, current_step, is_keras_own, replicas
+from tfdist.strategies.step import Step, current_step, replicas
 
 _MEAN, _SUM, _WEIGHTED_MEAN = "mean", "sum", "mean_with_sample_weight"
 _REDUCTIONS = {"sum_over_batch_size": _MEAN, "mean": _MEAN, "sum": _SUM, "mean_with_sample_weight": _WEIGHTED_MEAN}
 
 
 @contextmanager
-def global_losses(model: keras.Model, step_name: str) -> Iterator[None]:
-    """Makes the losses that `compile` was given equal to one device, while `model`'s step of that name runs.
+def global_losses(model: keras.Model, is_plain: bool) -> Iterator[None]:
+    """Makes the losses that `compile` was given equal to one device, while a step of `model` runs.
 
     A replica's loss is weighted by its rows, which is right for plain means over rows. See `_GlobalLoss` for others.
     One left unreduced, of which Keras takes the gradient of the sum and logs the mean, is made a number for Keras' own
     steps; a step of the user's may reduce it in a way of its own.
+
+    Args:
+      model: The model.
+      is_plain: See `Step.is_plain`.
     """
     losses = _tf.ReplacedLosses(model, _GlobalLoss, _weighted_by_rows)
     compute_loss = model.compute_loss
@@ -30,14 +34,13 @@ def global_losses(model: keras.Model, step_name: str) -> Iterator[None]:
         loss = compute_loss(x, y, y_pred, sample_weight, training)
         return _number(loss, current_step(), training) if loss.shape.rank else loss
 
-    is_keras = is_keras_own(model, step_name) and is_keras_own(model, "compute_loss")
-    if is_keras:
+    if not is_plain:
         object.__setattr__(model, "compute_loss", compute)
     try:
         yield
     finally:
         losses.put_back()
-        if is_keras:
+        if not is_plain:
             object.__delattr__(model, "compute_loss")
 
 

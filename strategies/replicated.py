@@ -109,7 +109,7 @@ class ReplicatedStrategy:
             if _tf.called_by_keras_trainer():
                 args = self._split_plain_batch(args, _among_devices)
             views = optimizers.viewed_optimizers(step.model, optimizers.distributed)
-            with views, losses.global_losses(step.model, step.name), metrics.noted_results(step.model):
+            with views, losses.global_losses(step.model, step.is_plain), metrics.noted_results(step.model):
                 return super().run(keras_steps.on_one_of_many(step, self.reports), args, kwargs, options)
         if self.num_replicas_in_sync > 1 and _tf.called_by_keras_trainer() and fn.__name__ == _KERAS_PREDICT_STEP:
             args, fn = self._split_plain_batch(args, _as_outputs_are_joined), keras_steps.predict_step(fn, self.reports)

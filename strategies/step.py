@@ -46,9 +46,8 @@ class Step:
       results: What metrics have given, see `metrics.Result`.
     """
 
-    def __init__(self, rows: int | tf.Tensor | None, model: keras.Model | None = None, name: str = "train_step"):
-        self.rows, self.model = rows, model
-        self.is_plain = model is not None and not all(is_keras_own(model, each) for each in (name, "compute_loss"))
+    def __init__(self, rows: int | tf.Tensor | None, model: keras.Model | None = None, is_plain: bool = False):
+        self.rows, self.model, self.is_plain = rows, model, is_plain
         self.statistics: list[Any] = []
         # One of Keras' own has one loss, of which all gradients are: one product for each gradient less.
         self.weights_loss = model is not None and not self.is_plain
@@ -186,10 +185,10 @@ def current_step() -> Step | None:
 
 
 @contextmanager
-def running(rows: int | tf.Tensor | None, model: keras.Model | None = None, name: str = "train_step") -> Iterator[Step]:
+def running(rows: int | tf.Tensor | None, model: keras.Model | None = None, is_plain: bool = False) -> Iterator[Step]:
     """Opens a `Step` for this thread."""
     before = current_step()
-    _local.step = Step(rows, model, name)
+    _local.step = Step(rows, model, is_plain)
     try:
         yield _local.step
     finally:
