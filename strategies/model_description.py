@@ -17,11 +17,13 @@ _LONG = 64
 
 
 def described_layers(model: keras.Model) -> list[str]:
-    """The layers of a model with their settings, one line each. Costs the configuration of each layer."""
+    """The layers of a model, with the settings of those of Keras. Costs the configuration of each layer."""
     lines = []
     for number, layer in enumerate(_tf.layers_of(model)):
         where = f"layer {number}, {type(layer).__name__}"
-        settings = {} if isinstance(layer, keras.Model) else _config_of(layer)
+        # A layer of the user's may rightly have settings that differ, such as the number of its worker.
+        is_keras_own = type(layer).__module__.startswith("keras.") and not isinstance(layer, keras.Model)
+        settings = _config_of(layer) if is_keras_own else {}
         lines += [f"{type(layer).__name__} as layer {number}", *_lines(where, settings)]
     return lines
 

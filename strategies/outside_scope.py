@@ -66,6 +66,7 @@ class _Outside:
     def __init__(self, model: keras.Model):
         self._step = functools.partial(type(model).train_step, model)
         self._name = model.name
+        self._has_warned = False
 
     def __call__(self, data: Any) -> Any:
         if _Guard.workers > 1:
@@ -73,11 +74,11 @@ class _Outside:
                 f"Model {self._name!r} was compiled outside of a strategy's scope, so each of {_Guard.workers} "
                 f"workers would train it by itself. {_REMEDY}"
             )
-        logging.log_first_n(
-            logging.WARNING,
-            "Model %r was compiled outside of a strategy's scope: one device trains it, the others do nothing. %s",
-            1,
-            self._name,
-            _REMEDY,
-        )
+        if not self._has_warned:
+            self._has_warned = True
+            logging.warning(
+                "Model %r was compiled outside of a strategy's scope: one device trains it, the others do nothing. %s",
+                self._name,
+                _REMEDY,
+            )
         return self._step(data)

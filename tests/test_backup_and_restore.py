@@ -422,7 +422,7 @@ class OfTwo:
 
 
 def test_all_leave_with_a_worker_that_is_asked_also_where_steps_do_not_report(tmp_path, monkeypatch):
-    def leave(refusals):
+    def leave(refusals, directory):
         left.append(batch)
         raise SystemExit
 

@@ -211,7 +211,7 @@ def test_what_the_chief_writes_is_there_when_fit_returns_or_all_are_told(fails, 
         assert of_chief is of_other is None
     else:
         assert of_chief == ("OSError", "the disk is full")
-        assert of_other[0] == "ClusterError" and "'Slow'" in of_other[1] and of_chief[1] in of_other[1]
+        assert of_other[0] == "WorkerLostError" and "'Slow'" in of_other[1] and of_chief[1] in of_other[1]
 
 
 def test_a_callback_of_the_chief_alone_that_asks_for_what_all_compute_is_told_so_at_once(pools):

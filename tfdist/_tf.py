@@ -134,6 +134,7 @@ __all__ = [
     "DistributedDatasetsFromFunction",
     "Function",
     "GraphOrParentsInXlaContext",
+    "KerasCall",
     "MirroredExtended",
     "MirroredVariable",
     "NotedIterator",
