@@ -127,13 +127,16 @@ class NotedFunction:
             return self._function(given)
 
     def _made(self) -> Any:
-        """What the model makes, with this in its place again."""
+        """The function that the model makes, with this in its place again.
+
+        An override of `make_train_function` may return the function and leave the attribute as it is.
+        """
         model = self._model()
         place = getattr(model, self._attribute)
         try:
             setattr(model, self._attribute, None)
-            getattr(model, f"make_{self._attribute}")()
-            return getattr(model, self._attribute)
+            made = getattr(model, f"make_{self._attribute}")()
+            return getattr(model, self._attribute) or made
         finally:
             setattr(model, self._attribute, place)
 
