@@ -45,7 +45,7 @@ _KEYS_PER_STRATEGY = 1 << 16
 
 @dataclasses.dataclass
 class Use:
-    """Of a strategy, which may be gone before anybody asks.
+    """How the program has used one strategy. It outlives the strategy, so that it can be read afterwards.
 
     Attributes:
       began: Whether its scope was entered, or anything reduced.
