@@ -1,4 +1,4 @@
-"""Models that are compiled outside of every strategy's scope, though a strategy of several replicas was made.
+"""Models that are made and compiled outside of every strategy's scope, though a strategy of several replicas was made.
 
 Nothing of such a model asks the strategy, so each worker would train a model of its own, and write the same files. A
 creator of variables sees `compile` make those of the model's loss, and gives the model a `train_step` that says so.
@@ -28,7 +28,8 @@ class _Guard:
     """The state of this process.
 
     Attributes:
-      watching: The scope in which models are looked at as they are compiled; it is never left.
+      watching: The scope in which models are looked at as they are compiled; it is never left. `None` until a strategy
+        is made outside of all such scopes.
       workers: The largest number of workers that a strategy of this process had; several make it an error to train.
     """
 
@@ -37,7 +38,7 @@ class _Guard:
 
 
 def watch_models_outside(workers: int) -> None:
-    """Has models that are compiled outside of all scopes say so when they begin to train.
+    """Has models that are made and compiled outside of all scopes say so when they begin to train.
 
     With several workers they raise a `ScopeError`; on several devices of one process, where the result is right but
     only one device trains, they warn. Costs a look at the calls under way for each variable that is made.
@@ -46,13 +47,15 @@ def watch_models_outside(workers: int) -> None:
       workers: How many workers train together.
     """
     _Guard.workers = max(_Guard.workers, workers)
-    if _Guard.watching is None:
+    if _Guard.watching is None and not _tf.is_in_creator_scope():  # Which could not be left before this one.
         _Guard.watching = tf.variable_creator_scope(_look)
         _Guard.watching.__enter__()
 
 
 def _look(next_creator: Any, **kwargs: Any) -> Any:
     model = _tf.keras_model_in_compile()
+    if model is not None and _tf.is_made_in_scope(model):  # Its own strategy trains it, and checks what it owns.
+        return next_creator(**kwargs)
     if model is not None and tf.distribute.has_strategy() and isinstance(vars(model).get(_GUARDED), _Outside):
         object.__delattr__(model, _GUARDED)
     elif model is not None and not tf.distribute.has_strategy() and _GUARDED not in vars(model):

@@ -171,6 +171,8 @@ __all__ = [
     "has_global_seed_generator",
     "is_call_of_keras",
     "is_called_by_library",
+    "is_in_creator_scope",
+    "is_made_in_scope",
     "is_op_determinism_enabled",
     "is_recorded",
     "kept_losses",
@@ -616,6 +618,22 @@ def keras_model_in_compile() -> keras_trainer.TensorFlowTrainer | None:
     """
     frame = _frame_of(inspect.unwrap(keras_trainer.TensorFlowTrainer.compile))
     return frame and frame.f_locals["self"]
+
+
+def is_made_in_scope(model: keras_trainer.TensorFlowTrainer) -> bool:
+    """Whether a Keras model was made inside the scope of a strategy, which then trains it wherever it is compiled.
+
+    Without it: a model that was made in a `OneDeviceStrategy` scope and compiled after it is refused.
+    """
+    return model._distribute_strategy is not None
+
+
+def is_in_creator_scope() -> bool:
+    """Whether this thread is inside a `tf.variable_creator_scope`, as in the scope of a strategy.
+
+    Without it: a strategy that is made in such a scope enters one more that is not left, and TensorFlow raises.
+    """
+    return bool(tf.compat.v1.get_default_graph()._variable_creator_stack)
 
 
 def keras_model_in_step() -> keras_trainer.TensorFlowTrainer | None:
