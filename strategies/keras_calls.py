@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdist import _tf
 from tfdist.errors import ClusterError
 from tfdist.faults.activity import BUILDING, TRAIN, Activity, Call
+from tfdist.strategies.step import needs_static_rows
 
 _FUNCTIONS = {"train_function": TRAIN, "test_function": "test", "predict_function": "predict"}
 
@@ -124,7 +125,20 @@ class NotedFunction:
         with executing as call, explained(self._activity, call):
             if self._function is None:
                 self._function = self._made()
-            return self._function(given)
+            return self._traced(self._function, given)
+
+    def _traced(self, function: Callable[[Any], Any], given: Any) -> Any:
+        """Runs `function`, or one made anew where its step can only be traced for a static number of rows."""
+        needed_before = needs_static_rows(self._model())
+        # A generator gives its batch once, while the function is traced.
+        batches = list(given) if inspect.isgenerator(given) else None
+        try:
+            return function(given if batches is None else (batch for batch in batches))
+        except Exception:
+            if needed_before or not needs_static_rows(self._model()):
+                raise
+        self._function = self._made()
+        return self._function(given if batches is None else (batch for batch in batches))
 
     def _made(self) -> Any:
         """The function that the model makes, with this in its place again.

@@ -109,7 +109,7 @@ def on_one_of_many(called, reports):
             data = step.clock.begin(data)
             step.exchange_rows()
             data = steps.at_least_one_row(data, step.rows)
-            logs = fn(steps.of_any_rows(data) if is_plain else data)
+            logs = steps.trace_for_any_rows(step, fn, data) if is_plain else fn(data)
             step.mark(GRADIENTS, logs)  # Where no optimizer has taken any.
             logs = metrics.global_results(model, logs, step)
             arrived = step.arrived

@@ -87,6 +87,9 @@ def _reduction_of(step: Step, gradients: Sequence[Any], optimizer: Any) -> Reduc
         _warn_of_guess("nothing is traced (`run_eagerly`), so that")
         return "mean"
     _check_not_summed(step, present, optimizer)
+    if step.has_static_rows:
+        _warn_of_guess(f"the number of rows is static, so that for {_described(step, optimizer)}")
+        return "mean"
     degrees = step.degrees.of_gradients(present)
     known = {degree for degree in degrees if degree is not None}
     if known == {1.0}:

@@ -3,6 +3,7 @@
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,12 +12,14 @@ import keras
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.errors import LossReductionError
+from tfdist.errors import LossReductionError, TfdistError
 from tfdist.strategies.collectives.buckets import bucket_bytes, fill_buckets
 from tfdist.strategies.report import Clock
 from tfdist.strategies.row_degree import RowDegrees
 
 _local = threading.local()
+# Models whose training step can only be traced where the number of rows is static.
+_needing_static_rows: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
 
 
 class Step:
@@ -31,6 +34,8 @@ class Step:
         the user's own. There the strategy shows 1 replica, so that nothing divides a loss by their number: losses of
         Keras and of `tf.nn`, and means that the step takes itself, are then alike, and `weight` is right for all.
         In Keras' own steps losses are divided by the number of replicas.
+      has_static_rows: Whether the step was traced for a static number of rows, because it needs one. The graph then
+        does not tell means from sums.
       weights_loss: Whether the optimizer's loss is weighted by `share`, and not gradients as they are applied.
       reduction: What the user says of losses, see `loss_weight.step_losses_are`.
       exchanged: References to the tensors that replicas have exchanged.
@@ -48,6 +53,7 @@ class Step:
 
     def __init__(self, rows: int | tf.Tensor | None, model: keras.Model | None = None, is_plain: bool = False):
         self.rows, self.model, self.is_plain = rows, model, is_plain
+        self.has_static_rows = False
         self.statistics: list[Any] = []
         # One of Keras' own has one loss, of which all gradients are: one product for each gradient less.
         self.weights_loss = model is not None and not self.is_plain
@@ -243,6 +249,34 @@ def of_any_rows(data: Any) -> Any:
         return tf.compat.v1.placeholder_with_default(leaf, [None, *leaf.shape[1:]])
 
     return keras.tree.map_structure(forget, data)
+
+
+def trace_for_any_rows(step: Step, fn: Any, data: Any) -> Any:
+    """What `fn` makes of `data` in a training step of the user's own, traced without the number of rows if possible.
+
+    A step that reads a static `x.shape[0]` may fail to trace without it. What it has added to the graph by then must
+    not run, so the error is raised, and the model noted: its step has to be traced once more, in a new graph, which
+    then has the static number. See `needs_static_rows`.
+    """
+    of_any = of_any_rows(data)
+    pairs = zip(keras.tree.flatten(of_any), keras.tree.flatten(data), strict=True)
+    if all(one is other for one, other in pairs):
+        return fn(data)
+    step.has_static_rows = needs_static_rows(step.model)
+    if step.has_static_rows:
+        return fn(data)
+    try:
+        return fn(of_any)
+    except TfdistError:
+        raise
+    except Exception:
+        _needing_static_rows.add(step.model)
+        raise
+
+
+def needs_static_rows(model: keras.Model | None) -> bool:
+    """Whether a training step of the model has failed to trace without a static number of rows."""
+    return model in _needing_static_rows
 
 
 def _ragged_row(like: tf.RaggedTensor) -> tf.RaggedTensor:

@@ -47,6 +47,7 @@ IN_ONE_PROCESS = (
     "custom_loop_with_a_traced_step",
     "means_of_steps_as_on_one_device",
     "sums_by_the_global_batch",
+    "steps_of_a_static_number_of_rows",
     "losses_of_what_replicas_exchange",
     "a_mean_in_compute_loss",
     "python_functions",
@@ -66,6 +67,7 @@ OPTIMIZERS = (
 )
 # Between workers what these do is what others do, or differs before anything is exchanged; `exhaustive` as well.
 ALIKE_ON_WORKERS = (
+    "steps_of_a_static_number_of_rows",
     "step_under_a_decorator",
     "batch_normalization",
     "convolutions_and_a_replica_without_rows",

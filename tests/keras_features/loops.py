@@ -395,6 +395,11 @@ def _gradient_penalty(model, x, y):
     return tf.reduce_mean((norms - 1.0) ** 2) + _mean(model, x, y)
 
 
+def _sum_by_the_static_rows(model, x, y):
+    losses = model.losses_of(tf.concat([x[:, :-1], tf.ones([x.shape[0], 1])], axis=1), y)
+    return tf.reduce_sum(losses) / x.shape[0]
+
+
 def _square_of_the_global_mean(model, x, y):
     context = tf.distribute.get_replica_context()
     total = context.all_reduce("SUM", tf.reduce_sum(model(x), axis=0))
@@ -450,6 +455,17 @@ def _by_recipes(place, recipes, optimizer=lambda: keras.optimizers.SGD(0.3), mak
 @row()
 def means_of_steps_as_on_one_device(place):
     return _by_recipes(place, [_mean, _mean_and_keras_loss, _average_loss])
+
+
+@row()
+def steps_of_a_static_number_of_rows(place):
+    x, y = data(3 * BATCH)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH, drop_remainder=True)
+    model = built(place, ByRecipe, optimizer=lambda: keras.optimizers.SGD(0.3), metrics=None)
+    model.recipe = _sum_by_the_static_rows
+    history = model.fit(dataset, epochs=2, verbose=0).history
+    endless = model.fit(dataset.repeat(), steps_per_epoch=4, verbose=0).history
+    return outcome(model, history, endless=endless["objective"])
 
 
 @row(same_bits=False)
