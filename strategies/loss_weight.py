@@ -25,9 +25,10 @@ Reduction = Literal["mean", "sum"]
 
 _REMEDY = (
     "Take each loss as on one device: as a mean over the rows of the batch, such as `tf.reduce_mean(losses)` in place "
-    "of `tf.reduce_sum(losses) / BATCH`, with penalties that do not depend on rows added to it, and without "
-    "all-reduces of your own. If that is so and was not recognized, say so where the step begins: "
-    "`tfdist.step_losses_are('mean')`."
+    "of `tf.reduce_sum(losses) / BATCH`, or `tf.nn.compute_average_loss(losses)` without `global_batch_size`, with "
+    "penalties that do not depend on rows added to it, and without all-reduces of your own. If that is so and was not "
+    "recognized, say so where the step begins: `tfdist.step_losses_are('mean')`. If all losses are sums over rows, "
+    "divided by the size of the global batch, say `tfdist.step_losses_are('sum')`."
 )
 
 
