@@ -11,7 +11,7 @@ own may have any losses and optimizers, so gradients are weighted there. The gra
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -19,6 +19,7 @@ from absl import logging
 
 from tfdist.errors import LossReductionError
 from tfdist.strategies.dependence import may_differ
+from tfdist.strategies.row_degree import Degree
 from tfdist.strategies.step import Step, current_step
 
 Reduction = Literal["mean", "sum"]
@@ -92,18 +93,34 @@ def _reduction_of(step: Step, gradients: Sequence[Any], optimizer: Any) -> Reduc
         _warn_of_guess(f"the number of rows is static, so that for {_described(step, optimizer)}")
         return "mean"
     degrees = step.degrees.of_gradients(present)
-    known = {degree for degree in degrees if degree is not None}
-    if known == {1.0}:
-        return "sum"
-    if known - {0.0}:
+    told = reduction_told_by(degrees)
+    if told == "mixed":
         raise LossReductionError(
             "The loss of a training step must be a mean over the rows of its batch, or a sum over them divided by a "
             f"number that is the same on all replicas. But of those whose gradients {_described(step, optimizer)} was "
-            f"given, {_words(known)}. {_REMEDY}"
+            f"given, some are sums and others are none, or they were added. {_REMEDY}"
         )
-    if not known:
-        _warn_of_guess(f"the graph of the gradients does not tell: for {_described(step, optimizer)}")
+    if told == "sum":
+        return "sum"
+    if any(degree != 0.0 for degree in degrees):
+        _warn_of_guess(f"the graph of the gradients does not tell enough: for {_described(step, optimizer)}")
     return "mean"
+
+
+def reduction_told_by(degrees: Collection[Degree]) -> Literal["mean", "sum", "mixed"] | None:
+    """What the degrees of the gradients of one loss tell of it; `None` if they tell nothing.
+
+    A loss gives its degree to all of its gradients. So one gradient that is surely of a mean tells that the loss is a
+    mean, also if the graph of others, such as those of float8 layers, is not understood.
+
+    Args:
+      degrees: See `RowDegrees`.
+    """
+    sure = {degree for degree in degrees if degree in (0.0, 1.0)}
+    is_mixed = any(degree is not None and math.isnan(degree) for degree in degrees)
+    if len(sure) == 2 or (is_mixed and sure != {0.0}):
+        return "mixed"
+    return {0.0: "mean", 1.0: "sum"}[sure.pop()] if sure else None  # type: ignore[return-value]
 
 
 def _check_not_summed(step: Step, gradients: Sequence[Any], optimizer: Any) -> None:
@@ -129,9 +146,3 @@ def _warn_of_guess(why: str) -> None:
 def _described(step: Step, optimizer: Any) -> str:
     of_model = f" in the training step of model {step.model.name!r}" if step.model is not None else ""
     return f"optimizer {getattr(optimizer, 'name', optimizer)!r}{of_model}"
-
-
-def _words(degrees: set[float]) -> str:
-    if {0.0, 1.0} >= degrees or any(math.isnan(degree) for degree in degrees):
-        return "some are sums and others are none, or they were added"
-    return f"some grow as power {', '.join(str(each) for each in sorted(degrees - {0.0, 1.0}))} of the rows"

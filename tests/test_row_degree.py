@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
+from tfdist.strategies.loss_weight import reduction_told_by
 from tfdist.strategies.row_degree import RowDegrees
 
 MEANS, SUMS, MIXED = {}, {}, {}
@@ -286,3 +287,21 @@ def test_the_layers_between_make_no_difference(make):
 @pytest.mark.parametrize("name", MIXED)
 def test_gradients_of_sums_and_means_are_told_from_both(name):
     assert any(math.isnan(degree) for degree in degrees_of(dense, MIXED[name]))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "told"),
+    [
+        ([0.0, 0.0], "mean"),
+        ([0.0, None], "mean"),
+        ([0.0, math.nan, -1.0], "mean"),
+        ([1.0, 1.0], "sum"),
+        ([1.0, None], "sum"),
+        ([1.0, 0.0], "mixed"),
+        ([1.0, math.nan], "mixed"),
+        ([math.nan], "mixed"),
+        ([None, 0.5], None),
+    ],
+)
+def test_sure_degrees_tell_of_the_loss(degrees, told):
+    assert reduction_told_by(degrees) == told
