@@ -13,6 +13,7 @@ _ELEMENTS = 1 << 16  # Of a tensor, spread evenly over its rows.
 _LEAST = 16  # Of a row.
 _DESCRIBED_ROWS = 1024
 _SHOWN = 4  # Elements of a row, to people.
+_SHOWN_CHARACTERS = 40  # Of each: a string may be a whole image.
 _ROUNDING = 1e-3  # Unlike processors round in unlike ways; other rows are further apart.
 
 
@@ -50,7 +51,9 @@ class Sample:
 
     def described(self) -> dict[str, Any]:
         """All that another worker needs, as JSON can hold it."""
-        shown = [" ".join(map(str, row[:_SHOWN])) for row in self.values[:_DESCRIBED_ROWS]]
+        shown = [
+            " ".join(str(each)[:_SHOWN_CHARACTERS] for each in row[:_SHOWN]) for row in self.values[:_DESCRIBED_ROWS]
+        ]
         return {"shape": list(self.shape), "dtype": self.dtype, "rows": self.rows(), "shown": shown}
 
 
