@@ -1,5 +1,6 @@
 """What the code of a model's step sees of the other replicas: collectives that are right for unequal rows."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,17 @@ class StepContext(tf.distribute.ReplicaContext):
 
     def __init__(self, around: tf.distribute.ReplicaContext, step: Step):
         super().__init__(around.strategy, int(tf.get_static_value(around.replica_id_in_sync_group)))
-        self._around, self._step = around, step
+        self._around = around
+        # TensorFlow never releases the gradient functions of a graph, and those below refer to this context. A strong
+        # reference would keep the step's model in memory.
+        self._weak_step = weakref.ref(step)
+
+    @property
+    def _step(self) -> Step:
+        step = self._weak_step()
+        if step is None:
+            raise RuntimeError("The replica context of a training step was used after the step had ended.")
+        return step
 
     @property
     def num_replicas_in_sync(self):
