@@ -13,6 +13,7 @@ from tfdist import _tf
 from tfdist.errors import ClusterError
 from tfdist.faults.activity import BUILDING, TRAIN, Activity, Call
 from tfdist.strategies.step import needs_static_rows
+from tfdist.strategies.variables import level_counters, variables_of
 
 _FUNCTIONS = {"train_function": TRAIN, "test_function": "test", "predict_function": "predict"}
 
@@ -125,7 +126,11 @@ class NotedFunction:
         with executing as call, explained(self._activity, call):
             if self._function is None:
                 self._function = self._made()
-            return self._traced(self._function, given)
+            try:
+                return self._traced(self._function, given)
+            except tf.errors.OutOfRangeError:  # The end of data whose length Keras does not know.
+                level_counters(variables_of(self._model()))
+                raise
 
     def _traced(self, function: Callable[[Any], Any], given: Any) -> Any:
         """Runs `function`, or one made anew where its step can only be traced for a static number of rows."""

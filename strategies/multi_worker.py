@@ -40,8 +40,9 @@ from tfdist.strategies.devices import make_virtual_devices
 from tfdist.strategies.model_description import described_compile, described_layers
 from tfdist.strategies.outside_scope import watch_models_outside
 from tfdist.strategies.policy import policy_of
-from tfdist.strategies.replicated import ReplicatedStrategy, Use, variables_of
+from tfdist.strategies.replicated import ReplicatedStrategy, Use
 from tfdist.strategies.replicated_extended import ReplicatedExtended
+from tfdist.strategies.report import host_of
 from tfdist.strategies.row_comparison import CUSTOM_LOOP, RowComparison, RowsRead
 from tfdist.strategies.row_origin import Origin, origins_of, sizes_of
 
@@ -133,7 +134,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 _share_seed(self)
             extended.lay_wire(transport)
             watchdog.start(self, extended.board, extended.creations, extended.carried_bytes)
-            self.reports.rows_read = RowsRead()
+            self.reports.rows_read = RowsRead(host_of(extended.worker_devices[0]))
             watch_models_outside(extended._num_workers)
             self._use = Use()  # What is above is no use of it.
             if extended.should_checkpoint:
@@ -153,7 +154,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     def _check_scope(self, step):
         super()._check_scope(step)
         if self.extended._num_workers > 1:
-            held = functools.partial(variables.checksums, variables_of(step.model))
+            held = functools.partial(variables.checksums, variables.variables_of(step.model))
             self.extended.agreement.on_model(step.model, held)
 
     def _compare_model(self, model):
@@ -191,7 +192,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             self.extended.agreement.on_position(sharding.described_state())
 
     def _check_still_alike(self, model):
-        held = [each for each in variables_of(model) if not isinstance(each.value, variables.RandomStateVariable)]
+        held = [
+            each for each in variables.variables_of(model) if not isinstance(each.value, variables.RandomStateVariable)
+        ]
         held = variables.held_alike(held)  # Without random states, which may differ where the chief alone draws.
         checksums = variables.checksums(held)
         own = [int(value, 16) for _, value in checksums]
@@ -239,8 +242,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         size = int(dataset.cardinality())
         is_endless = epochs.steps_per_epoch is not None if epochs else size == tf.data.UNKNOWN_CARDINALITY
         is_endless |= size == tf.data.INFINITE_CARDINALITY
-        rows_read = self.reports.rows_read if purpose == "fit" else None
-        return RowComparison(self.extended.agreement, origins, purpose, is_endless, rows_read)
+        return RowComparison(
+            self.extended.agreement, origins, purpose, is_endless, self.reports.rows_read, purpose == "fit"
+        )
 
     def _is_alike(self, what):
         """Whether all workers say the same, of which one number is exchanged."""

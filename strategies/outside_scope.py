@@ -1,7 +1,9 @@
 """Models that are made and compiled outside of every strategy's scope, though a strategy of several replicas was made.
 
-Nothing of such a model asks the strategy, so each worker would train a model of its own, and write the same files. A
-creator of variables sees `compile` make those of the model's loss, and gives the model a `train_step` that says so.
+Such a model does not use the strategy, so each worker would train a model of its own and write the same files. A
+variable creator notices that `compile` makes the variables of the model's loss, and gives the model a `train_step` that
+raises or warns. It only warns once a model was trained with the strategy: some programs, such as TensorFlow's tutorial
+on several workers, then train a loaded model on each worker.
 """
 
 import functools
@@ -31,17 +33,20 @@ class _Guard:
       watching: The scope in which models are looked at as they are compiled; it is never left. `None` until a strategy
         is made outside of all such scopes.
       workers: The largest number of workers that a strategy of this process had; several make it an error to train.
+      has_trained: Whether a model was trained with a strategy of several replicas.
     """
 
     watching: Any = None
     workers = 1
+    has_trained = False
 
 
 def watch_models_outside(workers: int) -> None:
     """Has models that are made and compiled outside of all scopes say so when they begin to train.
 
-    With several workers they raise a `ScopeError`; on several devices of one process, where the result is right but
-    only one device trains, they warn. Costs a look at the calls under way for each variable that is made.
+    With several workers they raise a `ScopeError`, unless a model was trained with a strategy before. Then, and on
+    several devices of one process, where the result is right but only one device trains, they warn. Costs a look at the
+    calls under way for each variable that is made.
 
     Args:
       workers: How many workers train together.
@@ -50,6 +55,11 @@ def watch_models_outside(workers: int) -> None:
     if _Guard.watching is None and not _tf.is_in_creator_scope():  # Which could not be left before this one.
         _Guard.watching = tf.variable_creator_scope(_look)
         _Guard.watching.__enter__()
+
+
+def note_training() -> None:
+    """Notes that a model is trained with a strategy of several replicas."""
+    _Guard.has_trained = True
 
 
 def _look(next_creator: Any, **kwargs: Any) -> Any:
@@ -72,16 +82,14 @@ class _Outside:
         self._has_warned = False
 
     def __call__(self, data: Any) -> Any:
-        if _Guard.workers > 1:
+        if _Guard.workers > 1 and not _Guard.has_trained:
             raise ScopeError(
                 f"Model {self._name!r} was compiled outside of a strategy's scope, so each of {_Guard.workers} "
                 f"workers would train it by itself. {_REMEDY}"
             )
         if not self._has_warned:
             self._has_warned = True
-            logging.warning(
-                "Model %r was compiled outside of a strategy's scope: one device trains it, the others do nothing. %s",
-                self._name,
-                _REMEDY,
-            )
+            many = _Guard.workers > 1
+            effect = "each worker trains it by itself" if many else "one device trains it, the others do nothing"
+            logging.warning("Model %r was compiled outside of a strategy's scope: %s. %s", self._name, effect, _REMEDY)
         return self._step(data)

@@ -32,10 +32,12 @@ from tfdist.strategies.datasets import (
     unordered,
     untuned,
 )
+from tfdist.strategies.outside_scope import note_training
 from tfdist.strategies.policy import check_opted_out_inside
 from tfdist.strategies.replicated_extended import is_compiled
 from tfdist.strategies.report import StepReports
 from tfdist.strategies.step import current_step
+from tfdist.strategies.variables import optimizer_variables, variables_of
 
 _KERAS_PREDICT_STEP = "one_step_on_data"
 
@@ -97,7 +99,7 @@ class ReplicatedStrategy:
             self._check_nobody_waits_for_steps(fn)
         elif self.num_replicas_in_sync == 1:
             if step.name == "train_step":
-                self._check_owned(step.model, _optimizer_variables(step.model))  # Weights may lie anywhere.
+                self._check_owned(step.model, optimizer_variables(step.model))  # Weights may lie anywhere.
                 self.reports.tells = not is_compiled()
             if is_compiled():
                 self._check_nobody_waits_for_reports(step.model)
@@ -105,7 +107,9 @@ class ReplicatedStrategy:
                 fn = keras_steps.on_the_only(step, self.reports)
         else:
             self._check_scope(step)
-            self.reports.tells |= step.name == "train_step"
+            if step.name == "train_step":
+                self.reports.tells = True
+                note_training()
             if _tf.called_by_keras_trainer():
                 args = self._split_plain_batch(args, _among_devices)
             views = optimizers.viewed_optimizers(step.model, optimizers.distributed)
@@ -317,16 +321,6 @@ class ReplicatedStrategy:
                 "jit_compile=True compiles the whole step, which then cannot report that it is done, and "
                 "BalancedSharding hands out by these reports. Pass jit_compile=False to `compile`."
             )
-
-
-def variables_of(model: keras.Model) -> list[keras.Variable]:
-    """Those of a model and of its optimizer."""
-    return [*model.variables, *_optimizer_variables(model)]
-
-
-def _optimizer_variables(model):
-    optimizer = getattr(model, "optimizer", None)
-    return optimizer.variables if optimizer else []
 
 
 def _among_devices(replica, replicas, devices):

@@ -97,7 +97,7 @@ class StepReports:
         self.asked_here = False
         self.tells = True
         self.rows_read: RowsRead | None = None
-        with tf.device(_host_of(devices[0])):
+        with tf.device(host_of(devices[0])):
             self._stop = tf.Variable(0.0, trainable=False)
         self._clocks = [Clock(device) for device in devices]
 
@@ -251,7 +251,7 @@ class Clock:
     """Moments of a replica's present step, in seconds since the epoch, on the host of its device."""
 
     def __init__(self, device: str):
-        self._host = _host_of(device)
+        self._host = host_of(device)
         with tf.device(self._host):
             self.times = tf.Variable(tf.zeros([_MOMENTS], tf.float64), trainable=False)
 
@@ -299,7 +299,8 @@ class Clock:
             call(self.times.handle, value)
 
 
-def _host_of(device: str) -> str:
+def host_of(device: str) -> str:
+    """Names the CPU of the worker that has `device`."""
     return tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string()
 
 

@@ -55,13 +55,19 @@ _REMEDIES = (
 class RowsRead:
     """Which rows this worker trains on, as two numbers for the report of each step: the pass, and a checksum.
 
+    Args:
+      host: The CPU of this worker, with its job and task. `tf.data` reads variables of its own worker's CPU only.
+
     Attributes:
+      host: As given.
       numbers: Both, float32 [2].
       latest: The comparison that noted them last.
     """
 
-    def __init__(self) -> None:
-        self.numbers = tf.Variable(tf.zeros([2]), trainable=False)
+    def __init__(self, host: str) -> None:
+        self.host = host
+        with tf.device(host):
+            self.numbers = tf.Variable(tf.zeros([2]), trainable=False)
         self.latest: RowComparison | None = None
         self._passes = self._refused = 0
 
@@ -96,7 +102,8 @@ class RowComparison:
       origins: Of the tensors of a batch.
       purpose: What reads the dataset: "fit", "evaluate", "predict", or "a custom loop".
       is_endless: Whether the data may have no end, so that no row has to be seen once.
-      rows_read: Where to note later passes, if they are to be compared.
+      rows_read: Where to note the first batches of passes.
+      compares_passes: Whether later passes are compared too.
     """
 
     def __init__(
@@ -105,14 +112,15 @@ class RowComparison:
         origins: Sequence[Origin],
         purpose: str,
         is_endless: bool,
-        rows_read: RowsRead | None = None,
+        rows_read: RowsRead,
+        compares_passes: bool,
     ):
         self._agreement, self._purpose, self._is_endless = agreement, purpose, is_endless
         self._name = agreement.next_name("rows")
         self._origins = origins
         self._places: list[tuple[int, str]] = []  # Of each tensor that is compared: its leaf, and what to call it.
         self._parts: list[int] = []
-        self._rows_read = rows_read
+        self._rows_read, self._compares_passes = rows_read, compares_passes
         self._samples: list[row_samples.Sample] = []
         self._iterators = 0
         self._has_begun = self._has_recorded = self._is_awaited = False
@@ -123,7 +131,7 @@ class RowComparison:
         if purpose == CUSTOM_LOOP:
             _kept[self._number] = self
         with ThreadPoolExecutor(1) as pool:  # Outside of the scope, which would make one for each replica.
-            self._left = pool.submit(tf.Variable, 1, trainable=False, dtype=tf.int64).result()
+            self._left = pool.submit(_one_on, rows_read.host).result()
 
     def watch(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """`dataset`, whose first batch is compared when it is read, before it is handed on."""
@@ -145,7 +153,8 @@ class RowComparison:
     def beginning(self) -> Iterator[bool]:
         """Around the making of an iterator of Keras': waits for the first batch of the first one, and compares it.
 
-        If that does not come soon, the pipeline compares it by itself, when it comes.
+        If that does not come soon, the pipeline compares it by itself, when it comes. The iterator before must have
+        been read to its end.
 
         Yields:
           Whether the iterator is to read at once.
@@ -156,6 +165,8 @@ class RowComparison:
         is_first = not self._has_begun
         self._has_begun = True
         self._is_awaited = is_first
+        if self._compares_passes and self._has_recorded:
+            self._left.assign(1)  # Before the iterator is made, which may read at once.
         yield is_first
         if is_first:
             has_come = self._has_come.wait(_FIRST_BATCH_SECONDS)
@@ -166,15 +177,13 @@ class RowComparison:
                 self._compare()
 
     def begins(self, iterator: Any) -> None:
-        """Notes an iterator of Keras'; the one before must have been read to its end."""
-        if self._rows_read is not None and self._has_recorded:
-            self._left.assign(1)
+        """Notes an iterator of Keras'."""
         self._iterators += 1
         weakref.finalize(iterator, self._ends).atexit = False
 
     def compare_no_more(self) -> None:
         """Leaves later passes out."""
-        self._rows_read = None
+        self._compares_passes = False
 
     def _ends(self) -> None:
         self._iterators -= 1
@@ -214,7 +223,7 @@ class RowComparison:
             self._left.assign(0)
             self._samples = [row_samples.sample(array) for array in arrays]
             is_first, self._has_recorded = not self._has_recorded, True
-            if self._rows_read is not None:
+            if self._compares_passes:
                 self._rows_read.note(self, row_samples.digest(self._of_kind(self._is_hard)))
             is_awaited = self._is_awaited
             self._has_come.set()
@@ -294,6 +303,11 @@ def _record(number: np.ndarray, *arrays: np.ndarray) -> bool:
     if comparison is not None:
         comparison.record(arrays)
     return True
+
+
+def _one_on(host: str) -> tf.Variable:
+    with tf.device(host):
+        return tf.Variable(1, trainable=False, dtype=tf.int64)
 
 
 def _of_size(size: int) -> Any:

@@ -13,6 +13,7 @@ If Keras traces shapes first, as in a `fit` of a model without an `Input`, varia
 | metric | a metric | locally, summed when read; not changed by a replica without rows |
 """
 
+import functools
 import zlib
 from collections.abc import Iterable
 
@@ -125,6 +126,17 @@ class MetricVariable(_KeptWithoutRows, _tf.SyncOnReadVariable):
     """State of a metric."""
 
 
+def variables_of(model: keras.Model) -> list[keras.Variable]:
+    """The variables of a model and of its optimizer."""
+    return [*model.variables, *optimizer_variables(model)]
+
+
+def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
+    """The variables of a model's optimizer, if it has one."""
+    optimizer = getattr(model, "optimizer", None)
+    return optimizer.variables if optimizer else []
+
+
 def checksums(variables: Iterable[keras.Variable]) -> list[tuple[str, str]]:
     """Paths and checksums of the variables that are equal on all replicas between steps."""
     with tf.init_scope():
@@ -134,6 +146,24 @@ def checksums(variables: Iterable[keras.Variable]) -> list[tuple[str, str]]:
 def held_alike(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
     """Selects the variables that are equal on all replicas between steps."""
     return [each for each in variables if _is_held_alike(each)]
+
+
+def level_counters(variables: Iterable[keras.Variable]) -> None:
+    """Gives integers that are equal on all replicas between steps the largest value that a replica of this process has.
+
+    In the step that finds no batch, TensorFlow still runs operations that need none: it increments `iterations` of an
+    optimizer and the draws of a seed generator. One device does so reliably. Of several devices some may be cancelled
+    before, and their replicas would differ from then on. Costs a read of each integer.
+    """
+    for variable in held_alike(variables):
+        copies = variable.value.values
+        if not variable.value.dtype.is_integer or len(copies) < 2:
+            continue
+        values = [copy.numpy() for copy in copies]
+        largest = functools.reduce(np.maximum, values)
+        for copy, value in zip(copies, values, strict=True):
+            if np.any(value != largest):
+                copy.assign(largest)
 
 
 def _checksum(variable: tf.Variable) -> str:

@@ -18,6 +18,7 @@ from keras import layers
 import tfdist
 from keras_features import strategy_of as strategy
 from tfdist import _tf
+from tfdist.strategies import outside_scope
 
 
 def own_index():
@@ -389,6 +390,7 @@ def uses_tf_keras(placement):
 def trains_outside(placement):
     """What training a model without a strategy raises or logs, and then one on a device of its own."""
     strategy(placement)
+    outside_scope._Guard.has_trained = False  # Tests before this one have trained in this process.
     said, handler = [], pylogging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.get_absl_logger().addHandler(handler)
