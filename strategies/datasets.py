@@ -12,7 +12,7 @@ from tfdist import _tf
 from tfdist.errors import ScopeError
 from tfdist.strategies import keras_calls
 from tfdist.strategies.row_comparison import RowComparison
-from tfdist.strategies.row_origin import reads_files
+from tfdist.strategies.row_origin import Origin, origins_of, reads_files
 from tfdist.strategies.step import count_rows
 
 
@@ -25,6 +25,31 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
+
+
+def owning_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """`dataset`, whose batches do not share memory with arrays of Python code.
+
+    TensorFlow takes an array that Python code gives, such as a batch `y[8:16]` of a generator, without a copy. It cuts
+    that batch into parts for replicas, and a replica may compute in the memory of its part: the array of the user would
+    then hold losses in place of labels. Costs a copy of each batch that Python code makes; none if TensorFlow batches
+    what Python makes, which copies too.
+    """
+    if not isinstance(dataset, tf.data.Dataset) or not tf.executing_eagerly():
+        return dataset
+    batch_size = tf.raw_ops.ComputeBatchSize(input_dataset=tf.data.experimental.to_variant(dataset))
+    if int(batch_size) > 0 or all(origin == Origin.GRAPH for origin in origins_of(dataset)):
+        return dataset
+    is_tuple = type(dataset.element_spec) is tuple
+
+    @tf.autograph.experimental.do_not_convert
+    def copied(*batch):
+        whole = batch if is_tuple else batch[0]
+        return tf.nest.map_structure(
+            lambda leaf: None if leaf is None else tf.raw_ops.DeepCopy(x=leaf), whole, expand_composites=True
+        )
+
+    return dataset.map(copied)
 
 
 def is_read_by_all(dataset: tf.data.Dataset) -> bool:

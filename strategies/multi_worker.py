@@ -192,10 +192,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             self.extended.agreement.on_position(sharding.described_state())
 
     def _check_still_alike(self, model):
-        held = [
-            each for each in variables.variables_of(model) if not isinstance(each.value, variables.RandomStateVariable)
-        ]
-        held = variables.held_alike(held)  # Without random states, which may differ where the chief alone draws.
+        held = variables.held_alike(variables.variables_of(model))
+        # Random states may differ where the chief alone draws.
+        held = [each for each in held if not isinstance(each.value, variables.RandomStateVariable)]
         checksums = variables.checksums(held)
         own = [int(value, 16) for _, value in checksums]
         # By a collective, where a worker that comes late, or never, is waited for as in the step that comes next.

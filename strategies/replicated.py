@@ -29,6 +29,7 @@ from tfdist.strategies.datasets import (
     is_read_by_all,
     is_split_by_rows,
     made_by,
+    owning_memory,
     unordered,
     untuned,
 )
@@ -131,6 +132,7 @@ class ReplicatedStrategy:
         if self.extended._num_workers > 1:
             check_reads_no_sharding(dataset)
         is_own = self.extended._num_workers > 1 and is_own_of_each(dataset)
+        dataset = owning_memory(dataset)
         if not _tf.called_by_keras_trainer():
             if self.extended._num_workers > 1 and is_split_by_rows(dataset):
                 dataset = self._compare_rows(dataset, None).watch(dataset)

@@ -409,6 +409,51 @@ def trains_outside(placement):
     return messages, [words for words in said if "outside" in words]
 
 
+def labels_after_training(placement, source):
+    """An array of labels, of which Python code gives parts without a copy, after a model was trained on it."""
+    memory = np.zeros(48 * 4 + 64, "uint8")  # TensorFlow copies arrays that do not begin at a multiple of 64 bytes.
+    labels = memory[-memory.ctypes.data % 64 :][: 48 * 4].view("float32").reshape(48, 1)
+    labels[:] = np.arange(48)[:, None]
+    x = np.random.default_rng(0).normal(size=(48, 4)).astype("float32")
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, batch):
+            rows = slice(8 * batch, 8 * batch + 8)
+            return x[rows], labels[rows]
+
+    def generated():
+        batches = Batches()
+        yield from (batches[batch] for batch in range(6))
+
+    signature = (tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1]))
+    sources = {
+        "generator": generated,
+        "PyDataset": Batches,
+        "dataset": lambda: tf.data.Dataset.from_generator(generated, output_signature=signature),
+    }
+    with strategy(placement).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(sources[source](), verbose=0)
+    return labels[:, 0].tolist()
+
+
+def counters_after_data_of_unknown_length(placement, epochs):
+    """What each device has counted of steps and draws after epochs that end where the data does."""
+    with strategy(placement).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dropout(0.5), layers.Dense(1)])
+        model.compile("adam", "mse")
+    rows = tf.data.Dataset.from_generator(
+        lambda: (np.ones(4, "float32") for _ in range(16)), output_signature=tf.TensorSpec([4])
+    )
+    model.fit(rows.map(lambda x: (x, x[:1])).batch(8), epochs=epochs, verbose=0)
+    counters = model.optimizer.iterations, model.layers[0].seed_generator.state
+    return [[copy.numpy().tolist() for copy in counter.value.values] for counter in counters]
+
+
 def _optimizer_outside_scope(placement):
     with strategy(placement).scope() if placement != "single" else tfdist.MirroredStrategy(["CPU:0"]).scope():
         model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])

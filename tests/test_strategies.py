@@ -299,6 +299,17 @@ def test_a_model_that_knows_no_strategy_is_refused_on_workers_and_named_on_devic
     assert messages == ["trained", "trained"] and len(said) == 1
 
 
+@pytest.mark.parametrize("source", ["generator", "PyDataset", "dataset"])
+def test_arrays_that_python_code_gives_parts_of_are_not_written_to(source, pools):
+    assert pools("1x2").run(checks.labels_after_training, "1x2", source) == [list(range(48))]
+
+
+def test_devices_count_alike_where_data_ends_by_surprise(pools):
+    ((iterations, draws),) = pools("1x2").run(checks.counters_after_data_of_unknown_length, "1x2", 40)
+
+    assert iterations[0] == iterations[1] and draws[0] == draws[1]
+
+
 @pytest.mark.parametrize(("kind", "batches"), [("rows", (2, 1)), ("batch_size", (2, 4))])
 def test_workers_that_read_unlike_numbers_of_batches_are_named(kind, batches, pools):
     for message in pools("2x1").run(checks.reads_other_batches_than_others, "2x1", kind):
