@@ -403,8 +403,7 @@ def _example(dataset):
 
 
 def _of_first_replica(spec):
-    if isinstance(spec, _tf.PerReplicaSpec):
-        spec = spec._component_specs[0]
+    spec = _tf.spec_on_a_replica(spec)
     return spec if hasattr(spec, "shape") else None  # An empty Optional and `None` have none.
 
 

@@ -15,6 +15,7 @@ from tfdist.strategies import metrics
 from tfdist.strategies import optimizer as optimizers
 from tfdist.strategies import step as steps
 from tfdist.strategies.collectives.buckets import Bucket, fill_buckets, join, separate
+from tfdist.strategies.padded_rows import with_own_shapes
 from tfdist.strategies.replica_context import StepContext
 from tfdist.strategies.report import GRADIENTS
 
@@ -145,17 +146,24 @@ def on_the_only(called, reports):
     return on_replica
 
 
-def predict_step(fn, reports):
-    """`fn`, Keras' step of `predict`, on replicas that may be left without rows."""
+def predict_step(fn, reports, spec):
+    """`fn`, Keras' step of `predict`, on replicas that may have no rows or outputs of unlike shapes.
+
+    Args:
+      fn: The step.
+      reports: What is told of steps.
+      spec: The element spec of the dataset that `predict` reads; `None` if it reads none.
+    """
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(data):
         clock = reports.clock(_tf.get_current_replica_id_as_int())
         clock.evaluates(data)
+        data = steps.of_shapes_in(data, spec)
         rows = steps.count_rows(data)
         outputs = steps.only_rows(fn(steps.at_least_one_row(data, rows)), rows)
         clock.has_evaluated(outputs)
-        return outputs
+        return with_own_shapes(outputs)
 
     return on_replica
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.errors import CompiledCollectivesError, ScopeError
-from tfdist.strategies import keras_calls, keras_steps, losses, metrics
+from tfdist.strategies import keras_calls, keras_steps, losses, metrics, padded_rows
 from tfdist.strategies import optimizer as optimizers
 from tfdist.strategies.communication import Communication
 from tfdist.strategies.datasets import (
@@ -117,7 +117,8 @@ class ReplicatedStrategy:
             with views, losses.global_losses(step.model, step.is_plain), metrics.noted_results(step.model):
                 return super().run(keras_steps.on_one_of_many(step, self.reports), args, kwargs, options)
         if self.num_replicas_in_sync > 1 and _tf.called_by_keras_trainer() and fn.__name__ == _KERAS_PREDICT_STEP:
-            args, fn = self._split_plain_batch(args, _as_outputs_are_joined), keras_steps.predict_step(fn, self.reports)
+            args = self._split_plain_batch(args, _as_outputs_are_joined)
+            fn = keras_steps.predict_step(fn, self.reports, _tf.keras_spec_to_predict())
             keras_calls.note_functions(self.reports.activity, _tf.calling_trainer())
         return super().run(fn, args, kwargs, options)
 
@@ -206,6 +207,16 @@ class ReplicatedStrategy:
         self.extended.check_in_company()
         with keras_calls.exchanging(self.reports.activity):
             return super().reduce(reduce_op, value, axis)
+
+    def gather(self, value, axis):
+        """Gathers `value` from all replicas; see `tf.distribute.Strategy.gather`.
+
+        Outputs of `predict` whose shape depends on the batch are gathered with the shape of each row.
+        """
+        local = self.experimental_local_results(value)
+        if isinstance(local[0], padded_rows.PaddedRows):
+            return padded_rows.gathered(local, super().gather)
+        return super().gather(value, axis)
 
     @property
     def num_replicas_in_sync(self):

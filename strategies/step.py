@@ -279,6 +279,26 @@ def needs_static_rows(model: keras.Model | None) -> bool:
     return model in _needing_static_rows
 
 
+def of_shapes_in(data: Any, spec: Any) -> Any:
+    """`data`, of which the graph no longer knows more dimensions beside the rows than the spec of its dataset.
+
+    A graph that is traced on a batch knows the dimensions of that batch, which may be others on each replica. What
+    replicas decide by the shapes in the graph must not depend on that.
+    """
+    leaves, specs = tf.nest.flatten(data), tf.nest.flatten(spec)
+    if len(leaves) != len(specs):
+        return data
+    return tf.nest.pack_sequence_as(data, [_of_shape_in(*each) for each in zip(leaves, specs, strict=True)])
+
+
+def _of_shape_in(leaf, spec):
+    if not tf.is_symbolic_tensor(leaf) or not isinstance(spec, tf.TensorSpec) or not leaf.shape.rank:
+        return leaf
+    if spec.shape.rank != leaf.shape.rank or spec.shape[1:].as_list() == leaf.shape[1:].as_list():
+        return leaf
+    return tf.compat.v1.placeholder_with_default(leaf, [leaf.shape[0], *spec.shape[1:]])
+
+
 def _ragged_row(like: tf.RaggedTensor) -> tf.RaggedTensor:
     """One row, of one zero."""
     zero = tf.zeros(tf.concat([[1], tf.shape(like.flat_values)[1:]], 0), like.flat_values.dtype)

@@ -52,6 +52,8 @@ IN_ONE_PROCESS = (
     "a_mean_in_compute_loss",
     "python_functions",
     "predict_other_than_rows",
+    "predict_outputs_as_long_as_the_longest_of_a_batch",
+    "predict_tokens_of_padded_texts",
     "values_looked_at_eagerly",
     "parts_of_unlike_kinds_for_some_rows_eagerly",
     "an_output_more_in_training",

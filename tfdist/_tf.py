@@ -138,7 +138,6 @@ __all__ = [
     "MirroredExtended",
     "MirroredVariable",
     "NotedIterator",
-    "PerReplicaSpec",
     "ReplacedLosses",
     "SyncOnReadVariable",
     "WhileBodyFuncGraph",
@@ -695,6 +694,24 @@ def keras_is_evaluating() -> bool:
 def keras_is_predicting() -> bool:
     """Whether Keras' `predict` is under way in this thread."""
     return _frame_of(inspect.unwrap(keras_trainer.TensorFlowTrainer.predict)) is not None
+
+
+def keras_spec_to_predict() -> Any:
+    """The specs, on one replica, of what Keras' `predict` reads in this thread; `None` if it reads no dataset.
+
+    Without it: workers trace `predict` on batches of other lengths, and only some of them exchange the lengths.
+    """
+    frame = _frame_of(inspect.unwrap(keras_trainer.TensorFlowTrainer.predict))
+    dataset = dataset_of(frame and frame.f_locals.get("epoch_iterator"))
+    return tf.nest.map_structure(spec_on_a_replica, getattr(dataset, "element_spec", None))
+
+
+def spec_on_a_replica(spec: Any) -> Any:
+    """What a spec of the dataset of all replicas is on the first of them.
+
+    Without it: `fit` on several devices reads a batch to learn its shapes.
+    """
+    return spec._component_specs[0] if isinstance(spec, PerReplicaSpec) else spec
 
 
 def calls_of_threads() -> dict[int, list[tuple[str, int, str]]]:

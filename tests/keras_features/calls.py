@@ -41,6 +41,77 @@ def predict_uneven(place):
     return outcome(model, prediction=model.predict(x, batch_size=BATCH, verbose=0))
 
 
+class AsLongAsTheLongest(keras.Model):
+    """Repeats the second number of a row as often as the first one says; as long as the longest row of its batch."""
+
+    def call(self, x):
+        places = tf.range(tf.reduce_max(tf.cast(x[:, 0], tf.int32)))
+        line = tf.where(places < tf.cast(x[:, :1], tf.int32), x[:, 1:2], 0.0)
+        return {
+            "pairs": tf.stack([line, 2 * line], axis=2),
+            "square": line[:, :, None] * line[:, None, :],
+            "words": tf.where(line > 0, tf.strings.as_string(tf.cast(line, tf.int32)), ""),
+            "static": [x[:, 1], x],
+        }
+
+
+class TokensDoubled(keras.Model):
+    """One output for each token, so its length is that of the input."""
+
+    def call(self, x):
+        return 2 * x
+
+
+def without_padding(output):
+    """Numbers and words that are not padding, in order; a model pads by the longest row of what it is given."""
+    flat = output.flat_values.numpy() if isinstance(output, tf.RaggedTensor) else output
+    numbers = np.array([float(value or 0) for value in np.ravel(flat).tolist()])
+    return numbers[numbers != 0]
+
+
+def shape_of(output):
+    return output.shape if isinstance(output, np.ndarray) else (*output.bounding_shape().numpy(), -1)
+
+
+@row()
+def predict_outputs_as_long_as_the_longest_of_a_batch(place):
+    """Rows of alike lengths give an array, others a ragged tensor; the last batch leaves a replica without rows."""
+    values, x = {}, np.stack([np.arange(17) % 7 + 1, np.arange(1, 18)], axis=1).astype("float32")
+    alike = np.concatenate([np.full((17, 1), 5.0, "float32"), x[:, 1:]], axis=1)
+    for eagerly in (False, True):
+        with place.scope():
+            model = AsLongAsTheLongest()
+            model.compile(run_eagerly=eagerly)
+        outputs = {
+            "unlike": model.predict(x, batch_size=BATCH, verbose=0),
+            "alike": model.predict(alike, batch_size=BATCH, verbose=0),
+            "one_row": model.predict(x[6:7], verbose=0),
+            "on_batch": model.predict_on_batch(alike[:5]),
+        }
+        for case, output in outputs.items():
+            for i, leaf in enumerate(keras.tree.flatten(output)):
+                assert isinstance(leaf, np.ndarray) or case == "unlike"
+                values[f"{case}_{eagerly}_{i}"] = without_padding(leaf)
+                values[f"{case}_{eagerly}_{i}_shape"] = shape_of(leaf)
+    return outcome(model, **values)
+
+
+@row()
+def predict_tokens_of_padded_texts(place):
+    """The graph is traced on batches of one length, then of another; a replica may be left without rows."""
+    values = {}
+    for sizes in ((4, 4, 6, 6, 3), (5,), (2, 6, 6), (3, 3, 3)):
+        with place.scope():
+            model = TokensDoubled()
+        texts = tf.data.Dataset.from_generator(
+            lambda sizes=sizes: (np.full(size, size, "float32") for size in sizes),
+            output_signature=tf.TensorSpec([None], tf.float32),
+        )
+        output = model.predict(texts.padded_batch(2), verbose=0)
+        values[f"{sizes}"], values[f"{sizes} shape"] = without_padding(output), shape_of(output)
+    return outcome(model, **values)
+
+
 @row()
 def on_batch(place):
     """Each worker passes its own rows. A single worker divides them among its devices."""

@@ -1,0 +1,102 @@
+"""Joins outputs of `predict` that have another shape in each batch, such as texts as long as the longest in the batch.
+
+Replicas then have outputs of unlike shapes, which collectives and `tf.concat` refuse. Each row carries its shape and is
+padded where rows of several replicas become one tensor; at the end the padding is removed.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist import _tf
+
+
+class PaddedRows(tf.experimental.ExtensionType):
+    """Rows of unlike shapes, padded to one shape.
+
+    Keras joins it like a tensor, by `strategy.gather`, `tf.shape`, `tf.split` and `tf.concat`. Its method `numpy` makes
+    the result of `predict`.
+
+    Attributes:
+      values: The rows, padded with zeros (or empty strings), [rows, ...].
+      sizes: The shape of each row without padding, int32 [rows, rank - 1].
+    """
+
+    values: tf.Tensor
+    sizes: tf.Tensor
+
+    def padded_to(self, sizes: tf.Tensor) -> tf.Tensor:
+        """The values, padded further so that each row has the shape `sizes`."""
+        after = tf.concat([[0], sizes - tf.shape(self.values)[1:]], axis=0)
+        return tf.pad(self.values, tf.stack([tf.zeros_like(after), after], axis=1))
+
+    def numpy(self) -> np.ndarray | tf.RaggedTensor:
+        """An array if all rows have the same shape, otherwise a ragged tensor, as Keras gives for unlike batches."""
+        sizes = self.sizes.numpy()
+        most = sizes.max(axis=0) if len(sizes) else self.values.shape[1:]
+        values = self.values[(slice(None), *(slice(size) for size in most))]
+        unlike = np.flatnonzero((sizes != most).any(axis=0))
+        if not unlike.size:
+            return values.numpy()
+        lengths = [np.repeat(sizes[:, i], sizes[:, :i].prod(axis=1)) for i in range(unlike[-1] + 1)]
+        return tf.RaggedTensor.from_tensor(values, lengths=[length.astype("int64") for length in lengths])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.numpy(), dtype)
+
+
+def with_own_shapes(outputs: Any) -> Any:
+    """A replica's outputs, with `PaddedRows` in place of tensors of unknown shape.
+
+    The graph must know the same dimensions on all replicas. Eager tensors do not say whether their shape depends on the
+    batch, so all of them with more than one dimension are replaced.
+    """
+
+    def replaced(leaf):
+        if not isinstance(leaf, tf.Tensor) or (leaf.shape.rank or 0) < 2:
+            return leaf
+        if tf.is_symbolic_tensor(leaf) and leaf.shape[1:].is_fully_defined():
+            return leaf
+        shape = tf.shape(leaf)
+        return PaddedRows(leaf, tf.tile(shape[None, 1:], [shape[0], 1]))
+
+    return keras.tree.map_structure(replaced, outputs)
+
+
+def gathered(local: Sequence[PaddedRows], gather: Callable[[Any, int], tf.Tensor]) -> PaddedRows:
+    """Gathers the rows of all replicas.
+
+    Costs two exchanges of small tensors beside that of the rows: the largest shape, and the shapes of the rows.
+
+    Args:
+      local: Rows of this worker's replicas.
+      gather: Gathers a value of each replica along an axis; see `tf.distribute.Strategy.gather`.
+    """
+    shapes = gather(_tf.regroup([tf.shape(rows.values)[None, 1:] for rows in local]), 0)
+    most = tf.reduce_max(shapes, axis=0)
+    values = gather(_tf.regroup([rows.padded_to(most) for rows in local]), 0)
+    return PaddedRows(values, gather(_tf.regroup([rows.sizes for rows in local]), 0))
+
+
+@tf.experimental.dispatch_for_api(tf.shape)
+def _shape(input: PaddedRows, out_type=None, name=None):
+    """The number of rows alone, the only dimension that all rows have in common."""
+    return tf.shape(input.values, out_type, name)[:1]
+
+
+@tf.experimental.dispatch_for_api(tf.concat)
+def _concat(values: list[PaddedRows], axis, name="concat"):
+    del axis, name  # Keras joins along the first axis only.
+    most = tf.reduce_max(tf.stack([tf.shape(rows.values)[1:] for rows in values]), axis=0)
+    return PaddedRows(
+        tf.concat([rows.padded_to(most) for rows in values], axis=0), tf.concat([rows.sizes for rows in values], axis=0)
+    )
+
+
+@tf.experimental.dispatch_for_api(tf.split)
+def _split(value: PaddedRows, num_or_size_splits, axis=0, num=None, name="split"):
+    parts = [tf.split(tensor, num_or_size_splits, axis, num, name) for tensor in (value.values, value.sizes)]
+    return [PaddedRows(*part) for part in zip(*parts, strict=True)]
