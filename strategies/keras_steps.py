@@ -116,7 +116,7 @@ def on_one_of_many(called, reports):
             arrived = step.arrived
             # Of several steps in one call TensorFlow's iterator waits for the data of all workers.
             tells_before = bool(arrived) and model.steps_per_execution == 1
-            report = reports.of_replica(step.clock, replica, step.rows, tells_before)
+            report = reports.of_replica(step.clock, replica, step.rows, tells_before, step.not_finite)
             logs, total = _average_statistics(step, logs, report)
             with tf.control_dependencies(arrived):  # Until then the step waits for others.
                 reports.tell(local, total, model)

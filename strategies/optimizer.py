@@ -15,6 +15,7 @@ from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.dependence import may_differ
 from tfdist.strategies.kinds import of_one_kind
 from tfdist.strategies.loss_weight import weighted
+from tfdist.strategies.not_finite import sampled
 from tfdist.strategies.step import current_step, replicas
 
 
@@ -146,6 +147,8 @@ class _Weigh:
 
     def scale_loss(self, loss, *args, **kwargs):
         step = current_step()
+        if step is not None:
+            step.losses.append(loss)
         loss = super().scale_loss(loss, *args, **kwargs)
         if step is None or step.share is None:
             return loss
@@ -238,6 +241,7 @@ def _exchange(optimizer: Any, grads: list[Any]) -> list[Any]:
     if step is None:  # Outside `strategy.run` there is one copy of everything.
         return grads
     step.exchanges += 1
+    step.samples += sampled(grads)
     extended = tf.distribute.get_strategy().extended
     of = [variable for variable, grad in zip(step.variables, grads, strict=True) if grad is not None]
     summed = _to_present(lambda present: extended.exchange_gradients(optimizer, present, of), grads)

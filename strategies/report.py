@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tfdist.faults.activity import (
     COMPUTE,
@@ -31,6 +32,7 @@ from tfdist.faults.activity import (
     Execution,
 )
 from tfdist.strategies.collectives.stopwatch import present_time
+from tfdist.strategies.not_finite import FINITE, in_words
 from tfdist.strategies.row_comparison import RowsRead
 
 BEGIN, LOSS, SHARE, GRADIENTS, END = range(5)
@@ -42,6 +44,7 @@ _SEEN = 5
 # input; its own input is there, and workers agree on whether any has some. For the watchdog only.
 _EVALUATED, _TESTED, _ASKED, _AGREES = range(6, 10)
 _MOMENTS = 10
+_NAMED = 4  # Replicas in a warning.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +71,8 @@ class StepReport:
 class StepReports:
     """The reports of a strategy, as `strategy.reports`; of Keras' training steps, not of custom loops.
 
-    Costs a few timestamps and one callback into Python a step, and 3 R + 1 numbers in an exchange for R replicas, or
-    5 R + 1 for several workers. A step that XLA compiles for a lone replica reports nothing.
+    Costs a few timestamps and one callback into Python a step, and 4 R + 1 numbers in an exchange for R replicas, or
+    6 R + 1 for several workers. A step that XLA compiles for a lone replica reports nothing.
 
     Attributes:
       listeners: Functions that take each `StepReport` on every worker, in the order of the steps, before the step ends.
@@ -97,6 +100,7 @@ class StepReports:
         self.asked_here = False
         self.tells = True
         self.rows_read: RowsRead | None = None
+        self._told: weakref.WeakSet[Any] = weakref.WeakSet()  # Models of which was told that something is not finite.
         with tf.device(host_of(devices[0])):
             self._stop = tf.Variable(0.0, trainable=False)
         self._clocks = [Clock(device) for device in devices]
@@ -203,7 +207,9 @@ class StepReports:
         """The clock of this worker's replica number `local`."""
         return self._clocks[local]
 
-    def of_replica(self, clock: "Clock", replica: Any, rows: Any, tells_before: bool = False) -> tf.Tensor:
+    def of_replica(
+        self, clock: "Clock", replica: Any, rows: Any, tells_before: bool = False, not_finite: Any = FINITE
+    ) -> tf.Tensor:
         """What replica `replica` says of its step, float32 [n R + 1]; summed over replicas it is the report.
 
         Args:
@@ -211,12 +217,13 @@ class StepReports:
           replica: Its number among all.
           rows: That it holds.
           tells_before: Whether nobody else is waited for between steps.
+          not_finite: What of its loss and gradients is not finite, see `not_finite.told`.
         """
         place = tf.one_hot(replica, self.num_replicas)
         rows = tf.cast(0 if rows is None else rows, tf.float32)
         compute = clock.compute_seconds()
         own = compute + clock.seconds_before() if tells_before else compute
-        said = [rows, compute, own]
+        said = [rows, compute, own, tf.cast(not_finite, tf.float32)]
         if self.rows_read is not None:  # Of a worker its first replica speaks.
             numbers = self.rows_read.numbers if clock is self._clocks[0] else tf.zeros([2])
             said += tf.unstack(tf.convert_to_tensor(numbers))
@@ -232,7 +239,7 @@ class StepReports:
         self._clocks[0].end(self._ends[model], totals)
 
     def _take(self, model: weakref.ref, totals: np.ndarray) -> None:
-        rows, compute, own, *read = np.split(totals[:-1], (len(totals) - 1) // self.num_replicas)
+        rows, compute, own, not_finite, *read = np.split(totals[:-1], (len(totals) - 1) // self.num_replicas)
         number = self.number + 1
         self._trained = model
         self.activity.stepped()
@@ -240,11 +247,30 @@ class StepReports:
         if self.rows_read is not None:
             self.rows_read.check(*read)
         trained = model()
+        if not_finite.any() and trained is not None and trained not in self._told:
+            self._told.add(trained)
+            self._warn_of(not_finite, trained.name)
         feeder = None if trained is None else self.feeders.get(trained)
         if feeder is not None:
             feeder(self.latest)
         for listener in list(self.listeners):  # A copy: one that is let go meanwhile takes itself out.
             listener(self.latest)
+
+    def _warn_of(self, not_finite: np.ndarray, model: str) -> None:
+        places = np.flatnonzero(not_finite)
+        local = len(self._clocks)
+        has_workers = local < self.num_replicas
+        named = [
+            f"{in_words(int(not_finite[place]))} of replica {place}{f' (worker {place // local})' * has_workers}"
+            for place in places[:_NAMED]
+        ]
+        others = f" and {len(places) - _NAMED} other replicas" if len(places) > _NAMED else ""
+        logging.warning(
+            "In training step %d model %r got an Inf or NaN: %s%s. Gradients are summed over all replicas, so the "
+            "weights of all may hold Inf or NaN from this step on. Look for such values in the rows of the replica; if "
+            "there are none, lower the learning rate or clip gradients. This is told once for each model.",
+            *(self.number, model, ", ".join(named), others),
+        )
 
 
 class Clock:

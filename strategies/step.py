@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.errors import LossReductionError, TfdistError
+from tfdist.strategies import not_finite
 from tfdist.strategies.collectives.buckets import bucket_bytes, fill_buckets
 from tfdist.strategies.report import Clock
 from tfdist.strategies.row_degree import RowDegrees
@@ -49,6 +50,8 @@ class Step:
         `None` until `exchange_rows`.
       clock: Of this replica, in Keras' training steps; else `None`.
       results: What metrics have given, see `metrics.Result`.
+      losses: Those of this replica that optimizers have been told.
+      samples: Of this replica's gradients, before they are summed; see `not_finite`.
     """
 
     def __init__(self, rows: int | tf.Tensor | None, model: keras.Model | None = None, is_plain: bool = False):
@@ -69,6 +72,8 @@ class Step:
         self.in_own_exchange = False
         self.clock: Clock | None = None
         self.results: list[Any] = []
+        self.losses: list[tf.Tensor] = []
+        self.samples: list[tf.Tensor] = []
         self._marked: set[int] = set()
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
@@ -85,7 +90,16 @@ class Step:
     @property
     def arrived(self) -> list[tf.Tensor]:
         """What of `summed` is to be had outside of branches; once it is there, nobody's gradients are waited for."""
-        tensors = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in self.summed]
+        return self._outside_of_branches(self.summed)
+
+    @property
+    def not_finite(self) -> tf.Tensor:
+        """What of this replica's losses and gradients is not finite, as `not_finite.told` says it."""
+        losses, gradients = (self._outside_of_branches(each) for each in (self.losses, self.samples))
+        return not_finite.told(losses, gradients, self.has_rows)
+
+    def _outside_of_branches(self, tensors: list[Any]) -> list[tf.Tensor]:
+        tensors = [each.values if isinstance(each, tf.IndexedSlices) else each for each in tensors]
         return [tensor for tensor in tensors if getattr(tensor, "graph", None) is self._graph]
 
     def mark(self, moment: int, after: Any) -> None:

@@ -1069,3 +1069,55 @@ class OfTargets(keras.metrics.Mean):
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         super().update_state(y_true)
+
+
+class HidesNaN(layers.Layer):
+    def call(self, x):
+        return tf.where(tf.math.is_nan(x), 0.0, x)
+
+
+class Magnitude(layers.Layer):
+    """Its gradient at 0 is NaN."""
+
+    def call(self, x):
+        return tf.sqrt(tf.square(x))
+
+
+def _one_row_of_zeros(shape, dtype=None):
+    return tf.concat([tf.ones([shape[0] - 1, shape[1]]), tf.zeros([1, shape[1]])], 0)
+
+
+def told_of_not_finite(placement, case):
+    """What this worker logs when row 13 of 16, in the second batch and of the last replica, is wrong.
+
+    Returns:
+      For each warning: how many batches had ended, and its text.
+    """
+    place, rows = strategy(placement), np.random.default_rng(0).uniform(1, 2, (16, 5)).astype("float32")
+    wide = layers.Dense(6, use_bias=False)
+    inner, bad, loss, optimizer = {
+        "an input": ([layers.Dense(3)], np.nan, "mse", "sgd"),
+        "an input that the forward pass hides": ([wide, HidesNaN()], [1, np.nan, 1, 1, 1], "mse", "sgd"),
+        "a gradient": ([wide, Magnitude()], 0, "mse", "sgd"),
+        "a gradient of rows": (
+            [layers.Embedding(8, 4, _one_row_of_zeros), Magnitude(), layers.Flatten()],
+            *(7, "mse", "adam"),
+        ),
+        "a replica without rows": ([], 1, lambda y, x: -tf.math.log(tf.reduce_sum(x, 1)), "sgd"),
+        "a step that is skipped": ([layers.Dense(3)], 1e30, "mae", "a scaled one"),
+    }[case]
+    with place.scope():
+        if optimizer == "a scaled one":
+            optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=1e12)
+        is_last = {"kernel_initializer": "ones", "use_bias": False} if not inner else {}
+        model = keras.Sequential([layers.Input((5,)), *inner, layers.Dense(1, **is_last)])
+        model.compile(optimizer, loss)
+    if case == "a gradient of rows":
+        rows = np.ones_like(rows)
+    rows[13] = bad
+    rows = rows[: 9 if case == "a replica without rows" else 16]
+    told, ended = [], []
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ended.append(batch))
+    with mock.patch.object(logging, "warning", lambda text, *values: told.append((len(ended), text % values))):
+        model.fit(rows, np.ones([len(rows), 1]), batch_size=8, shuffle=False, epochs=2, verbose=0, callbacks=[count])
+    return [each for each in told if "Inf or NaN" in each[1]]

@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import strategy_checks as checks
 from conftest import PLACEMENTS as PLACEMENT_SIZES
 from tfdist.faults.activity import TRAIN, Execution
+from tfdist.strategies.not_finite import sampled
 from tfdist.strategies.report import StepReports
 from tfdist.testing import run_workers
 
@@ -386,3 +388,30 @@ def test_a_custom_loop_with_a_short_last_batch_leaves_what_fit_leaves(placement,
 def test_an_optimizer_made_outside_the_scope_is_named(placement, pools):
     ((kind, message),) = pools(placement).run(checks.message_of, placement, "optimizer outside scope")
     assert kind == "ScopeError" and "strategy.scope()" in message
+
+
+@pytest.mark.parametrize(
+    "case", ["an input", "an input that the forward pass hides", "a gradient", "a gradient of rows"]
+)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_all_workers_log_a_loss_or_gradient_that_is_not_finite_on_one(placement, case, pools):
+    for told in pools(placement).run(checks.told_of_not_finite, placement, case):
+        assert [ended for ended, _ in told] == [1], told  # In the step of the second batch, and once.
+        assert "gradients of replica 1" in told[0][1] and "replica 0" not in told[0][1]
+        assert ("the loss and" in told[0][1]) == (case == "an input")
+        assert ("(worker 1)" in told[0][1]) == (placement == "2x1")
+
+
+@pytest.mark.parametrize("case", ["a replica without rows", "a step that is skipped"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_nothing_is_said_of_values_that_are_not_used(placement, case, pools):
+    assert not any(pools(placement).run(checks.told_of_not_finite, placement, case))
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (1, 9), (6, 4), (4, 6), (8, 8), (3, 3, 4, 10), (1000, 3)])
+def test_of_a_matrix_each_row_and_column_is_looked_at(shape):
+    columns = shape[-1] if shape else 1
+    (places,) = sampled([tf.reshape(tf.range(np.prod(shape), dtype=tf.float32), shape)])
+    rows, seen = np.divmod(places.numpy().astype(int), columns)
+    assert set(rows) == set(range(int(np.prod(shape)) // columns)) and set(seen) == set(range(columns))
+    assert len(places) <= 2 * max(len(set(rows)), columns) + 16

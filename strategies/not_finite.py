@@ -1,0 +1,65 @@
+"""Whether the loss or the gradients of a replica hold an Inf or NaN, so that the logs of all workers can say so.
+
+A few elements of a few gradients are looked at, since a pass over all of them would take some percent of a step. An
+Inf or NaN that arises in the backward pass reaches all elements of the gradients of the layers before it. One in a row
+of the input reaches a whole row of the first matrix. Others make the loss of the next step Inf or NaN, which is told
+then.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+__all__ = ["FINITE", "in_words", "sampled", "told"]
+
+FINITE = 0
+_LOSS, _GRADIENTS = 1, 2
+_WORDS = {_LOSS: "the loss", _GRADIENTS: "gradients", _LOSS + _GRADIENTS: "the loss and gradients"}
+_MOST = 8  # Gradients that are looked at.
+
+
+def in_words(number: int) -> str:
+    """Names in words the values that are not finite, from a number of `told`."""
+    return _WORDS[number]
+
+
+def told(losses: Sequence[tf.Tensor], samples: Sequence[tf.Tensor], has_rows: Any) -> tf.Tensor:
+    """Returns a number that tells which values of a replica are not finite, float32 []; `FINITE` if all are.
+
+    Args:
+      losses: The losses of the replica.
+      samples: Elements of its gradients, from `sampled`.
+      has_rows: Whether the replica has rows; if not, its loss is that of a row that stands for none.
+    """
+    loss = tf.logical_and(_is_broken(losses), has_rows)
+    return _LOSS * tf.cast(loss, tf.float32) + _GRADIENTS * tf.cast(_is_broken(samples), tf.float32)
+
+
+def sampled(gradients: Sequence[Any]) -> list[tf.Tensor]:
+    """Takes elements of some gradients, the first included: at least one of each row and column of a matrix.
+
+    Costs the copy of as many elements as the longer side of each matrix has, of at most eight.
+    """
+    values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients if each is not None]
+    values = [each for each in values if each.dtype.is_floating]
+    return [_diagonal(each) for each in values[:: math.ceil(len(values) / _MOST) or 1]]
+
+
+def _diagonal(values: tf.Tensor) -> tf.Tensor:
+    """Elements in a vector, as far from each other as the rows or columns allow that must have one each."""
+    columns = (values.shape[-1] if values.shape.rank else 1) or 1
+    elements = values.shape.num_elements()
+    stride = min(columns, columns if elements is None else max(1, elements // columns))
+    while math.gcd(stride, columns) > 1:  # Otherwise some columns are never met.
+        stride -= 1
+    return tf.reshape(values, [-1])[::stride]
+
+
+def _is_broken(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    by_dtype: dict[tf.DType, list[tf.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tf.reshape(tensor, [-1]))
+    finite = [tf.reduce_all(tf.math.is_finite(tf.concat(group, 0))) for group in by_dtype.values()]
+    return tf.logical_not(tf.reduce_all(finite)) if finite else tf.constant(False)
