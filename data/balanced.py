@@ -190,6 +190,13 @@ class BalancedSharding(tf.train.experimental.PythonState):
             self._shares.settle(place)
         return self._dataset(place, training, is_started=True)
 
+    def first_example(self) -> tf.data.Dataset | None:
+        """One batch of one row, if some batch leaves a replica without rows; such a row stands in there."""
+        place = self._place
+        if place is None or self._fewest_rows >= place.replicas:
+            return None
+        return self._pipeline.first_example(place)
+
     def __call__(self, context: tf.distribute.InputContext | None = None, *, training: bool = True) -> tf.data.Dataset:
         """A worker's dataset: for each step the batches of its replicas, one after the other.
 
@@ -211,8 +218,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         return counted
 
     def _dataset(self, place: Place, training: bool, is_started: bool) -> tf.data.Dataset:
-        fewest = self._plan_of_evaluation.rows(self.evaluation_steps - 1)
-        use = Use(place, training, is_started, has_rows=fewest >= place.replicas)
+        use = Use(place, training, is_started, has_rows=self._fewest_rows >= place.replicas)
         rows, has_read = max(self._shares.at(place)), functools.partial(weakly(self._has_read), place)
         made = finished(self._pipeline.dataset(use, rows, weakly(self._batches), has_read))
         made.sharding = self  # Kept by who reads from it.
@@ -227,6 +233,11 @@ class BalancedSharding(tf.train.experimental.PythonState):
     def evaluation_steps(self) -> int:
         """Steps in which an evaluation takes each example once."""
         return self._plan_of_evaluation.steps_per_epoch
+
+    @property
+    def _fewest_rows(self) -> int:
+        """Of any batch."""
+        return self._plan_of_evaluation.rows(self.evaluation_steps - 1)
 
     @property
     def _plan_of_evaluation(self) -> Plan:

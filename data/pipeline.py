@@ -80,6 +80,11 @@ class Pipeline:
         steps = self._read_together(use, batches) if is_together else self._asked(use, batches, EXAMPLES_TOGETHER)
         return _taken(self._read_here(use, steps).prefetch(len(use.place.own)), tell)
 
+    def first_example(self, place: Place) -> tf.data.Dataset:
+        """The first example of the source, in a batch of its own."""
+        indices = tf.data.Dataset.from_tensors(tf.zeros([1], tf.int64))
+        return indices.map(lambda first: self._reader(first, replica=place.own.start))
+
     def _asked(self, use: Use, batches: Batches, most: int, *, are_equal: bool = False) -> tf.data.Dataset:
         """A dataset of the groups that `together` makes: padded indices, lengths, and epochs that begin after them."""
         make = functools.partial(together, most, are_equal)

@@ -13,6 +13,7 @@ from tfdist.errors import ScopeError
 from tfdist.strategies import keras_calls
 from tfdist.strategies.row_comparison import RowComparison
 from tfdist.strategies.row_origin import Origin, origins_of, reads_files
+from tfdist.strategies.stand_in_rows import ExampleRow, ExampleRows, noting
 from tfdist.strategies.step import count_rows
 
 
@@ -92,16 +93,6 @@ def _policy_of(dataset):
     return dataset.options().experimental_distribute.auto_shard_policy
 
 
-def divided_one_by_one(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns `dataset`, of which TensorFlow divides each batch by itself.
-
-    It then takes as many steps for each batch as there are workers. Without a function in between it may join the rest
-    of one batch with the next one, and the number of steps is not known.
-    """
-    is_tuple = type(dataset.element_spec) is tuple
-    return dataset.map(tf.autograph.experimental.do_not_convert(lambda *batch: batch if is_tuple else batch[0]))
-
-
 def batches_of_own(dataset: tf.data.Dataset, workers: int) -> int:
     """How many batches this worker takes of a dataset that `is_own_of_each`; negative: unknown or infinite.
 
@@ -109,7 +100,7 @@ def batches_of_own(dataset: tf.data.Dataset, workers: int) -> int:
     TensorFlow, which does not say how many rows a worker gets.
 
     Args:
-      dataset: One that is `divided_one_by_one`.
+      dataset: In which TensorFlow divides each batch by itself, as after a `map`.
       workers: How many workers there are.
     """
     policies, batches = tf.data.experimental.AutoShardPolicy, int(dataset.cardinality())
@@ -217,16 +208,31 @@ def _untuned_on_devices(iterator: Any, reads_at_once: bool = False) -> Any:
 class _Noted:
     """Mixed into a distributed dataset of TensorFlow's: notes what reads from it, and when.
 
+    Where Keras reads from it, a row is kept for replicas without rows. A loop of the user's needs none.
+
     Args:
       made: The dataset, which it takes the place of.
+      examples: Keeps the row.
     """
 
-    def __init__(self, made: Any):
+    def __init__(self, made: Any, examples: ExampleRows):
         self.__dict__.update(made.__dict__)
+        self._examples = examples
+        self._example: ExampleRow | None = None
 
     def __iter__(self):
         keras_calls.note_call(self._strategy.reports.activity)
+        self._keep_row()
         return _tf.NotedIterator(super().__iter__())
+
+    def _keep_row(self) -> None:
+        model = _tf.keras_reader()
+        if model is None or self._strategy.num_replicas_in_sync == 1:
+            return
+        if self._example is None:
+            self._example = row = ExampleRow()
+            _tf.change_datasets_of_worker(self, lambda dataset: noting(dataset, row))
+        self._examples.put(model, self._example)
 
 
 class NotedDataset(_Noted, _tf.DistributedDataset):
@@ -239,10 +245,11 @@ class DatasetOfEachWorker(NotedDataset):
     Args:
       distributed: The dataset as TensorFlow distributes it.
       dataset: What the user gave.
+      examples: Keeps a row for replicas without rows.
     """
 
-    def __init__(self, distributed: Any, dataset: tf.data.Dataset):
-        super().__init__(distributed)
+    def __init__(self, distributed: Any, dataset: tf.data.Dataset, examples: ExampleRows):
+        super().__init__(distributed, examples)
         self._given = dataset
         end_for_all(self, dataset, tf.data.UNKNOWN_CARDINALITY)
 
@@ -295,14 +302,21 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
     Args:
       distribute: What the strategy makes of a dataset function.
       sharding: The sharding.
+      examples: Where rows that stand in are kept.
       maps: What is done to each batch, by `map`.
 
     Attributes:
       sharding: As given.
     """
 
-    def __init__(self, distribute: Callable[[Any], Any], sharding: Any, maps: tuple[Callable[..., Any], ...] = ()):
-        self._distribute, self.sharding, self._maps = distribute, sharding, maps
+    def __init__(
+        self,
+        distribute: Callable[[Any], Any],
+        sharding: Any,
+        examples: ExampleRows,
+        maps: tuple[Callable[..., Any], ...] = (),
+    ):
+        self._distribute, self.sharding, self._examples, self._maps = distribute, sharding, examples, maps
         # Instead of the parent's `__init__`, which would build it once more.
         self.__dict__.update(self._made(training=True).__dict__)
 
@@ -314,6 +328,8 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
         if _tf.keras_is_peeking() and _has_ranks(self):
             return iter([_example(self)])
         training = not (epochs and _tf.keras_is_evaluating())
+        if epochs and self._example is not None:
+            self._examples.put(_tf.keras_reader(), self._example)
         if epochs:
             # Keras takes `steps_per_epoch` of each iterator until all steps are taken, from wherever it begins.
             goes_on = epochs.steps_per_epoch is not None
@@ -339,7 +355,7 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
         Raises:
           tf.errors.InvalidArgumentError: When it is read, if `fn` gives another number of rows than it was given.
         """
-        return BalancedDataset(self._distribute, self.sharding, (*self._maps, fn))
+        return BalancedDataset(self._distribute, self.sharding, self._examples, (*self._maps, fn))
 
     def prefetch(self, buffer_size: int) -> "BalancedDataset":
         """Itself, as it reads ahead already."""
@@ -352,6 +368,12 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
         return self.sharding.evaluation_steps if _tf.keras_is_evaluating() else self.sharding.cardinality
 
     @functools.cached_property
+    def _example(self) -> ExampleRow | None:
+        """Of the first example, if a batch may leave a replica without rows."""
+        dataset = self.sharding.first_example()
+        return None if dataset is None else ExampleRow.of(self._mapped(dataset).get_single_element())
+
+    @functools.cached_property
     def _for_evaluation(self) -> Any:
         """One of its own: iterators that Keras makes for later wait to be read from beside those of training."""
         return self._made(training=False)
@@ -360,7 +382,9 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
         return _tf.end_together(self._distribute(functools.partial(self._make, training)))
 
     def _make(self, training: bool, context: tf.distribute.InputContext) -> tf.data.Dataset:
-        dataset = self.sharding.for_strategy(context, training=training)
+        return self._mapped(self.sharding.for_strategy(context, training=training))
+
+    def _mapped(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         for fn in self._maps:
             dataset = dataset.map(_keeping_rows(fn))
         return dataset

@@ -18,6 +18,7 @@ from tfdist.strategies.collectives.buckets import Bucket, fill_buckets, join, se
 from tfdist.strategies.padded_rows import with_own_shapes
 from tfdist.strategies.replica_context import StepContext
 from tfdist.strategies.report import GRADIENTS
+from tfdist.strategies.stand_in_rows import at_least_one_row
 
 _KERAS_STEPS = ("train_step", "test_step")
 
@@ -91,8 +92,14 @@ def in_step(fn, args, kwargs, seed_generator):
     return on_replica
 
 
-def on_one_of_many(called, reports):
-    """A `KerasStep`, with rows counted, statistics and logs averaged, and reported if it trains."""
+def on_one_of_many(called, reports, example):
+    """A `KerasStep`, with rows counted, statistics and logs averaged, and reported if it trains.
+
+    Args:
+      called: The step.
+      reports: Of the strategy.
+      example: Gives a row that stands in; see `at_least_one_row`.
+    """
     name, model, fn, is_plain = called
 
     @tf.autograph.experimental.do_not_convert
@@ -102,14 +109,14 @@ def on_one_of_many(called, reports):
             local = _tf.get_current_replica_id_as_int()
             if name != "train_step":
                 reports.clock(local).evaluates(data)
-                logs = fn(steps.at_least_one_row(data, step.rows))
+                logs = fn(at_least_one_row(data, step.rows, example))
                 reports.clock(local).has_evaluated(logs)
                 return _average_statistics(step, metrics.global_results(model, logs, step))
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             step.clock = reports.clock(local)
             data = step.clock.begin(data)
             step.exchange_rows()
-            data = steps.at_least_one_row(data, step.rows)
+            data = at_least_one_row(data, step.rows, example)
             logs = steps.trace_for_any_rows(step, fn, data) if is_plain else fn(data)
             step.mark(GRADIENTS, logs)  # Where no optimizer has taken any.
             logs = metrics.global_results(model, logs, step)
@@ -146,12 +153,13 @@ def on_the_only(called, reports):
     return on_replica
 
 
-def predict_step(fn, reports, spec):
+def predict_step(fn, reports, example, spec):
     """`fn`, Keras' step of `predict`, on replicas that may have no rows or outputs of unlike shapes.
 
     Args:
       fn: The step.
       reports: What is told of steps.
+      example: Gives a row that stands in; see `at_least_one_row`.
       spec: The element spec of the dataset that `predict` reads; `None` if it reads none.
     """
 
@@ -161,7 +169,7 @@ def predict_step(fn, reports, spec):
         clock.evaluates(data)
         data = steps.of_shapes_in(data, spec)
         rows = steps.count_rows(data)
-        outputs = steps.only_rows(fn(steps.at_least_one_row(data, rows)), rows)
+        outputs = steps.only_rows(fn(at_least_one_row(data, rows, example)), rows)
         clock.has_evaluated(outputs)
         return with_own_shapes(outputs)
 
@@ -193,7 +201,7 @@ def _averages(values: list[tf.Tensor], step: steps.Step, report: tf.Tensor | Non
     weight = None if report is None else step.share
     if report is None and step.rows is not None:  # An evaluation has not compared rows before.
         weight = tf.cast(step.rows, tf.float32)
-    # A replica without rows may have made an Inf or NaN of its row of zeros, and of halves a sum may leave the range.
+    # A replica without rows may have made an Inf or NaN of the row that stands in; a sum of halves may leave the range.
     wide = [tf.cast(value, tf.float32) if value.dtype.size < 4 else value for value in values]
     laid_out = _laid_out(wide)
     unweighted = vectors = [join(bucket, members) for _, members, buckets in laid_out for bucket in buckets]

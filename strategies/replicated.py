@@ -23,7 +23,6 @@ from tfdist.strategies.datasets import (
     alike_on_workers,
     batches_of_own,
     check_reads_no_sharding,
-    divided_one_by_one,
     end_for_all,
     is_own_of_each,
     is_read_by_all,
@@ -37,6 +36,7 @@ from tfdist.strategies.outside_scope import note_training
 from tfdist.strategies.policy import check_opted_out_inside
 from tfdist.strategies.replicated_extended import is_compiled
 from tfdist.strategies.report import StepReports
+from tfdist.strategies.stand_in_rows import ExampleRow, ExampleRows, noting, row_of
 from tfdist.strategies.step import current_step
 from tfdist.strategies.variables import optimizer_variables, variables_of
 
@@ -63,6 +63,7 @@ class ReplicatedStrategy:
     extended: Any
     reports: StepReports
     _shardings: list[weakref.ref[Any]]
+    _examples: ExampleRows
     _use: "Use"
 
     def scope(self):
@@ -95,7 +96,8 @@ class ReplicatedStrategy:
         self.extended.check_in_company()
         self.extended.check_compiled()
         args = () if args is None else args
-        step = keras_steps.keras_step_of(fn, args, kwargs, _tf.calling_trainer())
+        trainer, whole = _tf.calling_trainer(), args
+        step = keras_steps.keras_step_of(fn, args, kwargs, trainer)
         if step is None:
             self._check_nobody_waits_for_steps(fn)
         elif self.num_replicas_in_sync == 1:
@@ -113,13 +115,15 @@ class ReplicatedStrategy:
                 note_training()
             if _tf.called_by_keras_trainer():
                 args = self._split_plain_batch(args, _among_devices)
+            example = self._stand_in(step.model, whole, args)
             views = optimizers.viewed_optimizers(step.model, optimizers.distributed)
             with views, losses.global_losses(step.model, step.is_plain), metrics.noted_results(step.model):
-                return super().run(keras_steps.on_one_of_many(step, self.reports), args, kwargs, options)
+                return super().run(keras_steps.on_one_of_many(step, self.reports, example), args, kwargs, options)
         if self.num_replicas_in_sync > 1 and _tf.called_by_keras_trainer() and fn.__name__ == _KERAS_PREDICT_STEP:
             args = self._split_plain_batch(args, _as_outputs_are_joined)
-            fn = keras_steps.predict_step(fn, self.reports, _tf.keras_spec_to_predict())
-            keras_calls.note_functions(self.reports.activity, _tf.calling_trainer())
+            example = self._stand_in(trainer, whole, args)
+            fn = keras_steps.predict_step(fn, self.reports, example, _tf.keras_spec_to_predict())
+            keras_calls.note_functions(self.reports.activity, trainer)
         return super().run(fn, args, kwargs, options)
 
     def experimental_distribute_dataset(self, dataset, options=None):
@@ -138,7 +142,9 @@ class ReplicatedStrategy:
             if self.extended._num_workers > 1 and is_split_by_rows(dataset):
                 dataset = self._compare_rows(dataset, None).watch(dataset)
             distributed = super().experimental_distribute_dataset(dataset, options)
-            return DatasetOfEachWorker(distributed, dataset) if is_own else NotedDataset(distributed)
+            if is_own:
+                return DatasetOfEachWorker(distributed, dataset, self._examples)
+            return NotedDataset(distributed, self._examples)
         if is_own and _tf.keras_loop_to_distribute() == "predict":
             raise unordered(dataset)
         comparison = None
@@ -152,8 +158,10 @@ class ReplicatedStrategy:
             dataset = alike_on_workers(dataset)
             comparison = self._compare_rows(dataset, epochs)
             dataset = comparison.watch(dataset)
-        if is_own:
-            dataset = divided_one_by_one(dataset)
+        if self.num_replicas_in_sync > 1:
+            row = ExampleRow()
+            dataset = noting(dataset, row)
+            self._examples.put(_tf.keras_reader(), row)
         distributed = super().experimental_distribute_dataset(dataset, options)
         if is_own:
             end_for_all(distributed, dataset, self._longest(batches_of_own(dataset, self.extended._num_workers)))
@@ -181,12 +189,13 @@ class ReplicatedStrategy:
         """
         if not hasattr(dataset_fn, "attach"):
             dataset_fn = functools.partial(made_by, dataset_fn)
-            return NotedDatasetsFromFunction(super().distribute_datasets_from_function(dataset_fn, options))
+            made = super().distribute_datasets_from_function(dataset_fn, options)
+            return NotedDatasetsFromFunction(made, self._examples)
         dataset_fn.attach(self.reports)
         if not any(known is dataset_fn for known in self.shardings):
             self._shardings = [weakref.ref(sharding) for sharding in [*self.shardings, dataset_fn]]
         make = super().distribute_datasets_from_function
-        return BalancedDataset(lambda function: make(function, options), dataset_fn)
+        return BalancedDataset(lambda function: make(function, options), dataset_fn, self._examples)
 
     def reduce(self, reduce_op, value, axis):
         """Reduces `value` over all replicas; see `tf.distribute.Strategy.reduce`.
@@ -308,10 +317,15 @@ class ReplicatedStrategy:
 
         return tf.nest.map_structure(split, args)
 
+    def _stand_in(self, model, whole, args):
+        """What gives a row for a replica without any: of a batch that Keras handed over whole, or of what it reads."""
+        return self._examples.of(model) if args is whole else row_of(whole[0])
+
     def _make_reports(self):
         devices = self.extended.worker_devices
         self.reports = StepReports(devices, self.num_replicas_in_sync)
         self._shardings = []
+        self._examples = ExampleRows()
         self._use = Use()
 
     def _take_collective_keys(self):

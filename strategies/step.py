@@ -156,8 +156,8 @@ class Step:
 
     @property
     def has_rows(self) -> bool | tf.Tensor:
-        """See `_any`."""
-        return _any(self.rows)
+        """See `has_any`."""
+        return has_any(self.rows)
 
     def exchange_rows(self) -> None:
         """Finds the `share` of this replica, by an exchange of one number.
@@ -178,7 +178,7 @@ class Step:
             self.in_own_exchange = False
 
     def or_zeros(self, values: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
-        """`values`, but zeros on a replica without rows, whose row of zeros stands for none."""
+        """`values`, but zeros on a replica without rows, whose row stands in for none."""
         if self.in_own_exchange or self.has_rows is True:
             return values
         # A branch begins when all that it takes is there: no bucket shall wait for what is in another. Indices stay out
@@ -220,7 +220,7 @@ def is_keras_own(model: keras.Model, method: str) -> bool:
     return method not in vars(model) and getattr(type(model), method) is getattr(keras.Model, method)
 
 
-def _any(rows: int | tf.Tensor | None) -> bool | tf.Tensor:
+def has_any(rows: int | tf.Tensor | None) -> bool | tf.Tensor:
     """Whether there is any row, True or bool []; taken for granted where rows are not known."""
     return True if rows is None or (isinstance(rows, int) and rows > 0) else tf.convert_to_tensor(rows) > 0
 
@@ -228,30 +228,6 @@ def _any(rows: int | tf.Tensor | None) -> bool | tf.Tensor:
 def _with_values(like, values):
     """`values`, with the indices of what they are `like`, if it has any."""
     return tf.IndexedSlices(values, like.indices, like.dense_shape) if isinstance(like, tf.IndexedSlices) else values
-
-
-def at_least_one_row(data: Any, rows: int | tf.Tensor | None) -> Any:
-    """`data`, but one row of zeros where there is none.
-
-    A short last batch can leave a replica without rows, and many kernels and layers fail on such input: fused
-    convolutions on CPUs, reshapes to (-1, ...). What the row of zeros gives rise to is discarded by `Step`.
-    """
-    has_rows = _any(rows)
-    if has_rows is True:
-        return data
-
-    def fill(leaf):
-        if isinstance(leaf, tf.RaggedTensor):
-            return tf.cond(has_rows, lambda: leaf, lambda: _ragged_row(leaf))
-        if not isinstance(leaf, tf.Tensor) or leaf.shape.rank in (0, None):
-            return leaf
-        # Where a worker has run out, TensorFlow makes dimensions that it does not know 0.
-        least = [int(size is None) for size in leaf.shape[1:]]
-        like = tf.maximum(tf.shape(leaf)[1:], tf.constant(least, tf.int32))
-        filled = tf.cond(has_rows, lambda: leaf, lambda: tf.zeros(tf.concat([[1], like], 0), leaf.dtype))
-        return tf.ensure_shape(filled, [None, *leaf.shape[1:]])
-
-    return keras.tree.map_structure(fill, data)
 
 
 def of_any_rows(data: Any) -> Any:
@@ -313,16 +289,9 @@ def _of_shape_in(leaf, spec):
     return tf.compat.v1.placeholder_with_default(leaf, [leaf.shape[0], *spec.shape[1:]])
 
 
-def _ragged_row(like: tf.RaggedTensor) -> tf.RaggedTensor:
-    """One row, of one zero."""
-    zero = tf.zeros(tf.concat([[1], tf.shape(like.flat_values)[1:]], 0), like.flat_values.dtype)
-    lengths = [tf.ones([1], like.row_splits.dtype)] * like.ragged_rank
-    return tf.RaggedTensor.from_nested_row_lengths(zero, lengths)
-
-
 def only_rows(outputs: Any, rows: int | tf.Tensor | None) -> Any:
-    """A model's outputs, but none on a replica without rows, after `at_least_one_row`."""
-    has_rows = _any(rows)
+    """A model's outputs, but none on a replica without rows, which ran on one that stood in."""
+    has_rows = has_any(rows)
     if has_rows is True:
         return outputs
 

@@ -58,6 +58,8 @@ IN_ONE_PROCESS = (
     "parts_of_unlike_kinds_for_some_rows_eagerly",
     "an_output_more_in_training",
     "input_words",
+    "input_that_is_parsed_and_checked",
+    "input_that_is_parsed_and_checked_eagerly",
     *ROWS_ADDED_UP,
 )
 # Replicas meet before the update, which is each optimizer's own; the others are `exhaustive`.
@@ -105,6 +107,7 @@ ALIKE_ON_WORKERS = (
     "two_models",
     "variational_model_without_a_call",
     "input_words",
+    "input_that_is_parsed_and_checked_eagerly",
     "parts_for_some_rows_eagerly",
     *ROWS_ADDED_UP,
 )

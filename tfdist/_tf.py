@@ -149,6 +149,7 @@ __all__ = [
     "called_by_keras_trainer",
     "calling_trainer",
     "calls_of_threads",
+    "change_datasets_of_worker",
     "clone_function",
     "context",
     "control_status_ctx",
@@ -764,6 +765,15 @@ def keras_fitting_models() -> list[keras_trainer.TensorFlowTrainer]:
             models.append(frame.f_locals["self"])
         frame = frame.f_back
     return models
+
+
+def change_datasets_of_worker(distributed: Any, change: Callable[[Any], Any]) -> None:
+    """Changes, in a way that keeps what they give, the datasets that a distributed one reads from on this worker.
+
+    Without it: what the user distributed and gives to `fit` leaves a replica without rows on zeros.
+    """
+    of_worker = "_cloned_datasets" if isinstance(distributed, DistributedDataset) else "_datasets"
+    setattr(distributed, of_worker, [change(dataset) for dataset in getattr(distributed, of_worker)])
 
 
 def call_in_step(callbacks) -> None:

@@ -106,6 +106,102 @@ def input_words(place):
     return outcome(model, history, predicted=model.predict(dataset, verbose=0))
 
 
+class Particular(keras.Model):
+    """Parses, decodes and checks its input: zeros and empty strings fail."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.dense = layers.Embedding(6, 4), layers.Dense(3)
+
+    def call(self, x):
+        numbers = tf.strings.to_number(x["number"])[:, None]
+        decode = lambda image: tf.ensure_shape(tf.io.decode_png(image, channels=1), [2, 2, 1])  # noqa: E731
+        images = tf.map_fn(decode, x["image"], fn_output_signature=tf.TensorSpec([2, 2, 1], tf.uint8))
+        pixels = tf.reshape(tf.cast(images, tf.float32), [-1, 4]) / 255
+        with tf.control_dependencies(
+            [tf.debugging.assert_positive(x["ids"]), tf.debugging.assert_less(x["ids"], tf.constant(6, tf.int64))]
+        ):
+            vectors = tf.reduce_mean(self.embedding(tf.identity(x["ids"])), axis=1)
+        return self.dense(tf.concat([numbers, pixels, vectors], axis=1))
+
+
+class ParticularStep(Particular):
+    """With a step of its own."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def particular(rows):
+    """Rows that `Particular` takes."""
+    x = {
+        "number": np.array([f"{i / rows:.3f}" for i in range(rows)]),
+        "image": np.array([tf.io.encode_png(np.full((2, 2, 1), 200, "uint8")).numpy()] * rows),
+        "ids": 1 + np.arange(2 * rows).reshape(rows, 2) % 5,
+    }
+    return tf.data.Dataset.from_tensor_slices((x, np.arange(rows) % 3)).batch(4).with_options(untuned())
+
+
+def read_by_particular(place, make, **kwargs):
+    model = built(place, make, **kwargs)
+    predicted = model.predict(particular(1), verbose=0)  # Of one row, before any other was read.
+    evaluated = model.evaluate(particular(1), verbose=0)
+    history = model.fit(particular(9), verbose=0, epochs=2, validation_data=particular(5)).history
+    return outcome(
+        model, history, predicted=predicted, evaluated=evaluated, after=model.predict(particular(9), verbose=0)
+    )
+
+
+@row()
+def input_that_is_parsed_and_checked(place):
+    return read_by_particular(place, Particular)
+
+
+@row()
+def input_that_is_parsed_and_checked_eagerly(place):
+    return read_by_particular(place, Particular, run_eagerly=True)
+
+
+@row()
+def input_that_a_step_parses_and_checks(place):
+    return read_by_particular(place, ParticularStep)
+
+
+@row()
+def input_that_is_parsed_from_a_sharding(place):
+    rows = list(particular(9).unbatch())
+    x = {name: np.array([row[0][name].numpy() for row in rows]) for name in rows[0][0]}
+
+    def sharding():
+        return tfdist.data.BalancedSharding((x, np.arange(9) % 3), 4, policy="equal", shuffle=False)
+
+    def distributed():
+        return place.strategy.distribute_datasets_from_function(sharding()) if place.strategy else sharding()()
+
+    model = built(place, Particular)
+    history = model.fit(distributed(), verbose=0, epochs=2, class_weight={0: 1.0, 1: 2.0, 2: 1.0}).history
+    model.train_on_batch(*next(iter(particular(1))))
+    return outcome(model, history)
+
+
+@row(exempt="workers read other rows than one device")
+def input_that_is_parsed_and_ends_early(place):
+    def dataset_fn(context):
+        return particular(8 - 4 * context.input_pipeline_id)
+
+    distribute = place.strategy.distribute_datasets_from_function if place.strategy else lambda fn: fn(Context())
+    model = built(place, Particular)
+    history = model.fit(distribute(dataset_fn), verbose=0, epochs=2).history
+    again = place.strategy.experimental_distribute_dataset(particular(9)) if place.strategy else particular(9)
+    return outcome(
+        model, {**history, **{f"{name} again": values for name, values in model.fit(again, verbose=0).history.items()}}
+    )
+
+
 @row()
 def input_last_batch_short(place):
     model = built(place)

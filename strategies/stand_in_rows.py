@@ -1,0 +1,212 @@
+"""A real row that stands in where a replica has none, since models fail on rows that their data never have.
+
+A short last batch, or a worker that has run out of data, can leave a replica without rows. Many kernels and layers fail
+on none (fused convolutions on CPUs, reshapes to (-1, ...)), so the replica runs on one. Models may check, parse or
+decode their input, so this is a copy of a real row. The `Step` discards the results.
+
+    first batch of an input pipeline ── noting ──▶ ExampleRow ◀── fetched, only on a replica without rows
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.strategies.step import count_rows, has_any
+
+_flags = itertools.count()
+
+# Takes a row of zeros and the number of rows of the replica; returns a real row, or the zeros if it knows none.
+Example = Callable[[list[tf.Tensor], int | tf.Tensor | None], list[tf.Tensor]]
+_Kind = tuple[tuple[str, int | None], ...]  # Types and ranks of the tensors of a batch.
+
+
+class ExampleRow:
+    """One row of an input pipeline, once it has been read.
+
+    Attributes:
+      kind: Types and ranks of the tensors in a batch of the pipeline.
+      tensors: The row, as NumPy arrays; `None` before one has been read.
+    """
+
+    def __init__(self) -> None:
+        self.kind: _Kind = ()
+        self.tensors: list[np.ndarray] | None = None
+
+    @classmethod
+    def of(cls, batch: Any) -> "ExampleRow":
+        """The first row of a batch of values."""
+        row, tensors = cls(), _tensors_of(tf.nest.map_structure(_first_row, batch))
+        row.kind = _kind_of(tensors)
+        row.note(*[tensor.numpy() for tensor in tensors])
+        return row
+
+    def note(self, *tensors: np.ndarray) -> None:
+        """Keeps a row."""
+        self.tensors = list(tensors)
+
+
+class ExampleRows:
+    """Keeps one row for each model and each kind of batch."""
+
+    def __init__(self):
+        self._of_models: weakref.WeakKeyDictionary[Any, dict[_Kind, ExampleRow]] = weakref.WeakKeyDictionary()
+
+    def put(self, model: Any, row: ExampleRow) -> None:
+        """Says that a model reads the pipeline of `row`, if it is known which model does."""
+        rows = {} if model is None else self._of_models.setdefault(model, {})
+        if row.kind not in rows or rows[row.kind].tensors is None:
+            rows[row.kind] = row
+
+    def of(self, model: Any) -> Example:
+        """Returns a function that looks up a row for a model when the graph runs."""
+        owner, known = weakref.ref(self), weakref.ref(model)  # TensorFlow may keep the function for ever.
+
+        def give(row: list[tf.Tensor], count: int | tf.Tensor | None) -> list[tf.Tensor]:
+            kind = _kind_of(row)
+
+            def fetch(_: np.ndarray, *zeros: np.ndarray) -> list[np.ndarray]:
+                rows, of_model = owner(), known()
+                found = None if rows is None or of_model is None else rows._of_models.get(of_model, {}).get(kind)
+                return list(zeros) if found is None or found.tensors is None else found.tensors
+
+            # Not stateful: TensorFlow would run it after the whole step of the replica that was traced before. The
+            # number of rows is an input, since TensorFlow folds an operation on constants before the first step.
+            types = [tensor.dtype for tensor in row]
+            return tf.nest.flatten(tf.numpy_function(fetch, [count, *row], types, stateful=False))
+
+        return give
+
+
+def noting(dataset: tf.data.Dataset, row: ExampleRow) -> tf.data.Dataset:
+    """Returns `dataset`, which notes a row of its first batch that has rows. Costs one read of a flag for each batch.
+
+    TensorFlow then divides each batch among replicas by itself. Without a function in between it may join the rest of
+    one batch with the next one.
+    """
+    known, is_tuple = weakref.ref(row), type(dataset.element_spec) is tuple
+    del row  # TensorFlow keeps the functions.
+    host = tf.data.experimental.cardinality(dataset).device  # On which datasets are.
+    with tf.init_scope(), tf.device(host):  # Not a variable, of which a strategy would make copies.
+        flag = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=f"tfdist_example_row_{next(_flags)}")
+        tf.raw_ops.AssignVariableOp(resource=flag, value=tf.constant(False))
+
+    def note(*tensors: np.ndarray) -> np.bool_:
+        if (wanted := known()) is not None:
+            wanted.note(*tensors)
+        return np.bool_(True)
+
+    def know(tensors: list[tf.Tensor]) -> None:
+        if (wanted := known()) is not None:
+            wanted.kind = _kind_of(tensors)
+
+    def look(*batch: Any) -> Any:
+        batch = batch if is_tuple else batch[0]
+
+        def take() -> tf.Operation:
+            first = _tensors_of(tf.nest.map_structure(_first_row, batch))
+            is_noted = tf.numpy_function(note, first, tf.bool)
+            return tf.raw_ops.AssignVariableOp(resource=flag, value=tf.ensure_shape(is_noted, []))
+
+        rows, own = count_rows(batch), _tensors_of(batch)
+        if rows is None or not own:
+            return batch
+        know(own)
+        is_wanted = tf.logical_and(
+            tf.logical_not(tf.raw_ops.ReadVariableOp(resource=flag, dtype=tf.bool)), has_any(rows)
+        )
+        with tf.control_dependencies([tf.cond(is_wanted, take, tf.no_op)]):
+            return tf.nest.map_structure(_kept, batch)
+
+    return dataset.map(tf.autograph.experimental.do_not_convert(look))
+
+
+def at_least_one_row(data: Any, rows: int | tf.Tensor | None, example: Example) -> Any:
+    """`data`, or where it has no rows one that stands in.
+
+    Args:
+      data: A replica's batch.
+      rows: How many it has.
+      example: Gives the row.
+    """
+    has_rows = has_any(rows)
+    if has_rows is True:
+        return data
+    places, leaves = _leaves_with_rows(data)
+
+    def stand_in() -> list[Any]:
+        zeros = [_row_of_zeros(leaf) for leaf in leaves]
+        given = example(tf.nest.flatten(zeros, expand_composites=True), rows)
+        for tensor, zero in zip(given, tf.nest.flatten(zeros, expand_composites=True), strict=True):
+            tensor.set_shape([None] * zero.shape.rank)
+        return tf.nest.pack_sequence_as(zeros, given, expand_composites=True)
+
+    # One branch for all: each takes time in every step.
+    filled = tf.cond(has_rows, lambda: leaves, stand_in)
+    flat = tf.nest.flatten(data)
+    for place, leaf, own in zip(places, leaves, filled, strict=True):
+        flat[place] = tf.ensure_shape(own, [None, *leaf.shape[1:]]) if isinstance(leaf, tf.Tensor) else own
+    return tf.nest.pack_sequence_as(data, flat)
+
+
+def row_of(batch: Any) -> Example:
+    """Returns a function that gives the first row of `batch`, if that has rows."""
+
+    def give(row: list[tf.Tensor], _: int | tf.Tensor | None) -> list[tf.Tensor]:
+        tensors = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), batch)
+        first = _tensors_of(tf.nest.map_structure(_first_row, tensors))
+        return tf.cond(has_any(count_rows(tensors)), lambda: first, lambda: row)
+
+    return give
+
+
+def _leaves_with_rows(batch: Any) -> tuple[list[int], list[Any]]:
+    """Where in a batch its tensors with rows are, and these."""
+    leaves = tf.nest.flatten(batch)
+    places = [place for place, leaf in enumerate(leaves) if _has_rows(leaf)]
+    return places, [leaves[place] for place in places]
+
+
+def _has_rows(leaf: Any) -> bool:
+    if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
+        return True
+    is_tensor = isinstance(leaf, tf.Tensor | tf.TensorSpec) and leaf.dtype not in (tf.variant, tf.resource)
+    return is_tensor and leaf.shape.rank not in (0, None)
+
+
+def _tensors_of(batch: Any) -> list[tf.Tensor]:
+    return tf.nest.flatten(_leaves_with_rows(batch)[1], expand_composites=True)
+
+
+def _kind_of(tensors: list[tf.Tensor]) -> _Kind:
+    return tuple((tensor.dtype.name, tensor.shape.rank) for tensor in tensors)
+
+
+def _kept(leaf: Any) -> Any:
+    return tf.identity(leaf) if isinstance(leaf, tf.Tensor) else leaf
+
+
+def _first_row(leaf: Any) -> Any:
+    if not _has_rows(leaf):
+        return leaf
+    if isinstance(leaf, tf.SparseTensor):
+        size = tf.concat([[1], leaf.dense_shape[1:]], 0)
+        return tf.sparse.slice(leaf, tf.zeros_like(leaf.dense_shape), size)
+    return leaf[:1]
+
+
+def _row_of_zeros(leaf: Any) -> Any:
+    """One row that is like a leaf; of a ragged one, of one zero."""
+    if isinstance(leaf, tf.RaggedTensor):
+        zero = tf.zeros(tf.concat([[1], tf.shape(leaf.flat_values)[1:]], 0), leaf.flat_values.dtype)
+        return tf.RaggedTensor.from_nested_row_lengths(zero, [tf.ones([1], leaf.row_splits.dtype)] * leaf.ragged_rank)
+    if isinstance(leaf, tf.SparseTensor):
+        shape = tf.concat([[1], tf.maximum(leaf.dense_shape[1:], 1)], 0)
+        return tf.SparseTensor(tf.zeros([1, leaf.shape.rank], tf.int64), tf.zeros([1], leaf.dtype), shape)
+    # Where a worker has run out, TensorFlow makes dimensions that it does not know 0.
+    least = [int(size is None) for size in leaf.shape[1:]]
+    like = tf.maximum(tf.shape(leaf)[1:], tf.constant(least, tf.int32))
+    return tf.zeros(tf.concat([[1], like], 0), leaf.dtype)
