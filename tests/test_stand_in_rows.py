@@ -26,7 +26,6 @@ def batches():
             "small": (numbers[:rows] + 5).astype("uint8"),
             "ragged": tf.ragged.constant([["a", "b"], []], dtype=tf.string, ragged_rank=1)[:rows],
             "sparse": tf.sparse.slice(tf.sparse.from_dense([[0, 3], [4, 0]]), [0, 0], [rows, 2]),
-            "nothing": None,
         }
 
     made = [batch(rows) for rows in (0, 2, 0)]
