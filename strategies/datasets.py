@@ -93,6 +93,16 @@ def _policy_of(dataset):
     return dataset.options().experimental_distribute.auto_shard_policy
 
 
+def divided_one_by_one(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns `dataset`, of which TensorFlow divides each batch by itself.
+
+    It then takes as many steps for each batch as there are workers. Without a function in between it may join the rest
+    of one batch with the next one, and the number of steps is not known.
+    """
+    is_tuple = type(dataset.element_spec) is tuple
+    return dataset.map(tf.autograph.experimental.do_not_convert(lambda *batch: batch if is_tuple else batch[0]))
+
+
 def batches_of_own(dataset: tf.data.Dataset, workers: int) -> int:
     """How many batches this worker takes of a dataset that `is_own_of_each`; negative: unknown or infinite.
 
@@ -100,7 +110,7 @@ def batches_of_own(dataset: tf.data.Dataset, workers: int) -> int:
     TensorFlow, which does not say how many rows a worker gets.
 
     Args:
-      dataset: In which TensorFlow divides each batch by itself, as after a `map`.
+      dataset: One that is `divided_one_by_one`.
       workers: How many workers there are.
     """
     policies, batches = tf.data.experimental.AutoShardPolicy, int(dataset.cardinality())
@@ -205,34 +215,54 @@ def _untuned_on_devices(iterator: Any, reads_at_once: bool = False) -> Any:
     return iterator
 
 
+class FirstPass:
+    """Notes a row for replicas without rows while Keras reads a distributed dataset for the first time.
+
+    Later passes read the dataset as it was, since noting costs time in every batch. Endless data are left alone too:
+    no worker runs out of them.
+
+    Args:
+      examples: Keeps the row for the model that reads.
+      row: The row, if what is distributed notes it already.
+    """
+
+    def __init__(self, examples: ExampleRows, row: ExampleRow | None = None):
+        self._examples, self._row, self._is_noted_before = examples, row or ExampleRow(), row is not None
+        self._datasets: list[tf.data.Dataset] | None = None
+
+    def begin(self, distributed: Any) -> None:
+        """Is called before an iterator of `distributed` is made. A loop of the user's needs no row."""
+        model = _tf.keras_reader()
+        if model is None:
+            return
+        if not self._is_noted_before:
+            if self._datasets is None:
+                self._datasets = _tf.datasets_of_worker(distributed)
+            _tf.set_datasets_of_worker(distributed, [self._noting(dataset) for dataset in self._datasets])
+        self._examples.put(model, self._row)
+
+    def _noting(self, dataset):
+        is_wanted = self._row.tensors is None and int(dataset.cardinality()) != tf.data.INFINITE_CARDINALITY
+        return noting(dataset, self._row) if is_wanted else dataset
+
+
 class _Noted:
     """Mixed into a distributed dataset of TensorFlow's: notes what reads from it, and when.
 
-    Where Keras reads from it, a row is kept for replicas without rows. A loop of the user's needs none.
-
     Args:
       made: The dataset, which it takes the place of.
-      examples: Keeps the row.
+      first_pass: Notes a row, if there are other workers.
     """
 
-    def __init__(self, made: Any, examples: ExampleRows):
+    def __init__(self, made: Any, first_pass: FirstPass | None):
         self.__dict__.update(made.__dict__)
-        self._examples = examples
-        self._example: ExampleRow | None = None
+        self._first_pass = first_pass
 
     def __iter__(self):
         keras_calls.note_call(self._strategy.reports.activity)
-        self._keep_row()
+        if self._first_pass is not None:
+            self._first_pass.begin(self)
         return _tf.NotedIterator(super().__iter__())
-
-    def _keep_row(self) -> None:
-        model = _tf.keras_reader()
-        if model is None or self._strategy.num_replicas_in_sync == 1:
-            return
-        if self._example is None:
-            self._example = row = ExampleRow()
-            _tf.change_datasets_of_worker(self, lambda dataset: noting(dataset, row))
-        self._examples.put(model, self._example)
 
 
 class NotedDataset(_Noted, _tf.DistributedDataset):
@@ -245,11 +275,11 @@ class DatasetOfEachWorker(NotedDataset):
     Args:
       distributed: The dataset as TensorFlow distributes it.
       dataset: What the user gave.
-      examples: Keeps a row for replicas without rows.
+      first_pass: Notes a row for replicas without rows.
     """
 
-    def __init__(self, distributed: Any, dataset: tf.data.Dataset, examples: ExampleRows):
-        super().__init__(distributed, examples)
+    def __init__(self, distributed: Any, dataset: tf.data.Dataset, first_pass: FirstPass | None):
+        super().__init__(distributed, first_pass)
         self._given = dataset
         end_for_all(self, dataset, tf.data.UNKNOWN_CARDINALITY)
 
@@ -272,15 +302,23 @@ class PeekableDataset(tf.distribute.DistributedDataset):
     Args:
       dataset: Of TensorFlow's.
       comparison: What compares its first batch on all workers, if anything does.
+      first_pass: Notes a row, if the comparison does not and there are other workers.
     """
 
-    def __init__(self, dataset: tf.distribute.DistributedDataset, comparison: RowComparison | None = None):
-        self._dataset, self._comparison = dataset, comparison
+    def __init__(
+        self,
+        dataset: tf.distribute.DistributedDataset,
+        comparison: RowComparison | None = None,
+        first_pass: FirstPass | None = None,
+    ):
+        self._dataset, self._comparison, self._first_pass = dataset, comparison, first_pass
 
     def __iter__(self):
         keras_calls.note_call(self._dataset._strategy.reports.activity)
         if _tf.keras_is_peeking() and _has_ranks(self):
             return iter([_example(self)])
+        if self._first_pass is not None:
+            self._first_pass.begin(self._dataset)
         if self._comparison is None:
             return _tf.NotedIterator(_untuned_on_devices(iter(self._dataset)))
         if _tf.keras_is_peeking():  # It is dropped before its end, and may read on meanwhile.

@@ -17,12 +17,14 @@ from tfdist.strategies.communication import Communication
 from tfdist.strategies.datasets import (
     BalancedDataset,
     DatasetOfEachWorker,
+    FirstPass,
     NotedDataset,
     NotedDatasetsFromFunction,
     PeekableDataset,
     alike_on_workers,
     batches_of_own,
     check_reads_no_sharding,
+    divided_one_by_one,
     end_for_all,
     is_own_of_each,
     is_read_by_all,
@@ -36,7 +38,7 @@ from tfdist.strategies.outside_scope import note_training
 from tfdist.strategies.policy import check_opted_out_inside
 from tfdist.strategies.replicated_extended import is_compiled
 from tfdist.strategies.report import StepReports
-from tfdist.strategies.stand_in_rows import ExampleRow, ExampleRows, noting, row_of
+from tfdist.strategies.stand_in_rows import ExampleRow, ExampleRows, note_row, row_of
 from tfdist.strategies.step import current_step
 from tfdist.strategies.variables import optimizer_variables, variables_of
 
@@ -139,12 +141,15 @@ class ReplicatedStrategy:
         is_own = self.extended._num_workers > 1 and is_own_of_each(dataset)
         dataset = owning_memory(dataset)
         if not _tf.called_by_keras_trainer():
+            row = None
             if self.extended._num_workers > 1 and is_split_by_rows(dataset):
-                dataset = self._compare_rows(dataset, None).watch(dataset)
+                row = ExampleRow()
+                dataset = self._compare_rows(dataset, None).watch(dataset, functools.partial(note_row, row=row))
             distributed = super().experimental_distribute_dataset(dataset, options)
+            first_pass = self._first_pass(row)
             if is_own:
-                return DatasetOfEachWorker(distributed, dataset, self._examples)
-            return NotedDataset(distributed, self._examples)
+                return DatasetOfEachWorker(distributed, dataset, first_pass)
+            return NotedDataset(distributed, first_pass)
         if is_own and _tf.keras_loop_to_distribute() == "predict":
             raise unordered(dataset)
         comparison = None
@@ -157,18 +162,18 @@ class ReplicatedStrategy:
             self._check_batches(epochs, dataset)
             dataset = alike_on_workers(dataset)
             comparison = self._compare_rows(dataset, epochs)
-            dataset = comparison.watch(dataset)
-        if self.num_replicas_in_sync > 1:
             row = ExampleRow()
-            dataset = noting(dataset, row)
+            dataset = comparison.watch(dataset, functools.partial(note_row, row=row))
             self._examples.put(_tf.keras_reader(), row)
+        if is_own:
+            dataset = divided_one_by_one(dataset)
         distributed = super().experimental_distribute_dataset(dataset, options)
         if is_own:
             end_for_all(distributed, dataset, self._longest(batches_of_own(dataset, self.extended._num_workers)))
             _tf.count_steps_of(_tf.keras_epochs_to_distribute(), distributed)
         if not _tf.keras_is_evaluating():
             self.reports.feed(_tf.keras_fitting_models(), None)
-        return PeekableDataset(distributed, comparison)
+        return PeekableDataset(distributed, comparison, self._first_pass() if is_own else None)
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
         """Makes each worker's own dataset; see `tf.distribute.Strategy.distribute_datasets_from_function`.
@@ -190,7 +195,7 @@ class ReplicatedStrategy:
         if not hasattr(dataset_fn, "attach"):
             dataset_fn = functools.partial(made_by, dataset_fn)
             made = super().distribute_datasets_from_function(dataset_fn, options)
-            return NotedDatasetsFromFunction(made, self._examples)
+            return NotedDatasetsFromFunction(made, self._first_pass())
         dataset_fn.attach(self.reports)
         if not any(known is dataset_fn for known in self.shardings):
             self._shardings = [weakref.ref(sharding) for sharding in [*self.shardings, dataset_fn]]
@@ -318,8 +323,25 @@ class ReplicatedStrategy:
         return tf.nest.map_structure(split, args)
 
     def _stand_in(self, model, whole, args):
-        """What gives a row for a replica without any: of a batch that Keras handed over whole, or of what it reads."""
-        return self._examples.of(model) if args is whole else row_of(whole[0])
+        """What gives a row to a replica without any.
+
+        Args:
+          model: Which the step runs.
+          whole: Arguments of the step as they were given.
+          args: These, where the batch of a `train_on_batch` and the like is split.
+        """
+        if args is not whole:
+            return row_of(whole[0])
+        noted = self._examples.of(model)
+        if len(self.extended.worker_devices) == 1 or not args:
+            return noted
+        # Of the replicas of a worker the first has rows if any has.
+        first = tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], args[0])
+        return row_of(first, noted)
+
+    def _first_pass(self, row=None):
+        """What notes a row of a dataset as Keras reads it, if there are other workers."""
+        return FirstPass(self._examples, row) if self.extended._num_workers > 1 else None
 
     def _make_reports(self):
         devices = self.extended.worker_devices

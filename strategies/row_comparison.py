@@ -133,16 +133,23 @@ class RowComparison:
         with ThreadPoolExecutor(1) as pool:  # Outside of the scope, which would make one for each replica.
             self._left = pool.submit(_one_on, rows_read.host).result()
 
-    def watch(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """`dataset`, whose first batch is compared when it is read, before it is handed on."""
+    def watch(self, dataset: tf.data.Dataset, note: Callable[[Any], tf.Tensor]) -> tf.data.Dataset:
+        """`dataset`, whose first batch is compared when it is read, before it is handed on.
+
+        Args:
+          dataset: What all workers read.
+          note: Takes the first batch of each pass too, in the graph, and returns True.
+        """
 
         @tf.autograph.experimental.do_not_convert
         def compare(*batch):
             tensors = self._tensors_of(batch)
             arguments = [tf.constant(self._number, tf.int64), *tensors]
-            return tf.cond(
-                self._left > 0, lambda: tf.numpy_function(_record, arguments, tf.bool), lambda: tf.constant(True)
-            )
+
+            def look():
+                return tf.logical_and(tf.numpy_function(_record, arguments, tf.bool), note(batch))
+
+            return tf.cond(self._left > 0, look, lambda: tf.constant(True))
 
         # Of all stages only a filter keeps what TensorFlow knows of the batch size, by which it splits batches.
         size = int(dataset.cardinality())

@@ -149,7 +149,6 @@ __all__ = [
     "called_by_keras_trainer",
     "calling_trainer",
     "calls_of_threads",
-    "change_datasets_of_worker",
     "clone_function",
     "context",
     "control_status_ctx",
@@ -158,6 +157,7 @@ __all__ = [
     "count_steps_of",
     "counter_of",
     "dataset_of",
+    "datasets_of_worker",
     "datasets_read_by",
     "deciding_loss_scaler",
     "end_together",
@@ -207,6 +207,7 @@ __all__ = [
     "regroup",
     "runtime_has_started",
     "set_cardinality",
+    "set_datasets_of_worker",
     "set_global_seed_generator",
     "tf_convert",
     "tf_keras_exchanges_gradients",
@@ -767,13 +768,21 @@ def keras_fitting_models() -> list[keras_trainer.TensorFlowTrainer]:
     return models
 
 
-def change_datasets_of_worker(distributed: Any, change: Callable[[Any], Any]) -> None:
-    """Changes, in a way that keeps what they give, the datasets that a distributed one reads from on this worker.
+def datasets_of_worker(distributed: Any) -> list[Any]:
+    """The datasets that a distributed dataset reads on this worker.
 
     Without it: what the user distributed and gives to `fit` leaves a replica without rows on zeros.
     """
-    of_worker = "_cloned_datasets" if isinstance(distributed, DistributedDataset) else "_datasets"
-    setattr(distributed, of_worker, [change(dataset) for dataset in getattr(distributed, of_worker)])
+    return list(getattr(distributed, _place_of_datasets(distributed)))
+
+
+def set_datasets_of_worker(distributed: Any, datasets: list[Any]) -> None:
+    """Lets a distributed dataset read `datasets`, of the same elements; see `datasets_of_worker`."""
+    setattr(distributed, _place_of_datasets(distributed), datasets)
+
+
+def _place_of_datasets(distributed):
+    return "_cloned_datasets" if isinstance(distributed, DistributedDataset) else "_datasets"
 
 
 def call_in_step(callbacks) -> None:
