@@ -262,10 +262,10 @@ def equal(workers: int, setting: dict, rounds: int, steps: int) -> None:
 
 def planning(replicas: int, rows: int, steps: int = 500) -> None:
     """Measures the time per step of planning, handing out and deciding shares, without TensorFlow."""
-    from tfdist.data.handout import Handout
-    from tfdist.data.order import Shuffled
-    from tfdist.data.plan import Plan, split
-    from tfdist.data.speed import SpeedModel
+    from tfdist.data.batch_assignment import Handout
+    from tfdist.data.batch_plan import Plan, split
+    from tfdist.data.example_order import Shuffled
+    from tfdist.data.replica_speed import SpeedModel
 
     shares, at_most = split(rows, [1] * replicas), [rows] * replicas
     plan, model = Plan(steps * rows, rows, Shuffled(steps * rows, 0)), SpeedModel(replicas)

@@ -17,7 +17,7 @@ from benchmarks.peers.messages import Answer
 from benchmarks.record import Record
 from benchmarks.report import REFERENCE, Row
 from tfdist.cluster import free_ports
-from tfdist.launch.memory import free_memory
+from tfdist.launch.memory_limit import free_memory
 
 Log = rich.console.Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.balanced import BalancedSharding
-from tfdist.data.weakly import listen
+from tfdist.data.weak_callbacks import listen
 from tfdist.errors import AuditError
 from tfdist.strategies.foreign_keras import ForKerasModels
 

@@ -11,17 +11,17 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.data.counts import check_truth, checked_count, checked_whole
-from tfdist.data.handout import Handout
-from tfdist.data.order import Unshuffled, chosen_order
+from tfdist.data.batch_assignment import Handout
+from tfdist.data.batch_coalescing import Asked, When
+from tfdist.data.batch_plan import Plan
+from tfdist.data.example_order import Unshuffled, chosen_order
 from tfdist.data.pipeline import Make, Pipeline, Use, finished
-from tfdist.data.place import Place
-from tfdist.data.plan import Plan
-from tfdist.data.shares import Shares
+from tfdist.data.replica_shares import Shares
 from tfdist.data.sources import Source, as_source
 from tfdist.data.statistics import Statistics, StepTimes
-from tfdist.data.together import Asked, When
-from tfdist.data.weakly import weakly
+from tfdist.data.topology import Place
+from tfdist.data.validation import check_truth, checked_count, checked_whole
+from tfdist.data.weak_callbacks import weakly
 from tfdist.errors import PositionError
 
 _FORMAT = 1

@@ -16,7 +16,7 @@ import tensorflow_datasets as tfds
 from absl import logging
 
 from tfdist.data.digits import Digits
-from tfdist.named_file import no_follow
+from tfdist.symlink_safe_file import no_follow
 
 _POLL_SECONDS = 0.2
 

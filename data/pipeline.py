@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.counts import checked_count
-from tfdist.data.handout import Handout
-from tfdist.data.place import Place
+from tfdist.data.batch_assignment import Handout
+from tfdist.data.batch_coalescing import EXAMPLES_TOGETHER, Asked, Made, When, together
 from tfdist.data.reading import Reader
 from tfdist.data.service import Service
 from tfdist.data.sources import Source
-from tfdist.data.together import EXAMPLES_TOGETHER, Asked, Made, When, together
-from tfdist.data.weakly import weakly
+from tfdist.data.topology import Place
+from tfdist.data.validation import checked_count
+from tfdist.data.weak_callbacks import weakly
 
 
 @dataclasses.dataclass(frozen=True)

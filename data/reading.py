@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.data.sources import Source
-from tfdist.data.weakly import weakly
+from tfdist.data.weak_callbacks import weakly
 
 _SEEDS = 1 << 31
 

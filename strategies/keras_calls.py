@@ -12,8 +12,8 @@ import tensorflow as tf
 from tfdist import _tf
 from tfdist.errors import ClusterError
 from tfdist.faults.activity import BUILDING, TRAIN, Activity, Call
+from tfdist.strategies.distributed_variables import level_counters, variables_of
 from tfdist.strategies.step import needs_static_rows
-from tfdist.strategies.variables import level_counters, variables_of
 
 _FUNCTIONS = {"train_function": TRAIN, "test_function": "test", "predict_function": "predict"}
 

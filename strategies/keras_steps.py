@@ -11,14 +11,14 @@ from absl import logging
 
 from tfdist import _tf
 from tfdist.errors import TfdistError
+from tfdist.strategies import distributed_optimizer as optimizers
 from tfdist.strategies import metrics
-from tfdist.strategies import optimizer as optimizers
 from tfdist.strategies import step as steps
 from tfdist.strategies.collectives.buckets import Bucket, fill_buckets, join, separate
 from tfdist.strategies.padded_rows import with_own_shapes
 from tfdist.strategies.replica_context import StepContext
-from tfdist.strategies.report import GRADIENTS
 from tfdist.strategies.stand_in_rows import at_least_one_row
+from tfdist.strategies.step_report import GRADIENTS
 
 _KERAS_STEPS = ("train_step", "test_step")
 

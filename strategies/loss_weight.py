@@ -18,7 +18,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist.errors import LossReductionError
-from tfdist.strategies.dependence import may_differ
+from tfdist.strategies.graph_analysis import may_differ
 from tfdist.strategies.row_degree import Degree
 from tfdist.strategies.step import Step, current_step
 

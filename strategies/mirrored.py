@@ -5,13 +5,13 @@ import functools
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.cluster.alone import warn_if_one_of_many
+from tfdist.cluster.launch_check import warn_if_one_of_many
 from tfdist.faults import FaultTolerance, watchdog
 from tfdist.strategies.collectives import Collectives
-from tfdist.strategies.devices import local_devices
 from tfdist.strategies.outside_scope import watch_models_outside
 from tfdist.strategies.replicated import ReplicatedStrategy
 from tfdist.strategies.replicated_extended import ReplicatedExtended
+from tfdist.strategies.virtual_devices import local_devices
 
 
 class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):

@@ -18,33 +18,33 @@ from absl import logging
 
 from tfdist import _tf
 from tfdist.cluster import ClusterSpec, check_bindable
-from tfdist.cluster.alone import warn_if_one_of_many
+from tfdist.cluster.launch_check import warn_if_one_of_many
 from tfdist.errors import ClusterError, TFConfigError
-from tfdist.faults import FaultTolerance, meeting, preemption, watchdog
-from tfdist.faults.agreement import Agreement
-from tfdist.faults.board import Board
+from tfdist.faults import FaultTolerance, preemption, rendezvous, watchdog
+from tfdist.faults.chief_liveness import watch_chief
+from tfdist.faults.coordination_store import Board
 from tfdist.faults.creation_watch import CreationWatch
-from tfdist.faults.leaving import leave_together
-from tfdist.faults.lifelines import Lifelines
-from tfdist.faults.silence import watch_chief
-from tfdist.faults.suspect import meeting_of, unlike_calls
+from tfdist.faults.peer_liveness import Lifelines
+from tfdist.faults.shutdown import leave_together
+from tfdist.faults.stall_diagnosis import meeting_of, unlike_calls
+from tfdist.faults.worker_agreement import Agreement
 from tfdist.network.tls import Tls
-from tfdist.strategies import variables
+from tfdist.strategies import distributed_variables
 from tfdist.strategies.collectives import Collectives
-from tfdist.strategies.collectives.launcher import carrier_of
-from tfdist.strategies.collectives.lines import connect
-from tfdist.strategies.collectives.wire import Wire
+from tfdist.strategies.collectives.collective_launcher import carrier_of
+from tfdist.strategies.collectives.peer_connections import connect
+from tfdist.strategies.collectives.tcp_transport import Wire
 from tfdist.strategies.compression import Codec
+from tfdist.strategies.compression_policy import policy_of
 from tfdist.strategies.datasets import BalancedDataset
-from tfdist.strategies.devices import make_virtual_devices
 from tfdist.strategies.model_description import described_compile, described_layers
 from tfdist.strategies.outside_scope import watch_models_outside
-from tfdist.strategies.policy import policy_of
 from tfdist.strategies.replicated import ReplicatedStrategy, Use
 from tfdist.strategies.replicated_extended import ReplicatedExtended
-from tfdist.strategies.report import host_of
 from tfdist.strategies.row_comparison import CUSTOM_LOOP, RowComparison, RowsRead
 from tfdist.strategies.row_origin import Origin, origins_of, sizes_of
+from tfdist.strategies.step_report import host_of
+from tfdist.strategies.virtual_devices import make_virtual_devices
 
 # What unlike processors make of equal steps stays below; another file, or another epoch, is above.
 _ROUNDING = 1e-3
@@ -154,7 +154,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     def _check_scope(self, step):
         super()._check_scope(step)
         if self.extended._num_workers > 1:
-            held = functools.partial(variables.checksums, variables.variables_of(step.model))
+            held = functools.partial(distributed_variables.checksums, distributed_variables.variables_of(step.model))
             self.extended.agreement.on_model(step.model, held)
 
     def _compare_model(self, model):
@@ -192,10 +192,10 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             self.extended.agreement.on_position(sharding.described_state())
 
     def _check_still_alike(self, model):
-        held = variables.held_alike(variables.variables_of(model))
+        held = distributed_variables.held_alike(distributed_variables.variables_of(model))
         # Random states may differ where the chief alone draws.
-        held = [each for each in held if not isinstance(each.value, variables.RandomStateVariable)]
-        checksums = variables.checksums(held)
+        held = [each for each in held if not isinstance(each.value, distributed_variables.RandomStateVariable)]
+        checksums = distributed_variables.checksums(held)
         own = [int(value, 16) for _, value in checksums]
         # By a collective, where a worker that comes late, or never, is waited for as in the step that comes next.
         if self._is_alike(own):
@@ -320,7 +320,7 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
 
     def _connect_workers(self):
         """Connects all workers with each other: the exchange over these connections, or why there is none."""
-        addresses = meeting.addresses_of(ClusterSpec.from_env())
+        addresses = rendezvous.addresses_of(ClusterSpec.from_env())
         names = [f"worker {worker} at {address}" for worker, address in enumerate(addresses)]
         lines, problem = {}, "see the logs of the others"
         try:
@@ -487,20 +487,20 @@ def _join(cluster_resolver, options, connect):
     if named is None:
         os.environ["TF_CONFIG"] = cluster.to_json()
     deadline = time.monotonic() + options.start_timeout_seconds
-    lines = meeting.meet(cluster, options.start_timeout_seconds)
+    lines = rendezvous.meet(cluster, options.start_timeout_seconds)
     least, most = _CONNECT_SECONDS
     most = max(most, options.start_timeout_seconds / 5)
     seconds = max(least, min(most, deadline - time.monotonic()))
     _set_deadlines(cluster_resolver, options, _REGISTER_PART * seconds)
-    with meeting.connecting(cluster, seconds):
+    with rendezvous.connecting(cluster, seconds):
         try:
             connect(cluster_resolver)
         except tf.errors.DeadlineExceededError as error:
-            raise ClusterError(meeting.unconnected(cluster, seconds)) from error
+            raise ClusterError(rendezvous.unconnected(cluster, seconds)) from error
     preemption.give_signals_back()
     if cluster.num_workers > 1:
         board = Board(cluster.worker_id, cluster.num_workers)
-        addresses = meeting.addresses_of(cluster)
+        addresses = rendezvous.addresses_of(cluster)
         lifelines = Lifelines(lines, addresses, lambda worker: board.report_loss(worker, addresses[worker]))
         leave_together(board, lifelines, options.shutdown_timeout_seconds)
         if cluster.worker_id:
@@ -509,7 +509,7 @@ def _join(cluster_resolver, options, connect):
 
 def _check_alike(named, cluster):
     """Others ask TF_CONFIG who the chief is: there must be one, and the same."""
-    places = [(spec.describe(), ", ".join(meeting.addresses_of(spec))) for spec in (named, cluster)]
+    places = [(spec.describe(), ", ".join(rendezvous.addresses_of(spec))) for spec in (named, cluster)]
     if places[0] != places[1]:
         said, resolved = (f"{place} (of {addresses})" for place, addresses in places)
         raise TFConfigError(
@@ -545,7 +545,7 @@ def _first_exchange():
         yield
     except tf.errors.OpError as error:
         cluster = ClusterSpec.from_env()
-        addresses = ", ".join(meeting.addresses_of(cluster))
+        addresses = ", ".join(rendezvous.addresses_of(cluster))
         raise ClusterError(
             f"The workers have met, but their first exchange failed: each must be reachable by all others at its "
             f"address of TF_CONFIG ({addresses}). This is {cluster.describe()}, on {socket.gethostname()}. Correct the "

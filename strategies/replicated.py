@@ -11,9 +11,10 @@ import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.errors import CompiledCollectivesError, ScopeError
+from tfdist.strategies import distributed_optimizer as optimizers
 from tfdist.strategies import keras_calls, keras_steps, losses, metrics, padded_rows
-from tfdist.strategies import optimizer as optimizers
-from tfdist.strategies.communication import Communication
+from tfdist.strategies.compression_policy import check_opted_out_inside
+from tfdist.strategies.compression_state import Communication
 from tfdist.strategies.datasets import (
     BalancedDataset,
     DatasetOfEachWorker,
@@ -34,13 +35,12 @@ from tfdist.strategies.datasets import (
     unordered,
     untuned,
 )
+from tfdist.strategies.distributed_variables import optimizer_variables, variables_of
 from tfdist.strategies.outside_scope import note_training
-from tfdist.strategies.policy import check_opted_out_inside
 from tfdist.strategies.replicated_extended import is_compiled
-from tfdist.strategies.report import StepReports
 from tfdist.strategies.stand_in_rows import ExampleRow, ExampleRows, note_row, row_of
 from tfdist.strategies.step import current_step
-from tfdist.strategies.variables import optimizer_variables, variables_of
+from tfdist.strategies.step_report import StepReports
 
 _KERAS_PREDICT_STEP = "one_step_on_data"
 

@@ -10,17 +10,18 @@ import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.errors import CompiledCollectivesError, LossScaleError, ScopeError
-from tfdist.strategies import fixed_rows, keras_steps, variables
-from tfdist.strategies import optimizer as optimizers
+from tfdist.strategies import batch_independent_rows, keras_steps
+from tfdist.strategies import distributed_optimizer as optimizers
+from tfdist.strategies import distributed_variables as variables
 from tfdist.strategies import step as steps
-from tfdist.strategies.chief_alone import check_in_company
+from tfdist.strategies.chief_only_guard import check_in_company
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.all_reduce import symbolic_tensors
 from tfdist.strategies.collectives.sparse import sum_duplicates
-from tfdist.strategies.communication import Communication
-from tfdist.strategies.kinds import check_of_one_kind
+from tfdist.strategies.compression_policy import is_uncompressed, policy_of
+from tfdist.strategies.compression_state import Communication
+from tfdist.strategies.gradient_structure import check_of_one_kind
 from tfdist.strategies.loss_weight import weighted
-from tfdist.strategies.policy import is_uncompressed, policy_of
 
 
 class ReplicatedExtended:
@@ -76,7 +77,7 @@ class ReplicatedExtended:
         self.check_compiled()
         exchange = self.communication.exchange_of(optimizer, gradients, _tf.places_in_optimizer(optimizer, of or ()))
         done, step = tf.convert_to_tensor(optimizer.iterations), steps.current_step()
-        gradients, without_heads = fixed_rows.with_heads(gradients, step)
+        gradients, without_heads = batch_independent_rows.with_heads(gradients, step)
         if tf.executing_eagerly():
             with _losses_kept(step):
                 return tf.distribute.get_replica_context().merge_call(_exchange_eagerly, (exchange, gradients, done))
@@ -189,7 +190,7 @@ class ReplicatedExtended:
             )
         if of:
             value = _shaped(value, of)
-        value, without_heads = fixed_rows.with_heads(value, step)
+        value, without_heads = batch_independent_rows.with_heads(value, step)
         if tf.executing_eagerly() or not isinstance(self._cross_device_ops, Collectives):
             # Replicas run one after another, or others' code wants the values of all: leave the step for it.
             with _losses_kept(step):

@@ -26,7 +26,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist.errors import ClusterError
-from tfdist.faults.agreement import Agreement
+from tfdist.faults.worker_agreement import Agreement
 from tfdist.strategies import row_samples
 from tfdist.strategies.row_origin import Origin
 

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.strategies.dependence import captured
+from tfdist.strategies.graph_analysis import captured
 
 Degree = float | None
 """A degree; NaN where terms of unlike degrees were added; `None` where the graph does not tell."""

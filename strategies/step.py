@@ -15,8 +15,8 @@ from tfdist import _tf
 from tfdist.errors import LossReductionError, TfdistError
 from tfdist.strategies import not_finite
 from tfdist.strategies.collectives.buckets import bucket_bytes, fill_buckets
-from tfdist.strategies.report import Clock
 from tfdist.strategies.row_degree import RowDegrees
+from tfdist.strategies.step_report import Clock
 
 _local = threading.local()
 # Models whose training step can only be traced where the number of rows is static.

@@ -14,8 +14,8 @@ from keras import layers
 import tfdist
 from keras_features import Place, outcome, start_anew, strategy_of
 from tfdist.data import BalancedSharding
-from tfdist.data.order import Shuffled
-from tfdist.data.plan import Plan
+from tfdist.data.batch_plan import Plan
+from tfdist.data.example_order import Shuffled
 
 ROWS, BATCH, EPOCHS, SEED = 258, 32, 3, 5  # 27 steps, the last of each epoch has fewer rows than replicas
 CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

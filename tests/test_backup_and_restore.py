@@ -21,10 +21,21 @@ import tensorflow as tf
 
 import backup_checks as checks
 import tfdist
-from tfdist.backup import agreement, callbacks, fit, plain, process, random_states, saver, schedule, steps, variables
-from tfdist.backup.positions import Positions
+from tfdist.backup import (
+    backed_up_fit,
+    callback_states,
+    commit_writer,
+    random_states,
+    save_schedule,
+    serialization,
+    session,
+    step_counter,
+    variable_states,
+)
+from tfdist.backup import commit_agreement as agreement
+from tfdist.backup.sharding_positions import Positions
 from tfdist.errors import BackupError, PositionError
-from tfdist.faults import board, health, preemption
+from tfdist.faults import coordination_store, peer_health, preemption
 from tfdist.testing import WorkerPool
 
 
@@ -215,7 +226,7 @@ def test_a_fit_that_a_callback_has_stopped_is_done_and_said_to_be(tmp_path, capl
         backup = tfdist.callbacks.BackupAndRestore(directory, delete_checkpoint=False)
         done = model.fit(*checks.data(), epochs=4, verbose=0, callbacks=[stop, backup])
         assert done.epoch == [0, 1]
-        process.processes.pop(directory)  # as another process
+        session.processes.pop(directory)  # as another process
     told = [record.getMessage() for record in caplog.records if "Restored" in record.getMessage()]
     assert len(told) == 1 and "a callback stopped this fit at the end of epoch 2" in told[0], told
     assert "goes on" not in told[0]
@@ -299,9 +310,9 @@ PACES = {
 def test_time_is_looked_at_also_where_steps_are_long_or_become_slower(pace, monkeypatch):
     minutes, seconds, longest_minutes = PACES[pace]
     clock = types.SimpleNamespace(now=0.0)
-    monkeypatch.setattr(schedule, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(save_schedule, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
     agreement = types.SimpleNamespace(settle=lambda subject, said, decide: decide(None))
-    due = schedule.Schedule(datetime.timedelta(minutes=minutes), agreement, 0)
+    due = save_schedule.Schedule(datetime.timedelta(minutes=minutes), agreement, 0)
     saves = []
     for step, each in enumerate(seconds, 1):
         clock.now += each
@@ -311,7 +322,7 @@ def test_time_is_looked_at_also_where_steps_are_long_or_become_slower(pace, monk
 
 
 def test_what_a_broken_off_fit_had_to_pass_over_is_trained_on_by_the_next():
-    counted = steps.CountedSteps(lambda iterator: next(iterator), 1)
+    counted = step_counter.CountedSteps(lambda iterator: next(iterator), 1)
     counted.pass_over(3, 0, lambda _: None, reads=True, runs_last=False, logs=None)
     first = iter(range(9))
     assert [counted(first), counted(first)] == [None, None]
@@ -323,13 +334,13 @@ def test_a_train_on_batch_of_a_callback_is_no_step_of_the_input():
     model.make_train_function()
     x, y = checks.data()
     rows = iter(tf.data.Dataset.from_tensor_slices((x, y)).batch(checks.BATCH))
-    counted = steps.count_steps(model)
+    counted = step_counter.count_steps(model)
     try:
         for _ in range(2):
             model.train_function(rows)
             model.train_on_batch(x[:3], y[:3])
     finally:
-        steps.uncount_steps(model)
+        step_counter.uncount_steps(model)
     assert counted.consumed == 2 and counted.iterator is rows
     assert keras.ops.convert_to_numpy(model.optimizer.iterations) == 4
 
@@ -343,7 +354,7 @@ def broken_off(directory, step, **options):
 
 
 def another_process(directory):
-    process.processes.pop(directory).store.release()
+    session.processes.pop(directory).store.release()
 
 
 def fit_on(directory, *others, epochs=1, initial_epoch=0, **options):
@@ -357,7 +368,7 @@ def fit_on(directory, *others, epochs=1, initial_epoch=0, **options):
 def test_a_backup_of_another_epoch_or_of_other_versions_is_named_and_stays(tmp_path, caplog, monkeypatch):
     directory = str(tmp_path / "backup")
     with monkeypatch.context() as patched:
-        patched.setattr(saver, "versions", lambda: {"tfdist": "0.0.1", "keras": "3.99"})
+        patched.setattr(commit_writer, "versions", lambda: {"tfdist": "0.0.1", "keras": "3.99"})
         broken_off(directory, 2 * checks.STEPS + 3)
     fit_on(directory, epochs=2)
     told = [record.getMessage() for record in caplog.records]
@@ -427,7 +438,7 @@ def test_all_leave_with_a_worker_that_is_asked_also_where_steps_do_not_report(tm
         raise SystemExit
 
     left, directory = [], str(tmp_path / "backup")
-    monkeypatch.setattr(fit, "Agreement", OfTwo)
+    monkeypatch.setattr(backed_up_fit, "Agreement", OfTwo)
     monkeypatch.setattr(preemption, "leave", leave)
     backup = tfdist.callbacks.BackupAndRestore(directory, save_freq=3)
     loop = keras.callbacks.CallbackList([backup], model=checks.build(None))
@@ -476,12 +487,15 @@ def test_a_path_that_has_lost_a_slash_is_refused(place):
 
 
 def states_of(callback, model=None):
-    return callbacks.CallbackStates([callback], [], model or keras.Sequential())
+    return callback_states.CallbackStates([callback], [], model or keras.Sequential())
 
 
 def as_saved(captured):
     return {
-        name: {key: plain.apart(json.loads(json.dumps(plain.with_arrays(*own)))) for key, own in of_one.items()}
+        name: {
+            key: serialization.apart(json.loads(json.dumps(serialization.with_arrays(*own))))
+            for key, own in of_one.items()
+        }
         for name, of_one in captured.items()
     }
 
@@ -574,7 +588,7 @@ def test_a_state_that_nothing_could_take_is_told_when_it_is_saved(make, caplog):
     (told,) = [record.getMessage() for record in caplog.records]
     assert "Speaks is not saved whole: what its get_state() gives" in told
     with pytest.raises(TypeError, match="Mean cannot be saved"):
-        plain.encode({keras.metrics.Mean()}, [], ())
+        serialization.encode({keras.metrics.Mean()}, [], ())
 
 
 class HoldsInPlace(keras.callbacks.Callback):
@@ -650,7 +664,7 @@ def test_what_is_to_be_given_back_in_place_and_is_not_there_begins_anew_with_a_w
 )
 def test_what_could_not_be_read_again_is_not_saved(value):
     with pytest.raises(TypeError, match="cannot be saved"):
-        plain.encode([value], [])
+        serialization.encode([value], [])
 
 
 class InPlace(keras.callbacks.Callback):
@@ -687,7 +701,7 @@ def test_for_callbacks_that_hold_no_variables_those_of_the_model_are_not_looked_
     def fail(model):
         raise AssertionError
 
-    monkeypatch.setattr(variables, "slots_of", fail)
+    monkeypatch.setattr(variable_states, "slots_of", fail)
     for callback in (InPlace(), Collects(), keras.callbacks.History()):
         states = states_of(callback)
         states.restore(as_saved(states.capture()))
@@ -743,8 +757,8 @@ class Service:
 
 def test_the_chief_does_not_wait_for_the_word_of_a_worker_that_is_gone(monkeypatch):
     service = Service()
-    monkeypatch.setattr(board, "_tf", types.SimpleNamespace(context=service))
-    monkeypatch.setattr(health, "_tf", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(coordination_store, "_tf", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(peer_health, "_tf", types.SimpleNamespace(context=service))
     with pytest.raises(BackupError, match=r"Worker 0 on .* of worker 2 .* does not answer .*Connection refused"):
         agreement.Agreement(strategy_of_workers(3), 600).settle("fit", None, any)
     assert set(service.asked) == {"/job:worker/replica:0/task:1"}
@@ -754,8 +768,8 @@ def test_the_chief_does_not_wait_for_the_word_of_a_worker_that_is_gone(monkeypat
 
 def test_a_worker_that_begins_no_backup_is_named_when_all_should_have_come(monkeypatch):
     service = Service(answers=float("inf"))
-    monkeypatch.setattr(board, "_tf", types.SimpleNamespace(context=service))
-    monkeypatch.setattr(health, "_tf", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(coordination_store, "_tf", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(peer_health, "_tf", types.SimpleNamespace(context=service))
     strategy = strategy_of_workers(3)
     strategy.fault_tolerance = tfdist.FaultTolerance(start_timeout_seconds=0.05)
     with pytest.raises(
@@ -767,14 +781,14 @@ def test_a_worker_that_begins_no_backup_is_named_when_all_should_have_come(monke
 def test_workers_that_were_told_otherwise_are_named_with_what_they_were_told(monkeypatch):
     words = {"1": {"save_freq": "2", "keep": "2"}, "2": {"save_freq": "3", "keep": "2"}}
     service = Service(words=words)
-    monkeypatch.setattr(board, "_tf", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(coordination_store, "_tf", types.SimpleNamespace(context=service))
     with pytest.raises(BackupError, match="save_freq=2 on worker 0 and save_freq=3 on worker 2"):
         agreement.Agreement(strategy_of_workers(3), 600).begin(words["1"])
 
 
 def test_a_fit_of_the_chief_alone_leaves_the_next_of_all_their_words(monkeypatch):
     service = Service()
-    monkeypatch.setattr(board, "_tf", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(coordination_store, "_tf", types.SimpleNamespace(context=service))
     topics = []
     for alone in (0, 1):
         for _ in range(alone):
@@ -822,7 +836,7 @@ MEETINGS = {
 def test_who_begins_no_backup_is_named_by_all_once_its_time_is_over(meeting, monkeypatch):
     own, comes, named, latest = MEETINGS[meeting]
     service = Clocked(comes)
-    for module in (board, health):
+    for module in (coordination_store, peer_health):
         monkeypatch.setattr(module, "_tf", types.SimpleNamespace(context=service))
     monkeypatch.setattr(agreement, "time", service)
     of_worker = agreement.Agreement(strategy_of_workers(3, own), 600)
@@ -907,5 +921,5 @@ def test_a_commit_that_its_maker_could_not_tell_of_is_told_when_it_is_restored(n
     monkeypatch.setenv("TFDIST_RUN_DIR", str(tmp_path))
     if note is not None:
         (tmp_path / "committed").write_text(note)
-    saver.tell_of_untold("/b", 7)
+    commit_writer.tell_of_untold("/b", 7)
     assert [path.read_text() for path in tmp_path.iterdir()] == [expected][: expected is not None]

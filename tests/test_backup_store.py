@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from absl import logging
 
-from tfdist.backup import leftovers
-from tfdist.backup.files import LocalFiles
-from tfdist.backup.store import LOCK, MANIFEST, Draft, Store, _digest
+from tfdist.backup import backup_cleanup
+from tfdist.backup.commit_store import LOCK, MANIFEST, Draft, Store, _digest
+from tfdist.backup.storage import LocalFiles
 from tfdist.errors import BackupError
 
 RUN = "abc123"
@@ -352,7 +352,7 @@ def test_what_a_killed_save_has_left_on_a_full_disk_makes_room_for_the_next_star
 
 
 def test_on_a_full_disk_a_run_goes_on_that_has_a_whole_commit_and_none_begins(two, tmp_path, monkeypatch, warnings):
-    (tmp_path / leftovers.NOTES.replace("*", "two")).write_text(str(two))
+    (tmp_path / backup_cleanup.NOTES.replace("*", "two")).write_text(str(two))
     FullDisk(monkeypatch, two, for_ever=True)
     (tmp_path / "empty").mkdir()
     for directory, goes_on in ((two, False), (tmp_path / "empty", True)):
@@ -365,7 +365,7 @@ def test_on_a_full_disk_a_run_goes_on_that_has_a_whole_commit_and_none_begins(tw
     store.release()
     assert "training goes on from the newest" in warnings[-1] and found(two) == 12
     assert not [name for name in os.listdir(two) if name.startswith(".")]
-    leftovers.remove(tmp_path)  # what a run leaves that is done
+    backup_cleanup.remove(tmp_path)  # what a run leaves that is done
     assert not two.exists()
 
 
@@ -381,7 +381,7 @@ def test_a_draft_whose_files_are_not_all_there_is_no_commit(two):
 
 HOLD = """
 import sys, time, os
-from tfdist.backup.store import Store
+from tfdist.backup.commit_store import Store
 store = Store(sys.argv[1])
 store.claim()
 for name in os.listdir(sys.argv[1]):  # a copy of it, elsewhere
@@ -474,7 +474,7 @@ def test_a_folder_that_cannot_be_removed_stays_empty(two, tmp_path):
 KILLED = """
 import os, sys
 import numpy as np
-from tfdist.backup.store import Draft, Store
+from tfdist.backup.commit_store import Draft, Store
 store = Store(sys.argv[1])
 store.claim()
 newest = store.newest_whole()

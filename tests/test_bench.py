@@ -16,7 +16,7 @@ import pytest
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
 from tfdist.launch.arguments import bit_rate
-from tfdist.launch.memory import free_memory
+from tfdist.launch.memory_limit import free_memory
 
 DEADLINE_SECONDS = 60
 KIB = 1 << 10

@@ -383,9 +383,8 @@ STARTED = {
 
 def warned(environ, **more):
     """What two calls in one process say."""
-    code = (
-        f"from tfdist.cluster.alone import warn_if_one_of_many as warn; [warn({environ}, **{more}) for _ in range(2)]"
-    )
+    call = f"[warn({environ}, **{more}) for _ in range(2)]"
+    code = f"from tfdist.cluster.launch_check import warn_if_one_of_many as warn; {call}"
     command = [sys.executable, "-c", code]
     return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=True).stderr
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.strategies.communication import sum_of
 from tfdist.strategies.compression import (
     NAMES,
     BFloat16,
@@ -22,7 +21,8 @@ from tfdist.strategies.compression import (
     WordCodec,
     from_name,
 )
-from tfdist.strategies.policy import policy_of
+from tfdist.strategies.compression_policy import policy_of
+from tfdist.strategies.compression_state import sum_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from launched import eventually
 from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec, free_ports
 from tfdist.exit_codes import PREEMPTED, STALLED
 from tfdist.faults import FaultTolerance, preemption
-from tfdist.faults.lifelines import Lifelines
+from tfdist.faults.peer_liveness import Lifelines
 from tfdist.network.tls import TLS_VARIABLES
 
 DEADLINE_SECONDS = 90
@@ -571,7 +571,7 @@ def tls_environment(directory):
 
 def test_workers_with_certificates_train_over_tls(job):
     check = """
-from tfdist.strategies.collectives.streams import TlsStream
+from tfdist.strategies.collectives.socket_streams import TlsStream
 assert all(isinstance(each, TlsStream) for each in strategy.extended._wire._lines.values())
 """
     job.start(ENCODED + check + "fit(build(), epochs=2)", **tls_environment(job.directory))
@@ -639,7 +639,7 @@ def test_who_waits_for_a_frozen_worker_in_an_agreement_names_it_soon(frozen, job
         f"""
         import os, signal, time
         import tfdist
-        from tfdist.backup.agreement import Agreement
+        from tfdist.backup.commit_agreement import Agreement
         strategy = tfdist.MultiWorkerMirroredStrategy()
         agreement = Agreement(strategy, 600)
         agreement.settle("fit", None, lambda said: None)

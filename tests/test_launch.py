@@ -17,8 +17,8 @@ from launched import ARRIVE, DEADLINE_SECONDS, eventually, is_alive, nothing_lef
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
 from tfdist.launch import WorkerGroup
-from tfdist.launch.limits import Limits, refusal
 from tfdist.launch.terminal_filter import LIBRARY_LINES
+from tfdist.launch.worker_limits import Limits, refusal
 
 TENSORFLOW_SECONDS = 180
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tfdist.launch.output import Lines
 from tfdist.launch.terminal_filter import LIBRARY_LINES, TerminalFilter, is_library_line
+from tfdist.launch.worker_output import Lines
 
 OF_LIBRARIES = [each.example for each in LIBRARY_LINES] + [
     "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",

@@ -3,7 +3,7 @@
 import itertools
 
 from tfdist.exit_codes import STALLED
-from tfdist.launch.failures import Failure
+from tfdist.launch.first_failure import Failure
 from tfdist.launch.restarts import Chance, Commits, Restarts, Size
 
 

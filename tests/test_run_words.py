@@ -6,10 +6,10 @@ import os
 import pytest
 
 from tfdist.exit_codes import PREEMPTED
-from tfdist.held_file import held
-from tfdist.launch.failures import Failure
+from tfdist.folder_lock import held
+from tfdist.launch.first_failure import Failure
 from tfdist.launch.run_dir import KEPT_RUNS, folder_of_run
-from tfdist.launch.summary import details_of, duration, outcome_line
+from tfdist.launch.run_summary import details_of, duration, outcome_line
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import strategy_checks as checks
 from conftest import PLACEMENTS as PLACEMENT_SIZES
 from tfdist.faults.activity import TRAIN, Execution
 from tfdist.strategies.not_finite import sampled
-from tfdist.strategies.report import StepReports
+from tfdist.strategies.step_report import StepReports
 from tfdist.testing import run_workers
 
 PLACEMENTS = ["1x2", "2x1"]

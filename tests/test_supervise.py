@@ -18,7 +18,7 @@ import pytest
 from launched import DEADLINE_SECONDS, eventually, is_alive, nothing_left
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.launch import WorkerExit
-from tfdist.launch.stopped import Stopped
+from tfdist.launch.stopped_workers import Stopped
 from tfdist.launch.supervisor import Stragglers
 
 PREEMPTED = 75
@@ -243,7 +243,7 @@ def test_a_stage_with_a_folder_of_its_own_that_counts_from_zero_is_not_trained_a
 def test_backups_that_a_worker_is_done_with_are_removed_when_the_job_is_done(code, run):
     body = f"""
         from tfdist.backup import leftovers
-        from tfdist.backup.store import Draft, Store
+        from tfdist.backup.commit_store import Draft, Store
         store = Store(str(here / "backup"))
         store.claim()
         draft = Draft(store.directory, "abc", 1)
@@ -691,7 +691,7 @@ def test_the_guard_forgets_a_worker_that_is_gone(run):
     gone, here = (sleeper.pid for sleeper in sleepers)
     code = f"""
         import os
-        from tfdist.launch.guard import Guard
+        from tfdist.launch.process_guard import Guard
         guard = Guard()
         guard.watch([{gone}, {here}])
         guard.watch([{here}])

@@ -19,12 +19,12 @@ import tensorflow as tf
 
 import tfdist
 from launched import eventually
-from tfdist.backup.steps import CountedSteps
+from tfdist.backup.step_counter import CountedSteps
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
 from tfdist.exit_codes import STALLED
-from tfdist.faults import FaultTolerance, agreement, watchdog
-from tfdist.faults import board as board_module
+from tfdist.faults import FaultTolerance, watchdog, worker_agreement
+from tfdist.faults import coordination_store as board_module
 from tfdist.faults.activity import (
     BUILDING,
     CALLBACK,
@@ -36,12 +36,12 @@ from tfdist.faults.activity import (
     Activity,
     Doing,
 )
-from tfdist.faults.agreement import Agreement
-from tfdist.faults.board import DONE, OVER, Board
-from tfdist.faults.leaving import hear_aloud
-from tfdist.faults.patience import Patience
-from tfdist.faults.suspect import ITS_END, describe, suspect_of, unlike_calls, yet_to_come
+from tfdist.faults.coordination_store import DONE, OVER, Board
+from tfdist.faults.shutdown import hear_aloud
+from tfdist.faults.stall_diagnosis import ITS_END, describe, suspect_of, unlike_calls, yet_to_come
+from tfdist.faults.stall_timeout import Patience
 from tfdist.faults.watchdog import Creations, Watchdog, start
+from tfdist.faults.worker_agreement import Agreement
 
 DEADLINE_SECONDS = 90
 MANY = "MultiWorkerMirroredStrategy"
@@ -369,7 +369,7 @@ def test_a_word_that_was_said_just_before_a_program_was_over_is_heard():
     over = {OVER: 0, DONE: True}
     assert Words(3, {}, {"model-7": "mine", **over})._await("model-7", 0, time.monotonic() + 300) == "mine"
     board = Words(3, {})
-    board.at_end = {f"alone-the backup-{agreement._done_alone['the backup'] + 1}": {"failure": None}, **over}
+    board.at_end = {f"alone-the backup-{worker_agreement._done_alone['the backup'] + 1}": {"failure": None}, **over}
     Agreement(board, 60).wait_for_chief("the backup", lambda _: None)
 
 

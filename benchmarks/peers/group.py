@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from benchmarks.peers.messages import Answer, Failure, Order
 from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec
-from tfdist.launch.group import describe_exit
+from tfdist.launch.worker_group import describe_exit
 
 # A worker computes on one thread, so that the other worker has a core too.
 THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2", "OMP_NUM_THREADS": "1"}

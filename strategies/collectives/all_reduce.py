@@ -6,10 +6,10 @@ import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.strategies.collectives.buckets import BUCKET_BYTES, bucket_bytes, fill_buckets, join, part_bytes, separate
-from tfdist.strategies.collectives.launcher import Launcher, added_up, sum_in_order, to_add_up
+from tfdist.strategies.collectives.collective_launcher import Launcher, added_up, sum_in_order, to_add_up
 from tfdist.strategies.collectives.sparse import all_reduce_sparse
 from tfdist.strategies.collectives.stopwatch import Stopwatch
-from tfdist.strategies.collectives.wire import Wire
+from tfdist.strategies.collectives.tcp_transport import Wire
 
 # Far above the group keys of the strategy's other collectives.
 _HIERARCHY_KEYS = 1 << 10

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.strategies.collectives.launcher import carrier_of
+from tfdist.strategies.collectives.collective_launcher import carrier_of
 from tfdist.strategies.compression import WordCodec
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.strategies.collectives.launcher import Launcher
+from tfdist.strategies.collectives.collective_launcher import Launcher
 
 
 class Stopwatch:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.strategies.collectives.launcher import sum_in_order
+from tfdist.strategies.collectives.collective_launcher import sum_in_order
 from tfdist.strategies.compression import WordCodec
 
 State = tuple[tf.Tensor, ...]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.backup.plain import apart, decode, encode, with_arrays
+from tfdist.backup.serialization import apart, decode, encode, with_arrays
 
 NAMES = frozenset({"python", "numpy"})
 

@@ -11,9 +11,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.backup.files import is_remote
-from tfdist.backup.fit import Options
-from tfdist.backup.running import of_running_fit
+from tfdist.backup.backed_up_fit import Options
+from tfdist.backup.fit_discovery import of_running_fit
+from tfdist.backup.storage import is_remote
 from tfdist.strategies.foreign_keras import ForKerasModels
 
 _LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]*:/[^/]")

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.data.weakly import listen
+from tfdist.data.weak_callbacks import listen
 from tfdist.strategies.foreign_keras import ForKerasModels
 
 

@@ -11,8 +11,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.errors import ClusterError
-from tfdist.faults.health import Health
-from tfdist.strategies.chief_alone import is_on_chief_alone, on_chief_alone
+from tfdist.faults.peer_health import Health
+from tfdist.strategies.chief_only_guard import is_on_chief_alone, on_chief_alone
 from tfdist.strategies.foreign_keras import check_is_keras_model
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from tfdist.network.reception import printable
+from tfdist.network.connection_acceptor import printable
 
 __all__ = ["PLAIN_SECONDS", "Admission", "Introduction", "Verdict"]
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist.errors import ClusterError
-from tfdist.faults.board import Board
+from tfdist.faults.coordination_store import Board
 
 __all__ = ["CreationWatch"]
 

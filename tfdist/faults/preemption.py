@@ -23,8 +23,8 @@ from absl import logging
 
 from tfdist.exit_codes import PREEMPTED
 from tfdist.failure_report import is_supervised
-from tfdist.faults.ending import end_with
-from tfdist.faults.options import FaultTolerance, options_of
+from tfdist.faults.fault_tolerance import FaultTolerance, options_of
+from tfdist.faults.process_exit import end_with
 
 __all__ = ["LoneReports", "Watch", "give_signals_back", "install", "leave", "uninstall"]
 

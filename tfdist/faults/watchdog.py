@@ -54,9 +54,8 @@ from tfdist.errors import ClusterError
 from tfdist.exit_codes import STALLED
 from tfdist.failure_report import is_supervised, write_report
 from tfdist.faults.activity import EXCHANGE, MEETING, Call
-from tfdist.faults.board import Board
-from tfdist.faults.patience import Patience
-from tfdist.faults.suspect import (
+from tfdist.faults.coordination_store import Board
+from tfdist.faults.stall_diagnosis import (
     ITS_END,
     UNLIKE_CALLS,
     WAITING,
@@ -66,6 +65,7 @@ from tfdist.faults.suspect import (
     unlike_calls,
     yet_to_come,
 )
+from tfdist.faults.stall_timeout import Patience
 
 __all__ = [
     "WAITING",

@@ -26,10 +26,10 @@ import tfdist
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
 from tfdist.launch.arguments import BINARY, DECIMAL
-from tfdist.launch.memory import free_memory
-from tfdist.strategies.communication import Traffic
+from tfdist.launch.memory_limit import free_memory
 from tfdist.strategies.compression import NAMES
-from tfdist.strategies.policy import policy_of
+from tfdist.strategies.compression_policy import policy_of
+from tfdist.strategies.compression_state import Traffic
 
 __all__ = [
     "COMPRESSIONS",

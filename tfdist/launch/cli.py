@@ -18,13 +18,13 @@ from absl import flags, logging
 
 import tfdist
 from tfdist.cluster import ClusterSpec
-from tfdist.cluster.alone import warn_if_one_of_many
+from tfdist.cluster.launch_check import warn_if_one_of_many
 from tfdist.errors import TfdistError
 from tfdist.launch import arguments, bench_command, data_service, private_network, worker_script
-from tfdist.launch.limits import Limits, refusal
 from tfdist.launch.run_dir import KEPT_RUNS, folder_of_run
 from tfdist.launch.signals import stop_signals
 from tfdist.launch.supervisor import Options, Supervisor
+from tfdist.launch.worker_limits import Limits, refusal
 
 __all__ = ["main"]
 

@@ -10,9 +10,9 @@ import stat
 import tempfile
 from collections.abc import Iterator
 
-from tfdist.backup import leftovers
+from tfdist.backup import backup_cleanup
 from tfdist.cluster import ClusterSpec
-from tfdist.held_file import held, way_out
+from tfdist.folder_lock import held, way_out
 
 __all__ = ["KEPT_RUNS", "folder_of_run"]
 
@@ -79,7 +79,7 @@ def _set_aside(run_dir: pathlib.Path) -> None:
         place = earlier / path.relative_to(run_dir)
         place.parent.mkdir(parents=True, exist_ok=True)
         path.replace(place)
-    for pattern in ("attempt-*/make-room", "committed", "restored", leftovers.NOTES):
+    for pattern in ("attempt-*/make-room", "committed", "restored", backup_cleanup.NOTES):
         for path in run_dir.glob(pattern):
             path.unlink()
     for path in (*run_dir.glob("attempt-*"), *earlier.glob("attempt-*")):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from absl import logging
 
-from tfdist.backup import leftovers
+from tfdist.backup import backup_cleanup
 from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec, check_bindable
 from tfdist.cluster.ports import HeldPorts, hold_ports
 from tfdist.errors import TFConfigError, TfdistError
@@ -20,7 +20,7 @@ from tfdist.exit_codes import PREEMPTED
 from tfdist.failure_kinds import FailureKind
 from tfdist.failure_report import ATTEMPT, RUN_DIR, restored_path, room_path, write_whole
 from tfdist.launch.cache_locks import describe, is_left_behind, lock_named_in, locks_in, remove
-from tfdist.launch.failures import (
+from tfdist.launch.first_failure import (
     Failure,
     first_failure,
     not_started,
@@ -28,10 +28,10 @@ from tfdist.launch.failures import (
     reported_since,
     reported_stack,
 )
-from tfdist.launch.group import WorkerExit, WorkerGroup
 from tfdist.launch.restarts import Chance, Commits, Restarts, Size, chance_of
-from tfdist.launch.stopped import SECONDS, Stopped
-from tfdist.launch.summary import details_of, outcome_line
+from tfdist.launch.run_summary import details_of, outcome_line
+from tfdist.launch.stopped_workers import SECONDS, Stopped
+from tfdist.launch.worker_group import WorkerExit, WorkerGroup
 from tfdist.network.secret import SECRET, new_secret, secret_is_given
 
 __all__ = ["Options", "Stragglers", "Supervisor"]
@@ -452,7 +452,7 @@ class Supervisor:
         """Sums the run up; the reason of a failure comes last."""
         last = self._attempts[-1]
         if last.outcome == "done":
-            leftovers.remove(self._run_dir)
+            backup_cleanup.remove(self._run_dir)
         outcome = "stopped" if self._caught and last.outcome != "done" else last.outcome
         self._write_failures(outcome, exit_code)
         if last.failure:

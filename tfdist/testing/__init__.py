@@ -4,8 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tfdist.testing import faults
-from tfdist.testing.devices import virtual_devices
 from tfdist.testing.faults import Slowdown, corrupt, cut_network, fill_disk, freeze, kill, small_disk, thaw
+from tfdist.testing.local_devices import virtual_devices
 from tfdist.testing.workers import WorkerPool, run_workers
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tfdist.cluster import ClusterSpec
-from tfdist.testing.replies import Raised, Returned
+from tfdist.testing.worker_replies import Raised, Returned
 
 _PR_SET_PDEATHSIG = 1
 
@@ -81,7 +81,7 @@ def _prepare(program: bytes, num_devices: int) -> None:
     multiprocessing.spawn.prepare(pickle.loads(program))
     _importing_main = False
     if num_devices > 1:
-        from tfdist.testing.devices import virtual_devices
+        from tfdist.testing.local_devices import virtual_devices
 
         virtual_devices(num_devices)
 

@@ -15,7 +15,7 @@ from multiprocessing.connection import Pipe
 from typing import IO
 
 from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec
-from tfdist.testing.replies import Died, Reply
+from tfdist.testing.worker_replies import Died, Reply
 
 GRACE_SECONDS = 1.0  # For a process that may end by itself, and say how.
 

@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 from tfdist.cluster import ClusterSpec
 from tfdist.cluster.ports import HeldPorts, hold_ports
 from tfdist.errors import WorkerError, WorkerTimeoutError
-from tfdist.launch.group import describe_exit
 from tfdist.launch.signals import hear_of_children
+from tfdist.launch.worker_group import describe_exit
 from tfdist.network.secret import SECRET, new_secret, secret_is_given
-from tfdist.testing.replies import Died, Raised, Reply, Returned, doubt
 from tfdist.testing.serving import is_importing_main
 from tfdist.testing.worker_process import GRACE_SECONDS, WorkerProcess
+from tfdist.testing.worker_replies import Died, Raised, Reply, Returned, doubt
 
 __all__ = ["WorkerPool", "run_workers"]
 

@@ -1,0 +1,195 @@
+"""One pass over the global batches on one worker: the rows of its replicas, and the steps that were trained on."""
+
+import collections
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from tfdist.data.batch_plan import Plan, split
+from tfdist.errors import PositionError
+from tfdist.faults import activity
+
+# Longest time without a report while `fit` trains or waits for input, once all handed-out steps were reported with
+# other rows. Longer than any step should take.
+_SILENT_SECONDS = 600.0
+_LOOKS = 10  # How often to check, in that time, what `fit` does.
+_STEPS_BETWEEN_CHANGES = 4  # Steps measured under new shares, after they are in force, before the next change.
+
+
+class Handout:
+    """Hands out the rows of this worker's replicas, step by step, from a position on.
+
+    Shares may change while the pipeline reads ahead. All workers must change them at the same step. So the shares of
+    step k follow from the reports of steps up to k - lead, and no worker hands out step k before it has these reports.
+
+    Args:
+      plan: The global batches.
+      epoch: The first epoch.
+      step: The first step in that epoch.
+      shares: Rows of a whole batch, by replica.
+      at_most: Largest number of rows, by replica.
+      repeat: Whether another epoch follows.
+      lead: Number of steps by which reading may be ahead of training; None if shares never change.
+
+    Attributes:
+      finished: Whether all steps were handed out.
+      closed: Whether `close` has ended the handout.
+      epoch: The epoch that is being handed out.
+      handed_out: Indices for callbacks that ask which examples were trained on; not used here.
+      given: Number of steps taken from the iterator, as far as known; see `is_seen`.
+      is_seen: Whether `given` counts all steps that were taken.
+      epoch_read: A pipeline that reads ahead has read all epochs before this one.
+      latest_shares: Shares of the last step that is decided.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        epoch: int,
+        step: int,
+        shares: tuple[int, ...],
+        at_most: Sequence[int],
+        *,
+        repeat: bool,
+        lead: int | None = None,
+    ):
+        self._plan, self._at_most, self._repeat, self._lead = plan, at_most, repeat, lead
+        self.epoch, self._first_epoch, self._first_step = epoch, epoch, step
+        self.finished = False
+        self.given, self.is_seen, self.epoch_read = 0, False, epoch
+        self.handed_out: collections.deque[np.ndarray] = collections.deque()
+        self._trained_epoch, self._trained_step, self._trained = epoch, step, 0
+        self.latest_shares = shares
+        self._decided = dict.fromkeys(range(lead or 0), shares)  # By step since the start; those not yet trained on.
+        self._last_change = -_STEPS_BETWEEN_CHANGES
+        self.closed = False
+        self._number = 0  # The step to hand out next, counted from the start.
+        self._unlike = 0  # Number of reports of other rows since the last step that matched.
+        self._unlike_rows: tuple[int, ...] = ()  # The rows of the last such report.
+        self._news = threading.Condition()
+
+    def indices(self, replicas: Sequence[int], places: Sequence[int]) -> Iterator[np.ndarray]:
+        """Yields, for each step and each of this worker's replicas, the indices of its examples, int64 [rows].
+
+        Args:
+          replicas: Numbers of this worker's replicas.
+          places: For each replica of all workers, the index of its part of a global batch.
+        """
+        first, by_place = self._first_step, np.argsort(places)
+        while True:
+            for step in range(first, self._plan.steps_per_epoch):
+                rows = self._rows(step)
+                if rows is None:
+                    return
+                batch = self._plan.batch(self.epoch, step)
+                ends = np.cumsum(np.asarray(rows)[by_place])
+                for replica in replicas:
+                    end = int(ends[places[replica]])
+                    yield batch[end - rows[replica] : end]
+            if not self._repeat:
+                break
+            self.epoch, first = self.epoch + 1, 0
+        self.finished = True
+
+    def is_decided(self) -> bool:
+        """Whether `indices` can yield the next step without waiting for reports."""
+        with self._news:
+            return self._lead is None or self._number in self._decided
+
+    def close(self) -> None:
+        """Ends the handout and wakes a thread that waits in `indices`."""
+        with self._news:
+            self.closed = True
+            self._news.notify_all()
+
+    def _rows(self, step: int) -> tuple[int, ...] | None:
+        """Waits until the next step is decided, and returns its rows by replica, or None if closed meanwhile."""
+        with self._news:
+            number = self._number
+            if self._lead is not None:
+                self._wait_for(number)
+                if number < self._trained and not self.closed:
+                    raise PositionError(
+                        f"{self._trained} training steps were reported to this BalancedSharding, but it handed out "
+                        f"only {number}. The model was also trained on other data of as many rows during `fit`, for "
+                        "example by train_on_batch in a callback. Do that at the end of an epoch, or with another "
+                        "number of rows."
+                    )
+            self._number += 1
+            return None if self.closed else self._split(number, step)
+
+    def _wait_for(self, number: int) -> None:
+        silent = 0
+        while not (self.closed or number in self._decided or number < self._trained):
+            heard = self._news.wait(_SILENT_SECONDS / _LOOKS)
+            is_suspect = not heard and self._unlike >= number - self._trained and not activity.is_between_steps()
+            silent = silent + 1 if is_suspect else 0
+            if silent >= _LOOKS:
+                raise PositionError(
+                    "A BalancedSharding waits for reports of the steps trained on before it hands out more. It handed "
+                    f"out {number} steps, of which {self._trained} were reported, then {self._unlike} of other rows, "
+                    f"the last of {self._unlike_rows} by replica, and nothing for {_SILENT_SECONDS:g} s. Train on the "
+                    "batches as they are handed out, without changing their rows."
+                )
+
+    def _split(self, number: int, step: int) -> tuple[int, ...]:
+        shares, rows = self._decided.get(number, self.latest_shares), self._plan.rows(step)
+        return shares if rows == sum(shares) else split(rows, shares, self._at_most)
+
+    # The methods below are called by the thread that trains.
+
+    def has_trained(self, rows: np.ndarray) -> bool:
+        """Records one more step of training. Returns False if its rows by replica are not those of the next step.
+
+        Other data with the same rows cannot be told apart. The check does not depend on the number of steps handed out,
+        which differs between workers. If more steps are reported than were handed out, `indices` raises.
+        """
+        with self._news:
+            if self.closed or not self._number or self._trained_step >= self._plan.steps_per_epoch:
+                return False
+            if tuple(rows.tolist()) != self._split(self._trained, self._trained_step):
+                self._unlike, self._unlike_rows = self._unlike + 1, tuple(rows.tolist())
+                self._news.notify_all()
+                return False
+            self._unlike = 0
+            self._decided.pop(self._trained, None)
+            self._trained += 1
+            self._trained_step += 1
+            if self._trained_step == self._plan.steps_per_epoch and self._repeat:
+                self._trained_epoch, self._trained_step = self._trained_epoch + 1, 0
+            return True
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch and step to train on next."""
+        if self._trained_step == self._plan.steps_per_epoch:
+            return self._trained_epoch + 1, 0
+        return self._trained_epoch, self._trained_step
+
+    @property
+    def epoch_taken(self) -> int:
+        """All epochs before this one were taken from the iterator, or read if taken steps are not counted."""
+        if not self.is_seen:
+            return self.epoch_read
+        return self._first_epoch + (self._first_step + self.given) // self._plan.steps_per_epoch
+
+    @property
+    def adapts(self) -> bool:
+        """Whether shares may change, so that each step needs a decision."""
+        return self._lead is not None
+
+    def may_change(self) -> bool:
+        """Whether shares may change now: the last change has been in force long enough to be measured."""
+        return self.adapts and self._trained >= self._last_change + _STEPS_BETWEEN_CHANGES
+
+    def decide(self, shares: tuple[int, ...]) -> None:
+        """Sets the shares of one more step. Call it once after each step of training."""
+        if self._lead is None:
+            return
+        with self._news:
+            number = self._trained + self._lead - 1
+            if shares != self.latest_shares:
+                self._last_change, self.latest_shares = number, shares
+            self._decided[number] = shares
+            self._news.notify_all()

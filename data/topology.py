@@ -1,0 +1,58 @@
+"""The replicas of a worker, and the part of a global batch that each replica gets."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.validation import as_count
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The place of a worker in the cluster that reads a data set.
+
+    Attributes:
+      replicas: Number of replicas on all workers.
+      own: Numbers of the replicas of this worker.
+      parts: For each replica the index of its part of a global batch.
+      at_most: For each replica the largest number of rows.
+    """
+
+    replicas: int
+    own: range
+    parts: tuple[int, ...]
+    at_most: tuple[int, ...]
+
+    @classmethod
+    def of(cls, context: tf.distribute.InputContext, global_batch_size: int, max_rows: Any) -> "Place":
+        """The place for a `tf.distribute` input context.
+
+        Raises:
+          ValueError: If a global batch has fewer examples than there are replicas, or more than `max_rows` allows.
+        """
+        replicas, workers = context.num_replicas_in_sync, context.num_input_pipelines
+        worker, devices = context.input_pipeline_id, replicas // workers
+        if global_batch_size < replicas:
+            raise ValueError(
+                f"A global batch must hold at least one example per replica, but global_batch_size is "
+                f"{global_batch_size} and there are {replicas} replicas. Use a larger batch, or fewer replicas."
+            )
+        # Keras' `predict` concatenates outputs by device first, and by worker within a device.
+        parts = tuple(device * workers + number for number in range(workers) for device in range(devices))
+        own = range(worker * devices, (worker + 1) * devices)
+        return cls(replicas, own, parts, _limits(replicas, global_batch_size, max_rows))
+
+
+def _limits(replicas: int, size: int, max_rows: Any) -> tuple[int, ...]:
+    given: Any = size if max_rows is None else max_rows
+    each = list(given) if isinstance(given, Sequence | np.ndarray) else [given] * replicas
+    limits = [limit for limit in map(as_count, each) if limit is not None]
+    if not len(limits) == len(each) == replicas or sum(limits) < size:
+        raise ValueError(
+            f"max_rows must leave room for a global batch of {size} on {replicas} replicas, and must be an integer of "
+            f"at least 1 or a list of one integer per replica, got {max_rows!r}. Use larger limits, or a smaller batch."
+        )
+    return tuple(min(limit, size) for limit in limits)

@@ -1,0 +1,197 @@
+"""Launches collectives on one replica, under instance keys that are equal on all replicas."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist import _tf
+from tfdist.strategies.collectives.tcp_transport import Wire
+
+# Far above TensorFlow's keys for broadcasts of initial values, which count up from 100.
+_FIRST_INSTANCE_KEY = 1 << 20
+_CARRIERS = {
+    tf.bfloat16: tf.float32,
+    **dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
+    tf.uint32: tf.int64,
+}
+# Types that cannot be cast to one that collectives support. They are gathered as raw bits.
+_AS_BITS = (tf.uint64, tf.complex64, tf.complex128)
+# Types that collectives can sum, and for others the type to reinterpret them as: real and imaginary part of complex
+# numbers, integers of the same width.
+_KNOWN = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
+_ADDED_AS = {tf.uint64: tf.int64, tf.complex64: tf.float32, tf.complex128: tf.float64}
+_IN_ONE_GO_BYTES = 48 << 10  # sent by one replica to all others together
+_BYTES = [bytes([byte]) for byte in range(256)]
+
+
+def carrier_of(dtype: tf.DType | None) -> tf.DType | None:
+    """A supported type to which tensors of an unsupported `dtype` can be cast without loss, or None."""
+    return None if dtype is None else _CARRIERS.get(tf.as_dtype(dtype))
+
+
+def to_add_up(tensor: tf.Tensor) -> tf.Tensor:
+    """Converts `tensor` to a type that collectives can sum, if needed and possible; `added_up` converts back."""
+    if tensor.dtype in _ADDED_AS:
+        return tf.bitcast(tensor, _ADDED_AS[tensor.dtype])
+    return tf.cast(tensor, _CARRIERS[tensor.dtype]) if _is_small(tensor.dtype) else tensor
+
+
+def added_up(total: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Converts a sum of `to_add_up` results back to `dtype`. Integers that are too large wrap around."""
+    return tf.bitcast(total, dtype) if dtype in _ADDED_AS else tf.cast(total, dtype)
+
+
+def is_added_up(dtype: tf.DType) -> bool:
+    """Whether collectives can sum tensors of this type, directly or through `to_add_up`."""
+    return dtype in _KNOWN or dtype in _ADDED_AS or _is_small(dtype)
+
+
+def _is_small(dtype):
+    return dtype.is_integer and dtype in _CARRIERS
+
+
+def sum_in_order(terms: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Adds the terms one after another, so that the bits of the sum do not depend on timing."""
+    total = terms[0]
+    for place, term in enumerate(terms[1:], start=1):
+        # Without `Snapshot` TensorFlow would rewrite the sum to one `tf.add_n`, which adds in any order.
+        total = tf.add(total if place == 1 else tf.raw_ops.Snapshot(input=total), term)
+    return total
+
+
+class Launcher(_tf.CollectiveReplicaLauncher):
+    """A collective launcher that computes instance keys while the step runs.
+
+    Every collective needs an instance key that is equal on all replicas and that no other running collective has.
+    TensorFlow feeds the key when a `tf.function` is called, which fails in nested control flow (`steps_per_execution`,
+    gradient accumulation). Or it fixes the key while tracing, which fails when only some workers trace again (a short
+    last batch). Here each replica counts its collectives in a variable, in the order of the program, also in branches
+    and loops. The counts agree if all replicas run the same collectives in the same order, whenever they traced them.
+
+    Costs one integer addition per collective. The collectives themselves run concurrently, except on GPUs, where NCCL
+    needs an order.
+
+    Attributes:
+      count: The key of the last launched collective, int32 [].
+      untouched: A variable on a CPU that no operation reads or writes.
+      wire: The workers' own connections, or None. They carry `all_gather_rows`, `rows_of_all` and ordered sums.
+      is_ordered: Whether `all_reduce`, in a graph, adds in the order of replicas.
+    """
+
+    wire: Wire | None = None
+    is_ordered = False
+
+    def __init__(self, group_key, group_size, collective_keys, device, options):
+        super().__init__(group_key, group_size, collective_keys, device, options)
+        host = tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0)
+        with tf.init_scope(), tf.device(host.to_string()):
+            self.count = tf.Variable(_FIRST_INSTANCE_KEY, dtype=tf.int32, trainable=False, name="collectives_launched")
+        with tf.init_scope(), tf.device(device if "CPU" in device else host.to_string()):
+            self.untouched = tf.Variable(0.0, trainable=False, name="untouched")
+
+    def _use_ordering_token(self):
+        return "GPU" in self._device
+
+    def _get_ordering_token(self):
+        if self._use_ordering_token() or tf.executing_eagerly():
+            return super()._get_ordering_token()
+        # TensorFlow runs stateful operations without a resource one after another, which would block two replicas that
+        # wait for each other; likewise those that share a resource. A reshaped handle counts as a new resource each
+        # time, so it avoids both orders. (A new VarHandleOp would not, since it is stateful without a resource.)
+        return tf.raw_ops.Reshape(tensor=self.untouched.handle, shape=tf.constant([], tf.int32))
+
+    def _next_instance_key(self):
+        # Convert to a tensor now: a later read of the variable, as in a loop, would delay the next collective.
+        return tf.convert_to_tensor(self.count.assign_add(1))
+
+    def _all_gather(self, input_tensor, options):
+        dtype = input_tensor.dtype
+        if dtype == tf.string:
+            return self._all_gather_strings(input_tensor, options)
+        if dtype in _AS_BITS:
+            bits = super()._all_gather(tf.bitcast(input_tensor, tf.int64), options)
+            return tf.bitcast(bits, dtype)
+        carrier = carrier_of(dtype) or dtype
+        return tf.cast(super()._all_gather(tf.cast(input_tensor, carrier), options), dtype)
+
+    def _all_gather_strings(self, strings, options):
+        """Gathers strings as bytes, padded to the longest string of all replicas, and their lengths."""
+        lengths = tf.strings.length(strings)
+        longest = self._all_gather(tf.reduce_max(tf.reshape(lengths, [-1]), keepdims=True), options)
+        longest = tf.maximum(tf.reduce_max(longest), 1)  # The maximum of no strings is the least integer.
+        filled = self._all_gather(tf.io.decode_raw(strings, tf.uint8, fixed_length=longest), options)
+        joined = tf.strings.reduce_join(tf.gather(_BYTES, tf.cast(filled, tf.int32)), axis=-1)
+        lengths = self._all_gather(lengths, options)
+        return tf.strings.substr(joined, tf.zeros_like(lengths), lengths)
+
+    def all_reduce(self, input_tensor, control_input=None, options=None) -> tf.Tensor:
+        """Sums tensors of equal shape over all replicas.
+
+        If `is_ordered`, each replica sums one part in the order of replicas and sends it to all: the same bits on
+        virtual devices and on workers, over any transport. Each replica sends 2 (replicas - 1) / replicas of the
+        tensor, as in a ring. Small tensors (48 KiB to all other replicas together) are sent whole to each replica.
+        """
+        if not self.is_ordered or tf.executing_eagerly():
+            return super().all_reduce(input_tensor, control_input, options)
+        with tf.device(self._device), self._control_input(control_input):
+            return tf.ensure_shape(self._in_order(input_tensor, options), input_tensor.shape)
+
+    def in_one_go(self, size: int) -> bool:
+        """Whether a tensor of `size` bytes is sent whole to each replica: with two replicas, or if it is small."""
+        others = self._group_size - 1
+        return self.is_ordered and (others == 1 or size * others <= _IN_ONE_GO_BYTES)
+
+    def _in_order(self, tensor, options):
+        flat, elements = tf.reshape(tensor, [-1]), tensor.shape.num_elements()
+
+        def whole():
+            return sum_in_order(self.rows_of_all(flat, options))
+
+        def by_parts():
+            ranks, size = self._group_size, tf.size(flat)
+            rows = tf.reshape(tf.pad(flat, [[0, -size % ranks]]), [ranks, -1])
+            part = sum_in_order(self.rows_of_all(rows, options, apart=True))
+            return tf.concat(self.rows_of_all(part[0], options), axis=0)[:size]
+
+        if self._group_size == 2:
+            total = whole()
+        elif elements is None:  # Decide by the size at run time, as replicas with a static shape do.
+            total = tf.cond(self.in_one_go(tf.size(flat) * tensor.dtype.size), whole, by_parts)
+        else:
+            total = whole() if self.in_one_go(elements * tensor.dtype.size) else by_parts()
+        return tf.reshape(total, tf.shape(tensor))
+
+    def all_gather_rows(self, tensor: tf.Tensor, options) -> tf.Tensor:
+        """Concatenates the replicas' tensors, of equal shape, on axis 0: [n, ...] -> [replicas * n, ...]."""
+        if self._wire_for(tensor, options):
+            return tf.concat(self.rows_of_all(tensor, options), axis=0)
+        return self._all_gather(tensor, options)
+
+    def all_to_all(self, rows: tf.Tensor, options) -> tf.Tensor:
+        """Sends row j to replica j: [replicas, ...] -> [replicas, ...] with row i from replica i."""
+        key, token = self._next_instance_key(), self._get_ordering_token()
+        options = self._options.merge(options)
+        with tf.device(self._device):
+            return tf.raw_ops.CollectiveAllToAllV2(
+                input=rows,
+                group_size=self._group_size,
+                group_key=self._group_key,
+                instance_key=key,
+                ordering_token=[] if token is None else [token],
+                communication_hint=options.implementation.value,
+                timeout_seconds=options.timeout_seconds or 0,
+            )
+
+    def rows_of_all(self, rows: tf.Tensor, options, *, apart: bool = False) -> list[tf.Tensor]:
+        """The rows of each replica, in order: `[n, ...]` each; or if `apart`, as in `all_to_all`, `[1, ...]` each."""
+        if wire := self._wire_for(rows, options):
+            key, token = self._next_instance_key(), self._get_ordering_token()
+            return wire.exchange(rows, self._group_key, key, token, apart=apart)
+        joined = self.all_to_all(rows, options) if apart else self._all_gather(rows, options)
+        parts = tf.split(joined, self._group_size)
+        return [tf.ensure_shape(part, [1, *rows.shape[1:]] if apart else rows.shape) for part in parts]
+
+    def _wire_for(self, rows, options) -> Wire | None:
+        # Only TensorFlow's collectives support `timeout_seconds`.
+        goes = self.wire is not None and self.wire.carries(rows) and not self._options.merge(options).timeout_seconds
+        return self.wire if goes else None

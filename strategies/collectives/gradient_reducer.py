@@ -1,0 +1,350 @@
+"""The compressed exchange of one optimizer's gradients: codec of each gradient, states and counts of traffic."""
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist import _tf
+from tfdist.strategies.collectives.gradient_groups import Gradient, Matrices, Words
+from tfdist.strategies.collectives.sparse import sparse_row_bytes
+from tfdist.strategies.collectives.stopwatch import Stopwatch
+from tfdist.strategies.compression import Codec, PowerSGD, WordCodec
+
+# Counts of a replica since the strategy was made: exchanges, bytes that would be sent uncompressed, bytes sent. If
+# workers have several devices, only bytes across the network count.
+STEPS, RAW_BYTES, SENT_BYTES = range(3)
+_NO_TIME = np.zeros([2])
+
+
+class Times:
+    """Total `Stopwatch.seconds` of each replica of this worker, in an object that checkpoints do not track."""
+
+    def __init__(self):
+        self.of_replicas: list[tf.Variable] = []
+
+
+class Layout(tf.train.experimental.PythonState):
+    """Saves the layout of an exchange's states in checkpoints, and refuses checkpoints of another layout.
+
+    TensorFlow would restore the variables that fit and ignore the rest, without a message.
+
+    Attributes:
+      refusal: The error message for the last restored checkpoint, or None if it was accepted.
+    """
+
+    refusal: str | None = None
+
+    def __init__(self, replicas: int, worker: int, shapes: Any):
+        self._own = {"replicas": replicas, "worker": worker, "shapes": shapes}
+
+    def serialize(self) -> str:
+        """The layout as JSON, for the checkpoint."""
+        return json.dumps(self._own)
+
+    def deserialize(self, saved: Any) -> None:
+        """Compares the layout in a checkpoint with this one.
+
+        Raises:
+          ValueError: If they differ.
+        """
+        there, here = json.loads(saved), json.loads(self.serialize())
+        self.refusal = None if there == here else self._refusal_of(there, here)
+        self.check()
+
+    def check(self) -> None:
+        """Fails if the last restored checkpoint was refused, for callers that caught the first error.
+
+        Raises:
+          ValueError: If the checkpoint that was restored last was refused.
+        """
+        if self.refusal is not None:
+            raise ValueError(self.refusal)
+
+    def _refusal_of(self, there: dict[str, Any], here: dict[str, Any]) -> str:
+        unlike = [
+            f"{there[key]} {name}" if key != "worker" else f"worker {there[key]}"
+            for key, name in (("replicas", "replicas"), ("worker", ""))
+            if there[key] != here[key]
+        ]
+        return (
+            "A checkpoint of `strategy.communication` holds the residuals of each replica, so only the same worker can "
+            "restore it, with as many replicas and the same compression. This checkpoint is of "
+            f"{' and '.join(unlike) or 'other gradients or codecs'}; this process is worker {here['worker']} of a job "
+            f"with {here['replicas']} replicas. Save `communication.state()` of every worker and pass all of them to "
+            "`communication.redistribute(states)`, which takes any number of replicas; or leave `communication` out of "
+            "the checkpoint, and lose the residuals."
+        )
+
+
+class Exchange(tf.Module):
+    """Sums the gradients of one optimizer over all replicas, in each step.
+
+    Args:
+      gradients: The gradients of the first step; those of later steps have the same shapes and dtypes.
+      codecs: The codec of each gradient, or None to leave it uncompressed.
+      collectives: The strategy's collectives.
+      seed: Seed of the codecs' random numbers, equal on all workers and in each run of a program.
+      timed: Whether to measure the time of each step; see `Stopwatch`.
+
+    Attributes:
+      is_timed: Whether the time of each step is measured.
+      encodes: Whether any gradient travels encoded.
+      dense_codecs: The codecs of the encoded dense gradients.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[Gradient],
+        codecs: Sequence[Codec | None],
+        collectives: Any,
+        seed: int,
+        timed: bool = False,
+    ):
+        super().__init__(name="exchange")
+        self._collectives, self.is_timed = collectives, timed
+        parts = _parts(gradients, codecs, collectives, seed)
+        # Leave out codecs that save nothing because of the padding to whole blocks per rank.
+        self._parts = [
+            part
+            for part in parts
+            if part.sent_bytes(collectives) < collectives.uncompressed_bytes([gradients[i] for i in part.positions])
+        ]
+        encoded = {i for part in self._parts for i in part.positions}
+        self._sparse = [i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
+        rows = {i: codec.for_rows() for i in self._sparse if (codec := codecs[i]) is not None}
+        # Likewise leave out codecs that save nothing because of the padding of each row.
+        self._sparse_codecs = {
+            i: codec
+            for i, codec in rows.items()
+            if sparse_row_bytes(gradients[i], codec) < sparse_row_bytes(gradients[i])
+        }
+        self.dense_codecs = [part.codec for part in self._parts]
+        self.encodes = bool(self._parts or self._sparse_codecs)
+        shapes = [[part.positions, part.state_shapes] for part in self._parts]
+        self.layout = Layout(collectives.ranks * collectives.spread, collectives.worker, shapes)
+        self._raw = [i for i in range(len(gradients)) if i not in encoded and i not in self._sparse_codecs]
+        # For each replica of this worker: the states of its parts, and its counts.
+        self.states: list[list[tf.Variable]] = []
+        self.counts: list[tf.Variable] = []
+        self.times = Times()
+        # In another thread, since in a replica's thread the strategy would mirror the variables in its graph.
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(self._make_variables).result()
+
+    def __call__(
+        self, replica: int, gradients: Sequence[Gradient], done: tf.Tensor, options: Any = None
+    ) -> list[Gradient]:
+        """Adds the exchange of one replica of this worker to the graph, and returns the sums of the gradients.
+
+        If any replica has an Inf or NaN in any gradient, the sum is not finite on all replicas, and no state changes.
+
+        Args:
+          replica: Index of the replica within this worker.
+          gradients: The gradients of that replica.
+          done: Number of steps the optimizer has taken, equal on all workers. Codecs begin at their `start_step`.
+          options: Communication options.
+        """
+        collectives = self._collectives
+        options = options or _tf.CommunicationOptions()
+        totals: list[Any] = list(gradients)
+        old = list(self.states[replica])
+        new: list[tf.Tensor] = []
+        finite: list[tf.Tensor] = []
+        seconds: list[tf.Tensor] = []
+        with tf.device(collectives.device(replica)):
+            for part in self._parts:
+                members = [gradients[i] for i in part.positions]
+                states = [tf.convert_to_tensor(variable) for variable in old[len(new) : len(new) + part.num_states]]
+                sums, states, is_finite, spent = _from_step(
+                    part, done, members, states, replica, collectives, options, self.is_timed
+                )
+                new += states
+                finite.append(is_finite)
+                seconds.append(spent)
+                for i, total in zip(part.positions, sums, strict=True):
+                    totals[i] = total
+            raw = collectives._all_reduce(
+                tf.distribute.ReduceOp.SUM, [gradients[i] for i in self._raw], replica, options
+            )
+            for i, total in zip(self._raw, raw, strict=True):
+                totals[i] = total
+            for i, codec in self._sparse_codecs.items():
+                totals[i], spent = _rows_from_step(
+                    codec, done, gradients[i], replica, collectives, options, self.is_timed
+                )
+                seconds.append(spent)
+            if new:
+                # Check sums that no codec has checked, and float16 ones, which may overflow when cast from float32.
+                unseen = [
+                    i for i, g in enumerate(gradients) if i in self._raw or i in self._sparse or g.dtype == tf.float16
+                ]
+                finite += [_is_finite(totals[i]) for i in unseen]
+                tf.cond(tf.reduce_all(finite), lambda: _assign(old, new), lambda: tf.constant(False))
+            self._count(replica, gradients, totals, done, options)
+            self.times.of_replicas[replica].assign_add(tf.add_n(seconds) if seconds else _NO_TIME)
+        return totals
+
+    def eagerly(self, gradients: list[list[Gradient]], done: tf.Tensor) -> list[list[Gradient]]:
+        """Runs the exchange for all replicas of this worker outside of a graph: [replica][gradient] in and out."""
+        if not hasattr(self, "_function"):
+            self._function = tf.function(
+                lambda everyone, done: [self(replica, own, done) for replica, own in enumerate(everyone)],
+                autograph=False,
+                reduce_retracing=True,
+            )
+        function = self._function
+        if tf.config.functions_run_eagerly():  # Run one after another, the first replica would wait for the second.
+            function = function.get_concrete_function(gradients, done)
+        return function(gradients, done)
+
+    def release(self) -> None:
+        """Frees the states. The exchange cannot be used afterwards."""
+        self.states = []
+        if hasattr(self, "_function"):
+            del self._function  # Its graphs refer to this object.
+
+    def residuals(self) -> list[tf.Tensor]:
+        """Residuals of all replicas of this worker. For `PowerSGD` costs one pass over the matrices."""
+        return [
+            residual
+            for states in self.states
+            for part, own in self._by_part(states)
+            for residual in part.residuals(own)
+        ]
+
+    def pending(self) -> list[np.ndarray]:
+        """States summed over the replicas of this worker, in the shapes of the gradients; see `Words.pending`."""
+        replicas = [
+            [
+                array
+                for part, own in self._by_part(states)
+                for kind in part.pending(own, i, self._collectives)
+                for array in kind
+            ]
+            for i, states in enumerate(self.states)
+        ]
+        return [np.sum(arrays, axis=0) for arrays in zip(*replicas, strict=True)]
+
+    def spread(self, pending: Sequence[np.ndarray]) -> None:
+        """Sets the states such that `pending()` of all workers sums to `pending`.
+
+        Raises:
+          ValueError: If `pending` is of other gradients or codecs.
+        """
+        expected = [array.shape for array in self.pending()]
+        if [array.shape for array in pending] != expected:
+            raise ValueError(f"States must have shapes {expected}, got {[array.shape for array in pending]}.")
+        for replica, states in enumerate(self.states):
+            rest = list(pending)
+            for part, own in self._by_part(states):
+                size = len(part.positions)
+                kinds = [rest[kind * size : (kind + 1) * size] for kind in range(part.kinds)]
+                rest = rest[part.kinds * size :]
+                for variable, value in zip(own, part.spread(kinds, replica, self._collectives), strict=True):
+                    variable.assign(tf.reshape(value, variable.shape))
+        self.layout.refusal = None
+
+    def _by_part(self, states):
+        rest = list(states)
+        for part in self._parts:
+            yield part, rest[: part.num_states]
+            rest = rest[part.num_states :]
+
+    def _make_variables(self):
+        shapes = [shape for part in self._parts for shape in part.state_shapes]
+        initial = [value for part in self._parts for value in part.initial_states()]
+        for replica in range(self._collectives.replicas):
+            with tf.device(self._collectives.device(replica)):
+                self.states.append(
+                    [
+                        tf.Variable(tf.zeros(shape) if value is None else value, trainable=False, name=f"state_{i}")
+                        for i, (shape, value) in enumerate(zip(shapes, initial, strict=True))
+                    ]
+                )
+            host = tf.DeviceSpec.from_string(self._collectives.device(replica)).replace(
+                device_type="CPU", device_index=0
+            )
+            with tf.device(host.to_string()):
+                self.counts.append(tf.Variable(tf.zeros([3], tf.int64), trainable=False, name="counts"))
+                self.times.of_replicas.append(tf.Variable(_NO_TIME, trainable=False, name="times"))
+
+    def _count(self, replica, gradients, totals, done, options):
+        """Adds a step to the counts of a replica. Bytes of sparse rows leave out the padding to the longest replica."""
+        collectives = self._collectives
+        dense = [gradients[i] for i in self._raw if i not in self._sparse]
+        raw = sent = tf.constant(round(collectives.uncompressed_bytes(dense, options)), tf.int64)
+        for part in self._parts:
+            uncompressed = round(collectives.uncompressed_bytes([gradients[i] for i in part.positions], options))
+            raw += uncompressed
+            sent += _from(part.codec.start_step, done, round(part.sent_bytes(collectives)), uncompressed)
+        others = collectives.ranks * collectives.spread - 1
+        for i in self._sparse:
+            rows = tf.cast(tf.shape(totals[i].indices)[0], tf.int64) * others // (others + 1)
+            codec = self._sparse_codecs.get(i)
+            uncompressed, encoded = sparse_row_bytes(gradients[i]), sparse_row_bytes(gradients[i], codec)
+            raw += rows * uncompressed
+            sent += rows * _from(0 if codec is None else codec.start_step, done, encoded, uncompressed)
+        self.counts[replica].assign_add(tf.stack([tf.constant(1, tf.int64), raw, sent]))
+
+
+def _parts(gradients, codecs, collectives, seed) -> list[Any]:
+    """Groups dense gradients by codec, starting with the last gradient."""
+    groups: dict[Codec, list[int]] = {}
+    for i in reversed(range(len(gradients))):
+        if codecs[i] is not None and not isinstance(gradients[i], tf.IndexedSlices):
+            groups.setdefault(codecs[i], []).insert(0, i)
+    return [
+        Matrices(codec, positions, gradients, codec.seed + seed)
+        if isinstance(codec, PowerSGD)
+        else Words(cast(WordCodec, codec), positions, gradients, collectives)
+        for codec, positions in groups.items()
+    ]
+
+
+def _from(start_step: int, done: tf.Tensor, then: int, before: int) -> tf.Tensor:
+    """`then` from step `start_step` on, `before` until it, int64 []."""
+    return tf.where(done >= start_step, tf.constant(then, tf.int64), tf.constant(before, tf.int64))
+
+
+def _from_step(part, done, gradients, states, replica, collectives, options, timed):
+    """Exchanges one part, uncompressed until its codec's `start_step`."""
+
+    def encoded():
+        watch = Stopwatch(collectives.launcher(replica), timed)
+        return *part.exchange(gradients, states, replica, collectives, options, watch), watch.seconds()
+
+    def raw():
+        sums = collectives._all_reduce(tf.distribute.ReduceOp.SUM, list(gradients), replica, options)
+        return sums, list(states), tf.reduce_all([_is_finite(total) for total in sums]), tf.constant(_NO_TIME)
+
+    return encoded() if part.codec.start_step == 0 else tf.cond(done >= part.codec.start_step, encoded, raw)
+
+
+def _rows_from_step(codec, done, slices, replica, collectives, options, timed):
+    """Exchanges sparse rows, uncompressed until the codec's `start_step`."""
+
+    def encoded():
+        watch = Stopwatch(collectives.launcher(replica), timed)
+        return collectives.all_reduce_rows(slices, replica, options, codec, watch), watch.seconds()
+
+    def raw():
+        return collectives.all_reduce_rows(slices, replica, options, None), tf.constant(_NO_TIME)
+
+    return encoded() if codec.start_step == 0 else tf.cond(done >= codec.start_step, encoded, raw)
+
+
+def _is_finite(total: Gradient) -> tf.Tensor:
+    """Whether a sum is finite, bool []; equal on all replicas because the sums are."""
+    values = total.values if isinstance(total, tf.IndexedSlices) else total
+    values = tf.abs(values) if values.dtype.is_complex else values
+    return tf.reduce_all(tf.math.is_finite(values)) if values.dtype.is_floating else tf.constant(True)
+
+
+def _assign(variables, values):
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+    return tf.constant(True)

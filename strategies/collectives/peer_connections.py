@@ -1,0 +1,123 @@
+"""Makes a connection from each worker to each other, beside those of TensorFlow."""
+
+import contextlib
+import functools
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from tfdist.cluster.address import split_address
+from tfdist.faults.coordination_store import Board
+from tfdist.network.connection_acceptor import Reception
+from tfdist.network.handshake import NotOursError, RefusedError, introduce, receive
+from tfdist.network.listening import listen
+from tfdist.network.secret import Secret
+from tfdist.network.tls import Tls
+from tfdist.network.tls import connect as connect_tls
+
+__all__ = ["connect"]
+
+_TOKEN_BYTES = 32
+_TRY_SECONDS = 3.0
+# Heartbeats tell sooner of a host that is gone. This ends what is cut between two that both still reach worker 0, and
+# must be long: who takes nothing in meanwhile may be in one long call that keeps Python's lock.
+_SILENCE_SECONDS = 120
+
+
+def connect(board: Board, addresses: Sequence[str], timeout_seconds: float) -> Mapping[int, socket.socket]:
+    """Connects this worker with each other, at a free port of the hosts in TF_CONFIG; once in a process.
+
+    Each worker listens at its host of TF_CONFIG and tells the others its port and a token. It connects to the workers
+    before it, and admits those after it. Both ends prove that they know the token, and the secret of the job if there
+    is one.
+
+    Args:
+      board: Where workers tell each other.
+      addresses: Of all workers.
+      timeout_seconds: For all of it.
+
+    Returns:
+      The connections, by worker.
+
+    Raises:
+      ClusterError: If the secret or the TLS files are none.
+      OSError: If one cannot be made in time, as where a firewall lets only the ports of TF_CONFIG pass; says which.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    tls = Tls.from_env()
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    listeners = listen(split_address(addresses[board.worker])[0], 0, backlog=len(addresses))
+    port = listeners[0].getsockname()[1]
+    admit = functools.partial(_admit, board, _key(token))
+    with contextlib.ExitStack() as stack, Reception(listeners, admit, tls) as reception:
+        try:
+            said = board.exchange("lines", [port, token.hex()], timeout_seconds)
+        except tf.errors.OpError as error:
+            raise OSError(error.message) from error
+        lines: dict[int, socket.socket] = {}
+        for peer in range(board.worker):
+            rest_seconds = max(0.1, deadline - time.monotonic())
+            lines[peer] = stack.enter_context(
+                _call(board.worker, peer, addresses[peer], said.get(peer), tls, rest_seconds)
+            )
+        while missing := [i for i in range(board.worker + 1, board.workers) if i not in lines]:
+            guest = reception.next(deadline - time.monotonic())
+            if guest is None:
+                raise OSError("not connected in time: " + ", ".join(f"worker {i} at {addresses[i]}" for i in missing))
+            line, _, peer = guest
+            if peer in missing:
+                lines[peer] = stack.enter_context(line)
+            else:
+                line.close()
+        for line in lines.values():
+            _set_up(line)
+        stack.pop_all()
+        return lines
+
+
+def _key(token: bytes) -> Secret:
+    """The key that both ends must know; not the token alone, which a stranger may read in the coordination store."""
+    secret = Secret.from_env()
+    return secret.joined(token) if secret else Secret(token)
+
+
+def _call(
+    worker: int, peer: int, address: str, said: Sequence | None, tls: Tls | None, timeout_seconds: float
+) -> socket.socket:
+    """Connects to a worker before this one."""
+    host = split_address(address)[0]
+    if said is None:
+        raise OSError(f"worker {peer} on {host} says no port")
+    port, token = said
+    try:
+        connection = socket.create_connection((host, port), timeout=min(_TRY_SECONDS, timeout_seconds))
+        connection.settimeout(timeout_seconds)  # The kernel connects; a reply takes a thread of the other process.
+        line = connect_tls(tls, connection, host)
+        introduce(line, _key(bytes.fromhex(token)), {"worker": worker})
+    except (OSError, NotOursError, RefusedError) as error:
+        raise OSError(f"worker {worker} cannot connect to worker {peer} at {host}:{port}: {error}") from error
+    return line
+
+
+def _admit(board: Board, key: Secret, connection: socket.socket) -> int:
+    """Performs the handshake with whoever has connected; says which worker it is."""
+    peer = receive(connection, key).get("worker")
+    if type(peer) is not int or not board.worker < peer < board.workers:
+        raise NotOursError("it is no worker that connects to this one")
+    return peer
+
+
+def _set_up(line: socket.socket) -> None:
+    line.settimeout(None)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError):  # Not on this machine, or not allowed.
+        # Linux' own choice, unless told otherwise. BBR, which some are told, takes bursts that go both ways for a
+        # slow link.
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_SECONDS // 2)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_SECONDS * 1000)

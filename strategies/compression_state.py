@@ -1,0 +1,379 @@
+"""The compressed exchanges of a strategy, their traffic, and the states of their codecs."""
+
+import dataclasses
+import gc
+import hashlib
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfdist import _tf
+from tfdist.strategies.collectives.collective_launcher import is_added_up
+from tfdist.strategies.collectives.gradient_groups import Gradient
+from tfdist.strategies.collectives.gradient_reducer import RAW_BYTES, SENT_BYTES, STEPS, Exchange
+from tfdist.strategies.compression import Codec, TopK, from_name
+from tfdist.strategies.compression_policy import OneCodec, Policy, unfit
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Traffic of this worker's compressed exchanges: the payload of collectives, without headers.
+
+    Attributes:
+      steps: Number of exchanges, without those inside of `uncompressed()`.
+      raw_bytes: Bytes that uncompressed exchanges would have sent.
+      sent_bytes: Bytes sent: values, scales, indices and padding.
+      encode_seconds: Seconds spent on encoding, decoding, sums and residuals, as the mean over this worker's replicas
+        and the sum over buckets, several of which may run at once. Counts encoded buckets only, from each codec's
+        `start_step` on. None unless `Communication.timed`.
+      exchange_seconds: Seconds spent in collectives, from launch to arrival, which includes the time spent waiting for
+        other replicas. Counted like `encode_seconds`.
+    """
+
+    steps: int
+    raw_bytes: int
+    sent_bytes: int
+    encode_seconds: float | None
+    exchange_seconds: float | None
+
+    def __sub__(self, before: "Traffic") -> "Traffic":
+        """The traffic since `before`."""
+        own, other = dataclasses.astuple(self), dataclasses.astuple(before)
+        since: Any = (None if now is None else now - (then or 0) for now, then in zip(own, other, strict=True))
+        return Traffic(*since)
+
+    def __add__(self, more: "Traffic") -> "Traffic":
+        """Both together; a time that only one of them knows is that one's."""
+        own, other = dataclasses.astuple(self), dataclasses.astuple(more)
+        both: Any = (b if a is None else a + (b or 0) for a, b in zip(own, other, strict=True))
+        return Traffic(*both)
+
+    @property
+    def ratio(self) -> float:
+        """Raw bytes divided by sent bytes; 1 if nothing was sent."""
+        return self.raw_bytes / self.sent_bytes if self.sent_bytes else 1.0
+
+    @property
+    def sent_bytes_per_step(self) -> float:
+        """Mean of the bytes sent per step by all replicas of this worker."""
+        return self.sent_bytes / max(self.steps, 1)
+
+
+class Communication(tf.Module):
+    """The gradient exchanges of a strategy with `compression`, available as `strategy.communication`.
+
+    Holds the states of the codecs (residuals, momenta, low-rank factors) and counts of traffic, for one worker. Each
+    worker saves and restores them under its own path, before or after the first step:
+
+        tf.train.Checkpoint(communication=strategy.communication).write(f"state-{worker}")
+
+    Memory: see `memory_bytes`. Error feedback keeps a float32 copy of the compressed gradients per replica and, from
+    three workers on, one more copy divided by the number of workers. It is freed with the optimizer. If an optimizer
+    gets other variables, as after freezing layers, they get a new exchange. The residuals of the old exchange stay, and
+    are sent once the optimizer gets the old variables again.
+
+    A checkpoint only fits the same worker, the same number of workers and devices, and the same compressed gradients.
+    Otherwise `restore` or the first step raises a ValueError, since residuals would be lost. To continue with another
+    number of workers use `state` and `redistribute`.
+    """
+
+    def __init__(self, policy: Policy, collectives: Callable[[], Any]):
+        super().__init__(name="communication")
+        self._timed = False
+        self._policy = policy
+        self._make_collectives = collectives
+        self._known = _Known()
+        self._has_warned = False
+
+    @property
+    def timed(self) -> bool:
+        """Whether `traffic` measures the time of coding and of collectives. Set it before the first step.
+
+        Measuring slows steps down, most of all with fast codecs, so use it only to find out where time is spent.
+
+        Raises:
+          RuntimeError: If it is changed after a step was traced.
+        """
+        return self._timed
+
+    @timed.setter
+    def timed(self, timed: bool) -> None:
+        if timed != self._timed and self._known.exchanges:
+            raise RuntimeError("`timed` cannot change after a step was traced. Set it before the first step.")
+        self._timed = timed
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """All exchanges in the order in which they were made, including those of deleted optimizers."""
+        return self._known.made
+
+    def exchange_of(self, optimizer: Any, gradients: Sequence[Gradient], places: Sequence[int] = ()) -> Exchange:
+        """Returns the exchange of these gradients, which the first call makes.
+
+        Args:
+          optimizer: The optimizer that applies the gradients.
+          gradients: The gradients of one replica.
+          places: The indices of their variables in the optimizer, if known.
+
+        Raises:
+          ValueError: If collectives cannot sum gradients of this type, if the policy chooses a codec that cannot encode
+            a gradient, or if the checkpoint restored before does not fit this worker.
+        """
+        anchor = _tf.counter_of(optimizer)
+        signature = _signature(gradients, places)
+        key = (id(anchor), signature)
+        if key not in self._known.exchanges and signature in self._known.signatures():
+            gc.collect()  # Free the names of deleted optimizers. Not under the lock, which `_forget` may need.
+        with self._known.lock:
+            if key not in self._known.exchanges:
+                self._known.exchanges[key] = self._make(gradients, key, optimizer)
+                weakref.finalize(anchor, _forget, weakref.ref(self), key).atexit = False
+            self._known.exchanges[key].layout.check()
+            return self._known.exchanges[key]
+
+    def _make(self, gradients: Sequence[Gradient], key: "_Key", optimizer: Any) -> Exchange:
+        _check_summed(gradients)
+        codecs = [self._codec_of(gradient, position) for position, gradient in enumerate(gradients)]
+        seed = int(key[1][:6], 16)
+        made = Exchange(gradients, codecs, self._make_collectives(), seed, self.timed)
+        _warn_of_unfit(made.dense_codecs, optimizer)
+        if not made.encodes:
+            self._warn_of_none(gradients, codecs)
+        name = self._known.free_name(key)
+        try:
+            setattr(self, name, made)  # Makes the exchange part of checkpoints.
+        except ValueError:
+            if made.layout.refusal is None:
+                raise
+            setattr(self, name, made)  # TensorFlow restores only once. The refusal is raised by `Layout.check`.
+        with ThreadPoolExecutor(1) as pool:  # Another thread, to run outside of the graph being traced.
+            pool.submit(self._fill, made, key, name).result()
+        self._known.names[key] = name
+        self._known.made.append(made)
+        return made
+
+    def _forget(self, key: "_Key") -> None:
+        """Frees the states of a deleted optimizer's exchange. Its counts stay."""
+        delattr(self, self._known.names[key])
+        del self._known.names[key]  # After the attribute is gone, since another exchange may take the name now.
+        self._known.exchanges.pop(key).release()
+
+    def exchanges_of(self, optimizer: Any) -> dict[str, Exchange]:
+        """The exchanges of an optimizer's gradients, by names that are equal in each run of the program."""
+        anchor = id(_tf.counter_of(optimizer))
+        with self._known.lock:
+            return {name: exchange for (owner, name), exchange in self._known.exchanges.items() if owner == anchor}
+
+    def hand_over(self, optimizer: Any, name: str, fill: Callable[[Exchange], None]) -> None:
+        """Calls `fill` with the exchange of that name (see `exchanges_of`), now or once the first step has made it."""
+        exchange = self.exchanges_of(optimizer).get(name)
+        if exchange is None:
+            anchor = _tf.counter_of(optimizer)
+            self._known.awaited[id(anchor), name] = (fill, anchor)  # Holding the anchor keeps its id unique.
+        else:
+            fill(exchange)
+
+    def drop_awaited(self) -> int:
+        """Drops the `hand_over` calls for exchanges that no step has made, and returns their number."""
+        dropped, self._known.awaited = len(self._known.awaited), {}
+        return dropped
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Residuals and other states of this worker's codecs, in a form for any number of workers.
+
+        Costs a copy of the states. For the same number of workers, `tf.train.Checkpoint` restores the same bits.
+        """
+        own = {
+            f"{self._known.names[key]}/{i}": array
+            for key, exchange in self._known.exchanges.items()
+            for i, array in enumerate(exchange.pending())
+        }
+        return {**self._known.inherited, **own}
+
+    def redistribute(self, states: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Restores the states that a run with any number of workers has saved by `state`.
+
+        The sum over all workers is preserved, up to rounding, and divided equally among the replicas. Call it on all
+        workers with the same `states`, at any time. States of gradients that no step exchanges, as on one replica, are
+        kept and returned by `state`. An exchange under another codec keeps its own states and logs a warning.
+
+        Args:
+          states: The results of `state` on all workers of the earlier run.
+
+        Raises:
+          ValueError: If `states` is empty, or its entries are not of the same run.
+        """
+        self._known.inherited = sum_of(states)
+        for key, exchange in self._known.exchanges.items():
+            self._inherit(exchange, self._known.names[key])
+
+    def _fill(self, made: Exchange, key: Any, name: str) -> None:
+        """Sets the states of a new exchange from an earlier `redistribute` or `hand_over`."""
+        self._inherit(made, name)
+        fill, _ = self._known.awaited.pop(key, (None, None))
+        if fill is not None:
+            fill(made)
+
+    def _inherit(self, exchange: Exchange, name: str) -> None:
+        kinds = [kind for kind in self._known.inherited if kind.startswith(f"{name}/")]
+        own = {kind: self._known.inherited.pop(kind) for kind in kinds}
+        if not own:
+            return
+        try:
+            exchange.spread([own[f"{name}/{i}"] for i in range(len(own))])
+        except ValueError as error:
+            logging.warning("Residuals of %s were not restored, because they are of another codec. %s", name, error)
+
+    def traffic(self) -> Traffic:
+        """The traffic of this worker's replicas since the strategy was made."""
+        counts = [count.numpy() for exchange in self.exchanges for count in exchange.counts]
+        steps = sum(int(exchange.counts[0].numpy()[STEPS]) for exchange in self.exchanges)
+        raw, sent = (sum(int(count[which]) for count in counts) for which in (RAW_BYTES, SENT_BYTES))
+        timed = [exchange.times for exchange in self.exchanges if exchange.is_timed]
+        if not timed:
+            return Traffic(steps, raw, sent, None, None)
+        times = [replica.numpy() for each in timed for replica in each.of_replicas]
+        encoding, exchanging = np.sum(times, axis=0) / self._make_collectives().replicas
+        return Traffic(steps, raw, sent, float(encoding), float(exchanging))
+
+    def residual_norm(self) -> float:
+        """The Euclidean norm of all residuals of this worker's replicas."""
+        squares = [tf.reduce_sum(tf.square(value)) for exchange in self.exchanges for value in exchange.residuals()]
+        return float(tf.sqrt(tf.add_n(squares))) if squares else 0.0
+
+    def memory_bytes(self) -> int:
+        """Bytes of the codecs' states on this worker."""
+        states = [state for exchange in self.exchanges for replica in exchange.states for state in replica]
+        return sum(state.shape.num_elements() * state.dtype.size for state in states)
+
+    def _warn_of_none(self, gradients: Sequence[Gradient], codecs: Sequence[Codec | None]) -> None:
+        """Warns once if no gradient of an optimizer is compressed, with the reason for the largest gradient."""
+        if self._has_warned or not self._make_collectives().is_first(0):
+            return
+        self._has_warned = True
+        largest = max(range(len(gradients)), key=lambda i: gradients[i].shape.num_elements() or 0)
+        gradient, codec = gradients[largest], codecs[largest]
+        reason = "the policy returns None"
+        if codec is not None:
+            reason = f"padded to whole blocks, {codec!r} sends no fewer bytes"
+        elif isinstance(self._policy, OneCodec):
+            reason = self._policy.objection(gradient.shape, gradient.dtype) or reason
+        logging.warning(
+            "`compression` does nothing for an optimizer whose largest gradient is of shape %s, %s: %s. All its "
+            "gradients travel uncompressed.",
+            gradient.shape,
+            gradient.dtype.name,
+            reason,
+        )
+
+    def _codec_of(self, gradient: Gradient, position: int) -> Codec | None:
+        shape, dtype = gradient.shape, gradient.dtype
+        chosen = self._policy(shape, dtype, position) if shape.is_fully_defined() and shape.num_elements() else None
+        if not isinstance(chosen, Codec | str | None):
+            raise TypeError(
+                "A `compression` function must return a codec of tfdist.compression, its name, or None for each "
+                f"gradient, got {chosen!r}. Change its result."
+            )
+        codec = from_name(chosen)
+        if codec is None:
+            return None
+        if why_not := unfit(codec, shape, dtype):
+            raise ValueError(
+                f"The `compression` function returns {codec!r} for gradient {position} of dtype {dtype.name} and shape "
+                f"{shape}, but {why_not}. Return None for this gradient."
+            )
+        return codec
+
+
+def _signature(gradients: Sequence[Gradient], places: Sequence[int]) -> str:
+    described = [(str(g.shape), g.dtype.name, isinstance(g, tf.IndexedSlices)) for g in gradients]
+    return hashlib.sha256(repr((described, list(places))).encode()).hexdigest()[:16]
+
+
+def _check_summed(gradients: Sequence[Gradient]) -> None:
+    for position, gradient in enumerate(gradients):
+        if not is_added_up(gradient.dtype):
+            raise ValueError(
+                f"Gradients must have a numeric type, so that replicas can sum them, but gradient {position}, of shape "
+                f"{gradient.shape}, has type {gradient.dtype.name}. Use a float type for its variable."
+            )
+
+
+def _warn_of_unfit(codecs: Sequence[Codec], optimizer: keras.optimizers.Optimizer) -> None:
+    """Warns of codecs that do not suit an optimizer. Sparse gradients use other codecs, which suit all optimizers."""
+    names = sorted({codec.name for codec in codecs if codec.for_sgd})
+    kind = type(optimizer).__name__.removeprefix("Distributed")
+    if names and not isinstance(optimizer, keras.optimizers.SGD):
+        logging.warning(
+            "compression=%s delays most of each gradient, so that %s underestimates its size. Training may be worse or "
+            "diverge. Train with keras.optimizers.SGD, choose 'int8', or set a start_step.",
+            "/".join(repr(name) for name in names),
+            kind,
+        )
+    own = getattr(optimizer, "momentum", 0)
+    twice = [codec for codec in codecs if isinstance(codec, TopK) and codec.momentum]
+    if twice and own:
+        logging.warning(
+            "%r applies momentum, and so does %s, with momentum=%s. Both together make the updates too large, and "
+            "training may diverge. Set one of them to 0.",
+            twice[0],
+            kind,
+            own,
+        )
+
+
+def sum_of(states: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The sum of the states of several workers, by name.
+
+    Raises:
+      ValueError: If `states` is empty, or its entries have different names.
+    """
+    if not states:
+        raise ValueError("`states` must hold the result of `state` of each worker of a run, at least one, got none.")
+    names = list(dict.fromkeys(name for state in states for name in state))
+    for worker, state in enumerate(states):
+        missing = [name for name in names if name not in state]
+        if missing:
+            raise ValueError(
+                f"`states` must hold the results of `state` of all workers at the same step of one run, but entry "
+                f"{worker} lacks {', '.join(missing)}, which others have. Save all of them after the same step."
+            )
+    return {name: np.sum([state[name] for state in states], axis=0) for name in names}
+
+
+def _forget(communication: "weakref.ref[Communication]", key: "_Key") -> None:
+    known = communication()
+    if known is not None:
+        known._forget(key)
+
+
+_Key = tuple[int, str]  # The `id` of an optimizer's step counter, and the signature of its gradients.
+
+
+class _Known:
+    """Exchanges by optimizer and gradients. A separate object, since checkpoints cannot track dicts with such keys."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.exchanges: dict[_Key, Exchange] = {}
+        self.names: dict[_Key, str] = {}
+        self.made: list[Exchange] = []
+        self.inherited: dict[str, np.ndarray] = {}
+        self.awaited: dict[Any, tuple[Callable[[Exchange], None], Any]] = {}
+
+    def signatures(self) -> set[str]:
+        """Signatures of the gradients exchanged so far."""
+        return {signature for _, signature in list(self.names)}
+
+    def free_name(self, key: _Key) -> str:
+        """An unused name that depends on the signature, so that it is equal in each run of the program."""
+        taken = set(self.names.values())
+        return next(name for number in itertools.count() if (name := f"exchange_{key[1]}_{number}") not in taken)

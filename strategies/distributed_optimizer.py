@@ -1,0 +1,299 @@
+"""How gradients pass from a Keras optimizer to the collectives: reduced before they are clipped, scaled and applied."""
+
+import collections
+import enum
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.strategies import step_report
+from tfdist.strategies.collectives.sparse import sum_duplicates
+from tfdist.strategies.gradient_structure import of_one_kind
+from tfdist.strategies.graph_analysis import may_differ
+from tfdist.strategies.loss_weight import weighted
+from tfdist.strategies.not_finite import sampled
+from tfdist.strategies.step import current_step, replicas
+
+
+def distributed(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """A view of `optimizer` that sums gradients over all replicas before it clips and applies them.
+
+    Keras clips each replica's gradients and sums what is left, which is not what one device would do, and lets
+    `LossScaleOptimizer` look at one replica's gradients only. The view shares the optimizer's whole state and is an
+    instance of its class; only the moment of the exchange differs. Keras' `fit` gets it by itself; a custom loop that
+    clips or scales its loss asks for it by `strategy.distributed_optimizer`.
+    """
+    return optimizer if isinstance(optimizer, _Weigh) else _view(optimizer, _Note, _Weigh, _exchange_of(optimizer))
+
+
+def noting(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """A view of `optimizer` that notes when gradients are there, which is all that a lone replica needs."""
+    return _view(optimizer, _Note)
+
+
+@contextmanager
+def viewed_optimizers(model: keras.Model, view: Callable[[Any], Any]) -> Iterator[None]:
+    """Gives `model`, and models inside it, views of their optimizers while a step is traced or run."""
+    places = list(_optimizers_in(model))
+    try:
+        for put, optimizer in places:
+            put(view(optimizer))
+        yield
+    finally:
+        for put, optimizer in places:
+            put(optimizer)
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """The optimizers that a model and what is in it hold, in the order of their attributes."""
+    return list({id(optimizer): optimizer for _, optimizer in _optimizers_in(model)}.values())
+
+
+def exchanging_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Those of `optimizers_of`, and inside them, by any of which gradients may be exchanged."""
+    found: dict[int, Any] = {}
+    ahead = collections.deque(optimizers_of(model))
+    while ahead:
+        optimizer = ahead.popleft()
+        if id(optimizer) not in found:
+            found[id(optimizer)] = optimizer
+            inner = [each for value in vars(optimizer).values() for each in (value if _is_list(value) else [value])]
+            ahead.extend(each for each in inner if isinstance(each, keras.optimizers.Optimizer))
+    return list(found.values())
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _optimizers_in(model: Any) -> Iterator[tuple[Callable[[Any], None], Any]]:
+    """Finds the optimizers that a model or what is in it holds: how to put another in its place, and the optimizer."""
+    seen = {id(model): model}  # Kept, so that nothing else gets its number.
+    ahead = collections.deque([(model, _put_into(model))])
+    while ahead:
+        owner, put = ahead.popleft()
+        for key, value in _items(owner):
+            if isinstance(value, keras.optimizers.Optimizer):
+                yield functools.partial(put, key), value
+            elif isinstance(value, tuple):
+                members = list(value)
+                replace = functools.partial(_put_in_tuple, functools.partial(put, key), type(value), members)
+                ahead.append((members, replace))
+            elif id(value) not in seen and (isinstance(value, keras.Model | list | dict) or _is_of_user(value)):
+                seen[id(value)] = value
+                ahead.append((value, _put_into(value)))
+
+
+def _items(owner: Any) -> list[tuple[Any, Any]]:
+    if isinstance(owner, list):
+        return list(enumerate(owner))
+    return list((owner if isinstance(owner, dict) else vars(owner)).items())
+
+
+def _put_into(owner: Any) -> Callable[[Any, Any], None]:
+    if isinstance(owner, keras.layers.Layer):
+        return functools.partial(setattr, owner)
+    return (owner if isinstance(owner, list | dict) else vars(owner)).__setitem__  # An object may be frozen.
+
+
+def _put_in_tuple(put, kind, members, index, optimizer):
+    """Puts an optimizer among the members of a tuple, and the tuple of them in its place."""
+    members[index] = optimizer
+    put(kind(*members) if hasattr(kind, "_fields") else tuple(members))
+
+
+def _is_of_user(value: Any) -> bool:
+    """Whether it is an object with attributes, and not of Keras, TensorFlow or ours: such as hold what a user made."""
+    libraries = {"builtins", "keras", "tensorflow", "numpy", "tfdist"}
+    if isinstance(value, type | enum.Enum) or not isinstance(getattr(value, "__dict__", None), dict):
+        return False
+    return type(value).__module__.split(".")[0] not in libraries
+
+
+def _exchange_of(optimizer: keras.optimizers.Optimizer) -> type:
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return _GlobalLossScale
+    return _ExchangeEach if hasattr(optimizer, "_inner_optimizers") else _Exchange
+
+
+def _view(optimizer: keras.optimizers.Optimizer, *mixins: type) -> Any:
+    base: Any = type(optimizer)
+    view: Any = object.__new__(_view_class(base, mixins))
+    object.__setattr__(view, "__dict__", optimizer.__dict__)  # Keras' own refuses all before `__init__`.
+    return view
+
+
+@functools.cache
+def _view_class(base: Any, mixins: tuple[type, ...]) -> type:
+    return type(f"Distributed{base.__name__}", (*mixins, base), {})
+
+
+class _Note:
+    """Notes when the gradients of a replica are there."""
+
+    def apply(self, grads, *args, **kwargs):
+        step = current_step()
+        if step is not None:
+            step.mark(step_report.GRADIENTS, grads)
+        return super().apply(grads, *args, **kwargs)
+
+
+class _Weigh:
+    """Weights the replica's loss or, in a custom step, where any loss may be of any optimizer, its gradients."""
+
+    def scale_loss(self, loss, *args, **kwargs):
+        step = current_step()
+        if step is not None:
+            step.losses.append(loss)
+        loss = super().scale_loss(loss, *args, **kwargs)
+        if step is None or step.share is None:
+            return loss
+        step.mark(step_report.LOSS, loss)
+        step.mark(step_report.SHARE, step.share)
+        return loss * tf.cast(step.share, loss.dtype) if step.weights_loss else loss
+
+    def apply(self, grads, trainable_variables=None, *args, **kwargs):
+        step, grads = current_step(), list(grads)
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+        if trainable_variables is not None or args:
+            args = (trainable_variables, *args)
+        variables = self._trainable_variables if trainable_variables is None else trainable_variables
+        if step is not None:
+            grads = of_one_kind(step, grads, variables)
+        given, scales = grads, _scales(grads, variables)
+        if step is not None and step.share is not None:
+            if not step.weights_loss:
+                others = iter(weighted(step, [grad for i, grad in enumerate(grads) if i not in scales], self))
+                grads = [grad if i in scales else next(others) for i, grad in enumerate(grads)]
+            grads = _to_present(step.or_zeros, grads)
+        if step is not None and scales:
+            grads = _largest_of_all(step, grads, scales)
+        if step is None:
+            return super().apply(grads, *args, **kwargs)
+        before, step.weighs = step.weighs, True
+        exchanges = step.exchanges
+        try:
+            result = super().apply(grads, *args, **kwargs)
+        finally:
+            step.weighs = before
+        if step.exchanges == exchanges:
+            _check_alike(self, [grad for i, grad in enumerate(given) if grad is not None and i not in scales])
+        return result
+
+
+class _Exchange:
+    """Exchanges gradients at the last moment before they are clipped, after they were accumulated."""
+
+    def _backend_apply_gradients(self, grads, trainable_variables):
+        step = current_step()
+        if step is not None:
+            step.variables = list(trainable_variables)
+        super()._backend_apply_gradients(grads, trainable_variables)
+
+    def _clip_gradients(self, grads):
+        return super()._clip_gradients(_exchange(self, grads))
+
+    def _all_reduce_sum_gradients(self, grads_and_vars):
+        if not isinstance(self, keras.optimizers.SGD):
+            return list(grads_and_vars)
+        # SGD scatters sparse gradients right into the weights, many at a time and in no fixed order: replicas would
+        # drift apart by rounding. It is linear, so rows of equal index may be added up first.
+        return [(sum_duplicates(grad), variable) for grad, variable in grads_and_vars]
+
+
+class _ExchangeEach:
+    """Lets each optimizer of a `MultiOptimizer` exchange the gradients of its variables."""
+
+    @property
+    def _inner_optimizers(self):
+        inner = self.__dict__["_inner_optimizers"]
+        return [_view(optimizer, _exchange_of(optimizer)) for optimizer in inner] if self.built else inner
+
+
+class _GlobalLossScale:
+    """Decides on all replicas' gradients whether a step is skipped, then lets the inner optimizer exchange them."""
+
+    @property
+    def inner_optimizer(self):
+        inner = self.__dict__["inner_optimizer"]
+        return _view(inner, _exchange_of(inner))
+
+    @inner_optimizer.setter
+    def inner_optimizer(self, optimizer):
+        self.__dict__["inner_optimizer"] = optimizer
+
+    def check_finite(self, grads):
+        step, finite = current_step(), super().check_finite(grads)
+        if step is None:  # Outside `strategy.run` there is one copy of everything.
+            return finite
+        finite = tf.cast(finite, tf.float32)
+        return step.all_reduce(tf.distribute.ReduceOp.SUM, finite) > replicas() - 0.5
+
+
+def _exchange(optimizer: Any, grads: list[Any]) -> list[Any]:
+    """Sums the gradients over all replicas."""
+    step = current_step()
+    if step is None:  # Outside `strategy.run` there is one copy of everything.
+        return grads
+    step.exchanges += 1
+    step.samples += sampled(grads)
+    extended = tf.distribute.get_strategy().extended
+    of = [variable for variable, grad in zip(step.variables, grads, strict=True) if grad is not None]
+    summed = _to_present(lambda present: extended.exchange_gradients(optimizer, present, of), grads)
+    step.summed += [grad for grad in summed if grad is not None]
+    return summed
+
+
+def _check_alike(optimizer: Any, gradients: list[Any]) -> None:
+    """Refuses an optimizer that took gradients and exchanged nothing: each replica would train a model of its own."""
+    # Eagerly some steps only accumulate; a graph has both branches.
+    if tf.executing_eagerly() or not any(may_differ(gradient) for gradient in gradients):
+        return
+    raise ValueError(
+        f"An optimizer must exchange gradients with the other replicas, but `apply` of {optimizer.name!r} updated the "
+        "weights by those of its own replica, so that replicas would drift apart. Override `update_step` instead, or "
+        "sum gradients in `apply` by `tf.distribute.get_replica_context().all_reduce('SUM', grads)`."
+    )
+
+
+def decides_for_all(scaler: keras.optimizers.LossScaleOptimizer) -> bool:
+    """Whether it skips a step by the gradients of all replicas."""
+    return isinstance(scaler, _GlobalLossScale)
+
+
+def sums_rows_in_place(optimizer: Any) -> bool:
+    """Whether a plain optimizer scatters sparse gradients right into the weights; see `_Exchange`."""
+    return isinstance(optimizer, keras.optimizers.SGD) and not isinstance(optimizer, _Exchange)
+
+
+def _to_present(fn, grads: list[Any]) -> list[Any]:
+    """Applies `fn` to the gradients that are there, as a list; `None` stays `None`."""
+    present = [grad for grad in grads if grad is not None]
+    results = iter(fn(present) if present else [])
+    return [None if grad is None else next(results) for grad in grads]
+
+
+def _scales(grads, variables):
+    """Which "gradients" are no such thing: Keras puts them in the place of their variables.
+
+    They are the scales of float8 layers and the largest numbers that these have met.
+    """
+    pairs = enumerate(zip(grads, variables, strict=False))
+    return [i for i, (grad, of) in pairs if grad is not None and getattr(of, "overwrite_with_gradient", False)]
+
+
+def _largest_of_all(step, grads, places):
+    """`grads`, but at these places the largest of all replicas: what one device would find in the whole batch."""
+    context = tf.distribute.get_replica_context()
+    own = tf.concat([tf.reshape(grads[i], [-1]) for i in places], axis=0)
+    row = tf.one_hot(context.replica_id_in_sync_group, replicas(), dtype=own.dtype)
+    largest = tf.reduce_max(step.all_reduce(tf.distribute.ReduceOp.SUM, row[:, None] * own), axis=0)
+    grads = list(grads)
+    for i, value in zip(places, tf.split(largest, [tf.size(grads[i]) for i in places]), strict=True):
+        grads[i] = tf.reshape(value, tf.shape(grads[i]))
+    return grads

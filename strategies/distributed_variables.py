@@ -1,0 +1,203 @@
+"""The meaning of an assignment on one replica, for each kind of variable that Keras makes.
+
+Keras marks almost all of its variables alike. They differ by the object that makes them, which Keras' name scopes tell.
+If Keras traces shapes first, as in a `fit` of a model without an `Input`, variables are made later; their names tell.
+
+| kind | made by | assigned on a replica |
+|---|---|---|
+| weight | a layer, float, trainable | by an optimizer, or with equal values: locally; else like a statistic |
+| optimizer state | an optimizer | locally, since all replicas compute the same from the summed gradients |
+| statistic | a layer, float, not trainable | locally, then averaged over all replicas when the step ends |
+| state of rows | a stateful recurrent layer | locally, since each replica has rows of its own |
+| random state | a seed generator | locally; each replica reads it shifted by its replica number |
+| metric | a metric | locally, summed when read; not changed by a replica without rows |
+"""
+
+import functools
+import zlib
+from collections.abc import Iterable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist import _tf
+from tfdist.strategies.graph_analysis import may_differ
+from tfdist.strategies.step import current_step, replicas
+
+# Keras uses seeds modulo 2**31 - 2; multiples of this number (2**32 over the golden ratio) stay far apart there.
+SEED_SHIFT = 0x9E3779B1
+_RANDOM_STATE = "seed_generator_state"  # Keras' name for it
+
+
+class _Scalar:
+    """Converts to a Python number like a variable of one device, as in `float(optimizer.learning_rate)`."""
+
+    def __float__(self):
+        return float(self.numpy())
+
+    def __int__(self):
+        return int(self.numpy())
+
+
+class OptimizerVariable(_Scalar, _tf.MirroredVariable):
+    """Optimizer state, including counters, for which TensorFlow would leave the step and copy the first replica's."""
+
+    def _update_replica(self, update_fn, value, **kwargs):
+        return update_fn(self._get_on_device_or_primary(), value, **kwargs)
+
+
+class _KeptWithoutRows(_Scalar):
+    """A variable that a replica without rows of the batch does not change, since its means would be 0 / 0."""
+
+    def assign(self, value, *args, **kwargs):
+        return super().assign(self._if_rows(value, self), *args, **kwargs)
+
+    def assign_add(self, value, *args, **kwargs):
+        return super().assign_add(self._if_rows(value), *args, **kwargs)
+
+    def assign_sub(self, value, *args, **kwargs):
+        return super().assign_sub(self._if_rows(value), *args, **kwargs)
+
+    def _is_of_rows(self, value):
+        """Whether a replica computes `value` from its own rows."""
+        del value
+        return True
+
+    def _if_rows(self, value, otherwise=None):
+        step = current_step()
+        if step is None or step.has_rows is True or not self._is_of_rows(value):
+            return value
+        value = tf.convert_to_tensor(value)
+        otherwise = tf.zeros_like(value) if otherwise is None else tf.cast(otherwise, value.dtype)
+        return tf.where(step.has_rows, value, otherwise)
+
+
+class StatisticVariable(_KeptWithoutRows, _tf.MirroredVariable):
+    """Statistics of a layer, such as BatchNormalization's moving mean."""
+
+    def _update_replica(self, update_fn, value, **kwargs):
+        step = current_step()
+        if step is not None and self._is_of_rows(value) and not any(known is self for known in step.statistics):
+            step.statistics.append(self)
+        return update_fn(self._get_on_device_or_primary(), value, **kwargs)
+
+
+class WeightVariable(StatisticVariable):
+    """A weight. Values that a step assigns itself, without an optimizer, are averaged if replicas may differ."""
+
+    def _is_of_rows(self, value):
+        by_optimizer = any(isinstance(caller, keras.optimizers.Optimizer) for caller in _tf.keras_callers())
+        unlike = [known._get_on_device_or_primary() for known in current_step().statistics]
+        return not by_optimizer and may_differ(value, unlike)
+
+
+class RandomStateVariable(_Scalar, _tf.MirroredVariable):
+    """The state of a seed generator: [seed, draws], int64.
+
+    The stored value is equal on all replicas, so that any replica can save it and a restored run continues exactly. A
+    read on replica r shifts it by r, and an assignment shifts it back. So replicas draw different numbers, and replica
+    0 draws those of a single device.
+    """
+
+    def _shift(self):
+        replica_id = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return tf.stack([tf.cast(replica_id, self.dtype) * SEED_SHIFT, 0])
+
+    def _on_replica(self):
+        context = tf.distribute.get_replica_context()
+        return context is not None and current_step() is not None and replicas() > 1
+
+    def _get_as_operand(self):
+        value = super()._get_as_operand()
+        return value + self._shift() if self._on_replica() else value
+
+    def _dense_var_to_tensor(self, dtype=None, name=None, as_ref=False):
+        value = super()._dense_var_to_tensor(dtype=dtype, name=name, as_ref=as_ref)
+        return value + self._shift() if self._on_replica() else value
+
+    def _update_replica(self, update_fn, value, **kwargs):
+        if self._on_replica():
+            value = value - self._shift()
+        return update_fn(self._get_on_device_or_primary(), value, **kwargs)
+
+
+class MetricVariable(_KeptWithoutRows, _tf.SyncOnReadVariable):
+    """State of a metric."""
+
+
+def variables_of(model: keras.Model) -> list[keras.Variable]:
+    """The variables of a model and of its optimizer."""
+    return [*model.variables, *optimizer_variables(model)]
+
+
+def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
+    """The variables of a model's optimizer, if it has one."""
+    optimizer = getattr(model, "optimizer", None)
+    return optimizer.variables if optimizer else []
+
+
+def checksums(variables: Iterable[keras.Variable]) -> list[tuple[str, str]]:
+    """Paths and checksums of the variables that are equal on all replicas between steps."""
+    with tf.init_scope():
+        return [(each.path, _checksum(each.value.values[0])) for each in held_alike(variables)]
+
+
+def held_alike(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
+    """Selects the variables that are equal on all replicas between steps."""
+    return [each for each in variables if _is_held_alike(each)]
+
+
+def level_counters(variables: Iterable[keras.Variable]) -> None:
+    """Gives integers that are equal on all replicas between steps the largest value that a replica of this process has.
+
+    In the step that finds no batch, TensorFlow still runs operations that need none: it increments `iterations` of an
+    optimizer and the draws of a seed generator. One device does so reliably. Of several devices some may be cancelled
+    before, and their replicas would differ from then on. Costs a read of each integer.
+    """
+    for variable in held_alike(variables):
+        copies = variable.value.values
+        if not variable.value.dtype.is_integer or len(copies) < 2:
+            continue
+        values = [copy.numpy() for copy in copies]
+        largest = functools.reduce(np.maximum, values)
+        for copy, value in zip(copies, values, strict=True):
+            if np.any(value != largest):
+                copy.assign(largest)
+
+
+def _checksum(variable: tf.Variable) -> str:
+    # CRC-32 takes a quarter of the time of SHA-256, and suffices against mistakes. Each `fit` begins with it.
+    content = np.ascontiguousarray(variable.read_value())  # without a copy on CPUs
+    return f"{zlib.crc32(content.reshape(-1).view(np.uint8).data):08x}"
+
+
+def _is_held_alike(variable: keras.Variable) -> bool:
+    alike = isinstance(variable.value, OptimizerVariable | StatisticVariable | RandomStateVariable)
+    return alike and "gradient_accumulator" not in variable.path  # Accumulated gradients are not exchanged yet.
+
+
+def refine(variable, *, trainable: bool, colocated: bool):
+    """Wraps the components of a distributed variable in the class for its kind (see the table above)."""
+    kind = _kind(variable, trainable, colocated)
+    if kind is None:
+        return variable
+    return kind(variable.distribute_strategy, variable.values, variable.aggregation)
+
+
+def _kind(variable, trainable, colocated):
+    if isinstance(variable, _tf.SyncOnReadVariable):
+        return MetricVariable
+    late = _tf.keras_variable_made_late()  # Made by a layer after its name scope was closed.
+    maker = None if late is not None else next(iter(_tf.keras_callers()), None)
+    if isinstance(maker, keras.optimizers.Optimizer) or colocated:
+        return OptimizerVariable
+    if isinstance(maker, keras.random.SeedGenerator) or (late is not None and late.name == _RANDOM_STATE):
+        return RandomStateVariable
+    if isinstance(maker, keras.layers.RNN):
+        return None  # States of a stateful layer belong to the rows of a replica.
+    of_layer = late is not None or isinstance(maker, keras.layers.Layer)
+    plain = of_layer and variable.aggregation == tf.VariableAggregation.NONE
+    if plain and variable.dtype.is_floating:
+        return WeightVariable if trainable else StatisticVariable
+    return None

@@ -1,0 +1,227 @@
+"""The state of the other callbacks of a `fit`: what a list holds, what of it changes, how it is given back."""
+
+import hashlib
+import types
+import weakref
+from collections import Counter, deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from absl import logging
+
+from tfdist.backup import variable_states
+from tfdist.backup.serialization import AbsentError, decode, encode
+
+Plain = tuple[Any, list[np.ndarray]]  # what `encode` gives
+Digest = tuple[Any, ...]
+Start = tuple[Any, list[np.ndarray | Digest]]  # the same, but of large arrays digests
+Starts = list[
+    tuple[weakref.ref[keras.callbacks.Callback], dict[str, Start]]
+]  # not by callback: it need not be hashable
+
+_COPIED_BYTES = 1 << 20
+
+_OF_PROCESS = ("acquire", "cancel", "close", "is_alive", "savefig", "wait", "write", "writerow")
+_NOT_STATE = ("_model", "params", "_is_tracing", "_writers")  # Two of TensorBoard's: profile and files of one process.
+
+
+class CallbackStates:
+    """The plain attributes of callbacks, as far as training changes them.
+
+    What is told to `__init__` of a callback and stays so is not saved: a restarted script may say it anew. A callback
+    with both `get_state` and `set_state` says itself what its state is: what `encode` takes without layers. Variables,
+    generators of random numbers, metrics, layers, lists, deques, dicts and sets are given back in place; of the model's
+    own variables nothing is saved here. A warning tells once of what can be saved no more, and of what cannot be saved
+    and was `None` or something else at the start.
+
+    Make it when all callbacks have begun. Keeps copies of arrays up to 1 MiB; larger ones cost a look at all of their
+    bytes with each `capture`, and where training has not changed them a restart leaves them as it finds them.
+
+    Args:
+      callbacks: All but those that back up.
+      former: The `starts` of the `fit` before in this process. A callback of both is compared with the start of the
+        first, as nobody tells a new process what it learnt there.
+      model: That trains.
+
+    Attributes:
+      starts: What the callbacks held at the start; holds neither them nor the model.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[keras.callbacks.Callback],
+        former: Starts,
+        model: keras.Model,
+    ):
+        self._callbacks = dict(_named(callbacks))
+        self._model = model
+        of_model = variable_states.Identities(model)
+        known = {id(callback): start for made, start in former if (callback := made()) is not None}
+        self._at_start: dict[str, dict[str, Start]] = {
+            name: known.get(id(callback)) or {key: _kept(own) for key, own in _attributes(callback, of_model)}
+            for name, callback in self._callbacks.items()
+        }
+        self.starts: Starts = [(weakref.ref(self._callbacks[name]), start) for name, start in self._at_start.items()]
+        self._objects_at_start = {
+            name: {key: value for key, value in self._objects(name) if value is None or key not in start}
+            for name, start in self._at_start.items()
+        }
+        self._told: set[tuple[str, str]] = set()
+
+    def capture(self) -> dict[str, dict[str, Plain]]:
+        """What differs from the start, by callback; nothing in it changes any more. Copies the arrays in it."""
+        return self._capture(self._callbacks)
+
+    def capture_history(self) -> dict[str, dict[str, Plain]]:
+        """The same of Keras' `History` alone."""
+        return self._capture(name for name in self._callbacks if "History:" in name)
+
+    def _capture(self, names: Iterable[str]) -> dict[str, dict[str, Plain]]:
+        captured, of_model = {}, variable_states.Identities(self._model)
+        for name in names:
+            now = dict(_attributes(self._callbacks[name], of_model))
+            self._tell_of_lost(name, self._callbacks[name], now)
+            captured[name] = {
+                key: (node, [np.array(array) for array in arrays])
+                for key, (node, arrays) in now.items()
+                if not _is_same((node, arrays), self._at_start[name].get(key))
+            }
+        return captured
+
+    def _tell_of_lost(self, name: str, callback: keras.callbacks.Callback, now: Mapping[str, Plain]) -> None:
+        lost = [key for key, (node, _) in self._at_start[name].items() if key not in now and node is not None]
+        before = self._objects_at_start[name]
+        lost += [key for key, value in self._objects(name) if key not in now and before.get(key, value) is not value]
+        if _speaks_for_itself(callback) and "state" not in now:
+            lost = ["state"]
+        for key in lost:
+            is_there = key == "state" or key in vars(callback)
+            if is_there and (name, key) not in self._told:
+                self._told.add((name, key))
+                what = "what its get_state() gives" if _speaks_for_itself(callback) else f"its attribute {key!r}"
+                logging.warning(
+                    "The callback %s is not saved whole: %s holds what a backup cannot. Saved are numbers, text, "
+                    "arrays, variables, metrics, layers, generators of random numbers, and lists, tuples, sets, deques "
+                    "and dicts of them; a callback with get_state and set_state says itself.",
+                    *(type(callback).__name__, what),
+                )
+
+    def restore(self, captured: Mapping[str, Mapping[str, Plain]]) -> None:
+        """Puts back what was captured; the rest as it was at the start."""
+        of_model = variable_states.Identities(self._model)
+        for name, callback in self._callbacks.items():
+            if name not in captured:
+                continue
+            now = dict(_attributes(callback, of_model))  # Without what the new process has opened, as a progress bar.
+            changed = {
+                key: own
+                for key, start in self._at_start[name].items()
+                if key in now and not _is_same(now[key], start) and (own := _copied(start)) is not None
+            }
+            for key, own in {**changed, **captured[name]}.items():
+                self._give_back(name, callback, key, own)
+
+    def _give_back(self, name: str, callback: Any, key: str, own: Plain) -> None:
+        try:
+            if _speaks_for_itself(callback):
+                if key == "state":
+                    callback.set_state(decode(*own))
+            else:
+                _put_in_place(vars(callback), key, decode(*own, vars(callback).get(key)))
+        except AbsentError as error:
+            if (name, key) not in self._told:
+                self._told.add((name, key))
+                logging.warning(
+                    "The callback %s begins anew with its attribute %r: there is not %s, when it is to be given back. "
+                    "Make it in __init__ or on_train_begin.",
+                    *(type(callback).__name__, key, error),
+                )
+
+    def _objects(self, name: str) -> Iterator[tuple[str, Any]]:
+        """Attributes of a callback that may be what cannot be saved; what Keras' own and tfdist's hold is known."""
+        callback = self._callbacks[name]
+        if not _speaks_for_itself(callback) and not type(callback).__module__.startswith(("keras.", "tfdist.")):
+            for key, value in list(vars(callback).items()):
+                if key not in _NOT_STATE and not _is_made_anew(value):
+                    yield key, value
+
+
+def _put_in_place(attributes: dict[str, Any], key: str, value: Any) -> None:
+    """Puts a value into what is there, where others may hold it too."""
+    present: Any = attributes.get(key)
+    if present is value:
+        return
+    if isinstance(value, list) and type(present) is list:
+        present[:] = value
+    elif isinstance(value, deque) and type(present) is deque:
+        present.clear()
+        present.extend(value)
+    elif isinstance(value, dict | set) and type(present) is type(value):
+        present.clear()
+        present.update(value)
+    else:
+        attributes[key] = value
+
+
+def _is_made_anew(value: Any) -> bool:
+    """Whether something is of this process: a function, a module, a file, a thread, a figure, a time of day."""
+    kind = type(value)  # Not the value: who knows what it does when it is asked for an attribute.
+    if callable(value) or issubclass(kind, types.ModuleType) or kind.__module__ == "datetime":
+        return True
+    return any(hasattr(kind, name) for name in _OF_PROCESS)
+
+
+def _kept(now: Plain) -> Start:
+    """What does not change when its arrays do."""
+    node, arrays = now
+    return node, [np.array(array) if array.nbytes <= _COPIED_BYTES else _digest(array) for array in arrays]
+
+
+def _copied(start: Start) -> Plain | None:
+    """A start of which all arrays were copied."""
+    node, arrays = start
+    copies = [array for array in arrays if isinstance(array, np.ndarray)]
+    return (node, copies) if len(copies) == len(arrays) else None
+
+
+def _is_same(now: Plain, start: Start | None) -> bool:
+    """Whether nothing has changed."""
+    if start is None or now[0] != start[0] or len(now[1]) != len(start[1]):
+        return False
+    digests = [_digest(kept) if isinstance(kept, np.ndarray) else kept for kept in start[1]]
+    return [_digest(array) for array in now[1]] == digests
+
+
+def _digest(array: np.ndarray) -> Digest:
+    content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return array.dtype.name, array.shape, hashlib.sha256(content.data).digest()
+
+
+def _named(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, keras.callbacks.Callback]]:
+    """Callbacks by class and how many of that class came before."""
+    count: Counter[str] = Counter()
+    for callback in callbacks:
+        if not isinstance(callback, keras.callbacks.ProgbarLogger | keras.callbacks.BackupAndRestore):
+            kind = f"{type(callback).__module__}.{type(callback).__qualname__}"
+            yield f"{kind}:{count[kind]}", callback
+            count[kind] += 1
+
+
+def _speaks_for_itself(callback: Any) -> bool:
+    return hasattr(callback, "get_state") and hasattr(callback, "set_state")
+
+
+def _attributes(callback: Any, of_model: Container[int] | None) -> Iterator[tuple[str, Plain]]:
+    if _speaks_for_itself(callback):
+        attributes, of_model = {"state": callback.get_state()}, None
+    else:
+        attributes = vars(callback)
+    for key, value in list(attributes.items()):  # which a thread of the callback's may change
+        arrays: list[np.ndarray] = []
+        try:
+            if key not in _NOT_STATE:
+                yield key, (encode(value, arrays, of_model), arrays)
+        except (TypeError, RecursionError, ReferenceError):
+            continue  # a file, a function, a weak proxy: what a new start makes anew

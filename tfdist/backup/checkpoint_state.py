@@ -1,0 +1,205 @@
+"""What a commit is made of, and how one that has been read is given back to a model, its callbacks and its data."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+from absl import logging
+
+from tfdist.backup import random_states, residual_states, variable_states
+from tfdist.backup.callback_states import CallbackStates, Plain
+from tfdist.backup.commit_agreement import Agreement
+from tfdist.backup.commit_store import Commit
+from tfdist.backup.commit_writer import Snapshot, read_part, versions
+from tfdist.backup.serialization import apart
+from tfdist.backup.sharding_positions import Positions
+from tfdist.errors import BackupError
+from tfdist.strategies.distributed_optimizer import exchanging_optimizers
+
+Part = tuple[Mapping[str, np.ndarray], Any]  # of one worker: arrays, and JSON
+
+
+@dataclasses.dataclass
+class Loaded:
+    """A commit, read.
+
+    Attributes:
+      commit: Where it lies.
+      plain: What all workers share, but for arrays.
+      shared: Arrays that all workers share.
+      parts: This worker's, or all if there were others.
+      is_alike: Whether it was made by as many workers and replicas as there are now.
+      finished: How many times this process has fitted before.
+    """
+
+    commit: Commit
+    plain: dict[str, Any]
+    shared: Mapping[str, np.ndarray]
+    parts: list[Part]
+    is_alike: bool
+    finished: int
+
+    def give_back(
+        self,
+        model: keras.Model,
+        agreement: Agreement,
+        states: CallbackStates,
+        positions: Positions | None,
+    ) -> None:
+        """Gives back everything that is saved but `random`; of a later `fit`, what this one may have alike.
+
+        Args:
+          model: That trains.
+          agreement: Of the workers that there are now.
+          states: Of the callbacks.
+          positions: In the data; `None` if they are there already.
+        """
+        strategy = model.distribute_strategy
+        everyone = [arrays for arrays, _ in self.parts]
+        variable_states.make_random(self.plain["variables"], strategy)
+        slots = variable_states.slots_of(model)
+        is_of_later_fit = self.plain["fit"] > self.finished
+        if is_of_later_fit:  # whose optimizer and metrics may be others, and come back there
+            slots = [slot for slot in slots if slot.key.startswith(("weight/", "random/"))]
+        variable_states.restore(
+            slots, self.plain["variables"], self.shared, everyone, is_alike=self.is_alike, is_first=agreement.is_chief
+        )
+        arrays, own = self.parts[agreement.own if not self.is_alike and agreement.own < len(self.parts) else 0]
+        if is_of_later_fit:
+            history = self.plain["histories"][self.finished]
+            states.restore({name: {key: apart(own) for key, own in kept.items()} for name, kept in history.items()})
+        else:
+            if positions is not None:  # Of a later `fit` they may be other shardings.
+                positions.restore(self.plain["shardings"])
+            states.restore(_callback_states(own["callbacks"], arrays))
+            self._restore_residuals(model, everyone)
+
+    def give_back_random(self, names: frozenset[str] = random_states.NAMES) -> None:
+        """Gives back global random states, or some of them; nothing if they were another worker's."""
+        if self.is_alike:
+            random_states.restore(self.parts[0][1]["random"], names)
+
+    @property
+    def random_of_input(self) -> Any:
+        """The random states with which the input at hand was begun; `None` if that was another worker's part of it."""
+        return self.parts[0][1]["random_of_input"] if self.is_alike else None
+
+    def _restore_residuals(self, model: keras.Model, parts: list[Mapping[str, np.ndarray]]) -> None:
+        communication = getattr(model.distribute_strategy, "communication", None)
+        if communication is None:
+            return
+        optimizers = exchanging_optimizers(model)
+        if self.is_alike:
+            residual_states.restore(communication, optimizers, _prefixed(parts[0], "residuals/"))
+        else:
+            residual_states.redistribute(communication, optimizers, [_prefixed(part, "pending/") for part in parts])
+
+
+def load(commit: Commit, model: keras.Model, agreement: Agreement, finished: int) -> Loaded:
+    """Reads a commit and compares it with the model.
+
+    One of a later `fit` than that of now, which is the one after `finished`, may be of a model that was compiled anew.
+
+    Raises:
+      BackupError: If it is of another model or optimizer, or begins where this model cannot; if a file is damaged.
+    """
+    if agreement.is_chief:
+        _tell_of_versions(commit)
+    shared, plain = read_part(commit, "state")
+    is_of_later_fit = plain["fit"] > finished
+    kinds = ("weight/",) if is_of_later_fit else ("weight/", "optimizer/")
+    variable_states.check_same(variable_states.slots_of(model), plain["variables"], commit.path, kinds)
+    steps = model.steps_per_execution
+    if plain["batch"] % steps and not is_of_later_fit:
+        raise BackupError(
+            f"The backup {commit.path} was made after batch {plain['batch']} of an epoch, where "
+            f"steps_per_execution={steps} cannot begin. Compile with {plain['steps_per_execution']}, as before."
+        )
+    before = commit.manifest["workers"]
+    is_alike = (agreement.workers, model.distribute_strategy.num_replicas_in_sync) == (before, plain["replicas"])
+    parts: list[Part] = [
+        read_part(commit, f"part-{worker}") for worker in ([agreement.own] if is_alike else range(before))
+    ]
+    if not is_alike:
+        parts = [
+            ({**arrays, **read_part(commit, f"late-{worker}")[0]}, own) for worker, (arrays, own) in enumerate(parts)
+        ]
+    return Loaded(commit, plain, shared, parts, is_alike, finished)
+
+
+def take(
+    number: int,
+    described: Mapping[str, Any],
+    position: Mapping[str, Any],
+    model: keras.Model,
+    states: CallbackStates,
+    random_of_input: Any,
+) -> Snapshot:
+    """What is there now, for a commit: what `load` reads, and `Loaded` gives back.
+
+    Args:
+      number: Of the commit.
+      described: What its manifest says of it.
+      position: What all workers share beside variables: JSON.
+      model: That trains.
+      states: Of the callbacks.
+      random_of_input: The random states with which the input at hand was begun.
+    """
+    communication = getattr(model.distribute_strategy, "communication", None)
+    slots, optimizers = variable_states.slots_of(model), exchanging_optimizers(model)
+    shared, own = variable_states.capture(slots)
+    kept = residual_states.capture(communication, optimizers)
+    callbacks, arrays = _apart(states.capture())
+    return Snapshot(
+        number,
+        described,
+        shared,
+        {**own, **_with_prefix(kept, "residuals/"), **arrays},
+        {"variables": {slot.key: slot.described for slot in slots}, **position},
+        {"callbacks": callbacks, "random": random_states.capture(), "random_of_input": random_of_input},
+        lambda: _with_prefix(residual_states.pending(communication, optimizers, kept), "pending/"),
+    )
+
+
+def _tell_of_versions(commit: Commit) -> None:
+    before, now = commit.manifest.get("versions", {}), versions()
+    others = [f"{name} {before[name]} (here: {now[name]})" for name in now if before.get(name, now[name]) != now[name]]
+    if others:
+        logging.warning(
+            "%s was made by %s: what is trained from it may differ in its bits.", commit.path, ", ".join(others)
+        )
+
+
+def _prefixed(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def _with_prefix(arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {f"{prefix}{name}": array for name, array in arrays.items()}
+
+
+def _apart(states: Mapping[str, Mapping[str, Plain]]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """States of callbacks as JSON and arrays by name."""
+    saved = {
+        name: {key: [node, len(arrays)] for key, (node, arrays) in attributes.items()}
+        for name, attributes in states.items()
+    }
+    return saved, {
+        f"callbacks/{name}/{key}/{i}": array
+        for name, attributes in states.items()
+        for key, (_, arrays) in attributes.items()
+        for i, array in enumerate(arrays)
+    }
+
+
+def _callback_states(saved: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, Plain]]:
+    """What `_apart` was given."""
+    return {
+        name: {
+            key: (node, [arrays[f"callbacks/{name}/{key}/{i}"] for i in range(count)])
+            for key, (node, count) in attributes.items()
+        }
+        for name, attributes in saved.items()
+    }

@@ -1,0 +1,193 @@
+"""How the workers of a run agree: each says something, the chief decides, all hear what was decided."""
+
+import contextlib
+import functools
+import itertools
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from tfdist.errors import CHIEF_SAYS, BackupError, ClusterError
+from tfdist.faults.coordination_store import Board
+from tfdist.faults.fault_tolerance import options_of
+from tfdist.faults.peer_health import Health
+
+_ASK_SECONDS = 5.0  # Whether a worker is still there, of which nothing was heard.
+_LOOK_SECONDS = 0.5  # For an answer that is there.
+_LATE = (
+    "{who} waited up to {seconds:g} s for worker {worker} to say how its part of a backup went. See the log of worker "
+    "{worker}."
+)
+_NOT_COME = (
+    "{who} waited up to {seconds:g} s for worker {worker} to begin a `fit` with BackupAndRestore, as all do. See the "
+    "log of worker {worker}. Give BackupAndRestore on every worker, not on the chief alone; "
+    "if all have it, and `on_train_begin` of other callbacks takes longer on worker {worker}, raise "
+    "start_timeout_seconds of tfdist.FaultTolerance and timeout_seconds of BackupAndRestore."
+)
+
+_made = itertools.count()  # Among several workers: one alone may make more of its own.
+
+
+class Agreement:
+    """Agreements among the workers of a strategy, through TensorFlow's coordination service; none for one worker.
+
+    Make as many on all workers, in the same order: their words are kept apart by number. Those of one worker count not.
+
+    Args:
+      strategy: Of the model.
+      timeout_seconds: How long to wait for what another worker says.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, timeout_seconds: float):
+        extended = strategy.extended
+        self.workers: int = getattr(extended, "_num_workers", 1)
+        self.own: int = extended._id_in_cluster if self.workers > 1 else 0
+        self._health = Health.of(strategy) if self.workers > 1 else None
+        self._timeout_seconds = timeout_seconds
+        self._begin_seconds = timeout_seconds
+        if self.workers > 1:
+            self._begin_seconds = min(timeout_seconds, options_of(strategy).start_timeout_seconds)
+        self._board = Board(self.own, self.workers)
+        self._prefix = f"backup/{next(_made)}" if self.workers > 1 else ""
+        self._former: dict[str, str] = {}
+        self._rounds: Counter[str] = Counter()
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker decides."""
+        return self.own == 0
+
+    @property
+    def who(self) -> str:
+        """This worker, for errors: "Worker 1 on node2"."""
+        return f"Worker {self.own} on {socket.gethostname()}"
+
+    def begin(self, told: Mapping[str, str]) -> None:
+        """Waits until all workers begin, for no longer than they may take to come, and compares what each was told.
+
+        Raises:
+          BackupError: If a worker does not come, or was told something else.
+        """
+        self._settle("fit", dict(told), _compare, self._begin_seconds, _NOT_COME)
+
+    def settle(self, topic: str, said: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """Tells the chief something, and returns what it makes of what all have told; JSON both.
+
+        Of one topic, call it in the same order on all workers. What `decide` raises on the chief, all raise.
+
+        Raises:
+          BackupError: If a worker is not heard in time or does not answer any more, or the chief could not decide.
+        """
+        return self._settle(topic, said, decide, self._timeout_seconds, _LATE)
+
+    def _settle(self, topic: str, said: Any, decide: Callable[[list[Any]], Any], seconds: float, fault: str) -> Any:
+        if self.workers == 1:
+            return decide([said])
+        subject = f"{self._prefix}/{topic}/{self._rounds[topic]}"
+        self._rounds[topic] += 1
+        if not self.is_chief:
+            self._board.say_once(subject, said)
+        else:
+            try:
+                words = [said, *self._hear_all(subject, seconds, fault)]
+                self._forget(topic, subject)
+                self._board.say_once(_decided(subject), {"decided": decide(words)})
+            except BaseException as error:
+                with contextlib.suppress(tf.errors.OpError):  # those that are left may hear it
+                    self._board.say_once(_decided(subject), {"error": f"{type(error).__name__}: {error}"})
+                raise
+        answer = self._hear_decided(subject, seconds, fault)
+        if "error" in answer:
+            raise BackupError(f"{CHIEF_SAYS}: {answer['error']}")
+        return answer["decided"]
+
+    def _hear_all(self, subject: str, seconds: float, fault: str) -> list[Any]:
+        """On the chief: what the others say. All have the same time, and hear meanwhile that it waits."""
+        deadline = time.monotonic() + seconds
+
+        def meanwhile() -> float:
+            with contextlib.suppress(tf.errors.AlreadyExistsError):
+                self._board.say_once(_waits(subject), True)
+            return deadline
+
+        named = functools.partial(fault.format, who=self.who, seconds=seconds)
+        return [
+            self._hear(subject, worker, deadline, meanwhile, named(worker=worker)) for worker in range(1, self.workers)
+        ]
+
+    def _hear_decided(self, subject: str, seconds: float, fault: str) -> Any:
+        """What the chief makes of what all say; it has as long to come as all, and then to learn who is missing."""
+        start, patience = time.monotonic(), seconds + 2 * _ASK_SECONDS
+
+        def meanwhile() -> float:
+            try:
+                self._board.hear(_waits(subject), 0, _LOOK_SECONDS)
+            except tf.errors.OpError:
+                return start + patience
+            return start + 2 * patience
+
+        named = fault.format(who=self.who, seconds=seconds, worker=0)
+        return self._hear(_decided(subject), 0, start + patience, meanwhile, named)
+
+    def _hear(self, subject: str, worker: int, deadline: float, meanwhile: Callable[[], float], fault: str) -> Any:
+        """What a worker says; `fault` if it does not by the deadline, or by the one that `meanwhile` gives."""
+        while True:
+            try:
+                return self._board.hear(subject, worker, max(0.1, min(_ASK_SECONDS, deadline - time.monotonic())))
+            except tf.errors.DeadlineExceededError as error:
+                deadline = meanwhile()
+                if time.monotonic() >= deadline:
+                    raise BackupError(f"{fault} ({error.message})") from error
+            except tf.errors.OpError as error:
+                raise BackupError(f"{fault} ({error.message})") from error
+            self._check_answers(worker)
+            if self._board.is_over(worker):
+                try:
+                    return self._board.last_word(subject, worker, "a backup", worker)
+                except ClusterError as error:
+                    raise BackupError(str(error)) from error
+
+    def _check_answers(self, worker: int) -> None:
+        assert self._health is not None
+        try:
+            self._health.check(worker)
+        except ClusterError as error:
+            raise BackupError(
+                f"{self.who} cannot learn how the part of worker {worker} of a backup went: {error}. Start again: "
+                "training goes on from the newest backup."
+            ) from error
+
+    def _forget(self, topic: str, subject: str) -> None:
+        """Removes what was said in the round before, which all have heard, since all have spoken again."""
+        former, self._former[topic] = self._former.get(topic), subject
+        if former is not None:
+            words = [(former, worker) for worker in range(1, self.workers)]
+            for said, worker in [(_decided(former), 0), (_waits(former), 0), *words]:
+                try:
+                    self._board.forget(said, worker)
+                except tf.errors.OpError as error:
+                    logging.debug("A word of a former agreement stays: %s", error.message)
+
+
+def _decided(subject: str) -> str:
+    return f"{subject}/decided"
+
+
+def _waits(subject: str) -> str:
+    """Where the chief says that it is there, and waits for others."""
+    return f"{subject}/waits"
+
+
+def _compare(told: list[Mapping[str, str]]) -> None:
+    for worker, own in enumerate(told):
+        for name, value in own.items():
+            if value != told[0][name]:
+                raise BackupError(
+                    f"BackupAndRestore is the same on all workers, but got {name}={told[0][name]} on worker 0 and "
+                    f"{name}={value} on worker {worker}. Give all the same."
+                )

@@ -1,0 +1,475 @@
+"""Commits in a folder: written whole or not at all, and the newest whole one found again. Knows nothing of training.
+
+    <directory>/
+      lock                        held by the process that writes here
+      step-1200/                  a commit
+        manifest.json               sizes and SHA-256 of all files, and of itself
+        state.*, part-<worker>.*    what each worker wrote
+      step-1300/
+      .half-<run>-step-1400/      being written
+      faulty-step-1250/           found damaged, set aside
+
+A commit is a folder that got its name by one rename, after all in it was flushed. Where a rename is not atomic (object
+stores), files are written in place and the manifest, the last of them, is what makes a commit.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from absl import logging
+
+from tfdist import folder_lock
+from tfdist.backup.storage import files_of, is_remote
+from tfdist.errors import BackupError
+
+FORMAT = 7
+MANIFEST = "manifest.json"
+LOCK = "lock"
+
+_OF_KERAS = "latest.weights.h5"
+_LOCK_SECONDS = 10.0  # for a killed former run to be gone
+_MANIFEST_BYTES = 1 << 28
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_MANY = (20, 200, 2000)
+_COMMIT = re.compile(r"step-([0-9]{1,18})")
+_FILE = re.compile(r"(state|part-[0-9]+|late-[0-9]+)\.(bin|json)")
+_HALF = re.compile(r"\.half-[0-9a-f]+-step-[0-9]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+    """A whole commit.
+
+    Attributes:
+      step: Its number.
+      path: Its folder.
+      manifest: What was said of it when it was made, and its `files`.
+    """
+
+    step: int
+    path: str
+    manifest: Mapping[str, Any]
+
+    def read(self, name: str) -> bytearray:
+        """A file of it.
+
+        Raises:
+          BackupError: If it is not what was written.
+        """
+        try:
+            content = files_of(self.path).read(os.path.join(self.path, name))
+        except OSError as error:
+            raise BackupError(f"Cannot read {name} of backup {self.path} ({error}), which was whole before.") from error
+        if hashlib.sha256(content).hexdigest() != self.manifest["files"][name]["sha256"]:
+            raise BackupError(
+                f"{name} of backup {self.path} is not what was written. If the storage is sound, start again: an older "
+                "backup will be taken."
+            )
+        return content
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A commit that is being written, by as many workers as there are.
+
+    Attributes:
+      directory: Of all commits.
+      run: Who writes: hexadecimal digits that are another run's no more.
+      step: Its number.
+    """
+
+    directory: str
+    run: str
+    step: int
+
+    @property
+    def path(self) -> str:
+        """Where it is written."""
+        name = f"step-{self.step}"
+        return os.path.join(self.directory, name if is_remote(self.directory) else f".half-{self.run}-{name}")
+
+    def write(self, name: str, pieces: Any) -> dict[str, Any]:
+        """Writes one file, flushed; its size and SHA-256, for the manifest.
+
+        Raises:
+          OSError: If it cannot be written.
+        """
+        files = files_of(self.path)
+        files.make_folder(self.path)
+        return files.write(os.path.join(self.path, name), pieces)
+
+
+class Store:
+    """The commits in a directory, for the one process that makes them.
+
+    Args:
+      directory: A folder, or a path with "://" that `tf.io.gfile` knows.
+    """
+
+    def __init__(self, directory: str):
+        self.directory = directory
+        self._files = files_of(directory)
+        self._holding: contextlib.ExitStack | None = None
+        self._faulty: list[str] = []
+        self._ended: dict[int, int | None] = {}  # By commit: the `fit` that it ends.
+
+    def claim(
+        self,
+        wait_seconds: float = _LOCK_SECONDS,
+        other_host_seconds: float = folder_lock.OTHER_HOST_SECONDS,
+        *,
+        goes_on: bool = False,
+    ) -> None:
+        """Makes the directory this process's own, proves that it can be written, clears what dead runs left half-made.
+
+        On other storage than a disk there is no lock: two jobs must not be given the same path.
+
+        Args:
+          wait_seconds: How long to wait for another process that holds it.
+          other_host_seconds: The same for one on another host, if that is longer.
+          goes_on: Whether a run goes on that had claimed it: with a whole commit there, a full disk is but a warning.
+
+        Raises:
+          BackupError: If it cannot be written, or another process holds it; if it has folders of others that are named
+            like commits.
+        """
+        try:
+            self._files.make_folder(self.directory)
+            self._refuse_others()
+            if not is_remote(self.directory):
+                if not os.path.exists(os.path.join(self.directory, LOCK)):
+                    self.release()  # The script has cleared the folder between two `fit`s.
+                    self._ended.clear()
+                self._holding = self._holding or self._hold(wait_seconds, other_host_seconds)
+            self._clear()
+            probe_writing(self.directory, may_be_full=lambda: goes_on and self.newest_whole() is not None)
+        except OSError as error:
+            raise BackupError(_cannot_write(self.directory, error)) from error
+
+    def _hold(self, wait_seconds: float, other_host_seconds: float) -> contextlib.ExitStack:
+        """Holds the directory until what it gives is closed."""
+        holding, lock = contextlib.ExitStack(), os.path.join(self.directory, LOCK)
+        try:
+            holding.enter_context(folder_lock.held(lock, wait_seconds, other_host_seconds, make_room=self._clear))
+        except BlockingIOError as error:
+            raise BackupError(
+                f"One backup_dir serves one job at a time, and {error.strerror} is using {self.directory}. Let it "
+                f"finish or end it, or give this job a backup_dir of its own.{folder_lock.way_out(error)}"
+            ) from None
+        return holding
+
+    def _clear(self) -> None:
+        for name in self._files.names(self.directory):
+            if self._is_half_made(name):
+                self._files.remove(os.path.join(self.directory, name))
+
+    def _refuse_others(self) -> None:
+        held = {f"step-{step}": others for step in sorted(self._steps()) if (others := self._files_of_others(step))}
+        if held:
+            name, others = next(iter(held.items()))
+            raise BackupError(
+                f"backup_dir is a folder for the backups of one job, but {self.directory} has {', '.join(held)}, and "
+                f"{name} holds {others[0]}, which no backup has. Move away what is not of tfdist, or give another "
+                "backup_dir. Nothing was touched."
+            )
+
+    def _files_of_others(self, step: int) -> list[str]:
+        """What no commit has in a folder that is named like one, also like one that is damaged."""
+        if self._is_own(step):
+            return []
+        try:
+            names = self._files.names(os.path.join(self.directory, f"step-{step}"))
+        except OSError:
+            return []  # no folder
+        if MANIFEST in names or any(_FILE.fullmatch(name) for name in names):
+            return []
+        return sorted(name for name in names if name and not name.startswith("."))
+
+    def release(self) -> None:
+        """Lets another process have the directory."""
+        if self._holding is not None:
+            self._holding.close()
+            self._holding = None
+
+    def newest_whole(self) -> Commit | None:
+        """The newest commit of which every byte is as it was written; `None` if there is none.
+
+        What is wrong with newer ones is logged. Costs reading them.
+
+        Raises:
+          BackupError: If it is whole, but of a newer version of tfdist, which this one cannot read; or if the storage
+            does not say what is there.
+        """
+        self._faulty = []
+        for step in sorted(self._seen_steps(), reverse=True):
+            path = os.path.join(self.directory, f"step-{step}")
+            fault = _fault_of(path, step)
+            if isinstance(fault, Commit):
+                return fault
+            logging.warning("Backup %s is skipped: %s.", path, fault)
+            self._faulty.append(path)
+        return None
+
+    def tell_of_keras(self) -> None:
+        """Warns if Keras' own callback has left a backup in the directory."""
+        with contextlib.suppress(OSError):
+            if _OF_KERAS in self._files.names(self.directory):
+                logging.warning(
+                    "%s has a backup of Keras' own BackupAndRestore, which that of tfdist does not restore: training "
+                    "begins anew. Load the weights of %s into the model first, or give another backup_dir.",
+                    *(self.directory, _OF_KERAS),
+                )
+
+    def end_of_fit(self, fit: int) -> Commit | None:
+        """The newest whole commit that ends a `fit`; `None` if there is none. Costs reading it; raises as above."""
+        for step in sorted(self._seen_steps(), reverse=True):
+            if self._ended_fit(step) == fit:
+                path = os.path.join(self.directory, f"step-{step}")
+                fault = _fault_of(path, step)
+                if isinstance(fault, Commit):
+                    return fault
+                logging.warning("Backup %s, the end of a fit, is skipped: %s.", path, fault)
+        return None
+
+    def set_faulty_aside(self) -> None:
+        """Renames the commits that `newest_whole` has skipped, which would count as the newest; deletes nothing.
+
+        Raises:
+          BackupError: If the storage refuses.
+        """
+        for path in self._faulty:
+            try:
+                taken = set(self._files.names(self.directory))
+                name = f"faulty-{os.path.basename(path)}"
+                others = [name, *(f"{name}-{i}" for i in range(1, len(taken) + 1))]
+                free = next(other for other in others if other not in taken)
+                self._files.move(path, os.path.join(self.directory, free))
+            except OSError as error:
+                raise BackupError(
+                    f"The damaged backup {path} would count as the newest, and cannot be renamed ({error}). Move it "
+                    "away, or let this user do so."
+                ) from error
+        self._faulty = []
+
+    def commit(self, draft: Draft, manifest: Mapping[str, Any], keep: int) -> Commit:
+        """Turns a draft into a commit, and removes those that are older than the newest `keep` and end no `fit`.
+
+        Args:
+          draft: Of which all files are written.
+          manifest: What is to be known of it: JSON. Its `files` are what `Draft.write` gave, by name, and `workers` how
+            many have written them; `fit` is the number of a `fit` in its program, which it ends if there is `is_done`.
+          keep: How many commits stay, with this one.
+
+        Raises:
+          OSError: If a file is not there as it was written, or the disk refuses; the draft stays, former commits too.
+        """
+        for name, described in manifest["files"].items():
+            size = self._files.size(os.path.join(draft.path, name))
+            if size != described["bytes"]:
+                raise OSError(f"{name} has {size} bytes, but {described['bytes']} were written")
+        content = {**manifest, "format": FORMAT, "step": draft.step}
+        draft.write(MANIFEST, [json.dumps({"manifest": content, "sha256": _digest(content)}).encode()])
+        path = os.path.join(self.directory, f"step-{draft.step}")
+        if draft.path != path:
+            self._files.flush_folder(draft.path)
+            self._files.move(draft.path, path)
+        self._ended[draft.step] = _fit_that_is_ended(content)
+        if self._ended[draft.step] is not None:
+            self._tell_of_many(content)
+        self._prune(keep)
+        return Commit(draft.step, path, content)
+
+    def discard(self, draft: Draft) -> None:
+        """Removes what was written of a draft, as far as that can be done."""
+        with contextlib.suppress(OSError):
+            self._files.remove(draft.path)
+
+    def delete(self) -> None:
+        """Removes all commits, the oldest first, lets go of the directory, and removes it if nothing else is in it.
+
+        Raises:
+          OSError: If a commit stays.
+        """
+        for step in sorted(self._own_steps()):
+            self._remove(step)
+        self.release()
+        with contextlib.suppress(OSError):  # A mount, a link, or in a folder of others: it stays, empty.
+            self._files.remove_if_empty(self.directory)
+
+    def _steps(self) -> list[int]:
+        try:
+            names = self._files.names(self.directory)
+        except FileNotFoundError:
+            return []
+        found = [_COMMIT.fullmatch(name) for name in names]
+        return [int(match[1]) for match in found if match and match[0] == f"step-{int(match[1])}"]
+
+    def _own_steps(self) -> list[int]:
+        return [step for step in self._steps() if self._is_own(step)]
+
+    def _is_own(self, step: int) -> bool:
+        """Whether a manifest says that it is a commit, or this object has made it."""
+        self._ended_fit(step)
+        return step in self._ended
+
+    def _is_half_made(self, name: str) -> bool:
+        if self._files.renames_at_once or not _COMMIT.fullmatch(name):
+            return bool(_HALF.fullmatch(name))
+        return MANIFEST not in self._files.names(os.path.join(self.directory, name))
+
+    def _seen_steps(self) -> list[int]:
+        try:
+            return self._steps()
+        except OSError as error:
+            raise BackupError(
+                f"Which backups are in {self.directory} cannot be seen ({error}). Start again."
+            ) from error
+
+    def _remove(self, step: int) -> None:
+        self._files.remove(os.path.join(self.directory, f"step-{step}"))
+        self._ended.pop(step, None)
+
+    def _prune(self, keep: int) -> None:
+        try:
+            steps = sorted(self._own_steps(), reverse=True)
+            ends = {fit: step for step in reversed(steps) if (fit := self._ended_fit(step)) is not None}
+            old = [step for step in steps[keep:] if step not in ends.values()]
+        except OSError as error:
+            logging.warning("Old backups stay in %s: %s.", self.directory, error)
+            return
+        for step in old:
+            try:
+                self._remove(step)
+            except OSError as error:
+                logging.warning("An old backup stays in %s: %s.", self.directory, error)
+
+    def _tell_of_many(self, newest: Mapping[str, Any]) -> None:
+        """Warns where the ends of `fit`s, which all stay, may come to fill a disk."""
+        ended = [fit for fit in self._ended.values() if fit is not None]
+        count = len(set(ended))
+        if count in _MANY and ended.count(newest["fit"]) == 1:
+            size = sum(described["bytes"] for described in newest["files"].values())
+            logging.warning(
+                "%s keeps a backup of the end of each fit, for a restart to pass over each with its own state: %d by "
+                "now, the last of %.1f MB. Train by fewer fits of more epochs if the disk is too small for that.",
+                *(self.directory, count, size / 1e6),
+            )
+
+    def _ended_fit(self, step: int) -> int | None:
+        if step not in self._ended:
+            path = os.path.join(self.directory, f"step-{step}", MANIFEST)
+            try:
+                manifest = _checked_manifest(self._files, path)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                return None  # damaged, or not to be reached now
+            self._ended[step] = _fit_that_is_ended(manifest)
+        return self._ended[step]
+
+
+def _fit_that_is_ended(manifest: Mapping[str, Any]) -> int | None:
+    return manifest.get("fit") if manifest.get("is_done") else None
+
+
+def probe_writing(directory: str, *, may_be_full: Callable[[], bool]) -> None:
+    """Writes a small file and removes it: what a user may do says the file system alone, as root has all rights.
+
+    Args:
+      directory: Where.
+      may_be_full: Asked on a full disk, whether that is but a warning.
+
+    Raises:
+      OSError: If it cannot be written.
+    """
+    # Not by pid: those of workers on several hosts may be equal.
+    path = os.path.join(directory, f".half-{secrets.token_hex(8)}-step-0")
+    files = files_of(directory)
+    try:
+        files.write(path, [b"tfdist"])
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            files.remove(path)
+        if error.errno not in _FULL or not may_be_full():
+            raise
+        logging.warning(
+            "No backup can be written to %s (%s): training goes on from the newest there, and comes back to it until "
+            "there is room.",
+            *(directory, error),
+        )
+    else:
+        files.remove(path)
+
+
+def _cannot_write(directory: str, error: OSError) -> str:
+    full = error.errno in _FULL
+    return (
+        f"Backups are to be written to {directory}, but {'the disk is full' if full else 'that cannot be done'} "
+        f"({error}). {'Make room' if full else 'Let this user write there'}, or give another backup_dir."
+    )
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _fault_of(path: str, step: int) -> Commit | str:
+    """A commit if all of it is as it was written, else what is wrong with it."""
+    files = files_of(path)
+    try:
+        manifest = _checked_manifest(files, os.path.join(path, MANIFEST))
+        if manifest["step"] != step:
+            return f"its manifest is of step {manifest['step']}"
+        if manifest["format"] != FORMAT:
+            update = "Update tfdist" if manifest["format"] > FORMAT else "Go on with that version"
+            raise BackupError(
+                f"{path} was written by tfdist {manifest.get('versions', {}).get('tfdist')} in format "
+                f"{manifest['format']}; this version knows format {FORMAT}. {update}, or give another backup_dir."
+            )
+        for name, described in manifest["files"].items():
+            file = os.path.join(path, name)
+            size = files.size(file)
+            if size != described["bytes"]:
+                return f"{name} has {size} bytes instead of {described['bytes']}"
+            if files.digest(file) != described["sha256"]:
+                return f"{name} has other bytes than were written"
+    except OSError as error:
+        return f"it cannot be read ({error})"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"its manifest is damaged ({error!r})"
+    return Commit(step, path, manifest)
+
+
+def _checked_manifest(files: Any, path: str) -> dict[str, Any]:
+    if files.size(path) > _MANIFEST_BYTES:
+        raise ValueError("too large")
+    envelope = json.loads(files.read(path))
+    content = envelope["manifest"]
+    if _digest(content) != envelope["sha256"]:
+        raise ValueError("its checksum is another")
+    for key, least, default in (("format", 1, None), ("step", 0, None), ("workers", 1, None), ("fit", 0, 0)):
+        value = content.get(key, default)
+        if type(value) is not int or value < least:
+            raise ValueError(f"its {key} is {_in_short(value)}")
+    sites = content.get("sites", [])
+    if not isinstance(sites, list) or not all(isinstance(site, str) for site in sites):
+        raise ValueError(f"its sites are {_in_short(sites)}")
+    if not isinstance(content.get("versions", {}), dict):
+        raise ValueError(f"its versions are {_in_short(content['versions'])}")
+    for name, described in content["files"].items():
+        if os.path.basename(name) != name:
+            raise ValueError(f"{_in_short(name)} is no name of a file in it")
+        if type(described["bytes"]) is not int or not isinstance(described["sha256"], str):
+            raise ValueError(f"its {name} is described by {_in_short(described)}")
+    return content
+
+
+def _in_short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"

@@ -1,0 +1,238 @@
+"""Writes what was captured, behind training's back, and has the chief commit it when all workers have written."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfdist import failure_report
+from tfdist.backup.commit_agreement import Agreement
+from tfdist.backup.commit_store import Commit, Draft, Store
+from tfdist.backup.serialization import Packed, pack, unpack
+from tfdist.faults import watchdog
+
+Arrays = dict[str, Any]
+
+_NICENESS = 10  # A tenth of a core that others want, all of one that is idle.
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What a commit is made of, on one worker. Emptied when it is copied.
+
+    Attributes:
+      step: The number of the commit.
+      described: What its manifest says of it.
+      shared: Tensors that all workers hold alike; written by the chief.
+      own: Tensors and arrays of this worker.
+      plain: JSON of what all workers hold alike.
+      own_plain: JSON of this worker.
+      late: Makes more arrays of this worker, in the background.
+    """
+
+    step: int
+    described: Mapping[str, Any]
+    shared: Arrays
+    own: Arrays
+    plain: Any
+    own_plain: Any
+    late: Callable[[], Arrays] = dict
+
+
+class Saver:
+    """Saves one snapshot at a time, in a thread of its own.
+
+    A save that fails for want of room, or because the storage refuses, is logged; the former commits stay, and the next
+    save tries again. Any other failure is raised by the next call.
+
+    Args:
+      directory: Where commits are.
+      run: Of `Draft`.
+      agreement: Among the workers.
+      store: On the chief; elsewhere `None`.
+      keep: How many commits stay.
+      is_asked: Whether this worker was asked to leave; called in the thread that saves.
+
+    Attributes:
+      refusals: Why the last save failed, if the storage refused it.
+      are_asked: Whether, before the last commit, a worker was asked to leave, or its `tfdist run` wanted to start with
+        more workers; after `wait` all have the same answer.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        run: str,
+        agreement: Agreement,
+        store: Store | None,
+        keep: int,
+        is_asked: Callable[[], bool],
+    ):
+        self._directory = directory
+        self._run = run
+        self._agreement = agreement
+        self._store = store
+        self._keep = keep
+        self._is_asked = is_asked
+        self._buffers: dict[str, np.ndarray] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.refusals: list[str] = []
+        self.are_asked = False
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Starts to write; first waits for the save before.
+
+        Raises:
+          BackupError: If that has failed for another reason than the storage.
+        """
+        self.wait()
+        # A process that ends first finishes its save, unless it would wait for workers that may be gone.
+        alone = self._agreement.workers == 1
+        self._thread = threading.Thread(target=self._work, args=[snapshot], name="tfdist-backup", daemon=not alone)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits until what was saved is committed; raises like `save`."""
+        if self._thread is not None:
+            with watchdog.section("save"):
+                self._thread.join()
+            self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raises what has gone wrong so far."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _work(self, snapshot: Snapshot) -> None:
+        with contextlib.suppress(OSError):  # Linux takes a thread's number too: training's threads come first.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        draft = Draft(self._directory, self._run, snapshot.step)
+        try:
+            said = {**self._write(draft, snapshot), "asked": self._is_asked() or _is_room_wanted()}
+            settled = self._agreement.settle("save", said, lambda words: self._commit(draft, snapshot, words))
+            self.refusals = settled["refusals"]
+            if self.refusals:
+                logging.error(
+                    "The backup of step %d could not be written; training goes on, the backups before stay, and the "
+                    "next one tries again. %s",
+                    snapshot.step,
+                    "; ".join(self.refusals),
+                )
+            else:
+                _tell_supervisor(self._directory, snapshot.step)
+                self.are_asked = settled["asked"]
+        except BaseException as error:
+            self._error = error
+
+    def _write(self, draft: Draft, snapshot: Snapshot) -> dict[str, Any]:
+        own = self._agreement.own
+        try:
+            # First of all, so that training overwrites no variable whose value a tensor still holds.
+            shared = pack(snapshot.shared if self._agreement.is_chief else {}, self._buffers)
+            snapshot.shared.clear()
+            index, pieces = pack(snapshot.own, self._buffers)
+            snapshot.own.clear()
+            late = pack(snapshot.late(), self._buffers)
+            files = {
+                **write_part(draft, f"part-{own}", (index, pieces), snapshot.own_plain),
+                **write_part(draft, f"late-{own}", late, None),
+            }
+            if self._agreement.is_chief:
+                files.update(write_part(draft, "state", shared, snapshot.plain))
+            return {"files": files}
+        except Exception as error:
+            if not isinstance(error, OSError):
+                self._error = error
+            return {"refusal": f"{self._agreement.who}: {error or type(error).__name__}"}
+
+    def _commit(self, draft: Draft, snapshot: Snapshot, words: list[Any]) -> dict[str, Any]:
+        """On the chief: commits what all have written; what they say of it if they have not, and if one is to leave."""
+        assert self._store is not None
+        refusals = [said["refusal"] for said in words if "refusal" in said]
+        asked = any(said["asked"] for said in words)
+        if not refusals:
+            files = {name: described for said in words for name, described in said["files"].items()}
+            workers = self._agreement.workers
+            manifest = {**snapshot.described, "workers": workers, "versions": versions(), "files": files}
+            try:
+                self._store.commit(draft, manifest, self._keep)
+                return {"refusals": [], "asked": asked}
+            except OSError as error:
+                refusals = [f"{self._agreement.who}: {error}"]
+        self._store.discard(draft)
+        return {"refusals": refusals, "asked": asked}
+
+
+def write_part(draft: Draft, name: str, packed: Packed, plain: Any) -> dict[str, Any]:
+    """Writes arrays and JSON as two files; what `Draft.write` gave, by file."""
+    index, pieces = packed
+    text = json.dumps({"arrays": index, "plain": plain}).encode()
+    return {f"{name}.bin": draft.write(f"{name}.bin", pieces), f"{name}.json": draft.write(f"{name}.json", [text])}
+
+
+def read_part(commit: Commit, name: str) -> tuple[dict[str, Any], Any]:
+    """What `write_part` was given.
+
+    Raises:
+      BackupError: If it is not there any more as it was written.
+    """
+    text = json.loads(commit.read(f"{name}.json"))
+    return unpack(text["arrays"], commit.read(f"{name}.bin")), text["plain"]
+
+
+def versions() -> dict[str, str]:
+    """Of what decides about the bits of a training."""
+    import importlib.metadata
+
+    versions = {name: importlib.metadata.version(name) for name in ("tfdist", "keras")}
+    return {**versions, "tensorflow": tf.__version__}
+
+
+def tell_of_untold(directory: str, step: int) -> None:
+    """Lets it see a commit, too, whose maker was killed before it could tell."""
+    if failure_report.RUN_DIR not in os.environ:
+        return
+    with contextlib.suppress(OSError, ValueError):  # Without a note, the commit may be of a run before.
+        told, _, folder = _note().read_text().partition("\n")
+        if folder == directory and int(told) < step:
+            _tell_supervisor(directory, step)
+
+
+def tell_of_restored() -> None:
+    """Tells the `tfdist run` of this host that there is a backup to go on from, which may be of a run before."""
+    if failure_report.RUN_DIR in os.environ:
+        with contextlib.suppress(OSError):
+            failure_report.restored_path(pathlib.Path(os.environ[failure_report.RUN_DIR])).touch()
+
+
+def _tell_supervisor(directory: str, step: int) -> None:
+    """Lets the `tfdist run` of this host see that there is progress."""
+    if failure_report.RUN_DIR not in os.environ:
+        return
+    try:
+        failure_report.write_whole(_note(), f"{step}\n{directory}")
+    except OSError as error:
+        logging.warning("The supervisor is not told of the backup of step %d: %s", step, error)
+
+
+def _note() -> pathlib.Path:
+    return pathlib.Path(os.environ[failure_report.RUN_DIR], "committed")
+
+
+def _is_room_wanted() -> bool:
+    """Whether the `tfdist run` of this host wants to start with more workers."""
+    if failure_report.RUN_DIR not in os.environ:
+        return False
+    folder = pathlib.Path(os.environ[failure_report.RUN_DIR])
+    return os.path.exists(failure_report.room_path(folder, os.environ.get(failure_report.ATTEMPT, "")))

@@ -1,0 +1,77 @@
+"""The `fit` that is running: found, since Keras shows it to no callback."""
+
+import hashlib
+import inspect
+from types import FrameType
+from typing import Any
+
+import keras
+
+from tfdist import _tf
+from tfdist.backup.backed_up_fit import FitBackup, Input, Options
+from tfdist.errors import BackupError
+
+
+def of_running_fit(options: Options, model: keras.Model) -> FitBackup:
+    """Adds a `FitBackup` to the list of callbacks that is just beginning.
+
+    The list is found on the stack of calls, since Keras shows it to no callback.
+
+    Raises:
+      BackupError: If no `keras.callbacks.CallbackList` is calling.
+    """
+    frame = inspect.currentframe()
+    callbacks, given, site = None, Input(), ""
+    while frame is not None:
+        caller = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
+        if callbacks is None and isinstance(caller, keras.callbacks.CallbackList):
+            callbacks, site = caller, _site(frame)
+        elif callbacks is not None and caller is model and "steps_per_epoch" in frame.f_code.co_varnames:
+            made = frame.f_locals.get("epoch_iterator")
+            epochs = made if frame.f_locals["steps_per_epoch"] is not None else None
+            sharding = getattr(_tf.dataset_of(made), "sharding", None)
+            given = Input(
+                epochs,
+                _batches(made),
+                _batches(getattr(made, "data_adapter", None)),
+                sharding,
+                first_epoch=int(frame.f_locals.get("initial_epoch") or 0),
+                validates=frame.f_locals.get("validation_data") is not None,
+                is_known=True,
+            )
+            break
+        frame = frame.f_back
+    if callbacks is None:
+        raise BackupError(
+            "BackupAndRestore saves the state of all callbacks, and is called by none that holds them. Use `fit`, or, "
+            "in a loop of your own, keras.callbacks.CallbackList."
+        )
+    former = [callback for callback in callbacks.callbacks if isinstance(callback, FitBackup)]
+    if any(not one.has_begun for one in former):
+        raise BackupError("A `fit` takes one BackupAndRestore, but its callbacks have two. Leave one out.")
+    for one in former:  # of a `fit` with the same list that was broken off
+        callbacks.callbacks.remove(one)
+    _tf.call_in_step(callbacks)
+    backup = FitBackup(options, callbacks, given, site)
+    backup.set_params(callbacks.params)
+    backup.set_model(model)
+    callbacks.callbacks.append(backup)  # the list is being gone through: its `on_train_begin` comes last
+    return backup
+
+
+def _batches(given: Any) -> int | None:
+    batches = getattr(given, "num_batches", None)
+    return None if batches is None else int(batches)
+
+
+def _site(frame: FrameType | None) -> str:
+    """From where a `fit` is called: each caller's code and the place in it, the outermost first.
+
+    Not by lines: where one was put in, another `fit` may be at the line of this one.
+    """
+    callers = []
+    while frame is not None:
+        code = hashlib.sha256(frame.f_code.co_qualname.encode() + frame.f_code.co_code).hexdigest()[:12]
+        callers.append(f"{code}:{frame.f_lasti}")
+        frame = frame.f_back
+    return "/".join(reversed(callers))

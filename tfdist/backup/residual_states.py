@@ -1,0 +1,106 @@
+"""What compression keeps from step to step: copied out, and given back before or after the first step.
+
+Named by the place of the optimizer in the model, and by what it exchanges: what the program has made before counts not.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfdist.strategies.collectives.gradient_reducer import Exchange
+from tfdist.strategies.compression_state import Communication, sum_of
+
+
+def capture(communication: Communication | None, optimizers: Sequence[Any]) -> dict[str, tf.Tensor]:
+    """What this worker's replicas keep of these optimizers' gradients."""
+    return {
+        f"{name}/{place}": variable.read_value()
+        for name, exchange in _exchanges(communication, optimizers)
+        for place, variable in _variables(exchange).items()
+    }
+
+
+def pending(
+    communication: Communication | None, optimizers: Sequence[Any], captured: Mapping[str, tf.Tensor]
+) -> dict[str, np.ndarray]:
+    """Of what was captured, `Communication.state`: for another number of workers. Costs a few passes over it."""
+    arrays = {}
+    for name, exchange in _exchanges(communication, optimizers):
+        if f"{name}/counts/0" not in captured:
+            continue
+        states = [
+            [captured[f"{name}/states/{replica}/{i}"] for i in range(len(own))]
+            for replica, own in enumerate(exchange.states)
+        ]
+        # An exchange as it was then: its `__init__` would make variables, and tf.Module would track lists.
+        then = object.__new__(type(exchange))
+        then.__dict__.update(vars(exchange), states=states)
+        arrays.update({f"{name}/{i}": array for i, array in enumerate(then.pending())})
+    return arrays
+
+
+def restore(communication: Communication, optimizers: Sequence[Any], saved: Mapping[str, np.ndarray]) -> None:
+    """Gives the replicas of this worker what they kept, to the bit."""
+    for name, own in _by_exchange(saved).items():
+        _hand_over(communication, optimizers, name, functools.partial(_assign, own))
+
+
+def redistribute(
+    communication: Communication, optimizers: Sequence[Any], states: Sequence[Mapping[str, np.ndarray]]
+) -> None:
+    """Shares what any number of former workers had left behind; see `Communication.redistribute`."""
+    if not all(states):
+        return
+    for name, own in _by_exchange(sum_of(states)).items():
+        arrays = [own[str(i)] for i in range(len(own))]
+        _hand_over(communication, optimizers, name, functools.partial(Exchange.spread, pending=arrays))
+
+
+def _exchanges(communication: Communication | None, optimizers: Sequence[Any]) -> Iterator[tuple[str, Exchange]]:
+    if communication is not None:
+        for place, optimizer in enumerate(optimizers):
+            for name, exchange in communication.exchanges_of(optimizer).items():
+                yield f"{place}/{name}", exchange
+
+
+def _variables(exchange: Exchange) -> dict[str, tf.Variable]:
+    states = {
+        f"states/{replica}/{i}": state
+        for replica, states in enumerate(exchange.states)
+        for i, state in enumerate(states)
+    }
+    return {**states, **{f"counts/{replica}": count for replica, count in enumerate(exchange.counts)}}
+
+
+def _by_exchange(saved: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    grouped: dict[str, dict[str, np.ndarray]] = {}
+    for name, value in saved.items():
+        place, exchange, rest = name.split("/", 2)
+        grouped.setdefault(f"{place}/{exchange}", {})[rest] = value
+    return grouped
+
+
+def _hand_over(communication: Communication, optimizers: Sequence[Any], name: str, give: Any) -> None:
+    place, _, exchange = name.partition("/")
+
+    def fill(made: Exchange) -> None:
+        try:
+            give(made)
+        except ValueError as error:
+            logging.warning("What compression had kept is left out, as it was of another codec: %s", error)
+
+    if int(place) < len(optimizers):
+        communication.hand_over(optimizers[int(place)], exchange, fill)
+
+
+def _assign(saved: Mapping[str, np.ndarray], exchange: Exchange) -> None:
+    variables = _variables(exchange)
+    here, there = ({name: tuple(each.shape) for name, each in named.items()} for named in (variables, saved))
+    if here != there:
+        raise ValueError(f"Expected shapes {here}, got {there}.")
+    for name, variable in variables.items():
+        variable.assign(saved[name])

@@ -1,0 +1,192 @@
+"""The few file operations that commits are made of, on a local or mounted disk and on other storage.
+
+Whatever goes wrong is an `OSError`.
+"""
+
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from tfdist.symlink_safe_file import no_follow
+
+_PIECE_BYTES = 1 << 22
+
+Buffer = bytes | memoryview
+
+
+class LocalFiles:
+    """A local or mounted disk: flushed files, an atomic rename."""
+
+    renames_at_once = True
+
+    def make_folder(self, path: str) -> None:
+        """Makes a folder and those above it, unless they are there."""
+        os.makedirs(path, exist_ok=True)
+
+    def names(self, folder: str) -> list[str]:
+        """What is in a folder."""
+        return os.listdir(folder)
+
+    def size(self, path: str) -> int:
+        """Bytes of a regular file. Anything else is refused, since reading a pipe would wait for ever."""
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path} is no regular file")
+        return status.st_size
+
+    def write(self, path: str, pieces: Iterable[Buffer]) -> dict[str, Any]:
+        """Writes a file to the disk; its size and SHA-256."""
+        with open(path, "wb", buffering=0, opener=no_follow) as file:
+            described = _write_hashed(lambda piece: _write_all(file, piece), pieces)
+            os.fsync(file.fileno())
+        return described
+
+    def read(self, path: str) -> bytearray:
+        """The whole file."""
+        content = bytearray(self.size(path))
+        with open(path, "rb", buffering=0) as file:
+            filled, view = 0, memoryview(content)
+            while filled < len(content):
+                count = file.readinto(view[filled : filled + _PIECE_BYTES])
+                if not count:
+                    raise OSError(f"{path} ends after {filled} of {len(content)} bytes")
+                filled += count
+        return content
+
+    def digest(self, path: str) -> str:
+        """SHA-256 of a file."""
+        self.size(path)
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def move(self, source: str, target: str) -> None:
+        """Renames a folder, and has the disk remember it."""
+        os.rename(source, target)
+        self.flush_folder(os.path.dirname(target))
+
+    def flush_folder(self, path: str) -> None:
+        """Has the disk remember which names are in a folder."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove(self, path: str) -> None:
+        """Removes a file, or a folder and what is in it."""
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            os.remove(path)
+
+    def remove_if_empty(self, folder: str) -> None:
+        """Removes a folder that holds nothing."""
+        if not os.listdir(folder):
+            os.rmdir(folder)
+
+
+class RemoteFiles:
+    """What `tf.io.gfile` reaches: object stores, where a file is there as a whole once it is closed."""
+
+    renames_at_once = False
+
+    def __init__(self):
+        import tensorflow as tf  # here, since a local disk needs none of it
+
+        self._gfile, self._error, self._not_found = tf.io.gfile, tf.errors.OpError, tf.errors.NotFoundError
+
+    def make_folder(self, path: str) -> None:
+        """See `LocalFiles`."""
+        self._do(self._gfile.makedirs, path)
+
+    def names(self, folder: str) -> list[str]:
+        """See `LocalFiles`."""
+        return [name.rstrip("/") for name in self._do(self._gfile.listdir, folder)]
+
+    def size(self, path: str) -> int:
+        """See `LocalFiles`."""
+        return self._do(self._gfile.stat, path).length
+
+    def write(self, path: str, pieces: Iterable[Buffer]) -> dict[str, Any]:
+        """See `LocalFiles`."""
+
+        def write():
+            with self._gfile.GFile(path, "wb") as file:
+                file.write(b"")  # else an empty file is never made
+                return _write_hashed(lambda piece: file.write(piece.tobytes()), pieces)
+
+        return self._do(write)
+
+    def read(self, path: str) -> bytearray:
+        """See `LocalFiles`."""
+
+        def read():
+            with self._gfile.GFile(path, "rb") as file:
+                return bytearray(file.read())
+
+        return self._do(read)
+
+    def digest(self, path: str) -> str:
+        """See `LocalFiles`."""
+        return hashlib.sha256(self.read(path)).hexdigest()
+
+    def move(self, source: str, target: str) -> None:
+        """Renames a folder of files, one by one: not all storage does so by itself."""
+        self.make_folder(target)
+        for name in self.names(source):
+            self._do(self._gfile.rename, f"{source}/{name}", f"{target}/{name}")
+        self.remove(source)
+
+    def flush_folder(self, path: str) -> None:
+        """Nothing to do."""
+
+    def remove(self, path: str) -> None:
+        """See `LocalFiles`."""
+        self._do(self._gfile.rmtree if self._do(self._gfile.isdir, path) else self._gfile.remove, path)
+
+    def remove_if_empty(self, folder: str) -> None:
+        """See `LocalFiles`."""
+        if not self.names(folder):
+            self.remove(folder)
+
+    def _do(self, function: Any, *args: Any) -> Any:
+        try:
+            return function(*args)
+        except self._error as error:
+            kind = FileNotFoundError if isinstance(error, self._not_found) else OSError
+            raise kind(f"{type(error).__name__} {error.message} ({', '.join(map(str, args))})") from error
+
+
+def files_of(path: str) -> LocalFiles | RemoteFiles:
+    """The operations for where `path` is."""
+    return RemoteFiles() if is_remote(path) else LocalFiles()
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path leads to other storage than a disk, such as `gs://bucket/folder`."""
+    return "://" in path
+
+
+def _write_hashed(write: Callable[[memoryview], Any], pieces: Iterable[Buffer]) -> dict[str, Any]:
+    digest, size = hashlib.sha256(), 0
+    for piece in _cut(pieces):
+        digest.update(piece)
+        write(piece)
+        size += len(piece)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _write_all(file: Any, piece: memoryview) -> None:
+    while len(piece):
+        piece = piece[file.write(piece) :]
+
+
+def _cut(pieces: Iterable[Buffer]) -> Iterator[memoryview]:
+    """Pieces that stay in a processor's cache from the hash to the copy."""
+    for piece in pieces:
+        view = memoryview(piece)
+        for start in range(0, len(view), _PIECE_BYTES):
+            yield view[start : start + _PIECE_BYTES]

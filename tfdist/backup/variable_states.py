@@ -1,0 +1,224 @@
+"""The variables of a training run: which there are, what each replica holds, and how they get it back."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfdist import _tf
+from tfdist.errors import BackupError
+from tfdist.strategies.distributed_optimizer import optimizers_of
+from tfdist.strategies.distributed_variables import OptimizerVariable, RandomStateVariable, StatisticVariable
+
+_COUNTED = re.compile(r"_[0-9]+(?=$|[/_])")  # Keras numbers the layers of a process; a model built again gets others.
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One variable of a run.
+
+    Attributes:
+      key: "weight/3": its kind and position. Those of kinds "metric" and "random" may come and go.
+      name: Its path, without Keras' counters.
+      variable: The Keras variable.
+      own: Whether each replica has a value of its own, as metrics in progress and accumulated gradients do.
+    """
+
+    key: str
+    name: str
+    variable: keras.Variable
+    own: bool
+
+    @property
+    def described(self) -> list[Any]:
+        """Name, shape and dtype: what another run's variable must equal."""
+        return [self.name, list(self.variable.shape), self.variable.dtype]
+
+    def locals(self) -> tuple[tf.Variable, ...]:
+        """The TensorFlow variables of this worker's replicas."""
+        value = self.variable.value
+        strategy = getattr(value, "distribute_strategy", None)
+        return (value,) if strategy is None else strategy.experimental_local_results(value)
+
+
+def slots_of(model: keras.Model) -> list[Slot]:
+    """All variables there are now; a model makes some in its first step."""
+    metrics = {id(variable) for variable in model.metrics_variables}
+    kinds = {
+        "weight": [variable for variable in model.variables if id(variable) not in metrics],
+        "optimizer": [variable for optimizer in optimizers_of(model) for variable in optimizer.variables],
+        "metric": model.metrics_variables,
+        "random": [_tf.global_seed_generator().state] if _tf.has_global_seed_generator() else [],
+    }
+    return [
+        # The layer that first draws from the global generator gives its name to the path.
+        Slot(
+            f"{kind}/{i}",
+            _COUNTED.sub("", variable.path) if kind != "random" else variable.name,
+            variable,
+            _is_own(variable, kind),
+        )
+        for kind, variables in kinds.items()
+        for i, variable in enumerate(variables)
+        if variable.dtype != "string"
+    ]
+
+
+class Identities:
+    """The `id` of all of them, also of what Keras' variables consist of; looked up when the first is asked for."""
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+
+    def __contains__(self, identity: object) -> bool:
+        return identity in self._all
+
+    @functools.cached_property
+    def _all(self) -> frozenset[int]:
+        slots = slots_of(self._model)
+        return frozenset(id(each) for slot in slots for each in (slot.variable, slot.variable.value, *slot.locals()))
+
+
+def make_random(described: Mapping[str, Sequence[Any]], strategy: tf.distribute.Strategy) -> None:
+    """Makes Keras' global seed generator if the saved run had one, as its first step or unseeded operation would."""
+    if any(key.startswith("random/") for key in described):
+        getattr(strategy.extended, "seed_generator", _tf.global_seed_generator)()
+
+
+def build_optimizers(model: keras.Model) -> None:
+    """Makes the variables of the model's optimizer, which it would make in the first step.
+
+    Raises:
+      ValueError: If the model holds another optimizer without variables: of which weights, its own steps say.
+    """
+    if isinstance(model.optimizer, keras.optimizers.Optimizer) and not model.optimizer.built:
+        with model.distribute_strategy.scope():
+            model.optimizer.build(model.trainable_variables)
+    lacking = [optimizer.name for optimizer in optimizers_of(model) if not optimizer.built]
+    if lacking:
+        raise ValueError(
+            f"BackupAndRestore restores the variables of optimizers that have them, and of those that {model.name!r} "
+            f"holds, {', '.join(lacking)} has none yet. Call its `build` with the weights that it trains, in the scope "
+            "of the strategy, before `fit`."
+        )
+
+
+def capture(slots: Sequence[Slot]) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+    """What all workers hold alike, and what this worker's replicas hold, by key and by "key@replica".
+
+    Costs some 20 µs a variable, whatever its size: the tensors share the variables' memory, and TensorFlow copies what
+    is overwritten while they live.
+    """
+    shared = {slot.key: _read(slot.locals()[0]) for slot in slots if not slot.own}
+    own = {
+        f"{slot.key}@{replica}": _read(local)
+        for slot in slots
+        if slot.own
+        for replica, local in enumerate(slot.locals())
+    }
+    return shared, own
+
+
+def _read(variable: tf.Variable) -> tf.Tensor:
+    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)  # A quarter of `read_value`.
+
+
+def check_same(
+    slots: Sequence[Slot], described: Mapping[str, Sequence[Any]], path: str, kinds: tuple[str, ...]
+) -> None:
+    """Compares the variables of some kinds, such as "weight/", with those of a backup.
+
+    Raises:
+      BackupError: If one differs.
+    """
+    here = {slot.key: slot.described for slot in slots if slot.key.startswith(kinds)}
+    there = {key: list(value) for key, value in described.items() if key.startswith(kinds)}
+    for key in [*here, *there]:
+        if here.get(key) != there.get(key):
+            raise BackupError(
+                f"The backup {path} is of another model or optimizer: it has {_say(there.get(key))}, this one "
+                f"{_say(here.get(key))} ({key}). Train the model that was saved, or give another backup_dir. Nothing "
+                "was overwritten."
+            )
+
+
+def missing(slots: Sequence[Slot], described: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Metrics of a backup that this run has not made yet, or has no more."""
+    here = {slot.key: slot.described for slot in slots}
+    return [key for key, value in described.items() if here.get(key) != list(value)]
+
+
+def restore(
+    slots: Sequence[Slot],
+    described: Mapping[str, Sequence[Any]],
+    shared: Mapping[str, np.ndarray],
+    own: Sequence[Mapping[str, np.ndarray]],
+    *,
+    is_alike: bool,
+    is_first: bool,
+) -> None:
+    """Assigns what was saved, to variables that equal those described; others stay as they are.
+
+    Args:
+      slots: Of this run.
+      described: What was saved, by key.
+      shared: Values that all held alike.
+      own: What the replicas of this worker held; if there were others, of each former worker.
+      is_alike: Whether there are as many workers and replicas as there were.
+      is_first: Whether this is the first worker, which takes sums over replicas that are no more.
+    """
+    for slot in slots:
+        if list(described.get(slot.key, ())) != slot.described:
+            continue
+        locals_ = slot.locals()
+        was_shared = slot.key in shared
+        values = [shared[slot.key]] if was_shared else [each for part in own for each in _replicas(slot.key, part)]
+        if not is_alike and (slot.own or not was_shared):
+            values = _spread(slot, values, len(locals_), is_first)
+        elif was_shared:
+            values *= len(locals_)
+        for local, value in zip(locals_, values, strict=True):
+            local.assign(value)
+
+
+def _replicas(key: str, part: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
+    replica = 0
+    while f"{key}@{replica}" in part:
+        yield part[f"{key}@{replica}"]
+        replica += 1
+
+
+def _spread(slot: Slot, saved: list[np.ndarray], replicas: int, is_first: bool) -> list[np.ndarray]:
+    """Values for the replicas of a worker, of a run that had others."""
+    if slot.variable.aggregation == "sum" or "gradient_accumulator" in slot.name:
+        total = np.sum(saved, axis=0, dtype=saved[0].dtype)
+        return [total if is_first and replica == 0 else np.zeros_like(total) for replica in range(replicas)]
+    if any(not np.array_equal(value, saved[0]) for value in saved):
+        logging.warning(
+            "%s differs from replica to replica, and there were %d: all get the first one's.", slot.name, len(saved)
+        )
+    return saved[:1] * replicas
+
+
+def _is_own(variable: keras.Variable, kind: str) -> bool:
+    value = variable.value
+    if not isinstance(value, tf.distribute.DistributedValues):
+        return False
+    if kind == "random":  # without an order of draws, each replica goes its own way
+        return True
+    if isinstance(value, OptimizerVariable | StatisticVariable | RandomStateVariable):
+        return kind == "optimizer" and "gradient_accumulator" in variable.path
+    return not value.trainable  # as it was made: one that was frozen since is alike everywhere
+
+
+def _say(described: Sequence[Any] | None) -> str:
+    if described is None:
+        return "none"
+    name, shape, dtype = described
+    return f"{name} of shape {tuple(shape)}, {dtype}"

@@ -1,0 +1,423 @@
+"""The rendezvous: workers find each other before TensorFlow connects them, which it does without a deadline.
+
+They keep these connections: the kernel closes those of a process that ends, so that its end is known at once.
+
+Worker 0 listens at its address. Each other worker connects to it, proves the secret of the job if there is one (see
+`tfdist.network.handshake`), and says who it is:
+
+    worker i                         worker 0
+      {"worker", "addresses", …}  →    compares: the same cluster, the same versions? (see `admission`)
+                                  ←    {"missing": [...]}   every second
+                                  ←    {"go": true}         when all are there: TensorFlow takes over the port
+                                  ←    {"refused": "..."}   a word for what does not fit; the worker tries again
+                                  ←    {"error": "..."}     to workers that fit: at the deadline, or when one does not
+
+Strangers can connect too. They learn nothing of the cluster, and cannot keep workers out: see
+`tfdist.network.connection_acceptor`.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import importlib.metadata
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from absl import logging
+
+from tfdist.cluster import ClusterSpec
+from tfdist.cluster.address import split_address
+from tfdist.cluster.ports import is_held
+from tfdist.errors import ClusterError, WorkerLostError
+from tfdist.faults.admission import PLAIN_SECONDS, Admission, Introduction
+from tfdist.network import listening
+from tfdist.network.connection_acceptor import Reception, Warnings
+from tfdist.network.handshake import (
+    LINE_BYTES,
+    NotOursError,
+    RefusedError,
+    introduce,
+    parse,
+    receive,
+    send,
+)
+from tfdist.network.secret import Secret
+from tfdist.network.tls import Tls, connect
+
+__all__ = ["addresses_of", "connecting", "meet", "unconnected"]
+
+_STATUS_SECONDS = 1.0
+_LOG_SECONDS = 5.0
+_RETRY_SECONDS = 0.2
+_REFUSED_SECONDS = 3 * PLAIN_SECONDS  # After which a worker that is refused gives up; worker 0 knows before.
+_TOLD_BYTES = 1 << 20  # The longest line of worker 0.
+_HERALD = (
+    "import select, sys, time; left = max(0, float(sys.argv[1]) - time.monotonic()); "
+    "select.select([0], [], [], left)[0] or sys.stderr.write(sys.argv[2])"
+)
+_HERALD_SECONDS = 1.0  # so much earlier than the stacks
+_PACKAGES = ("tfdist", "tensorflow", "keras")
+
+
+def meet(cluster: ClusterSpec, timeout_seconds: float) -> Mapping[int, socket.socket]:
+    """Waits until all workers of a cluster are there, saying every few seconds for whom.
+
+    Args:
+      cluster: The cluster, seen from this worker.
+      timeout_seconds: For all to come.
+
+    Returns:
+      The connections by which they met: of worker 0 to each other, of the others to worker 0.
+
+    Raises:
+      ClusterError: If a worker is missing after that time, or has another cluster, other versions or another secret;
+        or if this worker's secret is none.
+    """
+    wait = _Wait(cluster, timeout_seconds)
+    if cluster.num_workers == 1:
+        return {}
+    secret = Secret.from_env()
+    return _receive(cluster, secret, wait) if cluster.worker_id == 0 else _report(cluster, secret, wait)
+
+
+@contextlib.contextmanager
+def connecting(cluster: ClusterSpec, timeout_seconds: float) -> Iterator[None]:
+    """Ends this process with the names of the others, its own stacks and exit code 1, unless the block is done in time.
+
+    For calls that hold the interpreter's lock, where no thread of Python can look at a clock. Nor can one speak, so
+    another process does, which ends when it hears that this one is done or gone.
+    """
+    words = f"tfdist: {unconnected(cluster, timeout_seconds)} It ends with exit code 1, here:\n"
+    moment = str(time.monotonic() + timeout_seconds - _HERALD_SECONDS)  # of a clock that all processes share
+    command = [sys.executable, "-I", "-S", "-c", _HERALD, moment, words]
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # no room for a process: stacks say enough
+            stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))
+        faulthandler.dump_traceback_later(timeout_seconds, exit=True, file=2)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def unconnected(cluster: ClusterSpec, seconds: float) -> str:
+    """What is to be said when TensorFlow did not connect workers that had all come."""
+    workers = enumerate(addresses_of(cluster))
+    others = ", ".join(f"worker {worker} at {address}" for worker, address in workers if worker != cluster.worker_id)
+    return (
+        f"All {cluster.num_workers} workers have come, and TensorFlow must connect them within {seconds:.0f} s, but "
+        f"this is {cluster.describe()} on {socket.gethostname()}, and one of {others} was not there. See their logs, "
+        f"or set start_timeout_seconds of tfdist.FaultTolerance to more than {5 * seconds:.0f}."
+    )
+
+
+class _Wait:
+    """The time that a worker waits, and what it says meanwhile."""
+
+    def __init__(self, cluster: ClusterSpec, timeout_seconds: float):
+        self._cluster = cluster
+        self._timeout_seconds = timeout_seconds
+        self._start = time.monotonic()
+        self._said = self._start
+
+    def check(self, missing: list[int], why: str = "") -> None:
+        """Says who is missing, and why if that is known, from time to time; raises when the time is over."""
+        now = time.monotonic()
+        come = self._cluster.num_workers - len(missing)
+        names = ", ".join(f"worker {worker} at {addresses_of(self._cluster)[worker]}" for worker in missing)
+        names += f" ({why})" if why else ""
+        if now - self._start > self._timeout_seconds:
+            raise WorkerLostError(
+                f"All {self._cluster.num_workers} workers must come within {self._timeout_seconds:g} s, but {come} "
+                f"came; missing: {names}, or two processes have the same index in TF_CONFIG. This is "
+                f"{self._cluster.describe()} on {socket.gethostname()}. Start the missing, see their logs, check that "
+                "worker 0's port is open to them, or raise start_timeout_seconds of tfdist.FaultTolerance."
+            )
+        if now - self._said > _LOG_SECONDS:
+            self._said = now
+            left = self._timeout_seconds - (now - self._start)
+            total = self._cluster.num_workers
+            logging.warning("%d of %d workers have come; waiting %.0f s more for %s", come, total, left, names)
+
+
+# Worker 0.
+
+
+def _receive(cluster: ClusterSpec, secret: Secret | None, wait: _Wait) -> Mapping[int, socket.socket]:
+    """Receives all workers at worker 0."""
+    with _Desk(cluster, secret) as desk:
+        try:
+            while desk.missing:
+                desk.serve(_STATUS_SECONDS)
+                wait.check(desk.missing, desk.refused or "")
+                desk.tell({"missing": desk.missing})
+        except ClusterError as error:
+            desk.tell({"error": str(error), "lost": isinstance(error, WorkerLostError)})
+            raise
+        return desk.let_go()
+
+
+class _Come(NamedTuple):
+    """A worker that has come: its connection, the IP address that it comes from, and what it says."""
+
+    connection: socket.socket
+    source: str
+    introduction: Introduction
+
+
+class _Desk:
+    """Where worker 0 receives the others."""
+
+    def __init__(self, cluster: ClusterSpec, secret: Secret | None):
+        self._cluster = cluster
+        self._secret = secret
+        own = _introduction(cluster)
+        self._line_bytes = max(LINE_BYTES, 2 * len(repr(own)))
+        self._admission = Admission(own, secret is not None, _Resolved(addresses_of(cluster)))
+        self._come: dict[int, _Come] = {}
+        self._warnings = Warnings()
+        self._misfit: str | None = None
+        tls = Tls.from_env()  # Before anything is opened: it may be set wrongly.
+        self._reception = Reception(_listen(cluster), self._shake_hands, tls)
+
+    def __enter__(self) -> "_Desk":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reception.close()
+        for worker in list(self._come):
+            self._dismiss(worker)
+
+    @property
+    def missing(self) -> list[int]:
+        """The workers that are not here, or not any more."""
+        return [worker for worker in range(1, self._cluster.num_workers) if worker not in self._come]
+
+    @property
+    def refused(self) -> str | None:
+        """Which worker was refused last, and why."""
+        return self._misfit or self._reception.refused
+
+    def serve(self, seconds: float) -> None:
+        """Receives workers until one has come or left, at most for so long."""
+        deadline = time.monotonic() + seconds
+        before = self.missing
+        while self.missing == before and (left := deadline - time.monotonic()) > 0:
+            guest = self._reception.next(left)
+            self._dismiss_gone()
+            if guest is not None:
+                self._judge(*guest)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Sends a message to all workers that have come."""
+        for each in self._come.values():
+            _send(each.connection, message)
+
+    def let_go(self) -> Mapping[int, socket.socket]:
+        """Tells all workers to go on, and hands over their connections; the port is free then."""
+        self._reception.close()
+        self.tell({"go": True})
+        come, self._come = self._come, {}
+        return {worker: each.connection for worker, each in come.items()}
+
+    def _shake_hands(self, connection: socket.socket) -> Introduction:
+        """Performs the handshake with whoever has connected."""
+        introduction = Introduction.read(receive(connection, self._secret, self._line_bytes))
+        if introduction is None:
+            raise NotOursError("it is no worker of a tfdist job")
+        connection.settimeout(_STATUS_SECONDS)
+        return introduction
+
+    def _judge(self, connection: socket.socket, source: str, guest: Introduction) -> None:
+        """Admits a worker, or refuses it."""
+        present = self._come.get(guest.worker)
+        earlier = (present.source, present.introduction.host) if present else None
+        verdict = self._admission.judge(guest, source, earlier, time.monotonic())
+        if verdict.refused is None:
+            if verdict.problem:
+                self._warnings.say(f"{verdict.problem} The one at {source} is taken, where TF_CONFIG has it.")
+                self._dismiss(guest.worker)
+            self._come[guest.worker] = _Come(connection, source, guest)
+            return
+        # A stranger learns only which of its own claims does not fit.
+        _send(connection, {"error": verdict.problem} if self._secret else {"refused": verdict.refused})
+        connection.close()
+        if verdict.is_plain:
+            raise ClusterError(verdict.problem)
+        self._misfit = f"{guest.describe()} was refused: {verdict.problem}"
+        self._warnings.say(f"A worker at {source} is refused: {verdict.problem}")
+
+    def _dismiss_gone(self) -> None:
+        """Forgets the workers that have closed their connection: before the rendezvous ends they say nothing."""
+        poll = select.poll()
+        workers = {each.connection.fileno(): worker for worker, each in self._come.items()}
+        for descriptor in workers:
+            poll.register(descriptor, select.POLLIN)
+        for descriptor, _ in poll.poll(0):
+            self._dismiss(workers[descriptor])
+
+    def _dismiss(self, worker: int) -> None:
+        self._come.pop(worker).connection.close()
+
+
+class _Resolved:
+    """The IP addresses of the workers' hosts, looked up in a thread: name servers may take long.
+
+    Args:
+      addresses: Of the workers.
+    """
+
+    def __init__(self, addresses: list[str]):
+        self._addresses = addresses
+        self._found: dict[str, Collection[str]] = {}
+        threading.Thread(target=self._look_up, name="tfdist-resolve", daemon=True).start()
+
+    def __call__(self, worker: int) -> Collection[str]:
+        """Those of a worker's host that are known by now."""
+        return self._found.get(split_address(self._addresses[worker])[0], ())
+
+    def _look_up(self) -> None:
+        for host in {split_address(address)[0]: None for address in self._addresses}:
+            self._found[host] = frozenset(listening.addresses_of(host))
+
+
+def _listen(cluster: ClusterSpec) -> list[socket.socket]:
+    host, port = split_address(cluster.address)
+    try:
+        return listening.listen(host, port, backlog=1024, reuse_port=is_held(port))
+    except OSError as error:
+        raise ClusterError(
+            f"Worker 0 needs its port to receive the others, but this is {cluster.describe()} on "
+            f"{socket.gethostname()}, where it cannot be opened: {error}. `ss -ltnp 'sport = :{port}'` shows who holds "
+            "it: end that, or give worker 0 another port in every worker's TF_CONFIG."
+        ) from error
+
+
+# The others.
+
+
+def _report(cluster: ClusterSpec, secret: Secret | None, wait: _Wait) -> Mapping[int, socket.socket]:
+    """Tells worker 0 that this worker is there, until all are."""
+    refusals, tls = _Refusals(cluster), Tls.from_env()
+    while True:
+        why = ""
+        try:
+            with contextlib.ExitStack() as stack:
+                connection = stack.enter_context(_connect(cluster, tls))
+                introduce(connection, secret, dataclasses.asdict(_introduction(cluster)))
+                if _is_let_go(connection, cluster, wait, refusals):
+                    stack.pop_all()
+                    return {0: connection}
+        except RefusedError as error:
+            refusals.note(f"worker 0 and it refuse each other, by what it sees of worker 0: {error}")
+        except NotOursError as error:
+            why = str(error)
+        except socket.gaierror as error:
+            why = f"{error.strerror}: correct the name in TF_CONFIG or make it resolve"
+        except OSError as error:
+            why = error.strerror or str(error)
+        refusals.check()
+        wait.check([0], refusals.last or why)
+        time.sleep(_STATUS_SECONDS if refusals.last else _RETRY_SECONDS)
+
+
+def _connect(cluster: ClusterSpec, tls: Tls | None) -> socket.socket:
+    """A connection to worker 0."""
+    host, port = split_address(addresses_of(cluster)[0])
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(socket.create_connection((host, port), timeout=3 * _STATUS_SECONDS))
+        secured = connect(tls, connection, host)
+        stack.pop_all()
+        return secured
+
+
+def _is_let_go(connection: socket.socket, cluster: ClusterSpec, wait: _Wait, refusals: "_Refusals") -> bool:
+    """Listens to worker 0 until all workers have come; False if it refuses this one, or is something else.
+
+    Worker 0 speaks every second: who is silent for the connection's timeout is something else at that address.
+    """
+    with connection.makefile("rb") as lines:
+        while message := parse(lines.readline(_TOLD_BYTES)):
+            if "go" in message:
+                return True
+            if "error" in message:
+                kind = WorkerLostError if message.get("lost") else ClusterError
+                raise kind(f"{message['error']} (So says worker 0 to {cluster.describe()}.)")
+            if message.get("refused") in _REMEDIES:
+                refusals.note(_REMEDIES[message["refused"]])
+                return False
+            if not _is_status(message, cluster.num_workers):  # Not of ours.
+                return False
+            refusals.forget()
+            wait.check(message["missing"])
+    return False
+
+
+_REMEDIES = {
+    "cluster": "worker 0 has another cluster in its TF_CONFIG. Give all the same addresses in the same order",
+    "versions": f"worker 0 has other versions of {', '.join(_PACKAGES)}. Install the same everywhere",
+    "index": "worker 0 knows another process with this index. End one, or give it another index in TF_CONFIG",
+}
+
+
+class _Refusals:
+    """Why worker 0 refuses this worker, and for how long it has done so without a break.
+
+    Attributes:
+      last: The reason it gave last; `None` if it did not refuse this worker.
+    """
+
+    def __init__(self, cluster: ClusterSpec):
+        self._cluster = cluster
+        self._since = 0.0
+        self.last: str | None = None
+
+    def note(self, why: str) -> None:
+        """Worker 0 refuses this worker."""
+        if self.last is None:
+            self._since = time.monotonic()
+            logging.warning("worker 0 at %s refuses this worker: %s", addresses_of(self._cluster)[0], why)
+        self.last = why
+
+    def forget(self) -> None:
+        """Worker 0 does not refuse this worker any more."""
+        self.last = None
+
+    def check(self) -> None:
+        """Raises if worker 0 has refused this worker for some seconds."""
+        if self.last is not None and time.monotonic() - self._since > _REFUSED_SECONDS:
+            own = _introduction(self._cluster)
+            raise ClusterError(
+                f"This is {self._cluster.describe()} on {own.host}, and {self.last}. Here the addresses are "
+                f"{', '.join(own.addresses)}, and the versions {own.versions}; the log of worker 0 at "
+                f"{own.addresses[0]} has its own."
+            )
+
+
+# Both.
+
+
+def addresses_of(cluster: ClusterSpec) -> list[str]:
+    """Of all that train, by worker."""
+    return [*cluster.jobs.get("chief", ()), *cluster.jobs.get("worker", ())]
+
+
+def _introduction(cluster: ClusterSpec) -> Introduction:
+    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in _PACKAGES)
+    return Introduction(cluster.worker_id, tuple(addresses_of(cluster)), versions, socket.gethostname())
+
+
+def _is_status(message: dict[str, Any], workers: int) -> bool:
+    missing = message.get("missing")
+    return isinstance(missing, list) and all(type(worker) is int and 0 < worker < workers for worker in missing)
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # The reader is gone, which is noticed when reading.
+        send(connection, message)

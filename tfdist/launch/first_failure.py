@@ -1,0 +1,296 @@
+"""Which of a group's failures came first, and what is known of it."""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import re
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfdist.errors import CHIEF_SAYS, WAIT_FOR_CHIEF
+from tfdist.exit_codes import PREEMPTED, STALLED
+from tfdist.failure_kinds import (
+    Cause,
+    FailureKind,
+    exception_in_log,
+    is_refusal,
+    kind_of_exception,
+    telling_line,
+    told_kind,
+    user_line,
+)
+from tfdist.failure_report import LEFT, report_path
+from tfdist.launch.terminal_filter import is_library_line
+from tfdist.launch.worker_group import WorkerExit, describe_exit, log_path
+
+__all__ = [
+    "Failure",
+    "first_failure",
+    "is_consequence",
+    "not_started",
+    "reported_messages",
+    "reported_since",
+    "reported_stack",
+]
+
+_TAIL_LINES = 30
+_TAIL_BYTES = 1 << 16
+_FROM_REPORT = ("exception", "message", "stack", "suspect", "step", "section")
+_ARGUMENT_ERROR = 2  # The exit code of argparse, and of Python for its own command line.
+# What TensorFlow raises in a worker whose peer is gone.
+_CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError")
+_CONSEQUENCE_TEXTS = (
+    *("Collective ops is aborted", "Agent must be in CONNECTED state"),
+    *(WAIT_FOR_CHIEF, f"{CHIEF_SAYS}: "),
+)
+
+
+def is_consequence(exception: str | None, message: str) -> bool:
+    """Whether this exception, by its name, is raised in a worker whose peer has failed."""
+    return exception in _CONSEQUENCES or any(text in message for text in _CONSEQUENCE_TEXTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """How a worker failed, from its exit and, where it left one, its own report.
+
+    Attributes:
+      attempt: In which attempt.
+      worker: Which worker, None if the group could not be started for another reason.
+      host: The name of its machine.
+      time: When, in seconds since the epoch.
+      kind: "exception", "stall" (or another word of the report), "signal", "exit", "start".
+      exit_code: As a shell gives it: 128 + n for signal n.
+      signal: The name of the signal that killed it.
+      exception: The name of the exception's class.
+      category: The kind of failure, a `FailureKind`, by which the supervisor decides whether to start again.
+      message: The message of the exception.
+      reason: The line of it that tells the cause.
+      line: The innermost line of the user's own code: "train.py:12 in load".
+      stack: Where the worker was.
+      suspect: The worker that it believes to be the cause.
+      step: The step it was in.
+      section: The part of that step.
+      log: Its log file.
+      output: The end of that file, without lines of libraries.
+    """
+
+    attempt: int
+    worker: int | None
+    host: str
+    time: float
+    kind: str
+    exit_code: int
+    signal: str | None = None
+    exception: str | None = None
+    category: FailureKind = FailureKind.UNKNOWN
+    message: str | None = None
+    reason: str | None = None
+    line: str | None = None
+    stack: str | None = None
+    suspect: int | None = None
+    step: int | None = None
+    section: str | None = None
+    log: str | None = None
+    output: str = ""
+
+    @property
+    def culprit(self) -> int | None:
+        """The worker to do without, if this goes on."""
+        return self.worker if self.suspect is None else self.suspect
+
+    @property
+    def doubt(self) -> int:
+        """How likely it is the mere consequence of another: a killed worker fails or aborts the others."""
+        if self.kind == LEFT or is_consequence(self.exception, self.message or ""):
+            return 2
+        return 1 if self.kind == "exit" or self.signal == "SIGABRT" else 0
+
+    @property
+    def place(self) -> str | None:
+        """Equal if the same thing happens again; None if others may be the cause."""
+        if self.kind == "exception":
+            at = "" if self.step is None else f" at step {self.step}"
+            if told_kind(self.message or ""):  # of another worker, which another supervisor judges by the same words
+                return f"{telling_line(self.message or '')}{at}"
+            lines = re.findall(r'^ *File ".*", line \d+.*$', self.stack or "", re.MULTILINE)
+            return f"{self.exception} {lines[-1].strip()}{at}" if self.doubt == 0 and lines else None
+        if self.kind == "exit":  # what one worker decides, the next may be first to decide
+            return f"exit code {self.exit_code}"
+        if self.signal:
+            return None if self.doubt else f"{self.signal} of worker {self.worker}"
+        return f"stall in {self.section} of step {self.step}" if self.kind == "stall" else None
+
+    def describe(self) -> str:
+        """Says in a line what happened: "worker 1 was killed by SIGKILL"."""
+        if self.worker is None or self.kind == "start":
+            return self.message or "the workers could not be started"
+        if self.kind == "exception":
+            where = f" ({self.line})" if self.line else ""
+            return f"worker {self.worker} raised {self.exception}: {self.reason or ''}{where}"
+        if self.kind == "exit":
+            return f"worker {self.worker} {describe_exit(self.exit_code)}"
+        if self.kind == LEFT:
+            return f"worker {self.worker} was done, but another had failed"
+        if self.signal:
+            return f"worker {self.worker} was killed by {self.signal}"
+        because = "" if self.suspect is None else f", probably because of worker {self.suspect}"
+        return f"worker {self.worker} ended by {self.kind}{because}: {self.message or describe_exit(self.exit_code)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As `failure.json` has it."""
+        return dataclasses.asdict(self)
+
+
+def first_failure(
+    run_dir: pathlib.Path, attempt: int, by_themselves: Sequence[WorkerExit], asked: Sequence[WorkerExit], since: float
+) -> Failure:
+    """The failure that is most likely the cause of the others; the earliest, if several are.
+
+    Args:
+      run_dir: The folder of the run.
+      attempt: Which attempt.
+      by_themselves: The workers that ended before any was asked to, one of them with a failure.
+      asked: Those that ended after that. They failed by themselves only if they had reported so before.
+      since: When they were asked to end, in seconds since the epoch.
+    """
+    failures = [
+        _failure(run_dir, attempt, each, each.returncode, _report(run_dir, attempt, each.index, each.pid))
+        for each in by_themselves
+        if each.returncode not in (0, PREEMPTED)
+    ]
+    for each in asked:
+        report = _report(run_dir, attempt, each.index, each.pid)
+        if report and report["time"] <= since:
+            # What its exit code would have been, had it got that far.
+            returncode = STALLED if report.get("kind") == "stall" else 1
+            failures.append(_failure(run_dir, attempt, each, returncode, report))
+    return min(failures, key=lambda failure: (failure.doubt, failure.time))
+
+
+def reported_since(run_dir: pathlib.Path, attempt: int, pids: Mapping[int, int]) -> Mapping[int, float]:
+    """When workers reported why they end, in seconds since the epoch, by worker; without those that did not.
+
+    Args:
+      run_dir: The folder of the run.
+      attempt: Which attempt.
+      pids: The numbers of their processes, by worker.
+    """
+    reports = {worker: _report(run_dir, attempt, worker, pid) for worker, pid in pids.items()}
+    return {worker: report["time"] for worker, report in reports.items() if report}
+
+
+def reported_stack(run_dir: pathlib.Path, attempt: int, worker: int) -> str:
+    """The traceback in a worker's report; empty if there is none."""
+    try:
+        return str(json.loads(report_path(run_dir, attempt, worker).read_text())["stack"] or "")
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+
+
+def reported_messages(run_dir: pathlib.Path, attempt: int) -> list[str]:
+    """The messages in the reports of all workers of an attempt."""
+    messages = []
+    for path in (run_dir / f"attempt-{attempt}").glob("failure-*.json"):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            messages.append(str(json.loads(path.read_text())["message"]))
+    return messages
+
+
+def not_started(attempt: int, worker: int | None, error: Exception, time: float) -> Failure:
+    """The failure of a group that could not be started, because of one worker or in general."""
+    return Failure(
+        attempt=attempt,
+        worker=worker,
+        host=socket.gethostname(),
+        time=time,
+        kind="start",
+        exit_code=1,
+        exception=type(error).__name__,
+        # Another process may hold a port or the last process that the limits allow, but only for a while.
+        category=FailureKind.ENVIRONMENT,
+        message=str(error),
+        reason=telling_line(str(error)),
+    )
+
+
+def _failure(
+    run_dir: pathlib.Path, attempt: int, ended: WorkerExit, returncode: int, report: Mapping[str, Any]
+) -> Failure:
+    path = log_path(run_dir / f"attempt-{attempt}", ended.index)
+    output = _end_of(path)
+    if not report and returncode == 1:
+        report = _report_from_log(output)
+    message, stack = report.get("message"), report.get("stack")
+    reported: dict[str, Any] = {name: report.get(name) for name in _FROM_REPORT}
+    failure = Failure(
+        attempt=attempt,
+        worker=ended.index,
+        host=report.get("host") or socket.gethostname(),
+        time=report.get("time", ended.time),
+        kind=report.get("kind") or ("signal" if returncode < 0 else "stall" if returncode == STALLED else "exit"),
+        exit_code=returncode if returncode >= 0 else 128 - returncode,
+        signal=_signal_name(-returncode) if returncode < 0 else None,
+        log=str(path),
+        reason=telling_line(message) if message else None,
+        line=user_line(stack) if stack else None,
+        output="\n".join([each for each in output.splitlines() if not is_library_line(each)][-_TAIL_LINES:]),
+        **reported,
+    )
+    return dataclasses.replace(failure, category=_category(failure, report.get("causes") or (), output))
+
+
+def _category(failure: Failure, causes: Sequence[Mapping[str, Any]], output: str) -> FailureKind:
+    """The kind of a worker's failure."""
+    if failure.signal or failure.kind in ("stall", LEFT):
+        return FailureKind.MACHINE
+    if failure.kind == "exception":
+        told = told_kind(failure.message or "")
+        return told or kind_of_exception([Cause(tuple(cause["names"]), cause["text"]) for cause in causes])
+    if failure.exit_code in (1, _ARGUMENT_ERROR) and is_refusal(output):
+        return FailureKind.CONFIGURATION
+    return FailureKind.UNKNOWN
+
+
+def _report_from_log(output: str) -> Mapping[str, Any]:
+    """A report made of the exception that Python printed, for a worker that failed before `import tfdist`."""
+    found = exception_in_log("\n".join(line for line in output.splitlines() if not is_library_line(line)))
+    if found is None:
+        return {}
+    cause, stack = found
+    return {
+        "kind": "exception",
+        "exception": cause.names[0],
+        "causes": [dataclasses.asdict(cause)],
+        "message": cause.text,
+        "stack": stack,
+    }
+
+
+def _report(run_dir: pathlib.Path, attempt: int, worker: int, pid: int) -> Mapping[str, Any]:
+    """A worker's report; empty if there is none that is whole and its own."""
+    try:
+        report = json.loads(report_path(run_dir, attempt, worker).read_text())
+        return report if report["pid"] == pid and isinstance(report["time"], int | float) else {}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {number}"
+
+
+def _end_of(path: pathlib.Path) -> str:
+    """The last part of a log, of 64 KiB at most."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            return log.read().decode(errors="replace")
+    except OSError:
+        return ""

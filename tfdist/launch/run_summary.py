@@ -1,0 +1,57 @@
+"""The words in which a run says how it went."""
+
+from tfdist.exit_codes import PREEMPTED
+from tfdist.launch.first_failure import Failure
+
+__all__ = ["details_of", "duration", "outcome_line"]
+
+_CRASH = "Fatal Python error: "
+
+
+def duration(seconds: float) -> str:
+    """A time span for reading: "7.2 s", "72 s", "12 min 5 s", "3 h 12 min"."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 100:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes} min {rest} s" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def outcome_line(outcome: str, exit_code: int, seconds: float, attempts: int) -> str:
+    """How a run ended, after how long and how many attempts.
+
+    Args:
+      outcome: "done", "failed", "preempted" or "stopped", as `Attempt` has it.
+      exit_code: The exit code of the run.
+      seconds: How long it took.
+      attempts: How often the workers were started.
+    """
+    took = f"{duration(seconds)}, {attempts} attempt{'' if attempts == 1 else 's'}"
+    if outcome == "done":
+        return f"done in {took}"
+    if outcome == "preempted":
+        return f"gave up after {took}, the last ones without a commit"
+    if outcome == "stopped":
+        saved = "saved and stopped; start again to go on" if exit_code == PREEMPTED else "stopped, not saved"
+        return f"{saved}, after {took}"
+    return f"failed for good after {took}"
+
+
+def details_of(failure: Failure, *, is_shown: bool, is_reported: bool) -> str:
+    """A traceback, a crash dump or the last lines of the worker that ended a run; empty if the terminal has them.
+
+    Args:
+      failure: How the worker failed.
+      is_shown: Whether the terminal shows this worker's output, which `TerminalFilter` leaves some parts out of.
+      is_reported: Whether the worker has reported its traceback, which is one of these parts.
+    """
+    if failure.kind == "exception" and failure.stack:
+        return failure.stack.rstrip() if is_reported or not is_shown else ""
+    if failure.kind not in ("exit", "signal"):
+        return ""  # A stall says in its message who waits where; the stacks of all threads are in the log.
+    if not is_shown:
+        return failure.output
+    _, found, dump = failure.output.partition(_CRASH)
+    return found + dump

@@ -1,0 +1,73 @@
+"""How many workers this machine can start at most."""
+
+import dataclasses
+import pathlib
+import resource
+
+from tfdist.launch.memory_limit import free_memory
+
+__all__ = ["Limits", "refusal"]
+
+_FILES_A_WORKER, _FILES_OF_OWN = 6, 64  # A log, ends of pipes, a held port; and the files of this process.
+_PROCESSES_A_WORKER = 2  # Each has threads besides, which count as well.
+_BYTES_A_WORKER = 16 << 20  # A Python process that does nothing yet; TensorFlow takes some 400 MB.
+_PORTS = 50_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The resources of this machine that workers share.
+
+    Attributes:
+      files: How many files this process may have open.
+      processes: How many processes this user may have.
+      memory: How many bytes are free.
+    """
+
+    files: int
+    processes: int
+    memory: int
+
+    @classmethod
+    def of_this_machine(cls) -> "Limits":
+        """The limits that hold now."""
+        try:
+            memory = free_memory()
+        except (OSError, ValueError):
+            memory = 1 << 62
+        files = _soft_limit(resource.RLIMIT_NOFILE)
+        return cls(files, min(_soft_limit(resource.RLIMIT_NPROC), _most_processes()), memory)
+
+
+def refusal(workers: int, limits: Limits) -> str | None:
+    """Why so many workers cannot be started, and how many could be; None if nothing speaks against it.
+
+    Only an impossible number is refused: workers may need much more than they need to start.
+    """
+    most, why = min(
+        ((limits.files - _FILES_OF_OWN) // _FILES_A_WORKER, f"a process may open {limits.files} files (`ulimit -n`)"),
+        (limits.processes // _PROCESSES_A_WORKER, f"there may be {limits.processes} processes (`ulimit -u`)"),
+        (limits.memory // _BYTES_A_WORKER, f"{limits.memory >> 20} MiB of memory are free"),
+        (_PORTS, "each needs a TCP port of its own"),
+    )
+    return (
+        f"this machine can start {max(most, 0)} workers at most, got {_shown(workers)}: {why}"
+        if workers > most
+        else None
+    )
+
+
+def _soft_limit(which: int) -> int:
+    soft, _ = resource.getrlimit(which)
+    return 1 << 62 if soft == resource.RLIM_INFINITY else soft
+
+
+def _most_processes() -> int:
+    try:
+        return int(pathlib.Path("/proc/sys/kernel/pid_max").read_text())
+    except (OSError, ValueError):
+        return 1 << 22
+
+
+def _shown(number: int) -> str:
+    return str(number) if number < 10**12 else f"a number of {len(str(number))} digits"

@@ -1,0 +1,245 @@
+"""Where a worker's output goes: to its log file, and for some to the terminal too."""
+
+import contextlib
+import math
+import os
+import pathlib
+import pty
+import re
+import select
+import subprocess
+import termios
+import threading
+import time
+import tty
+from collections.abc import Callable
+from typing import IO, Protocol
+
+from tfdist.launch.terminal_filter import TerminalFilter
+from tfdist.symlink_safe_file import no_follow
+
+__all__ = ["Lines", "Output"]
+
+_CHUNK_BYTES = 1 << 16
+_LINE_BYTES = 1 << 16
+_IDLE_MILLISECONDS = 50  # A line that has not ended by then is shown as far as it came.
+_BAR_SECONDS = 30.0
+_STDOUT, _STDERR = 1, 2
+_UTF8_CONTINUATION = range(0x80, 0xC0)
+_PIECES = re.compile(rb"[\r\n]|[\b]+|[^\r\n\b]+")
+_terminal = threading.Lock()
+
+
+class Output:
+    """The standard output and error of one worker, from before its start until after its end.
+
+    Open it, start the worker with `stdout` and `stderr`, then call `begin`; when the worker is gone, `finish`. The log
+    file has every byte, whatever is shown.
+
+    Args:
+      path: The log file. It is appended to.
+      show: "no": only the log. "calm": this process's own output and error show the worker's, without the lines that
+        `TerminalFilter` leaves out; if they are a terminal, the worker has one too, so that progress bars work. "by
+        line": this process's own output shows the worker's lines, all of them, after `name`.
+      name: What to print before a line.
+      reported_stack: See `TerminalFilter`.
+
+    Raises:
+      OSError: If the log cannot be written.
+    """
+
+    def __init__(self, path: pathlib.Path, *, show: str, name: str = "", reported_stack: Callable[[], str] = str):
+        self._log: IO[bytes] = open(path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 (see `finish`)
+        self._ends: list[int] = []  # of the worker
+        self._sources: list[tuple[int, int | None, _View]] = []  # to read from, where to show it, and how
+        self._pumps: list[threading.Thread] = []
+        self.stderr: int = subprocess.STDOUT
+        # Also what goes to the log alone is copied: a full disk is then no error of the worker.
+        if show == "calm":
+            self.stdout = self._open_source(_STDOUT, _Everything(), terminal=os.isatty(_STDOUT))
+            self.stderr = self._open_source(_STDERR, TerminalFilter(reported_stack), terminal=os.isatty(_STDERR))
+        else:
+            shown = _STDOUT if show == "by line" else None
+            self.stdout = self._open_source(shown, _NamedLines(f"{name} ".encode()), terminal=False)
+
+    def begin(self) -> None:
+        """Starts to copy, now that the worker has its ends. Starts threads: fork before, not after."""
+        self._close_ends()
+        self._pumps = [
+            threading.Thread(target=self._pump, args=source, name="tfdist-output", daemon=True)
+            for source in self._sources
+        ]
+        for pump in self._pumps:
+            pump.start()
+
+    def finish(self, seconds: float) -> None:
+        """Waits for the last words, but not for ever: what escaped from the worker's session may hold its output."""
+        self._close_ends()
+        if not self._pumps:
+            for source, *_ in self._sources:
+                os.close(source)
+            self._sources = []
+        for pump in self._pumps:
+            pump.join(seconds)
+        if not any(pump.is_alive() for pump in self._pumps):
+            self._log.close()
+
+    def _open_source(self, shown: int | None, view: "_View", *, terminal: bool) -> int:
+        """The worker's end of a new channel whose bytes go to the log, and as `view` has them to `shown`."""
+        if terminal and shown is not None:
+            ours, theirs = pty.openpty()
+            tty.setraw(theirs)  # the real terminal does what is to be done about line ends
+            with contextlib.suppress(termios.error):
+                termios.tcsetwinsize(theirs, termios.tcgetwinsize(shown))
+        else:
+            ours, theirs = os.pipe()
+        self._sources.append((ours, shown, view))
+        self._ends.append(theirs)
+        return theirs
+
+    def _close_ends(self) -> None:
+        while self._ends:
+            os.close(self._ends.pop())
+
+    def _pump(self, source: int, shown: int | None, view: "_View") -> None:
+        """Copies until the end, whatever fails: the worker must not block on a full pipe.
+
+        A reader that is gone (`| head`) is left out from then on; a disk that is full may have room again.
+        """
+        with open(source, "rb", buffering=0) as stream, contextlib.suppress(OSError):  # A terminal's end is an error.
+            ready = select.poll()
+            ready.register(stream, select.POLLIN)
+            while True:
+                if view.has_rest and not ready.poll(_IDLE_MILLISECONDS):
+                    shown = _show(shown, view.flush())
+                    ready.poll()
+                if not (chunk := stream.read(_CHUNK_BYTES)):
+                    break
+                _put(self._log.fileno(), chunk)
+                shown = _show(shown, view.feed(chunk))
+        _show(shown, view.end())
+
+
+class _View(Protocol):
+    """What is shown of a stream."""
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether something is kept back that `flush` may give."""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What to show of this chunk and of what was kept back."""
+
+    def flush(self) -> bytes:
+        """What to show since nothing more comes for a moment."""
+
+    def end(self) -> bytes:
+        """What to show since nothing more comes."""
+
+
+class _Everything:
+    has_rest = False
+
+    def feed(self, chunk: bytes) -> bytes:
+        return chunk
+
+    def flush(self) -> bytes:
+        return b""
+
+    end = flush
+
+
+class _NamedLines:
+    """Whole lines, each after a name."""
+
+    has_rest = False
+
+    def __init__(self, name: bytes):
+        self._name, self._lines = name, Lines()
+
+    def feed(self, chunk: bytes) -> bytes:
+        return self._named(self._lines.split(chunk))
+
+    def flush(self) -> bytes:
+        return b""
+
+    def end(self) -> bytes:
+        return self._named(self._lines.rest())
+
+    def _named(self, lines: list[bytes]) -> bytes:
+        return b"".join(self._name + line + b"\n" for line in lines)
+
+
+class Lines:
+    """Cuts bytes into lines as a terminal would show them, and cuts what is longer than 64 KiB.
+
+    A progress bar, which goes back by carriage returns and backspaces, is one line in its last state. One that takes
+    long is shown as it stands every 30 s.
+
+    Args:
+      clock: Gives the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._line = bytearray()
+        self._back = 0.0  # How many characters the next one goes back first; all of them after a carriage return.
+        self._clock = clock
+        self._shown = clock()
+
+    def split(self, chunk: bytes) -> list[bytes]:
+        """The lines that end with this chunk, without their ends."""
+        lines: list[bytes] = []
+        for piece in _PIECES.findall(chunk):
+            if piece == b"\n":
+                lines.append(self._take())
+            elif piece == b"\r":
+                self._back = math.inf
+                if self._line and self._clock() - self._shown >= _BAR_SECONDS:
+                    lines.append(self._take())
+            elif piece.startswith(b"\b"):
+                self._back += len(piece)
+            else:
+                self._go_back()
+                self._line += piece
+                while len(self._line) > _LINE_BYTES:
+                    lines.append(bytes(self._line[:_LINE_BYTES]))
+                    del self._line[:_LINE_BYTES]
+        return lines
+
+    def rest(self) -> list[bytes]:
+        """What came after the last end of a line, as a line if it is not empty."""
+        return [self._take()] if self._line else []
+
+    def _take(self) -> bytes:
+        line, self._line, self._back = bytes(self._line), bytearray(), 0.0
+        self._shown = self._clock()
+        return line
+
+    def _go_back(self) -> None:
+        while self._back > 0 and self._line:
+            while self._line.pop() in _UTF8_CONTINUATION and self._line:
+                pass
+            self._back -= 1
+        self._back = 0.0
+
+
+def _show(place: int | None, data: bytes) -> int | None:
+    if place is None or not data:  # nor wait for others at a terminal that does not move
+        return place
+    with _terminal:
+        return _put(place, data)
+
+
+def _put(place: int | None, data: bytes) -> int | None:
+    """Writes to a place; gives it back, or None once it fails."""
+    if place is not None:
+        try:
+            _write_all(place, data)
+        except OSError:
+            return None
+    return place
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
