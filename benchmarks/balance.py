@@ -262,14 +262,14 @@ def equal(workers: int, setting: dict, rounds: int, steps: int) -> None:
 
 def planning(replicas: int, rows: int, steps: int = 500) -> None:
     """Measures the time per step of planning, handing out and deciding shares, without TensorFlow."""
-    from tfdist.data.batch_assignment import Handout
-    from tfdist.data.batch_plan import Plan, split
+    from tfdist.data.batch_assignment import BatchAssignment
+    from tfdist.data.batch_plan import BatchPlan, split
     from tfdist.data.example_order import Shuffled
     from tfdist.data.replica_speed import SpeedModel
 
     shares, at_most = split(rows, [1] * replicas), [rows] * replicas
-    plan, model = Plan(steps * rows, rows, Shuffled(steps * rows, 0)), SpeedModel(replicas)
-    handout = Handout(plan, 0, 0, shares, at_most, repeat=False, lead=4)
+    plan, model = BatchPlan(steps * rows, rows, Shuffled(steps * rows, 0)), SpeedModel(replicas)
+    handout = BatchAssignment(plan, 0, 0, shares, at_most, repeat=False, lead=4)
     batches = handout.indices([0], range(replicas))
     rng = np.random.default_rng(0)
     start = time.thread_time()

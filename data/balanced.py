@@ -11,15 +11,15 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.data.batch_assignment import Handout
+from tfdist.data.batch_assignment import BatchAssignment
 from tfdist.data.batch_coalescing import Asked, When
-from tfdist.data.batch_plan import Plan
+from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.example_order import Unshuffled, chosen_order
-from tfdist.data.pipeline import Make, Pipeline, Use, finished
+from tfdist.data.pipeline import Make, Pipeline, PipelineUse, finished
 from tfdist.data.replica_shares import Shares
 from tfdist.data.sources import Source, as_source
 from tfdist.data.statistics import Statistics, StepTimes
-from tfdist.data.topology import Place
+from tfdist.data.topology import ReplicaTopology
 from tfdist.data.validation import check_truth, checked_count, checked_whole
 from tfdist.data.weak_callbacks import weakly
 from tfdist.errors import PositionError
@@ -128,7 +128,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
             )
         self._pipeline = Pipeline(self.source, map_fn, num_parallel_calls, service)
         order = chosen_order(len(self.source), self._seed, shuffle, block_size, stratify_by)
-        self.plan = Plan(len(self.source), size, order, drop_remainder)
+        self.plan = BatchPlan(len(self.source), size, order, drop_remainder)
         if not self.plan.steps_per_epoch:
             raise ValueError(
                 f"drop_remainder=True leaves nothing of {len(self.source)} examples in batches of {global_batch_size}. "
@@ -137,14 +137,14 @@ class BalancedSharding(tf.train.experimental.PythonState):
         self._fingerprint = self.source.fingerprint()
         self._epoch = self._step = 0
         self._lock = threading.RLock()
-        self._place: Place | None = None  # Where the strategy reads that it belongs to.
+        self._place: ReplicaTopology | None = None  # Where the strategy reads that it belongs to.
         self._reports: Any = None
         # Without such a strategy: where all begin, and the epochs before which all was read, by who reads.
         self._restored = (0, 0)
-        self._epochs_read: dict[Place, int] = {}
+        self._epochs_read: dict[ReplicaTopology, int] = {}
         # For iterators from which nothing was read yet, those of training and those of evaluation.
-        self._begun: dict[bool, list[Handout]] = {True: [], False: []}
-        self._unreported: Handout | None = None
+        self._begun: dict[bool, list[BatchAssignment]] = {True: [], False: []}
+        self._unreported: BatchAssignment | None = None
         self._times = StepTimes()
         self.visitors: list[Callable[[int, np.ndarray], None]] = []
 
@@ -217,8 +217,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
         counted.sharding, counted.context = made.sharding, context
         return counted
 
-    def _dataset(self, place: Place, training: bool, is_started: bool) -> tf.data.Dataset:
-        use = Use(place, training, is_started, has_rows=self._fewest_rows >= place.replicas)
+    def _dataset(self, place: ReplicaTopology, training: bool, is_started: bool) -> tf.data.Dataset:
+        use = PipelineUse(place, training, is_started, has_rows=self._fewest_rows >= place.replicas)
         rows, has_read = max(self._shares.at(place)), functools.partial(weakly(self._has_read), place)
         made = finished(self._pipeline.dataset(use, rows, weakly(self._batches), has_read))
         made.sharding = self  # Kept by who reads from it.
@@ -240,7 +240,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         return self._plan_of_evaluation.rows(self.evaluation_steps - 1)
 
     @property
-    def _plan_of_evaluation(self) -> Plan:
+    def _plan_of_evaluation(self) -> BatchPlan:
         return dataclasses.replace(self.plan, order=Unshuffled(), drop_remainder=False)
 
     def start(
@@ -251,7 +251,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         counts: bool = True,
         goes_on: bool = False,
         is_seen: bool = False,
-    ) -> Handout:
+    ) -> BatchAssignment:
         """Begins to hand out to the iterator that is made next.
 
         Args:
@@ -279,15 +279,17 @@ class BalancedSharding(tf.train.experimental.PythonState):
             self._begun[training] = [each for each in self._begun[training] if not each.closed] + [handout]
             return handout
 
-    def _handout_of_evaluation(self, place: Place) -> Handout:
-        return Handout(self._plan_of_evaluation, 0, 0, self._shares.at(place), place.at_most, repeat=False)
+    def _handout_of_evaluation(self, place: ReplicaTopology) -> BatchAssignment:
+        return BatchAssignment(self._plan_of_evaluation, 0, 0, self._shares.at(place), place.at_most, repeat=False)
 
-    def _start_training(self, place: Place, models: Sequence[Any], counts: bool, repeat: bool) -> Handout:
+    def _start_training(
+        self, place: ReplicaTopology, models: Sequence[Any], counts: bool, repeat: bool
+    ) -> BatchAssignment:
         reported = bool(models) and self._reports is not None
         adapts = reported and self._shares.follow_speed and place.replicas > 1
         lead = _LEAD if adapts else None
         position = self._epoch, self._step
-        handout = Handout(self.plan, *position, self._shares.present, place.at_most, repeat=repeat, lead=lead)
+        handout = BatchAssignment(self.plan, *position, self._shares.present, place.at_most, repeat=repeat, lead=lead)
         if reported:
             self._reports.feed(models, functools.partial(self._take, place, handout))
             self._unreported = None
@@ -298,7 +300,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     # What the pipeline calls.
 
-    def _batches(self, make: Make, use: Use) -> Iterator[tuple[Any, When]]:
+    def _batches(self, make: Make, use: PipelineUse) -> Iterator[tuple[Any, When]]:
         """What `make` makes of batches, of one or of several that stand alike, and when they stand."""
         handout = self._begun_for(use.training) if use.is_started else self._handout_apart(use)
         for when, examples, made in make(self._asked(handout, use.place), handout):
@@ -310,13 +312,13 @@ class BalancedSharding(tf.train.experimental.PythonState):
         if handout.finished and use.is_started:
             self._count_read(handout, handout.epoch + 1)
 
-    def _asked(self, handout: Handout, place: Place) -> Asked:
+    def _asked(self, handout: BatchAssignment, place: ReplicaTopology) -> Asked:
         own = place.own
         before, of_epoch = handout.position[1] * len(own), self.plan.steps_per_epoch * len(own)
         for number, indices in enumerate(handout.indices(own, place.parts), before + 1):
             yield When(handout.epoch, handout.epoch + 1 if number % of_epoch == 0 else 0), indices
 
-    def _begun_for(self, training: bool) -> Handout:
+    def _begun_for(self, training: bool) -> BatchAssignment:
         """Of the iterators that nobody has read from, the newest: Keras makes some that it drops."""
         with self._lock:
             waiting = [handout for handout in self._begun[training] if not handout.closed]
@@ -324,7 +326,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
             self._begun[training] = waiting[:-1]
             return handout
 
-    def _handout_apart(self, use: Use) -> Handout:
+    def _handout_apart(self, use: PipelineUse) -> BatchAssignment:
         """For whom no strategy of tfdist calls `start`."""
         with self._lock:
             if not use.training:
@@ -334,31 +336,33 @@ class BalancedSharding(tf.train.experimental.PythonState):
             else:
                 read = self._epochs_read.get(use.place)
                 position = self._restored if read is None else (read, 0)
-            return Handout(self.plan, *position, self._shares.at(use.place), use.place.at_most, repeat=self._repeat)
+            return BatchAssignment(
+                self.plan, *position, self._shares.at(use.place), use.place.at_most, repeat=self._repeat
+            )
 
-    def _count_read(self, handout: Handout, epoch: int) -> None:
+    def _count_read(self, handout: BatchAssignment, epoch: int) -> None:
         """Takes note that all before `epoch` was read for an iterator."""
         with self._lock:
             handout.epoch_read = epoch
             self._count(handout)
 
-    def has_given(self, handout: Handout) -> None:
+    def has_given(self, handout: BatchAssignment) -> None:
         """Takes note that one more batch was taken from an iterator, by Python."""
         with self._lock:
             handout.given += 1
             self._count(handout)
 
-    def gives_unseen(self, handout: Handout) -> None:
+    def gives_unseen(self, handout: BatchAssignment) -> None:
         """Takes note that from now on batches are taken by a graph, where nobody counts them."""
         with self._lock:
             handout.is_seen = False
             self._count(handout)
 
-    def _count(self, handout: Handout) -> None:
+    def _count(self, handout: BatchAssignment) -> None:
         if handout is self._unreported and (epoch := handout.epoch_taken) > self._epoch:
             self._epoch, self._step = epoch, 0
 
-    def _has_read(self, place: Place, epoch: np.ndarray) -> None:
+    def _has_read(self, place: ReplicaTopology, epoch: np.ndarray) -> None:
         """Takes note that all before `epoch` was taken in some place."""
         with self._lock:
             if self.is_followed:
@@ -369,7 +373,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     # What training says.
 
-    def _take(self, place: Place, handout: Handout, report: Any) -> None:
+    def _take(self, place: ReplicaTopology, handout: BatchAssignment, report: Any) -> None:
         with self._lock:
             epoch, step = handout.position
             if not handout.has_trained(report.rows):
@@ -381,7 +385,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
                 is_first = step == 0 or not statistics.step_seconds
                 self._shares.learn(place, handout, report, is_first=is_first)
 
-    def _tell_visitors(self, place: Place, epoch: int, handout: Handout) -> None:
+    def _tell_visitors(self, place: ReplicaTopology, epoch: int, handout: BatchAssignment) -> None:
         if self.visitors:
             examples = np.concatenate([handout.handed_out.popleft() for _ in place.own])
             for visitor in list(self.visitors):  # One that is let go meanwhile takes itself out.
@@ -492,5 +496,5 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     # Who reads.
 
-    def _place_of(self, context: tf.distribute.InputContext) -> Place:
-        return Place.of(context, self.plan.global_batch_size, self._max_rows)
+    def _place_of(self, context: tf.distribute.InputContext) -> ReplicaTopology:
+        return ReplicaTopology.of(context, self.plan.global_batch_size, self._max_rows)

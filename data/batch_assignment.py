@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tfdist.data.batch_plan import Plan, split
+from tfdist.data.batch_plan import BatchPlan, split
 from tfdist.errors import PositionError
 from tfdist.faults import activity
 
@@ -17,7 +17,7 @@ _LOOKS = 10  # How often to check, in that time, what `fit` does.
 _STEPS_BETWEEN_CHANGES = 4  # Steps measured under new shares, after they are in force, before the next change.
 
 
-class Handout:
+class BatchAssignment:
     """Hands out the rows of this worker's replicas, step by step, from a position on.
 
     Shares may change while the pipeline reads ahead. All workers must change them at the same step. So the shares of
@@ -45,7 +45,7 @@ class Handout:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: BatchPlan,
         epoch: int,
         step: int,
         shares: tuple[int, ...],

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfdist.data.batch_assignment import Handout
+from tfdist.data.batch_assignment import BatchAssignment
 
 EXAMPLES_TOGETHER = 4096
 _SECONDS_TOGETHER = 0.003  # Longest time to collect batches, since training may wait for the first of them.
@@ -29,7 +29,7 @@ Asked = Iterator[tuple[When, np.ndarray]]  # Batches as indices of examples.
 Made = Iterator[tuple[When, list[np.ndarray], Any]]  # The place of some batches, their indices, and the element made.
 
 
-def together(most: int, are_equal: bool, asked: Asked, handout: Handout) -> Made:
+def together(most: int, are_equal: bool, asked: Asked, handout: BatchAssignment) -> Made:
     """Groups batches of the same place, as far as their shares are decided. The last batch of an epoch comes alone.
 
     Args:

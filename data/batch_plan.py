@@ -9,7 +9,7 @@ from tfdist.data.example_order import Order
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """The global batches of a data set. Batch k depends only on k, the epoch, the order and the batch size.
 
     Attributes:

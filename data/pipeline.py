@@ -8,25 +8,25 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.batch_assignment import Handout
+from tfdist.data.batch_assignment import BatchAssignment
 from tfdist.data.batch_coalescing import EXAMPLES_TOGETHER, Asked, Made, When, together
 from tfdist.data.reading import Reader
 from tfdist.data.service import Service
 from tfdist.data.sources import Source
-from tfdist.data.topology import Place
+from tfdist.data.topology import ReplicaTopology
 from tfdist.data.validation import checked_count
 from tfdist.data.weak_callbacks import weakly
 
 
 @dataclasses.dataclass(frozen=True)
-class Use:
+class PipelineUse:
     """The worker that reads a dataset, whether to train, and whether `start` begins its iterators.
 
     Attributes:
       has_rows: Whether every batch has rows for every replica.
     """
 
-    place: Place
+    place: ReplicaTopology
     training: bool
     is_started: bool
     has_rows: bool
@@ -37,8 +37,8 @@ class Use:
         return self.training and not self.is_started
 
 
-Make = Callable[[Asked, Handout], Made]
-Batches = Callable[[Make, Use], Iterator[tuple[Any, When]]]  # Hands out indices for a use, and yields elements.
+Make = Callable[[Asked, BatchAssignment], Made]
+Batches = Callable[[Make, PipelineUse], Iterator[tuple[Any, When]]]  # Hands out indices for a use, and yields elements.
 
 
 class Pipeline:
@@ -61,7 +61,9 @@ class Pipeline:
             self._calls = checked_count("num_parallel_calls", num_parallel_calls)
         self._service = Service(service, source, map_fn) if service is not None else None
 
-    def dataset(self, use: Use, rows: int, batches: Batches, has_read: Callable[[np.ndarray], None]) -> tf.data.Dataset:
+    def dataset(
+        self, use: PipelineUse, rows: int, batches: Batches, has_read: Callable[[np.ndarray], None]
+    ) -> tf.data.Dataset:
         """A dataset of batches, read ahead.
 
         Args:
@@ -80,12 +82,12 @@ class Pipeline:
         steps = self._read_together(use, batches) if is_together else self._asked(use, batches, EXAMPLES_TOGETHER)
         return _taken(self._read_here(use, steps).prefetch(len(use.place.own)), tell)
 
-    def first_example(self, place: Place) -> tf.data.Dataset:
+    def first_example(self, place: ReplicaTopology) -> tf.data.Dataset:
         """The first example of the source, in a batch of its own."""
         indices = tf.data.Dataset.from_tensors(tf.zeros([1], tf.int64))
         return indices.map(lambda first: self._reader(first, replica=place.own.start))
 
-    def _asked(self, use: Use, batches: Batches, most: int, *, are_equal: bool = False) -> tf.data.Dataset:
+    def _asked(self, use: PipelineUse, batches: Batches, most: int, *, are_equal: bool = False) -> tf.data.Dataset:
         """A dataset of the groups that `together` makes: padded indices, lengths, and epochs that begin after them."""
         make = functools.partial(together, most, are_equal)
         return tf.data.Dataset.from_generator(
@@ -93,7 +95,7 @@ class Pipeline:
             output_signature=(tf.TensorSpec([None, None], tf.int64), *[tf.TensorSpec([None], tf.int64)] * 2),
         )
 
-    def _read_together(self, use: Use, batches: Batches, *, are_equal: bool = False) -> tf.data.Dataset:
+    def _read_together(self, use: PipelineUse, batches: Batches, *, are_equal: bool = False) -> tf.data.Dataset:
         """The dataset of `_asked`, with the examples of each group."""
         asked = self._asked(use, batches, min(self._source.examples_together, EXAMPLES_TOGETHER), are_equal=are_equal)
         return asked.map(
@@ -102,14 +104,14 @@ class Pipeline:
             deterministic=True,
         )
 
-    def _read_here(self, use: Use, steps: tf.data.Dataset) -> tf.data.Dataset:
+    def _read_here(self, use: PipelineUse, steps: tf.data.Dataset) -> tf.data.Dataset:
         def read(indices: tf.Tensor, length: tf.Tensor, end: tf.Tensor, *examples: tf.Tensor) -> Any:
             first = use.place.own.start
             return self._reader(indices[:length], *[each[:length] for each in examples], replica=first), end
 
         return steps.unbatch().map(read, num_parallel_calls=self._calls, deterministic=True)
 
-    def _read_there(self, use: Use, batches: Batches) -> tf.data.Dataset:
+    def _read_there(self, use: PipelineUse, batches: Batches) -> tf.data.Dataset:
         assert self._service is not None
         return tf.data.Dataset.from_generator(
             functools.partial(_made_there, batches, weakly(self._service.batches), use),
@@ -153,13 +155,13 @@ def _taken(dataset: tf.data.Dataset, tell: Callable[[np.ndarray], None] | None) 
     return dataset.map(taken)
 
 
-def _made_here(batches: Batches, make: Make, use: Use) -> Iterator[Any]:
+def _made_here(batches: Batches, make: Make, use: PipelineUse) -> Iterator[Any]:
     for (rows, lengths), when in batches(make, use):
         yield rows, lengths, np.full(len(lengths), when.begins)
 
 
-def _made_there(batches: Batches, serve: Callable[..., Any], use: Use) -> Iterator[Any]:
-    def make(asked: Asked, handout: Handout) -> Made:
+def _made_there(batches: Batches, serve: Callable[..., Any], use: PipelineUse) -> Iterator[Any]:
+    def make(asked: Asked, handout: BatchAssignment) -> Made:
         for when, indices, batch in serve(asked, lambda: handout.closed, replica=use.place.own.start):
             yield when, [indices], batch
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.data.batch_assignment import Handout
+from tfdist.data.batch_assignment import BatchAssignment
 from tfdist.data.batch_plan import split
 from tfdist.data.replica_speed import SpeedModel
-from tfdist.data.topology import Place
+from tfdist.data.topology import ReplicaTopology
 
 _LEAST_WEIGHT = 1e-300  # With smaller weights, or larger ones than its inverse, quotients leave the range of floats.
 
@@ -40,7 +40,7 @@ class Shares:
         """Whether shares follow the measured speed of the replicas."""
         return self.policy == "speed"
 
-    def at(self, place: Place) -> tuple[int, ...]:
+    def at(self, place: ReplicaTopology) -> tuple[int, ...]:
         """The present shares if they fit the place's replicas and limits, else the initial shares of the policy.
 
         Raises:
@@ -52,7 +52,7 @@ class Shares:
             return self.present
         return split(self._size, weights, place.at_most)
 
-    def settle(self, place: Place) -> None:
+    def settle(self, place: ReplicaTopology) -> None:
         """Keeps the present shares and measurements if they fit these replicas, else starts from the policy."""
         shares = self.at(place)
         if shares is not self.present:
@@ -60,7 +60,7 @@ class Shares:
         if len(self._before) != place.replicas:
             self._before = np.zeros(place.replicas)
 
-    def learn(self, place: Place, handout: Handout, report: Any, *, is_first: bool) -> None:
+    def learn(self, place: ReplicaTopology, handout: BatchAssignment, report: Any, *, is_first: bool) -> None:
         """Decides the shares of one more step of a handout, from the report of a step that was trained on.
 
         Args:

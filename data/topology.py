@@ -11,7 +11,7 @@ from tfdist.data.validation import as_count
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ReplicaTopology:
     """The place of a worker in the cluster that reads a data set.
 
     Attributes:
@@ -27,7 +27,7 @@ class Place:
     at_most: tuple[int, ...]
 
     @classmethod
-    def of(cls, context: tf.distribute.InputContext, global_batch_size: int, max_rows: Any) -> "Place":
+    def of(cls, context: tf.distribute.InputContext, global_batch_size: int, max_rows: Any) -> "ReplicaTopology":
         """The place for a `tf.distribute` input context.
 
         Raises:

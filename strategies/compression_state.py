@@ -18,13 +18,13 @@ from absl import logging
 from tfdist import _tf
 from tfdist.strategies.collectives.collective_launcher import is_added_up
 from tfdist.strategies.collectives.gradient_groups import Gradient
-from tfdist.strategies.collectives.gradient_reducer import RAW_BYTES, SENT_BYTES, STEPS, Exchange
+from tfdist.strategies.collectives.gradient_reducer import RAW_BYTES, SENT_BYTES, STEPS, GradientReducer
 from tfdist.strategies.compression import Codec, TopK, from_name
 from tfdist.strategies.compression_policy import OneCodec, Policy, unfit
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
+class TrafficTotals:
     """Traffic of this worker's compressed exchanges: the payload of collectives, without headers.
 
     Attributes:
@@ -33,7 +33,7 @@ class Traffic:
       sent_bytes: Bytes sent: values, scales, indices and padding.
       encode_seconds: Seconds spent on encoding, decoding, sums and residuals, as the mean over this worker's replicas
         and the sum over buckets, several of which may run at once. Counts encoded buckets only, from each codec's
-        `start_step` on. None unless `Communication.timed`.
+        `start_step` on. None unless `CompressionState.timed`.
       exchange_seconds: Seconds spent in collectives, from launch to arrival, which includes the time spent waiting for
         other replicas. Counted like `encode_seconds`.
     """
@@ -44,17 +44,17 @@ class Traffic:
     encode_seconds: float | None
     exchange_seconds: float | None
 
-    def __sub__(self, before: "Traffic") -> "Traffic":
+    def __sub__(self, before: "TrafficTotals") -> "TrafficTotals":
         """The traffic since `before`."""
         own, other = dataclasses.astuple(self), dataclasses.astuple(before)
         since: Any = (None if now is None else now - (then or 0) for now, then in zip(own, other, strict=True))
-        return Traffic(*since)
+        return TrafficTotals(*since)
 
-    def __add__(self, more: "Traffic") -> "Traffic":
+    def __add__(self, more: "TrafficTotals") -> "TrafficTotals":
         """Both together; a time that only one of them knows is that one's."""
         own, other = dataclasses.astuple(self), dataclasses.astuple(more)
         both: Any = (b if a is None else a + (b or 0) for a, b in zip(own, other, strict=True))
-        return Traffic(*both)
+        return TrafficTotals(*both)
 
     @property
     def ratio(self) -> float:
@@ -67,7 +67,7 @@ class Traffic:
         return self.sent_bytes / max(self.steps, 1)
 
 
-class Communication(tf.Module):
+class CompressionState(tf.Module):
     """The gradient exchanges of a strategy with `compression`, available as `strategy.communication`.
 
     Holds the states of the codecs (residuals, momenta, low-rank factors) and counts of traffic, for one worker. Each
@@ -111,11 +111,11 @@ class Communication(tf.Module):
         self._timed = timed
 
     @property
-    def exchanges(self) -> list[Exchange]:
+    def exchanges(self) -> list[GradientReducer]:
         """All exchanges in the order in which they were made, including those of deleted optimizers."""
         return self._known.made
 
-    def exchange_of(self, optimizer: Any, gradients: Sequence[Gradient], places: Sequence[int] = ()) -> Exchange:
+    def exchange_of(self, optimizer: Any, gradients: Sequence[Gradient], places: Sequence[int] = ()) -> GradientReducer:
         """Returns the exchange of these gradients, which the first call makes.
 
         Args:
@@ -139,11 +139,11 @@ class Communication(tf.Module):
             self._known.exchanges[key].layout.check()
             return self._known.exchanges[key]
 
-    def _make(self, gradients: Sequence[Gradient], key: "_Key", optimizer: Any) -> Exchange:
+    def _make(self, gradients: Sequence[Gradient], key: "_Key", optimizer: Any) -> GradientReducer:
         _check_summed(gradients)
         codecs = [self._codec_of(gradient, position) for position, gradient in enumerate(gradients)]
         seed = int(key[1][:6], 16)
-        made = Exchange(gradients, codecs, self._make_collectives(), seed, self.timed)
+        made = GradientReducer(gradients, codecs, self._make_collectives(), seed, self.timed)
         _warn_of_unfit(made.dense_codecs, optimizer)
         if not made.encodes:
             self._warn_of_none(gradients, codecs)
@@ -166,13 +166,13 @@ class Communication(tf.Module):
         del self._known.names[key]  # After the attribute is gone, since another exchange may take the name now.
         self._known.exchanges.pop(key).release()
 
-    def exchanges_of(self, optimizer: Any) -> dict[str, Exchange]:
+    def exchanges_of(self, optimizer: Any) -> dict[str, GradientReducer]:
         """The exchanges of an optimizer's gradients, by names that are equal in each run of the program."""
         anchor = id(_tf.counter_of(optimizer))
         with self._known.lock:
             return {name: exchange for (owner, name), exchange in self._known.exchanges.items() if owner == anchor}
 
-    def hand_over(self, optimizer: Any, name: str, fill: Callable[[Exchange], None]) -> None:
+    def hand_over(self, optimizer: Any, name: str, fill: Callable[[GradientReducer], None]) -> None:
         """Calls `fill` with the exchange of that name (see `exchanges_of`), now or once the first step has made it."""
         exchange = self.exchanges_of(optimizer).get(name)
         if exchange is None:
@@ -215,14 +215,14 @@ class Communication(tf.Module):
         for key, exchange in self._known.exchanges.items():
             self._inherit(exchange, self._known.names[key])
 
-    def _fill(self, made: Exchange, key: Any, name: str) -> None:
+    def _fill(self, made: GradientReducer, key: Any, name: str) -> None:
         """Sets the states of a new exchange from an earlier `redistribute` or `hand_over`."""
         self._inherit(made, name)
         fill, _ = self._known.awaited.pop(key, (None, None))
         if fill is not None:
             fill(made)
 
-    def _inherit(self, exchange: Exchange, name: str) -> None:
+    def _inherit(self, exchange: GradientReducer, name: str) -> None:
         kinds = [kind for kind in self._known.inherited if kind.startswith(f"{name}/")]
         own = {kind: self._known.inherited.pop(kind) for kind in kinds}
         if not own:
@@ -232,17 +232,17 @@ class Communication(tf.Module):
         except ValueError as error:
             logging.warning("Residuals of %s were not restored, because they are of another codec. %s", name, error)
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> TrafficTotals:
         """The traffic of this worker's replicas since the strategy was made."""
         counts = [count.numpy() for exchange in self.exchanges for count in exchange.counts]
         steps = sum(int(exchange.counts[0].numpy()[STEPS]) for exchange in self.exchanges)
         raw, sent = (sum(int(count[which]) for count in counts) for which in (RAW_BYTES, SENT_BYTES))
         timed = [exchange.times for exchange in self.exchanges if exchange.is_timed]
         if not timed:
-            return Traffic(steps, raw, sent, None, None)
+            return TrafficTotals(steps, raw, sent, None, None)
         times = [replica.numpy() for each in timed for replica in each.of_replicas]
         encoding, exchanging = np.sum(times, axis=0) / self._make_collectives().replicas
-        return Traffic(steps, raw, sent, float(encoding), float(exchanging))
+        return TrafficTotals(steps, raw, sent, float(encoding), float(exchanging))
 
     def residual_norm(self) -> float:
         """The Euclidean norm of all residuals of this worker's replicas."""
@@ -349,7 +349,7 @@ def sum_of(states: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: np.sum([state[name] for state in states], axis=0) for name in names}
 
 
-def _forget(communication: "weakref.ref[Communication]", key: "_Key") -> None:
+def _forget(communication: "weakref.ref[CompressionState]", key: "_Key") -> None:
     known = communication()
     if known is not None:
         known._forget(key)
@@ -363,11 +363,11 @@ class _Known:
 
     def __init__(self):
         self.lock = threading.Lock()
-        self.exchanges: dict[_Key, Exchange] = {}
+        self.exchanges: dict[_Key, GradientReducer] = {}
         self.names: dict[_Key, str] = {}
-        self.made: list[Exchange] = []
+        self.made: list[GradientReducer] = []
         self.inherited: dict[str, np.ndarray] = {}
-        self.awaited: dict[Any, tuple[Callable[[Exchange], None], Any]] = {}
+        self.awaited: dict[Any, tuple[Callable[[GradientReducer], None], Any]] = {}
 
     def signatures(self) -> set[str]:
         """Signatures of the gradients exchanged so far."""

@@ -22,24 +22,24 @@ from tfdist.cluster.launch_check import warn_if_one_of_many
 from tfdist.errors import ClusterError, TFConfigError
 from tfdist.faults import FaultTolerance, preemption, rendezvous, watchdog
 from tfdist.faults.chief_liveness import watch_chief
-from tfdist.faults.coordination_store import Board
+from tfdist.faults.coordination_store import CoordinationStore
 from tfdist.faults.creation_watch import CreationWatch
-from tfdist.faults.peer_liveness import Lifelines
+from tfdist.faults.peer_liveness import PeerLiveness
 from tfdist.faults.shutdown import leave_together
 from tfdist.faults.stall_diagnosis import meeting_of, unlike_calls
-from tfdist.faults.worker_agreement import Agreement
+from tfdist.faults.worker_agreement import WorkerAgreement
 from tfdist.network.tls import Tls
 from tfdist.strategies import distributed_variables
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.collective_launcher import carrier_of
 from tfdist.strategies.collectives.peer_connections import connect
-from tfdist.strategies.collectives.tcp_transport import Wire
+from tfdist.strategies.collectives.tcp_transport import TcpTransport
 from tfdist.strategies.compression import Codec
 from tfdist.strategies.compression_policy import policy_of
 from tfdist.strategies.datasets import BalancedDataset
 from tfdist.strategies.model_description import described_compile, described_layers
 from tfdist.strategies.outside_scope import watch_models_outside
-from tfdist.strategies.replicated import ReplicatedStrategy, Use
+from tfdist.strategies.replicated import ReplicatedStrategy, StrategyUse
 from tfdist.strategies.replicated_extended import ReplicatedExtended
 from tfdist.strategies.row_comparison import CUSTOM_LOOP, RowComparison, RowsRead
 from tfdist.strategies.row_origin import Origin, origins_of, sizes_of
@@ -136,7 +136,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             watchdog.start(self, extended.board, extended.creations, extended.carried_bytes)
             self.reports.rows_read = RowsRead(host_of(extended.worker_devices[0]))
             watch_models_outside(extended._num_workers)
-            self._use = Use()  # What is above is no use of it.
+            self._use = StrategyUse()  # What is above is no use of it.
             if extended.should_checkpoint:
                 atexit.register(_warn_if_unused, self._use, extended._num_workers, type(self).__name__)
         else:
@@ -328,7 +328,7 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         except (OSError, ClusterError) as error:
             problem = str(error)
         if all(self.of_all_workers(int(bool(lines)))):
-            return Wire(self._id_in_cluster, lines, names), ""
+            return TcpTransport(self._id_in_cluster, lines, names), ""
         for line in lines.values():
             line.close()
         return None, f"{names[self._id_in_cluster]} on {socket.gethostname()} cannot make them all: {problem}"
@@ -408,8 +408,8 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         else:
             self._std_server_started = True
             super()._initialize_multi_worker(cluster_resolver)
-        self.board = Board(self._id_in_cluster, self._num_workers)
-        self.agreement = Agreement(self.board, options.start_timeout_seconds)
+        self.board = CoordinationStore(self._id_in_cluster, self._num_workers)
+        self.agreement = WorkerAgreement(self.board, options.start_timeout_seconds)
         if self._num_workers > 1:  # Before the first collective, which would wait for ever.
             strategy = self._container_strategy()
             transport = self._why_not_own_connections(strategy.transport) or "own connections"
@@ -499,9 +499,9 @@ def _join(cluster_resolver, options, connect):
             raise ClusterError(rendezvous.unconnected(cluster, seconds)) from error
     preemption.give_signals_back()
     if cluster.num_workers > 1:
-        board = Board(cluster.worker_id, cluster.num_workers)
+        board = CoordinationStore(cluster.worker_id, cluster.num_workers)
         addresses = rendezvous.addresses_of(cluster)
-        lifelines = Lifelines(lines, addresses, lambda worker: board.report_loss(worker, addresses[worker]))
+        lifelines = PeerLiveness(lines, addresses, lambda worker: board.report_loss(worker, addresses[worker]))
         leave_together(board, lifelines, options.shutdown_timeout_seconds)
         if cluster.worker_id:
             watch_chief(jobs, lifelines, board, options.heartbeat_timeout_seconds)

@@ -14,7 +14,7 @@ from tfdist.errors import CompiledCollectivesError, ScopeError
 from tfdist.strategies import distributed_optimizer as optimizers
 from tfdist.strategies import keras_calls, keras_steps, losses, metrics, padded_rows
 from tfdist.strategies.compression_policy import check_opted_out_inside
-from tfdist.strategies.compression_state import Communication
+from tfdist.strategies.compression_state import CompressionState
 from tfdist.strategies.datasets import (
     BalancedDataset,
     DatasetOfEachWorker,
@@ -49,7 +49,7 @@ _KEYS_PER_STRATEGY = 1 << 16
 
 
 @dataclasses.dataclass
-class Use:
+class StrategyUse:
     """How the program has used one strategy. It outlives the strategy, so that it can be read afterwards.
 
     Attributes:
@@ -66,7 +66,7 @@ class ReplicatedStrategy:
     reports: StepReports
     _shardings: list[weakref.ref[Any]]
     _examples: ExampleRows
-    _use: "Use"
+    _use: "StrategyUse"
 
     def scope(self):
         """Makes this strategy the current one; see `tf.distribute.Strategy.scope`."""
@@ -250,7 +250,7 @@ class ReplicatedStrategy:
         return [sharding for known in self._shardings if (sharding := known()) is not None]
 
     @property
-    def communication(self) -> Communication | None:
+    def communication(self) -> CompressionState | None:
         """What codecs keep and what was sent, of a strategy with `compression`; else `None`."""
         return self.extended.communication
 
@@ -348,7 +348,7 @@ class ReplicatedStrategy:
         self.reports = StepReports(devices, self.num_replicas_in_sync)
         self._shardings = []
         self._examples = ExampleRows()
-        self._use = Use()
+        self._use = StrategyUse()
 
     def _take_collective_keys(self):
         """Keeps the collectives of several strategies in one process apart; workers make them in the same order."""

@@ -19,7 +19,7 @@ from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.all_reduce import symbolic_tensors
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.compression_policy import is_uncompressed, policy_of
-from tfdist.strategies.compression_state import Communication
+from tfdist.strategies.compression_state import CompressionState
 from tfdist.strategies.gradient_structure import check_of_one_kind
 from tfdist.strategies.loss_weight import weighted
 
@@ -27,7 +27,7 @@ from tfdist.strategies.loss_weight import weighted
 class ReplicatedExtended:
     """Mixed into a subclass of `tf.distribute.StrategyExtended`."""
 
-    communication: Communication | None = None
+    communication: CompressionState | None = None
     _num_workers = 1
     _own_seed_generator: keras.random.SeedGenerator | None = None
 
@@ -41,7 +41,7 @@ class ReplicatedExtended:
                 f"compression={compression!r} exchanges gradients by collectives, but cross_device_ops is "
                 f"{type(self._cross_device_ops).__name__}. Leave cross_device_ops out."
             )
-        self.communication = Communication(policy, lambda: self._cross_device_ops)
+        self.communication = CompressionState(policy, lambda: self._cross_device_ops)
 
     @property
     def replicas(self):

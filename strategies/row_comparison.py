@@ -26,7 +26,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist.errors import ClusterError
-from tfdist.faults.worker_agreement import Agreement
+from tfdist.faults.worker_agreement import WorkerAgreement
 from tfdist.strategies import row_samples
 from tfdist.strategies.row_origin import Origin
 
@@ -108,7 +108,7 @@ class RowComparison:
 
     def __init__(
         self,
-        agreement: Agreement,
+        agreement: WorkerAgreement,
         origins: Sequence[Origin],
         purpose: str,
         is_endless: bool,

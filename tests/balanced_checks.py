@@ -14,7 +14,7 @@ from keras import layers
 import tfdist
 from keras_features import Place, outcome, start_anew, strategy_of
 from tfdist.data import BalancedSharding
-from tfdist.data.batch_plan import Plan
+from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.example_order import Shuffled
 
 ROWS, BATCH, EPOCHS, SEED = 258, 32, 3, 5  # 27 steps, the last of each epoch has fewer rows than replicas
@@ -93,7 +93,7 @@ def distributed(strategy, source, size=BATCH, **options):
 def one_device(case):
     """Trains on the global batches of the plan, without any sharding."""
     examples = CASES[case][0]()
-    plan = Plan(ROWS, BATCH, Shuffled(ROWS, SEED))
+    plan = BatchPlan(ROWS, BATCH, Shuffled(ROWS, SEED))
     model = prepared(None, case)
     history = {}
     for epoch in range(EPOCHS):
@@ -441,7 +441,7 @@ def audit_of_another(placement):
     return said
 
 
-class Repeating(Plan):
+class Repeating(BatchPlan):
     """Has the first example of each global batch once more, in place of the last."""
 
     def batch(self, epoch, step):

@@ -33,7 +33,7 @@ from tfdist.backup import (
     variable_states,
 )
 from tfdist.backup import commit_agreement as agreement
-from tfdist.backup.sharding_positions import Positions
+from tfdist.backup.sharding_positions import ShardingPositions
 from tfdist.errors import BackupError, PositionError
 from tfdist.faults import coordination_store, peer_health, preemption
 from tfdist.testing import WorkerPool
@@ -312,7 +312,7 @@ def test_time_is_looked_at_also_where_steps_are_long_or_become_slower(pace, monk
     clock = types.SimpleNamespace(now=0.0)
     monkeypatch.setattr(save_schedule, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
     agreement = types.SimpleNamespace(settle=lambda subject, said, decide: decide(None))
-    due = save_schedule.Schedule(datetime.timedelta(minutes=minutes), agreement, 0)
+    due = save_schedule.SaveSchedule(datetime.timedelta(minutes=minutes), agreement, 0)
     saves = []
     for step, each in enumerate(seconds, 1):
         clock.now += each
@@ -760,7 +760,7 @@ def test_the_chief_does_not_wait_for_the_word_of_a_worker_that_is_gone(monkeypat
     monkeypatch.setattr(coordination_store, "_tf", types.SimpleNamespace(context=service))
     monkeypatch.setattr(peer_health, "_tf", types.SimpleNamespace(context=service))
     with pytest.raises(BackupError, match=r"Worker 0 on .* of worker 2 .* does not answer .*Connection refused"):
-        agreement.Agreement(strategy_of_workers(3), 600).settle("fit", None, any)
+        agreement.CommitAgreement(strategy_of_workers(3), 600).settle("fit", None, any)
     assert set(service.asked) == {"/job:worker/replica:0/task:1"}
     decided = next(value for key, value in service.said.items() if key.endswith("/decided/0"))
     assert "does not answer" in json.loads(decided)["error"], "the others hear of it"
@@ -775,7 +775,7 @@ def test_a_worker_that_begins_no_backup_is_named_when_all_should_have_come(monke
     with pytest.raises(
         BackupError, match=r"waited up to 0\.05 s for worker 2 .* on every worker.* `on_train_begin` of other callbacks"
     ):
-        agreement.Agreement(strategy, 600).begin({"keep": "2"})
+        agreement.CommitAgreement(strategy, 600).begin({"keep": "2"})
 
 
 def test_workers_that_were_told_otherwise_are_named_with_what_they_were_told(monkeypatch):
@@ -783,7 +783,7 @@ def test_workers_that_were_told_otherwise_are_named_with_what_they_were_told(mon
     service = Service(words=words)
     monkeypatch.setattr(coordination_store, "_tf", types.SimpleNamespace(context=service))
     with pytest.raises(BackupError, match="save_freq=2 on worker 0 and save_freq=3 on worker 2"):
-        agreement.Agreement(strategy_of_workers(3), 600).begin(words["1"])
+        agreement.CommitAgreement(strategy_of_workers(3), 600).begin(words["1"])
 
 
 def test_a_fit_of_the_chief_alone_leaves_the_next_of_all_their_words(monkeypatch):
@@ -792,10 +792,10 @@ def test_a_fit_of_the_chief_alone_leaves_the_next_of_all_their_words(monkeypatch
     topics = []
     for alone in (0, 1):
         for _ in range(alone):
-            agreement.Agreement(strategy_of_workers(1), 600).settle("fit", None, any)
+            agreement.CommitAgreement(strategy_of_workers(1), 600).settle("fit", None, any)
         service.said.clear()
         with pytest.raises(TypeError):  # nobody has decided
-            agreement.Agreement(strategy_of_workers(2, own=1), 600).settle("fit", None, any)
+            agreement.CommitAgreement(strategy_of_workers(2, own=1), 600).settle("fit", None, any)
         topics += [int(key.split("/")[2]) for key in service.said]
     assert topics == [topics[0], topics[0] + 1]
 
@@ -839,7 +839,7 @@ def test_who_begins_no_backup_is_named_by_all_once_its_time_is_over(meeting, mon
     for module in (coordination_store, peer_health):
         monkeypatch.setattr(module, "_tf", types.SimpleNamespace(context=service))
     monkeypatch.setattr(agreement, "time", service)
-    of_worker = agreement.Agreement(strategy_of_workers(3, own), 600)
+    of_worker = agreement.CommitAgreement(strategy_of_workers(3, own), 600)
     with pytest.raises(BackupError, match=named) if named else contextlib.nullcontext():
         of_worker.begin({})
     assert service.now <= latest
@@ -856,7 +856,7 @@ def sharding_at(step, seed=0, epoch=3, *, followed=True):
 
 def captured(begins, own, ends):
     """What a commit says of shardings that began an epoch in one place and are in another now."""
-    positions = Positions(begins, own)
+    positions = ShardingPositions(begins, own)
     positions.begin_epoch()
     for sharding, end in zip(begins, ends, strict=True):
         sharding.deserialize(end.serialize())
@@ -873,7 +873,7 @@ def test_positions_find_their_shardings_whatever_else_there_was_or_is():
     }
     for case, (shardings, step) in cases.items():
         own = sharding_at(step)
-        positions = Positions(shardings(own), own)
+        positions = ShardingPositions(shardings(own), own)
         positions.restore(saved)
         assert own.position == (3, 6), case
         positions.begin_epoch(saved)
@@ -885,7 +885,7 @@ def test_batches_are_read_again_of_what_nobody_follows_in_the_order_of_their_epo
     train = sharding_at(0, followed=False)
     saved = captured([train], train, [sharding_at(0, epoch=4)])  # Read ahead to its end.
     own = sharding_at(0, epoch=0, followed=False)
-    positions = Positions([], own)
+    positions = ShardingPositions([], own)
     positions.restore(saved)
     assert own.position == (3, 0) and not positions.continues(saved)
 
@@ -893,17 +893,17 @@ def test_batches_are_read_again_of_what_nobody_follows_in_the_order_of_their_epo
 def test_arrays_are_read_again_whatever_else_has_moved():
     probe = sharding_at(0)
     saved = captured([probe], None, [sharding_at(6)])
-    assert Positions([probe]).continues(saved), "a loop of the user's"
-    assert not Positions([probe], is_other=True).continues(saved)
+    assert ShardingPositions([probe]).continues(saved), "a loop of the user's"
+    assert not ShardingPositions([probe], is_other=True).continues(saved)
 
 
 def test_a_position_in_other_batches_than_are_trained_on_is_refused():
     train, other = sharding_at(0), sharding_at(0, seed=1)
     with pytest.raises(PositionError, match="seed was 0, is 1"):
-        Positions([other], other).restore(captured([train], train, [sharding_at(6)]))
+        ShardingPositions([other], other).restore(captured([train], train, [sharding_at(6)]))
     with pytest.raises(PositionError, match="seed was 0, is 1"):  # a loop of the user's, which shows no input
-        Positions([other]).restore(captured([train], None, [sharding_at(7)]))
-    assert not Positions([]).continues(captured([train], train, [sharding_at(8)])), "arrays now"
+        ShardingPositions([other]).restore(captured([train], None, [sharding_at(7)]))
+    assert not ShardingPositions([]).continues(captured([train], train, [sharding_at(8)])), "arrays now"
 
 
 def test_another_number_of_replicas_goes_on_with_the_next_global_batch(pools, tmp_path):

@@ -20,7 +20,7 @@ import pytest
 from absl import logging
 
 from tfdist.backup import backup_cleanup
-from tfdist.backup.commit_store import LOCK, MANIFEST, Draft, Store, _digest
+from tfdist.backup.commit_store import LOCK, MANIFEST, CommitStore, Draft, _digest
 from tfdist.backup.storage import LocalFiles
 from tfdist.errors import BackupError
 
@@ -43,7 +43,7 @@ def write(store, step, keep=2, **manifest):
 
 @contextlib.contextmanager
 def owned(directory):
-    store = Store(str(directory))
+    store = CommitStore(str(directory))
     store.claim()
     yield store
     store.release()
@@ -70,7 +70,7 @@ def warnings():
 
 def found(directory):
     """The step of the newest whole commit, all of whose files have been read and compared; `None` if there is none."""
-    commit = Store(str(directory)).newest_whole()
+    commit = CommitStore(str(directory)).newest_whole()
     if commit is None:
         return None
     assert {name: bytes(commit.read(name)) for name in FILES} == {name: content(commit.step, name) for name in FILES}
@@ -256,7 +256,7 @@ def test_folders_of_others_are_refused_by_name_and_nothing_is_touched(remote, tm
         with tf.io.gfile.GFile(path, "wb") as file:
             file.write(b"mine")
     with pytest.raises(BackupError, match=r"step-7, step-9.*model\.h5.*another backup_dir"):
-        Store(directory).claim()
+        CommitStore(directory).claim()
     assert all(tf.io.gfile.exists(path) for path in others)
 
 
@@ -293,7 +293,7 @@ def test_another_format_is_an_error_and_nothing_is_touched(number, way_out, two)
     path.write_text(json.dumps({"manifest": manifest, "sha256": _digest(manifest)}))
     before = tree(two)
     with pytest.raises(BackupError, match=rf"tfdist 9\.9 in format {number}.*{way_out}"):
-        Store(str(two)).newest_whole()
+        CommitStore(str(two)).newest_whole()
     assert tree(two) == before
 
 
@@ -301,7 +301,7 @@ def test_another_format_is_an_error_and_nothing_is_touched(number, way_out, two)
 def test_a_place_that_cannot_be_written_is_named_at_once(place, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BackupError, match=r"cannot be done.*or give another backup_dir"):
-        Store(place.format(file=tmp_path / "file")).claim()
+        CommitStore(place.format(file=tmp_path / "file")).claim()
 
 
 def test_a_write_that_fails_half_way_leaves_former_commits_and_the_next_one_works(two):
@@ -356,11 +356,11 @@ def test_on_a_full_disk_a_run_goes_on_that_has_a_whole_commit_and_none_begins(tw
     FullDisk(monkeypatch, two, for_ever=True)
     (tmp_path / "empty").mkdir()
     for directory, goes_on in ((two, False), (tmp_path / "empty", True)):
-        store = Store(str(directory))
+        store = CommitStore(str(directory))
         with pytest.raises(BackupError, match=r"the disk is full.*Make room"):
             store.claim(goes_on=goes_on)
         store.release()
-    store = Store(str(two))
+    store = CommitStore(str(two))
     store.claim(goes_on=True)
     store.release()
     assert "training goes on from the newest" in warnings[-1] and found(two) == 12
@@ -401,7 +401,7 @@ def test_two_jobs_do_not_share_a_directory_and_a_killed_one_frees_it_at_once(tmp
     try:
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(BackupError, match=f"process {holder.pid} on .* is using"):
-            Store(str(tmp_path)).claim(wait_seconds=0.3)
+            CommitStore(str(tmp_path)).claim(wait_seconds=0.3)
         holder.kill()
         start = time.monotonic()
         with owned(tmp_path):
@@ -421,11 +421,11 @@ def test_a_holder_on_another_host_is_waited_for_longer_as_that_may_be_gone(who, 
         assert holder.stdout.readline() == b"held\n"
         (tmp_path / LOCK).write_text(elsewhere)
         with pytest.raises(BackupError, match=f"{elsewhere} is using .* is gone.* remove {tmp_path / LOCK}"):
-            Store(str(tmp_path)).claim(wait_seconds=0.1, other_host_seconds=0.3)
+            CommitStore(str(tmp_path)).claim(wait_seconds=0.1, other_host_seconds=0.3)
         assert "waiting up to 0 s" in warnings[0]
         end = threading.Timer(0.5, holder.kill)
         end.start()
-        Store(str(tmp_path)).claim(wait_seconds=0.1)
+        CommitStore(str(tmp_path)).claim(wait_seconds=0.1)
         assert len(warnings) == 2 and "waiting up to 120 s" in warnings[1]
     finally:
         os.killpg(holder.pid, signal.SIGKILL)
@@ -500,7 +500,7 @@ def test_a_writer_killed_at_any_moment_loses_nothing_that_it_has_committed(tmp_p
             writer.kill()
             output, _ = writer.communicate(timeout=DEADLINE_SECONDS)
         said = max([said, *(int(line) for line in output.splitlines()[:-1])])
-        commit = Store(str(tmp_path)).newest_whole()
+        commit = CommitStore(str(tmp_path)).newest_whole()
         assert commit.step >= said
         for i in range(4):
             assert set(np.frombuffer(commit.read(f"{i}"), np.int64)) == {commit.step + i}

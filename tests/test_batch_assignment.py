@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tfdist.data import batch_assignment as handout_module
-from tfdist.data.batch_assignment import Handout
-from tfdist.data.batch_plan import Plan, split
+from tfdist.data.batch_assignment import BatchAssignment
+from tfdist.data.batch_plan import BatchPlan, split
 from tfdist.errors import PositionError
 
 LEAD = 4
@@ -21,7 +21,7 @@ def plan_of(n, size, seed, drop_remainder=False):
     def whole(epoch):
         return np.random.default_rng([seed, epoch]).permutation(n)
 
-    return Plan(n, size, lambda epoch, positions: whole(epoch)[positions], drop_remainder)
+    return BatchPlan(n, size, lambda epoch, positions: whole(epoch)[positions], drop_remainder)
 
 
 class Run:
@@ -47,7 +47,7 @@ class Run:
     def begin(self):
         devices = self.replicas // self.workers
         self.handouts = [
-            Handout(self.plan, *self.position, self.shares, self.at_most, repeat=self.repeat, lead=LEAD)
+            BatchAssignment(self.plan, *self.position, self.shares, self.at_most, repeat=self.repeat, lead=LEAD)
             for _ in range(self.workers)
         ]
         self.readers = [
@@ -148,7 +148,7 @@ def test_continuing_on_another_number_of_replicas():
 
 def test_a_reader_waits_for_the_decision_or_close():
     plan = plan_of(100, 5, 0)
-    handout = Handout(plan, 0, 0, (2, 3), [5, 5], repeat=False, lead=LEAD)
+    handout = BatchAssignment(plan, 0, 0, (2, 3), [5, 5], repeat=False, lead=LEAD)
     got, ended = [], threading.Event()
 
     def read():
@@ -181,7 +181,7 @@ def test_a_reader_waits_with_a_deadline_except_during_callbacks_and_validation(m
     other, looks = [True, True, False] * 2 * handout_module._LOOKS, []
     does = itertools.chain(other, itertools.repeat(False))
     monkeypatch.setattr(handout_module.activity, "is_between_steps", lambda: looks.append(next(does)) or looks[-1])
-    handout = Handout(plan_of(100, 5, 0), 0, 0, (2, 3), [5, 5], repeat=False, lead=LEAD)
+    handout = BatchAssignment(plan_of(100, 5, 0), 0, 0, (2, 3), [5, 5], repeat=False, lead=LEAD)
     steps = handout.indices([0], [0, 1])
     for _ in range(LEAD):
         next(steps)
@@ -192,7 +192,7 @@ def test_a_reader_waits_with_a_deadline_except_during_callbacks_and_validation(m
 
 
 def test_is_decided_is_known_without_waiting():
-    handout = Handout(plan_of(100, 5, 0), 0, 0, (2, 3), [5, 5], repeat=False, lead=LEAD)
+    handout = BatchAssignment(plan_of(100, 5, 0), 0, 0, (2, 3), [5, 5], repeat=False, lead=LEAD)
     steps = handout.indices([0], [0, 1])
     for trained in range(1, 4):
         while handout.is_decided():
@@ -204,7 +204,7 @@ def test_is_decided_is_known_without_waiting():
 
 
 def test_reports_of_other_rows_are_not_counted():
-    handout = Handout(plan_of(13, 5, 0), 2, 1, (2, 3), [5, 5], repeat=False)
+    handout = BatchAssignment(plan_of(13, 5, 0), 2, 1, (2, 3), [5, 5], repeat=False)
 
     assert not handout.has_trained(np.array([2, 3])), "nobody has read yet: as many rows of somebody else's batch"
     next(handout.indices([0], [0, 1]))

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from tfdist.data.batch_plan import Plan, split
+from tfdist.data.batch_plan import BatchPlan, split
 from tfdist.data.example_order import BlockShuffled, Shuffled, Stratified, Unshuffled
 from tfdist.data.permutation import Permutation
 
@@ -72,7 +72,7 @@ def test_a_large_permutation_is_uniform_and_differs_between_epochs():
 
 
 def test_a_full_shuffle_of_a_billion_takes_no_memory():
-    plan = Plan(10**9, 1024, Shuffled(10**9, 0))
+    plan = BatchPlan(10**9, 1024, Shuffled(10**9, 0))
     plan.batch(0, 0)
     tracemalloc.start()
     for step in (0, 1, plan.steps_per_epoch // 2, plan.steps_per_epoch - 1):
@@ -96,7 +96,7 @@ def orders(n):
 def test_every_order_has_each_example_once_an_epoch(n):
     for order, size in itertools.product(orders(n), {n // 8 + 1, n // 3 + 1, n, n + 1}):
         for drop_remainder in (False, True):
-            plan = Plan(n, size, order, drop_remainder)
+            plan = BatchPlan(n, size, order, drop_remainder)
             for epoch in (0, 1):
                 batches = [plan.batch(epoch, step) for step in range(plan.steps_per_epoch)]
                 assert [len(batch) for batch in batches] == [plan.rows(step) for step in range(plan.steps_per_epoch)]
@@ -109,7 +109,7 @@ def test_a_batch_depends_on_seed_epoch_step_and_size_only():
     n, size = 1000, 48
 
     def batches(order, epoch):
-        return [Plan(n, size, order).batch(epoch, step).tolist() for step in (5, 0)]
+        return [BatchPlan(n, size, order).batch(epoch, step).tolist() for step in (5, 0)]
 
     made = [shuffling_orders(n, seed) for seed in (1, 1, 2)]
     for order, again, other in zip(*made, strict=True):

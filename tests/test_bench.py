@@ -225,7 +225,7 @@ def measure_with_a_deadline():
     from tfdist.launch import bench
 
     spec, left = ClusterSpec.from_env(), []
-    plan = bench.Plan((KIB,), ("none",), 0.01, time.monotonic() + (1000 if spec.is_chief else 10))
+    plan = bench.BenchPlan((KIB,), ("none",), 0.01, time.monotonic() + (1000 if spec.is_chief else 10))
     rows = list(bench.measure(plan, spec, left.append))
     return len(rows), left
 

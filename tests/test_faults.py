@@ -22,7 +22,7 @@ from launched import eventually
 from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec, free_ports
 from tfdist.exit_codes import PREEMPTED, STALLED
 from tfdist.faults import FaultTolerance, preemption
-from tfdist.faults.peer_liveness import Lifelines
+from tfdist.faults.peer_liveness import PeerLiveness
 from tfdist.network.tls import TLS_VARIABLES
 
 DEADLINE_SECONDS = 90
@@ -133,7 +133,7 @@ def test_a_closed_line_is_a_loss_only_if_its_process_is_gone():
         addresses = [f"127.0.0.1:{gone}", f"127.0.0.1:{serving.getsockname()[1]}", f"127.0.0.1:{gone}"]
         pairs = {worker: connected_pair() for worker in range(3)}
         losses = []
-        Lifelines({worker: ours for worker, (ours, _) in pairs.items()}, addresses, losses.append)
+        PeerLiveness({worker: ours for worker, (ours, _) in pairs.items()}, addresses, losses.append)
         pairs[2][1].sendall(b"bye\n")
         for _, theirs in pairs.values():
             theirs.close()

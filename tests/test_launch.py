@@ -18,7 +18,7 @@ from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
 from tfdist.launch import WorkerGroup
 from tfdist.launch.terminal_filter import LIBRARY_LINES
-from tfdist.launch.worker_limits import Limits, refusal
+from tfdist.launch.worker_limits import WorkerLimits, refusal
 
 TENSORFLOW_SECONDS = 180
 
@@ -599,11 +599,11 @@ def test_a_tf_config_that_python_cannot_read_is_refused_in_a_few_words(run, text
 @pytest.mark.parametrize(
     ("limits", "most", "why"),
     [
-        (Limits(1024, 1 << 20, 1 << 40), 160, "ulimit -n"),
-        (Limits(1 << 20, 100, 1 << 40), 50, "ulimit -u"),
-        (Limits(1 << 20, 1 << 20, 64 << 20), 4, "64 MiB of memory"),
-        (Limits(1 << 40, 1 << 40, 1 << 60), 50_000, "TCP port"),
-        (Limits(10, 1 << 20, 1 << 40), 0, "ulimit -n"),
+        (WorkerLimits(1024, 1 << 20, 1 << 40), 160, "ulimit -n"),
+        (WorkerLimits(1 << 20, 100, 1 << 40), 50, "ulimit -u"),
+        (WorkerLimits(1 << 20, 1 << 20, 64 << 20), 4, "64 MiB of memory"),
+        (WorkerLimits(1 << 40, 1 << 40, 1 << 60), 50_000, "TCP port"),
+        (WorkerLimits(10, 1 << 20, 1 << 40), 0, "ulimit -n"),
     ],
 )
 def test_no_more_workers_are_started_than_a_machine_can_have(limits, most, why):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tfdist.launch.terminal_filter import LIBRARY_LINES, TerminalFilter, is_library_line
-from tfdist.launch.worker_output import Lines
+from tfdist.launch.worker_output import LineSplitter
 
 OF_LIBRARIES = [each.example for each in LIBRARY_LINES] + [
     "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
@@ -164,14 +164,14 @@ PIECES = {
 @pytest.mark.parametrize("name", PIECES)
 def test_output_is_cut_into_lines(name):
     chunks, expected = PIECES[name]
-    lines = Lines()
+    lines = LineSplitter()
     found = [line for chunk in chunks for line in lines.split(chunk.encode())] + lines.rest()
     assert [line.decode() for line in found] == expected
 
 
 def test_a_bar_that_takes_long_is_shown_as_it_stands():
     now = 0.0
-    lines = Lines(lambda: now)
+    lines = LineSplitter(lambda: now)
     found = []
     for now in range(100):
         found += lines.split(f"{now} %\r".encode())

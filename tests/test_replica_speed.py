@@ -7,8 +7,8 @@ import types
 import numpy as np
 import pytest
 
-from tfdist.data.batch_assignment import Handout
-from tfdist.data.batch_plan import Plan, split
+from tfdist.data.batch_assignment import BatchAssignment
+from tfdist.data.batch_plan import BatchPlan, split
 from tfdist.data.example_order import Unshuffled
 from tfdist.data.replica_shares import Shares
 from tfdist.data.replica_speed import SpeedModel
@@ -23,8 +23,8 @@ def run(alpha, betas_of, steps, noise=0.0, outliers=0.0, seed=0, model=None, sta
     rng, alpha = np.random.default_rng(seed), np.asarray(alpha, float)
     model, replicas = model or SpeedModel(len(alpha)), len(alpha)
     shares, at_most = start or split(rows, [1] * replicas), [rows] * replicas
-    plan = Plan(rows * steps, rows, Unshuffled())
-    handout = Handout(plan, 0, 0, shares, at_most, repeat=False, lead=LEAD)
+    plan = BatchPlan(rows * steps, rows, Unshuffled())
+    handout = BatchAssignment(plan, 0, 0, shares, at_most, repeat=False, lead=LEAD)
     batches = handout.indices(range(replicas), range(replicas))
     taken, slower = [], []
     for step in range(steps):
@@ -149,8 +149,8 @@ def test_pauses_between_short_epochs_are_ignored(steps_per_epoch):
     shares.settle(place)
     short = ROWS // 8
     for _ in range(epochs):
-        plan = Plan((steps_per_epoch - 1) * ROWS + short, ROWS, Unshuffled())
-        handout = Handout(plan, 0, 0, shares.present, place.at_most, repeat=False, lead=LEAD)
+        plan = BatchPlan((steps_per_epoch - 1) * ROWS + short, ROWS, Unshuffled())
+        handout = BatchAssignment(plan, 0, 0, shares.present, place.at_most, repeat=False, lead=LEAD)
         batches = handout.indices(range(2), range(2))
         for step in range(steps_per_epoch):
             rows = np.array([len(next(batches)) for _ in range(2)])

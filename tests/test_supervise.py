@@ -18,7 +18,7 @@ import pytest
 from launched import DEADLINE_SECONDS, eventually, is_alive, nothing_left
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.launch import WorkerExit
-from tfdist.launch.stopped_workers import Stopped
+from tfdist.launch.stopped_workers import StoppedWorkers
 from tfdist.launch.supervisor import Stragglers
 
 PREEMPTED = 75
@@ -401,7 +401,7 @@ def test_workers_that_run_on_while_others_are_done_are_named():
 
 def test_a_worker_that_is_stopped_for_long_is_seen_and_one_that_goes_on_or_was_stopped_with_its_supervisor_is_not():
     asleep = {1}
-    stopped = Stopped(lambda pid: pid in asleep)
+    stopped = StoppedWorkers(lambda pid: pid in asleep)
     pids = {0: 1, 1: 2}
     assert [now for now in range(20) if stopped.see(pids, now)] == [15, 16, 17, 18, 19]
     asleep.clear()
@@ -419,7 +419,7 @@ def test_what_is_stopped_says_the_kernel():
             for signum in (signal.SIGSTOP, signal.SIGCONT):
                 os.kill(process.pid, signum)
                 os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WCONTINUED)
-                stopped = Stopped()
+                stopped = StoppedWorkers()
                 states.append(any(stopped.see({7: process.pid}, now) == [7] for now in range(20)))
             assert states == [True, False]
         finally:

@@ -9,11 +9,11 @@ import sys
 import numpy as np
 import pytest
 
-from tfdist.backup.commit_store import LOCK, Store
+from tfdist.backup.commit_store import LOCK, CommitStore
 from tfdist.backup.storage import LocalFiles
 from tfdist.failure_report import write_whole
 from tfdist.folder_lock import held
-from tfdist.launch.worker_output import Output
+from tfdist.launch.worker_output import WorkerOutput
 
 
 def hold(path):
@@ -22,7 +22,7 @@ def hold(path):
 
 
 def keep_a_backup(path):
-    store = Store(os.path.dirname(path))
+    store = CommitStore(os.path.dirname(path))
     store.claim(wait_seconds=0)
     store.release()
 
@@ -53,7 +53,7 @@ REFUSED = {
     "a file that is held": ("some.lock", hold),
     "the lock of a backup_dir": (LOCK, keep_a_backup),
     "a file of a backup": ("state.bin", lambda path: LocalFiles().write(path, [b"new"])),
-    "the log of a worker": ("worker-0.log", lambda path: Output(pathlib.Path(path), show="no")),
+    "the log of a worker": ("worker-0.log", lambda path: WorkerOutput(pathlib.Path(path), show="no")),
     "the lock of a dataset": (".digits.lock", prepare_a_dataset),
 }
 # These replace it.

@@ -31,7 +31,7 @@ if len(sys.argv) > 1:
     ends[0] = tls.connect(ends[0], "127.0.0.1")
     accepting.join()
     ends[1] = accepted[0]
-wires = [module.Wire(worker, {1 - worker: ends[worker]}, names) for worker in range(2)]
+wires = [module.TcpTransport(worker, {1 - worker: ends[worker]}, names) for worker in range(2)]
 launchers = [Launcher(77, 2, CollectiveKeys(), "/device:CPU:0", options) for _ in wires]
 for launcher, wire in zip(launchers, wires):
     launcher.wire, launcher.is_ordered = wire, True
@@ -115,7 +115,7 @@ for case, headers in FORGED.items():
     assert wires[0]._fault.startswith("worker 1 at b:1 has ") and "closed" in wires[0]._fault, wires[0]._fault
     assert eventually(lambda: ended[0]) and "worker 1 at b:1 has sent" in ended[0], ended
     ends = [*socket.socketpair()]
-    wires[0] = module.Wire(0, {1: ends[0]}, names)
+    wires[0] = module.TcpTransport(0, {1: ends[0]}, names)
 assert resident() - before < 80 << 20, resident() - before
 """,
     "the sum of empty tensors is empty": """

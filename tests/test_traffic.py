@@ -5,7 +5,7 @@ import types
 import pytest
 
 from tfdist.callbacks import Traffic
-from tfdist.strategies.compression_state import Traffic as Sent
+from tfdist.strategies.compression_state import TrafficTotals as Sent
 
 
 class Communication:

@@ -36,12 +36,12 @@ from tfdist.faults.activity import (
     Activity,
     Doing,
 )
-from tfdist.faults.coordination_store import DONE, OVER, Board
+from tfdist.faults.coordination_store import DONE, OVER, CoordinationStore
 from tfdist.faults.shutdown import hear_aloud
 from tfdist.faults.stall_diagnosis import ITS_END, describe, suspect_of, unlike_calls, yet_to_come
-from tfdist.faults.stall_timeout import Patience
+from tfdist.faults.stall_timeout import StallTimeout
 from tfdist.faults.watchdog import Creations, Watchdog, start
-from tfdist.faults.worker_agreement import Agreement
+from tfdist.faults.worker_agreement import WorkerAgreement
 
 DEADLINE_SECONDS = 90
 MANY = "MultiWorkerMirroredStrategy"
@@ -90,7 +90,7 @@ HEALTHY = {
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_worker_has_time(name):
-    assert live(Patience(), *HEALTHY[name])
+    assert live(StallTimeout(), *HEALTHY[name])
 
 
 STUCK = {
@@ -114,7 +114,7 @@ STUCK = {
 @pytest.mark.parametrize("name", STUCK)
 def test_a_stuck_worker_has_the_time_that_the_rule_says(name):
     before, activity, seconds = STUCK[name]
-    patience = Patience(meeting_seconds=300)
+    patience = StallTimeout(meeting_seconds=300)
     assert live(patience, *before)
     assert live(patience, (0, activity, seconds))
     assert not live(patience, (0, activity, 5))
@@ -122,32 +122,32 @@ def test_a_stuck_worker_has_the_time_that_the_rule_says(name):
 
 @pytest.mark.parametrize("phase", [TRAINING, INPUT, EXCHANGE, CALLBACK, "save"])
 def test_a_given_number_holds_in_and_between_steps(phase):
-    patience = Patience(10)
+    patience = StallTimeout(10)
     assert live(patience, (1, TRAINING, 500), (50, TRAINING, 1), (0, phase, 9))
     assert not live(patience, (0, phase, 5))
 
 
 @pytest.mark.parametrize("phase", [INPUT, EXCHANGE, CALLBACK])
 def test_a_given_number_holds_from_the_first_step_on_for_all_that_needs_no_preparation(phase):
-    patience = Patience(10)
+    patience = StallTimeout(10)
     assert live(patience, (0, TRACING, 500), (0, phase, 9))
     assert not live(patience, (0, phase, 5))
 
 
 @pytest.mark.parametrize("phase", [BUILDING, TRACING, COMPUTE])
 def test_a_given_number_does_not_hold_for_what_prepares_the_first_step(phase):
-    patience = Patience(10)
+    patience = StallTimeout(10)
     assert live(patience, (0, phase, 1700)) and patience.may_take_long
     assert not live(patience, (0, phase, 200))
 
 
 def test_bytes_that_travel_are_progress():
-    patience = Patience()
+    patience = StallTimeout()
     for second in range(600):  # 256 KiB each 20 s, which is 0.1 Mbit/s
         patience.observe(EXCHANGE, 0, 1.0, carried=second // 20 << 18)
         assert not patience.is_over and (second < 20 or patience.carries)
     assert not live(patience, (0, EXCHANGE, 62)) and not patience.carries
-    patience = Patience(4)
+    patience = StallTimeout(4)
     told = []
     for phase, carried in [(COMPUTE, 1), (EXCHANGE, 2), (EXCHANGE, 2), (EXCHANGE, 2), (CALLBACK, 3)]:
         patience.observe(phase, 0, 1.0, carried=carried)
@@ -156,14 +156,14 @@ def test_bytes_that_travel_are_progress():
 
 
 def test_a_first_exchange_whose_bytes_nobody_sees_has_ten_minutes():
-    patience = Patience(sees_bytes=False)
+    patience = StallTimeout(sees_bytes=False)
     assert live(patience, (0, EXCHANGE, 600)) and not live(patience, (0, EXCHANGE, 5))
-    patience = Patience(sees_bytes=False)
+    patience = StallTimeout(sees_bytes=False)
     assert live(patience, (1, TRAINING, 1), (0, EXCHANGE, 60)) and not live(patience, (0, EXCHANGE, 5))
 
 
 def test_others_are_told_of_what_may_take_long():
-    patience = Patience()
+    patience = StallTimeout()
     told = []
     for step, phase in ((0, None), (0, TRAINING), (0, EXCHANGE), (1, TRAINING), (1, "save"), (1, MEETING), (1, None)):
         patience.observe(phase, step, 1.0, is_first=not step)
@@ -173,7 +173,7 @@ def test_others_are_told_of_what_may_take_long():
 
 def test_others_do_not_wait_for_what_takes_longer_than_it_may():
     for before, activity in (([], TRAINING), ([(9, TRAINING, 1)], "validation")):
-        patience = Patience()
+        patience = StallTimeout()
         assert live(patience, *before, (0, activity, 1700))
         assert patience.may_take_long
         assert not live(patience, (0, activity, 200))
@@ -182,7 +182,7 @@ def test_others_do_not_wait_for_what_takes_longer_than_it_may():
 
 @pytest.mark.parametrize("activity", [TRAINING, "validation"])
 def test_what_gets_on_within_a_step_or_between_two_has_time(activity):
-    patience = Patience()
+    patience = StallTimeout()
     for batch in range(1000):  # passed over after a restart, or validated on
         patience.observe(activity, (0, batch), 10.0)
         assert not patience.is_over
@@ -208,7 +208,7 @@ def test_batches_of_a_validation_and_those_passed_over_are_seen_by_who_watches()
 
 def test_the_fit_of_a_model_of_no_strategy_is_not_watched_unless_a_callback_of_another_fit_calls_it():
     strategy = tfdist.MirroredStrategy(["CPU:0"])
-    dog = Watchdog(strategy, watchdog.Alone(0), Patience(), Creations())
+    dog = Watchdog(strategy, watchdog.Alone(0), StallTimeout(), Creations())
     x, seen = np.ones((4, 2)), []
 
     def look():
@@ -319,7 +319,7 @@ def test_a_watchdog_that_failed_or_may_never_judge_still_refuses_another_model(c
         fault_tolerance = FaultTolerance(stall_timeout_seconds=math.inf, start_timeout_seconds=2.5)
         reports = Reports()
 
-    class Board:
+    class CoordinationStore:
         worker, workers, others = 0, 1, ()
         errors = None
 
@@ -331,17 +331,17 @@ def test_a_watchdog_that_failed_or_may_never_judge_still_refuses_another_model(c
 
     failures = []
     monkeypatch.setattr(watchdog, "_TELL_SECONDS", 0.2)
-    strategy, board, creations = Strategy(), Board(), Creations()
+    strategy, board, creations = Strategy(), CoordinationStore(), Creations()
     with creations.one_more():
         start(strategy, board, creations)
         assert eventually(lambda: board.errors)
     assert "All workers must make the same variables" in board.errors
     assert [record.getMessage() for record in caplog.records if "variable number 1 in the scope" in record.getMessage()]
     assert failures and "ZeroDivisionError" in caplog.text and "goes on" in caplog.text
-    assert live(Patience(math.inf), (9, TRAINING, 1), (0, TRAINING, 10**5))
+    assert live(StallTimeout(math.inf), (9, TRAINING, 1), (0, TRAINING, 10**5))
 
 
-class Words(Board):
+class Words(CoordinationStore):
     """A board on which others have said these words; `at_end` is said while this worker asks whose program is over."""
 
     def __init__(self, workers, words, at_end=None):
@@ -362,7 +362,7 @@ def test_who_waits_for_a_word_learns_that_the_program_of_another_is_over():
     with pytest.raises(tf.errors.DeadlineExceededError):
         Words(2, {})._await("model-7", 1, time.monotonic() + 1)
     with pytest.raises(ClusterError, match=r"All workers have a part in the save, .* worker 0 is over"):
-        Agreement(Words(3, {OVER: 0, DONE: True}), 60).wait_for_chief("the save", lambda _: None)
+        WorkerAgreement(Words(3, {OVER: 0, DONE: True}), 60).wait_for_chief("the save", lambda _: None)
 
 
 def test_a_word_that_was_said_just_before_a_program_was_over_is_heard():
@@ -370,7 +370,7 @@ def test_a_word_that_was_said_just_before_a_program_was_over_is_heard():
     assert Words(3, {}, {"model-7": "mine", **over})._await("model-7", 0, time.monotonic() + 300) == "mine"
     board = Words(3, {})
     board.at_end = {f"alone-the backup-{worker_agreement._done_alone['the backup'] + 1}": {"failure": None}, **over}
-    Agreement(board, 60).wait_for_chief("the backup", lambda _: None)
+    WorkerAgreement(board, 60).wait_for_chief("the backup", lambda _: None)
 
 
 def test_the_end_of_a_call_while_this_worker_asks_who_is_absent_is_no_fault(monkeypatch):
@@ -378,7 +378,7 @@ def test_the_end_of_a_call_while_this_worker_asks_who_is_absent_is_no_fault(monk
     errors, ended = [], contextlib.ExitStack()
     board = Words(3, {OVER: 0})
     board.report_error = errors.append
-    dog = Watchdog(Lone(), board, Patience(), Creations())
+    dog = Watchdog(Lone(), board, StallTimeout(), Creations())
     with ended:
         ended.enter_context(watchdog.waiting_for_all("a broadcast"))
         board.absent = lambda: ended.close() or 0
@@ -412,7 +412,7 @@ def test_who_looks_for_the_absent_asks_once_however_many_workers_there_are(monke
     monkeypatch.setattr(
         board_module, "_tf", types.SimpleNamespace(context=types.SimpleNamespace(context=lambda: service))
     )
-    boards = [Board(worker, 100) for worker in range(100)]
+    boards = [CoordinationStore(worker, 100) for worker in range(100)]
     assert boards[0].absent() is None and service.asked == 1
     boards[7].say_over(True)
     boards[8].say_over(False)
@@ -431,7 +431,7 @@ class Exchanging:
 
     def __init__(self, carried=None):
         self.reports, self.activity, self.asked = self, Activity(), []
-        self.dog = Watchdog(self, Words(3, {}), Patience(meeting_seconds=300), Creations(), carried)
+        self.dog = Watchdog(self, Words(3, {}), StallTimeout(meeting_seconds=300), Creations(), carried)
 
     def doing(self):
         return Doing("fit", 3, 3, EXCHANGE, True, False, self.step)
@@ -482,7 +482,7 @@ def test_the_wait_for_the_first_batch_of_others_is_noted_and_ends_if_none_of_the
         return False
 
     with pytest.raises(ClusterError, match="come to each within 300 s of each other"):
-        Agreement(board, 300).is_alike("rows-1", 7, True, looks)
+        WorkerAgreement(board, 300).is_alike("rows-1", 7, True, looks)
     assert seen == 4 * [MEETING] and worker.asked[:2] == [9, 31] and len(errors) == 1
     worker.dog._look(0.0)
     assert worker.dog._position["section"] == EXCHANGE
@@ -505,9 +505,9 @@ def test_a_worker_that_trains_alone_beside_others_is_named_as_in_tf_config(monke
 
 def test_who_trains_alone_on_one_worker_keeps_the_others_place_on_the_board():
     def made(board):
-        return Watchdog(Lone(), board, Patience(), Creations())._subject
+        return Watchdog(Lone(), board, StallTimeout(), Creations())._subject
 
-    first, *_, second = (made(board) for board in (Board(0, 2), watchdog.Alone(1), Board(0, 2)))
+    first, *_, second = (made(board) for board in (CoordinationStore(0, 2), watchdog.Alone(1), CoordinationStore(0, 2)))
     assert int(second.split("-")[1]) == int(first.split("-")[1]) + 1
 
 
@@ -652,7 +652,7 @@ def test_a_call_that_failed_is_over_though_its_exception_is_kept():
     model.fit(x, x[:, :1], verbose=0)
     assert strategy.reports.doing().call is None
     fails("on_train_batch_begin")
-    dog = Watchdog(strategy, watchdog.Alone(0), Patience(0.001), Creations())
+    dog = Watchdog(strategy, watchdog.Alone(0), StallTimeout(0.001), Creations())
     dog._look(1.0)
     dog._look(1.0)
     assert dog._patience.is_over

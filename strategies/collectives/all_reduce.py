@@ -6,10 +6,10 @@ import tensorflow as tf
 
 from tfdist import _tf
 from tfdist.strategies.collectives.buckets import BUCKET_BYTES, bucket_bytes, fill_buckets, join, part_bytes, separate
-from tfdist.strategies.collectives.collective_launcher import Launcher, added_up, sum_in_order, to_add_up
+from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher, added_up, sum_in_order, to_add_up
 from tfdist.strategies.collectives.sparse import all_reduce_sparse
 from tfdist.strategies.collectives.stopwatch import Stopwatch
-from tfdist.strategies.collectives.tcp_transport import Wire
+from tfdist.strategies.collectives.tcp_transport import TcpTransport
 
 # Far above the group keys of the strategy's other collectives.
 _HIERARCHY_KEYS = 1 << 10
@@ -43,7 +43,7 @@ class Collectives(_tf.CollectiveAllReduce):
 
         def launchers(keys, size):
             placed = zip(keys, self._devices, strict=True)
-            return [Launcher(key, size, collective_keys, device, options) for key, device in placed]
+            return [CollectiveLauncher(key, size, collective_keys, device, options) for key, device in placed]
 
         self._launchers = launchers([group_key] * self.replicas, group_size)
         for launcher in self._launchers:  # With several devices per worker, a ring crosses the network fewer times.
@@ -95,7 +95,7 @@ class Collectives(_tf.CollectiveAllReduce):
         """Whether `replica` of this worker is the first replica of the cluster."""
         return self.worker == 0 and replica == 0
 
-    def use(self, wire: Wire) -> None:
+    def use(self, wire: TcpTransport) -> None:
         """Sends collectives of CPUs over the workers' own connections; with several devices, only encoded ones."""
         for launcher in self._across or self._launchers:
             launcher.wire = wire if "CPU" in launcher._device else None
@@ -115,7 +115,7 @@ class Collectives(_tf.CollectiveAllReduce):
             for launcher in launchers:
                 launcher.count.assign(highest, read_value=False)
 
-    def launcher(self, replica: int) -> Launcher:
+    def launcher(self, replica: int) -> CollectiveLauncher:
         """The launcher of a replica of this worker in the group of all replicas."""
         return self._launchers[replica]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.strategies.collectives.tcp_transport import Wire
+from tfdist.strategies.collectives.tcp_transport import TcpTransport
 
 # Far above TensorFlow's keys for broadcasts of initial values, which count up from 100.
 _FIRST_INSTANCE_KEY = 1 << 20
@@ -59,7 +59,7 @@ def sum_in_order(terms: Sequence[tf.Tensor]) -> tf.Tensor:
     return total
 
 
-class Launcher(_tf.CollectiveReplicaLauncher):
+class CollectiveLauncher(_tf.CollectiveReplicaLauncher):
     """A collective launcher that computes instance keys while the step runs.
 
     Every collective needs an instance key that is equal on all replicas and that no other running collective has.
@@ -78,7 +78,7 @@ class Launcher(_tf.CollectiveReplicaLauncher):
       is_ordered: Whether `all_reduce`, in a graph, adds in the order of replicas.
     """
 
-    wire: Wire | None = None
+    wire: TcpTransport | None = None
     is_ordered = False
 
     def __init__(self, group_key, group_size, collective_keys, device, options):
@@ -191,7 +191,7 @@ class Launcher(_tf.CollectiveReplicaLauncher):
         parts = tf.split(joined, self._group_size)
         return [tf.ensure_shape(part, [1, *rows.shape[1:]] if apart else rows.shape) for part in parts]
 
-    def _wire_for(self, rows, options) -> Wire | None:
+    def _wire_for(self, rows, options) -> TcpTransport | None:
         # Only TensorFlow's collectives support `timeout_seconds`.
         goes = self.wire is not None and self.wire.carries(rows) and not self._options.merge(options).timeout_seconds
         return self.wire if goes else None

@@ -14,7 +14,7 @@ from tfdist.strategies.compression import PowerSGD, WordCodec
 Gradient: TypeAlias = Any  # tf.Tensor | tf.IndexedSlices; TensorFlow ships no types for a type checker.
 
 
-class Words:
+class CodecGroup:
     """The gradients of one `WordCodec`, in buckets."""
 
     def __init__(self, codec: WordCodec, positions: list[int], gradients: Sequence[Gradient], collectives: Any):
@@ -124,7 +124,7 @@ class Words:
 _MATRICES_BYTES = 64 << 20
 
 
-class Matrices:
+class PowerSGDGroup:
     """The gradients of one `PowerSGD` codec, as matrices.
 
     With error feedback the states are three per matrix: the matrix of the last step, its basis and this replica's back
@@ -160,7 +160,7 @@ class Matrices:
         return sum(collectives.sum_bytes(4 * self.codec.rank * sum(side)) for side in sides)
 
     def exchange(self, gradients, states, replica, collectives, options, watch):
-        """See `Words.exchange`."""
+        """See `CodecGroup.exchange`."""
         before, factors = self._apart(states)
         totals: list[Any] = [None] * len(self._shapes)
         finite = []
@@ -185,18 +185,18 @@ class Matrices:
         return totals, [*(state for then in before for state in then), *factors], tf.reduce_all(finite)
 
     def residuals(self, states):
-        """See `Words.residuals`. Costs one pass over the matrices."""
+        """See `CodecGroup.residuals`. Costs one pass over the matrices."""
         return [self.codec.rest(*then) for then in self._apart(states)[0]]
 
     def pending(self, states, replica, collectives):
-        """See `Words.pending`. Factors are equal on all replicas, so only the first replica counts them."""
+        """See `CodecGroup.pending`. Factors are equal on all replicas, so only the first replica counts them."""
         residuals, factors = self.residuals(states), self._apart(states)[1]
         first = collectives.is_first(replica)
         kinds = [[residual.numpy() for residual in residuals]] if residuals else []
         return [*kinds, [factor.numpy() if first else np.zeros_like(factor.numpy()) for factor in factors]]
 
     def spread(self, kinds, replica, collectives):
-        """See `Words.spread`."""
+        """See `CodecGroup.spread`."""
         replicas, rank = collectives.ranks * collectives.spread, self.codec.rank
         states = []
         for matrix in (matrix for residuals in kinds[:-1] for matrix in residuals):

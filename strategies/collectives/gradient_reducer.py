@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.strategies.collectives.gradient_groups import Gradient, Matrices, Words
+from tfdist.strategies.collectives.gradient_groups import CodecGroup, Gradient, PowerSGDGroup
 from tfdist.strategies.collectives.sparse import sparse_row_bytes
 from tfdist.strategies.collectives.stopwatch import Stopwatch
 from tfdist.strategies.compression import Codec, PowerSGD, WordCodec
@@ -80,7 +80,7 @@ class Layout(tf.train.experimental.PythonState):
         )
 
 
-class Exchange(tf.Module):
+class GradientReducer(tf.Module):
     """Sums the gradients of one optimizer over all replicas, in each step.
 
     Args:
@@ -217,7 +217,7 @@ class Exchange(tf.Module):
         ]
 
     def pending(self) -> list[np.ndarray]:
-        """States summed over the replicas of this worker, in the shapes of the gradients; see `Words.pending`."""
+        """States summed over the replicas of this worker, in the shapes of the gradients; see `CodecGroup.pending`."""
         replicas = [
             [
                 array
@@ -298,9 +298,9 @@ def _parts(gradients, codecs, collectives, seed) -> list[Any]:
         if codecs[i] is not None and not isinstance(gradients[i], tf.IndexedSlices):
             groups.setdefault(codecs[i], []).insert(0, i)
     return [
-        Matrices(codec, positions, gradients, codec.seed + seed)
+        PowerSGDGroup(codec, positions, gradients, codec.seed + seed)
         if isinstance(codec, PowerSGD)
-        else Words(cast(WordCodec, codec), positions, gradients, collectives)
+        else CodecGroup(cast(WordCodec, codec), positions, gradients, collectives)
         for codec, positions in groups.items()
     ]
 

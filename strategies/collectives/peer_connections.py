@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tfdist.cluster.address import split_address
-from tfdist.faults.coordination_store import Board
-from tfdist.network.connection_acceptor import Reception
+from tfdist.faults.coordination_store import CoordinationStore
+from tfdist.network.connection_acceptor import ConnectionAcceptor
 from tfdist.network.handshake import NotOursError, RefusedError, introduce, receive
 from tfdist.network.listening import listen
 from tfdist.network.secret import Secret
@@ -27,7 +27,7 @@ _TRY_SECONDS = 3.0
 _SILENCE_SECONDS = 120
 
 
-def connect(board: Board, addresses: Sequence[str], timeout_seconds: float) -> Mapping[int, socket.socket]:
+def connect(board: CoordinationStore, addresses: Sequence[str], timeout_seconds: float) -> Mapping[int, socket.socket]:
     """Connects this worker with each other, at a free port of the hosts in TF_CONFIG; once in a process.
 
     Each worker listens at its host of TF_CONFIG and tells the others its port and a token. It connects to the workers
@@ -52,7 +52,7 @@ def connect(board: Board, addresses: Sequence[str], timeout_seconds: float) -> M
     listeners = listen(split_address(addresses[board.worker])[0], 0, backlog=len(addresses))
     port = listeners[0].getsockname()[1]
     admit = functools.partial(_admit, board, _key(token))
-    with contextlib.ExitStack() as stack, Reception(listeners, admit, tls) as reception:
+    with contextlib.ExitStack() as stack, ConnectionAcceptor(listeners, admit, tls) as reception:
         try:
             said = board.exchange("lines", [port, token.hex()], timeout_seconds)
         except tf.errors.OpError as error:
@@ -102,7 +102,7 @@ def _call(
     return line
 
 
-def _admit(board: Board, key: Secret, connection: socket.socket) -> int:
+def _admit(board: CoordinationStore, key: Secret, connection: socket.socket) -> int:
     """Performs the handshake with whoever has connected; says which worker it is."""
     peer = receive(connection, key).get("worker")
     if type(peer) is not int or not board.worker < peer < board.workers:

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import _tf
-from tfdist.strategies.collectives.collective_launcher import Launcher
+from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher
 
 
 class Stopwatch:
@@ -21,13 +21,13 @@ class Stopwatch:
       is_on: Whether to measure. If not, all times are 0, and nothing is added to the graph.
     """
 
-    def __init__(self, launcher: Launcher, is_on: bool):
+    def __init__(self, launcher: CollectiveLauncher, is_on: bool):
         self._apart, self._is_on = launcher.untouched, is_on
         self._begun: list[tf.Tensor] = []
         self._whole: list[tf.Tensor] = []
         self._exchanging: list[tf.Tensor] = []
 
-    def of_collectives(self, launcher: Launcher) -> "_TimedLauncher":
+    def of_collectives(self, launcher: CollectiveLauncher) -> "_TimedLauncher":
         """Wraps a launcher so that its collectives count as exchange time. They must not run at the same time."""
         return _TimedLauncher(launcher, self)
 
@@ -69,7 +69,7 @@ class Stopwatch:
 
 
 class _TimedLauncher:
-    def __init__(self, launcher: Launcher, watch: Stopwatch):
+    def __init__(self, launcher: CollectiveLauncher, watch: Stopwatch):
         self._launcher, self._watch = launcher, watch
 
     def all_reduce(self, tensor, options):

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfdist import _tf
 from tfdist.strategies.collectives.socket_streams import stream_of
 
-__all__ = ["Wire"]
+__all__ = ["TcpTransport"]
 
 _HEADER = struct.Struct("!iiq")  # The group of an exchange, its key in the group, the bytes that follow.
 _CARRIED = (tf.int8, tf.uint8, tf.int16, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64)
@@ -40,7 +40,7 @@ _MOST_ROUNDS = 1 << 14
 _Tag = tuple[int, int]  # The group of an exchange, and its key.
 
 
-class Wire:
+class TcpTransport:
     """Exchanges between all workers, without copies of its own.
 
     Args:
@@ -53,15 +53,17 @@ class Wire:
         self._worker, self._names = worker, names
         self._lines = {peer: stream_of(line) for peer, line in lines.items()}
         self._lock = threading.Lock()
-        self._rounds: dict[_Tag, _Round] = {}
+        self._rounds: dict[_Tag, _PendingCollective] = {}
         self._gone: dict[int, str] = {}  # Workers that send no more, and what is to be said of each.
         self._fault: str | None = None
         self._has_aborted = threading.Event()  # TensorFlow's collectives, after a fault.
         self._sending = {peer: threading.Lock() for peer in lines}
-        self._whole: queue.SimpleQueue[tuple[_Tag, _Round]] = queue.SimpleQueue()  # For the thread that delivers.
+        self._whole: queue.SimpleQueue[tuple[_Tag, _PendingCollective]] = (
+            queue.SimpleQueue()
+        )  # For the thread that delivers.
         self._poll = select.epoll()
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._letters: dict[int, queue.SimpleQueue] = {peer: queue.SimpleQueue() for peer in lines}
+        self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._send_queues: dict[int, queue.SimpleQueue] = {peer: queue.SimpleQueue() for peer in lines}
         # How many letters were put there, and how many are sent; the latter is written by one thread alone.
         self._given, self._sent = dict.fromkeys(lines, 0), dict.fromkeys(lines, 0)
         threads: list = [("send", self._send, (peer,)) for peer in lines]
@@ -143,7 +145,7 @@ class Wire:
         if self._is_whole(tag, current, self._worker):
             # In a thread that lasts: in one of a step TensorFlow would set up what its operations need each time.
             self._whole.put((tag, current))
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._wakeup_fd, 1)
         return None
 
     def _give(self, peer, header, row):
@@ -156,12 +158,12 @@ class Wire:
                     return
                 header, row = header[count:], row[max(count - header.nbytes, 0) :]
             self._given[peer] += 1
-            self._letters[peer].put((header, row))
+            self._send_queues[peer].put((header, row))
 
     def _round(self, tag, size):
         """The exchange of that tag, which begins with the worker that is first."""
         if tag not in self._rounds:
-            self._rounds[tag] = _Round(self._worker, len(self._names), size)
+            self._rounds[tag] = _PendingCollective(self._worker, len(self._names), size)
         return self._rounds[tag]
 
     def _unlike(self, current, size, worker):
@@ -227,7 +229,7 @@ class Wire:
     # Threads: one for each other worker to which much is sent, one that receives, and one that watches.
 
     def _send(self, peer):
-        line, letters = self._lines[peer], self._letters[peer]
+        line, letters = self._lines[peer], self._send_queues[peer]
         try:
             while True:
                 header, row = letters.get()
@@ -239,12 +241,12 @@ class Wire:
 
     def _receive(self):
         arrivals = {line.fileno(): _Arrival(peer, line) for peer, line in self._lines.items()}
-        for descriptor in [self._bell, *arrivals]:
+        for descriptor in [self._wakeup_fd, *arrivals]:
             self._poll.register(descriptor, select.EPOLLIN)
         with tf.device("CPU:0"):  # Each step has all of Python leave the caches, so what is done once is much.
             while True:
                 for descriptor, _ in self._poll.poll():
-                    if descriptor == self._bell:
+                    if descriptor == self._wakeup_fd:
                         self._deliver_whole()
                     elif self._fault is not None or not self._takes(arrivals[descriptor]):
                         self._poll.unregister(descriptor)
@@ -296,7 +298,7 @@ class Wire:
         return None
 
     def _deliver_whole(self):
-        os.eventfd_read(self._bell)
+        os.eventfd_read(self._wakeup_fd)
         while not self._whole.empty():
             self._deliver(*self._whole.get())
 
@@ -334,7 +336,7 @@ class Wire:
         return next((peer for peer in peers if any(peer not in each.missing for each in unasked)), None)
 
 
-class _Round:
+class _PendingCollective:
     """One exchange under way.
 
     Attributes:

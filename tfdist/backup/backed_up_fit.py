@@ -13,15 +13,15 @@ from absl import logging
 from tfdist import _tf
 from tfdist.backup import backup_cleanup, random_states, resume_policy, variable_states
 from tfdist.backup.callback_states import CallbackStates
-from tfdist.backup.checkpoint_state import Loaded, load, take
-from tfdist.backup.commit_agreement import Agreement
-from tfdist.backup.commit_store import Commit, Store
-from tfdist.backup.commit_writer import Saver, tell_of_restored, tell_of_untold
-from tfdist.backup.preemption_request import Asked
-from tfdist.backup.save_schedule import Schedule
+from tfdist.backup.checkpoint_state import CheckpointState, load, take
+from tfdist.backup.commit_agreement import CommitAgreement
+from tfdist.backup.commit_store import Commit, CommitStore
+from tfdist.backup.commit_writer import CommitWriter, tell_of_restored, tell_of_untold
+from tfdist.backup.preemption_request import PreemptionRequest
+from tfdist.backup.save_schedule import SaveSchedule
 from tfdist.backup.serialization import apart, decode, encode, with_arrays
 from tfdist.backup.session import of_directory
-from tfdist.backup.sharding_positions import Positions
+from tfdist.backup.sharding_positions import ShardingPositions
 from tfdist.backup.step_counter import CountedSteps, count_steps, uncount_steps
 from tfdist.errors import BackupError, PositionError
 from tfdist.failure_report import is_restarted, note_step
@@ -29,7 +29,7 @@ from tfdist.faults import preemption
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class BackupOptions:
     """What `BackupAndRestore` was asked for; see there."""
 
     directory: str
@@ -80,7 +80,7 @@ class FitBackup(keras.callbacks.Callback):
       site: From where it is called.
     """
 
-    def __init__(self, options: Options, callbacks: keras.callbacks.CallbackList, given: Input, site: str):
+    def __init__(self, options: BackupOptions, callbacks: keras.callbacks.CallbackList, given: Input, site: str):
         super().__init__()
         self.has_begun = False
         self._options = options
@@ -89,10 +89,10 @@ class FitBackup(keras.callbacks.Callback):
         self._input = given
         self._site = site
         self._is_removed_later = False
-        self._positions = Positions(())
-        self._loaded: Loaded | None = None
+        self._positions = ShardingPositions(())
+        self._loaded: CheckpointState | None = None
         self._passing_over = False
-        self._stand_in: Loaded | None = None  # A commit of a later `fit`, in the place of this one's end.
+        self._stand_in: CheckpointState | None = None  # A commit of a later `fit`, in the place of this one's end.
         self._is_done_before = self._is_beyond = self._has_trained = False
         self._logs: Any = None
         self._epoch = self._batch = 0
@@ -117,12 +117,12 @@ class FitBackup(keras.callbacks.Callback):
         self._process = of_directory(self._options.directory)
         self._process.end_former()
         self._strategy = self.model.distribute_strategy
-        self._agreement = Agreement(self._strategy, self._options.timeout_seconds)
-        self._asked = self._process.asked = Asked(self._strategy, self._agreement, self._input.validates)
+        self._agreement = CommitAgreement(self._strategy, self._options.timeout_seconds)
+        self._asked = self._process.asked = PreemptionRequest(self._strategy, self._agreement, self._input.validates)
         others = [callback for callback in self._list.callbacks if callback is not self]
         self._states = CallbackStates(others, self._process.starts, self.model)
         self._process.starts = self._states.starts
-        self._positions = Positions(
+        self._positions = ShardingPositions(
             getattr(self._strategy, "shardings", ()),
             self._input.sharding,
             is_other=self._input.is_known and self._input.sharding is None,
@@ -133,7 +133,7 @@ class FitBackup(keras.callbacks.Callback):
             self._apply()
             self._take_position()
         note_step(self._process.steps)
-        self._schedule = Schedule(self._options.save_freq, self._agreement, self._process.steps)
+        self._schedule = SaveSchedule(self._options.save_freq, self._agreement, self._process.steps)
         if self._options.preemption:
             self._asked.begin(self.model if self._input.is_known else None)
         uncount_steps(self.model)  # of a `fit` that was broken off
@@ -156,7 +156,7 @@ class FitBackup(keras.callbacks.Callback):
         )
         store = None
         if self._agreement.is_chief:
-            store = self._process.store = self._process.store or Store(self._options.directory)
+            store = self._process.store = self._process.store or CommitStore(self._options.directory)
         sites = [*self._process.sites[: self._process.finished], self._site]
         chosen = self._agreement.settle("fit", None, lambda _: resume_policy.choose(store, sites))
         self._process.sites, self._process.finished = chosen["sites"], len(chosen["sites"]) - 1
@@ -190,7 +190,7 @@ class FitBackup(keras.callbacks.Callback):
             if store is not None:
                 store.release()
             raise
-        self._process.saver = Saver(
+        self._process.saver = CommitWriter(
             *(self._options.directory, chosen["run"], self._agreement, store, self._options.keep, self._asked.is_here)
         )
         return commit
@@ -391,7 +391,7 @@ class FitBackup(keras.callbacks.Callback):
         if self._agreement.settle("fit", self._asked.is_here(), any):
             self._leave()
         self._process.finished += 1
-        self._positions = Positions(())  # Lets go of the data.
+        self._positions = ShardingPositions(())  # Lets go of the data.
         if self._stand_in is None:
             self._process.histories.append(self._history())
         else:  # Once more: Keras has put averages in place of weights, and of a later `fit` none are restored.
@@ -410,7 +410,7 @@ class FitBackup(keras.callbacks.Callback):
         self._asked.end()
         self._process.saver = self._process.asked = None  # Lets go of a copy of the model's state.
 
-    def _remove(self, store: Store) -> None:
+    def _remove(self, store: CommitStore) -> None:
         """Removes the backups, now or when the job is done."""
         try:
             if self._is_removed_later:
@@ -421,7 +421,7 @@ class FitBackup(keras.callbacks.Callback):
             logging.warning("Backups stay in %s: %s", store.directory, error)
 
     @property
-    def _saver(self) -> Saver:
+    def _saver(self) -> CommitWriter:
         assert self._process.saver is not None
         return self._process.saver
 

@@ -11,7 +11,7 @@ import pathlib
 
 from absl import logging
 
-from tfdist.backup.commit_store import Store
+from tfdist.backup.commit_store import CommitStore
 from tfdist.backup.storage import is_remote
 from tfdist.errors import BackupError
 from tfdist.failure_report import RUN_DIR, is_supervised, write_whole
@@ -48,7 +48,7 @@ def remove(run_dir: pathlib.Path) -> None:
         try:
             directory = note.read_text()
             if os.path.isdir(directory):  # else the script has removed it
-                store = Store(directory)
+                store = CommitStore(directory)
                 store.claim(goes_on=True)  # On a full disk, it makes room.
                 store.delete()
             note.unlink()

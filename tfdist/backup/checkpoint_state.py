@@ -10,11 +10,11 @@ from absl import logging
 
 from tfdist.backup import random_states, residual_states, variable_states
 from tfdist.backup.callback_states import CallbackStates, Plain
-from tfdist.backup.commit_agreement import Agreement
+from tfdist.backup.commit_agreement import CommitAgreement
 from tfdist.backup.commit_store import Commit
 from tfdist.backup.commit_writer import Snapshot, read_part, versions
 from tfdist.backup.serialization import apart
-from tfdist.backup.sharding_positions import Positions
+from tfdist.backup.sharding_positions import ShardingPositions
 from tfdist.errors import BackupError
 from tfdist.strategies.distributed_optimizer import exchanging_optimizers
 
@@ -22,7 +22,7 @@ Part = tuple[Mapping[str, np.ndarray], Any]  # of one worker: arrays, and JSON
 
 
 @dataclasses.dataclass
-class Loaded:
+class CheckpointState:
     """A commit, read.
 
     Attributes:
@@ -44,9 +44,9 @@ class Loaded:
     def give_back(
         self,
         model: keras.Model,
-        agreement: Agreement,
+        agreement: CommitAgreement,
         states: CallbackStates,
-        positions: Positions | None,
+        positions: ShardingPositions | None,
     ) -> None:
         """Gives back everything that is saved but `random`; of a later `fit`, what this one may have alike.
 
@@ -97,7 +97,7 @@ class Loaded:
             residual_states.redistribute(communication, optimizers, [_prefixed(part, "pending/") for part in parts])
 
 
-def load(commit: Commit, model: keras.Model, agreement: Agreement, finished: int) -> Loaded:
+def load(commit: Commit, model: keras.Model, agreement: CommitAgreement, finished: int) -> CheckpointState:
     """Reads a commit and compares it with the model.
 
     One of a later `fit` than that of now, which is the one after `finished`, may be of a model that was compiled anew.
@@ -126,7 +126,7 @@ def load(commit: Commit, model: keras.Model, agreement: Agreement, finished: int
         parts = [
             ({**arrays, **read_part(commit, f"late-{worker}")[0]}, own) for worker, (arrays, own) in enumerate(parts)
         ]
-    return Loaded(commit, plain, shared, parts, is_alike, finished)
+    return CheckpointState(commit, plain, shared, parts, is_alike, finished)
 
 
 def take(
@@ -137,7 +137,7 @@ def take(
     states: CallbackStates,
     random_of_input: Any,
 ) -> Snapshot:
-    """What is there now, for a commit: what `load` reads, and `Loaded` gives back.
+    """What is there now, for a commit: what `load` reads, and `CheckpointState` gives back.
 
     Args:
       number: Of the commit.

@@ -13,9 +13,9 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist.errors import CHIEF_SAYS, BackupError, ClusterError
-from tfdist.faults.coordination_store import Board
+from tfdist.faults.coordination_store import CoordinationStore
 from tfdist.faults.fault_tolerance import options_of
-from tfdist.faults.peer_health import Health
+from tfdist.faults.peer_health import PeerHealth
 
 _ASK_SECONDS = 5.0  # Whether a worker is still there, of which nothing was heard.
 _LOOK_SECONDS = 0.5  # For an answer that is there.
@@ -33,7 +33,7 @@ _NOT_COME = (
 _made = itertools.count()  # Among several workers: one alone may make more of its own.
 
 
-class Agreement:
+class CommitAgreement:
     """Agreements among the workers of a strategy, through TensorFlow's coordination service; none for one worker.
 
     Make as many on all workers, in the same order: their words are kept apart by number. Those of one worker count not.
@@ -47,12 +47,12 @@ class Agreement:
         extended = strategy.extended
         self.workers: int = getattr(extended, "_num_workers", 1)
         self.own: int = extended._id_in_cluster if self.workers > 1 else 0
-        self._health = Health.of(strategy) if self.workers > 1 else None
+        self._health = PeerHealth.of(strategy) if self.workers > 1 else None
         self._timeout_seconds = timeout_seconds
         self._begin_seconds = timeout_seconds
         if self.workers > 1:
             self._begin_seconds = min(timeout_seconds, options_of(strategy).start_timeout_seconds)
-        self._board = Board(self.own, self.workers)
+        self._board = CoordinationStore(self.own, self.workers)
         self._prefix = f"backup/{next(_made)}" if self.workers > 1 else ""
         self._former: dict[str, str] = {}
         self._rounds: Counter[str] = Counter()

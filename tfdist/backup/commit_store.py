@@ -107,7 +107,7 @@ class Draft:
         return files.write(os.path.join(self.path, name), pieces)
 
 
-class Store:
+class CommitStore:
     """The commits in a directory, for the one process that makes them.
 
     Args:

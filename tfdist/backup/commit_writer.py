@@ -14,8 +14,8 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist import failure_report
-from tfdist.backup.commit_agreement import Agreement
-from tfdist.backup.commit_store import Commit, Draft, Store
+from tfdist.backup.commit_agreement import CommitAgreement
+from tfdist.backup.commit_store import Commit, CommitStore, Draft
 from tfdist.backup.serialization import Packed, pack, unpack
 from tfdist.faults import watchdog
 
@@ -47,7 +47,7 @@ class Snapshot:
     late: Callable[[], Arrays] = dict
 
 
-class Saver:
+class CommitWriter:
     """Saves one snapshot at a time, in a thread of its own.
 
     A save that fails for want of room, or because the storage refuses, is logged; the former commits stay, and the next
@@ -71,8 +71,8 @@ class Saver:
         self,
         directory: str,
         run: str,
-        agreement: Agreement,
-        store: Store | None,
+        agreement: CommitAgreement,
+        store: CommitStore | None,
         keep: int,
         is_asked: Callable[[], bool],
     ):

@@ -8,11 +8,11 @@ from typing import Any
 import keras
 
 from tfdist import _tf
-from tfdist.backup.backed_up_fit import FitBackup, Input, Options
+from tfdist.backup.backed_up_fit import BackupOptions, FitBackup, Input
 from tfdist.errors import BackupError
 
 
-def of_running_fit(options: Options, model: keras.Model) -> FitBackup:
+def of_running_fit(options: BackupOptions, model: keras.Model) -> FitBackup:
     """Adds a `FitBackup` to the list of callbacks that is just beginning.
 
     The list is found on the stack of calls, since Keras shows it to no callback.

@@ -7,13 +7,13 @@ from typing import Any
 import keras
 
 from tfdist import _tf
-from tfdist.backup.commit_agreement import Agreement
-from tfdist.backup.commit_writer import Saver
+from tfdist.backup.commit_agreement import CommitAgreement
+from tfdist.backup.commit_writer import CommitWriter
 from tfdist.faults import preemption
 from tfdist.faults.fault_tolerance import options_of
 
 
-class Asked:
+class PreemptionRequest:
     """What one `fit` knows of it.
 
     A supervisor asks by a file, which is looked for at each commit: a signal may come when nobody listens any more.
@@ -30,7 +30,7 @@ class Asked:
       validation_seconds: How long the last validation took, once there was one.
     """
 
-    def __init__(self, strategy: Any, agreement: Agreement, validates: bool):
+    def __init__(self, strategy: Any, agreement: CommitAgreement, validates: bool):
         self.listens = False
         self.validation_seconds: float | None = None
         self._strategy = strategy
@@ -59,7 +59,7 @@ class Asked:
             if self._watch is not None:
                 preemption.uninstall(self._watch)
 
-    def tell(self, saver: Saver) -> None:
+    def tell(self, saver: CommitWriter) -> None:
         """Asks all workers to leave, as by a signal, if a commit says that one was asked."""
         if saver.are_asked and self.listens:
             self._reports.ask_to_stop()

@@ -11,11 +11,11 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdist.strategies.collectives.gradient_reducer import Exchange
-from tfdist.strategies.compression_state import Communication, sum_of
+from tfdist.strategies.collectives.gradient_reducer import GradientReducer
+from tfdist.strategies.compression_state import CompressionState, sum_of
 
 
-def capture(communication: Communication | None, optimizers: Sequence[Any]) -> dict[str, tf.Tensor]:
+def capture(communication: CompressionState | None, optimizers: Sequence[Any]) -> dict[str, tf.Tensor]:
     """What this worker's replicas keep of these optimizers' gradients."""
     return {
         f"{name}/{place}": variable.read_value()
@@ -25,9 +25,9 @@ def capture(communication: Communication | None, optimizers: Sequence[Any]) -> d
 
 
 def pending(
-    communication: Communication | None, optimizers: Sequence[Any], captured: Mapping[str, tf.Tensor]
+    communication: CompressionState | None, optimizers: Sequence[Any], captured: Mapping[str, tf.Tensor]
 ) -> dict[str, np.ndarray]:
-    """Of what was captured, `Communication.state`: for another number of workers. Costs a few passes over it."""
+    """Of what was captured, `CompressionState.state`: for another number of workers. Costs a few passes over it."""
     arrays = {}
     for name, exchange in _exchanges(communication, optimizers):
         if f"{name}/counts/0" not in captured:
@@ -43,31 +43,33 @@ def pending(
     return arrays
 
 
-def restore(communication: Communication, optimizers: Sequence[Any], saved: Mapping[str, np.ndarray]) -> None:
+def restore(communication: CompressionState, optimizers: Sequence[Any], saved: Mapping[str, np.ndarray]) -> None:
     """Gives the replicas of this worker what they kept, to the bit."""
     for name, own in _by_exchange(saved).items():
         _hand_over(communication, optimizers, name, functools.partial(_assign, own))
 
 
 def redistribute(
-    communication: Communication, optimizers: Sequence[Any], states: Sequence[Mapping[str, np.ndarray]]
+    communication: CompressionState, optimizers: Sequence[Any], states: Sequence[Mapping[str, np.ndarray]]
 ) -> None:
-    """Shares what any number of former workers had left behind; see `Communication.redistribute`."""
+    """Shares what any number of former workers had left behind; see `CompressionState.redistribute`."""
     if not all(states):
         return
     for name, own in _by_exchange(sum_of(states)).items():
         arrays = [own[str(i)] for i in range(len(own))]
-        _hand_over(communication, optimizers, name, functools.partial(Exchange.spread, pending=arrays))
+        _hand_over(communication, optimizers, name, functools.partial(GradientReducer.spread, pending=arrays))
 
 
-def _exchanges(communication: Communication | None, optimizers: Sequence[Any]) -> Iterator[tuple[str, Exchange]]:
+def _exchanges(
+    communication: CompressionState | None, optimizers: Sequence[Any]
+) -> Iterator[tuple[str, GradientReducer]]:
     if communication is not None:
         for place, optimizer in enumerate(optimizers):
             for name, exchange in communication.exchanges_of(optimizer).items():
                 yield f"{place}/{name}", exchange
 
 
-def _variables(exchange: Exchange) -> dict[str, tf.Variable]:
+def _variables(exchange: GradientReducer) -> dict[str, tf.Variable]:
     states = {
         f"states/{replica}/{i}": state
         for replica, states in enumerate(exchange.states)
@@ -84,10 +86,10 @@ def _by_exchange(saved: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndar
     return grouped
 
 
-def _hand_over(communication: Communication, optimizers: Sequence[Any], name: str, give: Any) -> None:
+def _hand_over(communication: CompressionState, optimizers: Sequence[Any], name: str, give: Any) -> None:
     place, _, exchange = name.partition("/")
 
-    def fill(made: Exchange) -> None:
+    def fill(made: GradientReducer) -> None:
         try:
             give(made)
         except ValueError as error:
@@ -97,7 +99,7 @@ def _hand_over(communication: Communication, optimizers: Sequence[Any], name: st
         communication.hand_over(optimizers[int(place)], exchange, fill)
 
 
-def _assign(saved: Mapping[str, np.ndarray], exchange: Exchange) -> None:
+def _assign(saved: Mapping[str, np.ndarray], exchange: GradientReducer) -> None:
     variables = _variables(exchange)
     here, there = ({name: tuple(each.shape) for name, each in named.items()} for named in (variables, saved))
     if here != there:

@@ -8,8 +8,8 @@ from typing import Any
 from absl import logging
 
 from tfdist.backup import backup_cleanup
-from tfdist.backup.checkpoint_state import Loaded
-from tfdist.backup.commit_store import LOCK, Commit, Store, probe_writing
+from tfdist.backup.checkpoint_state import CheckpointState
+from tfdist.backup.commit_store import LOCK, Commit, CommitStore, probe_writing
 from tfdist.backup.storage import is_remote
 from tfdist.errors import BackupError
 from tfdist.failure_report import is_restarted
@@ -17,7 +17,7 @@ from tfdist.failure_report import is_restarted
 _PLACE_SECONDS = 3.0  # Storage that many hosts share may show a file a little late.
 
 
-def choose(store: Store | None, sites: list[str]) -> dict[str, Any]:
+def choose(store: CommitStore | None, sites: list[str]) -> dict[str, Any]:
     """On the chief: owns the directory and picks the commit: the newest, or the end of a `fit` before that one's.
 
     Args:
@@ -77,7 +77,7 @@ def _is_elsewhere(site: str, former: str) -> bool:
     return False
 
 
-def decide(store: Store | None, said: list[Any]) -> list[str]:
+def decide(store: CommitStore | None, said: list[Any]) -> list[str]:
     """On the chief: what hinders a worker; else makes room for new commits."""
     assert store is not None
     faults = [one for one in said if one]
@@ -92,7 +92,7 @@ def check_place(directory: str, holder: str | None, *, goes_on: bool) -> None:
     Args:
       directory: Where backups are.
       holder: What the chief reads in the lock there.
-      goes_on: Whether a full disk is but a warning; see `Store.claim`.
+      goes_on: Whether a full disk is but a warning; see `CommitStore.claim`.
 
     Raises:
       BackupError: If not.
@@ -110,7 +110,7 @@ def check_place(directory: str, holder: str | None, *, goes_on: bool) -> None:
     probe_writing(directory, may_be_full=lambda: goes_on)
 
 
-def told(loaded: Loaded, last: float, first: int, *, is_done_before: bool) -> str:
+def told(loaded: CheckpointState, last: float, first: int, *, is_done_before: bool) -> str:
     """What a `fit` that takes up a commit does, as a sentence.
 
     Args:
@@ -145,7 +145,7 @@ def told(loaded: Loaded, last: float, first: int, *, is_done_before: bool) -> st
     return f"Restored {path}: goes on after {batch} batches of epoch {epoch + 1}{instead}."
 
 
-def is_beyond(loaded: Loaded, last: float) -> bool:
+def is_beyond(loaded: CheckpointState, last: float) -> bool:
     """Whether a commit was made after the last epoch of a `fit` that is not done."""
     return (loaded.plain["epoch"], loaded.plain["batch"]) > (last, 0)
 

@@ -4,10 +4,10 @@ import datetime
 import time
 from typing import Any
 
-from tfdist.backup.commit_agreement import Agreement
+from tfdist.backup.commit_agreement import CommitAgreement
 
 
-class Schedule:
+class SaveSchedule:
     """After which steps to save; all workers after the same.
 
     Where time decides it is the chief's clock. Asking it costs an agreement, so it also says how many steps to wait
@@ -19,7 +19,7 @@ class Schedule:
       steps: That were trained before.
     """
 
-    def __init__(self, save_freq: Any, agreement: Agreement, steps: int):
+    def __init__(self, save_freq: Any, agreement: CommitAgreement, steps: int):
         self._save_freq = save_freq
         self._agreement = agreement
         self._saved_at = self._looked_at = steps

@@ -7,14 +7,14 @@ from typing import Any
 from absl import logging
 
 from tfdist.backup.callback_states import Starts
-from tfdist.backup.commit_store import Store
-from tfdist.backup.commit_writer import Saver
-from tfdist.backup.preemption_request import Asked
+from tfdist.backup.commit_store import CommitStore
+from tfdist.backup.commit_writer import CommitWriter
+from tfdist.backup.preemption_request import PreemptionRequest
 from tfdist.backup.storage import is_remote
 
 
 @dataclasses.dataclass
-class Process:
+class BackupSession:
     """What this process remembers of a directory from one `fit` to the next."""
 
     finished: int = 0
@@ -22,9 +22,9 @@ class Process:
     steps: int = 0
     number: int = -1
     histories: list[Any] = dataclasses.field(default_factory=list)
-    saver: Saver | None = None
-    store: Store | None = None
-    asked: Asked | None = None
+    saver: CommitWriter | None = None
+    store: CommitStore | None = None
+    asked: PreemptionRequest | None = None
     starts: Starts = dataclasses.field(default_factory=list)  # of the callbacks of the `fit` before
 
     def end_former(self) -> None:
@@ -38,9 +38,9 @@ class Process:
             self.asked.end()
 
 
-processes: dict[str, Process] = {}  # by directory
+processes: dict[str, BackupSession] = {}  # by directory
 
 
-def of_directory(directory: str) -> Process:
+def of_directory(directory: str) -> BackupSession:
     """What this process remembers of a directory."""
-    return processes.setdefault(directory if is_remote(directory) else os.path.realpath(directory), Process())
+    return processes.setdefault(directory if is_remote(directory) else os.path.realpath(directory), BackupSession())

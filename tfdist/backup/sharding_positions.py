@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-class Positions:
+class ShardingPositions:
     """The shardings that are there when a `fit` begins, held until it ends. Callbacks may make more: those are theirs.
 
     Those of a commit are told from each other by what they hand out, not by their places in a list: a program that

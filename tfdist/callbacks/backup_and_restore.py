@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.backup.backed_up_fit import Options
+from tfdist.backup.backed_up_fit import BackupOptions
 from tfdist.backup.fit_discovery import of_running_fit
 from tfdist.backup.storage import is_remote
 from tfdist.strategies.foreign_keras import ForKerasModels
@@ -107,7 +107,7 @@ class BackupAndRestore(ForKerasModels, keras.callbacks.BackupAndRestore):
         directory = _checked_directory(backup_dir)
         super().__init__(directory, "epoch", double_checkpoint, delete_checkpoint)
         self.save_freq = _checked_frequency(save_freq)
-        self._options: Options = Options(
+        self._options: BackupOptions = BackupOptions(
             directory,
             self.save_freq,
             max(_checked_keep(keep), 1 + double_checkpoint),

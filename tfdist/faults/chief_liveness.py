@@ -8,9 +8,9 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from tfdist.errors import ClusterError
-from tfdist.faults.coordination_store import Board
-from tfdist.faults.peer_health import Health
-from tfdist.faults.peer_liveness import Lifelines
+from tfdist.faults.coordination_store import CoordinationStore
+from tfdist.faults.peer_health import PeerHealth
+from tfdist.faults.peer_liveness import PeerLiveness
 
 __all__ = ["watch_chief"]
 
@@ -18,7 +18,9 @@ _POLL_PART, _SILENCE_PART = 0.1, 0.8  # of the seconds for which heartbeats may 
 _STOP_SECONDS = 0.1
 
 
-def watch_chief(jobs: Mapping[str, Sequence[str]], lifelines: Lifelines, board: Board, timeout_seconds: float) -> None:
+def watch_chief(
+    jobs: Mapping[str, Sequence[str]], lifelines: PeerLiveness, board: CoordinationStore, timeout_seconds: float
+) -> None:
     """Asks worker 0 again and again, in a thread, whether it is there; if it is not, collectives fail with its name.
 
     Costs worker 0 a message, ten times in that time. TensorFlow's threads answer, whatever holds up those of Python.
@@ -29,7 +31,7 @@ def watch_chief(jobs: Mapping[str, Sequence[str]], lifelines: Lifelines, board: 
       board: Of this worker.
       timeout_seconds: For which heartbeats may fail.
     """
-    health = Health(jobs, _SILENCE_PART * timeout_seconds)
+    health = PeerHealth(jobs, _SILENCE_PART * timeout_seconds)
     stopping = threading.Event()
 
     def watch() -> None:

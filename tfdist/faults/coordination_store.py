@@ -13,7 +13,7 @@ from absl import logging
 from tfdist import _tf
 from tfdist.errors import ClusterError
 
-__all__ = ["DONE", "OVER", "Board"]
+__all__ = ["DONE", "OVER", "CoordinationStore"]
 
 DONE = "done"
 """The subject on which a worker says at its end whether it is done."""
@@ -25,7 +25,7 @@ _LOOK_SECONDS = 0.5  # For an answer that is there.
 _ASK_SECONDS = 5.0  # Whether the program of who is waited for is over.
 
 
-class Board:
+class CoordinationStore:
     """One place for each worker and subject, that it writes and all can read.
 
     A call costs a message to worker 0, which keeps it all, less than a millisecond on a quiet network.

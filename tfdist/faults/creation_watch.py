@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist.errors import ClusterError
-from tfdist.faults.coordination_store import Board
+from tfdist.faults.coordination_store import CoordinationStore
 
 __all__ = ["CreationWatch"]
 
@@ -29,7 +29,7 @@ class CreationWatch:
       name: Of the strategy whose variables they are, the same on all workers.
     """
 
-    def __init__(self, board: Board, name: str) -> None:
+    def __init__(self, board: CoordinationStore, name: str) -> None:
         self._board, self._name = board, name
         self._number = 0
         self._making: tuple[tuple[str, str], float] | None = None

@@ -9,12 +9,12 @@ from tfdist import _tf
 from tfdist.errors import WorkerLostError
 from tfdist.faults.fault_tolerance import options_of
 
-__all__ = ["Health"]
+__all__ = ["PeerHealth"]
 
 _PAUSE_SECONDS = 1.0
 
 
-class Health:
+class PeerHealth:
     """Asks the workers of a cluster whether they are there.
 
     Args:
@@ -29,7 +29,7 @@ class Health:
         self._silence_seconds = silence_seconds
 
     @classmethod
-    def of(cls, strategy: tf.distribute.Strategy) -> "Health":
+    def of(cls, strategy: tf.distribute.Strategy) -> "PeerHealth":
         """Asks the workers of a strategy, of which there are several."""
         return cls(strategy.extended._cluster_spec.as_dict(), options_of(strategy).heartbeat_timeout_seconds)
 

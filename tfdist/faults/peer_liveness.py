@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping
 
 from tfdist.cluster.address import split_address
 
-__all__ = ["Lifelines"]
+__all__ = ["PeerLiveness"]
 
 _DONE, _FAILED = b"bye\n", b"bad\n"
 _IDLE_SECONDS = 30  # Keeps firewalls from forgetting a silent connection.
 _CHECKS, _CHECK_SECONDS = 5, 0.2
 
 
-class Lifelines:
+class PeerLiveness:
     """Connections to other workers, watched by a thread.
 
     Args:

@@ -37,7 +37,7 @@ from tfdist.cluster.ports import is_held
 from tfdist.errors import ClusterError, WorkerLostError
 from tfdist.faults.admission import PLAIN_SECONDS, Admission, Introduction
 from tfdist.network import listening
-from tfdist.network.connection_acceptor import Reception, Warnings
+from tfdist.network.connection_acceptor import ConnectionAcceptor, Warnings
 from tfdist.network.handshake import (
     LINE_BYTES,
     NotOursError,
@@ -184,7 +184,7 @@ class _Desk:
         self._warnings = Warnings()
         self._misfit: str | None = None
         tls = Tls.from_env()  # Before anything is opened: it may be set wrongly.
-        self._reception = Reception(_listen(cluster), self._shake_hands, tls)
+        self._reception = ConnectionAcceptor(_listen(cluster), self._shake_hands, tls)
 
     def __enter__(self) -> "_Desk":
         return self

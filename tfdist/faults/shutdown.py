@@ -14,8 +14,8 @@ from absl import logging
 
 from tfdist.failure_kinds import tell_kind, telling_line
 from tfdist.failure_report import LEFT, write_report
-from tfdist.faults.coordination_store import DONE, Board
-from tfdist.faults.peer_liveness import Lifelines
+from tfdist.faults.coordination_store import DONE, CoordinationStore
+from tfdist.faults.peer_liveness import PeerLiveness
 from tfdist.faults.process_exit import end_with
 
 __all__ = ["leave_together"]
@@ -26,13 +26,14 @@ _LINE_LENGTH = 500
 _installed = False
 
 
-def leave_together(board: Board, lifelines: Lifelines, timeout_seconds: float) -> None:
+def leave_together(board: CoordinationStore, lifelines: PeerLiveness, timeout_seconds: float) -> None:
     """Lets this process wait for the others when its program is over; once in a process.
 
-    A program that ends by an exception does not wait, nor do others for it. One that calls `sys.exit` does, whatever
-    the code, which no process learns of itself; who waits for it meanwhile asks, see `Board.absent`. One that is done
-    ends with exit code 0 if all are, or are still busy at the deadline, and with 1 if another has failed: a job whose
-    workers are started one by one could not start again without it.
+    A program that ends by an exception does not wait, and others do not wait for it. A program that calls `sys.exit`
+    waits, whatever the code, which no process can read of itself; a worker that waits for it meanwhile asks, see
+    `CoordinationStore.absent`. A worker that is done ends with exit code 0 if all are done, or are still busy at the
+    deadline, and with 1 if another has failed. Without that code, a job whose workers are started one by one could not
+    start again.
 
     Args:
       board: Where workers meet.
@@ -46,7 +47,7 @@ def leave_together(board: Board, lifelines: Lifelines, timeout_seconds: float) -
         atexit.register(_leave, board, lifelines, timeout_seconds, os.getpid())
 
 
-def hear_aloud(board: Board, subject: str, worker: int, timeout_seconds: float) -> Any:
+def hear_aloud(board: CoordinationStore, subject: str, worker: int, timeout_seconds: float) -> Any:
     """What another worker says at its end; says in the log for whom this worker waits, and whom it gives up.
 
     Raises:
@@ -64,7 +65,7 @@ def hear_aloud(board: Board, subject: str, worker: int, timeout_seconds: float) 
         raise
 
 
-def _tell_of_exceptions(board: Board, lifelines: Lifelines) -> None:
+def _tell_of_exceptions(board: CoordinationStore, lifelines: PeerLiveness) -> None:
     """Lets others know at once: a thread that does not end keeps this process from its end, and its `atexit`."""
     before, pid = sys.excepthook, os.getpid()
 
@@ -79,7 +80,7 @@ def _tell_of_exceptions(board: Board, lifelines: Lifelines) -> None:
     sys.excepthook = hook
 
 
-def _report(board: Board, lifelines: Lifelines, error: BaseException) -> None:
+def _report(board: CoordinationStore, lifelines: PeerLiveness, error: BaseException) -> None:
     if 0 in lifelines.silent:  # A message to it would be waited for without end.
         return
     with contextlib.suppress(tf.errors.OpError):  # it may have been told already
@@ -88,7 +89,7 @@ def _report(board: Board, lifelines: Lifelines, error: BaseException) -> None:
         board.report_error(tell_kind(words, error))
 
 
-def _leave(board: Board, lifelines: Lifelines, timeout_seconds: float, pid: int) -> None:
+def _leave(board: CoordinationStore, lifelines: PeerLiveness, timeout_seconds: float, pid: int) -> None:
     if os.getpid() != pid:  # a child that was forked is no worker
         return
     error = getattr(sys, "last_value", None)
@@ -114,7 +115,7 @@ def _leave(board: Board, lifelines: Lifelines, timeout_seconds: float, pid: int)
         end_with(1, if_none=True)
 
 
-def _wait_for_others(board: Board, timeout_seconds: float) -> bool:
+def _wait_for_others(board: CoordinationStore, timeout_seconds: float) -> bool:
     """Returns once all are done, or one has failed; says whether all are done.
 
     Raises:

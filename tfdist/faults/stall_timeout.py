@@ -7,7 +7,7 @@ from typing import Any
 
 from tfdist.faults.activity import BUILDING, COMPUTE, EXCHANGE, INPUT, MEETING, TRACING
 
-__all__ = ["Patience"]
+__all__ = ["StallTimeout"]
 
 _FLOOR_SECONDS = 60.0
 _CAP_SECONDS = 1800.0
@@ -16,7 +16,7 @@ _CARRIED_SECONDS = 30.0
 _STEPS, _STEPS_REMEMBERED, _LONGEST_STEPS = 20, 64, 3
 
 
-class Patience:
+class StallTimeout:
     """How long a worker may stay where it is; see `tfdist.faults.watchdog` for the rule.
 
     Args:

@@ -54,7 +54,7 @@ from tfdist.errors import ClusterError
 from tfdist.exit_codes import STALLED
 from tfdist.failure_report import is_supervised, write_report
 from tfdist.faults.activity import EXCHANGE, MEETING, Call
-from tfdist.faults.coordination_store import Board
+from tfdist.faults.coordination_store import CoordinationStore
 from tfdist.faults.stall_diagnosis import (
     ITS_END,
     UNLIKE_CALLS,
@@ -65,7 +65,7 @@ from tfdist.faults.stall_diagnosis import (
     unlike_calls,
     yet_to_come,
 )
-from tfdist.faults.stall_timeout import Patience
+from tfdist.faults.stall_timeout import StallTimeout
 
 __all__ = [
     "WAITING",
@@ -168,7 +168,7 @@ class Creations:
             self.since = None
 
 
-class Alone(Board):
+class Alone(CoordinationStore):
     """The board of a worker that trains without others, though they may run beside it.
 
     Args:
@@ -184,7 +184,9 @@ class Alone(Board):
         return []
 
 
-def start(strategy: Any, board: Board, creations: Creations, carried: Callable[[], int] | None = None) -> None:
+def start(
+    strategy: Any, board: CoordinationStore, creations: Creations, carried: Callable[[], int] | None = None
+) -> None:
     """Watches the training of a strategy for as long as it lives, in threads of its own.
 
     Costs two messages to worker 0 every two seconds, three while it waits, and a look at a variable every second.
@@ -197,7 +199,7 @@ def start(strategy: Any, board: Board, creations: Creations, carried: Callable[[
     """
     options = strategy.fault_tolerance
     sees_bytes = carried is not None or not board.others
-    patience = Patience(options.stall_timeout_seconds, options.start_timeout_seconds, sees_bytes)
+    patience = StallTimeout(options.stall_timeout_seconds, options.start_timeout_seconds, sees_bytes)
     Watchdog(strategy, board, patience, creations, carried).start()
 
 
@@ -214,8 +216,8 @@ class Watchdog:
     def __init__(
         self,
         strategy: Any,
-        board: Board,
-        patience: Patience,
+        board: CoordinationStore,
+        patience: StallTimeout,
         creations: Creations,
         carried: Callable[[], int] | None = None,
     ):

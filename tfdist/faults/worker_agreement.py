@@ -13,9 +13,9 @@ import tensorflow as tf
 
 from tfdist.errors import WAIT_FOR_CHIEF, ClusterError, WorkerLostError
 from tfdist.faults import watchdog
-from tfdist.faults.coordination_store import Board
+from tfdist.faults.coordination_store import CoordinationStore
 
-__all__ = ["Agreement"]
+__all__ = ["WorkerAgreement"]
 
 _LOOK_SECONDS = 1.0  # Between two looks at whether what waits is still needed.
 _OPTIONAL_SECONDS = 10.0  # For workers that need not come.
@@ -25,7 +25,7 @@ _compared = itertools.count()  # In this process; as many, and in the same order
 _done_alone: collections.Counter[str] = collections.Counter()  # Likewise, of each thing that only the chief does.
 
 
-class Agreement:
+class WorkerAgreement:
     """What the workers of a strategy must have alike.
 
     Args:
@@ -33,7 +33,7 @@ class Agreement:
       timeout_seconds: For all to come to the same point.
     """
 
-    def __init__(self, board: Board, timeout_seconds: float):
+    def __init__(self, board: CoordinationStore, timeout_seconds: float):
         self._board = board
         self._timeout_seconds = timeout_seconds
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -29,12 +29,12 @@ from tfdist.launch.arguments import BINARY, DECIMAL
 from tfdist.launch.memory_limit import free_memory
 from tfdist.strategies.compression import NAMES
 from tfdist.strategies.compression_policy import policy_of
-from tfdist.strategies.compression_state import Traffic
+from tfdist.strategies.compression_state import TrafficTotals
 
 __all__ = [
     "COMPRESSIONS",
+    "BenchPlan",
     "ModelExchange",
-    "Plan",
     "Row",
     "check_sum",
     "exchange",
@@ -56,7 +56,7 @@ _ABOUT = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """What is measured.
 
     Attributes:
@@ -166,7 +166,7 @@ def exchange(strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optim
     return strategy.run(on_replica, args=(tensor,))
 
 
-def measure(plan: Plan, spec: ClusterSpec, end_in: Callable[[float], None]) -> Iterator[Row]:
+def measure(plan: BenchPlan, spec: ClusterSpec, end_in: Callable[[float], None]) -> Iterator[Row]:
     """Measures row by row, codec by codec. Called by all workers, each with the same sizes and codecs.
 
     Args:
@@ -198,7 +198,7 @@ def measure(plan: Plan, spec: ClusterSpec, end_in: Callable[[float], None]) -> I
             yield rows[-1]
 
 
-def _sent_bytes(size: int, before: Traffic | None, strategy: tf.distribute.Strategy) -> float:
+def _sent_bytes(size: int, before: TrafficTotals | None, strategy: tf.distribute.Strategy) -> float:
     """What this worker has sent in each exchange since `before`, or must send without a codec."""
     if before is not None:
         return (strategy.communication.traffic() - before).sent_bytes_per_step
@@ -206,7 +206,7 @@ def _sent_bytes(size: int, before: Traffic | None, strategy: tf.distribute.Strat
     return size * len(strategy.extended.worker_devices) * 2 * (replicas - 1) / replicas
 
 
-def _check_equal(plan: Plan, strategy: tf.distribute.Strategy) -> None:
+def _check_equal(plan: BenchPlan, strategy: tf.distribute.Strategy) -> None:
     digests = strategy.extended.of_all_workers(zlib.crc32(repr((plan.sizes, plan.compressions)).encode()))
     others = [worker for worker, digest in enumerate(digests) if digest != digests[0]]
     if others:
@@ -217,7 +217,7 @@ def _check_equal(plan: Plan, strategy: tf.distribute.Strategy) -> None:
 
 
 def _reason_to_skip(
-    size: int, name: str, rows: Sequence[Row], plan: Plan, strategy: tf.distribute.Strategy, spec: ClusterSpec
+    size: int, name: str, rows: Sequence[Row], plan: BenchPlan, strategy: tf.distribute.Strategy, spec: ClusterSpec
 ) -> str:
     """Why this size is not measured, on any worker; empty if it is."""
     policy = policy_of(None if name == "none" else name)
@@ -461,7 +461,9 @@ def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
     return table
 
 
-def measure_aloud(plan: Plan, spec: ClusterSpec, keep: Callable[[Row], None], end_in: Callable[[float], None]) -> None:
+def measure_aloud(
+    plan: BenchPlan, spec: ClusterSpec, keep: Callable[[Row], None], end_in: Callable[[float], None]
+) -> None:
     """`measure`, each row kept, and told in the chief's log, when it is there.
 
     Raises:

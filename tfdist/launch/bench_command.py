@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         unknown = [name for name in args.compression or () if name not in bench.COMPRESSIONS]
         if unknown:
             args.parser.error(f"--compression takes {', '.join(bench.COMPRESSIONS)}; got {unknown[0]!r}")
-        plan = bench.Plan(args.sizes, args.compression, args.seconds, deadline)
+        plan = bench.BenchPlan(args.sizes, args.compression, args.seconds, deadline)
         try:
             bench.measure_aloud(plan, spec, results.rows.append, timeout.end_in)
         except BaseException as error:

@@ -23,8 +23,8 @@ from tfdist.errors import TfdistError
 from tfdist.launch import arguments, bench_command, data_service, private_network, worker_script
 from tfdist.launch.run_dir import KEPT_RUNS, folder_of_run
 from tfdist.launch.signals import stop_signals
-from tfdist.launch.supervisor import Options, Supervisor
-from tfdist.launch.worker_limits import Limits, refusal
+from tfdist.launch.supervisor import Supervisor, SupervisorOptions
+from tfdist.launch.worker_limits import WorkerLimits, refusal
 
 __all__ = ["main"]
 
@@ -213,18 +213,18 @@ def _own_place(args: argparse.Namespace) -> ClusterSpec | None:
     return ClusterSpec.from_json(text)
 
 
-def _run_options(args: argparse.Namespace) -> Options:
+def _run_options(args: argparse.Namespace) -> SupervisorOptions:
     workers = args.workers or 1
     least = args.min_workers or workers
     if args.private_network and args.workers is None:
         args.parser.error("--private-network needs --workers: workers of several hosts need a network between them")
     if args.min_workers and args.workers is None:
         args.parser.error("--min-workers needs --workers: otherwise the number of workers is given")
-    if args.workers is not None and (why := refusal(workers, Limits.of_this_machine())):
+    if args.workers is not None and (why := refusal(workers, WorkerLimits.of_this_machine())):
         args.parser.error(f"--workers: {why}")
     if least > workers:
         args.parser.error(f"--min-workers needs a number from 1 to --workers {workers}, got {least}")
-    return Options(
+    return SupervisorOptions(
         workers=workers,
         min_workers=least,
         max_restarts=args.max_restarts,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tfdist.errors import ClusterError
 
-__all__ = ["Guard"]
+__all__ = ["ProcessGuard"]
 
 # Remembers the last line; when there will be no more, kills the process groups in it. A shell, since it starts in a
 # millisecond and takes a megabyte.
@@ -17,7 +17,7 @@ for group in $groups; do kill -s KILL -- "-$group"; done
 """
 
 
-class Guard:
+class ProcessGuard:
     """A process that outlives this one by a moment.
 
     The kernel kills a worker with its parent, but not the worker's own children: they are found by their process group.

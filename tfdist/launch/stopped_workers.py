@@ -4,13 +4,13 @@ import math
 import pathlib
 from collections.abc import Callable, Mapping
 
-__all__ = ["SECONDS", "Stopped"]
+__all__ = ["SECONDS", "StoppedWorkers"]
 
 SECONDS = 15.0  # More than others take to notice it of one that trains with them, and to tell.
 _LOOK_SECONDS = 1.0
 
 
-class Stopped:
+class StoppedWorkers:
     """Adds up for how long workers have been stopped; a debugger's hold is none.
 
     Costs reading a file of `/proc` for each worker and second.

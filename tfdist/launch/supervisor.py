@@ -30,11 +30,11 @@ from tfdist.launch.first_failure import (
 )
 from tfdist.launch.restarts import Chance, Commits, Restarts, Size, chance_of
 from tfdist.launch.run_summary import details_of, outcome_line
-from tfdist.launch.stopped_workers import SECONDS, Stopped
+from tfdist.launch.stopped_workers import SECONDS, StoppedWorkers
 from tfdist.launch.worker_group import WorkerExit, WorkerGroup
 from tfdist.network.secret import SECRET, new_secret, secret_is_given
 
-__all__ = ["Options", "Stragglers", "Supervisor"]
+__all__ = ["Stragglers", "Supervisor", "SupervisorOptions"]
 
 _FAILURE_GRACE_SECONDS = 2.0
 _CAUSE_SECONDS = 1.5
@@ -44,7 +44,7 @@ _ALONE_SECONDS, _ALONE_AGAIN_SECONDS = 10.0, 60.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class SupervisorOptions:
     """How a job is supervised.
 
     Attributes:
@@ -137,7 +137,7 @@ class Supervisor:
     def __init__(
         self,
         command: Sequence[str],
-        options: Options,
+        options: SupervisorOptions,
         *,
         run_dir: pathlib.Path,
         caught: Sequence[int],
@@ -243,7 +243,7 @@ class Supervisor:
     def _watch(
         self, group: WorkerGroup, number: int, start: float, commits: Commits, ended: Callable[..., Attempt]
     ) -> Attempt:
-        options, caught, stragglers, stopped = self._options, self._caught, Stragglers(), Stopped()
+        options, caught, stragglers, stopped = self._options, self._caught, Stragglers(), StoppedWorkers()
         looked, wants_room = 0.0, False
 
         def look() -> bool:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
-from tfdist.launch.process_guard import Guard
+from tfdist.launch.process_guard import ProcessGuard
 from tfdist.launch.signals import hear_of_children
-from tfdist.launch.worker_output import Output
+from tfdist.launch.worker_output import WorkerOutput
 
 __all__ = ["WorkerExit", "WorkerGroup", "describe_exit", "log_path"]
 
@@ -80,8 +80,8 @@ class WorkerGroup:
         self._tee = tee
         self._reported_stack = reported_stack
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._outputs: dict[int, Output] = {}
-        self._guard: Guard | None = None
+        self._outputs: dict[int, WorkerOutput] = {}
+        self._guard: ProcessGuard | None = None
         self._exits: list[WorkerExit] = []
         self._not_started: int | None = None
 
@@ -114,7 +114,7 @@ class WorkerGroup:
           ClusterError: If a process cannot be started, or a log file cannot be written.
         """
         hear_of_children()
-        self._guard = Guard()
+        self._guard = ProcessGuard()
         try:
             for place, spec in enumerate(self._specs):
                 self._not_started = spec.worker_id
@@ -183,7 +183,7 @@ class WorkerGroup:
         defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         env = {**defaults, **os.environ, **self._env, **own_env, "TF_CONFIG": spec.to_json()}
         try:
-            output = self._outputs[index] = Output(
+            output = self._outputs[index] = WorkerOutput(
                 log_path(self._log_dir, index),
                 show=show,
                 name=f"[worker {index}]",

@@ -6,7 +6,7 @@ import resource
 
 from tfdist.launch.memory_limit import free_memory
 
-__all__ = ["Limits", "refusal"]
+__all__ = ["WorkerLimits", "refusal"]
 
 _FILES_A_WORKER, _FILES_OF_OWN = 6, 64  # A log, ends of pipes, a held port; and the files of this process.
 _PROCESSES_A_WORKER = 2  # Each has threads besides, which count as well.
@@ -15,7 +15,7 @@ _PORTS = 50_000
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class WorkerLimits:
     """The resources of this machine that workers share.
 
     Attributes:
@@ -29,7 +29,7 @@ class Limits:
     memory: int
 
     @classmethod
-    def of_this_machine(cls) -> "Limits":
+    def of_this_machine(cls) -> "WorkerLimits":
         """The limits that hold now."""
         try:
             memory = free_memory()
@@ -39,7 +39,7 @@ class Limits:
         return cls(files, min(_soft_limit(resource.RLIMIT_NPROC), _most_processes()), memory)
 
 
-def refusal(workers: int, limits: Limits) -> str | None:
+def refusal(workers: int, limits: WorkerLimits) -> str | None:
     """Why so many workers cannot be started, and how many could be; None if nothing speaks against it.
 
     Only an impossible number is refused: workers may need much more than they need to start.

@@ -18,7 +18,7 @@ from typing import IO, Protocol
 from tfdist.launch.terminal_filter import TerminalFilter
 from tfdist.symlink_safe_file import no_follow
 
-__all__ = ["Lines", "Output"]
+__all__ = ["LineSplitter", "WorkerOutput"]
 
 _CHUNK_BYTES = 1 << 16
 _LINE_BYTES = 1 << 16
@@ -30,7 +30,7 @@ _PIECES = re.compile(rb"[\r\n]|[\b]+|[^\r\n\b]+")
 _terminal = threading.Lock()
 
 
-class Output:
+class WorkerOutput:
     """The standard output and error of one worker, from before its start until after its end.
 
     Open it, start the worker with `stdout` and `stderr`, then call `begin`; when the worker is gone, `finish`. The log
@@ -155,7 +155,7 @@ class _NamedLines:
     has_rest = False
 
     def __init__(self, name: bytes):
-        self._name, self._lines = name, Lines()
+        self._name, self._lines = name, LineSplitter()
 
     def feed(self, chunk: bytes) -> bytes:
         return self._named(self._lines.split(chunk))
@@ -170,7 +170,7 @@ class _NamedLines:
         return b"".join(self._name + line + b"\n" for line in lines)
 
 
-class Lines:
+class LineSplitter:
     """Cuts bytes into lines as a terminal would show them, and cuts what is longer than 64 KiB.
 
     A progress bar, which goes back by carriage returns and backspaces, is one line in its last state. One that takes

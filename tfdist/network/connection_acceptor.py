@@ -16,7 +16,7 @@ from absl import logging
 from tfdist.network.handshake import NotOursError, RefusedError
 from tfdist.network.tls import Tls, accept, handshake
 
-__all__ = ["Reception", "Warnings", "printable", "remote_host"]
+__all__ = ["ConnectionAcceptor", "Warnings", "printable", "remote_host"]
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class _Guest:
     has_spoken: bool = False
 
 
-class Reception(Generic[T]):
+class ConnectionAcceptor(Generic[T]):
     """Accepts connections and performs a handshake with each, in a thread of its own, until it is closed.
 
     A connection has 3 s for its handshake. At most 64 are in a handshake at a time, or fewer if this process runs out
@@ -88,7 +88,7 @@ class Reception(Generic[T]):
         self._thread = threading.Thread(target=self._receive, name="tfdist-reception", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> "Reception[T]":
+    def __enter__(self) -> "ConnectionAcceptor[T]":
         return self
 
     def __exit__(self, *_: object) -> None:
