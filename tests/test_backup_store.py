@@ -381,8 +381,8 @@ def test_a_draft_whose_files_are_not_all_there_is_no_commit(two):
 
 HOLD = """
 import sys, time, os
-from tfdist.backup.commit_store import Store
-store = Store(sys.argv[1])
+from tfdist.backup.commit_store import CommitStore
+store = CommitStore(sys.argv[1])
 store.claim()
 for name in os.listdir(sys.argv[1]):  # a copy of it, elsewhere
     open(os.path.join(sys.argv[1], name)).close()
@@ -474,8 +474,8 @@ def test_a_folder_that_cannot_be_removed_stays_empty(two, tmp_path):
 KILLED = """
 import os, sys
 import numpy as np
-from tfdist.backup.commit_store import Draft, Store
-store = Store(sys.argv[1])
+from tfdist.backup.commit_store import CommitStore, Draft
+store = CommitStore(sys.argv[1])
 store.claim()
 newest = store.newest_whole()
 step = newest.step if newest else 0

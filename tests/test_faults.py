@@ -506,8 +506,8 @@ def test_who_is_waited_for_is_logged(job):
         """
         import os
         from tfdist.cluster import ClusterSpec
-        from tfdist.faults import meeting
-        meeting.meet(ClusterSpec.from_env(), 7)
+        from tfdist.faults import rendezvous
+        rendezvous.meet(ClusterSpec.from_env(), 7)
         """,
         workers=3,
         which=[0, 1],
@@ -554,9 +554,9 @@ def test_a_frozen_worker_ends_who_waits_for_its_encoded_gradients(job):
 
 def test_workers_that_cannot_connect_at_other_ports_exchange_encoded_gradients_as_all_else(job):
     blocked = """
-from tfdist.strategies.collectives import lines
+from tfdist.strategies.collectives import peer_connections
 if worker:
-    lines.split_address = lambda address: ("192.0.2.1", 1)  # of nobody, as RFC 5737 has it
+    peer_connections.split_address = lambda address: ("192.0.2.1", 1)  # of nobody, as RFC 5737 has it
 """
     head, tail = ENCODED.split("strategy = ", 1)
     job.start(head + blocked + "strategy = " + tail + "assert strategy.extended._wire is None\nfit(build(), epochs=2)")
@@ -582,9 +582,9 @@ assert all(isinstance(each, TlsStream) for each in strategy.extended._wire._line
 def test_with_tls_nothing_is_exchanged_in_clear_where_workers_cannot_connect(job):
     head, tail = ENCODED.split("strategy = ", 1)
     blocked = """
-from tfdist.strategies.collectives import lines
-split = lines.split_address
-lines.split_address = lambda address: ("192.0.2.1", 1) if worker else split(address)
+from tfdist.strategies.collectives import peer_connections
+split = peer_connections.split_address
+peer_connections.split_address = lambda address: ("192.0.2.1", 1) if worker else split(address)
 """
     job.start(head + blocked + "strategy = " + tail, **tls_environment(job.directory))
     assert job.wait() == [1, 1], job.output(0) + job.output(1)
@@ -639,9 +639,9 @@ def test_who_waits_for_a_frozen_worker_in_an_agreement_names_it_soon(frozen, job
         f"""
         import os, signal, time
         import tfdist
-        from tfdist.backup.commit_agreement import Agreement
+        from tfdist.backup.commit_agreement import CommitAgreement
         strategy = tfdist.MultiWorkerMirroredStrategy()
-        agreement = Agreement(strategy, 600)
+        agreement = CommitAgreement(strategy, 600)
         agreement.settle("fit", None, lambda said: None)
         print("settled")
         if strategy.extended._id_in_cluster == {frozen}:

@@ -53,8 +53,8 @@ def test_a_name_that_means_this_machine_to_itself_alone_is_no_reason_to_listen_a
 def test_worker_0_and_the_exchange_connections_listen_at_loopback_under_a_local_run(run):
     """TensorFlow's own server does not, which is why there is --private-network."""
     spec = ClusterSpec.local(2, 0, free_ports(2))
-    code = "import sys; from tfdist.cluster import ClusterSpec; from tfdist.faults import meeting; "
-    code += "meeting.meet(ClusterSpec.from_json(sys.argv[1]), 60)"
+    code = "import sys; from tfdist.cluster import ClusterSpec; from tfdist.faults import rendezvous; "
+    code += "rendezvous.meet(ClusterSpec.from_json(sys.argv[1]), 60)"
     with subprocess.Popen([sys.executable, "-c", code, spec.to_json()]) as chief:
         try:
             assert eventually(lambda: listening_at([chief.pid]))

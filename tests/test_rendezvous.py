@@ -195,9 +195,9 @@ def test_strangers_at_the_door_do_no_harm(secret, monkeypatch):
 FLOOD = """
 import json, resource, socket, sys, threading
 from tfdist.cluster import ClusterSpec
-from tfdist.faults import meeting
+from tfdist.faults import rendezvous
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-lines = meeting.meet(ClusterSpec.from_json(sys.argv[1]), 60)
+lines = rendezvous.meet(ClusterSpec.from_json(sys.argv[1]), 60)
 with open("/proc/self/status") as status:
     print(sorted(lines), *[line.split()[1] for line in status if line.startswith("VmHWM")])
 """
@@ -241,10 +241,10 @@ def test_who_came_and_is_not_connected_is_named_before_the_stacks():
     code = """
         import sys, time
         from tfdist.cluster import ClusterSpec
-        from tfdist.faults import meeting
-        with meeting.connecting(ClusterSpec.from_json(sys.argv[1]), 60):
+        from tfdist.faults import rendezvous
+        with rendezvous.connecting(ClusterSpec.from_json(sys.argv[1]), 60):
             pass
-        with meeting.connecting(ClusterSpec.from_json(sys.argv[1]), 4):
+        with rendezvous.connecting(ClusterSpec.from_json(sys.argv[1]), 4):
             time.sleep(60)
     """
     command = [sys.executable, "-c", textwrap.dedent(code), spec.to_json()]
@@ -295,17 +295,17 @@ def test_other_versions_and_two_of_one_index_are_named_soon(secret, monkeypatch)
 MEET = """
 import sys
 from tfdist.cluster import ClusterSpec
-from tfdist.faults import meeting
-lines = meeting.meet(ClusterSpec.from_json(sys.argv[1]), 60)
+from tfdist.faults import rendezvous
+lines = rendezvous.meet(ClusterSpec.from_json(sys.argv[1]), 60)
 print({worker: line.getpeername()[0] for worker, line in lines.items()}, flush=True)
 """
 ATTACK = """
 import contextlib, dataclasses, socket, sys, time
 from tfdist.cluster import ClusterSpec
-from tfdist.faults import meeting
+from tfdist.faults import rendezvous
 from tfdist.network import handshake
 spec = ClusterSpec.from_json(sys.argv[1])
-own = meeting._introduction(spec)
+own = rendezvous._introduction(spec)
 misfit = dataclasses.replace(own, addresses=("10.9.9.9:1", "10.9.9.8:1"))
 kept = []
 def connect():

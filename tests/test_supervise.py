@@ -242,14 +242,14 @@ def test_a_stage_with_a_folder_of_its_own_that_counts_from_zero_is_not_trained_a
 @pytest.mark.parametrize("code", [0, 3])
 def test_backups_that_a_worker_is_done_with_are_removed_when_the_job_is_done(code, run):
     body = f"""
-        from tfdist.backup import leftovers
-        from tfdist.backup.commit_store import Draft, Store
-        store = Store(str(here / "backup"))
+        from tfdist.backup import backup_cleanup
+        from tfdist.backup.commit_store import CommitStore, Draft
+        store = CommitStore(str(here / "backup"))
         store.claim()
         draft = Draft(store.directory, "abc", 1)
         store.commit(draft, {{"files": {{"state.bin": draft.write("state.bin", [b"state"])}}, "workers": 1}}, keep=2)
-        leftovers.leave(store.directory)
-        leftovers.leave(str(here / "removed by the script" / "backup"))
+        backup_cleanup.leave(store.directory)
+        backup_cleanup.leave(str(here / "removed by the script" / "backup"))
         sys.exit({code})
     """
     assert finish(run, 1, body, restarts=0)[0] == code
@@ -691,8 +691,8 @@ def test_the_guard_forgets_a_worker_that_is_gone(run):
     gone, here = (sleeper.pid for sleeper in sleepers)
     code = f"""
         import os
-        from tfdist.launch.process_guard import Guard
-        guard = Guard()
+        from tfdist.launch.process_guard import ProcessGuard
+        guard = ProcessGuard()
         guard.watch([{gone}, {here}])
         guard.watch([{here}])
         os.kill(os.getpid(), 9)

@@ -16,8 +16,8 @@ import os, socket, sys, threading, time
 import numpy as np, tensorflow as tf
 from tensorflow.python.distribute.cross_device_utils import CollectiveKeys
 from tfdist import _tf
-from tfdist.strategies.collectives import wire as module
-from tfdist.strategies.collectives.collective_launcher import Launcher
+from tfdist.strategies.collectives import tcp_transport as module
+from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher
 from tfdist.network.tls import Tls, TlsFiles
 
 options = _tf.CommunicationOptions()
@@ -32,7 +32,7 @@ if len(sys.argv) > 1:
     accepting.join()
     ends[1] = accepted[0]
 wires = [module.TcpTransport(worker, {1 - worker: ends[worker]}, names) for worker in range(2)]
-launchers = [Launcher(77, 2, CollectiveKeys(), "/device:CPU:0", options) for _ in wires]
+launchers = [CollectiveLauncher(77, 2, CollectiveKeys(), "/device:CPU:0", options) for _ in wires]
 for launcher, wire in zip(launchers, wires):
     launcher.wire, launcher.is_ordered = wire, True
 
@@ -131,7 +131,7 @@ assert any("exchanges something else" in each and "worker" in each for each in e
 def without_room(self, *args):
     raise MemoryError("no room")
 
-module._Round.__init__ = without_room
+module._PendingCollective.__init__ = without_room
 assert all("UnavailableError" in each for each in both()), ended
 assert all("no room" in each for each in ended), ended
 """,
