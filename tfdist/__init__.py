@@ -1,6 +1,6 @@
 """Distributed training for Keras 3 on TensorFlow.
 
-Change `tf.distribute.` to `tfdist.` and Keras 3 trains on many workers. Names are handed on lazily (PEP 562), so that
+Change `tf.distribute.` to `tfdist.` and Keras 3 trains on many workers. Public names are imported lazily (PEP 562), so
 `import tfdist` and `tfdist run` start without loading TensorFlow.
 """
 
@@ -42,7 +42,7 @@ def __getattr__(name: str) -> Any:
         if name == "MultiWorkerMirroredStrategy" and "tensorflow" not in sys.modules:
             importlib.import_module(
                 "tfdist.cluster"
-            ).ClusterSpec.from_env()  # A faulty TF_CONFIG is named before the seconds that TensorFlow takes.
+            ).ClusterSpec.from_env()  # Reports a wrong TF_CONFIG before TensorFlow loads, which takes seconds.
         return getattr(importlib.import_module("tfdist.strategies"), name)
     raise AttributeError(f"module 'tfdist' has no attribute {name!r}; it has {', '.join(__all__)}")
 
@@ -51,5 +51,5 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-if "TFDIST_RUN_DIR" in os.environ:  # a worker of `tfdist run`, which asks why it failed
+if "TFDIST_RUN_DIR" in os.environ:  # A worker of `tfdist run` reports why it failed.
     importlib.import_module("tfdist.failure_report").install_hook()

@@ -1,4 +1,4 @@
-"""`python -m tfdist`: the command `tfdist`, where it is not on the path."""
+"""Runs the command `tfdist` as `python -m tfdist`, for systems without `tfdist` on the path."""
 
 import sys
 

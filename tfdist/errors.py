@@ -1,7 +1,7 @@
-"""Every error that tfdist raises by itself.
+"""Error classes of tfdist.
 
-Each is also the built-in that a caller would expect, so `except ValueError` keeps working. A message gives the rule,
-what came, and the way out.
+Each class also extends the built-in error that a caller would expect, so `except ValueError` keeps working. Each
+message states the rule, the value received and the remedy.
 """
 
 __all__ = [
@@ -23,25 +23,25 @@ __all__ = [
 
 
 class TfdistError(Exception):
-    """The base of all errors raised by tfdist."""
+    """Base class of all errors of tfdist."""
 
-    # Autograph raises errors again from converted code, as their own type only if they are made like this.
+    # Autograph raises errors of converted code again. It keeps the type of an error only with this `__init__`.
     __init__ = Exception.__init__
 
 
 class AuditError(TfdistError, RuntimeError):
-    """Examples were missed or repeated in an epoch that should have each once."""
+    """An epoch missed or repeated examples, but should contain each example once."""
 
 
 class BackupError(TfdistError, RuntimeError):
-    """A backup cannot be made or restored: the place, another job, another model, another version."""
+    """A backup cannot be saved or restored because of its path, another job, another model or another version."""
 
 
 WAIT_FOR_CHIEF = "All workers wait for what the chief does alone"
-"""How the error of a worker begins that waits for a chief which fails: that is to blame."""
+"""First words of the error of a worker that waited for a failing chief. The chief's failure is the cause."""
 
 CHIEF_SAYS = "The chief says"
-"""How the error of a worker begins that repeats the chief's."""
+"""First words of the error of a worker that repeats the chief's error."""
 
 
 class TFConfigError(TfdistError, ValueError):
@@ -49,27 +49,27 @@ class TFConfigError(TfdistError, ValueError):
 
 
 class ClusterError(TfdistError, RuntimeError):
-    """The workers of a cluster do not agree, or cannot be started; or one does alone what all have to do."""
+    """Workers disagree or cannot be started, or one worker alone does what all workers must do together."""
 
 
 class WorkerLostError(ClusterError):
-    """A worker did not come in time, does not answer, or cannot be reached: another attempt may find it."""
+    """A worker is late, unresponsive or unreachable. Another attempt may succeed."""
 
 
 class CompiledCollectivesError(TfdistError, ValueError):
-    """`jit_compile=True` where the platform has no compiled collectives."""
+    """`jit_compile=True` is set, but the platform has no compiled collectives."""
 
 
 class LossReductionError(TfdistError, ValueError):
-    """The losses of a training step are reduced in a way that does not tell how much each replica counts."""
+    """The reduction of the losses in a training step does not show how much weight each replica has."""
 
 
 class LossScaleError(TfdistError, RuntimeError):
-    """A loss scaler would let each replica decide by itself whether to take part in an exchange."""
+    """With a loss scaler, each replica would decide by itself whether to take part in an exchange."""
 
 
 class PositionError(TfdistError, ValueError):
-    """A saved position in the data belongs to other data, or to other global batches of them."""
+    """A saved data position belongs to other data, or to the same data in other global batches."""
 
 
 class ScopeError(TfdistError, ValueError):
@@ -77,7 +77,7 @@ class ScopeError(TfdistError, ValueError):
 
 
 class SourceError(TfdistError, ValueError):
-    """An example cannot be read: its record is broken, its file has changed, or it is unlike the others."""
+    """An example cannot be read: its record is broken, its file has changed, or it differs from other examples."""
 
 
 class WorkerError(TfdistError, RuntimeError):

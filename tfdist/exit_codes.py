@@ -1,9 +1,9 @@
-"""How a worker process says what its end means; other codes are failures of the script itself."""
+"""Exit codes with which a worker process reports why it ended. Any other code is a failure of the script itself."""
 
 __all__ = ["PREEMPTED", "STALLED"]
 
 PREEMPTED = 75
-"""Asked to go: saved, and to be started again. EX_TEMPFAIL of sysexits.h."""
+"""The worker was preempted: it saved and can be started again. Equals EX_TEMPFAIL of sysexits.h."""
 
 STALLED = 76
-"""Ended by the watchdog, since the job made no progress."""
+"""The watchdog ended the worker because the job made no progress."""

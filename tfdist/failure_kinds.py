@@ -1,7 +1,7 @@
-"""The kind of a failure, which decides whether a restart may heal it, and the line of its text that tells the cause.
+"""Determines the kind of a failure, which decides whether a restart may help, and the line that names its cause.
 
-Pure functions on the names and texts of exceptions, so that a worker, its supervisor and the supervisors of other hosts
-come to the same answer. Loads no TensorFlow.
+Uses only the names and texts of exceptions, so a worker, its supervisor and the supervisors of other hosts get the same
+answer. Does not load TensorFlow.
 """
 
 import builtins
@@ -31,29 +31,29 @@ __all__ = [
 
 
 class FailureKind(enum.StrEnum):
-    """Kinds of failures. A restart heals none of the first two."""
+    """Kinds of failures. A restart helps with neither of the first two."""
 
     CONFIGURATION = "configuration"
     """An option, a path, a permission or a cluster description is wrong."""
     PROGRAM = "program"
     """The script, or a library that it calls, has a mistake."""
     DATA = "data"
-    """A row or a value of the training is wrong: the same one comes again."""
+    """A row or value in training is wrong, and the same row or value will come again."""
     ENVIRONMENT = "environment"
-    """A file system, a port or a network refuses at the moment."""
+    """A file system, port or network is unavailable at the moment."""
     MACHINE = "machine"
     """A process was killed, or a peer is lost."""
     UNKNOWN = "unknown"
-    """Nothing is known, so one restart tries it."""
+    """The kind is unknown, so the supervisor tries one restart."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """An exception, or one that it was raised from.
+    """An exception in a chain of causes.
 
     Attributes:
-      names: The names of its class and of all base classes, the class first.
-      text: The message.
+      names: Names of the exception's class and of all its base classes, the class first.
+      text: Message of the exception.
     """
 
     names: tuple[str, ...]
@@ -61,13 +61,13 @@ class Cause:
 
 
 _OF_FILES = ("FileNotFoundError", "PermissionError", "IsADirectoryError", "NotADirectoryError", "FileExistsError")
-# The first name of an exception's classes that is in here decides.
+# The first of an exception's class names that is a key here decides.
 _BY_CLASS = {
     **dict.fromkeys(_OF_FILES, FailureKind.CONFIGURATION),
     "OSError": FailureKind.ENVIRONMENT,
     "WorkerLostError": FailureKind.MACHINE,
     "SourceError": FailureKind.DATA,
-    "BackupError": FailureKind.UNKNOWN,  # Another model, or storage that fails: the text says which.
+    "BackupError": FailureKind.UNKNOWN,  # The text tells another model from failing storage.
     "TfdistError": FailureKind.CONFIGURATION,
     **dict.fromkeys(("InvalidArgumentError", "OutOfRangeError", "DataLossError"), FailureKind.DATA),
     **dict.fromkeys(("PermissionDeniedError", "UnauthenticatedError"), FailureKind.CONFIGURATION),
@@ -87,7 +87,7 @@ _BY_CLASS = {
         FailureKind.PROGRAM,
     ),
 }
-# The text goes before the class. An entry is the class that the exception must be of, a pattern, and the kind.
+# A match of the text overrides `_BY_CLASS`. Entries: required class of the exception, pattern, kind.
 _BY_TEXT = (
     ("OpError", r"[Cc]oordination service|[Hh]eartbeat|Socket closed|[Ff]ailed to connect", FailureKind.MACHINE),
     ("OpError", r"Collective ops is aborted|Connection (reset|refused)", FailureKind.MACHINE),
@@ -119,7 +119,7 @@ _LIBRARIES = tuple(
 
 
 def causes_of(error: BaseException | None) -> list[Cause]:
-    """An exception and those that it was raised from; each once, since a chain of them may be closed."""
+    """Returns an exception and the chain of its causes. Each appears once, since a chain may contain a cycle."""
     seen: list[BaseException] = []
     while error is not None and not any(error is each for each in seen):
         seen.append(error)
@@ -128,7 +128,7 @@ def causes_of(error: BaseException | None) -> list[Cause]:
 
 
 def cause_from_text(name: str, text: str) -> Cause:
-    """The cause of which only the printed name of the class and the message are known."""
+    """Returns a cause when only the printed class name and the message are known."""
     name = name.rpartition(".")[2]
     known = getattr(builtins, name, None) or getattr(tfdist.errors, name, None)
     if isinstance(known, type):
@@ -137,17 +137,17 @@ def cause_from_text(name: str, text: str) -> Cause:
 
 
 def kind_of_exception(causes: Sequence[Cause]) -> FailureKind:
-    """The kind of an exception.
+    """Returns the kind of an exception.
 
     Args:
-      causes: The exception, and those that it was raised from.
+      causes: The exception, followed by the chain of its causes.
     """
     kinds = [_kind_of_one(cause) for cause in causes]
     if FailureKind.ENVIRONMENT in kinds:
         return FailureKind.ENVIRONMENT
     is_own = bool(causes) and "TfdistError" in causes[0].names
     if is_own and kinds[0] == FailureKind.CONFIGURATION and FailureKind.MACHINE in kinds:
-        return FailureKind.UNKNOWN  # Workers that do not agree, seen by an exchange that failed.
+        return FailureKind.UNKNOWN  # Workers disagreed, and an exchange failed because of it.
     known = [kind for kind in kinds if kind != FailureKind.UNKNOWN]
     if not known:
         return FailureKind.UNKNOWN
@@ -155,13 +155,13 @@ def kind_of_exception(causes: Sequence[Cause]) -> FailureKind:
 
 
 def tell_kind(words: str, error: BaseException) -> str:
-    """The words by which a worker tells the others of its end, with the kind of its failure."""
+    """Appends the kind of failure to the words with which a worker tells its peers that it ends."""
     kind = told_kind(str(error)) or kind_of_exception(causes_of(error))
     return f"{words} [{kind} error]"
 
 
 def told_kind(text: str) -> FailureKind | None:
-    """The kind of failure that another worker told with `tell_kind`, if a message holds one."""
+    """Returns the kind of failure that a peer reported with `tell_kind`, or None if the message contains none."""
     found = re.search(rf"worker \d+ ended by .* \[({'|'.join(FailureKind)}) error\]", text)
     return FailureKind(found[1]) if found else None
 
@@ -183,12 +183,12 @@ def _kind_of_one(cause: Cause) -> FailureKind:
 
 
 def _is_op_error(cause: Cause) -> bool:
-    """Whether the class is one of TensorFlow's, known by its name alone where the text of a log is all there is."""
+    """Returns whether the class is a TensorFlow error. A cause that comes from a log has only the class name."""
     return len(cause.names) == 1 and cause.names[0] in _BY_CLASS
 
 
 def _quoted(text: str) -> Cause | None:
-    """The error of tfdist that a message of TensorFlow quotes, because it was raised while a graph ran."""
+    """Returns the tfdist error quoted in a TensorFlow message. Errors raised while a graph runs appear that way."""
     for line in _COLOURS.sub("", text).splitlines():
         found = re.match(r"(\w+): (.*)", _without_framing(line))
         if found and found[1] in tfdist.errors.__all__:
@@ -197,7 +197,7 @@ def _quoted(text: str) -> Cause | None:
 
 
 def _inner_kind(text: str) -> FailureKind | None:
-    """The kind of the Python exception that a function of the input raised, which TensorFlow gives as text."""
+    """Returns the kind of a Python exception from an input function. TensorFlow passes it on as text only."""
     name = re.match(r"(\w+)(: |$)", telling_line(text))
     known = getattr(builtins, name[1], None) if name else None
     if not (isinstance(known, type) and issubclass(known, BaseException)):
@@ -207,10 +207,10 @@ def _inner_kind(text: str) -> FailureKind | None:
 
 
 def telling_line(text: str) -> str:
-    """The line of an exception's message that tells the cause.
+    """Returns the line of an exception's message that states the cause.
 
     Some messages of Keras and TensorFlow begin with headings, such as "in user code:" or "Graph execution error:", and
-    with the lines of a stack. These are passed over.
+    with the lines of a stack. This function skips such headings and stack lines.
     """
     lines = [line for line in _COLOURS.sub("", text).splitlines() if line.strip()]
     frame_indent = None
@@ -220,7 +220,7 @@ def telling_line(text: str) -> str:
         if frame:
             frame_indent = indent
         elif frame_indent is not None and indent > frame_indent:
-            continue  # the source line of a frame
+            continue  # The source line of a frame.
         elif not _HEADINGS.fullmatch(line.strip()):
             return _without_framing(line)
         else:
@@ -236,7 +236,7 @@ def _without_framing(line: str) -> str:
 
 
 def user_line(stack: str) -> str | None:
-    """The innermost line of a stack, as text, that is neither of a library nor of tfdist: "train.py:12 in load"."""
+    """Returns the innermost line of a stack outside libraries and tfdist, such as "train.py:12 in load"."""
     for frame in reversed(list(_FRAME.finditer(_COLOURS.sub("", stack)))):
         path = frame["file"]
         if path.endswith(".py") and not path.startswith(_LIBRARIES) and "/site-packages/" not in path:
@@ -246,16 +246,16 @@ def user_line(stack: str) -> str | None:
 
 
 def exception_in_log(log: str) -> tuple[Cause, str] | None:
-    """The exception that Python has printed at the end of a worker's log, and its text; None if there is none.
+    """Returns the exception that Python printed at the end of a worker's log, and its text, or None.
 
-    For a worker that failed before `import tfdist`, so that it left no report. A traceback with anything behind its
-    last line is left out: the script may have handled that exception, and ended for another reason.
+    Used for a worker that failed before `import tfdist` and so left no report. Ignores a traceback that has any output
+    after it: the script may have handled that exception and ended for another reason.
 
     Args:
-      log: The end of the log, without lines of libraries.
+      log: End of the log, without lines printed by libraries.
     """
     lines = log.splitlines()
-    while lines and (not lines[-1].strip() or lines[-1].startswith("tfdist: ")):  # Said while Python ends.
+    while lines and (not lines[-1].strip() or lines[-1].startswith("tfdist: ")):  # Printed while Python exits.
         lines.pop()
     log = "\n".join(["", *lines])
     start = log.rfind("\nTraceback (most recent call last):\n") + 1
@@ -270,6 +270,6 @@ def exception_in_log(log: str) -> tuple[Cause, str] | None:
 
 
 def is_refusal(log: str) -> bool:
-    """Whether a worker's log ends with a complaint about its command line: of argparse, absl or Python itself."""
+    """Returns whether a worker's log ends with a command line error of argparse, absl or Python itself."""
     last = log.rstrip().rpartition("\n")[2]
     return bool(re.match(r"\S+: error: |\S*python\S*: (can't open file|No module named|Error while finding)", last))

@@ -1,7 +1,7 @@
-"""What a worker of `tfdist run` leaves behind when it fails: one JSON file, for the supervisor that started it.
+"""Failure reports: a failing worker of `tfdist run` writes one JSON file for the supervisor that started it.
 
-And the file by which that asks for room. Without `tfdist run` nothing is written. Loads neither TensorFlow nor, before
-a failure, anything beside the standard library.
+Also names the file with which the supervisor asks for room. Without `tfdist run`, no file is written. Does not load
+TensorFlow and, before a failure, loads only the standard library.
 """
 
 import dataclasses
@@ -32,25 +32,25 @@ __all__ = [
 ]
 
 RUN_DIR = "TFDIST_RUN_DIR"
-"""The environment variable with the folder of this run, shared by all its attempts on this host."""
+"""Environment variable with the folder of this run, which all attempts on this host share."""
 
 ATTEMPT = "TFDIST_ATTEMPT"
-"""The environment variable with the number of restarts so far."""
+"""Environment variable with the number of restarts so far."""
 
 LEFT = "left"
-"""The kind of report of a worker that was done, and ends as a failure since another has failed."""
+"""Report kind of a worker that had finished, but exits as a failure because another worker failed."""
 
 _step: int | None = None
 
 
 def install_hook() -> None:
-    """Reports the exception that ends this process, if it is a worker of `tfdist run`. A user's own hook still runs."""
+    """Makes a worker of `tfdist run` report the exception that ends its process. A user's own hook still runs."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            if not isinstance(error, KeyboardInterrupt):  # asked to end
-                from tfdist.failure_kinds import causes_of  # takes time that `import tfdist` need not
+            if not isinstance(error, KeyboardInterrupt):  # The supervisor or user asked it to end.
+                from tfdist.failure_kinds import causes_of  # Imported late to keep `import tfdist` fast.
 
                 stack = "".join(traceback.format_exception(kind, error, trace))
                 write_report(
@@ -68,7 +68,7 @@ def install_hook() -> None:
 
 
 def note_step(step: int) -> None:
-    """Takes note of the global step that training has come to, for the report of an exception. Costs an assignment."""
+    """Records the current global step for the report of an exception. Costs one assignment."""
     global _step
     _step = step
 
@@ -84,27 +84,27 @@ def write_report(
     step: int | None = None,
     section: str | None = None,
 ) -> bool:
-    """Says why this worker ends. The first report of a process counts, later ones are dropped.
+    """Writes why this worker ends. Keeps only the first report of a worker in an attempt.
 
     Args:
       kind: "exception", "stall", or another word.
-      exception: The name of its class.
-      causes: The exception and those that it was raised from, as `failure_kinds.Cause` has them.
-      message: What it says.
-      stack: Where this worker was.
-      suspect: The worker that is believed to be the cause, if another.
-      step: The step this worker was in.
-      section: The part of that step.
+      exception: Name of the exception's class.
+      causes: The exception and the chain of its causes, with the attributes of `failure_kinds.Cause`.
+      message: Message of the exception or stall.
+      stack: Stack of this worker.
+      suspect: The peer believed to be the cause, if any.
+      step: Step of this worker.
+      section: Part of that step.
 
     Returns:
-      Whether this process is a worker of `tfdist run`; no file is written elsewhere.
+      Whether this process is a worker of `tfdist run`. If not, no file is written.
 
     Raises:
       OSError: If the file cannot be written.
     """
     if not is_supervised():
         return False
-    from tfdist.cluster import ClusterSpec  # takes time that `import tfdist` need not
+    from tfdist.cluster import ClusterSpec  # Imported late to keep `import tfdist` fast.
 
     spec = ClusterSpec.from_env()
     worker = spec.worker_id if spec else 0
@@ -130,36 +130,36 @@ def write_report(
 
 
 def is_supervised() -> bool:
-    """Whether this process is a worker of `tfdist run`."""
-    # A worker leads its session. What it starts has the same environment, but its end is the worker's to judge.
+    """Returns whether this process is a worker of `tfdist run`."""
+    # Only the worker is a session leader. Its child processes have the same environment, but must not report failures.
     return RUN_DIR in os.environ and os.getsid(0) == os.getpid()
 
 
 def is_restarted() -> bool:
-    """Whether `tfdist run` has started this worker after the failure of another attempt."""
+    """Returns whether `tfdist run` started this worker after an earlier attempt failed."""
     return os.environ.get(ATTEMPT, "0") != "0"
 
 
 def report_path(run_dir: pathlib.Path, attempt: int, worker: int) -> pathlib.Path:
-    """The file of a worker's report."""
+    """Returns the path of a worker's report."""
     return run_dir / f"attempt-{attempt}" / f"failure-{worker}.json"
 
 
 def room_path(run_dir: pathlib.Path, attempt: int | str) -> pathlib.Path:
-    """The file by which the supervisor asks workers to save and leave, to start again with more of them."""
+    """Returns the path of the file with which the supervisor asks workers to save and leave for a larger restart."""
     return run_dir / f"attempt-{attempt}" / "make-room"
 
 
 def restored_path(run_dir: pathlib.Path) -> pathlib.Path:
-    """The file by which workers tell that they have restored a backup, of this run or one before."""
+    """Returns the path of the file that shows that workers restored a backup, of this run or an earlier run."""
     return run_dir / "restored"
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:
-    """Writes a file whole or not at all.
+    """Writes a file atomically: completely or not at all.
 
     Raises:
-      OSError: If it cannot be written.
+      OSError: If the file cannot be written.
     """
     partial = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:

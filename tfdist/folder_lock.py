@@ -1,4 +1,4 @@
-"""A file that one process holds, to say that what it stands for is in use."""
+"""Lock files, with which one process marks a folder or another resource as in use."""
 
 import contextlib
 import errno
@@ -17,13 +17,13 @@ from tfdist.symlink_safe_file import no_follow
 
 __all__ = ["OTHER_HOST_SECONDS", "held", "way_out"]
 
-OTHER_HOST_SECONDS = 120.0  # A server of NFS keeps the locks of a host that died for its lease, 90 s by default.
+OTHER_HOST_SECONDS = 120.0  # An NFS server keeps a dead host's locks for its lease time, 90 s by default.
 _POLL_SECONDS, _TELL_SECONDS = 0.1, 30.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# All of a file, as `struct flock` of Linux: type, whence, start, length, process.
+# A `struct flock` of Linux that locks the whole file. Fields: type, whence, start, length, process.
 _ALL_OF_IT = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-_held: set[IO[str]] = set()  # by this process
+_held: set[IO[str]] = set()  # Files that this process holds.
 
 
 @contextlib.contextmanager
@@ -33,21 +33,21 @@ def held(
     other_host_seconds: float = OTHER_HOST_SECONDS,
     make_room: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
-    """Holds a file in the block, and removes it.
+    """Holds a lock file while the block runs, then removes the file.
 
-    The kernel lets go of it when this process dies, whatever that has started: no child inherits it. Whoever reads the
-    file leaves it held. Hosts that share a disk exclude each other as far as its file system can lock; where it cannot,
-    a warning says so. A host that dies lets go late. On a full disk the file may not say who holds it.
+    The kernel releases the lock when this process dies; child processes do not inherit the lock. Reading the file does
+    not release the lock. Hosts with a shared disk exclude each other if its file system supports locks; without locks,
+    a warning is logged. The lock of a dead host is released late. On a full disk the file may not name its holder.
 
     Args:
-      path: The file.
-      wait_seconds: How long to wait for another process that holds it.
-      other_host_seconds: The same for one on another host, if that is longer.
-      make_room: Called when it is held, before it is written.
+      path: Path of the lock file.
+      wait_seconds: Longest time to wait for another process to release the lock.
+      other_host_seconds: Longest time to wait for a holder on another host, if larger than `wait_seconds`.
+      make_room: Called with the lock held, before the file is written.
 
     Raises:
-      BlockingIOError: If another process holds it; its `strerror` says which.
-      OSError: If it cannot be written.
+      BlockingIOError: If another process holds the lock. `strerror` names the process.
+      OSError: If the file cannot be written.
     """
     with _opened(path, wait_seconds, other_host_seconds) as file:
         owner = os.getpid()
@@ -58,13 +58,13 @@ def held(
             yield
         finally:
             _held.discard(file)
-            if os.getpid() == owner:  # and not a child that was forked in the block
+            if os.getpid() == owner:  # A child that was forked in the block must not remove it.
                 with contextlib.suppress(OSError):
                     os.unlink(path)
 
 
 def way_out(error: BlockingIOError) -> str:
-    """What to do if the holder is on another host, for the end of a message; nothing if it is on this one."""
+    """Returns advice to end a message with if the holder is on another host, otherwise an empty string."""
     if not _is_elsewhere(error):
         return ""
     return f" If its host is gone, which storage may learn late, remove {error.filename}."
@@ -73,11 +73,11 @@ def way_out(error: BlockingIOError) -> str:
 def _opened(path: str | os.PathLike[str], wait_seconds: float, other_host_seconds: float) -> IO[str]:
     began = told = time.monotonic()
     while True:
-        file = open(path, "a+", opener=no_follow)  # noqa: SIM115 (closed by who holds it)
+        file = open(path, "a+", opener=no_follow)  # noqa: SIM115 (the caller closes the file)
         try:
             _lock(file)
             if _is_at(path, file):
-                return file  # else removed by the one before, between the two lines above
+                return file  # Otherwise the previous holder removed it after `open`.
         except BlockingIOError as error:
             now = time.monotonic()
             if now - began >= (max(wait_seconds, other_host_seconds) if _is_elsewhere(error) else wait_seconds):
@@ -97,7 +97,7 @@ def _opened(path: str | os.PathLike[str], wait_seconds: float, other_host_second
 
 
 def _is_elsewhere(error: BlockingIOError) -> bool:
-    """Whether the holder is on another host, or in a container of this one's name: no such process is here."""
+    """Returns whether the holder is on another host or in a container with this host's name, not a process here."""
     known = re.fullmatch(r"process (\d+) on (.*)", error.strerror or "")
     if known is None:
         return False
@@ -109,7 +109,7 @@ def _is_elsewhere(error: BlockingIOError) -> bool:
     except ProcessLookupError:
         return True
     except OSError:
-        return False  # somebody else's
+        return False  # The process exists, but belongs to another user.
     return False
 
 
@@ -117,14 +117,14 @@ def _write(file: IO[str], text: str) -> None:
     file.truncate(0)
     try:
         os.write(file.fileno(), text.encode())
-        os.fsync(file.fileno())  # or other hosts may see it much later
+        os.fsync(file.fileno())  # Without fsync, other hosts may see the text much later.
     except OSError as error:
         if error.errno not in _FULL:
             raise
 
 
 def _let_go_in_child() -> None:
-    """A child that is forked has the same files, and would hold them for longer than its parent lives."""
+    """Closes the lock files in a forked child, which would otherwise hold the locks after its parent died."""
     for file in _held:
         file.close()
     _held.clear()
@@ -147,7 +147,7 @@ def _lock(file: IO[str]) -> None:
 
 
 def _lock_as_opened(file: IO[str]) -> None:
-    """By a lock of the file as it was opened here: one of the process ends when any part of it closes that file."""
+    """Locks this open file description. A lock of the process ends when any code in it closes the same file."""
     try:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, _ALL_OF_IT)
     except OSError as error:

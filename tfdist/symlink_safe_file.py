@@ -1,4 +1,4 @@
-"""How a file is opened that is written under a name which others can predict."""
+"""Opens files with predictable names for writing, without following symbolic links."""
 
 import errno
 import os
@@ -7,15 +7,15 @@ __all__ = ["no_follow"]
 
 
 def no_follow(path: str | os.PathLike[str], flags: int) -> int:
-    """Opens a file for the built-in `open`, unless a symbolic link has its name.
+    """Opens a file for the built-in `open`, unless its path is a symbolic link.
 
-    Whoever can write to a folder that others use could otherwise put a link there, and have another user's process
-    overwrite the link's target. Links among the folders above are followed.
+    In a shared folder, another user could put a link at the path and make this process overwrite the link's target.
+    Links among the parent folders are followed.
 
         open(path, "a", opener=no_follow)
 
     Raises:
-      OSError: If the name is that of a symbolic link, or the file cannot be opened.
+      OSError: If the path is a symbolic link, or the file cannot be opened.
     """
     try:
         return os.open(path, flags | os.O_NOFOLLOW, 0o666)
