@@ -1,4 +1,4 @@
-"""Who the workers are: TF_CONFIG read, checked and written, without loading TensorFlow."""
+"""The workers of a cluster: reads, checks and writes TF_CONFIG without loading TensorFlow."""
 
 from tfdist.cluster.ports import check_bindable, free_ports
 from tfdist.cluster.spec import DEVICES_PER_WORKER, ClusterSpec, is_chief

@@ -1,11 +1,11 @@
-"""Addresses of processes, "host:port", as people write them."""
+"""Parses and checks the addresses of processes, such as "host:port"."""
 
 import ipaddress
 import json
 import socket
 
 _CONNECT_SECONDS = 5.0
-# Of RFC 9113: a client begins with this and its settings, of which it has none; a server with a frame of settings.
+# RFC 9113: a client begins with this preface and its settings, here empty. A server begins with a frame of settings.
 _HTTP2_SETTINGS = b"\x04"
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0\0\0\0\0"
 _HTTP2_HEADER_BYTES = 9
@@ -15,7 +15,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Splits "host:port" or "[ipv6]:port", without the brackets.
 
     Raises:
-      ValueError: If it is neither.
+      ValueError: If `address` has neither form.
     """
     host, colon, port = address.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
@@ -35,7 +35,7 @@ def split_address(address: str) -> tuple[str, int]:
             f'Write "[::1]:2222", or a host name without brackets.'
         )
     try:
-        bare.encode("idna")  # as it will be looked up
+        bare.encode("idna")  # The resolver encodes the name the same way.
     except UnicodeError as error:
         raise ValueError(
             f"a host name has 1 to 63 letters, digits and hyphens between two dots, got {json.dumps(address)} "
@@ -50,10 +50,10 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def checked_port(port: int) -> int:
-    """`port`.
+    """Returns `port` if it is valid.
 
     Raises:
-      ValueError: If there is no such port.
+      ValueError: If `port` is not from 1 to 65535.
     """
     if not 1 <= port <= 65535:
         raise ValueError(f"a port is a number from 1 to 65535, got {port}")
@@ -61,11 +61,11 @@ def checked_port(port: int) -> int:
 
 
 def check_answers(address: str) -> None:
-    """Connects to a gRPC server at `address`, waits for its first word, and leaves.
+    """Connects to the gRPC server at `address`, waits for its first frame and disconnects.
 
     Raises:
-      OSError: If none answers there within 5 s.
-      ValueError: If it is no address.
+      OSError: If no gRPC server answers at `address` within 5 s.
+      ValueError: If `address` is not valid.
     """
     with socket.create_connection(split_address(address), timeout=_CONNECT_SECONDS) as connection:
         connection.sendall(_HTTP2_HELLO)
@@ -73,17 +73,17 @@ def check_answers(address: str) -> None:
             answer = connection.recv(_HTTP2_HEADER_BYTES)
         except TimeoutError as error:
             raise TimeoutError(f"{address} takes connections, but says nothing for {_CONNECT_SECONDS:g} s") from error
-        if answer[3:4] != _HTTP2_SETTINGS:  # The type of the frame.
+        if answer[3:4] != _HTTP2_SETTINGS:  # The frame's type.
             raise ConnectionError(f"{address} does not answer as a server of TensorFlow does")
 
 
 def is_digits(text: str) -> bool:
-    """Whether `text` is a whole number that a person would write."""
+    """Returns whether `text` is a whole number of at most nine ASCII digits."""
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, by its name or IP address, is loopback wherever it is used."""
+    """Returns whether a host name or IP address means loopback on every machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""One process of many that a scheduler has started, without a word of the others."""
+"""Detects a process that a scheduler started as one of many, but that has no TF_CONFIG."""
 
 import os
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ from absl import logging
 from tfdist.cluster.address import is_digits
 from tfdist.cluster.schedulers import MPI_RANKS
 
-# How many processes were started together, and which of them this one is. Slurm sets SLURM_NTASKS and SLURM_PROCID in a
-# batch script too, which is one process.
+# Variables with the number of processes, and with this process's rank. Not SLURM_NTASKS: Slurm also sets it in a batch
+# script, which is a single process.
 _SCHEDULERS = {**MPI_RANKS, "SLURM_STEP_NUM_TASKS": "SLURM_PROCID"}
-_SCHEDULERS["PMI_SIZE"] = _SCHEDULERS.pop("PMI_SIZE")  # Last: Slurm sets it, too, where it speaks PMI.
+_SCHEDULERS["PMI_SIZE"] = _SCHEDULERS.pop("PMI_SIZE")  # Last: Slurm with PMI sets this variable too.
 _SLURM = "`srun tfdist run --slurm train.py`"
 _MPI = "`mpirun -H node1,node2 tfdist run --mpi node1,node2 train.py`"
 
@@ -19,12 +19,12 @@ _MPI = "`mpirun -H node1,node2 tfdist run --mpi node1,node2 train.py`"
 def warn_if_one_of_many(
     environ: Mapping[str, str] | None = None, *, starts_workers: bool = False, never_joins: bool = False
 ) -> None:
-    """Warns, once, if this process has no TF_CONFIG and was started together with others: each would train alone.
+    """Warns once if a scheduler started this process as one of many without TF_CONFIG: each would train alone.
 
     Args:
       environ: The environment, `os.environ` if None.
-      starts_workers: Whether this process starts workers, whatever its own TF_CONFIG is.
-      never_joins: Whether its strategy is `MirroredStrategy`, which may be meant to train alone.
+      starts_workers: Whether this process starts workers. Its own TF_CONFIG is ignored then.
+      never_joins: Whether this process uses `MirroredStrategy`, perhaps on purpose to train alone.
     """
     environ = os.environ if environ is None else environ
     if environ.get("TF_CONFIG", "").strip() and not starts_workers:

@@ -1,4 +1,4 @@
-"""TCP ports of this machine: finding free ones, and checking that a worker's own is free."""
+"""Finds free TCP ports on this machine, and checks that a worker's own port is free."""
 
 import errno
 import os
@@ -17,18 +17,18 @@ from tfdist.errors import ClusterError, TFConfigError
 
 __all__ = ["HeldPorts", "check_bindable", "free_ports", "hold_ports", "is_held"]
 
-_HELD = "TFDIST_HELD_PORTS"  # The environment variable with the ports that are held for the workers.
+_HELD = "TFDIST_HELD_PORTS"  # Environment variable that lists the ports held for the workers.
 _FIRST_PORT = 10000
 _RETRY_SECONDS = 1.0
-_RESOLVE_SECONDS = 15.0  # The system's resolver leaves a dead first name server after 5 s, for each suffix it tries.
+_RESOLVE_SECONDS = 15.0  # The resolver abandons a dead first name server after 5 s, for each suffix.
 
 
 class HeldPorts:
-    """TCP ports of this machine that only workers of one job can open, until `close`.
+    """TCP ports of this machine that are reserved for the workers of one job until `close`.
 
-    A port that is merely found free can be gone by the time a worker opens it, some ten seconds later. These are bound
-    by sockets that do not listen. A process of this user may open such a port if it knows of it and sets SO_REUSEPORT,
-    as TensorFlow's server does with `env`; it alone gets the connections.
+    A port that is only found free can be taken before a worker opens it some ten seconds later. Sockets that do not
+    listen therefore bind the ports. A process of the same user can still open a held port by setting SO_REUSEPORT, as
+    TensorFlow's server does with `env`; that process then receives all connections.
 
     Args:
       numbers: The ports.
@@ -41,11 +41,11 @@ class HeldPorts:
 
     @property
     def env(self) -> Mapping[str, str]:
-        """Environment variables that tell the workers, and TensorFlow in them, of the held ports."""
+        """Environment variables that pass the held ports to the workers and to their TensorFlow."""
         return {_HELD: ",".join(map(str, self.numbers)), "TF_GRPC_REUSE_PORT": "1"}
 
     def close(self) -> None:
-        """Lets go of the ports. Sockets that others have opened there stay."""
+        """Releases the ports. Sockets that workers have opened at these ports stay open."""
         for each in self._sockets:
             each.close()
 
@@ -54,7 +54,7 @@ def hold_ports(n: int) -> HeldPorts:
     """Finds free TCP ports and holds them for workers that are started next.
 
     Args:
-      n: How many ports.
+      n: Number of ports.
 
     Raises:
       ValueError: If `n` is negative.
@@ -62,25 +62,25 @@ def hold_ports(n: int) -> HeldPorts:
     """
     sockets = _bind_free(n)
     for each in sockets:
-        # Only now: bound with it, a port might be one that another user of the option has.
+        # Set after binding. A socket that binds with SO_REUSEPORT could share the port of another process.
         each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     return HeldPorts([each.getsockname()[1] for each in sockets], sockets)
 
 
 def is_held(port: int) -> bool:
-    """Whether the process that started this one holds the port for it."""
+    """Returns whether the parent process holds `port` for this process."""
     return str(port) in os.environ.get(_HELD, "").split(",")
 
 
 def free_ports(n: int) -> list[int]:
     """Finds TCP ports that are free on this machine.
 
-    The ports are held together until all are found, so they are distinct. They lie outside the range from which the
-    kernel serves outgoing connections where it leaves room: a worker takes seconds to bind its port, and a port from
-    that range can be gone by then.
+    All ports are held until the last one is found, so they are distinct. Where possible they lie outside the kernel's
+    range for outgoing connections. A worker takes seconds to bind its port, and a port of that range can be taken in
+    the meantime.
 
     Args:
-      n: How many ports.
+      n: Number of ports.
 
     Returns:
       `n` distinct port numbers.
@@ -102,9 +102,9 @@ def _bind_free(n: int) -> list[socket.socket]:
         raise ValueError(f"free_ports needs n >= 0, got {n}.")
     low, high = _ephemeral_range()
     candidates = [*range(_FIRST_PORT, low), *range(high + 1, 65536)]
-    # The global generator would give everyone who called `random.seed` the same ports.
+    # Programs that call `random.seed` would get the same ports from the global generator.
     random.SystemRandom().shuffle(candidates)
-    candidates += [0] * n  # 0: whatever the kernel still has
+    candidates += [0] * n  # 0: any port that the kernel still has
     held: list[socket.socket] = []
     try:
         while candidates and len(held) < n:
@@ -126,18 +126,18 @@ def _bind_free(n: int) -> list[socket.socket]:
 
 
 def check_bindable(spec: ClusterSpec, *, pod_seconds: float = 0.0) -> None:
-    """Checks that this worker's own address can be served from here.
+    """Checks that this worker can serve its own address.
 
-    A name that nobody knows is refused at once; name servers that do not answer are waited for, 15 s at most. But a pod
-    of Kubernetes runs before its name is known: there it is waited for, or left to who does.
+    An unknown host name is an error at once. A name server has at most 15 s to answer. A Kubernetes pod runs before its
+    name is known, so there this function waits up to `pod_seconds` for the name, or skips that check.
 
-    Two TensorFlow processes on one port do not notice each other (gRPC shares ports): their peers reach now one, now
-    the other, and all wait for ever. So the port is tried here, before TensorFlow takes it. Only this process's own
-    address is tried; that the host is this machine is not checked, since behind a service name it need not look so.
+    Two TensorFlow processes on one port do not notice each other, since gRPC shares ports. Their peers reach either
+    process at random, and all wait forever. This function therefore tries the port before TensorFlow opens it. Whether
+    the host is this machine is not checked, since a service name may resolve to another address.
 
     Args:
       spec: The cluster, seen from this process.
-      pod_seconds: How long to wait for the name in a pod; 0 leaves it unchecked there.
+      pod_seconds: How long to wait for the host name in a pod; 0 skips the check of the name there.
 
     Raises:
       TFConfigError: If the host name does not resolve, or the port is taken or not permitted.
@@ -150,7 +150,7 @@ def check_bindable(spec: ClusterSpec, *, pod_seconds: float = 0.0) -> None:
     if is_held(port):
         return
     try:
-        # All interfaces, as TensorFlow does whatever the host in TF_CONFIG.
+        # TensorFlow listens at all interfaces, whatever host TF_CONFIG names.
         _bind(port, reuse=True).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -184,7 +184,7 @@ def _wait_for_name(host: str, spec: ClusterSpec, seconds: float) -> None:
 
 
 def _resolve(host: str, spec: ClusterSpec) -> None:
-    """Looks `host` up in a thread, since the system's resolver knows no deadline."""
+    """Looks `host` up in a thread, since the system's resolver has no deadline."""
     failures: list[OSError | UnicodeError] = []
 
     def look_up() -> None:
@@ -209,7 +209,7 @@ def _resolve(host: str, spec: ClusterSpec) -> None:
 def _bind(port: int, *, reuse: bool) -> socket.socket:
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        if reuse:  # connections of an earlier run that are still fading out (TIME_WAIT) do not count as a holder
+        if reuse:  # Old connections in TIME_WAIT do not hold the port.
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(("", port))
     except OSError:

@@ -1,4 +1,4 @@
-"""What Slurm and MPI tell a process of the others that were started with it."""
+"""Reads this process's rank and the hosts of all processes from Slurm or MPI."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,25 +13,25 @@ __all__ = [
 ]
 
 BASE_PORT = 12345
-"""The port of the first worker of a machine, unless another is asked for."""
+"""The default port of the first worker on each machine."""
 
 MPI_RANKS = {
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
     "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
     "PMI_SIZE": "PMI_RANK",
 }
-"""Variables of Open MPI, MVAPICH and MPICH: how many processes there are, and which of them this one is."""
+"""Variables of Open MPI, MVAPICH and MPICH: from the number of processes to the rank of this process."""
 
-# The first 17 steps of 17 jobs in a row have ports of their own, all below those that Linux gives to connections. Of
-# others that share them on one host, the later is refused.
+# The first 17 steps of 17 consecutive jobs have different ports, all below Linux' range for outgoing connections. If
+# two other steps share ports on one host, the later step is rejected.
 _PORTS_A_STEP, _STEPS, _STEPS_A_JOB = 64, 300, 17
 
 
 def slurm_place(environ: Mapping[str, str]) -> tuple[int, list[str]]:
-    """Which task of a Slurm step this process is, and the host of each.
+    """Returns the rank of this process in its Slurm step, and the host of each task.
 
     Raises:
-      TFConfigError: If this is no task of a step, or its tasks are not placed host by host.
+      TFConfigError: If this process is not a task of a step, or the tasks are not placed host by host.
     """
     names = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID")
     missing = [name for name in names if not environ.get(name, "").strip()]
@@ -66,7 +66,7 @@ def slurm_place(environ: Mapping[str, str]) -> tuple[int, list[str]]:
 
 
 def slurm_port(environ: Mapping[str, str], hosts: Sequence[str]) -> int:
-    """A port for the first task on each host: another for each job and step that runs at once.
+    """Returns the port of the first task on each host, different for jobs and steps that run at the same time.
 
     Raises:
       TFConfigError: If a host has more tasks than ports.
@@ -82,7 +82,7 @@ def slurm_port(environ: Mapping[str, str], hosts: Sequence[str]) -> int:
 
 
 def _check_by_host(environ: Mapping[str, str], rank: int, nodes: Sequence[int]) -> None:
-    """Refuses tasks that are placed otherwise; `nodes` are those that each should be on."""
+    """Rejects tasks that are not placed host by host; `nodes` has the expected node of each task."""
     here = [task for task, node in enumerate(nodes) if node == nodes[rank]]
     told = [_as_number(task) for task in environ.get("SLURM_GTIDS", "").split(",")]
     node = _as_number(environ.get("SLURM_NODEID", ""))
@@ -96,15 +96,15 @@ def _check_by_host(environ: Mapping[str, str], rank: int, nodes: Sequence[int]) 
 
 
 def mpi_place(environ: Mapping[str, str], hosts: Sequence[str] | str) -> tuple[int, list[str]]:
-    """Which process of MPI this is, and the host of each.
+    """Returns the MPI rank of this process, and the host of each process.
 
     Args:
       environ: The environment.
-      hosts: Hosts in the order of ranks, as `mpirun -H` takes them: "node1" has one, "node1:4" has four. Also in one
-        string, with commas between.
+      hosts: Hosts in the order of ranks, in the format of `mpirun -H`: "node1" has one process, "node1:4" has four. A
+        list, or one string with commas.
 
     Raises:
-      TFConfigError: If MPI has not started this process, or as many as the hosts have.
+      TFConfigError: If MPI did not start this process, or `hosts` has a different number of processes than MPI.
     """
     size = next((name for name in MPI_RANKS if environ.get(name, "").strip()), None)
     if size is None:
@@ -130,10 +130,10 @@ def mpi_place(environ: Mapping[str, str], hosts: Sequence[str] | str) -> tuple[i
 
 
 def addresses_on(hosts: Sequence[str], base_port: int) -> list[str]:
-    """The address of each worker: on each host, ports count from the base.
+    """Returns the address of each worker. The ports on each host count up from `base_port`.
 
     Raises:
-      TFConfigError: If there is no such port.
+      TFConfigError: If a port is not valid.
     """
     try:
         places = [hosts[:index].count(host) for index, host in enumerate(hosts)]
@@ -143,7 +143,7 @@ def addresses_on(hosts: Sequence[str], base_port: int) -> list[str]:
 
 
 def _rank(name: str, environ: Mapping[str, str], size: int) -> int:
-    """The number of this process among so many."""
+    """Returns the rank of this process, checked against `size`, the number of processes."""
     rank = _as_number(environ.get(name, ""))
     if rank is None or rank >= size:
         raise TFConfigError(
@@ -153,10 +153,10 @@ def _rank(name: str, environ: Mapping[str, str], size: int) -> int:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The names in a list of Slurm's: "node[01-03,07],gpu1".
+    """Returns the host names in a Slurm list such as "node[01-03,07],gpu1".
 
     Raises:
-      ValueError: If it is none.
+      ValueError: If `text` is not such a list.
     """
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if ",".join(parts) != text:
@@ -181,10 +181,10 @@ def _expand(part: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """The numbers in a list of Slurm's: "2(x3),1" is 2, 2, 2, 1.
+    """Returns the numbers in a Slurm list: `"2(x3),1"` becomes `[2, 2, 2, 1]`.
 
     Raises:
-      ValueError: If it is none.
+      ValueError: If `text` is not such a list.
     """
     counts: list[int] = []
     for part in text.split(","):

@@ -1,4 +1,4 @@
-"""TF_CONFIG as a checked value: who the workers are, and which of them this process is."""
+"""TF_CONFIG as a checked value: the workers of the cluster, and the worker that is this process."""
 
 import dataclasses
 import ipaddress
@@ -28,10 +28,10 @@ class ClusterSpec:
     Args:
       jobs: For each role ("chief", "worker", "evaluator") the addresses "host:port" of its tasks, by index.
       task_type: The role of this process, "chief" or "worker".
-      task_index: Its index within the role.
+      task_index: The index of this process within its role.
 
     Raises:
-      TFConfigError: If no cluster can be formed from this.
+      TFConfigError: If these arguments do not describe a valid cluster.
     """
 
     jobs: Mapping[str, tuple[str, ...]] = dataclasses.field(hash=False)
@@ -47,18 +47,18 @@ class ClusterSpec:
 
     @property
     def num_workers(self) -> int:
-        """How many processes train together: the chief and the workers, not the evaluator."""
+        """The number of processes that train together: the chief and the workers, not the evaluator."""
         return len(self._training_addresses)
 
     @property
     def worker_id(self) -> int:
-        """The position of this process among those that train, chief first."""
+        """The position of this process among the training processes, chief first."""
         chiefs = len(self.jobs.get("chief", ()))
         return self.task_index if self.task_type == "chief" else chiefs + self.task_index
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is the one that writes for all: the chief, or worker 0 where there is none."""
+        """Whether this process writes files for all workers: the chief, or worker 0 if there is no chief."""
         return self.worker_id == 0
 
     @property
@@ -68,13 +68,13 @@ class ClusterSpec:
 
     @property
     def workers_on_host(self) -> list[int]:
-        """The workers on the host of this one, this one among them."""
+        """The workers on this worker's host, including this worker."""
         hosts = [_canonical(split_address(address)[0]) for address in self._training_addresses]
         return [worker for worker, host in enumerate(hosts) if host == hosts[self.worker_id]]
 
     @property
     def slot(self) -> int:
-        """How many workers before this one are on the same host."""
+        """The number of lower-numbered workers on the same host."""
         return self.workers_on_host.index(self.worker_id)
 
     @property
@@ -82,21 +82,21 @@ class ClusterSpec:
         return (*self.jobs.get("chief", ()), *self.jobs.get("worker", ()))
 
     def describe(self) -> str:
-        """Says in a few words who this process is: "worker 1 of 4 at 10.0.0.2:2222"."""
+        """Describes this process in a few words: "worker 1 of 4 at 10.0.0.2:2222"."""
         task = f" (task {self.task_type} {self.task_index})" if "chief" in self.jobs else ""
         return f"worker {self.worker_id} of {self.num_workers}{task} at {self.address}"
 
     @classmethod
     def local(cls, num_workers: int, task_index: int, ports: Sequence[int]) -> "ClusterSpec":
-        """A cluster of workers on this machine.
+        """Returns a cluster of workers on this machine.
 
         Args:
-          num_workers: How many workers.
-          task_index: Which of them this process is.
-          ports: One free port for each, as `free_ports` gives.
+          num_workers: Number of workers.
+          task_index: Index of this process among the workers.
+          ports: One free port for each worker, as `free_ports` returns them.
 
         Raises:
-          TFConfigError: If the numbers do not fit together.
+          TFConfigError: If the number of ports differs from `num_workers`, or `task_index` is out of range.
         """
         if len(ports) != num_workers:
             raise TFConfigError(
@@ -107,16 +107,16 @@ class ClusterSpec:
 
     @classmethod
     def from_slurm(cls, environ: Mapping[str, str] | None = None, *, base_port: int | None = None) -> "ClusterSpec":
-        """The tasks of the Slurm step that this process belongs to, one worker each.
+        """Returns the cluster of this process's Slurm step, with one worker for each task.
 
         Args:
           environ: The environment, `os.environ` if None.
-          base_port: The port of the first worker on each host, the next have the next; None for 12345 and up, another
-            for each job and step.
+          base_port: The port of the first worker on each host; further workers there use the following ports. `None`
+            derives a port from the job and the step, 12345 or above.
 
         Raises:
-          TFConfigError: If this is no task of a step that `srun` has started, its tasks are not placed host by host, or
-            its job has several components.
+          TFConfigError: If `srun` did not start this process as a task of a step, the tasks are not placed host by
+            host, or the job has several components.
         """
         environ = os.environ if environ is None else environ
         rank, hosts = slurm_place(environ)
@@ -127,16 +127,17 @@ class ClusterSpec:
     def from_mpi(
         cls, hosts: Sequence[str] | str, environ: Mapping[str, str] | None = None, *, base_port: int | None = None
     ) -> "ClusterSpec":
-        """The processes that `mpirun` has started, one worker each.
+        """Returns the cluster of the processes that `mpirun` started, with one worker for each process.
 
         Args:
-          hosts: Where they are, in the order of ranks: MPI tells a process of ranks only. As `mpirun -H` takes them:
-            "node1", or "node1:4" for four; also in one string, with commas between.
+          hosts: The hosts in the order of ranks, since MPI tells a process only ranks. The format is that of
+            `mpirun -H`: "node1", or "node1:4" for four processes; a list, or one string with commas.
           environ: The environment, `os.environ` if None.
-          base_port: The port of the first worker on each host, the next have the next; None for 12345.
+          base_port: The port of the first worker on each host; further workers there use the following ports. `None`
+            means 12345.
 
         Raises:
-          TFConfigError: If MPI has not started this process, or as many as the hosts have.
+          TFConfigError: If MPI did not start this process, or `hosts` has a different number of processes than MPI.
         """
         rank, each = mpi_place(os.environ if environ is None else environ, hosts)
         return cls({"worker": tuple(addresses_on(each, BASE_PORT if base_port is None else base_port))}, "worker", rank)
@@ -146,10 +147,10 @@ class ClusterSpec:
         """Reads the text of a TF_CONFIG.
 
         Args:
-          text: The JSON text. Keys other than "cluster", "task" and "rpc_layer" are passed over.
+          text: The JSON text. Keys other than "cluster", "task" and "rpc_layer" are ignored.
 
         Raises:
-          TFConfigError: If it is no TF_CONFIG, or names a cluster that cannot train together.
+          TFConfigError: If the text is not a TF_CONFIG, or names a cluster that cannot train together.
         """
         return cls._from_config(_parse(text))
 
@@ -164,7 +165,7 @@ class ClusterSpec:
           The cluster, or None for a process that trains alone: TF_CONFIG is unset, empty or has no cluster.
 
         Raises:
-          TFConfigError: If TF_CONFIG names a cluster that cannot train together, or none but looks as if it should.
+          TFConfigError: If TF_CONFIG names a cluster that cannot train together, or only its other entries suggest one.
         """
         text = (os.environ if environ is None else environ).get("TF_CONFIG", "")
         if not text.strip():
@@ -188,22 +189,22 @@ class ClusterSpec:
         return cls(config["cluster"], task["type"], _parse_index(task))
 
     def to_tf_config(self) -> dict[str, Any]:
-        """The TF_CONFIG of this process as an object."""
+        """Returns the TF_CONFIG of this process as an object."""
         return {
             "cluster": {role: list(addresses) for role, addresses in self.jobs.items()},
             "task": {"type": self.task_type, "index": self.task_index},
         }
 
     def to_json(self) -> str:
-        """The TF_CONFIG of this process as JSON text."""
+        """Returns the TF_CONFIG of this process as JSON text."""
         return json.dumps(self.to_tf_config())
 
 
 def is_chief() -> bool:
-    """Whether this process is the one that writes checkpoints and logs for all.
+    """Returns whether this process writes checkpoints and logs for all workers.
 
-    True also for a process that trains alone, so a script can ask without knowing how it was started. False for an
-    evaluator, which does not train.
+    A process that trains alone is its own chief, so a script needs no special case for it. An evaluator, which does not
+    train, is never the chief.
 
     Raises:
       TFConfigError: If TF_CONFIG names a cluster that cannot train together.
@@ -220,7 +221,7 @@ def _is_evaluator(text: str) -> bool:
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """The JSON object in `text`, with a `cluster` that is an object (empty if missing)."""
+    """Returns the JSON object in `text`, with a `cluster` that is an object (empty if missing)."""
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:
@@ -229,7 +230,7 @@ def _parse(text: str) -> dict[str, Any]:
             f"TF_CONFIG must be JSON, but at line {error.lineno}, column {error.colno} (near {around!r}): {error.msg}. "
             f"Write it as in {_EXAMPLE}, with double quotes inside and, in a shell, single quotes around."
         ) from error
-    except (ValueError, RecursionError) as error:  # A number of thousands of digits, or brackets within brackets.
+    except (ValueError, RecursionError) as error:  # Thousands of digits, or deeply nested brackets.
         raise TFConfigError(
             f"TF_CONFIG must be JSON of a few lists and objects, but it has {len(text)} characters, and Python cannot "
             f"read them ({str(error).partition(':')[0]}). It begins with {text[:40]!r}. Write it as in {_EXAMPLE}."
@@ -253,7 +254,7 @@ def _parse(text: str) -> dict[str, Any]:
 
 
 def _check_alone(config: dict[str, Any]) -> None:
-    """Refuses a TF_CONFIG without a cluster that was meant to have one: each worker would train alone, unnoticed."""
+    """Rejects a TF_CONFIG that was meant to have a cluster: otherwise each worker would train alone, unnoticed."""
     task = config["task"] if isinstance(config.get("task"), dict) else {}
     is_first = task.get("type", "worker") in ("chief", "worker") and str(task.get("index", 0)) == "0"
     odd = [key for key, value in config.items() if key != "cluster" and _is_like_cluster(key, value)]
@@ -267,7 +268,7 @@ def _check_alone(config: dict[str, Any]) -> None:
 
 
 def _is_like_cluster(key: str, value: Any) -> bool:
-    """Whether `cluster` was meant: by its name, but for case and plural, or by the addresses in it."""
+    """Returns whether a key seems to mean `cluster`: its name is similar, or its value contains addresses."""
     try:
         has_addresses = isinstance(value, dict | list) and re.search(r'"[^":/]+:[0-9]+"', json.dumps(value))
     except RecursionError:
@@ -277,7 +278,7 @@ def _is_like_cluster(key: str, value: Any) -> bool:
 
 
 def _parse_index(task: dict[str, Any]) -> int:
-    """The index of `task`; digits in quotes count, since that is what environment variables in a manifest give."""
+    """Returns the index of `task`. Digits in quotes count: environment variables in a manifest are text."""
     index = task["index"]
     if isinstance(index, str) and is_digits(index):
         return int(index)
@@ -290,7 +291,7 @@ def _parse_index(task: dict[str, Any]) -> int:
 
 
 def _without_empty_roles(jobs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Without roles that have no task, which operators write as `"ps": []`; they stay if nobody else would train."""
+    """Removes empty roles, such as an operator's `"ps": []`, unless no chief and no worker would remain."""
     full = {role: addresses for role, addresses in jobs.items() if not isinstance(addresses, list | tuple) or addresses}
     return full if full.keys() & {"chief", "worker"} else jobs
 
@@ -325,7 +326,7 @@ def _check_jobs(jobs: Mapping[str, Any]) -> None:
 
 
 def _check_addresses(jobs: Mapping[str, tuple[Any, ...]]) -> None:
-    """Checks all addresses together: no two alike, and no loopback among several machines."""
+    """Checks that all addresses differ, and that loopback and other addresses are not mixed."""
     seen: dict[tuple[str, int], str] = {}
     loopback: dict[str, bool] = {}
     for role, addresses in jobs.items():
@@ -389,7 +390,7 @@ def _check_task(jobs: Mapping[str, tuple[str, ...]], task_type: Any, task_index:
 
 
 def _canonical(host: str) -> str:
-    """One spelling of `host`; "localhost" for all that is loopback, as a port there is one, whatever the address."""
+    """Returns one spelling of `host`: "localhost" for every loopback address, since these share their ports."""
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:
@@ -399,15 +400,15 @@ def _canonical(host: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """`value` as it would stand in a TF_CONFIG, cut to a readable length."""
+    """Returns `value` as TF_CONFIG would contain it, cut to a readable length."""
     try:
         text = json.dumps(value, default=repr)
-    except (RecursionError, ValueError):  # Lists within lists, more than a person would write.
+    except (RecursionError, ValueError):  # Deeply nested lists.
         text = f"{type(value).__name__} within {type(value).__name__}"
     return text if len(text) <= 200 else text[:200] + "…"
 
 
 def _listed(values: Any) -> str:
-    """The first few of `values`: a cluster can have hundreds of addresses."""
+    """Lists the first few of `values`: a cluster can have hundreds of addresses."""
     texts = [str(value) for value in values]
     return ", ".join(texts[:8]) + (f", … {len(texts) - 8} more" if len(texts) > 8 else "")

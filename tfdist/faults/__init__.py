@@ -1,4 +1,4 @@
-"""What happens when workers do not come, get stuck, are asked to go, or leave: deadlines for all of it."""
+"""Fault handling: deadlines for workers that do not start, stall, are preempted or leave."""
 
 from tfdist.faults.fault_tolerance import FaultTolerance
 

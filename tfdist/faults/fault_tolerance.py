@@ -1,4 +1,4 @@
-"""How long a worker waits for the others, and for itself."""
+"""The deadlines of a job: for the start, heartbeats, stalls, preemption and the end."""
 
 import dataclasses
 import math
@@ -16,25 +16,27 @@ _LONGEST_SECONDS = 2_000_000  # TensorFlow counts milliseconds in 32 bits.
 class FaultTolerance:
     """The deadlines of a job, the same on all workers.
 
-    An environment variable named after a number, such as TFDIST_START_TIMEOUT_SECONDS, comes before what a script says.
+    Each number can also be set by an environment variable, such as TFDIST_START_TIMEOUT_SECONDS. The variable overrides
+    the argument in the script.
 
     Args:
-      start_timeout_seconds: For all workers to come: to the strategy, and to the first `fit` of a model. The error
-        names who is missing.
-      heartbeat_timeout_seconds: After which a worker that is frozen or cut off is given up. One that is killed is
+      start_timeout_seconds: Time for all workers to reach the strategy, and the first `fit` of a model. The error names
+        the missing workers.
+      heartbeat_timeout_seconds: Time after which a frozen or disconnected worker counts as lost. A killed worker is
         noticed at once.
-      stall_timeout_seconds: How long `fit` may stay where it is, in a step or between two, before the watchdog ends
-        the job; see `tfdist.faults.watchdog`. A first step, which traces, may take longer, but not what Keras reads
-        before it. `None`: learned from the run's own steps. `math.inf`: for ever.
-      shutdown_timeout_seconds: How long a worker that is done waits for the others, so that all leave together. One
-        that is still busy then, as a chief that saves alone, goes on alone, and the others leave with exit code 0.
-      preemption_signals: Which signals ask to save and leave, where `tfdist.callbacks.BackupAndRestore` is used. Under
-        `tfdist run` SIGTERM does besides, by which it asks its workers. So does Ctrl-C (SIGINT), unless the program
-        handles it or the session is interactive. An empty tuple switches all of them off.
-      preemption_timeout_seconds: From the signal to the end of the process, saved or not.
+      stall_timeout_seconds: How long `fit` may make no progress, in a step or between two steps, before the watchdog
+        ends the job; see `tfdist.faults.watchdog`. The first step may take longer, since it traces; Keras' reads before
+        that step may not. `None` derives the limit from the run's own steps. `math.inf` sets no limit.
+      shutdown_timeout_seconds: How long a finished worker waits for its peers, so that all leave together. A peer that
+        is still busy then, such as a chief that saves alone, continues alone. The finished workers exit with code 0.
+      preemption_signals: The signals that ask to save and leave, where `tfdist.callbacks.BackupAndRestore` is used.
+        SIGTERM is added under `tfdist run`, which sends it to its workers. Ctrl-C (SIGINT) is added unless the program
+        handles it or the session is interactive. An empty tuple disables all of them.
+      preemption_timeout_seconds: Time from the signal to the end of the process, with or without a save.
 
     Raises:
-      ValueError: If a number is not positive and finite (`stall_timeout_seconds` may be infinite), or a signal is none.
+      ValueError: If a number is not positive and finite (`stall_timeout_seconds` may be infinite), or if an entry of
+        `preemption_signals` is not a signal that a process can catch.
     """
 
     start_timeout_seconds: float = 300.0
@@ -70,13 +72,13 @@ class FaultTolerance:
                 )
 
     def with_environment(self, environ: Mapping[str, str] | None = None) -> "FaultTolerance":
-        """These options, with numbers that the environment gives.
+        """Returns these options, with the numbers that the environment sets.
 
         Args:
           environ: The environment, `os.environ` if None.
 
         Raises:
-          ValueError: If a variable is not such a number.
+          ValueError: If a variable is not a valid number of seconds.
         """
         environ = os.environ if environ is None else environ
         given: dict[str, Any] = {}
@@ -95,7 +97,7 @@ class FaultTolerance:
 
 
 def options_of(strategy: Any) -> FaultTolerance:
-    """The deadlines that hold under a strategy, also one that is given none."""
+    """Returns the deadlines of a strategy, or the defaults if the strategy has none."""
     return getattr(strategy, "fault_tolerance", None) or FaultTolerance().with_environment()
 
 
