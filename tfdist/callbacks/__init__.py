@@ -1,4 +1,4 @@
-"""Keras callbacks for many workers: those that write files do so once, on the chief; backups; logs of the traffic."""
+"""Keras callbacks for many workers: backups, files written by the chief only, logs of traffic and of balance."""
 
 from tfdist.callbacks.backup_and_restore import BackupAndRestore
 from tfdist.callbacks.balance import Balance

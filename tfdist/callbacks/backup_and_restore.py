@@ -1,4 +1,4 @@
-"""`keras.callbacks.BackupAndRestore` that gives back everything, on any number of workers."""
+"""`keras.callbacks.BackupAndRestore` that restores the whole training state, on any number of workers."""
 
 import contextlib
 import datetime
@@ -20,78 +20,78 @@ _LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]*:/[^/]")
 
 
 class BackupAndRestore(ForKerasModels, keras.callbacks.BackupAndRestore):
-    """Saves a `fit` as it goes, so that the same script, started again, continues as if nothing had happened.
+    """Backs up a running `fit`, so that the same script, started again, continues as if nothing had happened.
 
         model.fit(data, epochs=10, callbacks=[tfdist.callbacks.BackupAndRestore("backup", save_freq=50)])
 
-    Saved are weights, optimizer, loss scale, accumulated gradients, metrics in progress, states of random layers, what
-    compression has left behind, the position in the data, Python's and NumPy's global random states, the attributes of
-    the other callbacks that have changed, and the history. A restored `fit` that gets the same data in the same order
-    ends with the bits of an unbroken one, and begins in the epoch of the backup, whatever `initial_epoch` says.
+    A backup holds weights, optimizer, loss scale, accumulated gradients and metrics in progress. It also holds states
+    of random layers, residuals of compression, the position in the data and Python's and NumPy's global random states.
+    The history and changed attributes of the other callbacks complete it. A restored `fit` that gets the same data in
+    the same order ends with the same bits as an uninterrupted one. It ignores `initial_epoch` and begins in the epoch
+    of the backup.
 
-    - Data: `tfdist.data.BalancedSharding` continues at once. Of any other input, the batches of the epoch that were
-      trained on (under `steps_per_epoch`: all of the fit) are read and dropped. A `tf.data` pipeline that shuffles anew
-      in each epoch counts epochs from the start of the process: it is exact only within its first epoch, or if it does
-      not end (`.repeat()` with `steps_per_epoch`). Arrays come in the same order if a seed is set, and so do
-      the batches of a `keras.utils.PyDataset`, also with workers of its own; one that draws an order itself does so in
-      its `on_epoch_begin`, by Python's or NumPy's global random numbers: what its `on_epoch_end` draws is not repeated.
-      Batches that draw from these as they are read, as augmentation does, get the numbers that they would have got, if
-      nobody else draws from the same meanwhile, as several readers at once, or callbacks, do.
-    - Each commit is a folder `step-<n>`, whole or not at all; its files are compared with their SHA-256 before they
-      count, and a damaged one is skipped, with a warning, for the one before.
-    - A step that saves hands its variables over, in some 40 µs each, whatever their size; a thread copies and writes
-      them, which takes the memory of one copy until `fit` ends. Training waits only where two saves would overlap, and
-      at its end.
-    - If the disk is full, that is logged, training goes on, and the next save tries again.
-    - Workers write to one `backup_dir`, on storage that all share. Each writes what is its own, the chief what is
-      alike, and commits when all have written. With another number of workers a run continues, but not to the bit.
-      Where steps per epoch follow from that number, a backup made amid an epoch may be further on than an epoch is then
-      long: that is refused, before training.
-    - The other callbacks are told apart by class and order. Attributes are saved that are numbers, text, arrays,
-      tensors, variables, metrics, layers and models (as far as the one that trains does not hold them), generators of
-      random numbers, and lists, tuples, sets, dicts and deques of them (also Counters, OrderedDicts, and defaultdicts
-      of built-in types); a warning tells of others that change. What is large costs a look at all of its bytes with
-      each save. A callback with `get_state` and `set_state` says itself, without metrics, layers and models. What
-      callbacks write to files is theirs; that of `tfdist.callbacks.CSVLogger` has each epoch once.
-    - Not saved: tables, `tf.Variable`s and generators that Keras does not know, random operations of TensorFlow
-      without a state.
-    - Several fits in a program, with one `backup_dir` and `delete_checkpoint=False` for all but the last: those that
-      are done are passed over at a restart, each with the state of its end, which code that comes between them sees
-      again. That takes a commit for each, besides those of `keep`. Under `tfdist run` this is so for backups on a disk
-      without being asked for. Elsewhere, without `delete_checkpoint=False`, that code sees the weights of the fit that
-      was under way, for which the model may be compiled anew. For another model use another `backup_dir`.
-    - A script may itself skip fits that are done, if each is called from a place of its own, and what calls them is not
-      edited in between. In a loop every start must make the same fits, or give each a `backup_dir`.
+    - `tfdist.data.BalancedSharding` continues at once. From any other input, `fit` reads and drops the batches that the
+      epoch has trained on; under `steps_per_epoch`, all such batches of the fit. A `tf.data` pipeline that reshuffles
+      in each epoch counts epochs from the start of the process. It is exact only within its first epoch or if it never
+      ends (`.repeat()` with `steps_per_epoch`). With a seed, arrays and the batches of a `keras.utils.PyDataset` come
+      in the same order, also if the PyDataset has several workers. A PyDataset that draws an order itself must do so in
+      `on_epoch_begin`, from Python's or NumPy's global random state; draws in `on_epoch_end` are not repeated. Batches
+      that draw random numbers while being read (augmentation) repeat them only if no callback or second reader draws.
+    - A commit is one folder `step-<n>`, which exists completely or not at all. Each file is checked against its SHA-256
+      before use. A damaged commit is skipped with a warning, and the commit before it is used.
+    - Saving delays a step by about 40 µs per variable of any size. A thread then copies and writes the variables, and
+      the memory of one copy stays in use until `fit` ends. Training waits for a save before the next save and at the
+      end.
+    - If the disk is full, an error is logged, training continues, and the next save tries again.
+    - All workers write to one `backup_dir` on shared storage. Each writes its own state; the chief also writes the
+      common state and commits when all have written. A run continues on another number of workers, but not with the
+      same bits. If steps per epoch depend on the number of workers, an epoch may now be too short for the position of
+      a backup that was made within an epoch. `fit` then raises before training.
+    - Other callbacks are identified by class and order. Saved attributes are numbers, text, arrays, tensors, variables
+      and random generators. Metrics, layers and models are saved without the variables of the trained model. Lists,
+      tuples, sets, dicts and deques of these are saved too (also Counters, OrderedDicts, and defaultdicts of built-in
+      types). A warning names a callback with another changing attribute. Each save reads all bytes of large attributes.
+      A callback with `get_state` and `set_state` defines its own state, without metrics, layers and models. Files that
+      callbacks write are not saved, except that the file of `tfdist.callbacks.CSVLogger` holds each epoch once.
+    - Not saved: tables, `tf.Variable`s and generators that Keras does not track, stateless random operations of
+      TensorFlow.
+    - A program may call several fits with one `backup_dir` and `delete_checkpoint=False` for all but the last. After a
+      restart, finished fits are skipped and the state at the end of each is restored for the code between the fits.
+      This keeps one commit per fit, in addition to `keep`. Under `tfdist run`, backups on a disk need no
+      `delete_checkpoint=False` for this. Elsewhere, without it, the code between the fits sees the weights of the
+      interrupted fit. The model may be compiled again between fits. Use another `backup_dir` for another model.
+    - A script may itself skip finished fits if each has its own call site and the calling code is not edited between
+      starts. In a loop, every start must run the same fits, or each fit needs its own `backup_dir`.
 
     Args:
-      backup_dir: A folder for this job alone (`~` is the user's own), or another path that `tf.io.gfile` knows, such as
-        `gs://…`, as a string.
+      backup_dir: A folder for this job alone (`~` is the user's home), or another path that `tf.io.gfile` supports,
+        such as `gs://…`, as a string.
       save_freq: "epoch"; a whole number of steps; a `datetime.timedelta` or a float of seconds; or `False` to save
         before preemption only.
-      double_checkpoint: As in Keras; what `keep` does.
-      delete_checkpoint: Whether to remove the backups when `fit` is done; under `tfdist run`, if they are on a disk,
-        when the job is done, so that an error in what comes after a fit does not have it trained again. A job that has
-        failed for good keeps them, and started again goes on after the fit.
-      keep: How many commits stay, beside the ends of fits.
-      save_before_preemption: Whether a signal to end (SIGTERM, Ctrl-C) saves first, and whether a
-        job with fewer workers leaves after a commit when `tfdist run` wants to try all again. On several workers whose
-        steps do not report, as those of a loop of your own or of TensorFlow's own strategies, both do so with the
-        second save after that: let saves be less than half of `preemption_timeout_seconds` apart. In a validation
-        nobody hears a signal, so the epoch is saved before one that may be long: the first of a `fit`, if the number of
-        its batches is known (not of a generator), and any after one that took half of `preemption_timeout_seconds`.
-        Before an `evaluate` that a callback calls it is not.
-      timeout_seconds: How long workers wait for each other's parts of a save; for each other when a `fit` begins
-        no longer than `start_timeout_seconds` of `tfdist.FaultTolerance`.
+      double_checkpoint: As in Keras; keeps at least two commits.
+      delete_checkpoint: Whether to remove the backups when `fit` is done. Under `tfdist run`, backups on a disk are
+        removed when the job is done, so that an error after a fit does not cause that fit to be trained again. A job
+        that failed for good keeps its backups; started again, it continues after the fit.
+      keep: Number of commits to keep, in addition to the ends of fits.
+      save_before_preemption: Whether SIGTERM or Ctrl-C saves before the process ends, and whether a job with fewer
+        workers leaves after a commit when `tfdist run` wants to restart all workers. On several workers without step
+        reports (custom loops, TensorFlow's own strategies), workers leave at the second save after the request; save
+        more often than every half of `preemption_timeout_seconds`. A validation does not react to signals, so the epoch
+        is saved before each validation that may be long. This is the first of a `fit`, if the number of training
+        batches is known (not for a generator), and any after one that took half of `preemption_timeout_seconds`. No
+        save precedes an `evaluate` called by a callback.
+      timeout_seconds: How long workers wait for each other's parts of a save. When a `fit` begins, they wait for each
+        other no longer than `start_timeout_seconds` of `tfdist.FaultTolerance`.
 
     Raises:
-      ValueError: If an argument is not among these, or the model is not built.
-      BackupError: Before training, if `backup_dir` cannot be written, another job uses it, it has folders of others
-        that are named `step-<n>`, or a backup of another model or a newer format, or one made further on in an epoch
-        than epochs are now long; if a worker does not begin the fit with this callback, or was told something else.
+      ValueError: If an argument is invalid, or the model is not built.
+      BackupError: If `backup_dir` cannot be written, is used by another job, or has foreign folders named `step-<n>`.
+        If the backup is of another model or format, or lies beyond the end of an epoch that is now shorter. If a worker
+        begins the fit without this callback or with other arguments. All are raised before training.
     """
 
     runs_on_all_workers = True
-    """Whether a `fit` needs it on all workers or on none: they are compared as it begins."""
+    """Whether a `fit` needs this callback on all workers or on none. The workers compare this when a `fit` begins."""
 
     def __init__(
         self,
@@ -117,17 +117,17 @@ class BackupAndRestore(ForKerasModels, keras.callbacks.BackupAndRestore):
         )
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Hands over to a callback at the end of the list, which sees what all others have done."""
+        """Appends a `FitBackup` to the list of callbacks, so that it sees the changes of all other callbacks."""
         of_running_fit(self._options, self.model)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Nothing; see `on_train_begin`."""
+        """Does nothing; see `on_train_begin`."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Nothing; see `on_train_begin`."""
+        """Does nothing; see `on_train_begin`."""
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Nothing; see `on_train_begin`."""
+        """Does nothing; see `on_train_begin`."""
 
 
 def _checked_frequency(save_freq: Any) -> Any:
@@ -170,5 +170,5 @@ def _checked_directory(backup_dir: str | os.PathLike) -> str:
             f"`backup_dir` is {directory!r}, a folder here named after a scheme: pathlib makes one slash of two. "
             "Give such a path as a string with '://', or the folder as the string './…'."
         )
-    # Whole, as the working directory may change in training.
+    # An absolute path, because the working directory may change during training.
     return directory if is_remote(directory) else os.path.abspath(os.path.expanduser(directory))

@@ -1,4 +1,4 @@
-"""How evenly the work of a step is shared, as Keras logs."""
+"""A callback that logs how evenly the replicas share the work of a step."""
 
 import time
 from collections.abc import Callable
@@ -12,46 +12,46 @@ from tfdist.strategies.foreign_keras import ForKerasModels
 
 
 class Balance(ForKerasModels, keras.callbacks.Callback):
-    """Adds to the logs of each epoch how its steps were shared; put it before callbacks that write logs.
+    """Adds the balance of the steps to the logs of each epoch. Put it before callbacks that write logs.
 
-    - `rows_per_second`: of all replicas together
-    - `step_seconds`: from the end of a step to the end of the next, a mean
-    - `imbalance`: the longest compute time of a step over the mean of all replicas; 1 is perfect
-    - `wait_share`: the part of their time that replicas do not compute: exchange, input, and waiting for slower ones
+    - `rows_per_second`: rows of all replicas together
+    - `step_seconds`: mean time from the end of one step to the end of the next
+    - `imbalance`: the longest compute time of a step divided by the mean of all replicas; 1 is perfect
+    - `wait_share`: the share of time in which replicas do not compute: exchange, input, and waiting for stragglers
 
-    The first step of an epoch is left out; where it is the only one, it counts from the beginning of the epoch, the
-    start of its input included. `sharding.statistics()` has the last step by replica.
+    The first step of an epoch is left out. If an epoch has only one step, that step is measured from the beginning of
+    the epoch, including the start of the input. `sharding.statistics()` has the last step by replica.
     """
 
     _end_listening: Callable[[], None] | None = None
 
     def get_state(self) -> dict[str, Any]:
-        """Nothing: moments of one process say nothing to the next, and a backup keeps none."""
+        """Returns no state: clock readings of one process mean nothing to the next one."""
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Nothing, likewise."""
+        """Does nothing; see `get_state`."""
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begins to listen to the steps."""
-        Balance.on_train_end(self)  # Where an earlier `fit` failed it still listens.
+        """Starts to listen to the step reports."""
+        Balance.on_train_end(self)  # The callback still listens if an earlier `fit` failed.
         reports = getattr(self.model.distribute_strategy, "reports", None)
         if reports is not None:
             self._end_listening = listen(reports.listeners, self._add)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Ends it."""
+        """Stops listening to the step reports."""
         if self._end_listening is not None:
             self._end_listening()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Starts from nothing."""
+        """Resets the sums."""
         self._began, self._steps = time.monotonic(), 0
         self._first_end = self._last_end = self._began
-        self._first = self._totals = np.zeros(3)  # Rows; the mean and the longest of all replicas' compute times.
+        self._first = self._totals = np.zeros(3)  # Rows, mean and longest compute time of the replicas.
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds to `logs`."""
+        """Adds the four values to `logs`."""
         if logs is None or not self._steps:
             return
         is_only = self._steps == 1

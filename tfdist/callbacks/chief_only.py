@@ -1,4 +1,4 @@
-"""Callbacks that only the chief runs, so that workers do not write over each other's files."""
+"""Callbacks that only the chief runs, so that workers do not overwrite each other's files."""
 
 import contextlib
 import functools
@@ -17,21 +17,21 @@ from tfdist.strategies.foreign_keras import check_is_keras_model
 
 
 class ChiefOnly:
-    """Mixed into a Keras callback, before it in the bases: on workers other than the chief its hooks do nothing.
+    """Mixin, listed before a Keras callback in the bases, that disables the hooks on all workers but the chief.
 
         class Uploader(tfdist.callbacks.ChiefOnly, keras.callbacks.Callback):
             def on_epoch_end(self, epoch, logs=None): ...
 
-    Who is chief says the strategy of the model. Logs are equal on all workers, so the chief's files say it all. When
-    `fit` returns they are there: at its end the others wait for the chief's `on_train_end`, and raise `ClusterError` if
-    that fails. What all workers compute together, such as `predict`, a hook of the chief alone cannot: it raises
-    `ClusterError`, and so does one that stops training. Nor may it change what all have alike, as the learning rate.
+    The strategy of the model determines the chief. Logs are equal on all workers, so the chief's files are complete.
+    The files exist when `fit` returns: at its end, the other workers wait for the chief's `on_train_end` and raise
+    `ClusterError` if it fails. A hook that needs all workers, such as one that calls `predict`, raises `ClusterError`,
+    and so does a hook that stops training. A hook must not change common state, such as the learning rate.
     """
 
     _is_chief = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Guards the hooks that the class defines, and those that it inherits from a callback that knows no chief."""
+        """Guards the hooks that the class defines or inherits from an unguarded callback."""
         super().__init_subclass__(**kwargs)
         for name in dir(cls):
             hook = getattr(cls, name)
@@ -39,14 +39,14 @@ class ChiefOnly:
                 setattr(cls, name, _on_chief(name, hook))
 
     def set_model(self, model: keras.Model) -> None:
-        """Takes the model, and from its strategy whether this worker is the chief. Guards hooks of the object's own."""
+        """Sets the model and whether this worker is the chief, and guards hooks that are stored on the instance."""
         check_is_keras_model(self, model)
         self._is_chief = model.distribute_strategy.extended.should_checkpoint
         if self._is_chief:
             super().set_model(model)  # type: ignore[misc]
         else:
             keras.callbacks.Callback.set_model(self, model)
-        for name, hook in list(vars(self).items()):  # As a LambdaCallback has them.
+        for name, hook in list(vars(self).items()):  # A LambdaCallback stores its hooks here.
             if name.startswith("on_") and callable(hook) and not hasattr(hook, "_on_chief"):
                 setattr(self, name, types.MethodType(_on_chief(name, _without_self(hook)), self))
 
@@ -58,7 +58,7 @@ def _without_self(function: Callable[..., Any]) -> Callable[..., Any]:
 def _on_chief(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(hook)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_on_chief_alone():  # One that another calls, as by `super()`.
+        if is_on_chief_alone():  # Another hook calls this one, for example by `super()`.
             return hook(self, *args, **kwargs)
         agreement = _agreement_of(self) if name == "on_train_end" else None
         what = f"the callback {type(self).__name__!r}"
@@ -74,14 +74,14 @@ def _on_chief(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _agreement_of(callback: Any) -> Any:
-    """Through which the workers that a callback's model is trained on agree; `None` for one, and other strategies."""
+    """Returns the agreement of the workers that train the model; `None` for one worker or another strategy."""
     extended = callback.model.distribute_strategy.extended
     return getattr(extended, "agreement", None) if getattr(extended, "_num_workers", 1) > 1 else None
 
 
 @contextlib.contextmanager
 def _telling(agreement: Any, what: str) -> Iterator[None]:
-    """Tells those that wait, if any, that the block is done, or how it failed."""
+    """Tells the waiting workers that the block is done, or how it failed. Does nothing without an agreement."""
     failure = None
     try:
         yield
@@ -95,10 +95,10 @@ def _telling(agreement: Any, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _training_on(callback: Any) -> Iterator[None]:
-    """Refuses that the block stops training, in which the other workers would wait for this one.
+    """Checks that the block does not stop training, since the other workers would then wait for this worker.
 
     Raises:
-      ClusterError: If it does, and there are others.
+      ClusterError: If the block stops training and there are other workers.
     """
     before = getattr(callback.model, "stop_training", False)
     yield
@@ -111,29 +111,29 @@ def _training_on(callback: Any) -> Iterator[None]:
 
 
 class ModelCheckpoint(ChiefOnly, keras.callbacks.ModelCheckpoint):
-    """`keras.callbacks.ModelCheckpoint`, written by the chief; what it has written is there when `fit` returns."""
+    """`keras.callbacks.ModelCheckpoint`, written by the chief. The files exist on all workers when `fit` returns."""
 
 
 class CSVLogger(ChiefOnly, keras.callbacks.CSVLogger):
     """`keras.callbacks.CSVLogger`, written by the chief.
 
-    Beside `BackupAndRestore` its file has each epoch once, whatever was restarted: each backup holds what it says.
+    With `BackupAndRestore`, the file holds each epoch once, also after restarts: each backup has a copy of the text.
     """
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Opens the file, with a header if it is new: also in a `fit` after one that went on with a file."""
+        """Opens the file and writes a header if the file is new, also if an earlier `fit` appended to a file."""
         self.append_header = True
         super().on_train_begin(logs)
 
     def get_state(self) -> dict[str, str | None]:
-        """What the file says; `None` where it is not written."""
+        """Returns the text of the file; `None` on workers that do not write it."""
         if not self._is_chief or self.csv_file is None:
             return {"text": None}
-        with tf.io.gfile.GFile(self.filename) as file:  # After each row it is flushed.
+        with tf.io.gfile.GFile(self.filename) as file:  # Keras flushes each row.
             return {"text": file.read()}
 
     def set_state(self, state: dict[str, str | None]) -> None:
-        """Has the file say what it said when `get_state` was called."""
+        """Replaces the content of the file with the text that `get_state` returned."""
         text = state["text"]
         if not self._is_chief or text is None:
             return
@@ -143,7 +143,7 @@ class CSVLogger(ChiefOnly, keras.callbacks.CSVLogger):
         tf.io.gfile.rename(partial, self.filename, overwrite=True)
         appends: bool = vars(self)["append"]
         self.append = True
-        keras.callbacks.CSVLogger.on_train_begin(self)  # Opens it anew.
+        keras.callbacks.CSVLogger.on_train_begin(self)  # Opens the file again.
         self.append = appends
 
 

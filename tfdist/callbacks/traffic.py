@@ -1,4 +1,4 @@
-"""What the gradient exchange sends, as Keras logs."""
+"""A callback that logs the traffic of the gradient exchange."""
 
 import dataclasses
 from typing import Any
@@ -9,27 +9,27 @@ from tfdist.strategies.foreign_keras import ForKerasModels
 
 
 class Traffic(ForKerasModels, keras.callbacks.Callback):
-    """Adds to the logs of each epoch what compression did; put it before callbacks that write logs.
+    """Adds the traffic and the effect of compression to the logs. Put it before callbacks that write logs.
 
-    - `sent_bytes`: what this worker sent for gradients in a step, a mean over the epoch
-    - `compression_ratio`: how many times less that is than uncompressed
-    - `encode_seconds`, `exchange_seconds`, if `strategy.communication.timed` was set before the first step: what a
-      replica spent on coding and on exchanging in a step, a mean over the epoch, added up over buckets
-    - `residual_norm`: the Euclidean norm of what this worker has left behind, to be sent later; costs a pass over it
+    - `sent_bytes`: bytes of gradients that this worker sends per step, as the mean of the epoch
+    - `compression_ratio`: bytes without compression divided by bytes sent
+    - `encode_seconds`, `exchange_seconds`: seconds per step that a replica spends on coding and on exchanging, the mean
+      of the epoch summed over buckets. Logged only if `strategy.communication.timed` was set before the first step
+    - `residual_norm`: the Euclidean norm of this worker's residuals; costs one pass over the residuals
 
-    A restart by `BackupAndRestore` amid an epoch goes on with the sums of that epoch.
+    If `BackupAndRestore` restarts within an epoch, the sums of that epoch continue.
 
-    Under a strategy without `compression` it adds nothing.
+    The callback adds nothing under a strategy without `compression`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._epoch = -1
-        self._before: Any = None  # What was sent before the epoch; `None` between epochs.
+        self._before: Any = None  # Traffic before the epoch; `None` between epochs.
         self._restored: dict[str, Any] | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Remembers what was sent before the epoch."""
+        """Remembers the traffic before the epoch."""
         communication = self._communication()
         self._epoch = epoch
         self._before = communication and communication.traffic()
@@ -37,7 +37,7 @@ class Traffic(ForKerasModels, keras.callbacks.Callback):
             self._restored = None
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds to `logs`."""
+        """Adds the traffic of the epoch to `logs`."""
         communication = self._communication()
         if communication is not None and logs is not None:
             traffic = self._of_epoch(communication)
@@ -50,7 +50,7 @@ class Traffic(ForKerasModels, keras.callbacks.Callback):
         self._before = self._restored = None
 
     def get_state(self) -> dict[str, Any] | None:
-        """The sums of the epoch under way, for a backup; `None` between epochs. Costs a pass over the residuals."""
+        """Returns the sums of the running epoch; `None` between epochs. Costs one pass over the residuals."""
         communication = self._communication()
         if communication is None or self._before is None:
             return None
@@ -58,7 +58,7 @@ class Traffic(ForKerasModels, keras.callbacks.Callback):
         return {"epoch": self._epoch, "traffic": traffic, "residual_norm": self._residual_norm(communication)}
 
     def set_state(self, state: dict[str, Any] | None) -> None:
-        """Takes over the sums of an epoch that goes on in this process."""
+        """Restores the sums of an epoch that continues in this process."""
         self._restored = state
 
     def _of_epoch(self, communication: Any) -> Any:
@@ -66,7 +66,7 @@ class Traffic(ForKerasModels, keras.callbacks.Callback):
         return traffic if self._restored is None else traffic + type(traffic)(**self._restored["traffic"])
 
     def _residual_norm(self, communication: Any) -> float:
-        # Residuals are given back with the first step of this process.
+        # Compression restores the residuals in the first step of this process.
         has_sent = (communication.traffic() - self._before).steps > 0
         return self._restored["residual_norm"] if self._restored and not has_sent else communication.residual_norm()
 
