@@ -1,4 +1,4 @@
-"""One worker, several devices."""
+"""The strategy for one worker with several devices."""
 
 import functools
 
@@ -15,25 +15,25 @@ from tfdist.strategies.virtual_devices import local_devices
 
 
 class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
-    """`tf.distribute.MirroredStrategy` under which every feature of Keras 3 gives what one device would give.
+    """`tf.distribute.MirroredStrategy` under which every feature of Keras 3 gives the results of one device.
 
     Args:
-      devices: Device strings, such as `["GPU:0", "GPU:1"]`. By default all GPUs, else all logical CPUs.
-      cross_device_ops: As in TensorFlow. The default reduces by collectives. With any other, gradients cannot be
-        exchanged inside a branch: `gradient_accumulation_steps` and `LossScaleOptimizer` fail as they do in TensorFlow.
-      compression: How gradients travel: `None`, the name of a codec such as `"int8"` or `"powersgd(8)"`, a codec of
-        `tfdist.compression`, or a function of a gradient's (shape, dtype, position) that gives one of these; of what it
-        gives, `min_elements` does not count. Gives bit for bit what as many workers with one device each would give.
-      fault_tolerance: Deadlines, a `tfdist.FaultTolerance`; by default those of its defaults and the environment. Of
-        one process they are those of the watchdog, which watches it under `tfdist run`, and of preemption.
+      devices: Device strings, such as `["GPU:0", "GPU:1"]`. By default all GPUs or, without GPUs, all logical CPUs.
+      cross_device_ops: As in TensorFlow. The default reduces by collectives. Other ops cannot exchange gradients inside
+        a branch: `gradient_accumulation_steps` and `LossScaleOptimizer` fail as they do in TensorFlow.
+      compression: How to compress gradients: `None`, a codec of `tfdist.compression` or its name, such as `"int8"` or
+        `"powersgd(8)"`. A function of (shape, dtype, position) may choose one of these for each gradient;
+        `min_elements` of its codecs is ignored. The result equals, bit for bit, that of as many one-device workers.
+      fault_tolerance: Deadlines, by default `tfdist.FaultTolerance()`; the environment overrides them. One process uses
+        only the deadlines for preemption and, under `tfdist run`, for the watchdog.
 
     Attributes:
-      fault_tolerance: The deadlines that hold.
+      fault_tolerance: The deadlines in use.
 
     Raises:
-      ValueError: If no codec has that name, `cross_device_ops` does not reduce by collectives, or an environment
-        variable is no deadline.
-      TypeError: If `compression` is a function of other arguments.
+      ValueError: If no codec has the given name, an environment variable is not a valid deadline, or `compression` is
+        given with `cross_device_ops` that do not reduce by collectives.
+      TypeError: If `compression` is a function with other arguments.
     """
 
     def __init__(self, devices=None, cross_device_ops=None, *, compression=None, fault_tolerance=None):
@@ -62,7 +62,7 @@ class _MirroredExtended(ReplicatedExtended, _tf.MirroredExtended):
         return Collectives(self._devices, len(self._devices), self._communication_options, self._collective_keys)
 
     def _get_cross_device_ops(self, value):
-        # TensorFlow keeps int32 in host memory, where GPU collectives do not reach.
+        # TensorFlow keeps int32 in host memory, which GPU collectives cannot access.
         first = self._local_results(value)[0]
         if getattr(first, "dtype", None) == tf.int32 and any("GPU" in device for device in self._devices):
             return self._on_host

@@ -1,4 +1,4 @@
-"""Many workers, each with one or several devices."""
+"""The strategy for many workers, each with one or several devices."""
 
 import atexit
 import contextlib
@@ -46,22 +46,22 @@ from tfdist.strategies.row_origin import Origin, origins_of, sizes_of
 from tfdist.strategies.step_report import host_of
 from tfdist.strategies.virtual_devices import make_virtual_devices
 
-# What unlike processors make of equal steps stays below; another file, or another epoch, is above.
+# Different processors round equal steps with smaller differences; another file or epoch makes larger ones.
 _ROUNDING = 1e-3
 
-_CALLS = ("fit", "evaluate", "predict")  # As workers tell each other by number.
+_CALLS = ("fit", "evaluate", "predict")  # Workers exchange the index of a call.
 
-# Of Keras' callbacks, which each worker would run.
+# Keras' callbacks that write files. Every worker would run them.
 _WRITERS = (
     *(keras.callbacks.BackupAndRestore, keras.callbacks.CSVLogger),
     *(keras.callbacks.ModelCheckpoint, keras.callbacks.TensorBoard),
 )
 
-# TensorFlow packs what it sends into strings of so many bytes, 4096 unless told: see grpc_worker_service.cc. From
-# the 128 KiB of glibc on, the kernel would map and clear each string anew.
+# TensorFlow sends tensors in strings of this many bytes, by default 4096: see grpc_worker_service.cc. From 128 KiB on,
+# glibc's threshold, the kernel would map and clear new memory for each string.
 _CHUNK_BYTES = 1 << 16
-# TensorFlow connects workers that are all there in seconds. It has what is left of the time to start, at least the one
-# number and at most the other, or a fifth of that time if it is more; after the part it gives up by itself.
+# Once all workers are there, TensorFlow connects them within seconds. It gets the rest of the start timeout, but at
+# least 10 s, and at most 60 s or a fifth of that timeout. After 0.7 of the time that it gets, TensorFlow gives up.
 _CONNECT_SECONDS, _REGISTER_PART = (10.0, 60.0), 0.7
 _TRANSPORTS = ("auto", "tensorflow")
 _TLS_ERROR = (
@@ -69,37 +69,37 @@ _TLS_ERROR = (
     "the authority in TFDIST_TLS_CA, and open the hosts' ports to each other; or unset the variables TFDIST_TLS_*, and "
     "protect the network by other means."
 )
-_LINES_SECONDS = 10.0  # For connections that training can do without.
+_LINES_SECONDS = 10.0  # For making the workers' own connections, which are optional.
 
 
 class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerMirroredStrategy):
-    """`tf.distribute.MultiWorkerMirroredStrategy` under which Keras 3 works, and gives what one device would give.
+    """`tf.distribute.MultiWorkerMirroredStrategy` under which Keras 3 works and gives the results of one device.
 
-    Make it first in the program: TensorFlow joins the cluster when its runtime starts. All GPUs of a worker are used,
-    or all its logical CPUs. Every worker must have as many.
+    Create it before anything else in the program: TensorFlow joins the cluster when its runtime starts. Each worker
+    uses all its GPUs or, without GPUs, all its logical CPUs. All workers must have the same number of devices.
 
     Args:
-      cluster_resolver: As in TensorFlow. By default TF_CONFIG says who this process is; without it, one worker. One
-        that is given sets TF_CONFIG where it is unset, for all that asks the environment who the chief is.
+      cluster_resolver: As in TensorFlow. By default TF_CONFIG describes the cluster and this worker; without TF_CONFIG
+        there is one worker. A given resolver sets TF_CONFIG if unset, for code that reads the chief from there.
       communication_options: As in TensorFlow.
-      compression: How gradients travel between workers: `None`, the name of a codec such as `"int8"` or
-        `"powersgd(8)"`, a codec of `tfdist.compression`, or a function of a gradient's (shape, dtype, position) that
-        gives one of these; of what it gives, `min_elements` does not count.
-      transport: How CPU workers exchange what steps exchange. `"auto"`: over connections of their own where these can
-        be made, with TLS if the environment has TFDIST_TLS_CERT, TFDIST_TLS_KEY and TFDIST_TLS_CA. `"tensorflow"`:
-        over TensorFlow's collectives alone, which need no other ports than those of TF_CONFIG. Equal on all workers.
-      fault_tolerance: Deadlines, a `tfdist.FaultTolerance`; by default those of its defaults and the environment.
+      compression: How to compress gradients between workers: `None`, a codec of `tfdist.compression` or its name, such
+        as `"int8"` or `"powersgd(8)"`. A function of (shape, dtype, position) may choose one of these for each
+        gradient; `min_elements` of its codecs is ignored.
+      transport: How CPU workers exchange the tensors of a step; equal on all workers. `"auto"`: over their own
+        connections if possible, with TLS if TFDIST_TLS_CERT, TFDIST_TLS_KEY and TFDIST_TLS_CA are set.
+        `"tensorflow"`: only over TensorFlow's collectives, which need no ports beside those of TF_CONFIG.
+      fault_tolerance: Deadlines, by default `tfdist.FaultTolerance()`; the environment overrides them.
 
     Attributes:
       compression: As given.
       transport: As given.
-      fault_tolerance: The deadlines that hold.
+      fault_tolerance: The deadlines in use.
 
     Raises:
-      TFConfigError: If TF_CONFIG is not a cluster spec that this process can join, or another than the resolver's.
-      ClusterError: If a worker does not come in time, has another cluster, other versions or another number of devices.
-      ValueError: If no codec or transport has that name, or an environment variable is no deadline.
-      TypeError: If `compression` is a function of other arguments.
+      TFConfigError: If TF_CONFIG is not a cluster spec that this process can join, or differs from the resolver's.
+      ClusterError: If a worker is late, or has another cluster, other versions or another number of devices.
+      ValueError: If no codec or transport has the given name, or an environment variable is not a valid deadline.
+      TypeError: If `compression` is a function with other arguments.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         transport="auto",
         fault_tolerance=None,
     ):
-        policy_of(compression)  # Before anybody waits for other workers.
+        policy_of(compression)  # Checks the argument before any worker waits for its peers.
         if transport not in _TRANSPORTS:
             raise ValueError(f"`transport` must be one of {', '.join(map(repr, _TRANSPORTS))}, got {transport!r}.")
         self.fault_tolerance = (fault_tolerance or FaultTolerance()).with_environment()
@@ -130,13 +130,13 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         self._make_reports()
         if extended._num_workers > 1:
             with _first_exchange():
-                self.reduce("SUM", tf.ones([]), axis=None)  # Each fetches from another, what a broadcast does not try.
+                self.reduce("SUM", tf.ones([]), axis=None)  # Each worker receives from a peer, unlike in a broadcast.
                 _share_seed(self)
             extended.lay_wire(transport)
             watchdog.start(self, extended.board, extended.creations, extended.carried_bytes)
             self.reports.rows_read = RowsRead(host_of(extended.worker_devices[0]))
             watch_models_outside(extended._num_workers)
-            self._use = StrategyUse()  # What is above is no use of it.
+            self._use = StrategyUse()  # Without the exchanges above, which are not the user's.
             if extended.should_checkpoint:
                 atexit.register(_warn_if_unused, self._use, extended._num_workers, type(self).__name__)
         else:
@@ -181,7 +181,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             _warn_of_writers(fit.callbacks)
         on_all = [type(each).__name__ for each in fit.callbacks if getattr(each, "runs_on_all_workers", False)]
         arguments = [*fit.arguments, f"{', '.join(on_all) or 'none'} of the callbacks that all need"]
-        compiled = self._described_compile(model)  # Anew, since a model may be compiled again.
+        compiled = self._described_compile(model)  # Not cached, since a model may be compiled again.
         if not self._is_alike([arguments, compiled]):
             self.extended.agreement.on_fit(arguments)
             self.extended.agreement.on_description(compiled)
@@ -193,11 +193,11 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
 
     def _check_still_alike(self, model):
         held = distributed_variables.held_alike(distributed_variables.variables_of(model))
-        # Random states may differ where the chief alone draws.
+        # Random states may differ if only the chief draws random numbers.
         held = [each for each in held if not isinstance(each.value, distributed_variables.RandomStateVariable)]
         checksums = distributed_variables.checksums(held)
         own = [int(value, 16) for _, value in checksums]
-        # By a collective, where a worker that comes late, or never, is waited for as in the step that comes next.
+        # A collective compares the values, so that late or missing workers are handled as in the next step.
         if self._is_alike(own):
             return
         unlike = _places_where(self.extended.of_all_workers(own), lambda values: len(set(values)) > 1)
@@ -246,29 +246,29 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         )
 
     def _is_alike(self, what):
-        """Whether all workers say the same, of which one number is exchanged."""
+        """Whether `what` is equal on all workers. Costs an exchange of one number."""
         return len(set(self.extended.of_all_workers(_crc(what)))) == 1
 
     def _is_far_apart(self, variable):
-        """Whether workers hold a variable so unlike that it is not from rounding, as unlike processors do it."""
+        """Whether the values of a variable differ between workers by more than processors round differently."""
         own = tf.cast(variable.value.values[0], tf.float64)
         mean = self.reduce("SUM", own, axis=None) / self.extended._num_workers
         tolerance = _ROUNDING if variable.value.dtype.is_floating else 0
-        # Not the other way round: of a NaN nothing is true.
+        # Not `>`: every comparison with NaN is false, and NaN must count as far apart.
         return not bool(tf.reduce_max(tf.abs(own - mean)) <= tolerance * tf.reduce_max(tf.abs(mean)))
 
     def _longest(self, batches: int) -> int:
         everyone = self.extended.of_all_workers(batches)
-        return min(everyone) if min(everyone) < 0 else max(everyone)  # Negative: unknown or without end.
+        return min(everyone) if min(everyone) < 0 else max(everyone)  # Negative: unknown or infinite.
 
 
 class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
-    # A process joins its cluster once. For a second strategy TensorFlow would join again, at another moment on each
-    # worker, and collectives between these moments would be lost.
+    # A process joins its cluster once. TensorFlow would join again for a second strategy, at another moment on each
+    # worker, and lose the collectives between these moments.
     _has_joined = False
-    # Whether this process has tried to make connections of its own, and what came of it.
+    # Whether this process has tried to connect to its peers; the transport; the reason for the failure.
     _has_tried, _wire, _problem = False, None, ""
-    # Gives the number of bytes that steps have exchanged, if they go over the workers' own connections.
+    # Function that returns the bytes that steps exchanged over the workers' own connections; None without these.
     carried_bytes = None
 
     @property
@@ -276,17 +276,17 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         return self._num_workers > 1
 
     def of_all_workers(self, numbers):
-        """What the workers say, by worker: a whole number each, or equally long lists of them."""
+        """Gathers integers from all workers, by worker: one each, or lists of equal length."""
         own = tf.one_hot(self._id_in_cluster, self._num_workers, dtype=tf.int64)
         said = tf.tensordot(own, tf.constant(numbers, tf.int64), 0)
         with watchdog.waiting_for_all("`fit`, `evaluate`, `predict` and the distribution of datasets"):
             return self._container_strategy().reduce("SUM", said, axis=None).numpy().tolist()
 
     def lay_wire(self, transport):
-        """Lets the exchanges of a step go over the workers' own connections, if all can make them; not from GPUs.
+        """Sends the exchanges of a step over the workers' own connections if all can connect; not from GPUs.
 
         Raises:
-          ClusterError: If TLS is to protect these exchanges, and TensorFlow's collectives would carry them.
+          ClusterError: If TLS is configured, but TensorFlow's collectives would carry the exchanges.
         """
         cls, tls = _MultiWorkerExtended, Tls.from_env()
         why = self._why_not_own_connections(transport)
@@ -305,11 +305,11 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
             raise ClusterError(_TLS_ERROR.format(why=why or cls._problem))
         if why is None and cls._wire is not None:
             self._cross_device_ops.use(cls._wire)
-            if len(self._devices) == 1:  # Else TensorFlow's collectives carry all sums.
+            if len(self._devices) == 1:  # Otherwise TensorFlow's collectives carry all sums.
                 self.carried_bytes = cls._wire.carried_bytes
 
     def _why_not_own_connections(self, transport):
-        """Why TensorFlow's collectives carry the exchanges of this strategy; `None` if they need not."""
+        """The reason why TensorFlow's collectives must carry this strategy's exchanges, or `None`."""
         if transport == "tensorflow":
             return "transport='tensorflow' does without them"
         if "CPU" not in self._devices[0]:
@@ -319,7 +319,7 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         return None
 
     def _connect_workers(self):
-        """Connects all workers with each other: the exchange over these connections, or why there is none."""
+        """Connects all workers with each other. Returns the transport, or `None` and the reason of the failure."""
         addresses = rendezvous.addresses_of(ClusterSpec.from_env())
         names = [f"worker {worker} at {address}" for worker, address in enumerate(addresses)]
         lines, problem = {}, "see the logs of the others"
@@ -335,11 +335,11 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
 
     @functools.cached_property
     def creations(self):
-        """The variables that this worker makes."""
+        """Counts the variables that this worker makes."""
         return watchdog.Creations()
 
     def _create_variable(self, next_creator, **kwargs):
-        if _tf.keras_makes_for_comparison():  # Whoever saves does so alone, and nobody shares what is dropped at once.
+        if _tf.keras_makes_for_comparison():  # Only the worker that saves makes this temporary object.
             return next_creator(**kwargs)
         self.check_in_company()
         compared = contextlib.nullcontext()
@@ -354,13 +354,13 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
 
     @functools.cached_property
     def given_to_optimizers(self):
-        """What this worker gave each optimizer for its numbers, of which all workers take the chief's."""
+        """This worker's own values of each optimizer's numbers. All workers use the chief's values."""
         return weakref.WeakKeyDictionary()
 
     def _described_variable(self, kwargs):
-        """Kind and maker of a variable to be made, in words, without and with its name.
+        """Describes type, shape and maker of a variable to be made, without and with its name.
 
-        Notes the number that an optimizer makes it of.
+        Records the value in `given_to_optimizers` if an optimizer makes the variable from a float number.
         """
         value, maker = kwargs.get("initial_value"), next(iter(_tf.keras_callers()), None)
         made = _tf.keras_variable_being_made()
@@ -369,7 +369,7 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         is_number = isinstance(value, tf.__internal__.EagerTensor) and value.shape.rank == 0
         if isinstance(maker, keras.optimizers.Optimizer) and is_number and value.dtype.is_floating:
             numbers = self.given_to_optimizers.setdefault(maker, [])
-            name = re.sub(r"_\d+$", "", str(kwargs.get("name")))  # Without the number that Keras counts up.
+            name = re.sub(r"_\d+$", "", str(kwargs.get("name")))  # Without the number that makes names unique.
             numbers.append(f"{name}={float(value)} in the optimizer {type(maker).__name__}")
         made_by = "" if maker is None else f", made by {type(maker).__name__}"
         kind = f"{dtype}{'' if shape.rank is None else list(shape)}{made_by}"
@@ -383,7 +383,7 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
 
         def carried():
             value = given() if callable(given) else given
-            return tf.cast(getattr(value, "wrapped_value", value), carrier)  # Of a checkpoint, it is wrapped.
+            return tf.cast(getattr(value, "wrapped_value", value), carrier)  # A value from a checkpoint is wrapped.
 
         kwargs |= {"dtype": carrier, "initial_value": carried}
         make = super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
@@ -410,7 +410,7 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
             super()._initialize_multi_worker(cluster_resolver)
         self.board = CoordinationStore(self._id_in_cluster, self._num_workers)
         self.agreement = WorkerAgreement(self.board, options.start_timeout_seconds)
-        if self._num_workers > 1:  # Before the first collective, which would wait for ever.
+        if self._num_workers > 1:  # Before the first collective, which would wait for ever if setups differ.
             strategy = self._container_strategy()
             transport = self._why_not_own_connections(strategy.transport) or "own connections"
             self.agreement.on_setup(len(self._devices), _described(strategy.compression), transport)
@@ -428,8 +428,8 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
             return Collectives(devices, size, self._communication_options, self._collective_keys, worker)
 
         self._cross_device_ops = collectives(self._devices)
-        # A worker's only device is its host: one object, since TensorFlow takes both for one group and its keys are
-        # counted once.
+        # A worker's only CPU is also its host. One object serves both, since TensorFlow treats both as one group and
+        # the keys of a group are counted once.
         alone = len(self._devices) == 1 and "CPU" in self._devices[0]
         self._host_cross_device_ops = self._cross_device_ops if alone else collectives([self._worker_device])
 
@@ -439,7 +439,7 @@ def _crc(what):
 
 
 def _described_data(dataset, last):
-    """What all workers must have alike of the data that each reads, before anybody reads it."""
+    """Properties of the data that must be equal on all workers, known before any worker reads it."""
     leaves = tf.nest.flatten(dataset.element_spec, expand_composites=True)
     kinds = [f"tensors of {leaf.dtype.name}{leaf.shape}" for leaf in leaves if isinstance(leaf, tf.TensorSpec)]
     sizes = [f"{size} elements in a stage of the pipeline" for size in sizes_of(dataset)]
@@ -447,7 +447,7 @@ def _described_data(dataset, last):
 
 
 def _places_where(of_all_workers, holds):
-    """The places in the workers' lists at which something holds of what all say."""
+    """The positions in the workers' lists at which `holds` is true of all workers' values."""
     return [place for place, said in enumerate(zip(*of_all_workers, strict=True)) if holds(said)]
 
 
@@ -457,7 +457,7 @@ def _is_local(device, worker_device):
 
 
 def _described(compression):
-    """The same for the same in another process, where functions and objects lie elsewhere."""
+    """Describes `compression` equally in every process, so without memory addresses."""
     while isinstance(compression, functools.partial):
         compression = compression.func
     if compression is None or isinstance(compression, str | Codec):
@@ -466,7 +466,7 @@ def _described(compression):
 
 
 def _join(cluster_resolver, options, connect):
-    """Lets TensorFlow connect the workers once all are there, since it waits for them without a deadline."""
+    """Connects the workers once all are there, since TensorFlow would wait for them without a deadline."""
     if cluster_resolver.task_type not in ("chief", "worker"):
         connect(cluster_resolver)
         return
@@ -508,7 +508,7 @@ def _join(cluster_resolver, options, connect):
 
 
 def _check_alike(named, cluster):
-    """Others ask TF_CONFIG who the chief is: there must be one, and the same."""
+    """Checks that TF_CONFIG and the resolver agree, since other code reads the chief from TF_CONFIG."""
     places = [(spec.describe(), ", ".join(rendezvous.addresses_of(spec))) for spec in (named, cluster)]
     if places[0] != places[1]:
         said, resolved = (f"{place} (of {addresses})" for place, addresses in places)
@@ -519,7 +519,7 @@ def _check_alike(named, cluster):
 
 
 def _set_deadlines(cluster_resolver, options, register_seconds):
-    """Tells TensorFlow how soon a worker that does not connect, or is silent, is given up."""
+    """Sets TensorFlow's deadlines for workers that do not register, and for missing heartbeats."""
     context = _tf.context.context()
     if context.coordination_service is not None:
         return
@@ -540,7 +540,7 @@ def _set_deadlines(cluster_resolver, options, register_seconds):
 
 @contextlib.contextmanager
 def _first_exchange():
-    """Says what it means if the workers' first exchange fails: so far they have talked to worker 0 only."""
+    """Explains a failure of the workers' first exchange. Before it, workers only talk to worker 0."""
     try:
         yield
     except tf.errors.OpError as error:
@@ -560,7 +560,7 @@ def _warn_of_writers(callbacks):
 
 
 def _warn_if_unused(use, workers, name):
-    """Says what a forgotten `with strategy.scope():` means, which nothing else tells from training together."""
+    """Warns of a forgotten `with strategy.scope():`, since otherwise nothing shows that each worker trained alone."""
     if not use.began:
         logging.warning(
             "%d workers have met in a %s whose scope() was never entered: whatever they trained, each trained by "
@@ -574,13 +574,13 @@ def _share_seed(strategy):
     """Gives all workers the chief's random states where the user set no seed, so that they shuffle alike.
 
     Keras, tf.data, and generators that use NumPy's global state shuffle before the data is split among the workers.
-    With seeds of their own, workers would split different orders, and examples would be seen twice or not at all in an
-    epoch.
+    With different seeds, workers would split different orders, and an epoch would have some examples twice and others
+    never.
     """
     own, _ = tf.compat.v1.random.get_seed(None)
     drawn = tf.random.uniform([], maxval=tf.int32.max, dtype=tf.int64) if own is None else tf.constant(own, tf.int64)
-    version, numbers, _ = random.getstate()  # By which Keras shuffles a `PyDataset`.
-    _, of_numpy, position, *_ = np.random.get_state()  # And `ImageDataGenerator` its images.
+    version, numbers, _ = random.getstate()  # Keras shuffles a `PyDataset` by this state.
+    _, of_numpy, position, *_ = np.random.get_state()  # `ImageDataGenerator` uses this state.
     with strategy.scope():
         seed = tf.Variable(drawn, trainable=False)
         state = tf.Variable(tf.constant(numbers, tf.int64), trainable=False)
