@@ -1,4 +1,4 @@
-"""Help for tests of distributed code: many devices in one process, many workers on one machine, faults for drills."""
+"""Helpers for tests of distributed code: many devices in one process, many workers on one machine, fault injection."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Fault":  # Loads Keras, which the parent of workers need not.
+    if name == "Fault":  # Imported late, so that the parent of workers does not load Keras.
         return importlib.import_module("tfdist.testing.drills").Fault
     raise AttributeError(f"module 'tfdist.testing' has no attribute {name!r}; it has {', '.join(__all__)}")

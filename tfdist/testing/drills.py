@@ -1,4 +1,4 @@
-"""A fault at a named step of a training, as a Keras callback."""
+"""A Keras callback that injects a fault at a given step of training."""
 
 import os
 import pathlib
@@ -21,34 +21,34 @@ __all__ = ["Fault"]
 
 
 class Fault(keras.callbacks.Callback):
-    """Lets something happen to a worker at the end of a training step, once in an attempt.
+    """Injects a fault into a worker at the end of a training step, once per attempt.
 
         model.fit(..., callbacks=[tfdist.testing.Fault("kill", worker=1, step=7)])
 
-    Without `tfdist run` nobody counts attempts: a start that restores a backup is then none of the first, any other is
-    attempt 0. What kills a job before its first backup so happens in each start.
+    Without `tfdist run`, attempts are not counted. Then a start that restores a backup counts as a later attempt, and
+    any other start as attempt 0. So a fault that kills the job before its first backup happens in each start.
 
     Args:
-      kind: What happens to the worker:
+      kind: The fault:
 
-        - "kill": it is gone at once; "freeze": it stops, but does not end (SIGSTOP); "preempt": it is asked to go
-          (SIGTERM);
-        - "raise": this callback raises `RuntimeError`; "hang": it never returns, and the watchdog ends the job after
-          what a callback may take, 30 minutes or `stall_timeout_seconds`;
-        - "slow": it computes `factor` times slower from now on;
-        - "corrupt" (`path`): a file is damaged; "fill_disk" (from `largest_bytes` on), "cut_network" (of `link`): see
-          the functions of `tfdist.testing.faults`.
-      worker: Which worker.
-      step: After which training step, as the optimizer counts them: also those before a restore. Where the model has
-        no optimizer that counts, those that this callback has seen, also before a restore by `BackupAndRestore`.
-      attempt: In which attempt of `tfdist run`, 0 before any restart; `None` for each.
-      factor: Of "slow".
-      link: Of "cut_network", the name of a network interface.
-      path: Of "corrupt", a file; or a `backup_dir`, for one of the files of its newest backup.
-      largest_bytes: Of "fill_disk", the size up to which files can be written.
+        - "kill": the worker dies at once; "freeze": the worker stops, but does not end (SIGSTOP); "preempt": the worker
+          receives SIGTERM;
+        - "raise": this callback raises `RuntimeError`; "hang": this callback never returns, and the watchdog ends the
+          job after the time limit of a callback, 30 minutes unless `stall_timeout_seconds` is set;
+        - "slow": the worker computes `factor` times slower from then on;
+        - "corrupt" (uses `path`): damages a file; "fill_disk" (uses `largest_bytes`) and "cut_network" (uses `link`):
+          see the functions of `tfdist.testing.faults`.
+      worker: Id of the worker.
+      step: Training step after which the fault happens, as the optimizer counts steps, including steps before a
+        restore. If no optimizer counts steps, this callback counts, and `BackupAndRestore` restores its count.
+      attempt: Attempt of `tfdist run` in which the fault happens, 0 before any restart; `None` for every attempt.
+      factor: Slowdown factor of "slow".
+      link: Name of the network interface for "cut_network".
+      path: File for "corrupt", or a `backup_dir`, to damage one file of its newest backup.
+      largest_bytes: Largest file size that "fill_disk" still allows.
 
     Raises:
-      ValueError: If `kind` is none of these, "corrupt" has no `path`, or there is no such worker.
+      ValueError: If `kind` is unknown, "corrupt" has no `path`, or the job has no such worker.
     """
 
     def __init__(
@@ -79,21 +79,21 @@ class Fault(keras.callbacks.Callback):
         self._seen = self._in_epoch = 0
 
     def get_state(self) -> dict[str, int]:
-        """What a backup keeps: how many steps were seen, and not whether it has happened."""
+        """Returns the number of steps seen. A backup does not record whether the fault has happened."""
         return {"seen": self._seen, "in_epoch": self._in_epoch}
 
     def set_state(self, state: dict[str, int]) -> None:
-        """Counts on from those of a backup."""
+        """Restores the step counts from a backup."""
         self._seen, self._in_epoch = state["seen"], state["in_epoch"]
         if ATTEMPT not in os.environ and not self._is_for_each:
             self._is_due = False
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Counts the batches of this epoch."""
+        """Resets the batch count of the epoch."""
         self._in_epoch = 0
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Lets it happen, if this is the step."""
+        """Injects the fault if its step has been reached."""
         self._seen, self._in_epoch = self._seen + batch + 1 - self._in_epoch, batch + 1
         if self._is_due and self._steps() >= self._step:
             self._is_due = False
@@ -109,10 +109,10 @@ class Fault(keras.callbacks.Callback):
 
 
 def _is_here(worker: int, attempt: int | None) -> bool:
-    """Whether it is to happen to this worker, in this attempt.
+    """Returns whether the fault is for this worker in this attempt.
 
     Raises:
-      ValueError: If there is no such worker, of a job that has not been made smaller since.
+      ValueError: If the job has no such worker in the attempt of the fault. Other attempts may have fewer workers.
     """
     spec, present = ClusterSpec.from_env(), int(os.environ.get(ATTEMPT, "0"))
     own, workers = (spec.worker_id, spec.num_workers) if spec else (0, 1)
@@ -141,10 +141,10 @@ def _corrupt(fault: Fault) -> None:
 
 
 def _file_at(path: pathlib.Path, seed: int) -> pathlib.Path:
-    """The file itself; of a `backup_dir` one of the newest backup, by chance.
+    """Returns `path` if it is a file. For a `backup_dir`, returns a random file of its newest backup.
 
     Raises:
-      FileNotFoundError: If there is none.
+      FileNotFoundError: If the folder contains no backup.
     """
     if not path.is_dir():
         return path

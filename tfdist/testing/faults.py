@@ -1,7 +1,7 @@
-"""Faults for drills: what may happen to a process, its disk, its network and its files.
+"""Fault injection for a process, its disk, its network and its files.
 
-Nothing here pretends: processes are stopped by signals, writes are refused by the kernel, links are taken down. Loads
-no TensorFlow. `tfdist.testing.Fault` makes them happen at a named step of a training.
+The faults are real: signals stop processes, the kernel refuses writes, network interfaces go down. Does not load
+TensorFlow. `tfdist.testing.Fault` injects these faults at a given step of training.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from types import TracebackType
 __all__ = ["Slowdown", "corrupt", "cut_network", "fill_disk", "freeze", "kill", "small_disk", "thaw"]
 
 _PERIOD_SECONDS = 0.1
-# Its standard input holds the factor; at its end the process goes on at full speed.
+# Reads new factors from standard input. When standard input closes, the slowed process continues at full speed.
 _SLOW_CODE = """
 import os, select, signal, sys
 pid, period, factor = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
@@ -44,29 +44,29 @@ finally:
 
 
 def kill(pid: int) -> None:
-    """Ends a process at once (SIGKILL), as the kernel does when memory is out."""
+    """Kills a process at once (SIGKILL), as the kernel does when memory runs out."""
     os.kill(pid, signal.SIGKILL)
 
 
 def freeze(pid: int) -> None:
-    """Stops a process (SIGSTOP): it lives, keeps its connections and answers nothing."""
+    """Stops a process (SIGSTOP). The process stays alive, keeps its connections and answers nothing."""
     os.kill(pid, signal.SIGSTOP)
 
 
 def thaw(pid: int) -> None:
-    """Lets a frozen process go on."""
+    """Continues a frozen process."""
     os.kill(pid, signal.SIGCONT)
 
 
 class Slowdown:
-    """Makes a process slower by stopping it for a part of each tenth of a second, in all its threads.
+    """Slows a process down by stopping all its threads for a part of each tenth of a second.
 
-    A helper process does it, so it acts on computation itself. It ends with the block, or with this process. The
-    slowed process may be this one.
+    A helper process sends the signals, so computation itself slows down. The slowdown ends with the block or with this
+    process. The slowed process may be this one.
 
     Args:
-      pid: Which process.
-      factor: How many times slower, from 1 up.
+      pid: Id of the process.
+      factor: Slowdown factor, at least 1.
 
     Raises:
       ValueError: If the factor is below 1.
@@ -89,17 +89,17 @@ class Slowdown:
         self.close()
 
     def change(self, factor: float) -> None:
-        """Sets another factor, from now on.
+        """Changes the factor from now on.
 
         Raises:
-          ValueError: If it is below 1.
+          ValueError: If the factor is below 1.
         """
         if self._helper.stdin:
-            with contextlib.suppress(BrokenPipeError):  # the slowed process has ended, and so has the helper
+            with contextlib.suppress(BrokenPipeError):  # The slowed process and the helper have ended.
                 self._helper.stdin.write(f" {_checked(factor)}\n".encode())
 
     def close(self) -> None:
-        """Lets the process go on at full speed."""
+        """Ends the slowdown, so that the process continues at full speed."""
         if self._helper.stdin:
             self._helper.stdin.close()
         self._helper.wait()
@@ -112,27 +112,27 @@ def _checked(factor: float) -> float:
 
 
 def fill_disk(largest_bytes: int = 1 << 16) -> None:
-    """Lets this process, and what it starts, write no file beyond a size: such a write raises `OSError` (EFBIG).
+    """Limits the size of files that this process and its later children write. Larger writes raise `OSError` (EFBIG).
 
-    Needs no rights, and cannot be undone. Logs are files too: leave them some room. For a disk that is full for all,
-    with ENOSPC, see `small_disk`.
+    Needs no privileges and cannot be undone. The limit also applies to log files, so leave room for logs. To simulate a
+    disk that is full for all processes (ENOSPC), see `small_disk`.
 
     Args:
-      largest_bytes: The size up to which files can be written.
+      largest_bytes: Largest allowed file size.
     """
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # Else the kernel ends the process.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # Otherwise the kernel ends the process.
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 @contextlib.contextmanager
 def small_disk(folder: str | os.PathLike[str], size_bytes: int) -> Iterator[pathlib.Path]:
-    """Mounts a disk in memory at a folder, of a size that is soon used up: then writes raise `OSError` (ENOSPC).
+    """Mounts a small in-memory disk at a folder. Once the disk is full, writes raise `OSError` (ENOSPC).
 
-    Needs root. What was in the folder is hidden for as long as the block lasts; what is written there is lost with it.
+    Needs root. The mount hides the folder's files while the block runs. Files written in the block are lost at its end.
 
     Args:
       folder: An existing folder.
-      size_bytes: Its size, rounded up to whole pages of memory.
+      size_bytes: Size of the disk, rounded up to whole pages of memory.
 
     Raises:
       PermissionError: If this process may not mount.
@@ -146,16 +146,16 @@ def small_disk(folder: str | os.PathLike[str], size_bytes: int) -> Iterator[path
 
 
 def cut_network(link: str) -> None:
-    """Takes a link of this machine, or of the network namespace that this process is in, down: no message passes.
+    """Takes down a network interface of this machine or of this process's network namespace.
 
-    Needs root. Also the connections of others over that link are cut: give workers namespaces of their own (`ip netns`,
-    containers). `ip link set dev LINK up` undoes it.
+    Needs root. Cuts the connections of all processes that use the interface, so give each worker a network namespace of
+    its own (`ip netns`, containers). `ip link set dev LINK up` undoes the cut.
 
     Args:
-      link: The name of a network interface, such as "eth0".
+      link: Name of the network interface, such as "eth0".
 
     Raises:
-      PermissionError: If there is no such link, or it may not be changed.
+      PermissionError: If the interface does not exist, or this process may not change it.
     """
     _run(["ip", "link", "set", "dev", link, "down"], f"cut_network takes the link {link!r} down, which needs root")
 
@@ -164,15 +164,15 @@ def corrupt(path: str | os.PathLike[str], seed: int, how: str | None = None) -> 
     """Damages a file.
 
     Args:
-      path: Which file; not an empty one.
-      seed: Of the choices made here.
-      how: "truncate", "flip" (one bit) or "remove"; by default one of them by chance.
+      path: Path of a file that is not empty.
+      seed: Seed of the random choices.
+      how: "truncate", "flip" (one bit) or "remove"; by default a random choice.
 
     Returns:
-      What was done, in words.
+      Description of the damage.
 
     Raises:
-      ValueError: If `how` is none of these, or the file is empty.
+      ValueError: If `how` is unknown, or the file is empty.
     """
     choose = random.Random(seed)
     path = pathlib.Path(path)

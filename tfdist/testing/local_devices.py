@@ -1,4 +1,4 @@
-"""Several logical devices in one process, so that replicas can be tested without a GPU."""
+"""Several logical devices in one process, to test replicas without a GPU."""
 
 from tfdist.errors import ClusterError
 
@@ -8,28 +8,28 @@ __all__ = ["virtual_devices"]
 def virtual_devices(n: int) -> list[str]:
     """Splits this process's CPU into logical devices.
 
-    Call it before TensorFlow runs its first operation: devices are fixed from then on. Asking again for the same
-    number is allowed.
+    Call this function before TensorFlow runs its first operation, which fixes the devices. Later calls with the same
+    number are allowed.
 
     Args:
-      n: How many logical devices.
+      n: Number of logical devices.
 
     Returns:
-      Their names, "CPU:0" to "CPU:<n - 1>".
+      Names of the devices, "CPU:0" to "CPU:<n - 1>".
 
     Raises:
       ValueError: If `n` is not positive.
-      ClusterError: If TensorFlow already runs with another number of devices.
+      ClusterError: If TensorFlow has already started with another number of devices.
     """
     if n < 1:
         raise ValueError(f"virtual_devices needs n >= 1, got {n}.")
-    import tensorflow as tf  # here, so that the parent of a worker pool stays without TensorFlow
+    import tensorflow as tf  # Imported late, so that the parent of a worker pool does not load it.
 
     (cpu,) = tf.config.list_physical_devices("CPU")
     try:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * n)
     except RuntimeError as error:
-        # TensorFlow runs already, so listing the devices (which would start it) changes nothing.
+        # Listing the devices would start TensorFlow, but TensorFlow has already started.
         existing = len(tf.config.list_logical_devices("CPU"))
         if existing != n:
             raise ClusterError(

@@ -1,4 +1,4 @@
-"""The worker's side of a `WorkerPool`: prepares the process, then answers calls until the parent is gone."""
+"""The worker's side of a `WorkerPool`: prepares the process, then answers calls until the parent exits."""
 
 import contextlib
 import ctypes
@@ -25,17 +25,17 @@ _importing_main = False
 
 
 def is_importing_main() -> bool:
-    """Whether this process is a worker that imports the parent's main module."""
+    """Returns whether this process is a worker that is importing the parent's main module."""
     return _importing_main
 
 
 def serve(fd: int, num_devices: int, deadly_parent: int | None) -> None:
-    """Runs a worker; does not return.
+    """Runs a worker. Does not return.
 
     Args:
-      fd: Of the connection to the parent.
-      num_devices: Logical CPU devices to make.
-      deadly_parent: The process with whose main thread this one is to die, if any.
+      fd: File descriptor of the connection to the parent.
+      num_devices: Number of logical CPU devices to create.
+      deadly_parent: Process id of the parent if the worker must die with the parent's main thread, otherwise None.
     """
     os.set_inheritable(fd, False)
     connection = Connection(fd)
@@ -48,17 +48,17 @@ def serve(fd: int, num_devices: int, deadly_parent: int | None) -> None:
     reply = _answer(index, lambda: _prepare(calls.get(), num_devices))
     while True:
         message = calls.get()
-        if isinstance(reply, Returned):  # else this process could not be prepared, which is the answer to any call
+        if isinstance(reply, Returned):  # If preparation failed, answers each call with that failure.
             reply = _answer(index, functools.partial(_call, message))
             _remove_generated()
         connection.send_bytes(pickle.dumps(reply))
 
 
 def _die_with_parent(parent: int | None) -> None:
-    """Asks the kernel to kill this process with the thread that started it.
+    """Asks the kernel to kill this process when the thread that started it ends.
 
-    Losing the pipe says the same, but needs the interpreter's lock to be heard, and TensorFlow holds that while a
-    strategy waits for its peers. Only for a main thread: any other may end while its pool lives.
+    A closed pipe also shows the parent's death, but Python notices it only with the GIL, and TensorFlow holds the GIL
+    while a strategy waits for its peers. Used only for a main thread: another thread may end before its pool does.
     """
     if parent is not None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -75,7 +75,7 @@ def _receive_calls(connection: Connection, calls: queue.SimpleQueue[bytes]) -> N
 
 
 def _prepare(program: bytes, num_devices: int) -> None:
-    """Makes this process look like the parent: path, arguments, main module; then makes the devices."""
+    """Copies the parent's path, arguments and main module into this process, then creates the devices."""
     global _importing_main
     _importing_main = True
     multiprocessing.spawn.prepare(pickle.loads(program))
@@ -99,7 +99,7 @@ def _call(message: bytes) -> Any:
 
 
 def _remove_generated() -> None:
-    """Removes what AutoGraph has written, and has loaded: it does so at exit, before which workers are killed."""
+    """Removes files that AutoGraph generated and loaded. AutoGraph removes them at exit, but workers are killed."""
     for name, module in list(sys.modules.items()):
         if name.startswith("__autograph_generated_file"):
             with contextlib.suppress(OSError):
@@ -109,7 +109,7 @@ def _remove_generated() -> None:
 def _answer(index: int, call: Callable[[], Any]) -> Returned | Raised:
     try:
         return Returned(index, _pickled_value(call()))
-    except BaseException as error:  # SystemExit too: the parent must hear of it
+    except BaseException as error:  # Includes SystemExit, which the parent must learn of.
         try:
             pickled = pickle.dumps(error)
         except Exception:

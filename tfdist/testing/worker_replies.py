@@ -1,4 +1,4 @@
-"""What a worker process answers to a call, and what is said of one that does not."""
+"""Replies of a worker process to a call, including a value for a worker that died without a reply."""
 
 import dataclasses
 import pickle
@@ -11,13 +11,13 @@ from tfdist.launch.first_failure import is_consequence
 
 @dataclasses.dataclass(frozen=True)
 class Returned:
-    """What worker `index` returned, pickled."""
+    """The return value of worker `index`, pickled."""
 
     index: int
     value: bytes
 
     def load(self) -> Any:
-        """The value, rebuilt in this process."""
+        """Unpickles the value."""
         try:
             return pickle.loads(self.value)
         except Exception as error:
@@ -29,7 +29,7 @@ class Returned:
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """What worker `index` raised: its class, last line, traceback, and pickled if that could be."""
+    """An exception of worker `index`: its class name, last line, traceback, and pickled form if it can be pickled."""
 
     index: int
     kind: str
@@ -38,17 +38,17 @@ class Raised:
     error: bytes | None
 
     def load(self) -> BaseException | None:
-        """What the worker raised, if it survives the way here."""
+        """Unpickles the exception. Returns None if that fails."""
         try:
             error = pickle.loads(self.error) if self.error else None
-        except Exception:  # an exception class may do anything when it is rebuilt; the traceback is there as text
+        except Exception:  # Unpickling may run any code of the exception's class. The traceback is also kept as text.
             return None
         return error if isinstance(error, BaseException) else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Died:
-    """How worker `index` ended instead of answering; `returncode` as in `subprocess`."""
+    """The end of worker `index` without a reply, with `returncode` as in `subprocess`."""
 
     index: int
     returncode: int
@@ -58,8 +58,8 @@ Reply = Returned | Raised | Died
 
 
 def doubt(failure: Raised | Died) -> int:
-    """How likely a failure is the mere consequence of another."""
+    """Returns a rank: the higher, the more likely the failure is only a consequence of another failure."""
     if isinstance(failure, Raised) and is_consequence(failure.kind, failure.summary):
         return 2
-    # TensorFlow aborts a process in which nobody is there to hear that a peer is gone.
+    # TensorFlow aborts a process that receives the loss of a peer outside any call that could raise an error.
     return 1 if isinstance(failure, Died) and failure.returncode == -signal.SIGABRT else 0

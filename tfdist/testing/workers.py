@@ -1,13 +1,13 @@
-"""Functions run in many worker processes on this machine, each a member of one TF_CONFIG cluster.
+"""Runs functions in several worker processes on this machine that form one TF_CONFIG cluster.
 
-The parent starts a fresh interpreter for each worker (`worker_process`) and talks to it over a socket pair:
+The parent starts a fresh interpreter for each worker (`worker_process`) and exchanges messages over a socket pair:
 
     parent                                worker (`serving`)
       how this program was started   →     import the main module, make the devices
       pickled (fn, args, kwargs)     →     call
                                      ←     Returned, or Raised
 
-A worker that loses its parent ends itself.
+A worker exits when its parent exits.
 """
 
 import os
@@ -33,7 +33,7 @@ __all__ = ["WorkerPool", "run_workers"]
 T = TypeVar("T")
 
 _POLL_SECONDS = 0.25
-_DUMP_SECONDS = 0.5  # for a worker to write its stacks
+_DUMP_SECONDS = 0.5  # Time for a worker to print its stacks.
 
 
 def run_workers(
@@ -49,20 +49,20 @@ def run_workers(
     """Calls a function once in each of several fresh worker processes.
 
     Args:
-      fn: A function at the top of a module, which each worker imports.
-      num_workers: How many workers.
-      args: Arguments of `fn`, the same for every worker; TF_CONFIG tells a worker which one it is.
+      fn: A function at the top level of a module, which each worker imports.
+      num_workers: Number of workers.
+      args: Arguments of `fn`, the same for every worker. TF_CONFIG contains the worker's own id.
       kwargs: Keyword arguments of `fn`.
-      devices_per_worker: Logical CPU devices in each worker.
-      timeout_seconds: How long all of it may take, the start of the workers included.
-      env: Environment variables for the workers, beside those of this process.
+      devices_per_worker: Number of logical CPU devices in each worker.
+      timeout_seconds: Time limit, including the start of the workers.
+      env: Environment variables for the workers, in addition to the variables of this process.
 
     Returns:
-      What `fn` returned, by worker.
+      Return values of `fn`, in the order of the workers.
 
     Raises:
       TypeError: If `fn` or its arguments cannot be sent to another process.
-      WorkerError: If a worker failed. `__cause__` is what it raised.
+      WorkerError: If a worker failed. `__cause__` is the exception of that worker.
       WorkerTimeoutError: If a worker did not return in time.
     """
     with WorkerPool(num_workers, devices_per_worker, timeout_seconds=timeout_seconds, env=env) as pool:
@@ -70,24 +70,24 @@ def run_workers(
 
 
 class WorkerPool:
-    """Worker processes that live over many calls.
+    """Worker processes that serve many calls.
 
-    Saves the seconds that TensorFlow takes to start. A worker is one process all along, and TensorFlow makes its
-    collective runtime once in a process: keep the strategy in a function decorated with `functools.cache`. After a
-    failure the workers are killed, since a failed collective poisons a process; the next `run` starts new ones.
+    Saves the seconds that TensorFlow takes to start. Each worker stays one process, and TensorFlow creates its
+    collective runtime once per process, so create the strategy in a function decorated with `functools.cache`. A
+    failure kills all workers, since a failed collective makes a process unusable. The next `run` starts new workers.
 
-    Use it as a context manager. Make it in the main thread: workers started from another thread outlive a killed
-    parent for as long as TensorFlow holds the interpreter's lock.
+    Use the pool as a context manager. Create it in the main thread: workers started from another thread outlive a
+    killed parent while TensorFlow holds the GIL.
 
     Args:
-      num_workers: How many workers.
-      devices_per_worker: Logical CPU devices in each worker.
-      timeout_seconds: How long one `run` may take, the start of the workers included.
-      env: Environment variables for the workers, beside those of this process. TF_CPP_MIN_LOG_LEVEL is 2 and
-        CUDA_VISIBLE_DEVICES is -1 unless given here or in this process.
+      num_workers: Number of workers.
+      devices_per_worker: Number of logical CPU devices in each worker.
+      timeout_seconds: Time limit of one `run`, including the start of the workers.
+      env: Environment variables for the workers, in addition to the variables of this process. By default,
+        TF_CPP_MIN_LOG_LEVEL is 2 and CUDA_VISIBLE_DEVICES is -1, unless set here or in this process.
 
     Raises:
-      ValueError: If a number is not positive, or `env` has a TF_CONFIG.
+      ValueError: If a number is not positive, or `env` contains TF_CONFIG.
     """
 
     def __init__(
@@ -130,17 +130,17 @@ class WorkerPool:
         """Calls `fn(*args, **kwargs)` once in each worker.
 
         Args:
-          fn: A function at the top of a module, which each worker imports.
-          *args: Its arguments, the same for every worker.
-          **kwargs: Its keyword arguments.
+          fn: A function at the top level of a module, which each worker imports.
+          *args: Arguments of `fn`, the same for every worker.
+          **kwargs: Keyword arguments of `fn`, the same for every worker.
 
         Returns:
-          What `fn` returned, by worker.
+          Return values of `fn`, in the order of the workers.
 
         Raises:
           ValueError: If the pool is closed.
           TypeError: If `fn` or its arguments cannot be sent to another process.
-          WorkerError: If a worker failed. `__cause__` is what it raised.
+          WorkerError: If a worker failed. `__cause__` is the exception of that worker.
           WorkerTimeoutError: If a worker did not return in time.
         """
         if self._closed:
@@ -159,12 +159,12 @@ class WorkerPool:
             if len(returned) < self._num_workers:
                 raise self._timeout_error({reply.index for reply in returned})
             return [reply.load() for reply in sorted(returned, key=lambda reply: reply.index)]
-        except BaseException:  # KeyboardInterrupt too: whatever the workers are doing, nobody waits for it now
+        except BaseException:  # Includes KeyboardInterrupt: the results of running calls are no longer needed.
             self._kill()
             raise
 
     def close(self) -> None:
-        """Ends the workers, at once: TensorFlow may not answer a politer signal."""
+        """Kills the workers at once, because TensorFlow may not react to SIGTERM."""
         self._closed = True
         self._kill()
 
@@ -192,13 +192,13 @@ class WorkerPool:
             self._ports = None
 
     def _gather(self, deadline: float) -> list[Reply]:
-        """Waits for a reply of every worker, until the deadline or a grace after the first failure."""
+        """Waits for a reply of every worker, until the deadline or until `GRACE_SECONDS` after the first failure."""
         replies: list[Reply] = []
         waiting = list(self._workers)
         while waiting and (remaining := deadline - time.monotonic()) > 0:
             ready = wait([worker.connection for worker in waiting], min(remaining, _POLL_SECONDS))
             for worker in list(waiting):
-                # A process that a worker forked can hold its end of the pipe open, so look at the worker too.
+                # A process forked by the worker can keep the pipe open, so check the worker too.
                 if worker.connection in ready or worker.has_ended():
                     reply = worker.receive()
                     replies.append(reply)
@@ -208,7 +208,7 @@ class WorkerPool:
         return replies
 
     def _error(self, failures: list[Raised | Died]) -> WorkerError:
-        """The error for the failure that is most likely the cause of the others; the earliest, if several are."""
+        """Returns an error for the failure most likely to have caused all failures, the earliest of equal ones."""
         first = min(failures, key=doubt)
         cause: BaseException | None = None
         if isinstance(first, Raised):
