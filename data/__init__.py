@@ -1,6 +1,6 @@
-"""What each worker reads.
+"""The input of each worker: sources of examples, global batches, and their split among replicas.
 
-Names are handed on lazily (PEP 562), so that `import tfdist.data` does not load TensorFlow.
+Names are imported at first use (PEP 562), so that `import tfdist.data` does not load TensorFlow.
 """
 
 import pkgutil

@@ -16,49 +16,49 @@ _SHOWN = 5
 
 
 class Audit(ForKerasModels, keras.callbacks.Callback):
-    """Counts how often each example was trained on, over all workers, and raises at the end of an epoch if not once.
+    """Raises at the end of an epoch if an example was not trained on exactly once, over all workers.
 
         model.fit(train, callbacks=[tfdist.data.Audit(sharding)])
 
-    Of an epoch that was only trained on in part, or continued in the middle, repeats alone can be told. Costs 4 bytes
-    an example on each worker, and a sum over the workers of as much at the end of each epoch of `fit`.
+    In an epoch that was trained on only in part, or continued in the middle, the audit finds repeated examples only.
+    Costs 4 bytes per example on each worker, and one sum of as many bytes over the workers per epoch of `fit`.
 
     Args:
-      sharding: What `fit` trains on.
+      sharding: The sharding that `fit` trains on.
 
     Raises:
-      AuditError: At the end of an epoch of `fit`, on all workers, if an example was missed or repeated, or if that
-        trained on something else. At the start of `fit`, if no strategy of tfdist says what is trained on.
+      AuditError: At the end of an epoch of `fit`, on all workers, if an example was missed or repeated, or if `fit`
+        trained on other data. At the start of `fit`, if no tfdist strategy reports the steps that were trained on.
     """
 
     def __init__(self, sharding: BalancedSharding):
         super().__init__()
         self._sharding = sharding
-        self._visits: dict[int, np.ndarray] = {}  # By epoch of the sharding: how often each example, int32 [n].
-        self._first_epoch = 0  # That is trained on from its beginning.
+        self._visits: dict[int, np.ndarray] = {}  # By epoch of the sharding: visits of each example, int32 [n].
+        self._first_epoch = 0  # The first epoch that the audit sees from its beginning.
         self._end_counting: Callable[[], None] | None = None
-        self._is_trained_on, self._steps_before = False, 0  # In this epoch of `fit`, and before it.
+        self._is_trained_on, self._steps_before = False, 0  # Whether this epoch used the sharding; steps before it.
 
     def get_state(self) -> dict[str, Any]:
-        """What a backup keeps."""
+        """Returns the counts and the number of workers, for a backup."""
         return {"workers": self._workers, "visits": self._visits, "first_epoch": self._first_epoch}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on counting; other numbers of workers have other parts of the counts, and begin anew."""
+        """Restores the counts if the number of workers is the same; if not, starts to count again."""
         if state["workers"] == self._workers:
             self._visits, self._first_epoch = state["visits"], state["first_epoch"]
         else:
             self._begin()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begins to count."""
+        """Starts to count."""
         if not self._sharding.is_followed:
             raise AuditError(
                 "An Audit counts what a strategy of tfdist trains on, and this sharding is read without one. Give "
                 "`fit` what strategy.distribute_datasets_from_function(sharding) makes of it."
             )
         self._begin()
-        Audit.on_train_end(self)  # Where an earlier `fit` failed it still counts.
+        Audit.on_train_end(self)  # An earlier `fit` that failed still counts.
         self._end_counting = listen(self._sharding.visitors, self._count)
 
     @property
@@ -71,16 +71,16 @@ class Audit(ForKerasModels, keras.callbacks.Callback):
         self._visits, self._first_epoch = {}, epoch + (step > 0)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Ends it."""
+        """Stops counting."""
         if self._end_counting is not None:
             self._end_counting()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Waits for the first step."""
+        """Notes that this epoch has no step yet."""
         self._is_trained_on, self._steps_before = False, self._sharding.reported_steps
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Checks what was trained on; all workers together."""
+        """Checks the counts of all workers together."""
         if not self._is_trained_on and self._sharding.reported_steps > self._steps_before:
             raise AuditError(
                 f"Nothing of this sharding was trained on in epoch {epoch + 1} of `fit`. Give the Audit the sharding "

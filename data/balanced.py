@@ -1,4 +1,4 @@
-"""The global batches of a data set, split among replicas by their speed, as an input of `fit`."""
+"""Input of `fit` that splits the global batches of a data set among replicas by their speed."""
 
 import dataclasses
 import functools
@@ -25,76 +25,75 @@ from tfdist.data.weak_callbacks import weakly
 from tfdist.errors import PositionError
 
 _FORMAT = 1
-_LEAD = 4  # Steps that reading may be ahead of training while shares change.
+_LEAD = 4  # Steps by which reading may be ahead of training while shares change.
 _STATE_CHARACTERS = 1000
 
 
 class BalancedSharding(tf.train.experimental.PythonState):
-    """Splits each global batch among the replicas so that all of them take equally long. A dataset function:
+    """Dataset function that splits each global batch among the replicas so that all of them take equally long.
 
         train = strategy.distribute_datasets_from_function(
             tfdist.data.BalancedSharding((x, y), global_batch_size=1024, seed=0))
         model.fit(train, epochs=10)
 
-    Global batch k of an epoch is the same set of examples, in the same order, for any number of workers, since it
-    depends on the seed, the epoch, k and the batch size only; workers merely split it. Each example comes once in an
-    epoch. Weights, losses and metrics are those of one device on the same global batches, whatever the shares. Under
-    "speed" shares follow the clock, so two runs differ by rounding; under "equal" and fixed weights they have the same
-    bits.
+    Global batch k of an epoch depends only on the seed, the epoch, k and the batch size. It holds the same examples, in
+    the same order, for any number of workers; they only split it. An epoch holds each example once. Weights, losses and
+    metrics equal those of one device on the same global batches, for any shares. Under "speed", shares depend on
+    measured times, so two runs differ by rounding. Under "equal" and fixed weights, two runs agree in every bit.
 
-    It is at the same time what a checkpoint keeps of it, less than 1 KB: `tf.train.Checkpoint(data=sharding)`. After
-    `restore`, on any number of workers, training continues with the next global batch that was not trained on; what was
-    only read ahead does not count. That epoch then has fewer steps, of which Keras warns; under `steps_per_epoch` it
-    has as many, and takes them from the next.
+    The sharding saves itself in a checkpoint, in less than 1 KB: `tf.train.Checkpoint(data=sharding)`. After `restore`,
+    on any number of workers, training continues with the first global batch that was not trained on. Batches that were
+    only read ahead do not count. That epoch then has fewer steps, and Keras warns about it. Under `steps_per_epoch` it
+    has the full number of steps and takes the missing ones from the next epoch.
 
-    In a custom loop, or under a strategy that is not of tfdist, nobody says what was trained on: shares stay as they
-    are and the position counts whole epochs that were read, each when its last batch is taken; by TensorFlow's own
-    strategies, and in a graph under a strategy, some batches ahead. So a loop in a graph that ends amid `repeat`ed
-    epochs may leave workers an epoch apart, of which the next `fit` raises; batches that Python takes by `next` are
-    counted as they are taken. Without a strategy call `sharding(training=False)` for `evaluate` and `predict`, which
-    otherwise cannot be told from training.
+    Custom loops, and strategies other than those of tfdist, do not report which steps were trained on. Shares then stay
+    constant, and the position counts whole epochs that were read. An epoch counts when its last batch is taken.
+    TensorFlow's own strategies, and graphs under a strategy, take batches some steps ahead. So after a loop in a graph
+    that ends within `repeat`ed epochs, workers may be an epoch apart, and the next `fit` raises an error. Batches that
+    Python takes with `next` are counted one by one. Without a strategy, call `sharding(training=False)` for `evaluate`
+    and `predict`, since the sharding cannot otherwise distinguish them from training.
 
-    A call with a context gives what that worker reads, so one process can see what each of several would be given.
-    Of several the position is that of the furthest. Once a strategy of tfdist trains on it, other calls only look at
-    the epoch that training stands in, and move nothing.
+    A call with a context returns the dataset of that worker, so one process can inspect the data of several workers.
+    The position is then that of the furthest worker. Once a tfdist strategy trains on the sharding, other calls read
+    from the position of training and do not move it.
 
-    Costs a permutation of each batch, and little memory beside the batches that are read ahead;
+    Costs the computation of a permutation for each batch, and little memory besides the batches that are read ahead.
     `benchmarks/balance.py` measures both.
 
     Args:
       source: NumPy arrays or eager tensors of equal first dimension, in tuples and dicts; a `tfdist.data.sources`
         object; paths of TFRecord or ArrayRecord files; a TFDS builder with a split, `(builder, "train")`; any object
         with `__len__` and `__getitem__`. See `tfdist.data.sources.as_source`.
-      global_batch_size: Examples in a step, over all replicas.
-      seed: Of the shuffle. Must be the same on all workers.
+      global_batch_size: Number of examples in a step, over all replicas.
+      seed: Seed of the shuffle. Must be equal on all workers.
       shuffle: Whether each epoch has a new order, a permutation of the whole data set.
-      block_size: Shuffles blocks of so many neighbours, and within each, for files that want sequential reads.
-      stratify_by: A class for each example, [n]; every global batch and every share then has the proportions of all.
-      map_fn: What to make of an example, as for `tf.data.Dataset.map`, in parallel. Unseeded random operations such as
-        `tf.random.uniform` draw afresh in each epoch, on each worker and in each run, so they are not repeated after a
-        restart; with a seed of their own they draw the same for each batch. For augmentation that repeats, take
-        `tf.random.stateless_uniform` and the like with a seed made of what is in the example, or Keras' layers in the
-        model.
-      policy: "speed" measures the replicas and follows them; "equal" is equal shares; or fixed weights, one for each
-        replica: where `tfdist run --min-workers` may start fewer workers, make them of the number that there is.
-      max_rows: The most rows that a replica takes, one number or one for each replica. By default no limit.
-      drop_remainder: Whether training leaves out a short last batch. `evaluate` and `predict` read it all the same; a
-        model of one batch size is told `steps=len(source) // global_batch_size` there.
+      block_size: Number of consecutive examples in a block. Shuffles the blocks, and the examples within each block,
+        for files that are best read sequentially.
+      stratify_by: Class of each example, [n]. Gives every global batch and every share the proportions of the data set.
+      map_fn: Function applied to each example, in parallel, as in `tf.data.Dataset.map`. Unseeded random operations
+        such as `tf.random.uniform` draw new numbers in each epoch, worker and run, so a restart does not repeat them.
+        Random operations with a seed draw the same numbers for each batch. For repeatable augmentation, use
+        `tf.random.stateless_uniform` and the like with a seed computed from the example, or Keras layers in the model.
+      policy: "speed" measures the replicas and adapts the shares to them; "equal" keeps shares equal; a list holds one
+        fixed weight per replica. Its length must fit the replicas present, also under `tfdist run --min-workers`.
+      max_rows: Largest number of rows per replica, one number or one per replica. No limit by default.
+      drop_remainder: Whether training leaves out a short last batch. `evaluate` and `predict` still read it. For a
+        model with a fixed batch size, give them `steps=len(source) // global_batch_size`.
       repeat: Whether epochs follow each other without end, for `fit(steps_per_epoch=...)`.
-      num_parallel_calls: Batches that are read and decoded at once; `tf.data.AUTOTUNE` for one on each core.
-      service: The address of a tf.data service, such as "node0:5050", whose servers read, decode and map where that
-        outgrows the workers; see `tfdist.data.service`. Batches are the same. They are asked for long before they are
-        trained on, so shares cannot follow the clock: needs another policy than "speed".
+      num_parallel_calls: Number of batches read and decoded at the same time; `tf.data.AUTOTUNE` for one per core.
+      service: Address of a tf.data service, such as "node0:5050". Its servers read, decode and map the examples if that
+        is too much work for the workers; see `tfdist.data.service`. Batches stay the same. Workers request them long
+        before training on them, so shares cannot follow the speed: use another policy than "speed".
 
     Attributes:
-      source: What is read.
-      plan: The global batches.
-      visitors: Functions that take, after each step in `fit`, its epoch and the examples that this worker's replicas
-        were trained on, int64 [rows]. Add them before the dataset is iterated over.
+      source: The source of the examples.
+      plan: The plan of the global batches.
+      visitors: Functions called after each step of `fit` with the epoch and the examples that this worker's replicas
+        were trained on, int64 [rows]. Add them before iterating over the dataset.
 
     Raises:
-      ValueError: If an argument is out of range, or there are fewer examples in a global batch than replicas.
-      TypeError: If `source` is nothing that can be read from, `map_fn` no function, or classes cannot be sorted.
+      ValueError: If an argument is out of range, or a global batch has fewer examples than there are replicas.
+      TypeError: If `source` is not readable, `map_fn` is not a function, or the classes cannot be sorted.
       SourceError: If the source cannot be read, or no service answers.
     """
 
@@ -137,19 +136,19 @@ class BalancedSharding(tf.train.experimental.PythonState):
         self._fingerprint = self.source.fingerprint()
         self._epoch = self._step = 0
         self._lock = threading.RLock()
-        self._place: ReplicaTopology | None = None  # Where the strategy reads that it belongs to.
+        self._place: ReplicaTopology | None = None  # This worker, under the attached strategy.
         self._reports: Any = None
-        # Without such a strategy: where all begin, and the epochs before which all was read, by who reads.
+        # Without an attached strategy: the position where all readers begin, and the epoch that each has reached.
         self._restored = (0, 0)
         self._epochs_read: dict[ReplicaTopology, int] = {}
-        # For iterators from which nothing was read yet, those of training and those of evaluation.
+        # Assignments of iterators that were not read from yet, for training (True) and for evaluation (False).
         self._begun: dict[bool, list[BatchAssignment]] = {True: [], False: []}
         self._unreported: BatchAssignment | None = None
         self._times = StepTimes()
         self.visitors: list[Callable[[int, np.ndarray], None]] = []
 
     def __repr__(self) -> str:
-        # Keras quotes it where `fit` is given the sharding itself.
+        # Keras shows this text in its error if `fit` is given the sharding itself.
         return (
             f"<BalancedSharding of {len(self.source)} examples: give Keras strategy.distribute_datasets_from_function("
             "sharding), or without a strategy sharding() to train and sharding(training=False) to evaluate and predict>"
@@ -157,32 +156,32 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     @property
     def is_followed(self) -> bool:
-        """Whether a strategy of tfdist says what is trained on, so that the position counts steps."""
+        """Whether a tfdist strategy reports the steps that were trained on, so that the position counts steps."""
         return self._reports is not None
 
     @property
     def reported_steps(self) -> int:
-        """Training steps of that strategy, on whatever data."""
+        """Number of training steps that this strategy has reported, on any data."""
         latest = self._reports.latest if self.is_followed else None
         return latest.number if latest else 0
 
-    # What a strategy calls.
+    # The methods below are called by a strategy.
 
     def attach(self, reports: Any) -> None:
-        """Connects it to the step reports of the strategy that will call it.
+        """Connects the sharding to the step reports of the strategy that will call it.
 
         Raises:
-          ValueError: If it belongs to another strategy already.
+          ValueError: If the sharding belongs to another strategy already.
         """
         if self._reports is not None and self._reports is not reports:
             raise ValueError("A BalancedSharding belongs to one strategy. Make another one for this strategy.")
         self._reports = reports
 
     def for_strategy(self, context: tf.distribute.InputContext, *, training: bool) -> tf.data.Dataset:
-        """This worker's dataset for the strategy that it is attached to, which calls `start` for each iterator.
+        """Returns this worker's dataset for the attached strategy, which calls `start` for each iterator.
 
         Raises:
-          ValueError: As `__call__`.
+          ValueError: See `__call__`.
         """
         place = self._place_of(context)
         with self._lock:
@@ -191,28 +190,28 @@ class BalancedSharding(tf.train.experimental.PythonState):
         return self._dataset(place, training, is_started=True)
 
     def first_example(self) -> tf.data.Dataset | None:
-        """One batch of one row, if some batch leaves a replica without rows; such a row stands in there."""
+        """Returns one batch of one row, a stand-in for replicas without rows; None if every batch has enough rows."""
         place = self._place
         if place is None or self._fewest_rows >= place.replicas:
             return None
         return self._pipeline.first_example(place)
 
     def __call__(self, context: tf.distribute.InputContext | None = None, *, training: bool = True) -> tf.data.Dataset:
-        """A worker's dataset: for each step the batches of its replicas, one after the other.
+        """Returns a worker's dataset: for each step the batches of its replicas, one after the other.
 
         Args:
-          context: Who the worker is among how many; one replica if None.
-          training: Whether to go on where training stands, instead of a whole epoch in the order of the source.
+          context: The number of the worker, and how many workers and replicas there are; one replica if None.
+          training: Whether to continue at the position of training, instead of reading an epoch in stored order.
 
         Raises:
-          ValueError: If arguments of the sharding do not fit so many replicas.
+          ValueError: If the arguments of the sharding do not fit the number of replicas.
         """
         context = context or tf.distribute.InputContext()
         place = self._place_of(context)
         made = self._dataset(place, training, is_started=False)
-        made.context = context  # A strategy compares it with that of the worker that reads.
+        made.context = context  # A strategy compares it with the context of the worker that reads.
         steps = self.cardinality if training else self.evaluation_steps
-        # Of a whole epoch: one that is continued is shorter, where TensorFlow's own assertion would raise.
+        # The count of a whole epoch. For a continued epoch, which is shorter, `assert_cardinality` would raise.
         counted = _tf.CountedDataset(made, steps * len(place.own) if steps > 0 else steps)
         counted.sharding, counted.context = made.sharding, context
         return counted
@@ -221,22 +220,22 @@ class BalancedSharding(tf.train.experimental.PythonState):
         use = PipelineUse(place, training, is_started, has_rows=self._fewest_rows >= place.replicas)
         rows, has_read = max(self._shares.at(place)), functools.partial(weakly(self._has_read), place)
         made = finished(self._pipeline.dataset(use, rows, weakly(self._batches), has_read))
-        made.sharding = self  # Kept by who reads from it.
+        made.sharding = self  # A reader of the dataset thus keeps the sharding alive.
         return made
 
     @property
     def cardinality(self) -> int:
-        """Steps in a whole epoch, or `tf.data.INFINITE_CARDINALITY`."""
+        """Number of steps in a whole epoch, or `tf.data.INFINITE_CARDINALITY`."""
         return tf.data.INFINITE_CARDINALITY if self._repeat else self.plan.steps_per_epoch
 
     @property
     def evaluation_steps(self) -> int:
-        """Steps in which an evaluation takes each example once."""
+        """Number of steps in which an evaluation reads each example once."""
         return self._plan_of_evaluation.steps_per_epoch
 
     @property
     def _fewest_rows(self) -> int:
-        """Of any batch."""
+        """Rows of the smallest batch."""
         return self._plan_of_evaluation.rows(self.evaluation_steps - 1)
 
     @property
@@ -252,18 +251,18 @@ class BalancedSharding(tf.train.experimental.PythonState):
         goes_on: bool = False,
         is_seen: bool = False,
     ) -> BatchAssignment:
-        """Begins to hand out to the iterator that is made next.
+        """Starts the assignment of batches for the iterator that is made next.
 
         Args:
-          training: Whether to go on where training stands, instead of a whole epoch in the order of the source.
-          models: Whose `fit` it is for, innermost first: the strategy reports what that is trained on.
-          counts: If it is for none, whether what is read counts, once an epoch is over.
-          goes_on: Whether training goes on with the next epoch at the end of one, as under `repeat`.
-          is_seen: Whether `has_given` and `gives_unseen` say what is taken from the iterator. Else what was read for
-            it counts, which is more.
+          training: Whether to continue at the position of training, instead of reading an epoch in stored order.
+          models: The models that `fit` trains on the data, innermost first; the strategy reports their steps.
+          counts: Without models, whether the position moves at the end of an epoch that was read.
+          goes_on: Whether the next epoch follows at the end of an epoch, as under `repeat`.
+          is_seen: Whether `has_given` and `gives_unseen` report the batches taken from the iterator. If not, all
+            batches read for the iterator count, which may be more.
 
         Raises:
-          ValueError: If no dataset was made of it that calls this, as `for_strategy` does.
+          ValueError: If `for_strategy` was not called before.
         """
         if self._place is None:
             raise ValueError(
@@ -298,10 +297,10 @@ class BalancedSharding(tf.train.experimental.PythonState):
         self._times.begin()
         return handout
 
-    # What the pipeline calls.
+    # The methods below are called by the pipeline.
 
     def _batches(self, make: Make, use: PipelineUse) -> Iterator[tuple[Any, When]]:
-        """What `make` makes of batches, of one or of several that stand alike, and when they stand."""
+        """Yields the elements that `make` makes, of one batch or of several with the same `When`, and that `When`."""
         handout = self._begun_for(use.training) if use.is_started else self._handout_apart(use)
         for when, examples, made in make(self._asked(handout, use.place), handout):
             if use.is_started:
@@ -319,7 +318,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
             yield When(handout.epoch, handout.epoch + 1 if number % of_epoch == 0 else 0), indices
 
     def _begun_for(self, training: bool) -> BatchAssignment:
-        """Of the iterators that nobody has read from, the newest: Keras makes some that it drops."""
+        """Returns the assignment of the newest iterator that was not read from, since Keras drops some iterators."""
         with self._lock:
             waiting = [handout for handout in self._begun[training] if not handout.closed]
             handout = waiting[-1] if waiting else self.start(training=training)
@@ -327,7 +326,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
             return handout
 
     def _handout_apart(self, use: PipelineUse) -> BatchAssignment:
-        """For whom no strategy of tfdist calls `start`."""
+        """Returns the assignment for a reader for which no tfdist strategy calls `start`."""
         with self._lock:
             if not use.training:
                 return self._handout_of_evaluation(use.place)
@@ -341,19 +340,19 @@ class BalancedSharding(tf.train.experimental.PythonState):
             )
 
     def _count_read(self, handout: BatchAssignment, epoch: int) -> None:
-        """Takes note that all before `epoch` was read for an iterator."""
+        """Notes that all epochs before `epoch` were read for an iterator."""
         with self._lock:
             handout.epoch_read = epoch
             self._count(handout)
 
     def has_given(self, handout: BatchAssignment) -> None:
-        """Takes note that one more batch was taken from an iterator, by Python."""
+        """Notes that Python code has taken one more batch from an iterator."""
         with self._lock:
             handout.given += 1
             self._count(handout)
 
     def gives_unseen(self, handout: BatchAssignment) -> None:
-        """Takes note that from now on batches are taken by a graph, where nobody counts them."""
+        """Notes that from now on a graph takes the batches, where they cannot be counted."""
         with self._lock:
             handout.is_seen = False
             self._count(handout)
@@ -363,7 +362,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
             self._epoch, self._step = epoch, 0
 
     def _has_read(self, place: ReplicaTopology, epoch: np.ndarray) -> None:
-        """Takes note that all before `epoch` was taken in some place."""
+        """Notes that a worker has taken all epochs before `epoch`."""
         with self._lock:
             if self.is_followed:
                 return
@@ -371,7 +370,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
             if epoch > self._epoch:
                 self._epoch, self._step = int(epoch), 0
 
-    # What training says.
+    # The methods below are called after steps of training.
 
     def _take(self, place: ReplicaTopology, handout: BatchAssignment, report: Any) -> None:
         with self._lock:
@@ -388,19 +387,19 @@ class BalancedSharding(tf.train.experimental.PythonState):
     def _tell_visitors(self, place: ReplicaTopology, epoch: int, handout: BatchAssignment) -> None:
         if self.visitors:
             examples = np.concatenate([handout.handed_out.popleft() for _ in place.own])
-            for visitor in list(self.visitors):  # One that is let go meanwhile takes itself out.
+            for visitor in list(self.visitors):  # A copy, since a deleted visitor removes itself.
                 visitor(epoch, examples)
 
     def statistics(self) -> Statistics | None:
-        """How the last training step was shared; `None` before the first."""
+        """Returns how the last training step was shared among replicas; `None` before the first step."""
         return self._times.statistics
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch, and the step in it, that is trained on next."""
+        """The epoch, and the step in it, to train on next."""
         return self._epoch, self._step
 
-    # What a checkpoint keeps.
+    # The methods below save and restore the state.
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -409,7 +408,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         )
 
     def serialize(self) -> str:
-        """The position, shares and speeds as JSON."""
+        """Returns the position, shares and speeds as JSON."""
         with self._lock:
             state = {
                 "format": _FORMAT,
@@ -422,14 +421,14 @@ class BalancedSharding(tf.train.experimental.PythonState):
             text = json.dumps(state, separators=(",", ":"))
             if len(text) <= _STATE_CHARACTERS or learnt is None:
                 break
-            state[learnt] = None  # So many replicas learn it anew.
+            state[learnt] = None  # The state of so many replicas is too long, so they measure again.
         return text
 
     def check(self, string_value: str) -> None:
-        """Checks that `deserialize` can continue there, and changes nothing.
+        """Checks that `deserialize` can restore a state, and changes nothing.
 
         Raises:
-          PositionError: If the state is of another source, seed or batch size.
+          PositionError: If the state belongs to another source, seed, order or batch size.
         """
         self._read(string_value)
 
@@ -452,13 +451,13 @@ class BalancedSharding(tf.train.experimental.PythonState):
         return epoch, step, state
 
     def deserialize(self, string_value: str) -> None:
-        """Continues where `serialize` was called, on any number of replicas.
+        """Continues at the position that `serialize` has saved, on any number of replicas.
 
         Raises:
-          PositionError: If the state is of another source, seed or batch size.
+          PositionError: If the state belongs to another source, seed, order or batch size.
         """
         epoch, step, state = self._read(string_value)
-        if step >= self.plan.steps_per_epoch:  # saved before a short last batch that is left out now
+        if step >= self.plan.steps_per_epoch:  # The next batch was a short last one, now left out.
             epoch, step = epoch + 1, 0
         with self._lock:
             self._epoch, self._step = self._restored = epoch, step
@@ -468,19 +467,19 @@ class BalancedSharding(tf.train.experimental.PythonState):
                 self._shares.settle(self._place)
 
     def described(self) -> list[str]:
-        """What all workers must have alike, else they would train on other examples than each other think."""
+        """Returns the settings that must be equal on all workers, so that they agree on the examples of each step."""
         alike = {**self._identity(), "policy": self._shares.policy, "max_rows": self._max_rows, "repeat": self._repeat}
         alike["drop_remainder"] = self.plan.drop_remainder
         return [f"{name} {value}" for name, value in alike.items()]
 
     def shown(self) -> list[str]:
-        """The same as a reader wants it: where the examples come from, instead of their checksum."""
+        """Returns the settings of `described` for error messages, with the origin of the examples."""
         of_source = f"source {self._fingerprint}"
         named = f"examples with the checksum {self._fingerprint} from {self.source.origin()}"
         return [named if each == of_source else each for each in self.described()]
 
     def described_state(self) -> list[str]:
-        """What all workers must have alike when they begin to train."""
+        """Returns the state that must be equal on all workers when training begins."""
         with self._lock:
             state = {"position": self.position, **self._shares.state()}
         return [f"{name} {value}" for name, value in state.items()]
@@ -493,8 +492,6 @@ class BalancedSharding(tf.train.experimental.PythonState):
             "order": repr(self.plan.order),
             "source": self._fingerprint,
         }
-
-    # Who reads.
 
     def _place_of(self, context: tf.distribute.InputContext) -> ReplicaTopology:
         return ReplicaTopology.of(context, self.plan.global_batch_size, self._max_rows)
