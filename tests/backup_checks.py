@@ -1,4 +1,4 @@
-"""What the tests of BackupAndRestore run in worker processes: small trainings with a bit of all that has state."""
+"""Small trainings for the tests of BackupAndRestore, run in worker processes, with a bit of every kind of state."""
 
 import contextlib
 import json
@@ -33,12 +33,12 @@ class BrokenOffError(Exception):
 
 
 class BreakOff(keras.callbacks.Callback):
-    """Ends the `fit`, or the process, after a step of the whole training."""
+    """Ends the `fit`, or kills the process, after a given step, counted over all `fit` calls."""
 
     def __init__(self, step, kills):
         super().__init__()
         self._step, self._kills = step, kills
-        self.before = 0  # steps of optimizers that are no more
+        self.before = 0  # steps counted by former optimizers
 
     def on_train_batch_end(self, batch, logs=None):
         if keras.ops.convert_to_numpy(self.model.optimizer.iterations) + self.before == self._step:
@@ -48,7 +48,7 @@ class BreakOff(keras.callbacks.Callback):
 
 
 class Count(keras.callbacks.Callback):
-    """A user's callback, with state that it changes in every hook; a list that the user holds; a file that it opens."""
+    """A user's callback with state that every hook changes, a list that the user holds, and a file that it opens."""
 
     def __init__(self, seen):
         super().__init__()
@@ -72,12 +72,12 @@ class Count(keras.callbacks.Callback):
         self.file.write(str(batch))
 
     def on_train_end(self, logs=None):
-        if self.file:  # not of a `fit` that was done before
+        if self.file:  # None after a `fit` that had already finished
             self.file.close()
 
 
 class TrainFunctionAnew(keras.callbacks.Callback):
-    """Has the train function made anew in the second epoch."""
+    """Makes a new train function in the second epoch."""
 
     def on_train_batch_end(self, batch, logs=None):
         if keras.ops.convert_to_numpy(self.model.optimizer.iterations) == STEPS + 1:
@@ -85,7 +85,7 @@ class TrainFunctionAnew(keras.callbacks.Callback):
 
 
 class Evaluate(keras.callbacks.Callback):
-    """Evaluates at the end of the first epoch, on a sharding that it makes for that."""
+    """Evaluates at the end of the first epoch, on a sharding created for this evaluation."""
 
     def on_epoch_end(self, epoch, logs=None):
         if epoch == 0:
@@ -95,7 +95,7 @@ class Evaluate(keras.callbacks.Callback):
 
 
 class PerClass(keras.metrics.Metric):
-    """A metric that is a vector: rows of each class so far."""
+    """A metric with a vector as its value: the number of rows of each class so far."""
 
     def __init__(self):
         super().__init__(name="per_class")
@@ -109,7 +109,7 @@ class PerClass(keras.metrics.Metric):
 
 
 class Rows(keras.utils.PyDataset):
-    """The data, of which Keras shuffles the batches."""
+    """The data as a PyDataset. Keras shuffles its batches."""
 
     def __len__(self):
         return STEPS
@@ -119,7 +119,7 @@ class Rows(keras.utils.PyDataset):
 
 
 class NoisyRows(Rows):
-    """The data, with noise that each reading draws."""
+    """The data with random noise, drawn anew at each reading."""
 
     def __getitem__(self, batch):
         x, y = super().__getitem__(batch)
@@ -127,14 +127,14 @@ class NoisyRows(Rows):
 
 
 def noisy(x):
-    """The same of a `tf.data` pipeline."""
+    """Adds noise to the rows of a `tf.data` pipeline, as `NoisyRows` does."""
     return tf.ensure_shape(
         tf.numpy_function(lambda x: np.float32(x + np.random.normal(size=x.shape)), [x], "float32"), x.shape
     )
 
 
 def make_strategy(placement, compressed):
-    """A new one each time, as in a new process: what codecs keep belongs to a strategy."""
+    """Returns a new strategy at each call, as in a new process, because the state of codecs belongs to a strategy."""
     make = tfdist.MirroredStrategy if placement.startswith("1x") else tfdist.MultiWorkerMirroredStrategy
     return make(compression=COMPRESSION.get(compressed))
 
@@ -161,7 +161,7 @@ def build(
 ):
     start_anew(seed)
     if noise:
-        keras.random.normal((1,))  # outside the scope: makes a generator that a strategy cannot use
+        keras.random.normal((1,))  # outside the scope: creates a generator that a strategy cannot use
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = keras.Sequential(
             [
@@ -185,7 +185,7 @@ def build(
 
 
 def inputs(kind, strategy):
-    """Arguments of `fit`."""
+    """Returns the data arguments of `fit`."""
     x, y = data()
     if kind == "arrays":
         return {"x": x, "y": y, "batch_size": BATCH}
@@ -200,9 +200,9 @@ def inputs(kind, strategy):
     if kind == "draws, endless":
         noise = dataset.repeat().batch(BATCH).map(lambda x, y: (noisy(x), y))
         return {"x": noise, "steps_per_epoch": STEPS // 2}
-    if kind == "generator":  # of unknown length
+    if kind == "generator":  # unknown cardinality
         return {"x": dataset.batch(BATCH).filter(lambda *batch: True)}
-    if kind == "known":  # two epochs of each pass
+    if kind == "known":  # one pass over the data lasts two epochs
         return {"x": dataset.batch(BATCH), "steps_per_epoch": STEPS // 2}
     if kind == "endless":
         return {"x": dataset.shuffle(50, seed=1).repeat().batch(BATCH), "steps_per_epoch": STEPS}
@@ -242,13 +242,13 @@ def train(
     compiled_anew=False,
     **options,
 ):
-    """Trains, as far as `break_off` lets it: a step, or [worker, step]. What is left of a training, to the bit."""
+    """Trains until `break_off`, a step or [worker, step]. Returns all state of the training, or None if broken off."""
     strategy = None if placement == "plain" else make_strategy(placement, compressed)
     model = build(strategy, **(model or {}))
     worker, step = break_off if isinstance(break_off, list) else (own_index(), break_off)
     broken = [BreakOff(step, kills)] if step is not None and worker == own_index() else []
     histories, counts, between = [], [], []
-    # How far a thread has read ahead of the end, nobody knows.
+    # How far a thread has read past the end is not deterministic.
     drawn = (lambda: None) if data_kind == "draws, endless" else lambda: [np.random.random(), random.random()]
     log = pathlib.Path(f"{directory or os.path.join(tempfile.gettempdir(), f'unbroken-{os.getpid()}')}.csv")
     np.random.seed(5)
@@ -289,7 +289,7 @@ def train(
 
 
 def broken_off_and_unbroken(placement, directory, breaks, **options):
-    """In one process: broken off and begun again as often as `breaks` has steps, and a training without any of this."""
+    """Returns the results of a training that breaks off at each step of `breaks`, and of one without breaks."""
     for step in breaks:
         assert train(placement, directory, break_off=step, **options) is None
     resumed = train(placement, directory, **options)
@@ -297,7 +297,7 @@ def broken_off_and_unbroken(placement, directory, breaks, **options):
 
 
 def broken_off_in_the_second_fit(directory, **options):
-    """As `broken_off_and_unbroken`, of two fits, begun anew as by a new process."""
+    """As `broken_off_and_unbroken`, but with two fits, and the restart behaves as in a new process."""
     options = {"fits": 2, "epochs": 1, "save_freq": 4, **options}
     assert train("plain", directory, break_off=STEPS + 5, **options) is None
     _await_save()
@@ -307,12 +307,12 @@ def broken_off_in_the_second_fit(directory, **options):
 
 
 def skipped_in_later_starts(directory, breaks, **options):
-    """Two `fit`s; later starts skip the first. Steps of the second that each start trains, weights, those unbroken.
+    """Returns the steps of the second `fit` that each start trains, the final weights, and those without breaks.
 
     Args:
-      directory: Of backups.
-      breaks: The steps of the model after which starts break off; the last start does not.
-      options: Of `BackupAndRestore`.
+      directory: Directory of the backups.
+      breaks: Steps of the model after which starts break off. Later starts skip the first `fit`; the last one finishes.
+      options: Options of `BackupAndRestore`.
     """
 
     def start(*backup, skips=False, break_off=0):
@@ -341,7 +341,7 @@ def unbroken(placement, **options):
 
 
 def refused_parts_of_replicas(placement):
-    """Which metrics a backup refuses to read for a callback, since all workers would have to: in the scope, or not."""
+    """Whether a backup refuses to read a metric, made in the scope or outside, because all workers would have to."""
     refused, outside = [], keras.metrics.Mean()
     with make_strategy(placement, None).scope():
         inside = keras.metrics.Mean()
@@ -360,7 +360,7 @@ def own_index():
 
 
 def refusals(directory):
-    """What is said before training, and whether the backup was touched, by what is wrong."""
+    """Returns the error message of each kind of mistake, and whether the backup stayed unchanged."""
     from tfdist.errors import BackupError
 
     wrong = {
@@ -373,7 +373,7 @@ def refusals(directory):
     }
     said, before = {}, None
     for name, run in wrong.items():
-        session.processes.clear()  # as another process
+        session.processes.clear()  # as in another process
         try:
             run()
         except (BackupError, ValueError) as error:
@@ -383,13 +383,13 @@ def refusals(directory):
 
 
 def fewer_batches(directory):
-    """What is said where epochs have fewer batches than were trained on, and whether the backup was touched."""
+    """Returns the errors when epochs have fewer batches than were trained on, and whether the backup is unchanged."""
     from tfdist.errors import BackupError
 
     train("plain", directory, save_freq=5, break_off=6)
     _await_save()
     before, said = _tree(directory), []
-    for in_a_list_of_ones_own in (False, True):  # which is not told how many batches there are
+    for in_a_list_of_ones_own in (False, True):  # a user's own CallbackList is not told the number of batches
         model = build(None)
         callbacks = [BackupAndRestore(directory)]
         if in_a_list_of_ones_own:
@@ -402,7 +402,7 @@ def fewer_batches(directory):
 
 
 def other_data(directory):
-    """What is said to a `fit` on other global batches than its backup's, and whether it left all as it was."""
+    """Returns the error of a `fit` on other global batches than the backup's, and whether model and backup stayed."""
     from tfdist.errors import BackupError
 
     place = tfdist.MirroredStrategy(["CPU:0"])
@@ -425,7 +425,7 @@ def other_data(directory):
 
 
 def full_disk(directory):
-    """A training in which a save cannot be written, as the system refuses all but tiny files for a while."""
+    """Trains while the system refuses all but tiny files for some steps, so that a save cannot be written."""
     import resource
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -467,12 +467,12 @@ def _tree(directory):
 
 
 def saved_with(strategy_kind, directory, compressed, step):
-    """Leaves a backup of a training of other replicas, broken off."""
+    """Leaves the backup of an interrupted training with other replicas."""
     return train(strategy_kind, directory, compressed=compressed, data_kind="balanced", save_freq=4, break_off=step)
 
 
 def resumed_with_fewer(directory):
-    """A training of 2 replicas, continued by one: what is left of it, and that of one alone."""
+    """Continues a training of 2 replicas with one replica. Returns its epochs, history and optimizer steps."""
     import tfdist.testing
 
     assert saved_with("1x2", directory, "int8", 9) is None
@@ -484,7 +484,7 @@ def resumed_with_fewer(directory):
 
 
 def resumed_with_more(directory):
-    """A training of no strategy, broken off amid an accumulation of gradients and continued by 2 replicas; it whole."""
+    """Trains without a strategy, breaks off within an accumulation, and continues with 2 replicas; also unbroken."""
     x, y = data()
 
     def train_on(strategy, *callbacks):

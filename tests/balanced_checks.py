@@ -1,4 +1,4 @@
-"""What the tests of balanced sharding run in worker processes."""
+"""Functions that the tests of balanced sharding run in worker processes."""
 
 import gc
 import json
@@ -17,12 +17,12 @@ from tfdist.data import BalancedSharding
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.example_order import Shuffled
 
-ROWS, BATCH, EPOCHS, SEED = 258, 32, 3, 5  # 27 steps, the last of each epoch has fewer rows than replicas
+ROWS, BATCH, EPOCHS, SEED = 258, 32, 3, 5  # 27 steps; the last step of each epoch has fewer rows than replicas
 CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def arrays(rows=ROWS):
-    """Rows of unlike mean and classes of unlike number, so that a step on other rows shows."""
+    """Rows with different means and classes of different sizes, so that training on other rows changes the result."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, 6)) + np.linspace(-1, 1, rows)[:, None]
     return x.astype("float32"), (rng.random(rows) ** 2 * 3).astype("int64")
@@ -33,7 +33,7 @@ def weighted_arrays():
 
 
 def token_arrays():
-    """Sequences that end in padding, 0, and a class for each token."""
+    """Sequences that end in padding (0), with one class per token."""
     rng = np.random.default_rng(1)
     tokens = rng.integers(1, 20, (ROWS, 7)) * (np.arange(7) < rng.integers(1, 8, ROWS)[:, None])
     return tokens, tokens % 3
@@ -75,7 +75,7 @@ FIT_OPTIONS = {"steps_per_execution": {"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}
 
 
 def prepared(strategy, case="plain"):
-    """The model of a case, under a strategy or none."""
+    """Returns the compiled model of a case, under a strategy or without one."""
     _, make, make_optimizer, options, _ = CASES[case]
     start_anew()
     with Place(strategy, "", "").scope():
@@ -85,13 +85,13 @@ def prepared(strategy, case="plain"):
 
 
 def distributed(strategy, source, size=BATCH, **options):
-    """A sharding and its dataset."""
+    """Returns a sharding and its distributed dataset."""
     sharding = BalancedSharding(source, size, SEED, **options)
     return sharding, strategy.distribute_datasets_from_function(sharding)
 
 
 def one_device(case):
-    """Trains on the global batches of the plan, without any sharding."""
+    """Trains on the global batches of the plan, without a sharding."""
     examples = CASES[case][0]()
     plan = BatchPlan(ROWS, BATCH, Shuffled(ROWS, SEED))
     model = prepared(None, case)
@@ -105,7 +105,7 @@ def one_device(case):
 
 
 def train(placement, case, policy, compression=None):
-    """Trains with a sharding; also the rows of each step and the number of traces."""
+    """Trains with a sharding. Also returns the rows of each step and the final position."""
     strategy = strategy_of(placement, compression)
     model = prepared(strategy, case)
     rows = []
@@ -138,7 +138,7 @@ class StopAfter(keras.callbacks.Callback):
 
 
 def stop_or_continue(placement, folder, stop_after=None, epochs=EPOCHS):
-    """Continues from what is in `folder` if there is anything; stops after some steps and saves, or trains on."""
+    """Continues from a checkpoint in `folder` if there is one. Stops after some steps and saves, or finishes."""
     strategy = strategy_of(placement)
     model = prepared(strategy)
     sharding, data = distributed(strategy, arrays())
@@ -161,11 +161,11 @@ def own_index():
 
 
 def let_go(placement):
-    """Which of some shardings, of which nobody has the dataset any more, are still there, or their arrays."""
-    gc.freeze()  # Else what other tests have left is collected here, and each pipeline may wait a minute for its tuner.
+    """Returns whether shardings or arrays outlive their datasets, and whether the strategy keeps the last one only."""
+    gc.freeze()  # Otherwise `collect` frees garbage of other tests and waits up to a minute for each pipeline's tuner.
     strategy = strategy_of(placement)
     model = prepared(strategy)
-    before = strategy.shardings  # Kept: else those of other tests may go in between.
+    before = strategy.shardings  # Holds the shardings of other tests, which could disappear during this one.
 
     def references(use, **options):
         sharding, data = distributed(strategy, arrays(), **options)
@@ -186,7 +186,7 @@ def let_go(placement):
 
 
 def together(placement):
-    """Two shardings in one fit, then other input: what is logged, and where the training's position is each time."""
+    """Trains with two shardings in one fit, then on other input. Returns logs and the positions in between."""
     strategy = strategy_of(placement)
     model = prepared(strategy)
     x, y = arrays()
@@ -204,7 +204,7 @@ def together(placement):
 
 
 def with_itself_as_validation(placement):
-    """A sharding is read for training and validation in turns, and an epoch ends before the data does."""
+    """Reads one sharding for training and validation in turns, with epochs that end before the data does."""
     strategy = strategy_of(placement)
     model = prepared(strategy)
     x, y = arrays()
@@ -217,7 +217,7 @@ def with_itself_as_validation(placement):
 
 
 class FitWithin(keras.callbacks.Callback):
-    """Looks at the training data and fits another model on other data amid the first epoch."""
+    """In the first epoch, reads a batch of the training data and fits another model on other data."""
 
     def __init__(self, inner, inner_data, data=()):
         super().__init__()
@@ -232,7 +232,7 @@ class FitWithin(keras.callbacks.Callback):
 
 
 def one_fit_within_another(placement):
-    """Also the positions afterwards, and what a fit of the same model within its own raises."""
+    """Fits one model inside the fit of another. Also returns positions, and the errors of two mistakes."""
     strategy = strategy_of(placement)
     model = prepared(strategy)
     with strategy.scope():
@@ -277,7 +277,7 @@ def without_end(placement):
 
 
 class Slow(layers.Layer):
-    """Takes a time for each row on one worker."""
+    """A layer that sleeps for a time per row on one worker."""
 
     def __init__(self, worker, seconds_per_row):
         super().__init__()
@@ -296,7 +296,7 @@ class Slow(layers.Layer):
 
 
 def slowed(placement, by_callback=False):
-    """Rows of each step with a slow worker 1, or one whose callback is slow."""
+    """Returns the rows of each step when worker 1 has a slow layer or a slow callback."""
     strategy = strategy_of(placement)
     keras.utils.set_random_seed(1)
     slow = Slow(own_index() if by_callback else 1, 0.003)
@@ -315,7 +315,7 @@ def slowed(placement, by_callback=False):
 
 
 def custom_loop(placement):
-    """Rows that a custom loop reads in two epochs, and the positions after them."""
+    """Returns the rows that a custom loop reads in two epochs, and the position after each epoch."""
     strategy = strategy_of(placement)
     sharding, data = distributed(strategy, np.arange(ROWS))
     seen, positions = [], []
@@ -327,7 +327,7 @@ def custom_loop(placement):
 
 
 def wait_until(is_so):
-    """Whether it comes to be so in a minute."""
+    """Waits up to a minute for a condition. Returns whether it became true."""
     deadline = time.monotonic() + 60
     while not is_so() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -335,7 +335,7 @@ def wait_until(is_so):
 
 
 def look_and_train(placement):
-    """Positions after a look at data that are read whole at once, after a `fit`, and after a loop inside a graph."""
+    """Returns the positions after one read batch with all data prefetched, after `fit`, and after a loop in a graph."""
     strategy = strategy_of(placement)
     model = prepared(strategy)
     sharding, data = distributed(strategy, tuple(each[:64] for each in arrays()), size=16)
@@ -358,7 +358,7 @@ def look_and_train(placement):
 
 
 def look_beside_training(placement):
-    """Rows of the steps of a `fit`, the position after it, and the rows that the chief alone has read before."""
+    """Returns the rows of each step of a `fit`, the position after it, and the rows that the chief read before."""
     strategy = strategy_of(placement)
     model = prepared(strategy)
     sharding, data = distributed(strategy, arrays())
@@ -374,19 +374,19 @@ def look_beside_training(placement):
 
 
 def drawn_by_workers():
-    """What `tf.random` draws in `map_fn`, on two workers of one seed in two epochs."""
+    """Returns the numbers that `tf.random` draws in `map_fn` on two workers with equal seeds, in two epochs."""
     drawn = []
     for worker in range(2):
         tf.random.set_seed(1)
         draw = lambda i: tf.random.uniform([], dtype=tf.float64)  # noqa: E731
         data = BalancedSharding(np.arange(64), 16, map_fn=draw)(tf.distribute.InputContext(2, worker, 2))
         drawn += [float(value) for _ in range(2) for batch in data for value in batch]
-    tf.random.set_seed(None)  # The process is shared with other tests.
+    tf.random.set_seed(None)  # Other tests share the process.
     return drawn
 
 
 def beside_the_strategy():
-    """What workers are told that read a sharding by its own calls, or begin at unlike positions."""
+    """Returns the errors of workers that bypass the strategy to read a sharding, or start at different positions."""
     strategy = strategy_of("2x1")
     model = prepared(strategy)
     sharding, data = distributed(strategy, arrays())
@@ -409,7 +409,7 @@ def beside_the_strategy():
 
 
 def train_on_doubled(placement, policy):
-    """What a `fit` on batches that a map has made twice as long raises."""
+    """Returns the error of a `fit` on batches that a map has made twice as long."""
     strategy = strategy_of(placement)
     model = prepared(strategy)
     _, data = distributed(strategy, arrays(), policy=policy)
@@ -427,7 +427,7 @@ def train_on_plain_dataset(placement):
 
 
 def audit_of_another(placement):
-    """What `fit` raises under the Audit of a sharding that it does not train on, and of one without a strategy."""
+    """Returns the errors of `fit` under the Audit of another sharding, and of a sharding without a strategy."""
     strategy = strategy_of(placement)
     model = prepared(strategy)
     _, data = distributed(strategy, arrays())
@@ -442,7 +442,7 @@ def audit_of_another(placement):
 
 
 class Repeating(BatchPlan):
-    """Has the first example of each global batch once more, in place of the last."""
+    """A faulty plan: repeats the first example of each global batch in place of the last."""
 
     def batch(self, epoch, step):
         batch = super().batch(epoch, step)
@@ -450,7 +450,7 @@ class Repeating(BatchPlan):
 
 
 def audited(placement, broken=False):
-    """Trains a whole epoch, the beginning of one and its rest under an audit; what that raises, and the logs."""
+    """Trains one epoch, a part of one and its rest under an audit. Returns the error, the logs and the position."""
     strategy = strategy_of(placement)
     model = prepared(strategy)
     sharding, data = distributed(strategy, arrays(), policy="speed")
@@ -467,7 +467,7 @@ def audited(placement, broken=False):
 
 
 def fail_in_training(kind, path=None):
-    """Trains on two workers until one cannot read on: example 41 is bad, or the file is cut short meanwhile."""
+    """Trains on two workers until one cannot read: example 41 is invalid, or the file is truncated meanwhile."""
     strategy = tfdist.MultiWorkerMirroredStrategy()
     model = prepared(strategy)
 
@@ -486,14 +486,14 @@ def fail_in_training(kind, path=None):
 
 
 def write_records(path):
-    """96 records of 6 floats."""
+    """Writes 96 records of 6 floats."""
     with tf.io.TFRecordWriter(path) as writer:
         for row in arrays(96)[0]:
             writer.write(tf.io.serialize_tensor(row).numpy())
 
 
 class CutShort(keras.callbacks.Callback):
-    """Cuts off the end of a file after a few steps."""
+    """Truncates a file after a few steps."""
 
     def __init__(self, path, steps):
         super().__init__()
@@ -505,7 +505,7 @@ class CutShort(keras.callbacks.Callback):
 
 
 def unlike_shardings(folder):
-    """What workers are told that read other examples, in another order, or the same; then of their own files."""
+    """Returns the errors of workers that read different examples, orders or files, and "alike" for equal ones."""
     strategy = strategy_of("2x1")
     worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 

@@ -1,4 +1,4 @@
-"""Certificates of an authority made for a test, by the command `openssl`."""
+"""Creates certificates for tests, signed by an authority of the test, with the command `openssl`."""
 
 import subprocess
 
@@ -10,7 +10,7 @@ _KEY = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
 
 
 class Authority:
-    """Signs certificates; its files lie in a directory of the test."""
+    """A certificate authority that signs certificates and stores their files in a directory of the test."""
 
     def __init__(self, directory, name="authority"):
         self._directory, self._name = directory, name
@@ -19,7 +19,7 @@ class Authority:
         )
 
     def worker(self, name="worker", subject="IP:127.0.0.1", authority=None):
-        """The files of a worker, for that host; the authority that it trusts is this one or another."""
+        """Returns the TLS files of a worker at the host `subject`, which trusts this authority or another one."""
         (self._directory / f"{name}.ext").write_text(f"subjectAltName={subject}")
         self._run("req", *_KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", "/CN=w")
         signed = ["-CA", f"{self._name}.pem", "-CAkey", f"{self._name}.key", "-CAcreateserial", "-days", "2"]

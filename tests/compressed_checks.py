@@ -27,7 +27,7 @@ CODECS = {
     "powersgd": compression.PowerSGD(2, min_elements=20),
     "late": compression.Int8(min_elements=20, block_size=16, start_step=3),
 }
-# Codecs of one training: each kernel of the model has another codec.
+# Codecs of one training: each kernel of the model uses another codec.
 MIXTURES = {
     "words": (CODECS["int8"], CODECS["float16"], CODECS["sign"], CODECS["bfloat16"]),
     "others": (CODECS["topk"], CODECS["powersgd"], CODECS["topk_momentum"], CODECS["int4"]),
@@ -74,7 +74,7 @@ def build(strategy, accumulate=None, policy="float32", **compile_options):
 
 @functools.cache
 def policy(name):
-    """The codec of that name, or a policy that gives each kernel the next codec of a mixture."""
+    """Returns the named codec, or a policy that gives each kernel the next codec of a mixture."""
     if name in CODECS:
         return CODECS[name]
     return lambda shape, dtype, position: MIXTURES[name][position // 2] if shape.rank == 2 else None
@@ -95,7 +95,7 @@ def train(placement, codec, mode="plain", epochs=5):
 
 
 def unbroken_and_resumed(placement, codec, folder):
-    """Weights after 4 epochs, and after 2 and 2 epochs with a restart in between."""
+    """Returns weights after 4 epochs, and after 2 and 2 epochs with a restart in between."""
     x, y = data()
     results = []
     for epochs in ([4], [2, 2]):
@@ -116,7 +116,7 @@ def unbroken_and_resumed(placement, codec, folder):
 
 
 def handed_on(codec):
-    """States of three replicas, of one replica that takes them over, and of two replicas that take over those."""
+    """Returns states of three replicas, of one replica that takes them over, and of two that take over its states."""
     x, y = data(BATCH)
     states = []
     for devices in (3, 1, 2):
@@ -126,14 +126,14 @@ def handed_on(codec):
             strategy.communication.redistribute(states[-1:])
             states.append(strategy.communication.state())
         model.fit(x, y, batch_size=BATCH, verbose=0)
-        if devices == 2:  # The first step has made the exchange, which can take the states now.
+        if devices == 2:  # The first step has created the exchange, so that the exchange can now take the states.
             strategy.communication.redistribute(states[-1:])
         states.append(strategy.communication.state())
     return states
 
 
 def residuals_of_a_later_phase(folder):
-    """Norms of residuals and counts after two steps with a second optimizer, without and with a restart in between."""
+    """Returns residual norms and counts after two steps with a second optimizer, without and with a restart between."""
     x, y = data(BATCH)
     kept = []
     for phases in ([False, True], [True]):
@@ -159,7 +159,7 @@ def residuals_of_a_later_phase(folder):
 
 
 def exchanged(placement, codec, gradients, factors):
-    """Sums of `gradients`, a list per replica, as an optimizer exchanges them; and the states after each step.
+    """Exchanges `gradients`, a list per replica, by an optimizer. Returns the sums and the codec states of each step.
 
     Each step multiplies the gradients by the next of `factors`. A factor of NaN means 1, and puts a NaN into one
     element on the last replica.
@@ -196,7 +196,7 @@ def exchanged(placement, codec, gradients, factors):
 
 
 def refusal_of(call):
-    """The class and message of the error that a call raises, or None."""
+    """Returns the class and message of the error that a call raises, or None."""
     try:
         call()
     except Exception as error:
@@ -205,7 +205,7 @@ def refusal_of(call):
 
 
 def warnings_of(codec, make_optimizer, kind="dense"):
-    """Messages logged in the first training step of a model."""
+    """Returns the messages logged in the first training step of a model."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -225,7 +225,7 @@ def warnings_of(codec, make_optimizer, kind="dense"):
 
 
 def alike_on_all(placement, compressed):
-    """Sums in an eager step in which all replicas pass the same object to an optimizer and to `all_reduce`.
+    """Returns sums of an eager step in which all replicas pass the same object to an optimizer and to `all_reduce`.
 
     Also returns the number of replicas, the sum of a tensor outside of steps, and the number of workers.
     """
@@ -238,7 +238,7 @@ def alike_on_all(placement, compressed):
         optimizer.build(variables)
 
     def step():
-        own = given * 1.0  # another object on each replica
+        own = given * 1.0  # a separate object on each replica
         optimizer.apply([given, own, rows], variables)
         return tf.distribute.get_replica_context().all_reduce("SUM", number)
 
@@ -259,7 +259,7 @@ class OptingOut(keras.Sequential):
 
 
 def opt_outs_that_would_do_nothing():
-    """Errors of `uncompressed` around `run`, `train_on_batch`, `scope` and `fit`; and in a step without a strategy."""
+    """Returns errors of `uncompressed` around `run`, `train_on_batch`, `scope`, `fit`; in a step without a strategy."""
     strategy = strategy_of("1x2", CODECS["int8"])
     model = build(strategy)
     x, y = data(BATCH)
@@ -282,7 +282,7 @@ def opt_outs_that_would_do_nothing():
 
 
 def mistakes_of_a_first_step(mistake):
-    """The error that the first step raises for a mistake that cannot be found earlier."""
+    """Returns the error that the first step raises for a mistake that cannot be found earlier."""
     policies = {"kind": lambda *gradient: 8, "name": lambda *gradient: "int9"}
     strategy = tfdist.MirroredStrategy(compression=policies.get(mistake, CODECS["int8"]))
     dtype = tf.bool if mistake == "truths" else tf.float32
@@ -294,14 +294,14 @@ def mistakes_of_a_first_step(mistake):
 
 
 def sent_under_named_codecs():
-    """The compression ratio of a policy that returns names of codecs."""
+    """Returns the compression ratio of a policy that returns names of codecs."""
     strategy = tfdist.MirroredStrategy(compression=lambda shape, *_: "powersgd(1)" if shape.rank == 2 else None)
     build(strategy).fit(*data(BATCH), batch_size=BATCH, verbose=0)
     return strategy.communication.traffic().ratio
 
 
 def residuals_of_the_second_of_two_models(folder, collected):
-    """States of the second of two equal models, the same after a restart, and states of the first model."""
+    """Returns states of the second of two equal models, the same after a restart, and states of the first model."""
     x, y = data(BATCH)
     strategy = tfdist.MirroredStrategy(compression=CODECS["int8"])
     gc.collect()
@@ -328,7 +328,7 @@ def residuals_of_the_second_of_two_models(folder, collected):
 
 
 def restored_on_other_replicas(codec, folder):
-    """Errors of a checkpoint of three replicas, restored on two before and after a step, and with another codec."""
+    """Returns errors of a checkpoint of 3 replicas, restored on 2 before and after a step, and with another codec."""
     x, y = data(BATCH)
     said, path = [], None
     for devices, named, early in ((3, codec, None), (2, codec, True), (2, codec, False), (3, "bfloat16", True)):
@@ -350,7 +350,7 @@ def restored_on_other_replicas(codec, folder):
 
 
 def what_is_compressed(placement):
-    """Bytes sent for gradients, for everything else, and for gradients with the opt-out; in a custom loop."""
+    """Returns bytes sent for gradients, opted-out gradients and own reductions; and whether the sums are exact."""
     strategy = strategy_of(placement, CODECS["int8"])
     with strategy.scope():
         weight = tf.Variable(tf.ones([64, 64]))
@@ -384,9 +384,9 @@ def what_is_compressed(placement):
 
 
 def memory_of_two_models(placement):
-    """Bytes of codec states with one model, with two, and after deleting the first; and the steps of both models."""
+    """Returns codec bytes of one model, of two, and after deleting the first; and the number of steps."""
     strategy = strategy_of(placement, CODECS["int8"])
-    gc.collect()  # models of tests before
+    gc.collect()  # frees models of earlier tests
     before = strategy.communication.traffic()
     models, kept = [], []
     for _ in range(2):
@@ -409,7 +409,7 @@ class LateBack(layers.Layer):
 
     def call(self, x):
         context = tf.distribute.get_replica_context()
-        if context is None:  # Keras infers the shape of the output.
+        if context is None:  # Keras infers the shape of the output
             return x
         is_last = context.replica_id_in_sync_group == context.num_replicas_in_sync - 1
 
@@ -427,7 +427,7 @@ class LateBack(layers.Layer):
 
 
 def traffic_with_a_late_replica(placement, codec, kind, late_seconds, steps=3):
-    """Traffic of some steps in which the gradients of the last replica are late, and the total delay in seconds."""
+    """Returns the traffic of steps in which gradients of the last replica are late, and the total delay in seconds."""
     strategy_of.cache_clear()  # `timed` must be set before the first step.
     strategy = strategy_of(placement, policy(codec))
     untimed = strategy.communication.traffic()
@@ -447,7 +447,7 @@ def traffic_with_a_late_replica(placement, codec, kind, late_seconds, steps=3):
 
 
 def sparse(placement, codec):
-    """Trains an embedding, whose gradients are sparse."""
+    """Trains an embedding, which has sparse gradients."""
     strategy = strategy_of(placement, policy(codec))
     keras.utils.set_random_seed(1)
     with strategy.scope():
@@ -463,7 +463,7 @@ def sparse(placement, codec):
 
 
 def updates_of_unlike_lists(placement):
-    """How far an optimizer moves a variable, and another of equal shape that has zero gradients, in turn."""
+    """Returns how far each of two equal variables moves; the optimizer updates them in turn, the second with zeros."""
     strategy = strategy_of(placement, tfdist.compression.TopK(0.01, min_elements=1))
     with strategy.scope():
         one, other = (keras.Variable(np.zeros((40, 30), "float32")) for _ in range(2))
@@ -481,7 +481,7 @@ def updates_of_unlike_lists(placement):
 
 
 def bytes_of_narrow_rows(placement):
-    """Sent and raw bytes of sparse gradients with one number per row, which a codec would pad to a block."""
+    """Returns sent and raw bytes of sparse gradients with one number per row, which a codec would pad to a block."""
     strategy = strategy_of(placement, tfdist.compression.Int8(min_elements=1))
     before = strategy.communication.traffic()
     with strategy.scope():
@@ -494,8 +494,8 @@ def bytes_of_narrow_rows(placement):
 
 
 def bytes_of_small_tensors(placement, sizes):
-    """The bytes counted for the uncompressed exchange of a float32 vector of each size."""
-    strategy = strategy_of(placement, "powersgd")  # It does not compress vectors.
+    """Returns the bytes counted for the uncompressed exchange of a float32 vector of each size."""
+    strategy = strategy_of(placement, "powersgd")  # does not compress vectors
     sent = []
     for size in sizes:
         with strategy.scope():

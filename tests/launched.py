@@ -1,4 +1,4 @@
-"""`tfdist run` in a process of its own, with a script made for the test; and nothing is left of it."""
+"""Runs `tfdist run` in a process of its own, with a script made for the test, and checks that no worker is left."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import time
 
 DEADLINE_SECONDS = 60
 
-# Every worker leaves its process number in the directory of the test.
+# Every worker writes its process number to a file in the directory of the test.
 PREAMBLE = """
 import json, os, pathlib, signal, subprocess, sys, time
 worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
@@ -26,7 +26,7 @@ ARRIVE = 'leave(f"pid-{worker}", os.getpid())\n'
 
 
 class Run:
-    """The command in a process of its own, with a script made for the test."""
+    """Starts `tfdist run` in a process of its own, with a script made for the test."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -38,7 +38,7 @@ class Run:
         return str(path)
 
     def start(self, *arguments, env=(), restarts=0, **options):
-        def undisturbed():  # a test run in the background may have these ignored
+        def undisturbed():  # A test run in the background may ignore these signals.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -72,7 +72,7 @@ class Run:
 
 @contextlib.contextmanager
 def nothing_left(directory):
-    """A Run whose workers are all gone at the end."""
+    """Yields a `Run`, and checks that no worker of the run is alive at the end."""
     run = Run(directory)
     yield run
     left = [pid for pid in run.pids().values() if is_alive(pid)]
@@ -83,7 +83,7 @@ def nothing_left(directory):
 
 
 def beside_progress(text, *printed):
-    """The lines of a run's output that are neither of Keras' progress nor begin with what the script prints."""
+    """Returns the lines of a run's output other than Keras' progress and lines that start with `printed`."""
     plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]|\x08", "", text)
     lines = [line.strip() for line in plain.splitlines()]
     progress = re.compile(r"Epoch \d+/\d+$|.*\d[mu]?s/(?:step|epoch)\b")

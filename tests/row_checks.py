@@ -1,4 +1,4 @@
-"""What the tests of the comparison of rows run in worker processes."""
+"""Functions that the tests of the row comparison run in worker processes."""
 
 import json
 import os
@@ -18,7 +18,7 @@ Y = np.arange(ROWS, dtype="float32")[:, None]
 
 
 class Batches(keras.utils.PyDataset):
-    """The rows in an order that `random` draws."""
+    """Batches of the rows, in an order that `random` draws."""
 
     def __init__(self, random=np.random):
         super().__init__()
@@ -68,7 +68,7 @@ def _noisy(x, y):
     return x + tf.random.normal([4]), y
 
 
-# By name: what a worker gives to a method of the model.
+# Name: the arguments that a worker passes to a method of the model.
 CASES = {
     "a part of the arrays": lambda worker: {"x": X[worker::2], "y": Y[worker::2], "batch_size": BATCH},
     "arrays in another order": lambda worker: {
@@ -101,7 +101,7 @@ CASES = {
 
 
 def outcome(case, method="fit"):
-    """What a worker is told in a case: what it raises, "nothing" else; and what it warns of."""
+    """Returns this worker's error in a case, or "nothing" and warnings of unlike rows; and whether weights moved."""
     with strategy("2x1").scope():
         model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -119,13 +119,13 @@ def outcome(case, method="fit"):
 
 
 def outcome_of_directory(folder):
-    """The numbers of the files that this worker sees first, of a folder that is read without a seed."""
+    """Returns the numbers of the files in this worker's first batch, from a folder that is read without a seed."""
     dataset = from_files(None, folder)
     return [float(value) for x, _ in dataset.take(1) for value in x[:, 0, 0, 0]]
 
 
 def outcome_of_loop(is_mistaken):
-    """What a worker is told that takes a part of what it distributes by itself, and how many rows it saw."""
+    """Returns the error of a worker that also shards a distributed dataset by itself, and the number of rows it saw."""
     place, seen = strategy("2x1"), 0
     dataset = _sliced().shard(2, _worker()) if is_mistaken else _sliced()
     try:
@@ -141,7 +141,7 @@ def _worker():
 
 
 def outcome_of_model(case, method):
-    """What a worker is told whose model, or what it compiles, is unlike in one thing."""
+    """Returns the error when worker 1 differs in one property of its model or of `compile`."""
     second = bool(_worker())
     activation = "tanh" if second and case == "activation" else "relu"
     optimizer = {
@@ -162,7 +162,7 @@ def outcome_of_model(case, method):
 
 
 def outcome_of_variables(case):
-    """What a worker is told that makes unlike variables; the collectives of this process fail from then on."""
+    """Returns the error when workers create different variables. Collectives of this process fail afterwards."""
     second = bool(_worker())
 
     def make():

@@ -1,4 +1,4 @@
-"""A scanner for the listening ports of processes on this machine: garbage, HTTP, TLS, zeros and silence."""
+"""Scans the listening ports of processes on this machine: sends garbage, HTTP, TLS, zeros or nothing."""
 
 import contextlib
 import json
@@ -23,10 +23,10 @@ _SEND_SECONDS = 2.0
 
 
 def listening_at(pids):
-    """The addresses and ports at which processes listen, by what the kernel says of their sockets."""
+    """Returns the addresses and ports at which processes listen, from the kernel's list of sockets."""
     found = set()
     for pid in pids:
-        with contextlib.suppress(OSError):  # It has ended.
+        with contextlib.suppress(OSError):  # The process may have ended.
             links = [os.readlink(link) for link in pathlib.Path(f"/proc/{pid}/fd").iterdir()]
             for name in ("tcp", "tcp6"):
                 for line in pathlib.Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
@@ -37,12 +37,12 @@ def listening_at(pids):
 
 
 def resident_bytes(pid):
-    """How much memory a process has."""
+    """Returns the resident memory of a process in bytes."""
     return int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def connect(port, words, zeros=0):
-    """A connection that has sent these bytes and so many zeros, as far as they were taken; `None` if there is none."""
+    """Connects, sends `words` and then `zeros` zero bytes while the peer reads. Returns None if it cannot connect."""
     try:
         connection = socket.create_connection(("127.0.0.1", port), _SEND_SECONDS)
     except OSError:
@@ -56,15 +56,15 @@ def connect(port, words, zeros=0):
 
 
 class Scanner:
-    """Connects to whatever port processes listen at, again and again, in a thread.
+    """Connects to all listening ports of processes, again and again, in a thread.
 
     Args:
-      find_pids: Gives the processes.
-      zeros: How many zeros one connection in eight sends.
+      find_pids: Function that returns the process ids.
+      zeros: Number of zeros that one connection in eight sends.
 
     Attributes:
-      ports: The addresses and ports that were found.
-      connections: How many connections were made, by port.
+      ports: Addresses and ports found so far.
+      connections: Number of connections so far, by port.
     """
 
     def __init__(self, find_pids, zeros):

@@ -1,4 +1,4 @@
-"""What the tests of the strategies run in worker processes."""
+"""Functions that the tests of the strategies run in worker processes."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ def own_index():
 
 
 class MadeLate(layers.Layer):
-    """Its dropout is made while Keras traces the shapes of a layer that has no `build`."""
+    """A layer without `build`, whose dropout is created while Keras traces its shapes."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ class _DropoutMadeInBuild(layers.Layer):
 
 
 def masks(placement, seed, late):
-    """The dropout masks that the replicas of this worker draw in two steps, [step, local replica, 20]."""
+    """Returns the dropout masks that the replicas of this worker draw in two steps, [step, local replica, 20]."""
     keras.utils.set_random_seed(seed)
     with strategy(placement).scope():
         dropout = _built(late)
@@ -69,7 +69,7 @@ def _built(late):
 
 
 def initial_weights(placement):
-    """Each worker seeds differently and builds its own model."""
+    """Builds a model on each worker with another seed. Returns its initial variables."""
     keras.utils.set_random_seed(100 + own_index())
     with strategy(placement).scope():
         model = keras.Sequential([layers.Input((4,)), layers.Dense(3), layers.Dropout(0.5)])
@@ -77,8 +77,8 @@ def initial_weights(placement):
 
 
 def rows_of_an_epoch(placement):
-    """How often rows are seen in two epochs that Keras shuffles, in a process without a seed from the user."""
-    random.seed(os.urandom(8))  # A fresh process; this one was forked.
+    """Counts how often each row is seen in two epochs that Keras shuffles, without a seed from the user."""
+    random.seed(os.urandom(8))  # seeds as in a fresh process; this process was forked
     place = tfdist.MirroredStrategy() if placement == "1x2" else tfdist.MultiWorkerMirroredStrategy()
     with place.scope():
         model = Recorder()
@@ -89,7 +89,7 @@ def rows_of_an_epoch(placement):
 
 
 class Rows(keras.utils.PyDataset):
-    """As the arrays, shuffled by Python's random numbers, by which Keras shuffles batches too."""
+    """The rows of the arrays, shuffled by Python's `random`, which Keras also uses to shuffle batches."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ class Rows(keras.utils.PyDataset):
 
 
 class Recorder(keras.Model):
-    """Counts on each replica how often it saw each row, which is its number."""
+    """Counts on each replica how often the replica saw each row; a row's value is its number."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +125,7 @@ class Recorder(keras.Model):
 
 
 def saved_weights(placement, folder):
-    """Every worker saves the same model by itself; returns what is in its file."""
+    """Trains and saves the same model on every worker by itself. Returns the variables in its file."""
     keras.utils.set_random_seed(1)
     with strategy(placement).scope():
         model = keras.Sequential(
@@ -135,13 +135,13 @@ def saved_weights(placement, folder):
     x = np.random.default_rng(0).normal(size=(36, 4)).astype("float32")
     model.fit(x, x[:, :3], batch_size=8, verbose=0, shuffle=False)
     path = os.path.join(folder, f"{own_index()}.keras")
-    model.save(path)  # The chief too: whoever saves alone must not wait for others.
+    model.save(path)  # Saving on one worker must not wait for peers, on the chief neither.
     loaded = keras.models.load_model(path)
     return [np.asarray(variable) for variable in loaded.variables + loaded.optimizer.variables]
 
 
 def is_tuned(kind):
-    """Whether the pipeline of what `fit` is given is tuned, and its parts on the devices."""
+    """Whether the input pipeline of `fit`, and its parts on the devices, use autotuning."""
     arrays = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
     given = tf.data.Dataset.from_tensor_slices(arrays).batch(4) if kind == "dataset" else arrays[0]
     more = {} if kind == "dataset" else {"y": arrays[1], "batch_size": 4}
@@ -153,7 +153,7 @@ def is_tuned(kind):
 
 
 def compiled_alone():
-    """The same training compiled by XLA, without a strategy and under one replica; what balanced data say to it."""
+    """Returns weights of a training that XLA compiles, without a strategy and on one replica; balanced data's error."""
     x = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 
     def trained(place, data):
@@ -175,7 +175,7 @@ def compiled_alone():
 
 
 def only_chief_saves(placement, folder, in_scope):
-    """The chief saves in all ways there are; all of it in the scope of the strategy, or what makes the model alone."""
+    """Saves on the chief in all ways. The strategy's scope encloses everything, or only the creation of the model."""
     x, path = np.ones((8, 4), "float32"), functools.partial(os.path.join, folder)
     with contextlib.ExitStack() as stack:
         stack.enter_context(strategy(placement).scope())
@@ -220,7 +220,7 @@ def checkpoint_round_trip(placement, folder):
 
 
 def reductions(placement):
-    """What a user's own reductions give on replicas 0, 1, ...; rows unlike."""
+    """Returns the results of a user's own reductions over replicas with different values."""
     place = strategy(placement)
     per_replica = place.experimental_distribute_values_from_function(
         lambda context: tf.range(2.0) + 10.0 * context.replica_id_in_sync_group
@@ -248,7 +248,7 @@ def reductions(placement):
 
 
 def reductions_of_types(placement):
-    """What an all-reduce and a `reduce` add up in types that collectives do not know, and each replica's own."""
+    """Returns the values and the sums by all-reduce and `reduce`, in types that collectives do not support."""
     place = strategy(placement)
     own = [np.array([np.iinfo(kind).max - 3, 5], kind) for kind in ("int8", "uint8", "int16", "uint16", "uint32")]
     own += [np.array([2**63 + 3, 5], "uint64"), np.array([1 + 2j, 3], "complex64"), np.array(1 - 2j, "complex128")]
@@ -267,7 +267,7 @@ def number_of_devices(placement):
 
 
 def message_of(placement, mistake):
-    """What a mistake raises in every worker."""
+    """Returns the class and message of the error that a mistake raises on this worker."""
     try:
         mistakes[mistake](placement)
     except Exception as error:
@@ -283,7 +283,7 @@ def _compiled(placement):
 
 
 def _compiled_part(placement):
-    """What a replica exchanges is compiled, its step is not."""
+    """Compiles the exchange of a replica, but not its step."""
     compiled = tf.function(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([])), jit_compile=True)
     strategy(placement).run(lambda: compiled())
 
@@ -312,7 +312,7 @@ def _all_outside_scope(placement):
 
 
 class Recipe(keras.Model):
-    """A model whose step takes a loss and gradients by a recipe."""
+    """A model whose training step computes loss and gradients by given functions."""
 
     def __init__(self, loss_of, gradients_of=lambda gradients: gradients):
         super().__init__()
@@ -359,7 +359,7 @@ def _compiled_alone_in_scope(placement):
 
 
 def uses_tf_keras(placement):
-    """What `compression` and callbacks say to a model of tf_keras, and what it trains to without them."""
+    """Returns the errors of `compression` and callbacks with a tf_keras model, and its weights without them."""
     import tf_keras
 
     kind = tfdist.MirroredStrategy if placement == "1x2" else tfdist.MultiWorkerMirroredStrategy
@@ -388,9 +388,9 @@ def uses_tf_keras(placement):
 
 
 def trains_outside(placement):
-    """What training a model without a strategy raises or logs, and then one on a device of its own."""
+    """Returns the errors and logs of training outside a strategy, and under a strategy for one device of its own."""
     strategy(placement)
-    outside_scope._Guard.has_trained = False  # Tests before this one have trained in this process.
+    outside_scope._Guard.has_trained = False  # Earlier tests have trained in this process.
     said, handler = [], pylogging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.get_absl_logger().addHandler(handler)
@@ -410,8 +410,8 @@ def trains_outside(placement):
 
 
 def labels_after_training(placement, source):
-    """An array of labels, of which Python code gives parts without a copy, after a model was trained on it."""
-    memory = np.zeros(48 * 4 + 64, "uint8")  # TensorFlow copies arrays that do not begin at a multiple of 64 bytes.
+    """Returns labels after training on them. Python code yields slices of the labels without a copy."""
+    memory = np.zeros(48 * 4 + 64, "uint8")  # TensorFlow copies arrays that are not aligned to 64 bytes.
     labels = memory[-memory.ctypes.data % 64 :][: 48 * 4].view("float32").reshape(48, 1)
     labels[:] = np.arange(48)[:, None]
     x = np.random.default_rng(0).normal(size=(48, 4)).astype("float32")
@@ -442,7 +442,7 @@ def labels_after_training(placement, source):
 
 
 def counters_after_data_of_unknown_length(placement, epochs):
-    """What each device has counted of steps and draws after epochs that end where the data does."""
+    """Returns each device's counts of steps and random draws after epochs that end with the data."""
     with strategy(placement).scope():
         model = keras.Sequential([layers.Input((4,)), layers.Dropout(0.5), layers.Dense(1)])
         model.compile("adam", "mse")
@@ -471,7 +471,7 @@ def _metric_outside_scope(placement):
 
 
 class KeepsItsOwn(keras.metrics.Metric):
-    """Counts in a variable that it makes itself."""
+    """A metric that counts in a variable of its own."""
 
     def __init__(self, make):
         super().__init__(name="own")
@@ -492,9 +492,9 @@ def _metric_of_its_own(placement, make=keras.Variable):
 
 
 def chief_loads_alone(placement, used, bias=1.0):
-    """What using a model raises in which the chief alone has set weights.
+    """Returns the error of a model method after the chief alone has set weights.
 
-    Using it again, after all trained it, it raises by the bias: the chief's kernel is another by rounding.
+    With "fit again", all workers train first; then the chief changes the bias, and the kernel by a rounding error.
     """
     with strategy(placement).scope():
         model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
@@ -514,7 +514,7 @@ def chief_loads_alone(placement, used, bias=1.0):
 
 
 def chief_rounds_and_draws(placement):
-    """Whether a `fit` goes on though the chief has rounded in another way, and has drawn random numbers alone."""
+    """Counts the steps of a `fit` after the chief alone has rounded weights differently and drawn random numbers."""
     keras.utils.set_random_seed(1)
     with strategy(placement).scope():
         model = keras.Sequential([layers.Input((4,)), layers.Dense(3), layers.Dropout(0.5), layers.Dense(1)])
@@ -529,17 +529,17 @@ def chief_rounds_and_draws(placement):
 
 
 def drawn_in_a_step(placement):
-    """What `tf.random` gives on each replica of this worker in a step."""
+    """Returns the numbers that `tf.random` draws in a step, for each replica of this worker."""
     draw = tf.function(lambda: strategy(placement).run(lambda: tf.random.uniform([])))
     return [float(value) for value in strategy(placement).experimental_local_results(draw())]
 
 
 def loop_and_fit(placement):
-    """What a custom loop and a `fit` leave in a model with plain BatchNormalization; the last batch has one row."""
+    """Trains BatchNormalization by a custom loop and by `fit`; the last batch has one row. Returns both weights."""
     place = strategy(placement)
     x = np.random.default_rng(0).normal(size=(33, 4)).astype("float32")
     options = tf.data.Options()
-    options.autotune.enabled = False  # Else whoever collects it may wait for its tuner.
+    options.autotune.enabled = False  # Otherwise freeing the dataset may wait for its tuner.
     dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8).with_options(options)
 
     def make():
@@ -570,7 +570,7 @@ def loop_and_fit(placement):
 
 
 def said_of_a_loop(placement):
-    """What TensorFlow logs when AutoGraph takes a custom loop, and us with it."""
+    """Returns what TensorFlow logs when AutoGraph converts a custom loop and tfdist's code in it."""
     place = (tfdist.MirroredStrategy if placement == "1x2" else tfdist.MultiWorkerMirroredStrategy)()
     with place.scope():
         variable = tf.Variable(0.0)
@@ -594,7 +594,7 @@ def said_of_a_loop(placement):
 
 
 def deterministic_fit():
-    """The loss of a `fit` on two devices, while TensorFlow refuses whatever might not be deterministic."""
+    """Returns the loss of a `fit` on two devices, while TensorFlow refuses non-deterministic operations."""
     tf.config.experimental.enable_op_determinism()
     keras.utils.set_random_seed(1)
     with tfdist.MirroredStrategy(["CPU:0", "CPU:1"], compression="int8").scope():
@@ -627,7 +627,7 @@ def _loss_scaling(placement):
 
 
 class Alone(keras.optimizers.Optimizer):
-    """Updates by itself, and forgets that there are other replicas."""
+    """A faulty optimizer: updates variables without exchanging gradients between replicas."""
 
     def apply(self, grads, trainable_variables=None):
         for gradient, variable in zip(grads, trainable_variables, strict=True):
@@ -642,7 +642,7 @@ def _optimizer_alone(placement):
 
 
 def _gradients_of_other_variables(placement):
-    """A loop that is not traced, under a plain optimizer: each replica takes its own path through Python."""
+    """Applies gradients of different variables on each replica, in a step that is not traced."""
     place = strategy(placement)
     with place.scope():
         variables = [keras.Variable([1.0], name=name) for name in ("common", "even", "odd")]
@@ -681,7 +681,7 @@ mistakes = {
 
 
 def loop_and_fit_in_turns(placement):
-    """Collectives of devices and of hosts, in graphs and eager, mixed in one process."""
+    """Mixes collectives of devices and of hosts, in graphs and in eager mode, in one process."""
     place = strategy(placement)
     with place.scope():
         model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
@@ -704,7 +704,7 @@ def loop_and_fit_in_turns(placement):
 
 
 def counts_around_the_end_of_data(placement, kind):
-    """Keys of each local replica, before and after a step, of ten collectives or one, that finds no more data."""
+    """Returns the collective counters of local replicas before and after a step that finds no more data."""
     place = strategy(placement)
     data = place.distribute_datasets_from_function(tfdist.data.BalancedSharding((np.ones((8, 1), "float32"),), 8))
 
@@ -729,7 +729,7 @@ def counts_around_the_end_of_data(placement, kind):
 
 
 def numbers_of_variables(placement):
-    """What Python makes of variables of one number, of several kinds."""
+    """Converts scalar variables of several kinds to Python numbers."""
     with strategy(placement).scope():
         optimizer = keras.optimizers.SGD(0.25)
         metric = keras.metrics.Sum()
@@ -738,7 +738,7 @@ def numbers_of_variables(placement):
 
 
 def reductions_after_unequal_counts(placement):
-    """What a step that failed halfway leaves behind, then reductions outside of a step and in one."""
+    """Returns reductions outside of a step and in one, after counters differ as if a step had failed halfway."""
     place = strategy(placement)
     first = place.extended._cross_device_ops._launchers[0]
     totals = []
@@ -747,21 +747,21 @@ def reductions_after_unequal_counts(placement):
         totals.append(float(step(lambda: place.reduce("SUM", place.run(lambda: tf.ones([])), axis=None))))
     first.count.assign_add(3)
     total = tf.function(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([])))
-    in_step = place.run(total, args=None)  # as some write it
+    in_step = place.run(total, args=None)  # some users pass None
     first.count.assign_add(3)
     gathered = place.gather(place.run(lambda: tf.ones([1]), args=None), axis=0)
     return [*totals, float(place.experimental_local_results(in_step)[0]), float(tf.reduce_sum(gathered))]
 
 
 def captured_by_a_lone_replica():
-    """Variables that a function takes into itself by running something on the only replica."""
+    """Returns the names of the variables that a function captures when it runs a step on the only replica."""
     place = tfdist.MirroredStrategy(["CPU:0"])
     function = tf.function(lambda value: place.run(lambda own: own * 2, args=(value,)))
     return [capture.name for capture in function.get_concrete_function(tf.ones([])).captured_inputs]
 
 
 def states_of_rows(placement):
-    """The state that a stateful layer keeps on each local replica."""
+    """Returns the state that a stateful layer keeps on each local replica."""
     keras.utils.set_random_seed(1)
     place = strategy(placement)
     with place.scope():
@@ -777,7 +777,7 @@ def states_of_rows(placement):
 
 
 def hooks_run_by(placement):
-    """Which hooks of a callback with `ChiefOnly` run on this worker."""
+    """Returns the hooks of a `ChiefOnly` callback that run on this worker."""
     ran = []
 
     class Writer(tfdist.callbacks.ChiefOnly, keras.callbacks.Callback):
@@ -803,7 +803,7 @@ def hooks_run_by(placement):
 
 
 def found_after_fit(placement, folder, fails):
-    """What each worker finds of what a slow callback of the chief writes, and what `fit` raises."""
+    """Whether each worker finds the file that a slow callback of the chief writes; and the error of `fit`."""
     path = os.path.join(folder, "written")
 
     class Slow(tfdist.callbacks.ChiefOnly, keras.callbacks.Callback):
@@ -829,7 +829,7 @@ def found_after_fit(placement, folder, fails):
 
 
 def reads_other_batches_than_others(placement, kind):
-    """What a worker is told that reads fewer batches than another, of fewer rows or more in each."""
+    """Returns the error when workers read different numbers of batches, or batches of different sizes."""
     x, first = np.ones((32, 4), "float32"), own_index() == 0
     with strategy(placement).scope():
         model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
@@ -842,7 +842,7 @@ def reads_other_batches_than_others(placement, kind):
 
 
 def fits_unlike_others(placement, folder, kind):
-    """What a worker is told whose `fit` is not what it is on another."""
+    """Returns the error when `fit` has different arguments on one worker."""
     x, first = np.ones((8, 4), "float32"), own_index() == 0
     with strategy(placement).scope():
         model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
@@ -859,7 +859,7 @@ def fits_unlike_others(placement, folder, kind):
 
 
 def warnings_of_callbacks(placement, folder):
-    """What this worker says as a `fit` begins with each of Keras' callbacks, and tfdist's, that write a file."""
+    """Returns the warnings of a `fit` with Keras' `CSVLogger` and with tfdist's."""
     with strategy(placement).scope():
         model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -867,11 +867,11 @@ def warnings_of_callbacks(placement, folder):
     for given in (keras.callbacks.CSVLogger(path), [tfdist.callbacks.CSVLogger(path)]):
         with mock.patch.object(logging, "warning", lambda text, *values: said.append(text % values)):
             model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0, callbacks=given)
-    return [each for each in said if "Keras' own" in each]  # others may tell of a slow machine
+    return [each for each in said if "Keras' own" in each]  # the rest may be about a slow machine
 
 
 def asked_for_on_the_chief_alone(placement):
-    """What a callback of the chief alone is told when it asks for what all workers compute; and what it may compute."""
+    """Returns the errors of a chief-only callback that calls collective operations, and output that it may compute."""
     x, answers, messages = np.ones((8, 4), "float32"), [], []
     with strategy(placement).scope():
         model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
@@ -903,7 +903,7 @@ def asked_for_on_the_chief_alone(placement):
 
 
 def predicted_without_compile(placement):
-    """What a model predicts that was never compiled, and what it gives when it is called."""
+    """Returns the predictions and the direct output of a model that was never compiled."""
     x = np.arange(28, dtype="float32").reshape(7, 4)
     with strategy(placement).scope():
         model = keras.Sequential([layers.Input((4,)), layers.Dense(3)])
@@ -934,7 +934,7 @@ def other_cross_device_ops():
 
 
 def on_gpus():
-    """Which collectives a strategy on GPUs would choose for gradients, counts and whole numbers; there is none here."""
+    """Returns the collectives that a strategy would choose for gradients, counts and integers on GPUs; uses no GPU."""
     extended = tfdist.MirroredStrategy().extended
     extended._devices = ("/device:GPU:0", "/device:GPU:1")
     chosen = [extended._get_cross_device_ops(value) for value in ([tf.ones([2])], tf.ones([2]), tf.constant(1))]
@@ -952,7 +952,7 @@ def unequal_devices():
 
 
 def train_with_bounds(placement):
-    """Different batches on each worker for `train_on_batch`: together one global batch."""
+    """Runs `train_on_batch` with different batches on each worker, which form one global batch."""
     keras.utils.set_random_seed(1)
     with strategy(placement).scope():
         model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
@@ -973,7 +973,7 @@ def one_device_on_batch():
 
 
 class Delayed(layers.Layer):
-    """Takes a time on its way forward, and as long on its way back, on the last worker."""
+    """A layer that sleeps in its forward pass, and as long in its backward pass, on the last worker."""
 
     seconds = 0.2
 
@@ -999,7 +999,7 @@ class Delayed(layers.Layer):
 
 
 def seconds_of_replicas(placement):
-    """Of each step, by replica: computing, and its own; the last worker's callback takes as long as its computing."""
+    """Returns computing and own seconds, by step and replica; the last worker has a slow layer and a slow callback."""
     keras.utils.set_random_seed(1)
     place = strategy(placement) or tfdist.MirroredStrategy(["CPU:0"])
     workers = place.num_replicas_in_sync // len(place.extended.worker_devices)
@@ -1020,11 +1020,11 @@ def seconds_of_replicas(placement):
 
 
 def own_data_of_each(policy):
-    """What becomes of data of which each worker reads its own rows: 70 on worker 0, 26 on worker 1, from 0 to 95.
+    """Trains on data of which each worker reads its own rows: 70 on worker 0, 26 on worker 1, numbered from 0 to 95.
 
     Returns:
-      By kind of cardinality: steps, weighted mean and number of rows in `fit`, their mean in `evaluate`; of `predict`
-      what it raises; of a custom loop the rows.
+      By kind of cardinality: steps, weighted mean and number of rows in `fit`, their mean in `evaluate`. Also the
+      errors of `predict`, and the rows that a custom loop reads.
     """
     place, worker = strategy("2x1"), own_index()
     own = np.arange(96, dtype="float32")[:, None]
@@ -1065,7 +1065,7 @@ def own_data_of_each(policy):
 
 
 class OfTargets(keras.metrics.Mean):
-    """The mean of the targets."""
+    """A metric with the mean of the targets."""
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         super().update_state(y_true)
@@ -1077,7 +1077,7 @@ class HidesNaN(layers.Layer):
 
 
 class Magnitude(layers.Layer):
-    """Its gradient at 0 is NaN."""
+    """An absolute value whose gradient at 0 is NaN."""
 
     def call(self, x):
         return tf.sqrt(tf.square(x))
@@ -1088,10 +1088,10 @@ def _one_row_of_zeros(shape, dtype=None):
 
 
 def told_of_not_finite(placement, case):
-    """What this worker logs when row 13 of 16, in the second batch and of the last replica, is wrong.
+    """Trains while row 13 of 16, which the last replica reads in the second batch, has a bad value.
 
     Returns:
-      For each warning: how many batches had ended, and its text.
+      For each warning of this worker: the number of batches that had ended, and the text.
     """
     place, rows = strategy(placement), np.random.default_rng(0).uniform(1, 2, (16, 5)).astype("float32")
     wide = layers.Dense(6, use_bias=False)

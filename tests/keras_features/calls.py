@@ -42,7 +42,7 @@ def predict_uneven(place):
 
 
 class AsLongAsTheLongest(keras.Model):
-    """Repeats the second number of a row as often as the first one says; as long as the longest row of its batch."""
+    """Repeats the second number of a row as often as its first number tells, padded to the longest row of the batch."""
 
     def call(self, x):
         places = tf.range(tf.reduce_max(tf.cast(x[:, 0], tf.int32)))
@@ -56,14 +56,14 @@ class AsLongAsTheLongest(keras.Model):
 
 
 class TokensDoubled(keras.Model):
-    """One output for each token, so its length is that of the input."""
+    """Returns one output per token, so that input and output have the same length."""
 
     def call(self, x):
         return 2 * x
 
 
 def without_padding(output):
-    """Numbers and words that are not padding, in order; a model pads by the longest row of what it is given."""
+    """Returns the numbers and words without padding, in order; a model pads to the longest row of its input."""
     flat = output.flat_values.numpy() if isinstance(output, tf.RaggedTensor) else output
     numbers = np.array([float(value or 0) for value in np.ravel(flat).tolist()])
     return numbers[numbers != 0]
@@ -75,7 +75,7 @@ def shape_of(output):
 
 @row()
 def predict_outputs_as_long_as_the_longest_of_a_batch(place):
-    """Rows of alike lengths give an array, others a ragged tensor; the last batch leaves a replica without rows."""
+    """Equal lengths give an array, different lengths a ragged tensor; the last batch leaves a replica without rows."""
     values, x = {}, np.stack([np.arange(17) % 7 + 1, np.arange(1, 18)], axis=1).astype("float32")
     alike = np.concatenate([np.full((17, 1), 5.0, "float32"), x[:, 1:]], axis=1)
     for eagerly in (False, True):
@@ -98,7 +98,7 @@ def predict_outputs_as_long_as_the_longest_of_a_batch(place):
 
 @row()
 def predict_tokens_of_padded_texts(place):
-    """The graph is traced on batches of one length, then of another; a replica may be left without rows."""
+    """The graph is traced on batches of one length, then of another; a replica may have no rows."""
     values = {}
     for sizes in ((4, 4, 6, 6, 3), (5,), (2, 6, 6), (3, 3, 3)):
         with place.scope():

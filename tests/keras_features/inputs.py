@@ -27,7 +27,7 @@ def input_tf_data_infinite(place):
 
 
 def files(place, name, parts, write):
-    """Paths of files that only this worker reads."""
+    """Returns paths of files that only this worker reads."""
     folder = os.path.join(place.folder, f"{name}-{os.getpid()}")
     os.makedirs(folder)
     paths = [os.path.join(folder, str(number)) for number in range(len(parts))]
@@ -64,7 +64,7 @@ def input_fewer_files_than_workers(place):
 
 @row()
 def input_files_of_unlike_lengths_in_no_order(place):
-    """Without a fixed order each worker would read in its own, since each takes longer for other lines here."""
+    """Without a fixed order, workers would read in different orders, since each line's time depends on the worker."""
     shares_out = place.name.startswith("2")
     is_first = tfdist.cluster.is_chief()
 
@@ -81,7 +81,7 @@ def input_files_of_unlike_lengths_in_no_order(place):
     rows = np.c_[x, y]
     paths = files(place, "lines", [rows[:5], rows[5:17], rows[17:]], np.savetxt)
     dataset = tf.data.Dataset.from_tensor_slices(paths).interleave(tf.data.TextLineDataset, cycle_length=3)
-    dataset = dataset.map(parsed, num_parallel_calls=4).prefetch(1)  # Fused with the next map it would keep the order.
+    dataset = dataset.map(parsed, num_parallel_calls=4).prefetch(1)  # Without `prefetch`, fused maps keep the order.
     dataset = dataset.batch(BATCH).with_options(untuned(not shares_out))
     model = built(place)
     history = model.fit(dataset, verbose=0).history
@@ -90,7 +90,7 @@ def input_files_of_unlike_lengths_in_no_order(place):
 
 @row()
 def input_words(place):
-    """Strings that the model looks up."""
+    """The model looks up strings."""
     words = ["one", "two", "three", "four"]
     texts = np.array([f"{words[i % 4]} {words[i % 3]} {'?' * (i % 2)} {words[i % 2]}" for i in range(36)])
 
@@ -107,7 +107,7 @@ def input_words(place):
 
 
 class Particular(keras.Model):
-    """Parses, decodes and checks its input: zeros and empty strings fail."""
+    """Parses, decodes and checks its input. Zeros and empty strings make the checks fail."""
 
     def __init__(self):
         super().__init__()
@@ -126,7 +126,7 @@ class Particular(keras.Model):
 
 
 class ParticularStep(Particular):
-    """With a step of its own."""
+    """The same model with a custom training step."""
 
     def train_step(self, data):
         x, y = data
@@ -137,7 +137,7 @@ class ParticularStep(Particular):
 
 
 def particular(rows):
-    """Rows that `Particular` takes."""
+    """Returns rows that `Particular` accepts."""
     x = {
         "number": np.array([f"{i / rows:.3f}" for i in range(rows)]),
         "image": np.array([tf.io.encode_png(np.full((2, 2, 1), 200, "uint8")).numpy()] * rows),
@@ -148,7 +148,7 @@ def particular(rows):
 
 def read_by_particular(place, make, **kwargs):
     model = built(place, make, **kwargs)
-    predicted = model.predict(particular(1), verbose=0)  # Of one row, before any other was read.
+    predicted = model.predict(particular(1), verbose=0)  # a single row, before the model has read any other
     evaluated = model.evaluate(particular(1), verbose=0)
     history = model.fit(particular(9), verbose=0, epochs=2, validation_data=particular(5)).history
     return outcome(
@@ -226,7 +226,7 @@ def input_first_batch_does_not_divide(place):
 
 @row()
 def input_unequal_rows_per_worker(place):
-    """Of each 8 rows one replica reads 3 and the other 5; one device reads the same global batches."""
+    """One replica reads 3 of each 8 rows, and the other reads 5; one device reads the same global batches."""
     model = built(place)
     x, y = data()
 
@@ -290,7 +290,7 @@ class Context:
 
 @row(same_bits=False)
 def input_padded_by_each_replica(place):
-    """Sentences of 1 to 6 words. A replica pads to its own longest sentence, a single device to the longest of all."""
+    """Sentences have 1 to 6 words. A replica pads to its own longest sentence, one device to the longest of all."""
     x = np.arange(1, 7) * (np.arange(6) <= (np.arange(12) * 5 % 6)[:, None])
 
     def dataset_fn(context):

@@ -99,7 +99,7 @@ class Held:
 
 
 class SeveralOptimizers(Subclassed):
-    """Applies one optimizer twice per step, some that other objects hold, and one in a branch in some steps."""
+    """Applies one optimizer twice per step, some optimizers of other objects, and one in a branch in some steps."""
 
     def compile(self, *args, **kwargs):
         super().compile(*args, **kwargs)
@@ -108,7 +108,7 @@ class SeveralOptimizers(Subclassed):
         self.held = Held(keras.optimizers.SGD(0.03, clipvalue=0.01))
         self.seldom = keras.optimizers.SGD(0.05, clipvalue=0.02)
         self.last = keras.optimizers.SGD(0.1)
-        self.kind = Kind.ONE  # The search for optimizers must not look into its class.
+        self.kind = Kind.ONE  # an enum; the search for optimizers must not descend into its class
 
     def train_step(self, data):
         x, y = data
@@ -147,7 +147,7 @@ def several_optimizers_in_a_custom_step(place):
 
 
 class UpdatesInALoop(Subclassed):
-    """Several updates per step, in a loop of the graph."""
+    """Applies several updates per step, in a loop of the graph."""
 
     def train_step(self, data):
         x, y = data
@@ -185,7 +185,7 @@ def two_models(place):
 
 
 class OfManyParts(Subclassed):
-    """Unpacks batches itself; passes one optimizer more arguments than Keras does, and does not hold the other."""
+    """Unpacks batches itself, passes an extra argument to one optimizer, and holds the other only in a lambda."""
 
     def __init__(self, elsewhere):
         super().__init__()
@@ -413,7 +413,7 @@ def _square_of_the_gathered_mean(model, x, y):
 
 
 class ByRecipe(Subclassed):
-    """A step with a loss of its own, as users write it for one device."""
+    """A step with a custom loss, as users write it for one device."""
 
     recipe = staticmethod(_mean)
 
@@ -432,7 +432,7 @@ class ByRecipe(Subclassed):
 
 
 class ByKerasStep(Subclassed):
-    """Keras' own step, and a loss of its own."""
+    """Keras' own step with a custom loss."""
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         losses = keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True)
@@ -440,7 +440,7 @@ class ByKerasStep(Subclassed):
 
 
 def _by_recipes(place, recipes, optimizer=lambda: keras.optimizers.SGD(0.3), make=ByRecipe):
-    """What short trainings with a short last batch leave, of each recipe."""
+    """Returns the weights after a short training by each recipe, with a short last batch."""
     x, y = data(3 * BATCH + 5)
     weights = {}
     for recipe in recipes:
@@ -457,7 +457,7 @@ def means_of_steps_as_on_one_device(place):
     return _by_recipes(place, [_mean, _mean_and_keras_loss, _average_loss])
 
 
-@row(same_bits=False)  # Several workers do not know the number of rows while they trace.
+@row(same_bits=False)  # Several workers do not know the number of rows while tracing.
 def steps_of_a_static_number_of_rows(place):
     x, y = data(3 * BATCH)
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH, drop_remainder=True)
@@ -476,7 +476,7 @@ def gradient_penalty_in_a_step(place):
 @row()
 def sums_by_the_global_batch(place):
     results = _by_recipes(place, [_sum_by_the_global_batch, _average_loss_of_the_global_batch])
-    return {**results, "history": {}}  # Of a sum the mean over replicas is no log of one device.
+    return {**results, "history": {}}  # For a sum, the mean over replicas differs from one device's log.
 
 
 @row()
@@ -498,7 +498,7 @@ def a_mean_in_compute_loss(place):
 
 
 class Autoencoder(keras.Model):
-    """Uses its input as targets, inside of its steps only. Loss and metrics fit no other targets."""
+    """Uses its input as targets, in its steps only. Loss and metrics accept no other targets."""
 
     def train_step(self, data):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)

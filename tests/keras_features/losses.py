@@ -57,7 +57,7 @@ def a_masked_loss_by_weights_without_weights(place):
 
 @row()
 def losses_that_are_matched_in_a_custom_loop(place):
-    """Keras matches losses with outputs when they are first called, here in the step."""
+    """Keras matches losses with outputs at the first call, here in the step."""
     strategy = place.strategy or tf.distribute.get_strategy()
     losses = {"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)}
     losses["value"] = keras.losses.MeanSquaredError(reduction="sum")

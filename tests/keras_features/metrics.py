@@ -79,5 +79,5 @@ def logs_other_than_metrics(place):
     x, y = data(37)
     y = keras.utils.to_categorical(y, 3)
     history = fit(model, x, y, validation_data=(x[:25], y[:25]))
-    history.pop("val_error")  # The step computes it from a metric's result, so it is a mean over replicas.
+    history.pop("val_error")  # The step computes it from a metric's result, so `val_error` is a mean over replicas.
     return outcome(model, history)

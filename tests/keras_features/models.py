@@ -107,7 +107,7 @@ def float8_layers(place):
     makes = [functools.partial(mlp, dtype="float8_from_float32"), Float8WithoutScaledLoss]
     models = [built(place, make) for make in makes]
     histories = [fit(model, x, y) for model in models]
-    # The loss is not scaled, so the gradients on a replica are not those of the whole batch.
+    # The loss is not scaled, so a replica's gradients are not those of the whole batch.
     same = [variable for variable in models[1].variables if "outputs_grad" not in variable.path]
     weights = np.concatenate([np.ravel(variable) for variable in same])
     return outcome(models[0], histories[0], loss=histories[1]["loss"], weights=weights)
@@ -122,7 +122,7 @@ class Float8WithoutScaledLoss(CustomStep):
 
 
 class InPython(layers.Layer):
-    """Returns three times its input, by Python functions in forward and backward pass."""
+    """Returns three times its input, computed by Python functions in the forward and the backward pass."""
 
     def call(self, x):
         def by_python(x):
@@ -188,7 +188,7 @@ def batch_normalization_synchronized_in_a_custom_step(place):
 
 
 class Attention(layers.Layer):
-    """Creates its parts while shapes are traced, and has no `build`."""
+    """Creates its sublayers while shapes are traced, and has no `build`."""
 
     def __init__(self):
         super().__init__()
@@ -202,7 +202,7 @@ class Attention(layers.Layer):
 @row(exempt="each replica normalises its own rows and draws its own masks; the moving statistics agree all the same")
 def model_that_fit_builds(place):
     model = built(place, lambda: keras.Sequential([layers.Dense(5), Attention(), layers.Dense(3)]))
-    x, y = data(33)  # in the last batch a replica has no rows
+    x, y = data(33)  # the last batch leaves a replica without rows
     history = fit(model, x, y, epochs=2)
     return outcome(model, history, evaluated=model.evaluate(x, y, verbose=0))
 
@@ -338,7 +338,7 @@ def embedding_of_places_counted_from_the_last_row(place):
 
 
 class ForEachRow(WithPositions):
-    """Looks up positions for each row, so that one device has one gradient per row for each position."""
+    """Looks up positions for each row, so that one device has one gradient per row and position."""
 
     def call(self, x):
         places = self.positions(tf.tile(tf.range(7)[None], [tf.shape(x)[0], 1]))
@@ -429,7 +429,7 @@ def embedding_of_places_by_the_replica(place):
 
 @row()
 def embedding_of_one_kind_for_all(place):
-    """One device has one gradient of it per token."""
+    """On one device, the weight has one gradient per token."""
 
     class OfOneKind(ForEachRow):
         def call(self, x):
@@ -535,7 +535,7 @@ def parts_of_unlike_kinds_for_some_rows_eagerly(place):
 
 
 class OfUnlikeLengths(keras.Model):
-    """Uses an attribute of its input that symbolic tensors do not have."""
+    """Calls a method of its input that symbolic tensors do not have."""
 
     def __init__(self):
         super().__init__()
@@ -554,7 +554,7 @@ def ragged_input_that_the_model_fills_up(place):
 
 
 class WithAHelper(Subclassed):
-    """Has one more output in training."""
+    """Has an additional output in training."""
 
     def __init__(self):
         super().__init__()
@@ -584,7 +584,7 @@ def ragged_input_and_a_replica_without_rows(place):
 
 @row(tolerance=1e-4)
 def convolutions_and_a_replica_without_rows(place):
-    """Fused convolutions and reshapes fail on no rows; the last batch has one row."""
+    """Fused convolutions and reshapes fail on an empty batch; the last batch has one row."""
     model = built(
         place,
         lambda: keras.Sequential(
@@ -606,7 +606,7 @@ def convolutions_and_a_replica_without_rows(place):
 
 @row()
 def predict_other_than_rows(place):
-    """Returns two rows for each row of its input."""
+    """The model returns two rows for each row of its input."""
     with place.scope():
         inputs = layers.Input((6,))
         model = keras.Model(inputs, Halves()(layers.Dense(4)(inputs)))

@@ -1,4 +1,4 @@
-"""Rows of the table of Keras features, the places where they run, and helpers of the rows."""
+"""The `Row` class, the places where rows run, and helpers of the rows."""
 
 import contextlib
 import dataclasses
@@ -20,12 +20,12 @@ ROWS: dict[str, "Row"] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One feature.
+    """A Keras feature.
 
     Attributes:
       run: Function that trains, and returns results for comparison; see `outcome`.
       tolerance: Largest relative difference from one device.
-      exempt: Reason why the result may differ from one device, if it may; replicas must agree nevertheless.
+      exempt: Why the result may differ from one device, or empty; replicas must agree nevertheless.
       same_bits: Whether two workers and two devices give the same bits.
     """
 
@@ -37,7 +37,7 @@ class Row:
 
 @dataclasses.dataclass
 class Place:
-    """The place where a row runs: a strategy, or None for one device, and a folder that all its workers share."""
+    """Where a row runs: a strategy, or None for one device, and a folder that all workers share."""
 
     strategy: Any
     folder: str
@@ -69,13 +69,13 @@ def strategy_of(placement: str, compression: Any = None):
 
 
 def start_anew(seed: int = 1) -> None:
-    """Resets Keras as in a new process. Skips garbage collection, a sixth of the time of a short training."""
+    """Resets Keras as in a new process. Skips garbage collection, which takes a sixth of a short training's time."""
     keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(seed)
 
 
 def run_row(name: str, placement: str, folder: str, compression: Any = None) -> dict[str, Any]:
-    """Runs one row in this process. Called in every worker of a placement."""
+    """Runs one row in this process. Every worker of a placement calls it."""
     start_anew()
     keras.mixed_precision.set_global_policy("float32")
     try:
@@ -117,7 +117,7 @@ def fit(model, x=None, y=None, **kwargs):
 
 
 def outcome(model, history=None, **values):
-    """The result of a row: numbers to compare with one device, and a digest that must be equal on all workers."""
+    """Returns the result of a row: numbers to compare with one device, and a digest that all workers must share."""
     optimizer = getattr(model, "optimizer", None)
     variables = model.variables + (optimizer.variables if optimizer else [])
     return {
