@@ -1,1 +1,1 @@
-"""Commits of a training run: what is in one, how it is written whole, which one counts."""
+"""Commits of a training run: their content, their atomic writing, and the choice of the commit to restore."""

@@ -1,4 +1,4 @@
-"""One `fit` that is backed up: what a commit says of it, and how a new `fit` takes it up."""
+"""The backup of one `fit`: the content of its commits, and how a new `fit` continues from a commit."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ from tfdist.faults import preemption
 
 @dataclasses.dataclass(frozen=True)
 class BackupOptions:
-    """What `BackupAndRestore` was asked for; see there."""
+    """The checked arguments of `BackupAndRestore`; see there."""
 
     directory: str
     save_freq: Any
@@ -42,16 +42,16 @@ class BackupOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """What a `fit` reads.
+    """The input of a `fit`.
 
     Attributes:
-      epochs: What makes epochs of one iterator, as under `steps_per_epoch`; `None` if each has its own.
-      batches: Of an epoch, if that is known.
-      batches_of_pass: Of what makes the epochs, which may be longer than one or shorter; if that is known.
-      sharding: The `BalancedSharding` that it is from, if it is from one.
-      first_epoch: That it was told to begin with.
+      epochs: Keras' `EpochIterator` if all epochs share one iterator, as under `steps_per_epoch`; otherwise `None`.
+      batches: Number of batches of an epoch, if known.
+      batches_of_pass: Number of batches of one pass over the data, if known. An epoch may be longer or shorter.
+      sharding: The `BalancedSharding` that produces the input, if there is one.
+      first_epoch: The argument `initial_epoch` of `fit`.
       validates: Whether epochs end with a validation.
-      is_known: Whether a `fit` was found; in a loop of the user's nobody knows.
+      is_known: Whether a `fit` was found. The input of a custom loop is unknown.
     """
 
     epochs: Any = None
@@ -64,20 +64,20 @@ class Input:
 
 
 class _Epoch(int):
-    """An epoch that Keras takes for one also if it is the first: it asks for `_initial_epoch or initial_epoch`."""
+    """An epoch that is true even if it is 0, because Keras evaluates `_initial_epoch or initial_epoch`."""
 
     def __bool__(self) -> bool:
         return True
 
 
 class FitBackup(keras.callbacks.Callback):
-    """Backs up one `fit`, as the last of its callbacks, so that the state of the others is that of the same moment.
+    """Backs up one `fit`, as the last of its callbacks, so that the states of all callbacks are of the same moment.
 
     Args:
-      options: Of the callback that the user has given.
-      callbacks: The list that this one has been added to.
-      given: What it is trained on.
-      site: From where it is called.
+      options: Options of the user's `BackupAndRestore`.
+      callbacks: The list of callbacks that contains this callback.
+      given: The input of the `fit`.
+      site: The call site of the `fit`.
     """
 
     def __init__(self, options: BackupOptions, callbacks: keras.callbacks.CallbackList, given: Input, site: str):
@@ -92,22 +92,22 @@ class FitBackup(keras.callbacks.Callback):
         self._positions = ShardingPositions(())
         self._loaded: CheckpointState | None = None
         self._passing_over = False
-        self._stand_in: CheckpointState | None = None  # A commit of a later `fit`, in the place of this one's end.
+        self._stand_in: CheckpointState | None = None  # A later `fit`'s commit; this `fit`'s end has none.
         self._is_done_before = self._is_beyond = self._has_trained = False
         self._logs: Any = None
         self._epoch = self._batch = 0
         self._counted: CountedSteps | None = None
         self._random_of_input: Any = None
         self._reads_again = False
-        self._random_as_begun: Any = None  # of the input that is read again
-        self._batches = given.batches  # of an epoch, by the one before; in the first, if it is known
+        self._random_as_begun: Any = None  # captured when a repeated input has begun
+        self._batches = given.batches  # of the previous epoch; at first, those of the input if known
         self._batch_ended = 0.0
         self._has_validated = False
 
     # -- the beginning
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Takes the directory, restores the newest commit; all workers, or none."""
+        """Claims the directory and restores the newest commit, on all workers or on none."""
         self.has_begun = True
         if not self.model.built:
             raise ValueError(
@@ -136,11 +136,11 @@ class FitBackup(keras.callbacks.Callback):
         self._schedule = SaveSchedule(self._options.save_freq, self._agreement, self._process.steps)
         if self._options.preemption:
             self._asked.begin(self.model if self._input.is_known else None)
-        uncount_steps(self.model)  # of a `fit` that was broken off
+        uncount_steps(self.model)  # after an interrupted `fit`
         self._count_steps()
 
     def _count_steps(self) -> CountedSteps | None:
-        """Counts the steps of the model's train function, also of one that was made anew; `None` if there is none."""
+        """Counts the steps of the model's train function, also of a replaced one; returns `None` if there is none."""
         if self.model.train_function is not None:
             self._counted = count_steps(self.model, self._counted)
         return self._counted
@@ -166,7 +166,7 @@ class FitBackup(keras.callbacks.Callback):
         tell_of_untold(self._options.directory, chosen["newest"])
         if commit is not None:
             tell_of_restored()
-        if chosen["newest"] > self._process.number:  # Of a `fit` that was skipped: it must not stay the newest.
+        if chosen["newest"] > self._process.number:  # Later commits must become newer than a skipped `fit`'s.
             self._process.steps = self._process.number = chosen["newest"]
         lacking = self._process.finished - len(self._process.histories)
         self._process.histories += [{} for _ in range(lacking)]
@@ -196,12 +196,12 @@ class FitBackup(keras.callbacks.Callback):
         return commit
 
     def _check_batches(self) -> None:
-        """Whether the epoch in which the commit was made has as many batches as are to be passed over."""
+        """Raises `BackupError` if the epoch of the commit now has fewer batches than are to be skipped."""
         assert self._loaded is not None
         plain, path, steps = self._loaded.plain, self._loaded.commit.path, self._input.batches
         if plain["fit"] != self._process.finished or not plain["batch"] or not steps:
             return
-        together = getattr(self.model, "steps_per_execution", 1)  # Keras counts those that the last had no data for.
+        together = getattr(self.model, "steps_per_execution", 1)  # Keras counts missing batches.
         if plain["batch"] > -(-steps // together) * together:
             of = f" of {plain['steps_per_epoch']}" if plain["steps_per_epoch"] else ""
             raise BackupError(
@@ -217,9 +217,9 @@ class FitBackup(keras.callbacks.Callback):
             )
 
     def _check_positions(self) -> None:
-        """Whether the data are those of which the commit knows the place."""
+        """Checks that the commit's position in the data belongs to the present data."""
         assert self._loaded is not None
-        if self._loaded.plain["fit"] > self._loaded.finished:  # There they may be others.
+        if self._loaded.plain["fit"] > self._loaded.finished:  # A later `fit` may have other data.
             return
         try:
             self._positions.check(self._loaded.plain["shardings"])
@@ -236,7 +236,7 @@ class FitBackup(keras.callbacks.Callback):
         self._loaded.give_back_random()
 
     def _take_position(self) -> None:
-        """Lets `fit` begin at the epoch of the commit."""
+        """Makes `fit` begin at the epoch of the commit."""
         assert self._loaded is not None
         plain = self._loaded.plain
         self._process.steps, self._process.number = plain["steps"], self._loaded.commit.step
@@ -245,10 +245,10 @@ class FitBackup(keras.callbacks.Callback):
         if self._is_done_before or (plain["stop"] and not plain["batch"]):
             epoch = max(self.params.get("epochs") or 1, 1)
             self.model.stop_training = True
-        # The one name with which Keras' own callback tells `fit` where to begin.
+        # Keras' own callback sets this attribute to tell `fit` the first epoch.
         self.model._initial_epoch = _Epoch(epoch)
         self._is_beyond = not self._is_done_before and resume_policy.is_beyond(self._loaded, last)
-        # Not a fault, but absl shows no less by default, and nobody should wonder where the first epochs are.
+        # A warning, because absl hides lower levels by default and the user would miss the first epochs.
         tell = logging.warning if self._agreement.is_chief else logging.info
         tell("%s", resume_policy.told(self._loaded, last, self._input.first_epoch, is_done_before=self._is_done_before))
         if self._is_done_before:
@@ -256,12 +256,12 @@ class FitBackup(keras.callbacks.Callback):
             self._loaded = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """In the first epoch of a restored `fit`: passes over what was trained on before."""
+        """Skips the batches that were trained on before, in the first epoch of a restored `fit`."""
         self.model._initial_epoch = None
         self._has_trained = True
         self._epoch, self._batch, self._has_validated = epoch, 0, False
         counted = self._count_steps()
-        # Before Keras makes an iterator: it shuffles the batches of a PyDataset by Python's random numbers.
+        # Capture before Keras makes an iterator and shuffles the batches of a PyDataset by Python's random numbers.
         if counted is None or counted.iterator is None or self._begins_anew(counted):
             self._random_of_input = random_states.capture()
         if self._loaded is None:
@@ -269,7 +269,7 @@ class FitBackup(keras.callbacks.Callback):
             return
         plain = self._loaded.plain
         if plain["batch"]:
-            self._apply()  # the other callbacks have begun the epoch a second time, `fit` has reset the metrics
+            self._apply()  # again: other callbacks' `on_epoch_begin` and `fit`'s reset of metrics changed the state
         self._positions.begin_epoch(plain["shardings"])
         reads = not self._positions.continues(plain["shardings"])
         if (plain["batch"] or plain["consumed"]) and counted is not None:
@@ -291,10 +291,10 @@ class FitBackup(keras.callbacks.Callback):
             self._loaded = None
 
     def _begin_input_as_before(self) -> Any:
-        """Lets Keras draw the numbers that it drew for the input that is now read again.
+        """Restores the random states with which the repeated input began, so that Keras draws the same numbers.
 
         Returns:
-          The random states of the present, if they were replaced.
+          The random states before the call if they were replaced, otherwise `None`.
         """
         assert self._loaded is not None
         if self._loaded.random_of_input is None:
@@ -310,10 +310,10 @@ class FitBackup(keras.callbacks.Callback):
             _tf.count_as_seen(self._input.epochs, batches)
 
     def _undrawn(self) -> frozenset[str]:
-        """The global random numbers from which reading has not drawn, once an input was read again.
+        """Returns the names of the global random states from which the repeated reading of the input has not drawn.
 
-        Those that it draws are where the batches to come need them, and a thread may be drawing more. What was saved of
-        them goes as far as that thread had read ahead then.
+        The other states must not be restored: reading has moved them to where the next batches need them, and a thread
+        may be drawing more. Their saved values include the draws of the batches that the thread had then read ahead.
         """
         if not self._reads_again:
             return random_states.NAMES
@@ -324,7 +324,7 @@ class FitBackup(keras.callbacks.Callback):
         assert self._loaded is not None
         self._passing_over = False
         self._list.callbacks = self._others
-        # No positions: a sharding that nobody follows counts what was read of it again.
+        # Without positions: a sharding without step reports has counted the repeated reads itself.
         self._loaded.give_back(self.model, self._agreement, self._states, None)
         self._loaded.give_back_random(self._undrawn())
         self._batch = batch + 1
@@ -335,13 +335,13 @@ class FitBackup(keras.callbacks.Callback):
     # -- saving
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts steps, also of a train function that another callback has made anew."""
+        """Counts steps, also of a train function that another callback has replaced."""
         if self._reads_again and self._random_as_begun is None:
             self._random_as_begun = random_states.capture()
         self._count_steps()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Saves if it is time."""
+        """Saves if a save is due, and leaves if all workers were asked to leave."""
         self._batch_ended = time.monotonic()
         if self._passing_over:
             counted = self._count_steps()
@@ -361,11 +361,11 @@ class FitBackup(keras.callbacks.Callback):
             self._saver.check()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Takes note of a validation."""
+        """Notes that this epoch has a validation."""
         self._has_validated = True
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Saves if it is time; the last epoch always, if backups are to stay."""
+        """Saves if a save is due, and after the last epoch if the backups outlive the `fit`."""
         if self._has_validated:
             self._asked.validation_seconds = time.monotonic() - self._batch_ended
         self._batches = self._batch
@@ -379,22 +379,22 @@ class FitBackup(keras.callbacks.Callback):
         return bool(is_last and not self._batch)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Waits for the last save; removes the backups if they are not to stay."""
+        """Waits for the last save and removes the backups if they are not to stay."""
         self.model._initial_epoch = None
         uncount_steps(self.model)
         self._counted = None
-        # Another list: Keras goes through this one, and would pass over what comes next.
+        # A new list: Keras is iterating over the old one and would skip the next callback.
         self._list.callbacks = [callback for callback in self._list.callbacks if callback is not self]
         self._saver.wait()
         self._asked.tell(self._saver)
-        # After it nobody writes any more, unless one was asked to go since the last step.
+        # After this agreement no worker writes, unless a worker was asked to leave since the last step.
         if self._agreement.settle("fit", self._asked.is_here(), any):
             self._leave()
         self._process.finished += 1
-        self._positions = ShardingPositions(())  # Lets go of the data.
+        self._positions = ShardingPositions(())  # Releases the data.
         if self._stand_in is None:
             self._process.histories.append(self._history())
-        else:  # Once more: Keras has put averages in place of weights, and of a later `fit` none are restored.
+        else:  # Again: Keras has replaced weights by averages, and a later `fit`'s averages are not restored.
             self._stand_in.give_back(self.model, self._agreement, self._states, None)
             self._stand_in.give_back_random()
             self._stand_in = None
@@ -405,10 +405,10 @@ class FitBackup(keras.callbacks.Callback):
         if store is not None:
             if self._options.delete and not self._is_done_before and not self._is_beyond:
                 self._remove(store)
-            if not self._is_removed_later:  # Else nobody else may take them for his own.
+            if not self._is_removed_later:  # Otherwise no other job may claim the backups.
                 store.release()
         self._asked.end()
-        self._process.saver = self._process.asked = None  # Lets go of a copy of the model's state.
+        self._process.saver = self._process.asked = None  # Releases a copy of the model's state.
 
     def _remove(self, store: CommitStore) -> None:
         """Removes the backups, now or when the job is done."""
@@ -426,11 +426,11 @@ class FitBackup(keras.callbacks.Callback):
         return self._process.saver
 
     def _save(self) -> None:
-        """Copies out what there is, and has it written; then leaves if the commit before says so, which all know of."""
+        """Captures the state and starts to write it. Leaves after that if the previous commit told all workers to."""
         self._saver.wait()
         leaves = self._saver.are_asked and self._asked.listens
         self._schedule.saved(self._process.steps)
-        # By steps; an epoch's end may be saved after its last step.
+        # A commit is numbered by its step. The end of an epoch, saved after its last step, takes the next number.
         self._process.number = max(self._process.steps, self._process.number + 1)
         described = {"fit": self._process.finished, "is_done": self._is_at_end(), "sites": self._process.sites}
         self._saver.save(
@@ -441,7 +441,7 @@ class FitBackup(keras.callbacks.Callback):
             preemption.leave(self._saver.refusals, self._options.directory)
 
     def _begins_anew(self, counted: CountedSteps) -> bool:
-        """Whether an epoch that begins now reads from a new iterator; at the end of its input Keras begins it anew."""
+        """Whether an epoch that begins now reads from a new iterator. Keras makes a new one at the end of the input."""
         return self._input.epochs is None or not _tf.goes_on_with(self._input.epochs, counted.iterator)
 
     def _position(self) -> dict[str, Any]:
@@ -464,7 +464,7 @@ class FitBackup(keras.callbacks.Callback):
         }
 
     def _history(self) -> Any:
-        """The history of this `fit`."""
+        """Returns the history of this `fit`."""
         return {
             name: {key: with_arrays(*state) for key, state in attributes.items()}
             for name, attributes in self._states.capture_history().items()
@@ -473,7 +473,7 @@ class FitBackup(keras.callbacks.Callback):
     # -- leaving
 
     def _leave(self) -> None:
-        """Saves what is new, then ends the process; the exit code says that it may be started again."""
+        """Saves new progress and ends the process with the exit code of a preemption, which permits a restart."""
         if self._has_trained:
             self._save()
             self._saver.wait()
@@ -481,7 +481,7 @@ class FitBackup(keras.callbacks.Callback):
 
 
 def _encoded_logs(logs: Any) -> Any:
-    """The logs of a step; `None` for what cannot be saved, as they are only shown."""
+    """Returns the logs of a step as JSON, with `None` for values that cannot be saved, since logs are only shown."""
     arrays: list[np.ndarray] = []
     known = dict(logs) if logs else logs
     for name in known or ():

@@ -1,7 +1,7 @@
-"""Backups that may go once the job is done: workers of `tfdist run` name their folders, and the run removes them.
+"""Removal of backups when a job is done: workers of `tfdist run` leave notes, and the run removes the named folders.
 
-Were they removed at the end of `fit`, an error in what comes after it would have everything trained again. Needs no
-TensorFlow.
+If the end of `fit` removed the backups, an error in the code after it would cause everything to be trained again.
+This module needs no TensorFlow.
 """
 
 import contextlib
@@ -17,39 +17,39 @@ from tfdist.errors import BackupError
 from tfdist.failure_report import RUN_DIR, is_supervised, write_whole
 
 NOTES = "done-with-*"
-"""The files of a run's folder that name one each."""
+"""The pattern of the notes in the folder of a run. Each note holds the path of one backup folder."""
 
 
 def are_removed_later(directory: str) -> bool:
-    """Whether this process belongs to a run that can remove backups: other storage than a disk needs TensorFlow."""
+    """Whether the run of this process can remove the backups: there is a run, and they are on a disk."""
     return is_supervised() and not is_remote(directory)
 
 
 def leave(directory: str) -> None:
-    """Has the backups in a folder removed when the job is done.
+    """Leaves a note, so that the run removes the backups in a folder when the job is done.
 
     Raises:
-      OSError: If the run cannot be told.
+      OSError: If the note cannot be written.
     """
     write_whole(_note(directory), os.path.abspath(directory))
 
 
 def take_back(directory: str) -> None:
-    """Has them stay: they are in use."""
+    """Removes the note about a folder, because its backups are in use."""
     if are_removed_later(directory):
         with contextlib.suppress(OSError):
             _note(directory).unlink(missing_ok=True)
 
 
 def remove(run_dir: pathlib.Path) -> None:
-    """Removes what the workers of a run have left, which is done. What cannot be removed is logged."""
+    """Removes the backups that are named by the notes of a finished run. Logs failures to remove."""
     for note in run_dir.glob(NOTES):
         store = None
         try:
             directory = note.read_text()
-            if os.path.isdir(directory):  # else the script has removed it
+            if os.path.isdir(directory):  # otherwise the script has removed it
                 store = CommitStore(directory)
-                store.claim(goes_on=True)  # On a full disk, it makes room.
+                store.claim(goes_on=True)  # Also works on a full disk, where removal makes room.
                 store.delete()
             note.unlink()
         except (BackupError, OSError) as error:

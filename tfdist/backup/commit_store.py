@@ -1,16 +1,16 @@
-"""Commits in a folder: written whole or not at all, and the newest whole one found again. Knows nothing of training.
+"""The commits in a folder: writes a commit completely or not at all, and finds the newest complete commit.
 
     <directory>/
-      lock                        held by the process that writes here
+      lock                        held by the process that writes commits
       step-1200/                  a commit
-        manifest.json               sizes and SHA-256 of all files, and of itself
-        state.*, part-<worker>.*    what each worker wrote
+        manifest.json               sizes and SHA-256 of all files, and SHA-256 of itself
+        state.*, part-<worker>.*    files of the workers
       step-1300/
-      .half-<run>-step-1400/      being written
-      faulty-step-1250/           found damaged, set aside
+      .half-<run>-step-1400/      a draft, still incomplete
+      faulty-step-1250/           a damaged commit that was set aside
 
-A commit is a folder that got its name by one rename, after all in it was flushed. Where a rename is not atomic (object
-stores), files are written in place and the manifest, the last of them, is what makes a commit.
+A commit gets its folder name by one rename, after all its files were flushed. Where a rename is not atomic (object
+stores), files are written in place. The manifest is written last and completes the commit.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ MANIFEST = "manifest.json"
 LOCK = "lock"
 
 _OF_KERAS = "latest.weights.h5"
-_LOCK_SECONDS = 10.0  # for a killed former run to be gone
+_LOCK_SECONDS = 10.0  # time for a killed earlier run to end
 _MANIFEST_BYTES = 1 << 28
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _MANY = (20, 200, 2000)
@@ -46,12 +46,12 @@ _HALF = re.compile(r"\.half-[0-9a-f]+-step-[0-9]+")
 
 @dataclasses.dataclass(frozen=True)
 class Commit:
-    """A whole commit.
+    """A complete commit.
 
     Attributes:
-      step: Its number.
-      path: Its folder.
-      manifest: What was said of it when it was made, and its `files`.
+      step: Number of the commit.
+      path: Folder of the commit.
+      manifest: Description that was written with the commit, including its `files`.
     """
 
     step: int
@@ -59,10 +59,10 @@ class Commit:
     manifest: Mapping[str, Any]
 
     def read(self, name: str) -> bytearray:
-        """A file of it.
+        """Returns the content of a file of the commit.
 
         Raises:
-          BackupError: If it is not what was written.
+          BackupError: If the file cannot be read or has changed.
         """
         try:
             content = files_of(self.path).read(os.path.join(self.path, name))
@@ -78,12 +78,12 @@ class Commit:
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A commit that is being written, by as many workers as there are.
+    """An incomplete commit, to which all workers write.
 
     Attributes:
-      directory: Of all commits.
-      run: Who writes: hexadecimal digits that are another run's no more.
-      step: Its number.
+      directory: Folder of all commits.
+      run: Identity of the run: hexadecimal digits that no other run has.
+      step: Number of the commit.
     """
 
     directory: str
@@ -92,15 +92,15 @@ class Draft:
 
     @property
     def path(self) -> str:
-        """Where it is written."""
+        """The folder of the draft."""
         name = f"step-{self.step}"
         return os.path.join(self.directory, name if is_remote(self.directory) else f".half-{self.run}-{name}")
 
     def write(self, name: str, pieces: Any) -> dict[str, Any]:
-        """Writes one file, flushed; its size and SHA-256, for the manifest.
+        """Writes and flushes one file, and returns its size and SHA-256 for the manifest.
 
         Raises:
-          OSError: If it cannot be written.
+          OSError: If the file cannot be written.
         """
         files = files_of(self.path)
         files.make_folder(self.path)
@@ -108,10 +108,10 @@ class Draft:
 
 
 class CommitStore:
-    """The commits in a directory, for the one process that makes them.
+    """The commits in a directory, for the single process that makes them.
 
     Args:
-      directory: A folder, or a path with "://" that `tf.io.gfile` knows.
+      directory: A folder, or a path with "://" that `tf.io.gfile` supports.
     """
 
     def __init__(self, directory: str):
@@ -119,7 +119,7 @@ class CommitStore:
         self._files = files_of(directory)
         self._holding: contextlib.ExitStack | None = None
         self._faulty: list[str] = []
-        self._ended: dict[int, int | None] = {}  # By commit: the `fit` that it ends.
+        self._ended: dict[int, int | None] = {}  # By commit: the number of the `fit` that it ends.
 
     def claim(
         self,
@@ -128,25 +128,25 @@ class CommitStore:
         *,
         goes_on: bool = False,
     ) -> None:
-        """Makes the directory this process's own, proves that it can be written, clears what dead runs left half-made.
+        """Locks the directory for this process, removes drafts of dead runs, and checks that it can be written.
 
-        On other storage than a disk there is no lock: two jobs must not be given the same path.
+        Storage other than a disk has no lock. Two jobs must not use the same path there.
 
         Args:
-          wait_seconds: How long to wait for another process that holds it.
-          other_host_seconds: The same for one on another host, if that is longer.
-          goes_on: Whether a run goes on that had claimed it: with a whole commit there, a full disk is but a warning.
+          wait_seconds: How long to wait for another process to release the directory.
+          other_host_seconds: How long to wait for a process on another host, if this is longer.
+          goes_on: Whether an earlier attempt of this run has claimed the directory. Then a full disk only causes a
+            warning if there is a complete commit.
 
         Raises:
-          BackupError: If it cannot be written, or another process holds it; if it has folders of others that are named
-            like commits.
+          BackupError: If the directory cannot be written, is locked, or has foreign folders named like commits.
         """
         try:
             self._files.make_folder(self.directory)
             self._refuse_others()
             if not is_remote(self.directory):
                 if not os.path.exists(os.path.join(self.directory, LOCK)):
-                    self.release()  # The script has cleared the folder between two `fit`s.
+                    self.release()  # The script has emptied the folder between two `fit`s.
                     self._ended.clear()
                 self._holding = self._holding or self._hold(wait_seconds, other_host_seconds)
             self._clear()
@@ -155,7 +155,7 @@ class CommitStore:
             raise BackupError(_cannot_write(self.directory, error)) from error
 
     def _hold(self, wait_seconds: float, other_host_seconds: float) -> contextlib.ExitStack:
-        """Holds the directory until what it gives is closed."""
+        """Locks the directory until the returned stack is closed."""
         holding, lock = contextlib.ExitStack(), os.path.join(self.directory, LOCK)
         try:
             holding.enter_context(folder_lock.held(lock, wait_seconds, other_host_seconds, make_room=self._clear))
@@ -182,7 +182,7 @@ class CommitStore:
             )
 
     def _files_of_others(self, step: int) -> list[str]:
-        """What no commit has in a folder that is named like one, also like one that is damaged."""
+        """Returns foreign files in a folder that is named like a commit; none if it is a commit, also a damaged one."""
         if self._is_own(step):
             return []
         try:
@@ -194,19 +194,19 @@ class CommitStore:
         return sorted(name for name in names if name and not name.startswith("."))
 
     def release(self) -> None:
-        """Lets another process have the directory."""
+        """Unlocks the directory for other processes."""
         if self._holding is not None:
             self._holding.close()
             self._holding = None
 
     def newest_whole(self) -> Commit | None:
-        """The newest commit of which every byte is as it was written; `None` if there is none.
+        """Returns the newest undamaged commit, or `None`. Logs the damage of newer commits.
 
-        What is wrong with newer ones is logged. Costs reading them.
+        Costs reading every byte of the commits that are checked.
 
         Raises:
-          BackupError: If it is whole, but of a newer version of tfdist, which this one cannot read; or if the storage
-            does not say what is there.
+          BackupError: If the newest undamaged commit has a format of another version of tfdist, or if the storage
+            cannot be listed.
         """
         self._faulty = []
         for step in sorted(self._seen_steps(), reverse=True):
@@ -229,7 +229,7 @@ class CommitStore:
                 )
 
     def end_of_fit(self, fit: int) -> Commit | None:
-        """The newest whole commit that ends a `fit`; `None` if there is none. Costs reading it; raises as above."""
+        """Returns the newest undamaged commit that ends a `fit`, or `None`. Costs and errors as in `newest_whole`."""
         for step in sorted(self._seen_steps(), reverse=True):
             if self._ended_fit(step) == fit:
                 path = os.path.join(self.directory, f"step-{step}")
@@ -240,10 +240,10 @@ class CommitStore:
         return None
 
     def set_faulty_aside(self) -> None:
-        """Renames the commits that `newest_whole` has skipped, which would count as the newest; deletes nothing.
+        """Renames the damaged commits that `newest_whole` skipped, so that they are not the newest. Deletes nothing.
 
         Raises:
-          BackupError: If the storage refuses.
+          BackupError: If a commit cannot be renamed.
         """
         for path in self._faulty:
             try:
@@ -260,16 +260,16 @@ class CommitStore:
         self._faulty = []
 
     def commit(self, draft: Draft, manifest: Mapping[str, Any], keep: int) -> Commit:
-        """Turns a draft into a commit, and removes those that are older than the newest `keep` and end no `fit`.
+        """Turns a draft into a commit, and removes commits that are older than the newest `keep` and end no `fit`.
 
         Args:
-          draft: Of which all files are written.
-          manifest: What is to be known of it: JSON. Its `files` are what `Draft.write` gave, by name, and `workers` how
-            many have written them; `fit` is the number of a `fit` in its program, which it ends if there is `is_done`.
-          keep: How many commits stay, with this one.
+          draft: The draft, with all files written.
+          manifest: Description of the commit, as JSON. `files` has the results of `Draft.write` by name, `workers` the
+            number of workers that wrote, `fit` the number of the `fit` in its program, `is_done` whether it ends.
+          keep: Number of commits to keep, including this one.
 
         Raises:
-          OSError: If a file is not there as it was written, or the disk refuses; the draft stays, former commits too.
+          OSError: If a file has another size than was written, or a write fails. Draft and earlier commits then stay.
         """
         for name, described in manifest["files"].items():
             size = self._files.size(os.path.join(draft.path, name))
@@ -288,20 +288,20 @@ class CommitStore:
         return Commit(draft.step, path, content)
 
     def discard(self, draft: Draft) -> None:
-        """Removes what was written of a draft, as far as that can be done."""
+        """Removes the files of a draft. Ignores errors of the storage."""
         with contextlib.suppress(OSError):
             self._files.remove(draft.path)
 
     def delete(self) -> None:
-        """Removes all commits, the oldest first, lets go of the directory, and removes it if nothing else is in it.
+        """Removes all commits, oldest first, unlocks the directory, and removes the directory if it is empty.
 
         Raises:
-          OSError: If a commit stays.
+          OSError: If a commit cannot be removed.
         """
         for step in sorted(self._own_steps()):
             self._remove(step)
         self.release()
-        with contextlib.suppress(OSError):  # A mount, a link, or in a folder of others: it stays, empty.
+        with contextlib.suppress(OSError):  # A mount, a link, or a folder without write permission above it stays.
             self._files.remove_if_empty(self.directory)
 
     def _steps(self) -> list[int]:
@@ -316,7 +316,7 @@ class CommitStore:
         return [step for step in self._steps() if self._is_own(step)]
 
     def _is_own(self, step: int) -> bool:
-        """Whether a manifest says that it is a commit, or this object has made it."""
+        """Whether the folder is a commit: its manifest is valid, or this object has made it."""
         self._ended_fit(step)
         return step in self._ended
 
@@ -352,7 +352,7 @@ class CommitStore:
                 logging.warning("An old backup stays in %s: %s.", self.directory, error)
 
     def _tell_of_many(self, newest: Mapping[str, Any]) -> None:
-        """Warns where the ends of `fit`s, which all stay, may come to fill a disk."""
+        """Warns if the ends of many `fit`s, which are all kept, may fill the disk."""
         ended = [fit for fit in self._ended.values() if fit is not None]
         count = len(set(ended))
         if count in _MANY and ended.count(newest["fit"]) == 1:
@@ -369,7 +369,7 @@ class CommitStore:
             try:
                 manifest = _checked_manifest(self._files, path)
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                return None  # damaged, or not to be reached now
+                return None  # damaged, or currently unreachable
             self._ended[step] = _fit_that_is_ended(manifest)
         return self._ended[step]
 
@@ -379,16 +379,16 @@ def _fit_that_is_ended(manifest: Mapping[str, Any]) -> int | None:
 
 
 def probe_writing(directory: str, *, may_be_full: Callable[[], bool]) -> None:
-    """Writes a small file and removes it: what a user may do says the file system alone, as root has all rights.
+    """Writes and removes a small file, because a check of permission bits would always pass for root.
 
     Args:
-      directory: Where.
-      may_be_full: Asked on a full disk, whether that is but a warning.
+      directory: The directory to write to.
+      may_be_full: Called if the disk is full; returns whether a warning suffices.
 
     Raises:
-      OSError: If it cannot be written.
+      OSError: If the file cannot be written.
     """
-    # Not by pid: those of workers on several hosts may be equal.
+    # Named by a random token, because workers on several hosts may have equal process ids.
     path = os.path.join(directory, f".half-{secrets.token_hex(8)}-step-0")
     files = files_of(directory)
     try:
@@ -420,7 +420,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _fault_of(path: str, step: int) -> Commit | str:
-    """A commit if all of it is as it was written, else what is wrong with it."""
+    """Returns the commit if it is undamaged, otherwise a description of the damage."""
     files = files_of(path)
     try:
         manifest = _checked_manifest(files, os.path.join(path, MANIFEST))
