@@ -1,34 +1,33 @@
-"""Ends a job that is alive but makes no progress: stuck input, an endless loop, a network path that swallows.
+"""The watchdog ends a job that is alive but makes no progress: stuck input, an endless loop, a lossy network path.
 
-Heartbeats tell of processes that are gone or frozen. Here each worker notes what it does in Keras' calls under a
-strategy (`fit`, `evaluate`, `predict`, `train_on_batch` and the like), see `tfdist.faults.activity`; a thread looks at
-the notes every second, and tells the other workers every two. The rule:
+Heartbeats detect processes that have ended or are frozen. For the watchdog, each worker notes its position in Keras'
+calls under a strategy, such as `fit` or `train_on_batch`; see `tfdist.faults.activity`. One thread reads these notes
+every second, and another sends them to the peers every two seconds. The rules:
 
-- The clock of a worker starts anew with each step, each batch of an evaluation, each batch that is passed over after a
-  restart, and each change of what the worker does. Outside of calls it does not run.
-- A training step, with its input, may take 20 times the median of the last 64, but at least 60 s and at most 30
-  minutes; never less than three times the longest so far. A worker that waits for others, in whatever step, has the
-  same time.
-- Bytes that travel over the workers' own connections are progress, so an exchange over a slow link goes on. Nobody sees
-  those of TensorFlow's collectives: there a worker waits for up to 10 minutes until the first step is done.
-- What may take long has 30 minutes: to build and to trace a model, the first input and the first computation of a call,
-  each of an evaluation, a callback, a save.
-- `stall_timeout_seconds` replaces all these numbers, but those for building, tracing and the first computation.
-- At the beginning of a call a worker waits `start_timeout_seconds` for the others to come.
-- A worker whose clock has run out asks the others where they are. While one of them does what may take long, and its
-  own clock runs, or waits for bytes that have travelled in the last 30 s, all wait. One that is outside of calls and
-  has not come to this call yet has `start_timeout_seconds`.
-- Then each worker writes where all its threads are, and the report, and ends with exit code `STALLED`; at the beginning
-  of a call the call raises `ClusterError` on all workers instead.
-- Workers that wait in unlike calls, or for one whose program is over, wait in vain. That ends after some 10 s, or as
-  long as a step usually takes.
-- A worker that waits says so after half of its time, at most 30 s, and then every minute: for how long, where each
-  worker is, and which one holds it up.
+- A worker's clock restarts with each training step, each batch of an evaluation, each batch skipped after a restart and
+  each change of phase. The clock does not run outside of calls.
+- The limit for a training step with its input is 20 times the median of the last 64 steps, but between 60 s and 30
+  minutes, and at least three times the longest step. The limit for waiting for peers is the same, in any step.
+- Bytes on the workers' own connections count as progress, so an exchange over a slow link continues. The bytes of
+  TensorFlow's collectives are not visible. With these, a worker waits up to 10 minutes until the first step is done.
+- Slow phases have 30 minutes. Slow are building and tracing a model, the first input and computation of a call, each
+  input and computation of an evaluation, a callback and a save.
+- `stall_timeout_seconds` replaces all these limits except those for building, tracing and the first computation.
+- At the beginning of a call a worker waits `start_timeout_seconds` for its peers.
+- After its limit a worker asks its peers for their positions. All continue to wait while a peer is in a slow phase
+  within its limit, or waits for bytes that moved in the last 30 s. A peer outside of calls that has not begun this call
+  yet has `start_timeout_seconds`.
+- Then each worker writes the stacks of all its threads and a report, and ends with exit code `STALLED`. At the
+  beginning of a call, the call raises `ClusterError` on all workers instead.
+- Workers in different calls wait in vain, as do workers that need a peer after its program has ended. Such a wait ends
+  after about 10 s, or after the usual duration of a step.
+- A waiting worker logs a warning after half of its limit, at most 30 s, and then every minute. The warning has the
+  duration, the position of each worker and the suspect.
 
-A lone worker is watched under `tfdist run`, which starts it again. Custom loops are not watched, nor is what Keras
-reads of a generator or a `PyDataset` before its call is noted (the first batch, to learn what it is); others wait for
-that as for a worker that has not come to the call. A variable is made by a broadcast, and a worker that waits there for
-`start_timeout_seconds` lets it fail on all workers, since their models are not alike.
+A lone worker is watched only under `tfdist run`, which restarts it. Custom loops are not watched. Nor is the first
+batch of a generator or a `PyDataset`: Keras reads it for its structure before the call is noted. For its peers, the
+worker has not begun the call yet. TensorFlow creates a variable by a broadcast. A worker that waits there for
+`start_timeout_seconds` makes the broadcast fail on all workers, since their models differ.
 """
 
 import atexit
@@ -84,20 +83,20 @@ _POST_SECONDS = 2.0
 _ANSWER_SECONDS = 2.0
 _STOP_SECONDS = 2.0
 _ABSENCE_SECONDS = 5.0
-_TELL_SECONDS = 10.0  # Whom one waits for who makes variables.
-_UNLIKE_SECONDS = 8.0  # Without progress, after which workers in unlike calls are looked for.
-_SAID_OF_ENDS = (" is gone", " ended by ")  # In the error of a collective that failed since a worker has ended.
+_TELL_SECONDS = 10.0  # Before a worker that creates a variable logs its wait.
+_UNLIKE_SECONDS = 8.0  # Without progress, before different calls are looked for.
+_SAID_OF_ENDS = (" is gone", " ended by ")  # In the error of a collective after a worker has ended.
 _WARN_SECONDS, _WARN_AGAIN_SECONDS = 30.0, 60.0
 
 _sections: list[str] = []
 _moves = 0
-_meetings: list["_Meeting"] = []  # at which this worker waits
-_made = itertools.count()  # Watchdogs that meet others, as many and in the same order on all workers.
+_meetings: list["_Meeting"] = []  # Exchanges in which this worker waits.
+_made = itertools.count()  # Numbers the watchdogs with peers, equally on all workers.
 
 
 @contextlib.contextmanager
 def section(name: str) -> Iterator[None]:
-    """Says what this worker does in the block, where that is no training: `with watchdog.section("save"):`."""
+    """Names what this worker does in the block, outside of training: `with watchdog.section("save"):`."""
     _sections.append(name)
     try:
         yield
@@ -106,13 +105,13 @@ def section(name: str) -> Iterator[None]:
 
 
 def moved() -> None:
-    """Says that this worker has got on, where no step of training shows it."""
+    """Notes progress of this worker that no training step shows."""
     global _moves
     _moves += 1
 
 
 class _Meeting:
-    """An exchange in which all workers have a part, from its beginning; and its fault, once that is known."""
+    """An exchange between all workers, with its start time and its fault, `None` until one is known."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -122,13 +121,13 @@ class _Meeting:
 
 @contextlib.contextmanager
 def waiting_for_all(what: str) -> Iterator[_Meeting]:
-    """Says that all workers exchange in the block, which is `what`.
+    """Notes that all workers take part in the block's exchange, named `what`.
 
     Yields:
-      What has its fault, once that is known: collectives fail then, but what waits in another way must look.
+      The exchange with its `fault`. A fault makes collectives fail; a block that waits in another way must check it.
 
     Raises:
-      ClusterError: If it fails because another worker's program is over, is in another call, or does not come.
+      ClusterError: If the exchange fails because a peer's program has ended, is in another call, or does not come.
     """
     meeting = _Meeting(what)
     _meetings.append(meeting)
@@ -144,13 +143,13 @@ def waiting_for_all(what: str) -> Iterator[_Meeting]:
 
 
 def _fault_in(error: Exception) -> str | None:
-    """What another worker has found to be wrong, if that made a collective fail."""
+    """Returns the fault that a peer has reported, if this report made a collective fail."""
     _, marker, rest = str(error).partition(UNLIKE_CALLS)
     return f"{marker}{rest}".split(" [type.googleapis.com")[0].splitlines()[0] if marker else None
 
 
 class Creations:
-    """The variables that a worker makes. Each is a broadcast, so unlike models wait here for each other."""
+    """Counts the variables that a worker creates. Each is a broadcast, so workers with different models wait here."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -158,7 +157,7 @@ class Creations:
 
     @contextlib.contextmanager
     def one_more(self) -> Iterator[None]:
-        """Around the making of a variable."""
+        """Notes the creation of one variable in the block."""
         self.since = time.monotonic()
         try:
             with waiting_for_all("the making of variables in the scope"):
@@ -169,10 +168,10 @@ class Creations:
 
 
 class Alone(CoordinationStore):
-    """The board of a worker that trains without others, though they may run beside it.
+    """The coordination store of a worker that trains alone, although other workers may run beside it.
 
     Args:
-      worker: Which worker of its cluster this is.
+      worker: Index of this worker in its cluster.
     """
 
     def __init__(self, worker: int) -> None:
@@ -180,22 +179,22 @@ class Alone(CoordinationStore):
 
     @property
     def others(self) -> list[int]:
-        """None."""
+        """An empty list: this worker has no peers."""
         return []
 
 
 def start(
     strategy: Any, board: CoordinationStore, creations: Creations, carried: Callable[[], int] | None = None
 ) -> None:
-    """Watches the training of a strategy for as long as it lives, in threads of its own.
+    """Watches the training of a strategy in separate threads, as long as the strategy exists.
 
-    Costs two messages to worker 0 every two seconds, three while it waits, and a look at a variable every second.
+    Costs two messages to worker 0 every two seconds, three while it waits, and one read of a variable every second.
 
     Args:
       strategy: The strategy.
-      board: Where workers tell each other where they are.
-      creations: The variables that this worker makes.
-      carried: Gives the number of bytes that steps have exchanged with other workers, if that can be told.
+      board: The coordination store through which workers exchange their positions.
+      creations: The variables that this worker creates.
+      carried: Returns the number of bytes that steps have exchanged with peers; `None` if this number is unknown.
     """
     options = strategy.fault_tolerance
     sees_bytes = carried is not None or not board.others
@@ -204,14 +203,14 @@ def start(
 
 
 def start_alone(strategy: Any) -> None:
-    """Watches the training of a strategy of one worker, if `tfdist run` is there to start it again."""
+    """Watches the training of a strategy with one worker, if `tfdist run` can restart it."""
     if is_supervised():
         cluster = ClusterSpec.from_env()
         start(strategy, Alone(cluster.worker_id if cluster else 0), Creations())
 
 
 class Watchdog:
-    """The threads that watch: one looks, one tells the others, since a message may hang where a look may not."""
+    """The threads of the watchdog. One reads the notes, the other sends messages, since a message may hang."""
 
     def __init__(
         self,
@@ -232,15 +231,15 @@ class Watchdog:
         self._patience = patience
         self._position: dict[str, Any] = {"step": 0, "section": None, "may_take_long": False, "looks": 0}
         self._last_words: Mapping[int, Mapping[str, Any] | None] = {}
-        self._absence: tuple[int, float] | None = None  # In which step another cannot come, and since when it is known.
+        self._absence: tuple[int, float] | None = None  # The step that a peer cannot join; since when this is known.
         self._looks = 0
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Event()
-        self._asked_at = self._warned_at = 0.0  # How long this worker had waited when it did so last.
+        self._asked_at = self._warned_at = 0.0  # The waited seconds at that time.
         self._failed: set[str] = set()
 
     def start(self) -> None:
-        """Starts the threads. They end before TensorFlow takes its runtime apart, which would wait for them."""
+        """Starts the threads. They end before TensorFlow's shutdown, which would otherwise wait for them."""
         strategy = self._strategy()
         if strategy is not None and self._board.others:
             strategy.reports.activity.explain = self.explain
@@ -260,7 +259,7 @@ class Watchdog:
         while not self._stopping.wait(_POLL_SECONDS):
             now = time.monotonic()
             with self._going_on():
-                # A process that was itself frozen counts the seconds in which it ran.
+                # If this process was frozen, only the seconds in which it ran count.
                 self._look(min(now - last, 2 * _POLL_SECONDS))
                 if self._patience.is_over or self._is_in_vain:
                     self._judge()
@@ -271,7 +270,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:
-        """Lets a thread of the watchdog go on after an exception; says each kind once."""
+        """Keeps a thread of the watchdog running after an exception, and logs each kind of exception once."""
         try:
             yield
         except Exception as error:
@@ -289,7 +288,7 @@ class Watchdog:
             self._tell_of_variable()
 
     def _refuse_model(self) -> None:
-        """Lets the broadcast fail that this worker waits in, and all other collectives."""
+        """Makes the broadcast of the variable fail, together with all other collectives."""
         message = (
             "All workers must make the same variables in the same order, but after "
             f"{self._start_timeout_seconds:g} s worker {self._board.worker} still waits for others to make number "
@@ -320,13 +319,13 @@ class Watchdog:
         reports = strategy.reports
         doing = reports.doing()
         phase = MEETING if _meetings else doing.phase
-        if doing.in_step and not reports.tells:  # Nobody reports it: XLA compiles it, or it is the user's own.
+        if doing.in_step and not reports.tells:  # XLA compiles it, or it is the user's own.
             phase = None
         if phase is not None and _sections:
             phase = _sections[-1]
         while reports.activity.step_seconds:
             self._patience.learn(*reports.activity.step_seconds.popleft())
-        # Who is waited for has a clock.
+        # While this worker waits for the chief, only the chief's clock runs.
         observed = None if phase == WAITING else phase
         progress, carried = (doing.progress, _moves), self._carried()
         self._patience.observe(observed, progress, elapsed_seconds, is_first=doing.is_first, carried=carried)
@@ -342,7 +341,7 @@ class Watchdog:
             "begun": doing.begun,
             "variables": self._creations.count,
             "has_stopped": reports.has_stopped,
-            "looks": self._looks,  # Tells a thread that looks from one that is dead.
+            "looks": self._looks,  # Shows peers that this thread is alive.
         }
 
     def _post(self) -> None:
@@ -350,20 +349,20 @@ class Watchdog:
         while not is_last:
             is_last = self._stopping.wait(_POST_SECONDS)
             with self._going_on(), contextlib.suppress(tf.errors.OpError, OSError):
-                if is_last:  # Whoever then waits for this worker should know if it alone was told to stop.
+                if is_last:  # Peers that wait should learn whether only this worker was told to stop.
                     self._look(0.0)
                 self._board.say(self._subject, self._position)
                 if not is_last:
                     self._look_for_the_absent()
 
     def _look_for_the_absent(self) -> None:
-        """Lets an exchange fail to which another worker cannot come any more; takes note if it is one of a step."""
+        """Makes an exchange fail if a peer's program has ended; for an exchange of a step, only notes the absence."""
         now = time.monotonic()
         for meeting in _meetings[-1:]:
             if meeting.fault or now - meeting.since <= _ABSENCE_SECONDS:
                 continue
             absent = self._board.absent()
-            # Else the exchange came to its end meanwhile, and then the other's program.
+            # If the exchange is no longer listed, it finished before the peer's program ended.
             if absent is not None and meeting in _meetings:
                 self._fail(meeting, self._board.in_vain(meeting.what, absent))
         step, is_late = self._position["step"], self._patience.waited_seconds > _ABSENCE_SECONDS
@@ -373,21 +372,21 @@ class Watchdog:
             self._absence = step, now
 
     def _fail(self, call: "_Meeting | Call", fault: str) -> None:
-        """Lets the exchange fail that this worker waits in, and all other collectives."""
+        """Makes the exchange of this worker fail, together with all other collectives."""
         call.fault = fault
         logging.error(fault)
         self._board.report_error(fault)
 
     @property
     def _is_in_vain(self) -> bool:
-        """Whether this worker is in a step to which another cannot come; who has left after that step it follows."""
+        """Whether a peer cannot join this step. Waits one usual step first: the peer may have left after this step."""
         step, since = self._absence or (-1, 0.0)
         usual_seconds = max(_POST_SECONDS, self._patience.usual_seconds)
         return step == self._position["step"] and time.monotonic() - since > usual_seconds
 
     @property
     def _is_to_be_warned(self) -> bool:
-        """Whether it is time to ask where the others are: for unlike calls once, then for each warning."""
+        """Whether to ask the peers for their positions: once to find different calls, then for each warning."""
         waited, limit = self._patience.waited_seconds, self._patience.limit_seconds
         is_long = self._patience.may_take_long or not self._board.others
         if is_long or self._position["section"] is None or limit == math.inf:
@@ -397,7 +396,7 @@ class Watchdog:
         return may_be_unlike or waited > (self._warned_at + _WARN_AGAIN_SECONDS if self._warned_at else first)
 
     def _warn(self, positions: Positions) -> None:
-        """Says for whom this worker waits; lets its call fail if the workers are in unlike calls."""
+        """Logs for which worker this worker waits; makes its call fail if the workers are in different calls."""
         waited = self._asked_at = self._patience.waited_seconds
         unlike = unlike_calls(positions)
         if unlike is not None and waited > _UNLIKE_SECONDS:
@@ -415,7 +414,7 @@ class Watchdog:
 
     def _judge(self) -> None:
         positions = self._ask() if self._board.others else {self._board.worker: self._position}
-        if not (self._patience.is_over or self._is_in_vain) or self._stopping.is_set():  # Asking took a while.
+        if not (self._patience.is_over or self._is_in_vain) or self._stopping.is_set():  # Asking takes 4 s.
             return
         others = {worker: position for worker, position in positions.items() if worker != self._board.worker}
         busy = any(each and (each.get("may_take_long") or each.get("carries")) for each in others.values())
@@ -431,7 +430,7 @@ class Watchdog:
             self._end(positions)
 
     def _missed(self, positions: Positions) -> str:
-        """What to say at the beginning of a call to which others do not come."""
+        """Returns the error for the beginning of a call that peers do not join."""
         return (
             f"{UNLIKE_CALLS}, and come to each within {self._start_timeout_seconds:g} s of each other, but "
             f"{describe(positions)}; {_blamed(suspect_of(positions))}. This is worker {self._board.worker} on "
@@ -440,9 +439,9 @@ class Watchdog:
         )
 
     def explain(self, call: Call, error: Exception) -> str | None:
-        """What is wrong with a call whose collective has failed: in which calls the workers are, if these are unlike.
+        """Returns why a call's collective has failed, if the reason is known, such as workers in different calls.
 
-        Takes some 4 s, if it is not the end of a worker that made it fail.
+        Takes about 4 s unless the reason is known at once, such as the end of a worker.
         """
         fault = call.fault or (_meetings[-1].fault if _meetings else None) or _fault_in(error)
         is_known = any(said in str(error) for said in _SAID_OF_ENDS)
@@ -452,7 +451,7 @@ class Watchdog:
         return unlike_calls(positions)
 
     def _ask(self) -> dict[int, Mapping[str, Any] | None]:
-        """Where the workers are; `None` of those whose word does not change."""
+        """Returns the positions of all workers; `None` for a worker that does not update its position."""
         before = self._listen()
         time.sleep(2 * _POST_SECONDS)
         after = self._last_words = self._listen()
@@ -465,7 +464,7 @@ class Watchdog:
         if absent is not None:
             last = {"step": 0, **(after[absent] or {})}
             positions[absent] = {**last, "section": ITS_END, "may_take_long": False, "call": None}
-        if not any(positions.values()):  # The board is out of reach: so is worker 0, who keeps it.
+        if not any(positions.values()):  # The store is out of reach, so worker 0, its host, is too.
             positions = {0: None}
         return {**positions, self._board.worker: self._position}
 
@@ -481,7 +480,7 @@ class Watchdog:
     def _end(self, positions: Positions) -> None:
         calls = _tf.calls_of_threads()
         if not any(_tf.is_call_of_keras(file, function) for thread in calls.values() for file, _, function in thread):
-            self._forget_call()  # It has failed, and somebody keeps the exception.
+            self._forget_call()  # The call has failed, but its exception is still referenced.
             return
         suspect = suspect_of(positions)
         blamed = _blamed(suspect)
@@ -506,7 +505,7 @@ class Watchdog:
             strategy.reports.activity.forget()
 
     def _way_out(self, positions: Positions) -> str:
-        """What to do, by the last word of each worker."""
+        """Returns the remedy, chosen by the last position of each worker."""
         words = {**self._last_words, self._board.worker: self._position}
         stopped = [str(worker) for worker, word in sorted(words.items()) if word and word.get("has_stopped")]
         if 0 < len(stopped) < len(words):
@@ -526,7 +525,7 @@ def _blamed(suspect: int | None) -> str:
 
 
 def _written(calls: Mapping[int, list[tuple[str, int, str]]]) -> str:
-    """Where each thread of this process is, the innermost call first; without a look at its source, on some disk."""
+    """Returns the stack of each thread, innermost call first. Reads no source files, since a disk may hang."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     written = []
     for ident, of_thread in calls.items():
