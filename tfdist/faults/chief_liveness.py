@@ -1,6 +1,6 @@
-"""A chief that is frozen or cut off is named. TensorFlow's heartbeats to it run out later, and name nobody.
+"""Detects a chief that is frozen or cut off. The heartbeats to the chief expire later, and their error names no worker.
 
-It keeps TensorFlow's coordination service, which tells by name when another is silent.
+The chief hosts TensorFlow's coordination service, which names any other silent worker.
 """
 
 import atexit
@@ -14,22 +14,22 @@ from tfdist.faults.peer_liveness import PeerLiveness
 
 __all__ = ["watch_chief"]
 
-_POLL_PART, _SILENCE_PART = 0.1, 0.8  # of the seconds for which heartbeats may fail: so this is told before
+_POLL_PART, _SILENCE_PART = 0.1, 0.8  # Fractions of the heartbeat timeout: this error comes first.
 _STOP_SECONDS = 0.1
 
 
 def watch_chief(
     jobs: Mapping[str, Sequence[str]], lifelines: PeerLiveness, board: CoordinationStore, timeout_seconds: float
 ) -> None:
-    """Asks worker 0 again and again, in a thread, whether it is there; if it is not, collectives fail with its name.
+    """Checks worker 0 regularly in a thread; if worker 0 does not answer, collectives fail with an error that names it.
 
-    Costs worker 0 a message, ten times in that time. TensorFlow's threads answer, whatever holds up those of Python.
+    Costs worker 0 ten messages per timeout. TensorFlow's threads answer, even while Python's threads are busy.
 
     Args:
       jobs: The cluster: addresses of tasks by job.
-      lifelines: Which know if it has ended, and come to know that it is silent.
-      board: Of this worker.
-      timeout_seconds: For which heartbeats may fail.
+      lifelines: The liveness connections. They tell whether worker 0 has ended, and receive the note that it is silent.
+      board: The coordination store of this worker.
+      timeout_seconds: How long heartbeats may fail.
     """
     health = PeerHealth(jobs, _SILENCE_PART * timeout_seconds)
     stopping = threading.Event()
@@ -44,7 +44,7 @@ def watch_chief(
                     board.report_silence(str(error))
                 return
 
-    def stop() -> None:  # before a message is waited for without end, and before TensorFlow takes its runtime apart
+    def stop() -> None:  # Must precede exit handlers that could wait forever for worker 0, and TensorFlow's shutdown.
         stopping.set()
         while thread.is_alive() and 0 not in lifelines.ended:
             thread.join(_STOP_SECONDS)

@@ -1,4 +1,4 @@
-"""What workers tell each other beside the collectives, through TensorFlow's coordination service."""
+"""A key-value store for messages between workers outside the collectives, in TensorFlow's coordination service."""
 
 import contextlib
 import json
@@ -16,23 +16,23 @@ from tfdist.errors import ClusterError
 __all__ = ["DONE", "OVER", "CoordinationStore"]
 
 DONE = "done"
-"""The subject on which a worker says at its end whether it is done."""
+"""The subject under which a worker writes, at its end, whether it is done."""
 
 OVER = "over"
-"""The subject that names the worker whose program was over first, if one is; in worker 0's place, whoever it is."""
+"""The subject that names the first worker to end its program. Every worker writes it under worker 0's key."""
 
-_LOOK_SECONDS = 0.5  # For an answer that is there.
-_ASK_SECONDS = 5.0  # Whether the program of who is waited for is over.
+_LOOK_SECONDS = 0.5  # To read a value that exists already.
+_ASK_SECONDS = 5.0  # Between two checks whether a peer's program has ended.
 
 
 class CoordinationStore:
-    """One place for each worker and subject, that it writes and all can read.
+    """One value for each subject and worker, which this worker writes and all workers can read.
 
-    A call costs a message to worker 0, which keeps it all, less than a millisecond on a quiet network.
+    Each call costs a message to worker 0, which hosts the store: less than a millisecond on a quiet network.
 
     Args:
-      worker: Which worker this is.
-      workers: How many there are.
+      worker: Index of this worker.
+      workers: Number of workers.
     """
 
     def __init__(self, worker: int, workers: int):
@@ -41,92 +41,92 @@ class CoordinationStore:
 
     @property
     def others(self) -> list[int]:
-        """All workers but this one."""
+        """The peers of this worker."""
         return [worker for worker in range(self.workers) if worker != self.worker]
 
     def say(self, subject: str, what: Any, worker: int | None = None) -> None:
-        """Writes this worker's place; what it said before is gone.
+        """Writes this worker's value for a subject, replacing its earlier value.
 
         Args:
           subject: The name of the subject.
-          what: What JSON can hold.
-          worker: The one that speaks, if it is another that cannot any more.
+          what: The value, of a type that JSON supports.
+          worker: The worker to write for, if it is lost; this worker if None.
 
         Raises:
-          tf.errors.OpError: If the service is out of reach.
+          tf.errors.OpError: If the coordination service is out of reach.
         """
         self.forget(subject, worker)  # A key can only be written once.
         self.say_once(subject, what, worker)
 
     def say_once(self, subject: str, what: Any, worker: int | None = None) -> None:
-        """The same on a subject of which this worker has said nothing; half the cost.
+        """Writes a value like `say` at half the cost, for a subject without an earlier value of this worker.
 
         Raises:
-          tf.errors.OpError: If it has, or the service is out of reach.
+          tf.errors.OpError: If an earlier value exists, or the coordination service is out of reach.
         """
         key = _key(subject, self.worker if worker is None else worker)
         _tf.context.context().set_config_key_value(key, json.dumps(what))
 
     def forget(self, subject: str, worker: int | None = None) -> None:
-        """Removes what this worker, or another, has said.
+        """Removes the value of this worker, or of `worker`, for a subject.
 
         Raises:
-          tf.errors.OpError: If the service is out of reach.
+          tf.errors.OpError: If the coordination service is out of reach.
         """
         with contextlib.suppress(tf.errors.NotFoundError):
             _tf.context.context().delete_config_key_value(_key(subject, self.worker if worker is None else worker))
 
     def hear(self, subject: str, worker: int, timeout_seconds: float) -> Any:
-        """What a worker says, as soon as it does.
+        """Waits for a worker's value for a subject, and returns it.
 
         Raises:
-          tf.errors.OpError: If it says nothing in time, or the service is out of reach.
+          tf.errors.OpError: If no value comes in time, or the coordination service is out of reach.
         """
-        milliseconds = max(1, round(timeout_seconds * 1000))  # 0 would be without end.
+        milliseconds = max(1, round(timeout_seconds * 1000))  # 0 would wait forever.
         return json.loads(_tf.context.context().get_config_key_value(_key(subject, worker), milliseconds))
 
     def report_error(self, message: str) -> None:
-        """Lets the collectives of all workers fail, now and from now on.
+        """Makes all present and future collectives of all workers fail.
 
         Raises:
-          tf.errors.OpError: If the service is out of reach.
+          tf.errors.OpError: If the coordination service is out of reach.
         """
         _tf.context.context().report_error_to_cluster(tf.errors.UNAVAILABLE, message)
 
     def report_loss(self, worker: int, address: str) -> None:
-        """Lets collectives fail, since a worker has ended: those of all workers, or these if it was worker 0."""
+        """Makes all workers' collectives fail after a worker has ended; only this worker's, if worker 0 has ended."""
         message = f"worker {worker} at {address} is gone: its process has ended. Its log may say why."
         if worker == 0:
             self._abort(message)
         else:
-            logging.error(message)  # Beside TensorFlow's own error, if that was quicker.
+            logging.error(message)  # TensorFlow's own error may have come first.
             with contextlib.suppress(tf.errors.OpError):
                 self.report_error(message)
             with contextlib.suppress(tf.errors.OpError):
                 self.say_over(False, worker)
 
     def report_silence(self, message: str) -> None:
-        """Lets the collectives of this worker fail, since worker 0, that would tell others, does not answer it."""
+        """Makes only this worker's collectives fail: worker 0, which informs the peers, does not answer."""
         self._abort(message)
 
     def say_over(self, done: bool, worker: int | None = None) -> None:
-        """Says that a program is over. Costs three messages.
+        """Writes that a worker's program has ended. Costs three messages.
 
         Args:
-          done: Whether it is done.
-          worker: Whose program, if it is another's that cannot say so any more.
+          done: Whether the worker is done, rather than failed.
+          worker: The worker to write for, if it is lost; this worker if None.
 
         Raises:
-          tf.errors.OpError: If the service is out of reach.
+          tf.errors.OpError: If the coordination service is out of reach.
         """
         self.say(DONE, done, worker)
         with contextlib.suppress(tf.errors.AlreadyExistsError):
             self.say_once(OVER, self.worker if worker is None else worker, 0)
 
     def absent(self) -> int | None:
-        """Another worker whose program is over, done or not; `None` if none is heard of.
+        """Returns the first peer to end its program, done or not; `None` if no end is known.
 
-        Costs a message, however many workers there are: all that wait may ask worker 0 at once.
+        Costs one message for any number of workers, since all waiting workers may ask worker 0 at the same time.
         """
         with contextlib.suppress(tf.errors.OpError):
             first = int(self.hear(OVER, 0, _LOOK_SECONDS))
@@ -134,7 +134,7 @@ class CoordinationStore:
         return None
 
     def is_over(self, worker: int) -> bool:
-        """Whether a worker's program is over, done or not, as far as that is heard of. Costs a message."""
+        """Returns whether a worker's program is known to have ended, done or not. Costs a message."""
         try:
             self.hear(DONE, worker, _LOOK_SECONDS)
         except tf.errors.OpError:
@@ -142,7 +142,7 @@ class CoordinationStore:
         return True
 
     def in_vain(self, what: str, absent: int) -> str:
-        """Says that this worker waits in vain in `what`, in which all have a part, as the program of one is over."""
+        """Returns the error that this worker waits in vain in `what`, since the program of `absent` has ended."""
         return (
             f"All workers have a part in {what}, but the program of worker {absent} is over, and worker {self.worker} "
             f"on {socket.gethostname()} waits for it. Do it on all workers alike, and only write files `if "
@@ -150,17 +150,17 @@ class CoordinationStore:
         )
 
     def last_word(self, subject: str, worker: int, what: str, absent: int) -> Any:
-        """What a worker has said, perhaps just before the program of one was over.
+        """Returns a worker's value, which the worker may have written just before a program ended.
 
         Args:
           subject: The name of the subject.
-          worker: Whose word is waited for.
-          what: That, in words.
-          absent: Whose program is over, which was found out before: who is healthy ends after it has been waited for.
+          worker: The worker that should have written the value.
+          what: A description of the exchange, for the error.
+          absent: The worker that is known to have ended. A healthy worker writes its value before it ends.
 
         Raises:
-          ClusterError: If it has said nothing.
-          tf.errors.OpError: If the service is out of reach.
+          ClusterError: If the worker has written no value.
+          tf.errors.OpError: If the coordination service is out of reach.
         """
         try:
             return self.hear(subject, worker, _LOOK_SECONDS)
@@ -168,14 +168,14 @@ class CoordinationStore:
             raise ClusterError(self.in_vain(what, absent)) from error
 
     def exchange(self, subject: str, what: Any, timeout_seconds: float) -> Mapping[int, Any]:
-        """Says something once in a process, and hears what all say.
+        """Writes this worker's value once in a process, and reads the values of all workers.
 
         Returns:
-          What each worker says; without those that say nothing in time.
+          The values by worker, without the workers that write none in time.
 
         Raises:
-          ClusterError: If the program of one is over while another says nothing.
-          tf.errors.OpError: If the service is out of reach.
+          ClusterError: If a worker's program has ended while a value is still missing.
+          tf.errors.OpError: If the coordination service is out of reach.
         """
         deadline = time.monotonic() + timeout_seconds
         with contextlib.suppress(tf.errors.AlreadyExistsError):

@@ -1,4 +1,4 @@
-"""Workers that make unlike variables learn of it in seconds, though such a broadcast has no deadline."""
+"""Reports within seconds that workers create different variables, although the broadcast has no deadline."""
 
 import contextlib
 import socket
@@ -15,18 +15,18 @@ from tfdist.faults.coordination_store import CoordinationStore
 __all__ = ["CreationWatch"]
 
 _POLL_SECONDS = 1.0
-_WAIT_SECONDS = 2.0  # Before a worker that waits for others says what it makes.
-_ANSWER_SECONDS = 6.0  # For a worker that waits to say so.
+_WAIT_SECONDS = 2.0  # Before a waiting worker sends the description of its variable.
+_ANSWER_SECONDS = 6.0  # For the descriptions of waiting workers.
 
 
 class CreationWatch:
-    """Compares the variable that a worker makes with those of others, if its making fails or takes long.
+    """Compares a worker's new variable with the variables of its peers, if the creation fails or takes long.
 
-    Costs a look at one number every second. Messages are sent only while a variable takes longer than two seconds.
+    Reads one number every second. Sends messages only while a creation takes longer than two seconds.
 
     Args:
-      board: Where workers meet.
-      name: Of the strategy whose variables they are, the same on all workers.
+      board: The coordination store of this worker.
+      name: Name of the strategy that owns the variables, the same on all workers.
     """
 
     def __init__(self, board: CoordinationStore, name: str) -> None:
@@ -38,15 +38,15 @@ class CreationWatch:
 
     @contextlib.contextmanager
     def making(self, compared: str, shown: str) -> Iterator[None]:
-        """Around the making of a variable.
+        """Notes the creation of one variable in the block.
 
         Args:
-          compared: Its type, shape and maker, which must be alike on all workers.
-          shown: The same for an error, with its name. Keras counts up names over all models of a process, so they may
-            differ between workers.
+          compared: The variable's type, shape and creator, which must be equal on all workers.
+          shown: The same for an error, with the variable's name. Keras numbers names across all models of a process, so
+            names may differ between workers.
 
         Raises:
-          ClusterError: If it fails, and another worker makes another variable at this point.
+          ClusterError: If the creation fails, and a peer creates a different variable at this point.
         """
         self._number += 1
         described = compared, shown
@@ -72,23 +72,23 @@ class CreationWatch:
                 self._has_told = True
                 logging.error(message)
                 with contextlib.suppress(tf.errors.OpError):
-                    self._board.report_error(message)  # The broadcast would wait on.
+                    self._board.report_error(message)  # Otherwise the broadcast would wait forever.
 
     def _difference(self, described: tuple[str, str], timeout_seconds: float) -> str | None:
         try:
             said = self._board.exchange(f"{self._name}-{self._number}", described, timeout_seconds)
-        except (tf.errors.OpError, ClusterError):  # Of a job that ends for another reason.
+        except (tf.errors.OpError, ClusterError):  # The job ends for another reason.
             return None
         return unlike(self._number, said, f"worker {self._board.worker} on {socket.gethostname()}")
 
 
 def unlike(number: int, said: Mapping[int, Sequence[str]], here: str) -> str | None:
-    """Describes how the variables differ that workers make at the same point; `None` if they are alike.
+    """Describes how the workers' variables at the same point differ; `None` if the variables are equal.
 
     Args:
-      number: Counts the variables that each worker has made.
+      number: The position of the variable among the creations of each worker.
       said: By worker, the variable as it is compared and as an error shows it.
-      here: This worker, in words.
+      here: A description of this worker.
     """
     firsts: dict[str, tuple[int, str]] = {}
     for worker, (compared, shown) in sorted(said.items()):

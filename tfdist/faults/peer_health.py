@@ -1,4 +1,4 @@
-"""Whether another worker still answers: who waits for its word asks, as only collectives are told of its end."""
+"""Checks whether a peer still answers, for code that waits without a collective and so gets no error of its own."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ _PAUSE_SECONDS = 1.0
 
 
 class PeerHealth:
-    """Asks the workers of a cluster whether they are there.
+    """Checks that the workers of a cluster answer.
 
     Args:
       jobs: The cluster: addresses of tasks by job.
-      silence_seconds: For how long one may be silent.
+      silence_seconds: How long a worker may be silent.
     """
 
     def __init__(self, jobs: Mapping[str, Sequence[str]], silence_seconds: float):
@@ -30,14 +30,14 @@ class PeerHealth:
 
     @classmethod
     def of(cls, strategy: tf.distribute.Strategy) -> "PeerHealth":
-        """Asks the workers of a strategy, of which there are several."""
+        """Returns a check for the workers of a strategy with several workers."""
         return cls(strategy.extended._cluster_spec.as_dict(), options_of(strategy).heartbeat_timeout_seconds)
 
     def check(self, worker: int) -> None:
-        """Returns if a worker answers. Its threads need not: also one that computes for long is there.
+        """Returns if a worker answers. TensorFlow answers even while the worker's own threads compute for long.
 
         Raises:
-          ClusterError: If it does not for as long as heartbeats may fail.
+          ClusterError: If the worker does not answer for `silence_seconds`.
         """
         deadline = time.monotonic() + self._silence_seconds
         while True:

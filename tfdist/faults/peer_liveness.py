@@ -1,7 +1,7 @@
-"""Reveals the end of a peer at once: the kernel closes its connections, whatever ended it.
+"""Reveals the end of a peer at once: when a process ends for any reason, the kernel closes its connections.
 
-TensorFlow's heartbeats reveal it after seconds, unless a message to that worker is under way. The kernel does not close
-the connections of a worker that is frozen or whose host is off. Heartbeats detect such a worker; for the chief see
+TensorFlow's heartbeats reveal an end only after seconds, unless a message to the peer is under way. The kernel does not
+close the connections of a frozen worker, or of a host that is off. Heartbeats detect such workers; for the chief see
 `tfdist.faults.chief_liveness`.
 """
 
@@ -17,29 +17,29 @@ from tfdist.cluster.address import split_address
 __all__ = ["PeerLiveness"]
 
 _DONE, _FAILED = b"bye\n", b"bad\n"
-_IDLE_SECONDS = 30  # Keeps firewalls from forgetting a silent connection.
+_IDLE_SECONDS = 30  # Keeps firewalls from dropping an idle connection.
 _CHECKS, _CHECK_SECONDS = 5, 0.2
 
 
 class PeerLiveness:
-    """Connections to other workers, watched by a thread.
+    """Liveness connections to peers, watched by a thread.
 
     Args:
-      lines: A connection to each, by worker.
-      addresses: Of all workers.
-      on_loss: Called with a worker whose process has ended without a word.
+      lines: The connection to each peer, by worker.
+      addresses: The addresses of all workers.
+      on_loss: Called with each worker that has ended without a goodbye.
 
     Attributes:
-      left: The workers that have said goodbye when they were done.
-      ended: Those, the ones that said so as they failed, and the ones that ended without a word.
-      silent: The workers that were found not to answer.
+      left: The workers that were done and sent a goodbye.
+      ended: All workers that have ended: done, failed, or without a goodbye.
+      silent: The workers that did not answer.
     """
 
     def __init__(self, lines: Mapping[int, socket.socket], addresses: list[str], on_loss: Callable[[int], None]):
         self._lines = dict(lines)
         self._addresses = addresses
         self._on_loss = on_loss
-        self._lock = threading.Lock()  # A connection with TLS must not be read and written at the same time.
+        self._lock = threading.Lock()  # TLS connections cannot be read and written at the same time.
         self.left: set[int] = set()
         self.ended: set[int] = set()
         self.silent: set[int] = set()
@@ -49,7 +49,7 @@ class PeerLiveness:
         threading.Thread(target=self._watch, name="tfdist-lifelines", daemon=True).start()
 
     def say_goodbye(self, *, done: bool) -> None:
-        """Lets this process end without being a loss, also if it has failed."""
+        """Tells peers that this process ends, done or failed, so that they do not report it as lost."""
         for line in self._lines.values():
             with self._lock, contextlib.suppress(OSError):
                 line.sendall(_DONE if done else _FAILED)
@@ -76,15 +76,15 @@ class PeerLiveness:
                 return False
         except ConnectionResetError:
             pass
-        except OSError:  # the network, not the process
+        except OSError:  # The network failed, not the process.
             return False
-        # A line may be cut by others than its ends: who still serves its address is not gone.
+        # The network may have cut the connection: a worker that still serves its address is not lost.
         return any(self._refuses(self._addresses[worker]) for _ in range(_CHECKS))
 
     def _refuses(self, address: str) -> bool:
         try:
             with socket.create_connection(split_address(address), timeout=_CHECK_SECONDS):
-                time.sleep(_CHECK_SECONDS)  # It may be about to end.
+                time.sleep(_CHECK_SECONDS)  # The process may be about to end.
         except ConnectionRefusedError:
             return True
         except OSError:

@@ -1,4 +1,4 @@
-"""Workers compare what they are about to do, since unlike collectives wait for each other without end."""
+"""Compares the workers' settings, models and data before use, since different collectives would wait forever."""
 
 import collections
 import contextlib
@@ -17,20 +17,20 @@ from tfdist.faults.coordination_store import CoordinationStore
 
 __all__ = ["WorkerAgreement"]
 
-_LOOK_SECONDS = 1.0  # Between two looks at whether what waits is still needed.
-_OPTIONAL_SECONDS = 10.0  # For workers that need not come.
-_ASK_SECONDS = 5.0  # Whether the chief is still there, of which nothing was heard.
+_LOOK_SECONDS = 1.0  # Between two checks whether a comparison is still needed.
+_OPTIONAL_SECONDS = 10.0  # For an optional comparison.
+_ASK_SECONDS = 5.0  # Between two checks that a silent peer still runs.
 
-_compared = itertools.count()  # In this process; as many, and in the same order, on all workers.
-_done_alone: collections.Counter[str] = collections.Counter()  # Likewise, of each thing that only the chief does.
+_compared = itertools.count()  # Numbers the comparisons, in the same order on all workers.
+_done_alone: collections.Counter[str] = collections.Counter()  # Likewise, for each action of the chief alone.
 
 
 class WorkerAgreement:
-    """What the workers of a strategy must have alike.
+    """Checks that the workers of a strategy agree.
 
     Args:
-      board: Where workers meet.
-      timeout_seconds: For all to come to the same point.
+      board: The coordination store of this worker.
+      timeout_seconds: How long all workers may take to reach the same comparison.
     """
 
     def __init__(self, board: CoordinationStore, timeout_seconds: float):
@@ -43,7 +43,7 @@ class WorkerAgreement:
         """Compares numbers of devices, codecs and transports.
 
         Raises:
-          ClusterError: If they are unlike, or a worker does not come.
+          ClusterError: If the workers differ, or a worker does not come.
         """
         said = self._exchange("setup", [str(devices), compression, transport])
         hint = "Hide devices by CUDA_VISIBLE_DEVICES, or make as many logical CPUs on each."
@@ -53,22 +53,22 @@ class WorkerAgreement:
             self._compare(said_of_it, f"the same {what}", "Change the scripts.")
 
     def on_model(self, model: Any, checksums: Callable[[], Iterable[tuple[str, str]]]) -> None:
-        """Compares a model's variables when it is first run: shapes and types, then the values of those held alike.
+        """Compares the variables of a model at its first run: shapes and types, then values of replicated variables.
 
         Costs two messages to worker 0, and two for each worker.
 
         Args:
           model: The model.
-          checksums: Gives the names of those held alike, and checksums of their values.
+          checksums: Returns the names of the replicated variables with checksums of their values.
 
         Raises:
-          ClusterError: If they are unlike, or a worker does not come.
+          ClusterError: If the variables differ, or a worker does not come.
         """
         if model in self._models:
             return
         self._models.add(model)
         optimizer = type(getattr(model, "optimizer", None)).__name__
-        # Without names, which Keras counts up over all models of a process.
+        # Names are not compared: Keras numbers them across all models of a process.
         variables = [
             f"variable {number} as {variable.dtype}{list(variable.shape)}"
             for number, variable in enumerate(model.variables)
@@ -78,14 +78,14 @@ class WorkerAgreement:
         self.on_values(checksums())
 
     def has_compared(self, model: Any) -> bool:
-        """Whether `on_model` has compared it."""
+        """Returns whether `on_model` has compared the model."""
         return model in self._models
 
     def on_values(self, checksums: Iterable[tuple[str, str]]) -> None:
-        """Compares the values of variables that are held alike; see `on_model`.
+        """Compares the values of replicated variables; see `on_model`.
 
         Raises:
-          ClusterError: If they are unlike, or a worker does not come.
+          ClusterError: If the values differ, or a worker does not come.
         """
         paths, own = [], []
         for path, checksum in checksums:
@@ -102,28 +102,28 @@ class WorkerAgreement:
         self._compare(named, "the same values in a model", hint)
 
     def on_fit(self, described: list[str]) -> None:
-        """Compares what a `fit` was given.
+        """Compares the arguments of `fit`.
 
         Raises:
-          ClusterError: If it is unlike, or a worker does not come.
+          ClusterError: If the arguments differ, or a worker does not come.
         """
         hint = "Call it alike on all workers; what only the chief does is for tfdist.callbacks.ChiefOnly."
         self._compare(self._exchange("fit", described), "the same arguments of `fit`", hint)
 
     def on_description(self, described: list[str]) -> None:
-        """Compares layers, optimizer, losses and options of a model before it is first used.
+        """Compares the layers, optimizer, losses and options of a model before its first use.
 
         Raises:
-          ClusterError: If they are unlike, or a worker does not come.
+          ClusterError: If these descriptions differ, or a worker does not come.
         """
         hint = "Build and compile it by the same code and settings on each."
         self._compare(self._exchange("description", described), "the same model", hint)
 
     def on_data(self, described: list[str]) -> None:
-        """Compares the kinds and the numbers of what all workers read.
+        """Compares the kinds and the sizes of the workers' data.
 
         Raises:
-          ClusterError: If they are unlike, or a worker does not come.
+          ClusterError: If the data differ, or a worker does not come.
         """
         hint = (
             "Each reads the whole data and keeps its part of every batch: give all the same data and batch_size. To "
@@ -132,14 +132,14 @@ class WorkerAgreement:
         self._compare(self._exchange("data", described), "the same data", hint)
 
     def on_sharding(self, described: list[str], shown: list[str]) -> None:
-        """Compares what a `BalancedSharding` hands out.
+        """Compares the contents of a `BalancedSharding`.
 
         Args:
-          described: What must be alike.
-          shown: The same, as an error shows it.
+          described: The properties that must be equal.
+          shown: The same properties as an error shows them.
 
         Raises:
-          ClusterError: If it is unlike, or a worker does not come.
+          ClusterError: If the properties differ, or a worker does not come.
         """
         said, count = self._exchange("sharding", [*described, *shown]), len(described)
         compared = {worker: own[:count] for worker, own in said.items()}
@@ -148,10 +148,10 @@ class WorkerAgreement:
         self._compare(compared, "the same BalancedSharding", hint, named)
 
     def on_position(self, described: list[str]) -> None:
-        """Compares where workers stand in a `BalancedSharding`.
+        """Compares the workers' positions in a `BalancedSharding`.
 
         Raises:
-          ClusterError: If it is not the same place, or a worker does not come.
+          ClusterError: If the positions differ, or a worker does not come.
         """
         hint = (
             "Restore it from the same checkpoint on all workers, and read from it on all or on none. A loop in a graph "
@@ -161,31 +161,31 @@ class WorkerAgreement:
 
     @property
     def here(self) -> str:
-        """This worker and its host, in words."""
+        """A description of this worker and its host."""
         return f"worker {self._board.worker} on {socket.gethostname()}"
 
     @property
     def speaks(self) -> bool:
-        """Whether this worker logs what all would log alike."""
+        """Whether this worker logs the messages that are the same on all workers."""
         return self._board.worker == 0
 
     def next_name(self, subject: str) -> str:
-        """A name for a comparison that is made later; all workers must ask for it in the same order."""
+        """Returns a name for a later comparison. All workers must call this method in the same order."""
         return f"{subject}-{next(_compared)}"
 
     def is_alike(self, name: str, own: Any, waits: bool, is_closed: Callable[[], bool]) -> bool:
-        """Whether all workers say the same; worker 0 decides. Costs three messages of each worker.
+        """Returns whether all workers have the same value; worker 0 decides. Costs three messages of each worker.
 
         Args:
-          name: What `next_name` gave.
-          own: What this worker says.
-          waits: Whether all workers must come here. The watchdog knows of the wait, and ends it if others do not come.
-            Otherwise a worker that waits for ten seconds goes on as if all were alike.
-          is_closed: Whether nobody needs the answer any more.
+          name: The name that `next_name` returned.
+          own: The value of this worker.
+          waits: Whether all workers must come here. The watchdog then ends the wait if a peer does not come. Otherwise
+            a worker that has waited for ten seconds continues as if all values were equal.
+          is_closed: Returns whether the answer is no longer needed.
 
         Raises:
-          ClusterError: If the program of a worker is over that has said nothing, or a worker does not come.
-          tf.errors.OpError: If the service is out of reach.
+          ClusterError: If a worker's program has ended before it wrote its value, or a worker does not come.
+          tf.errors.OpError: If the coordination store is out of reach.
         """
         if not waits:
             deadline = time.monotonic() + _OPTIONAL_SECONDS
@@ -197,7 +197,7 @@ class WorkerAgreement:
         return decided
 
     def _decide(self, name: str, own: Any, is_over: Callable[[], bool]) -> bool:
-        """Whether all workers say the same, as far as is heard until `is_over`."""
+        """Returns whether all values that arrive before `is_over` are equal."""
 
         def hear(subject: str, worker: int) -> Any:
             return self._hear_unless(subject, worker, is_over)
@@ -211,24 +211,24 @@ class WorkerAgreement:
         said = [hear(name, worker) for worker in self._board.others]
         decided = all(each is None or each == own for each in said)
         self._board.say_once(verdict, decided)
-        if self._verdict is not None:  # All have heard it that have said something since.
+        if self._verdict is not None:  # A peer that wrote a new value has read the last verdict.
             self._board.forget(self._verdict)
         self._verdict = verdict
         return decided
 
     def exchange_described(self, name: str, own: Any) -> dict[int, Any]:
-        """What all workers say of something that is unlike.
+        """Returns every worker's description of a value that differs between workers.
 
         Raises:
           ClusterError: If a worker does not come.
         """
         said = self._gather(name, own)
-        # Who raises first may end at once, and worker 0 keeps what the others have not heard yet.
+        # All wait until each has read: worker 0 hosts the store, and may end as soon as it raises.
         self._board.exchange(f"{name}-heard", True, _ASK_SECONDS)
         return said
 
     def _hear_unless(self, subject: str, worker: int, is_over: Callable[[], bool]) -> Any:
-        """What a worker says, as soon as it does; `None` once `is_over`."""
+        """Waits for a worker's value and returns it; `None` once `is_over`."""
         asked = time.monotonic()
         while True:
             with contextlib.suppress(tf.errors.DeadlineExceededError):
@@ -241,21 +241,21 @@ class WorkerAgreement:
                     return self._board.last_word(subject, worker, "the first batch of a dataset", absent)
 
     def tell_done(self, what: str, failure: str | None) -> None:
-        """On the chief: tells who `wait_for_chief` that what it does alone is done, or how it failed."""
-        with contextlib.suppress(tf.errors.OpError):  # If the service is out of reach, they learn it by that.
+        """On the chief: tells peers in `wait_for_chief` that the chief's action is done, or how it failed."""
+        with contextlib.suppress(tf.errors.OpError):  # Peers notice themselves that the store is out of reach.
             self._board.say(_alone(what), {"failure": failure})
 
     def wait_for_chief(self, what: str, check: Callable[[int], None]) -> None:
-        """On the others: waits until the chief has done `what` alone. Costs a message to worker 0.
+        """On the chief's peers: waits until the chief has done `what` alone. Costs a message to worker 0.
 
-        It has no deadline of its own: the watchdog knows how long the chief may take, and that this worker waits.
+        There is no deadline here: the watchdog limits the chief's time, and knows that this worker waits.
 
         Args:
-          what: What it does; as often as the chief `tell_done`.
-          check: Returns if a worker answers, see `Health.check`.
+          what: Name of the chief's action. Call this method once for each `tell_done` of the chief.
+          check: Raises unless the given worker answers; see `PeerHealth.check`.
 
         Raises:
-          ClusterError: If it failed there, or the chief is gone or its program over.
+          ClusterError: If the action failed on the chief, or the chief is gone or its program has ended.
         """
         subject, said = _alone(what), None
         with watchdog.section(watchdog.WAITING):
@@ -268,7 +268,7 @@ class WorkerAgreement:
             raise self._without_chief(what, f"it failed there: {said['failure']}")
 
     def _hear_chief(self, subject: str, what: str, check: Callable[[int], None]) -> Any:
-        """What the chief says, `None` if nothing for some seconds."""
+        """Returns the chief's message, `None` if none came for some seconds."""
         with contextlib.suppress(tf.errors.DeadlineExceededError):
             return self._board.hear(subject, 0, _ASK_SECONDS)
         check(0)
@@ -297,7 +297,7 @@ class WorkerAgreement:
     def _compare(
         self, said: Mapping[int, list[str]], what: str, way_out: str, shown: Mapping[int, list[str]] | None = None
     ) -> None:
-        """Raises where workers say unlike things, naming one worker for each, with what is `shown` in their place."""
+        """Raises at the first entry that differs. Names one worker for each value, with its text in `shown` if any."""
         for place, entries in enumerate(itertools.zip_longest(*said.values(), fillvalue="nothing")):
             firsts: dict[str, int] = {}
             for worker, entry in zip(said, entries, strict=True):
