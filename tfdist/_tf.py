@@ -1,6 +1,6 @@
-"""The one file that imports private names of TensorFlow and Keras.
+"""The only file that imports private names of TensorFlow and Keras.
 
-Each line says why the name is needed and what breaks if it goes. `setup.cfg` bounds the versions to those tested.
+Comments state why a name is needed and what breaks without it. `setup.cfg` allows only tested versions.
 """
 
 import gc
@@ -14,26 +14,26 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-# Strategies extend these two; `tf.distribute` exports the strategies but not their `extended` halves. Without them
-# there is no subclass to write.
+# Base classes of our strategies' `extended` objects; `tf.distribute` exports only the strategies themselves. Without
+# them: our strategies cannot extend TensorFlow's.
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 
-# The collectives of both strategies; we subclass it to choose keys and buckets. Without it: write the raw ops by hand.
+# The collectives of both strategies. Our subclass chooses keys and buckets. Without it: we must call the raw ops.
 from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 
-# The options object behind the public `tf.distribute.experimental.CommunicationOptions`, with its `merge`.
+# The class behind the public `tf.distribute.experimental.CommunicationOptions`. Only this class has `merge`.
 from tensorflow.python.distribute.collective_util import Options as CommunicationOptions
 
-# The variables of a mirrored strategy; we subclass them to say what an update on one replica does. Without them:
+# The variables of a mirrored strategy. Our subclasses define the effect of an update on one replica. Without them:
 # BatchNormalization statistics and random layers are wrong on several replicas.
-# `PerReplicaSpec` says what a dataset gives to each replica; without it shapes are learnt by reading a batch.
+# `PerReplicaSpec` describes a dataset's elements on each replica. Without it: `fit` reads a batch to learn the shapes.
 from tensorflow.python.distribute.values import MirroredVariable, PerReplicaSpec, SyncOnReadVariable
 
-# What a strategy makes of a dataset function; Keras takes nothing else of a foreign class. Without it: `fit` refuses a
-# BalancedSharding. And its iterators; see `CountingIterator`. And what it makes of a dataset. Without it: a `fit` on a
-# dataset that the user distributed under AutoShardPolicy.OFF ends early.
+# Classes of distributed datasets and of their iterators; see `CountingIterator`. Keras accepts no other foreign
+# dataset class. Without them: `fit` refuses a BalancedSharding, and a `fit` on a dataset that the user distributed
+# under AutoShardPolicy.OFF ends early.
 from tensorflow.python.distribute.input_lib import (
     DistributedDataset,
     DistributedDatasetsFromFunction,
@@ -42,85 +42,85 @@ from tensorflow.python.distribute.input_lib import (
 )
 from tensorflow.python.distribute import input_lib
 
-# What the replicas of a worker take their batches from; see `make_iterators_on_devices_anew`. Without it: the end of an
-# epoch may wait for TensorFlow's tuner.
+# The source of batches for the replicas of a worker; see `make_iterators_on_devices_anew`. Without it: the end of an
+# epoch may wait for TensorFlow's autotuner.
 from tensorflow.python.data.ops.multi_device_iterator_ops import OwnedMultiDeviceIterator
 
-# What a dataset of the same elements is; see `CountedDataset`.
+# Base class of datasets with the same element structure as their input; see `CountedDataset`.
 from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDataset
 
-# Makes values of all replicas out of lists of one for each. Without it: no compression in eager steps.
+# Combines one value per replica into a distributed value. Without it: no compression in eager steps.
 from tensorflow.python.distribute.distribute_utils import regroup
 
-# Which replica a thread is tracing; public API gives a tensor, a Python number is needed to pick a launcher.
+# The replica that a thread is tracing, as a Python number, to select a launcher. The public API returns a tensor.
 from tensorflow.python.distribute.values_util import get_current_replica_id_as_int
 
-# Autograph's status must be carried over to a user's step function before we wrap it, as `strategy.run` itself does.
-# Without these two: Python `if` on tensors inside a custom loop's step function is not converted.
+# Pass AutoGraph's status on to a user's step function before we wrap it, as `strategy.run` itself does. Without them:
+# AutoGraph does not convert a Python `if` on tensors in the step function of a custom loop.
 from tensorflow.python.autograph.core.ag_ctx import control_status_ctx
 from tensorflow.python.autograph.impl.api import tf_convert
 
-# A method under `tf.function` is wrapped; see `python_function_of`.
+# Unwrap a method under `tf.function`; see `python_function_of`.
 from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.util import tf_decorator
 
-# `tf.function` objects given to `strategy.run` are traced again inside it. Without it: no detection of them.
+# The class of `tf.function` objects, which `strategy.run` traces again. Without it: we cannot detect such objects.
 from tensorflow.python.eager.def_function import Function
 
-# Cluster registration deadline and heartbeats are set on the context before a strategy is made; the message type that
-# names the jobs lives here. Without them: a worker that never starts is waited for without end.
+# Set the registration deadline and heartbeats on the context before a strategy is created. The message type with the
+# names of the jobs comes from here too. Without them: the cluster waits forever for a worker that never starts.
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.distribute import multi_worker_util
 
-# Whether a graph is compiled by XLA, where the CPU has no collectives. Without it: TensorFlow's own, unclear error.
+# Whether XLA compiles a graph. XLA on a CPU has no collectives. Without it: TensorFlow raises its own, unclear error.
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-# What is traced inside a `tf.while_loop`. Without it: an exchange in a loop waits for ever on several devices.
+# The graphs inside a `tf.while_loop`. Without them: an exchange in a loop on several devices waits forever.
 from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph, WhileCondFuncGraph
 
-# Whether `tf.config.experimental.enable_op_determinism` was called, which bars timestamps. Without it: `fit` fails.
+# Whether `tf.config.experimental.enable_op_determinism` was called, which forbids timestamps. Without it: `fit` fails.
 from tensorflow.python.framework.config import is_op_determinism_enabled
 
-# Keras says by its name scopes which object makes a variable (an optimizer, a seed generator). Without it: optimizer
-# state is taken for layer statistics and averaged needlessly, and random layers are equal on all replicas.
+# The name scopes of Keras, which show the object that creates a variable (an optimizer, a seed generator). Without it:
+# optimizer state is averaged needlessly like layer statistics, and random layers are equal on all replicas.
 from keras.src.backend.common import global_state
 
-# Keras' exchange of gradients, to know whose they are. Without it: custom loops whose replicas know unlike much of the
-# shapes of their batches exchange unlike buckets, and abort or wait for ever.
+# Keras' exchange of gradients, to find the variables of the gradients. Without it: in custom loops, replicas that trace
+# batches with differently known shapes exchange different buckets, and abort or wait forever.
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 
-# Keras' loss scaler enters the exchange of gradients from one of its branches; its code tells it from others. Without
-# it: a custom loop in which one replica overflows waits for ever instead of failing.
+# Keras' loss scaler, which exchanges gradients in one of its branches. We recognize the scaler by its code. Without it:
+# a custom loop in which one replica overflows waits forever instead of failing.
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
-# What unseeded random operations draw from. Without it: they draw anew after a restore.
+# The generator of unseeded random operations. Without it: random numbers start anew after a restore.
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 
-# Whether a tape records; see `is_recorded`.
+# Whether a gradient tape records; see `is_recorded`.
 from tensorflow.python.eager import record
 
-# The module of Keras' `fit`, to know its calls of the strategy from a user's. Without it: one batch a `fit` and
-# `evaluate` crosses the network, generators lose batches, and vector metrics are collapsed in the logs of batches.
+# The module of Keras' `fit`, to distinguish its calls of the strategy from a user's. Without it: each `fit` and
+# `evaluate` sends a batch over the network, generators lose batches, and batch logs collapse vector metrics.
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
-# What makes the iterators of `fit`, to tell them from a user's. If that moves, a BalancedSharding takes all for a
-# user's: shares stay as they are, and an evaluation moves the position.
+# The module that creates the iterators of `fit`, to distinguish them from a user's. Without it: a BalancedSharding
+# treats all iterators as a user's, so shares never change, and an evaluation moves the position in the data.
 from keras.src.trainers import epoch_iterator as keras_epoch_iterator
 
-# What Keras wraps a user's dataset in, to tell it from those of its own making. Without it: `fit` on arrays returns a
-# minute late, or a user's pipeline is not tuned.
+# Keras' adapters of input data, to distinguish a user's dataset from a dataset that Keras creates. Without them: `fit`
+# on arrays returns a minute late, or a user's pipeline is not autotuned.
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
-# Makes an optimizer on each save, to learn which attributes all optimizers have. Without it: a save on the chief alone
-# inside the scope waits for the other workers, which have no such optimizer to make.
+# Creates an optimizer on each save, to find the attributes that all optimizers have. Without it: a save inside the
+# scope on the chief alone waits for the other workers, which create no such optimizer.
 from keras.src.saving.saving_lib import get_attr_skipset
 
-# The mask that layers attach to an output. Without it: masked losses are means over each replica's unmasked places.
+# The mask that layers attach to an output. Without it: a masked loss is a mean over one replica's unmasked positions.
 from keras.src.backend.common.masking import get_keras_mask
 
-# Its code runs all callbacks. Without it: a callback that takes minutes, say to save, is taken for a stuck step.
+# The module that runs all callbacks. Without it: a callback that takes minutes, say to save, looks like a stuck step.
 from keras.src.callbacks import callback_list as keras_callback_list
 
 __all__ = [
@@ -219,26 +219,26 @@ __all__ = [
 
 
 def unmatched_compiled(model: keras_trainer.TensorFlowTrainer) -> list[Any]:
-    """What `compile` made of metrics and losses, so far as it has not been matched with outputs yet."""
+    """Returns the compiled metrics and losses that Keras has not matched with outputs yet."""
     compiled = (model._compile_metrics, model._compile_loss)
     return [each for each in compiled if each is not None and not each.built]
 
 
 def match_anew(compiled: list[Any]) -> None:
-    """Has Keras match metrics and losses with the outputs of the next call.
+    """Makes Keras match metrics and losses with the outputs of the next call.
 
-    Without it: those that Keras has tried without targets lack some in the logs, or fail.
+    Without it: metrics and losses that Keras has tried without targets are missing in the logs, or fail.
     """
     for each in compiled:
         each.built = False
-        each.metrics.clear()  # A loss has a list of its own; metrics that are not matched have none.
+        each.metrics.clear()  # A loss has its own list; unmatched metrics have an empty list.
 
 
 class ReplacedLosses:
-    """Has the losses that `compile` was given called as `loss(one)`, until they are put back.
+    """Replaces each loss `one` given to `compile` by `loss(one)`, until `put_back`.
 
-    What keeps the means of single ones for the logs is told of new ones by `update(its update_state)`. Without it:
-    losses that are masked, summed or weighted, or are numbers, differ from those of one device.
+    Each metric that logs the mean of a single loss gets `update(metric.update_state)` as its `update_state`. Without
+    it: losses that are masked, summed, weighted or scalar differ from the losses on one device.
     """
 
     def __init__(self, model: keras.Model, loss: Any, update: Any):
@@ -248,11 +248,11 @@ class ReplacedLosses:
             return
         if self._compiled.built:
             self._replace()
-        else:  # Keras matches losses and outputs at the first call.
+        else:  # Keras matches losses with outputs at the first call.
             self._build, self._compiled.build = self._compiled.build, self._build_and_replace
 
     def put_back(self) -> None:
-        """Undoes it."""
+        """Puts the original losses back."""
         if self._compiled is not None:
             vars(self._compiled).pop("build", None)
         if self._before is not None:
@@ -272,50 +272,50 @@ class ReplacedLosses:
 
 
 def layers_of(model: keras.Model) -> list[Any]:
-    """All layers of a model, those within others too. Without it: unlike layers are not named before the first step."""
+    """Returns all layers of a model, also nested. Without it: unequal layers are not named before the first step."""
     return list(model._flatten_layers(include_self=False))
 
 
 def kept_losses(model: keras_trainer.TensorFlowTrainer) -> list[tuple[Any, list]]:
-    """What `add_loss` has gathered in each layer of a model. Without it: a regularizer is lost, or counted twice."""
+    """Returns each layer with its `add_loss` losses. Without it: a regularizer is lost, or counted twice."""
     return [(layer, layer._losses[:]) for layer in model._flatten_layers()]
 
 
 def put_losses_back(kept: list[tuple[Any, list]]) -> None:
-    """Undoes what others have added and cleared since `kept_losses`."""
+    """Restores the losses that `kept_losses` returned, without later additions and removals."""
     for layer, losses in kept:
         layer._losses[:] = losses
 
 
 def called_by_keras_trainer() -> bool:
-    """Whether the function that asks was called from the module of Keras' `fit`."""
+    """Returns whether the caller was called from the module of Keras' `fit`."""
     return sys._getframe(2).f_globals.get("__name__") == keras_trainer.__name__
 
 
 def called_by_iterator() -> bool:
-    """Whether the function that asks was called from the module of distributed iterators.
+    """Returns whether the caller was called from the module of distributed iterators.
 
-    Without it: a worker that waits for the input of another is taken for one that waits for its own.
+    Without it: a worker that waits for a peer's input is reported as waiting for its own input.
     """
     return sys._getframe(2).f_globals.get("__name__") == input_lib.__name__
 
 
 def calling_trainer() -> keras_trainer.TensorFlowTrainer | None:
-    """The model whose step the module of Keras' `fit` calls, if that called the function that asks."""
+    """Returns the model that runs a step, if the module of Keras' `fit` called the caller."""
     frame = sys._getframe(2)
     return frame.f_locals.get("self") if frame.f_globals.get("__name__") == keras_trainer.__name__ else None
 
 
 def keras_callers() -> list:
-    """The Keras objects whose name scopes are open, innermost first."""
+    """Returns the Keras objects that have open name scopes, innermost first."""
     stack = global_state.get_global_attribute("name_scope_stack") or []
     return [scope.caller for scope in reversed(stack) if scope.caller is not None]
 
 
 def counter_of(optimizer: Any) -> Any:
-    """The variable in which an optimizer counts its calls; views of an optimizer share it.
+    """Returns the variable in which an optimizer counts its calls. Wrappers share the inner optimizer's variable.
 
-    Without it: of one that accumulates gradients each look gives another tensor, and residuals are lost.
+    Without it: `iterations` of an optimizer that accumulates gradients is a new tensor each time; residuals are lost.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     counter = optimizer.iterations
@@ -323,89 +323,89 @@ def counter_of(optimizer: Any) -> Any:
 
 
 def keras_variable_made_late() -> keras.Variable | None:
-    """The Keras variable whose `tf.Variable` is made only now, as its maker asked for it while shapes were traced.
+    """Returns the Keras variable that is creating its `tf.Variable` late, since it was requested while tracing shapes.
 
-    Without it: layers of models that `fit` builds are not told from each other, so statistics are not averaged.
+    Without it: we cannot tell the layers of models that `fit` builds apart, so statistics are not averaged.
     """
     frame = _frame_of(keras.Variable._deferred_initialize)
     return None if frame is None else frame.f_locals["self"]
 
 
 def keras_variable_being_made() -> keras.Variable | None:
-    """The Keras variable whose `tf.Variable` is being made. Without it: shapes of unlike variables are not named."""
+    """Returns the Keras variable that is creating its `tf.Variable`. Without it: no error names unequal shapes."""
     frame = _frame_of(keras.Variable._initialize)
     return None if frame is None else frame.f_locals["self"]
 
 
 def has_global_seed_generator() -> bool:
-    """Whether an unseeded random operation of Keras has been called; it makes the generator."""
+    """Returns whether an unseeded random operation of Keras has been called, which creates the generator."""
     return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is not None
 
 
 def set_global_seed_generator(generator) -> None:
-    """Lets this thread's unseeded random operations draw from `generator`; Keras has one for each thread."""
+    """Sets the generator of unseeded random operations in this thread. Keras has one generator per thread."""
     global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
 
 
 def keras_is_peeking() -> bool:
-    """Whether Keras asks on its way to build a model from the first batch."""
+    """Returns whether Keras is building a model from the first batch."""
     return _frame_of(keras_trainer.TensorFlowTrainer._maybe_symbolic_build) is not None
 
 
 def keras_epochs_to_distribute() -> keras_epoch_iterator.EpochIterator | None:
-    """What of Keras asks for the distribution of a dataset, as a `fit` begins or another of its loops.
+    """Returns the Keras `EpochIterator` that is being created and distributes its dataset, for `fit` or another loop.
 
-    Without it: workers that read unlike numbers of batches fail amid an epoch, in words of TensorFlow's collectives.
+    Without it: workers with unequal numbers of batches fail within an epoch, with an error of TensorFlow's collectives.
     """
     frame = _frame_of(keras_trainer.TFEpochIterator.__init__)
     return frame.f_locals.get("self") if frame else None
 
 
 def keras_loop_to_distribute() -> str | None:
-    """Which loop of Keras asks for the distribution of a dataset: "fit", "evaluate" or "predict".
+    """Returns the Keras loop that distributes a dataset: "fit", "evaluate" or "predict".
 
-    Without it: `predict` on data that workers do not share returns rows in an order that nobody knows.
+    Without it: `predict` on data that workers do not share returns rows in an unknown order.
     """
     frame = _frame_of(keras_trainer.TFEpochIterator.__init__)
     return frame.f_back.f_code.co_name if frame and frame.f_back else None
 
 
 def count_steps_of(epochs: keras_epoch_iterator.EpochIterator, dataset: Any) -> None:
-    """Lets a Keras `EpochIterator` take as many steps as a distributed dataset has batches.
+    """Makes a Keras `EpochIterator` take as many steps as a distributed dataset has batches.
 
-    Keras counts the batches before the strategy distributes them. Without it: where each worker reads its own data,
-    an epoch ends before these end.
+    Keras counts the batches before the strategy distributes them. Without it: if each worker reads its own data, an
+    epoch ends before the data ends.
     """
     epochs.data_adapter = TFDatasetAdapter(dataset)
     epochs._num_batches = epochs.data_adapter.num_batches
 
 
 def end_when_all_have_ended(dataset: Any) -> None:
-    """Lets a distributed dataset end when no worker has data left.
+    """Makes a distributed dataset end when no worker has data left.
 
-    TensorFlow takes the cardinality of `shard(SHARD_HINT, SHARD_HINT)` for infinite, and then does not ask. Without it:
-    a worker with more data waits for the others without end.
+    TensorFlow treats the cardinality of `shard(SHARD_HINT, SHARD_HINT)` as infinite, so it does not check for the end.
+    Without it: a worker with more data waits for its peers forever.
     """
     dataset._enable_get_next_as_optional = True
 
 
 def keras_made_dataset() -> bool:
-    """Whether Keras is handing over a dataset of its own making, of arrays or a generator, and not the user's."""
+    """Returns whether Keras distributes a dataset that it created from arrays or a generator, not a user's dataset."""
     adapter = getattr(keras_epochs_to_distribute(), "data_adapter", None)
     return adapter is not None and not isinstance(adapter, TFDatasetAdapter)
 
 
 def keras_epochs_of_iterator() -> keras_epoch_iterator.EpochIterator | None:
-    """What of Keras makes the iterator that `__iter__`, which asks, gives; `None` if a user does within a callback."""
+    """Returns the Keras `EpochIterator` that called the calling `__iter__`; `None` if a user did, as in a callback."""
     frame = sys._getframe(2)
     return frame.f_locals.get("self") if frame.f_globals.get("__name__") == keras_epoch_iterator.__name__ else None
 
 
 def keras_model_to_build() -> keras_trainer.TensorFlowTrainer | None:
-    """The model that Keras builds before its first step, if it does so in what the function that asks gives.
+    """Returns the model that Keras builds before its first step, if Keras called the caller to get the scope for that.
 
-    Keras does this under strategies only. Without it: models without a `call`, and losses of which only a step knows
-    the targets, train on one device and fail here.
+    Keras does this under strategies only. Without it: models without a `call`, and losses that get their targets only
+    in a step, train on one device but fail here.
     """
     frame = sys._getframe(2)
     builds = frame.f_code is keras_trainer.TensorFlowTrainer._maybe_symbolic_build.__code__
@@ -413,19 +413,19 @@ def keras_model_to_build() -> keras_trainer.TensorFlowTrainer | None:
 
 
 def runtime_has_started() -> bool:
-    """Whether TensorFlow has its devices, and can join no cluster any more.
+    """Returns whether TensorFlow has initialized its devices, after which it can join no cluster.
 
-    Without it: a strategy that is made too late raises a RuntimeError that names neither it nor what to do.
+    Without it: a strategy created too late raises a RuntimeError that names neither the strategy nor a remedy.
     """
     return context.context()._context_handle is not None
 
 
 class BeginningFit(NamedTuple):
-    """What a `fit` was given.
+    """Arguments of a `fit`.
 
     Attributes:
-      callbacks: As a list.
-      arguments: How long it is, and when it validates: each as "name=value".
+      callbacks: List of its callbacks.
+      arguments: Arguments that set its length and its validation, each as "name=value".
     """
 
     callbacks: list[keras.callbacks.Callback]
@@ -436,10 +436,10 @@ _LENGTHS = ("epochs", "initial_epoch", "steps_per_epoch", "validation_freq", "va
 
 
 def beginning_fit() -> BeginningFit | None:
-    """What a `fit` was given, if Keras asks for the scope in which it builds a model on its way into one; else `None`.
+    """Returns the arguments of a starting `fit`, if Keras asks for the scope to build a model in; else `None`.
 
-    Without it: workers whose models have come apart between two fits train on, each its own; those that have unlike
-    numbers of epochs wait for each other; and nobody is told of callbacks that write over each other.
+    Without it: workers with models that diverged between two fits train different models. Workers with unequal numbers
+    of epochs wait for each other. And no warning names callbacks that overwrite each other's files.
     """
     frame = _frame_of(keras_trainer.TensorFlowTrainer._maybe_symbolic_build)
     caller = frame and frame.f_back
@@ -452,27 +452,27 @@ def beginning_fit() -> BeginningFit | None:
 
 
 def epochs_of_beginning_fit() -> keras_epoch_iterator.EpochIterator | None:
-    """What a `fit` reads, if Keras asks for the scope in which it builds a model; see `beginning_fit`.
+    """Returns the `EpochIterator` of a starting `fit`; see `beginning_fit`.
 
-    Without it: workers at other positions in their data train on, and take examples twice or never.
+    Without it: workers at different positions in the data train on, and read examples twice or never.
     """
     frame = _frame_of(keras_trainer.TensorFlowTrainer._maybe_symbolic_build)
     return frame.f_locals.get("iterator") if frame else None
 
 
 def keras_makes_for_comparison() -> bool:
-    """Whether Keras makes an object only to see what attributes its kind has, as it does to save another."""
+    """Returns whether Keras creates an object only to list its attributes, which it does while it saves another."""
     return _frame_of(get_attr_skipset) is not None
 
 
 def make_iterators_on_devices_anew(iterator: Any, change: Callable[[Any], Any]) -> None:
-    """Gives a distributed iterator, from which nobody has read, other parts on its devices.
+    """Replaces the iterators on the devices of a distributed iterator that has not been read yet.
 
-    TensorFlow makes a dataset for each device that takes from the one on the host, without its options.
+    For each device TensorFlow creates a dataset that reads from the host's dataset, but without the host's options.
 
     Args:
-      iterator: Of a distributed dataset, made eagerly.
-      change: What makes another dataset of a device's.
+      iterator: An eager iterator of a distributed dataset.
+      change: Function that converts the dataset of a device.
     """
     for of_worker in iterator._iterators:
         shared = of_worker._iterator
@@ -483,10 +483,10 @@ def make_iterators_on_devices_anew(iterator: Any, change: Callable[[Any], Any]) 
 
 
 def end_together(dataset: DistributedDatasetsFromFunction) -> DistributedDatasetsFromFunction:
-    """Lets a distributed dataset, which ends in the same step on all workers, be read without asking them.
+    """Lets workers read a distributed dataset that ends in the same step on all workers without an exchange per step.
 
-    By itself its iterators sum up over all workers, before each step, how many have data left, and still do for
-    `get_next_as_optional`: several steps in one call, loops in a graph. If the name goes, that exchange comes back.
+    By default its iterators sum up, before each step, the number of workers that have data left. They still do so in
+    `get_next_as_optional`, for several steps in one call or loops in a graph. Without it: that exchange comes back.
     """
     dataset._enable_get_next_as_optional = False
     return dataset
@@ -500,14 +500,14 @@ def _counted(name: str) -> Callable[..., "CountedDataset"]:
 
 
 class CountedDataset(UnaryUnchangedStructureDataset):
-    """A dataset that says how many elements it has, as does what `map` and its like make of it.
+    """A dataset with a declared number of elements, which `map` and similar methods keep.
 
-    `assert_cardinality` raises where there are fewer. Without it: Keras, which maps a dataset for `class_weight`, does
-    not know the length of an epoch and takes a step too many.
+    `assert_cardinality` would raise for fewer elements. Without it: when Keras maps a dataset for `class_weight`, it
+    loses the length of an epoch and takes a step too many.
 
     Args:
-      dataset: Of unknown cardinality.
-      batches: How many elements it has, at most.
+      dataset: A dataset of unknown cardinality.
+      batches: Largest number of elements of the dataset.
     """
 
     def __init__(self, dataset: tf.data.Dataset, batches: int):
@@ -515,7 +515,7 @@ class CountedDataset(UnaryUnchangedStructureDataset):
         self._batches = batches
 
     def cardinality(self) -> tf.Tensor:
-        """As given."""
+        """Returns the declared number of elements."""
         return tf.constant(self._batches, tf.int64)
 
     map, prefetch, with_options = _counted("map"), _counted("prefetch"), _counted("with_options")
@@ -523,12 +523,12 @@ class CountedDataset(UnaryUnchangedStructureDataset):
 
 
 class CountingIterator(DistributedIterator):
-    """A distributed iterator that says when a batch is taken from it. Without it: a look at the data is an epoch of it.
+    """A distributed iterator that reports each batch read. Without it: a look at the data counts as a whole epoch.
 
     Args:
-      iterator: Another, which it takes the place of.
-      on_batch: Called after each batch that Python has taken.
-      on_graph: Called when a graph is given the iterator, and takes batches that nobody sees.
+      iterator: The iterator to replace.
+      on_batch: Called after each batch that Python code has read.
+      on_graph: Called when a graph receives the iterator. The batches that a graph reads are not reported.
     """
 
     def __init__(self, iterator: DistributedIterator, on_batch: Callable[[], None], on_graph: Callable[[], None]):
@@ -560,17 +560,17 @@ class CountingIterator(DistributedIterator):
 
     @property
     def _type_spec(self) -> Any:
-        self._on_graph()  # Only asked for where it is an argument of a function, or a part of one.
+        self._on_graph()  # Requested only if the iterator is in an argument of a function.
         return super()._type_spec
 
 
 class NotedIterator(DistributedIterator):
-    """A distributed iterator that tells its strategy when a batch is asked of it, in Python or in a graph.
+    """A distributed iterator that tells its strategy when a batch is requested, in Python or in a graph.
 
-    Without it: a worker that waits for its input cannot be told from one that traces its step.
+    Without it: a worker that waits for its input looks like a worker that traces its step.
 
     Args:
-      iterator: Another, which it takes the place of.
+      iterator: The iterator to replace.
     """
 
     def __init__(self, iterator: DistributedIterator):
@@ -604,7 +604,7 @@ class NotedIterator(DistributedIterator):
 
 
 class _NotedIteratorSpec(DistributedIteratorSpec):
-    """Makes a `NotedIterator` of the iterator in a graph."""
+    """The spec that creates a `NotedIterator` in a graph."""
 
     @property
     def value_type(self) -> Any:
@@ -615,32 +615,32 @@ class _NotedIteratorSpec(DistributedIteratorSpec):
 
 
 def keras_model_in_compile() -> keras_trainer.TensorFlowTrainer | None:
-    """The model whose Keras `compile` is under way in this thread.
+    """Returns the model that runs Keras' `compile` in this thread.
 
-    Without it: workers train models of their own, made outside of the scope, and nobody is told before the end.
+    Without it: workers train different models, created outside the scope, and no error appears before the end.
     """
     frame = _frame_of(inspect.unwrap(keras_trainer.TensorFlowTrainer.compile))
     return frame and frame.f_locals["self"]
 
 
 def is_made_in_scope(model: keras_trainer.TensorFlowTrainer) -> bool:
-    """Whether a Keras model was made inside the scope of a strategy, which then trains it wherever it is compiled.
+    """Returns whether a model was created in a strategy's scope. That strategy trains it, wherever it is compiled.
 
-    Without it: a model that was made in a `OneDeviceStrategy` scope and compiled after it is refused.
+    Without it: a model created in a `OneDeviceStrategy` scope and compiled outside that scope is refused.
     """
     return model._distribute_strategy is not None
 
 
 def is_in_creator_scope() -> bool:
-    """Whether this thread is inside a `tf.variable_creator_scope`, as in the scope of a strategy.
+    """Returns whether this thread is inside a `tf.variable_creator_scope`, as in the scope of a strategy.
 
-    Without it: a strategy that is made in such a scope enters one more that is not left, and TensorFlow raises.
+    Without it: a strategy created in such a scope enters another scope that is never left, and TensorFlow raises.
     """
     return bool(tf.compat.v1.get_default_graph()._variable_creator_stack)
 
 
 def keras_model_in_step() -> keras_trainer.TensorFlowTrainer | None:
-    """The model whose `fit` is under way in this thread, but for its callbacks and validation."""
+    """Returns the model that `fit` trains in this thread; `None` in its callbacks and validation."""
     trainer = keras_trainer.TensorFlowTrainer
     fit, *others = (inspect.unwrap(method).__code__ for method in (trainer.fit, trainer.evaluate, trainer.predict))
     frame: FrameType | None = sys._getframe(1)
@@ -652,13 +652,13 @@ def keras_model_in_step() -> keras_trainer.TensorFlowTrainer | None:
 
 
 class KerasCall(NamedTuple):
-    """A `fit`, `evaluate` or `predict` that is under way.
+    """A running `fit`, `evaluate` or `predict`.
 
     Attributes:
-      name: Which of these.
-      model: Whose.
-      epochs: What it reads. Nothing else keeps it.
-      callbacks: Its list of callbacks, once it has one.
+      name: Name of the method.
+      model: Model that runs the method.
+      epochs: `EpochIterator` that the call reads. Only the call keeps a reference to it.
+      callbacks: Callback list of the call, once it exists.
     """
 
     name: str
@@ -668,7 +668,7 @@ class KerasCall(NamedTuple):
 
 
 def keras_calls() -> list[KerasCall]:
-    """The calls of Keras under way in this thread, innermost first. The validation of a `fit` is a part of it.
+    """Returns the running calls of Keras in this thread, innermost first. A `fit` includes its validation.
 
     Without it: the watchdog does not know which call a worker is in.
     """
@@ -690,20 +690,20 @@ def keras_calls() -> list[KerasCall]:
 
 
 def keras_is_evaluating() -> bool:
-    """Whether Keras' `evaluate` or `predict` is under way in this thread, also inside a `fit`."""
+    """Returns whether Keras' `evaluate` or `predict` runs in this thread, also inside a `fit`."""
     trainer = keras_trainer.TensorFlowTrainer
     return any(_frame_of(inspect.unwrap(method)) for method in (trainer.evaluate, trainer.predict))
 
 
 def keras_is_predicting() -> bool:
-    """Whether Keras' `predict` is under way in this thread."""
+    """Returns whether Keras' `predict` runs in this thread."""
     return _frame_of(inspect.unwrap(keras_trainer.TensorFlowTrainer.predict)) is not None
 
 
 def keras_spec_to_predict() -> Any:
-    """The specs, on one replica, of what Keras' `predict` reads in this thread; `None` if it reads no dataset.
+    """Returns the element spec on one replica of the dataset of Keras' `predict`; `None` if there is no dataset.
 
-    Without it: workers trace `predict` on batches of other lengths, and only some of them exchange the lengths.
+    Without it: workers trace `predict` on batches of different lengths, and only some workers exchange the lengths.
     """
     frame = _frame_of(inspect.unwrap(keras_trainer.TensorFlowTrainer.predict))
     dataset = dataset_of(frame and frame.f_locals.get("epoch_iterator"))
@@ -711,7 +711,7 @@ def keras_spec_to_predict() -> Any:
 
 
 def spec_on_a_replica(spec: Any) -> Any:
-    """What a spec of the dataset of all replicas is on the first of them.
+    """Converts the spec of a distributed dataset to the spec on the first replica.
 
     Without it: `fit` on several devices reads a batch to learn its shapes.
     """
@@ -719,12 +719,12 @@ def spec_on_a_replica(spec: Any) -> Any:
 
 
 def calls_of_threads() -> dict[int, list[tuple[str, int, str]]]:
-    """The calls of each thread, the innermost first: file, line and function. For a process that is about to end.
+    """Returns the stack of each thread, innermost call first: file, line, function. For a process about to end.
 
-    A look at the frames of a running thread is not safe: to make an object for a frame can start a collection of
-    garbage, in which a finalizer lets the other thread run on, and the frame is gone. So none is collected meanwhile.
-    faulthandler is no way out: it follows CPython 3.11's list of threads without its lock, while TensorFlow's enter
-    Python.
+    Reading the frames of a running thread is unsafe: creating a frame object can start a garbage collection. There, a
+    finalizer may let the other thread run on, and its frame is gone. So the garbage collector is off meanwhile.
+    faulthandler is no alternative: in CPython 3.11 it reads the list of threads without its lock, while threads of
+    TensorFlow enter Python.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -739,9 +739,9 @@ def calls_of_threads() -> dict[int, list[tuple[str, int, str]]]:
 
 
 def keras_call_name() -> str | None:
-    """The innermost call of Keras in this thread in which a model is run, by name.
+    """Returns the name of the innermost call of Keras in this thread that runs a model.
 
-    Without it: who waits for others in `train_on_batch`, but outside of its step, is not known to be in a call.
+    Without it: a worker that waits for peers in `train_on_batch`, outside its step, seems to be in no call.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -752,7 +752,7 @@ def keras_call_name() -> str | None:
 
 
 def is_call_of_keras(file: str, function: str) -> bool:
-    """Whether that is Keras' `fit`, `evaluate` or another call in which a model is run. See `calls_of_threads`."""
+    """Returns whether a function is Keras' `fit` or another call that runs a model; see `calls_of_threads`."""
     return file == keras_trainer.__file__ and function in _KERAS_CALLS
 
 
@@ -760,7 +760,7 @@ _KERAS_CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch",
 
 
 def keras_fitting_models() -> list[keras_trainer.TensorFlowTrainer]:
-    """The models whose Keras `fit` is under way in this thread, innermost first."""
+    """Returns the models that run Keras' `fit` in this thread, innermost first."""
     code, models = inspect.unwrap(keras_trainer.TensorFlowTrainer.fit).__code__, []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -771,15 +771,15 @@ def keras_fitting_models() -> list[keras_trainer.TensorFlowTrainer]:
 
 
 def datasets_of_worker(distributed: Any) -> list[Any]:
-    """The datasets that a distributed dataset reads on this worker.
+    """Returns the datasets that a distributed dataset reads on this worker.
 
-    Without it: what the user distributed and gives to `fit` leaves a replica without rows on zeros.
+    Without it: in a `fit` on a dataset that the user distributed, a replica without rows computes on zeros.
     """
     return list(getattr(distributed, _place_of_datasets(distributed)))
 
 
 def set_datasets_of_worker(distributed: Any, datasets: list[Any]) -> None:
-    """Lets a distributed dataset read `datasets`, of the same elements; see `datasets_of_worker`."""
+    """Replaces the datasets of a distributed dataset by `datasets` with equal specs; see `datasets_of_worker`."""
     setattr(distributed, _place_of_datasets(distributed), datasets)
 
 
@@ -788,34 +788,34 @@ def _place_of_datasets(distributed):
 
 
 def call_in_step(callbacks) -> None:
-    """Has a Keras list of callbacks call them within a step.
+    """Makes a Keras `CallbackList` call its callbacks within the step.
 
-    A callback that is given to `fit` alone, in no list, is taken for none that needs it, and called in another thread.
-    Without it: such a BackupAndRestore saves variables of a later step, or of half a step.
+    If `fit` gets a single callback and no list, Keras does not see that the callback needs this, and calls the callback
+    in another thread. Without it: such a BackupAndRestore saves variables of a later step, or of half a step.
     """
     callbacks._async_train = False
 
 
 def goes_on_with(epochs, iterator) -> bool:
-    """Whether the next epoch of a Keras `EpochIterator` begins where `iterator` stands, and not with a new one.
+    """Returns whether the next epoch of a Keras `EpochIterator` continues `iterator`, not a new iterator.
 
-    Without it: a backup made at the end of the input says that all of it was read, and a new `fit` finds nothing left.
+    Without it: a backup made at the end of the input records that all input was read, and a new `fit` finds none left.
     """
     return epochs._current_iterator is iterator
 
 
 def dataset_of(epochs):
-    """What a Keras `EpochIterator` reads from, if it is one and says so.
+    """Returns the distributed dataset of a Keras `EpochIterator`, or `None`.
 
-    Without it: two shardings of equal global batches in one `fit` may be given each other's position.
+    Without it: two shardings with equal global batches in one `fit` may receive each other's position.
     """
     return getattr(epochs, "_distributed_dataset", None)
 
 
 def datasets_read_by(dataset: Any) -> list[Any]:
-    """A dataset, and each that it reads from, also through others; but for those that only its functions know.
+    """Returns a dataset and its direct and indirect inputs, except datasets that only its functions use.
 
-    Without it: workers that each read a whole sharding train on the same rows, and nobody is told.
+    Without it: workers that each read a whole sharding train on the same rows without any error.
     """
     found, waiting = {}, [dataset]
     while waiting:
@@ -827,22 +827,22 @@ def datasets_read_by(dataset: Any) -> list[Any]:
 
 
 def graphs_of_dataset_functions(dataset: tf.data.Dataset) -> list[Any]:
-    """The graphs of the functions that one stage of a dataset calls.
+    """Returns the graphs of the functions that one stage of a dataset calls.
 
-    Without it: workers cannot tell rows that random operations make unlike from rows of other data.
+    Without it: workers cannot tell whether rows differ because of random operations or because of other data.
     """
     return [wrapper.function.graph for wrapper in dataset._functions()]
 
 
 def maps_elements(dataset: tf.data.Dataset) -> bool:
-    """Whether a stage of a dataset is a `map`: each element is what its function gives of one. See above."""
+    """Returns whether a stage of a dataset is a `map`: its function maps one element to one. See above."""
     return type(dataset).__name__ in ("_MapDataset", "_ParallelMapDataset")
 
 
 def keras_purpose() -> str:
-    """Which of Keras' methods reads a dataset that is being distributed: "fit", "validation", "evaluate" or "predict".
+    """Returns the purpose of a dataset that Keras distributes: "fit", "validation", "evaluate" or "predict".
 
-    Without it: errors about unlike data do not name the call, and validation data is compared in each epoch.
+    Without it: errors about unequal data do not name the call, and validation data is compared in each epoch.
     """
     trainer = keras_trainer.TensorFlowTrainer
     codes = {inspect.unwrap(getattr(trainer, name)).__code__: name for name in ("fit", "evaluate", "predict")}
@@ -856,9 +856,9 @@ def keras_purpose() -> str:
 
 
 def keras_reader() -> keras_trainer.TensorFlowTrainer | None:
-    """The model whose `fit`, `evaluate` or `predict` reads a dataset that is being distributed.
+    """Returns the model that runs the `fit`, `evaluate` or `predict` that distributes a dataset.
 
-    Without it: workers whose models are unlike learn of it in `predict` by an error of TensorFlow's, or never.
+    Without it: for unequal models on workers, `predict` raises an error of TensorFlow, or no error at all.
     """
     trainer = keras_trainer.TensorFlowTrainer
     codes = {inspect.unwrap(method).__code__ for method in (trainer.fit, trainer.evaluate, trainer.predict)}
@@ -869,7 +869,7 @@ def keras_reader() -> keras_trainer.TensorFlowTrainer | None:
 
 
 def keras_source(epochs: keras_epoch_iterator.EpochIterator) -> str:
-    """What a Keras `EpochIterator` reads: "arrays", a "dataset" of the user, or "python" code of theirs.
+    """Returns the source of a Keras `EpochIterator`: "arrays", a user's "dataset", or a user's "python" code.
 
     Without it: see `graphs_of_dataset_functions`.
     """
@@ -879,48 +879,48 @@ def keras_source(epochs: keras_epoch_iterator.EpochIterator) -> str:
 
 
 def count_as_seen(epochs, batches: int) -> None:
-    """Tells a Keras `EpochIterator` of batches that were taken from its iterator beside it.
+    """Adds batches that other code read from a Keras `EpochIterator`'s iterator to its count.
 
-    Without it: a `fit` that goes on in the middle of its input does not begin it anew at its end.
+    Without it: a `fit` that resumes in the middle of its input does not start the input again at its end.
     """
     epochs._steps_seen += batches
 
 
 def deciding_loss_scaler():
-    """The loss scaler that has found this replica's gradients finite and now applies them, or `None`."""
+    """Returns the loss scaler that found this replica's gradients finite and now applies them, or `None`."""
     frame = _frame_of(LossScaleOptimizer._stateful_handle_finite_grads)
     return None if frame is None else frame.f_locals["self"]
 
 
 def variables_of_summed_gradients() -> list[Any]:
-    """The variables whose gradients a plain Keras optimizer exchanges now, in their order; none if it does not."""
+    """Returns the variables of the gradients that a plain Keras optimizer exchanges now, in order, or an empty list."""
     frame = _frame_of(TFOptimizer._all_reduce_sum_gradients)
     return [] if frame is None else [variable for _, variable in frame.f_locals["filtered_grads_and_vars"]]
 
 
 def is_called_by_library() -> bool:
-    """Whether the function that asks was called from TensorFlow, Keras or tfdist, and not from a user's code.
+    """Returns whether the caller was called from TensorFlow, Keras or tfdist, and not from a user's code.
 
-    Without it: a step in which a user divides by the number of replicas what he has summed over them is not refused.
+    Without it: a user's step that divides a sum over replicas by the number of replicas is not refused.
     """
     module = sys._getframe(2).f_globals.get("__name__", "")
-    if module.startswith("tensorflow.python.autograph"):  # which runs a user's code
+    if module.startswith("tensorflow.python.autograph"):  # Runs a user's code.
         return False
     return module.split(".")[0] in ("keras", "tensorflow", "tfdist")
 
 
 def is_recorded() -> bool:
-    """Whether a `tf.GradientTape` records what this thread computes: then a gradient taken now is not the last one.
+    """Returns whether a `tf.GradientTape` records this thread, so that it may differentiate gradients taken now again.
 
-    Without it: a gradient penalty on what replicas exchange is weighted twice where their rows are unequal.
+    Without it: a gradient penalty on exchanged values is weighted twice if replicas have unequal numbers of rows.
     """
     return record.could_possibly_record()
 
 
 def bodies_of_call(operation: tf.Operation) -> list[Any]:
-    """The graphs of the function that an operation calls, or of the branches of which it takes one.
+    """Returns the graph of the function that an operation calls, or the graphs of its two branches.
 
-    Without them: losses and layers that are a `tf.function` are taken for means.
+    Without it: losses and layers that are a `tf.function` are treated as means.
     """
     names = ("then_branch", "else_branch") if "If" in operation.type else ("f",)
     functions = [operation.graph._get_function(operation.get_attr(name).name) for name in names]
@@ -929,9 +929,9 @@ def bodies_of_call(operation: tf.Operation) -> list[Any]:
 
 
 def tf_keras_exchanges_gradients() -> bool:
-    """Whether an optimizer of tf_keras sums up its gradients now.
+    """Returns whether an optimizer of tf_keras sums up its gradients now.
 
-    Without it: `compression` does nothing for models of tf_keras, and nobody is told.
+    Without it: `compression` has no effect on models of tf_keras, and no error says so.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -942,9 +942,9 @@ def tf_keras_exchanges_gradients() -> bool:
 
 
 def places_in_optimizer(optimizer: Any, variables: Any) -> list[int]:
-    """Which of its variables these are; none if they are of another that it stands for.
+    """Returns the indices of variables in an optimizer, or an empty list if it only wraps the optimizer that owns them.
 
-    Without it: lists of variables of equal shapes would share residuals.
+    Without it: lists of variables with equal shapes would share residuals.
     """
     try:
         return [optimizer._get_variable_index(variable) for variable in variables]
@@ -953,7 +953,7 @@ def places_in_optimizer(optimizer: Any, variables: Any) -> list[int]:
 
 
 def _frame_of(function: Any) -> FrameType | None:
-    """The innermost call of `function` that is under way in this thread."""
+    """Returns the innermost running call of `function` in this thread, or `None`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back
@@ -961,22 +961,22 @@ def _frame_of(function: Any) -> FrameType | None:
 
 
 def python_function_of(function: Function, owner: Any) -> Any:
-    """What a `tf.function`, maybe a method of `owner`, does, with its `if`s and loops on tensors turned into graphs.
+    """Returns the Python function of a `tf.function` or method of `owner`, with `if`s and loops converted by AutoGraph.
 
-    TensorFlow wraps a method in decorators that call a stand-in of its object. Without it: a `train_step` under
-    `tf.function` is traced once for all replicas.
+    TensorFlow wraps a method in decorators that call a stand-in for the method's object. Without it: a `train_step`
+    under `tf.function` is traced once for all replicas.
     """
     _, original = tf_decorator.unwrap(function.python_function)
     plain = getattr(original, "__func__", original)
     try:
         converted = autograph.to_graph(plain)
-    except autograph.ConversionError:  # it has no source, as what is typed in; `tf.function` runs it as it is, too
+    except autograph.ConversionError:  # No source, as in a Python prompt. `tf.function` does not convert it either.
         converted = plain
     return MethodType(converted, owner) if inspect.ismethod(original) else converted
 
 
 def clone_function(function: Function, python_function) -> Function:
-    """A `tf.function` with the options of `function` around another Python function.
+    """Returns a `tf.function` of another Python function, with the options of `function`.
 
     Without it: a step that is a `tf.function` is traced with TensorFlow's own replica code, outside of ours.
     """
@@ -984,9 +984,9 @@ def clone_function(function: Function, python_function) -> Function:
 
 
 def set_cardinality(dataset, batches: int) -> None:
-    """Corrects how many batches a distributed dataset says it has; Keras' `fit` runs as many steps.
+    """Corrects the number of batches of a distributed dataset, which is also the number of steps of Keras' `fit`.
 
-    A dataset made from a function knows its own worker's batches only. Without it: a worker with fewer leaves `fit`
-    before the others.
+    A dataset made from a function knows only the batches of its own worker. Without it: a worker with fewer batches
+    leaves `fit` before its peers.
     """
     dataset._cardinality = batches
