@@ -1,4 +1,4 @@
-"""Datasets as Keras takes them: looked into without reading, knowing for what they are read, by whom, not tuned."""
+"""The distributed datasets that strategies give to Keras, and the options of their `tf.data` pipelines."""
 
 import functools
 import weakref
@@ -20,8 +20,8 @@ from tfdist.strategies.step import count_rows
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """`dataset` without the thread that tunes its parallelism.
 
-    That thread is told to end by a signal which it takes for none if it is quick, and then sleeps on, for as long as
-    the pipeline has lived or a minute, while `fit` waits: on two cores in half of all cases.
+    A signal tells that thread to end. A thread that wakes too quickly does not recognize the signal and sleeps on, for
+    as long as the pipeline has lived or a minute, while `fit` waits. On two cores this happens in half of all cases.
     """
     options = tf.data.Options()
     options.autotune.enabled = False
@@ -29,12 +29,11 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def owning_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """`dataset`, whose batches do not share memory with arrays of Python code.
+    """`dataset` with batches that do not share memory with arrays of Python code.
 
-    TensorFlow takes an array that Python code gives, such as a batch `y[8:16]` of a generator, without a copy. It cuts
-    that batch into parts for replicas, and a replica may compute in the memory of its part: the array of the user would
-    then hold losses in place of labels. Costs a copy of each batch that Python code makes; none if TensorFlow batches
-    what Python makes, which copies too.
+    TensorFlow uses an array from Python code, such as a batch `y[8:16]` of a generator, without a copy. It splits the
+    batch among replicas, and a replica may compute in the memory of its part. The user's array would then hold losses
+    instead of labels. Costs a copy of each batch that Python code makes; none if TensorFlow makes the batches.
     """
     if not isinstance(dataset, tf.data.Dataset) or not tf.executing_eagerly():
         return dataset
@@ -54,13 +53,13 @@ def owning_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def is_read_by_all(dataset: tf.data.Dataset) -> bool:
-    """Whether each worker reads all of it and keeps its rows of each batch: unless its options say otherwise."""
+    """Whether each worker reads the whole dataset and keeps its rows of each batch: policy AUTO or DATA."""
     policies = tf.data.experimental.AutoShardPolicy
     return dataset.options().experimental_distribute.auto_shard_policy in (policies.AUTO, policies.DATA)
 
 
 def is_split_by_rows(dataset: tf.data.Dataset) -> bool:
-    """Whether TensorFlow, in a custom loop, lets each worker read all of a dataset and keep its rows of each batch."""
+    """Whether each worker of a custom loop reads the whole dataset and keeps its rows of each batch."""
     policies = tf.data.experimental.AutoShardPolicy
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if not isinstance(dataset, tf.data.Dataset) or not tf.executing_eagerly():
@@ -69,11 +68,11 @@ def is_split_by_rows(dataset: tf.data.Dataset) -> bool:
 
 
 def alike_on_workers(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """`dataset`, which is read by all, in one order on each worker.
+    """`dataset` with options by which all workers read the whole dataset in the same order.
 
-    By itself TensorFlow deals out files where there are any: global batches are then not those of one device, and
-    fewer files than workers an error. Workers that read in orders of their own (`deterministic=False`) would take some
-    rows twice and others never.
+    By default TensorFlow gives each worker some of the files, if there are files. Global batches then differ from those
+    of one device, and fewer files than workers are an error. Workers that read in different orders
+    (`deterministic=False`) would take some rows twice and others never.
     """
     policies = tf.data.experimental.AutoShardPolicy
     options = tf.data.Options()
@@ -83,7 +82,7 @@ def alike_on_workers(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def is_own_of_each(dataset: tf.data.Dataset) -> bool:
-    """Whether each worker reads rows that others do not share: policy OFF, FILE or HINT."""
+    """Whether each worker reads rows that its peers do not read: policy OFF, FILE or HINT."""
     policies = tf.data.experimental.AutoShardPolicy
     is_dataset = isinstance(dataset, tf.data.Dataset)
     return is_dataset and _policy_of(dataset) in (policies.OFF, policies.FILE, policies.HINT)
@@ -94,24 +93,24 @@ def _policy_of(dataset):
 
 
 def divided_one_by_one(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns `dataset`, of which TensorFlow divides each batch by itself.
+    """Returns `dataset` in a form that makes TensorFlow divide each batch separately.
 
-    It then takes as many steps for each batch as there are workers. Without a function in between it may join the rest
-    of one batch with the next one, and the number of steps is not known.
+    TensorFlow then takes as many steps for each batch as there are workers. Without the added `map`, it may join the
+    rest of one batch with the next batch, and the number of steps is unknown.
     """
     is_tuple = type(dataset.element_spec) is tuple
     return dataset.map(tf.autograph.experimental.do_not_convert(lambda *batch: batch if is_tuple else batch[0]))
 
 
 def batches_of_own(dataset: tf.data.Dataset, workers: int) -> int:
-    """How many batches this worker takes of a dataset that `is_own_of_each`; negative: unknown or infinite.
+    """The number of batches that this worker takes of its own rows; negative if unknown or infinite.
 
-    Under OFF a step takes a part of a batch: batch_size counts the rows of all workers. Files are dealt out by
-    TensorFlow, which does not say how many rows a worker gets.
+    Under OFF a step takes a part of a batch, since batch_size counts the rows of all workers. TensorFlow assigns files
+    to workers without telling how many rows a worker gets.
 
     Args:
-      dataset: One that is `divided_one_by_one`.
-      workers: How many workers there are.
+      dataset: A result of `divided_one_by_one`, for which `is_own_of_each` is true.
+      workers: Number of workers.
     """
     policies, batches = tf.data.experimental.AutoShardPolicy, int(dataset.cardinality())
     if _policy_of(dataset) == policies.OFF:
@@ -120,12 +119,12 @@ def batches_of_own(dataset: tf.data.Dataset, workers: int) -> int:
 
 
 def end_for_all(distributed: Any, dataset: tf.data.Dataset, batches: int) -> None:
-    """Lets Keras read what each worker reads for itself until no worker has rows left.
+    """Makes Keras read a dataset with separate rows on each worker until no worker has rows left.
 
     Args:
-      distributed: What TensorFlow made of it.
-      dataset: What it was made of.
-      batches: How many there are for all, see `batches_of_own`.
+      distributed: The distributed dataset.
+      dataset: The dataset that was distributed.
+      batches: The largest number of batches of a worker; see `batches_of_own`.
     """
     if _policy_of(dataset) == tf.data.experimental.AutoShardPolicy.HINT:
         _tf.end_when_all_have_ended(distributed)
@@ -133,7 +132,7 @@ def end_for_all(distributed: Any, dataset: tf.data.Dataset, batches: int) -> Non
 
 
 def unordered(dataset: tf.data.Dataset) -> ValueError:
-    """The error of a `predict` on data that each worker reads for itself."""
+    """The error for `predict` on a dataset with separate rows on each worker."""
     policy = _policy_of(dataset).name
     return ValueError(
         "`predict` returns rows in the order of the data, so all workers must read the same data, but under "
@@ -144,10 +143,11 @@ def unordered(dataset: tf.data.Dataset) -> ValueError:
 
 
 def made_by(dataset_fn: Callable[[Any], Any], context: tf.distribute.InputContext) -> Any:
-    """What a dataset function gives, if it is none in which a sharding would be read past the strategy.
+    """Calls a dataset function, and checks that its dataset does not bypass the strategy to read a sharding.
 
     Raises:
-      ValueError: If it is what a call of a `BalancedSharding` gave, or reads from one that another worker's call gave.
+      ValueError: If the dataset is the result of a `BalancedSharding` call, or if a sharding was called with another
+        context than `context`.
     """
     dataset = dataset_fn(context)
     read = [each for each in _tf.datasets_read_by(dataset) if _is_of_sharding(each)]
@@ -184,10 +184,10 @@ def _who_reads(context):
 
 
 def check_reads_no_sharding(dataset: Any) -> None:
-    """Refuses what was asked of a sharding beside the strategy: its batches are not split among workers.
+    """Refuses a dataset made by a call of a sharding, since its batches are not split among workers.
 
     Raises:
-      ValueError: If it reads from one.
+      ValueError: If `dataset` reads from a dataset of a sharding.
     """
     if any(map(_is_of_sharding, _tf.datasets_read_by(dataset))):
         raise ValueError(
@@ -198,11 +198,11 @@ def check_reads_no_sharding(dataset: Any) -> None:
 
 
 def _untuned_on_devices(iterator: Any, reads_at_once: bool = False) -> Any:
-    """A distributed iterator that was just made, without the threads that tune its parts on the devices.
+    """Removes the threads that tune the device parts of a new distributed iterator.
 
     Args:
-      iterator: What was made.
-      reads_at_once: Whether it reads ahead from now on, and not from the first step on.
+      iterator: The new iterator.
+      reads_at_once: Whether the iterator reads ahead from now on, instead of from the first step on.
     """
 
     def changed(dataset):
@@ -210,7 +210,7 @@ def _untuned_on_devices(iterator: Any, reads_at_once: bool = False) -> Any:
         options.experimental_warm_start = reads_at_once
         return untuned(dataset.with_options(options))
 
-    if tf.executing_eagerly():  # There is nothing to tune in these parts, whatever the pipeline is.
+    if tf.executing_eagerly():  # No pipeline has anything to tune in these parts.
         _tf.make_iterators_on_devices_anew(iterator, changed)
     return iterator
 
@@ -218,12 +218,12 @@ def _untuned_on_devices(iterator: Any, reads_at_once: bool = False) -> Any:
 class FirstPass:
     """Notes a row for replicas without rows while Keras reads a distributed dataset for the first time.
 
-    Later passes read the dataset as it was, since noting costs time in every batch. Endless data are left alone too:
-    no worker runs out of them.
+    Later passes read the original dataset, since noting costs time in every batch. Endless datasets are not changed
+    either, since no worker runs out of their rows.
 
     Args:
       examples: Keeps the row for the model that reads.
-      row: The row, if what is distributed notes it already.
+      row: The row, if the distributed dataset notes a row already.
     """
 
     def __init__(self, examples: ExampleRows, row: ExampleRow | None = None):
@@ -231,7 +231,7 @@ class FirstPass:
         self._datasets: list[tf.data.Dataset] | None = None
 
     def begin(self, distributed: Any) -> None:
-        """Is called before an iterator of `distributed` is made. A loop of the user's needs no row."""
+        """Prepares `distributed` for a new iterator. Does nothing in a custom loop, which needs no row."""
         model = _tf.keras_reader()
         if model is None:
             return
@@ -247,10 +247,10 @@ class FirstPass:
 
 
 class _Noted:
-    """Mixed into a distributed dataset of TensorFlow's: notes what reads from it, and when.
+    """Mixin for TensorFlow's distributed datasets: notes which call of Keras reads the dataset, and when.
 
     Args:
-      made: The dataset, which it takes the place of.
+      made: The dataset that this object replaces.
       first_pass: Notes a row, if there are other workers.
     """
 
@@ -266,15 +266,15 @@ class _Noted:
 
 
 class NotedDataset(_Noted, _tf.DistributedDataset):
-    """One that was made of a `tf.data.Dataset`."""
+    """A `_Noted` dataset made of a `tf.data.Dataset`."""
 
 
 class DatasetOfEachWorker(NotedDataset):
-    """A dataset that the user distributed, of which each worker reads rows of its own. Keras reads it to the end.
+    """A dataset that the user distributed, with separate rows on each worker. Keras reads it to the end.
 
     Args:
       distributed: The dataset as TensorFlow distributes it.
-      dataset: What the user gave.
+      dataset: The user's dataset.
       first_pass: Notes a row for replicas without rows.
     """
 
@@ -290,18 +290,18 @@ class DatasetOfEachWorker(NotedDataset):
 
 
 class NotedDatasetsFromFunction(_Noted, _tf.DistributedDatasetsFromFunction):
-    """One that was made of a dataset function."""
+    """A `_Noted` dataset made of a dataset function."""
 
 
 class PeekableDataset(tf.distribute.DistributedDataset):
-    """A distributed dataset that `fit` can look into without loss.
+    """A distributed dataset that `fit` can inspect without losing batches.
 
-    Before the first step Keras takes one batch to learn its shapes, and drops it with the iterator and whatever that
-    has prefetched. A generator would lose these batches, another number on each worker. Keras gets the specs instead.
+    Before the first step Keras takes one batch to learn its shapes, and drops it with the iterator and all batches that
+    were prefetched. A generator would lose a different number on each worker. So Keras gets the specs instead.
 
     Args:
-      dataset: Of TensorFlow's.
-      comparison: What compares its first batch on all workers, if anything does.
+      dataset: TensorFlow's distributed dataset.
+      comparison: Compares the first batch on all workers.
       first_pass: Notes a row, if the comparison does not and there are other workers.
     """
 
@@ -321,7 +321,7 @@ class PeekableDataset(tf.distribute.DistributedDataset):
             self._first_pass.begin(self._dataset)
         if self._comparison is None:
             return _tf.NotedIterator(_untuned_on_devices(iter(self._dataset)))
-        if _tf.keras_is_peeking():  # It is dropped before its end, and may read on meanwhile.
+        if _tf.keras_is_peeking():  # Keras drops the iterator before its end; until then it may read on.
             self._comparison.compare_no_more()
         with self._comparison.beginning() as is_first:
             iterator = _tf.NotedIterator(_untuned_on_devices(iter(self._dataset), reads_at_once=is_first))
@@ -330,18 +330,18 @@ class PeekableDataset(tf.distribute.DistributedDataset):
 
     @property
     def element_spec(self):
-        """As of the dataset inside."""
+        """The element spec of the wrapped dataset."""
         return self._dataset.element_spec
 
 
 class BalancedDataset(_tf.DistributedDatasetsFromFunction):
-    """What a `BalancedSharding` hands out, for what Keras reads it for; it may look into it without loss.
+    """The distributed batches of a `BalancedSharding`, for training or evaluation. Keras can inspect it without loss.
 
     Args:
-      distribute: What the strategy makes of a dataset function.
+      distribute: The strategy's function that makes a distributed dataset of a dataset function.
       sharding: The sharding.
-      examples: Where rows that stand in are kept.
-      maps: What is done to each batch, by `map`.
+      examples: Keeps rows for replicas without rows.
+      maps: Functions that `map` applies to each batch.
 
     Attributes:
       sharding: As given.
@@ -355,7 +355,7 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
         maps: tuple[Callable[..., Any], ...] = (),
     ):
         self._distribute, self.sharding, self._examples, self._maps = distribute, sharding, examples, maps
-        # Instead of the parent's `__init__`, which would build it once more.
+        # Replaces the parent's `__init__`, which would build the dataset again.
         self.__dict__.update(self._made(training=True).__dict__)
 
     def __iter__(self):
@@ -369,10 +369,10 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
         if epochs and self._example is not None:
             self._examples.put(_tf.keras_reader(), self._example)
         if epochs:
-            # Keras takes `steps_per_epoch` of each iterator until all steps are taken, from wherever it begins.
+            # Keras takes `steps_per_epoch` batches of an iterator, wherever in the epoch that iterator begins.
             goes_on = epochs.steps_per_epoch is not None
             handout = self.sharding.start(training=training, models=fitting, goes_on=goes_on)
-        else:  # a custom loop, or a look amid a `fit`, as of a callback
+        else:  # a custom loop, or a read during `fit`, such as by a callback
             counts = not fitting
             handout = self.sharding.start(training=True, counts=counts, is_seen=counts and tf.executing_eagerly())
         iterator = _untuned_on_devices(super().__iter__() if training else iter(self._for_evaluation))
@@ -384,36 +384,36 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
             )
         else:
             iterator = _tf.NotedIterator(iterator)
-        weakref.finalize(iterator, handout.close)  # TensorFlow waits for whoever is still to hand out.
+        weakref.finalize(iterator, handout.close)  # Otherwise TensorFlow would wait for its next assignment.
         return iterator
 
     def map(self, fn: Callable[..., Any]) -> "BalancedDataset":
-        """As a `tf.data.Dataset` has it: Keras calls it for `class_weight`.
+        """Applies `fn` to each batch, as in `tf.data.Dataset`. Keras calls it for `class_weight`.
 
         Raises:
-          tf.errors.InvalidArgumentError: When it is read, if `fn` gives another number of rows than it was given.
+          tf.errors.InvalidArgumentError: When the dataset is read, if `fn` changes the number of rows.
         """
         return BalancedDataset(self._distribute, self.sharding, self._examples, (*self._maps, fn))
 
     def prefetch(self, buffer_size: int) -> "BalancedDataset":
-        """Itself, as it reads ahead already."""
+        """Returns the dataset itself, which reads ahead already."""
         del buffer_size
         return self
 
     @property
     def cardinality(self) -> int:
-        """Steps of an epoch, of training or of what Keras does now."""
+        """Number of steps in an epoch, of evaluation while Keras evaluates and otherwise of training."""
         return self.sharding.evaluation_steps if _tf.keras_is_evaluating() else self.sharding.cardinality
 
     @functools.cached_property
     def _example(self) -> ExampleRow | None:
-        """Of the first example, if a batch may leave a replica without rows."""
+        """A row from the first example, if a batch may leave a replica without rows; otherwise `None`."""
         dataset = self.sharding.first_example()
         return None if dataset is None else ExampleRow.of(self._mapped(dataset).get_single_element())
 
     @functools.cached_property
     def _for_evaluation(self) -> Any:
-        """One of its own: iterators that Keras makes for later wait to be read from beside those of training."""
+        """A separate dataset, since iterators for evaluation exist beside those of training."""
         return self._made(training=False)
 
     def _made(self, *, training: bool) -> Any:
@@ -429,7 +429,7 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
 
 
 def _keeping_rows(fn):
-    """`fn`, a map of batches, which must keep their rows: by these the sharding knows what was trained on."""
+    """Adds a check to `fn` that it keeps the rows of a batch, since the sharding counts trained rows by them."""
 
     def mapped(*batch):
         result = fn(*batch)
@@ -466,7 +466,7 @@ def _example(dataset):
 
 def _of_first_replica(spec):
     spec = _tf.spec_on_a_replica(spec)
-    return spec if hasattr(spec, "shape") else None  # An empty Optional and `None` have none.
+    return spec if hasattr(spec, "shape") else None  # An empty Optional and `None` have no shape.
 
 
 def _has_rank(spec):

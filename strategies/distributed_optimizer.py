@@ -1,4 +1,4 @@
-"""How gradients pass from a Keras optimizer to the collectives: reduced before they are clipped, scaled and applied."""
+"""Views of Keras optimizers that sum gradients over all replicas before they clip, scale and apply them."""
 
 import collections
 import enum
@@ -22,16 +22,16 @@ from tfdist.strategies.step import current_step, replicas
 def distributed(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """A view of `optimizer` that sums gradients over all replicas before it clips and applies them.
 
-    Keras clips each replica's gradients and sums what is left, which is not what one device would do, and lets
-    `LossScaleOptimizer` look at one replica's gradients only. The view shares the optimizer's whole state and is an
-    instance of its class; only the moment of the exchange differs. Keras' `fit` gets it by itself; a custom loop that
-    clips or scales its loss asks for it by `strategy.distributed_optimizer`.
+    Keras clips each replica's gradients and sums the results, unlike one device, and its `LossScaleOptimizer` checks
+    only one replica's gradients. The view shares the optimizer's whole state and is an instance of its class; only the
+    moment of the exchange differs. `fit` uses the view automatically. A custom loop that clips gradients or scales its
+    loss gets the view from `strategy.distributed_optimizer`.
     """
     return optimizer if isinstance(optimizer, _Weigh) else _view(optimizer, _Note, _Weigh, _exchange_of(optimizer))
 
 
 def noting(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """A view of `optimizer` that notes when gradients are there, which is all that a lone replica needs."""
+    """A view of `optimizer` for a lone replica. It only notes when gradients are there."""
     return _view(optimizer, _Note)
 
 
@@ -49,12 +49,12 @@ def viewed_optimizers(model: keras.Model, view: Callable[[Any], Any]) -> Iterato
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """The optimizers that a model and what is in it hold, in the order of their attributes."""
+    """The optimizers of a model and of the objects inside it, in the order of their attributes."""
     return list({id(optimizer): optimizer for _, optimizer in _optimizers_in(model)}.values())
 
 
 def exchanging_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Those of `optimizers_of`, and inside them, by any of which gradients may be exchanged."""
+    """All optimizers that may exchange gradients: those of `optimizers_of` and the optimizers inside them."""
     found: dict[int, Any] = {}
     ahead = collections.deque(optimizers_of(model))
     while ahead:
@@ -71,8 +71,8 @@ def _is_list(value: Any) -> bool:
 
 
 def _optimizers_in(model: Any) -> Iterator[tuple[Callable[[Any], None], Any]]:
-    """Finds the optimizers that a model or what is in it holds: how to put another in its place, and the optimizer."""
-    seen = {id(model): model}  # Kept, so that nothing else gets its number.
+    """Yields each optimizer in a model or in its objects, after a function that puts another in its place."""
+    seen = {id(model): model}  # Holding the objects keeps their ids unique.
     ahead = collections.deque([(model, _put_into(model))])
     while ahead:
         owner, put = ahead.popleft()
@@ -97,17 +97,17 @@ def _items(owner: Any) -> list[tuple[Any, Any]]:
 def _put_into(owner: Any) -> Callable[[Any, Any], None]:
     if isinstance(owner, keras.layers.Layer):
         return functools.partial(setattr, owner)
-    return (owner if isinstance(owner, list | dict) else vars(owner)).__setitem__  # An object may be frozen.
+    return (owner if isinstance(owner, list | dict) else vars(owner)).__setitem__  # Works for frozen objects.
 
 
 def _put_in_tuple(put, kind, members, index, optimizer):
-    """Puts an optimizer among the members of a tuple, and the tuple of them in its place."""
+    """Replaces a member of a tuple by an optimizer, and the tuple by one of the changed members."""
     members[index] = optimizer
     put(kind(*members) if hasattr(kind, "_fields") else tuple(members))
 
 
 def _is_of_user(value: Any) -> bool:
-    """Whether it is an object with attributes, and not of Keras, TensorFlow or ours: such as hold what a user made."""
+    """Whether `value` is an object with attributes and a class outside of Keras, TensorFlow, NumPy and tfdist."""
     libraries = {"builtins", "keras", "tensorflow", "numpy", "tfdist"}
     if isinstance(value, type | enum.Enum) or not isinstance(getattr(value, "__dict__", None), dict):
         return False
@@ -123,7 +123,7 @@ def _exchange_of(optimizer: keras.optimizers.Optimizer) -> type:
 def _view(optimizer: keras.optimizers.Optimizer, *mixins: type) -> Any:
     base: Any = type(optimizer)
     view: Any = object.__new__(_view_class(base, mixins))
-    object.__setattr__(view, "__dict__", optimizer.__dict__)  # Keras' own refuses all before `__init__`.
+    object.__setattr__(view, "__dict__", optimizer.__dict__)  # Keras' `__setattr__` fails before `__init__`.
     return view
 
 
@@ -143,7 +143,7 @@ class _Note:
 
 
 class _Weigh:
-    """Weights the replica's loss or, in a custom step, where any loss may be of any optimizer, its gradients."""
+    """Weights the replica's loss or, in a custom step, its gradients, since any loss may be of any optimizer there."""
 
     def scale_loss(self, loss, *args, **kwargs):
         step = current_step()
@@ -187,7 +187,7 @@ class _Weigh:
 
 
 class _Exchange:
-    """Exchanges gradients at the last moment before they are clipped, after they were accumulated."""
+    """Exchanges gradients after they were accumulated, and just before they are clipped."""
 
     def _backend_apply_gradients(self, grads, trainable_variables):
         step = current_step()
@@ -201,13 +201,13 @@ class _Exchange:
     def _all_reduce_sum_gradients(self, grads_and_vars):
         if not isinstance(self, keras.optimizers.SGD):
             return list(grads_and_vars)
-        # SGD scatters sparse gradients right into the weights, many at a time and in no fixed order: replicas would
-        # drift apart by rounding. It is linear, so rows of equal index may be added up first.
+        # SGD scatters rows of sparse gradients into the weights in parallel and in no fixed order, so replicas would
+        # drift apart by rounding. SGD is linear, so rows of equal index may be summed first.
         return [(sum_duplicates(grad), variable) for grad, variable in grads_and_vars]
 
 
 class _ExchangeEach:
-    """Lets each optimizer of a `MultiOptimizer` exchange the gradients of its variables."""
+    """Makes each optimizer of a `MultiOptimizer` exchange the gradients of its variables."""
 
     @property
     def _inner_optimizers(self):
@@ -216,7 +216,7 @@ class _ExchangeEach:
 
 
 class _GlobalLossScale:
-    """Decides on all replicas' gradients whether a step is skipped, then lets the inner optimizer exchange them."""
+    """Decides by all replicas' gradients whether to skip a step. The inner optimizer exchanges the gradients."""
 
     @property
     def inner_optimizer(self):
@@ -250,8 +250,8 @@ def _exchange(optimizer: Any, grads: list[Any]) -> list[Any]:
 
 
 def _check_alike(optimizer: Any, gradients: list[Any]) -> None:
-    """Refuses an optimizer that took gradients and exchanged nothing: each replica would train a model of its own."""
-    # Eagerly some steps only accumulate; a graph has both branches.
+    """Refuses an optimizer that took gradients and exchanged nothing, since each replica would train its own model."""
+    # In eager mode some steps only accumulate gradients. A graph has both branches.
     if tf.executing_eagerly() or not any(may_differ(gradient) for gradient in gradients):
         return
     raise ValueError(
@@ -262,33 +262,33 @@ def _check_alike(optimizer: Any, gradients: list[Any]) -> None:
 
 
 def decides_for_all(scaler: keras.optimizers.LossScaleOptimizer) -> bool:
-    """Whether it skips a step by the gradients of all replicas."""
+    """Whether a `LossScaleOptimizer` decides by the gradients of all replicas to skip a step."""
     return isinstance(scaler, _GlobalLossScale)
 
 
 def sums_rows_in_place(optimizer: Any) -> bool:
-    """Whether a plain optimizer scatters sparse gradients right into the weights; see `_Exchange`."""
+    """Whether an optimizer, not a view, scatters sparse gradients into the weights; see `_Exchange`."""
     return isinstance(optimizer, keras.optimizers.SGD) and not isinstance(optimizer, _Exchange)
 
 
 def _to_present(fn, grads: list[Any]) -> list[Any]:
-    """Applies `fn` to the gradients that are there, as a list; `None` stays `None`."""
+    """Applies `fn` to the list of gradients that are not `None`; `None` stays `None`."""
     present = [grad for grad in grads if grad is not None]
     results = iter(fn(present) if present else [])
     return [None if grad is None else next(results) for grad in grads]
 
 
 def _scales(grads, variables):
-    """Which "gradients" are no such thing: Keras puts them in the place of their variables.
+    """The positions of "gradients" that are really new values: Keras overwrites the variables with them.
 
-    They are the scales of float8 layers and the largest numbers that these have met.
+    These are the scales of float8 layers, and the largest numbers that the layers have seen.
     """
     pairs = enumerate(zip(grads, variables, strict=False))
     return [i for i, (grad, of) in pairs if grad is not None and getattr(of, "overwrite_with_gradient", False)]
 
 
 def _largest_of_all(step, grads, places):
-    """`grads`, but at these places the largest of all replicas: what one device would find in the whole batch."""
+    """Replaces `grads` at `places` by the maxima over replicas, as one device would find in the whole batch."""
     context = tf.distribute.get_replica_context()
     own = tf.concat([tf.reshape(grads[i], [-1]) for i in places], axis=0)
     row = tf.one_hot(context.replica_id_in_sync_group, replicas(), dtype=own.dtype)

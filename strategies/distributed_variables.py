@@ -1,7 +1,7 @@
 """The meaning of an assignment on one replica, for each kind of variable that Keras makes.
 
-Keras marks almost all of its variables alike. They differ by the object that makes them, which Keras' name scopes tell.
-If Keras traces shapes first, as in a `fit` of a model without an `Input`, variables are made later; their names tell.
+Keras marks almost all variables alike, so the kind follows from the maker, which Keras' name scopes show. If Keras
+traces shapes first, as in a `fit` of a model without an `Input`, variables follow later. The name then shows the kind.
 
 | kind | made by | assigned on a replica |
 |---|---|---|
@@ -41,14 +41,14 @@ class _Scalar:
 
 
 class OptimizerVariable(_Scalar, _tf.MirroredVariable):
-    """Optimizer state, including counters, for which TensorFlow would leave the step and copy the first replica's."""
+    """Optimizer state, including counters. By default TensorFlow leaves the step and copies the first replica's."""
 
     def _update_replica(self, update_fn, value, **kwargs):
         return update_fn(self._get_on_device_or_primary(), value, **kwargs)
 
 
 class _KeptWithoutRows(_Scalar):
-    """A variable that a replica without rows of the batch does not change, since its means would be 0 / 0."""
+    """A variable that a replica without rows of the batch does not change, since means over no rows are 0 / 0."""
 
     def assign(self, value, *args, **kwargs):
         return super().assign(self._if_rows(value, self), *args, **kwargs)
@@ -84,7 +84,7 @@ class StatisticVariable(_KeptWithoutRows, _tf.MirroredVariable):
 
 
 class WeightVariable(StatisticVariable):
-    """A weight. Values that a step assigns itself, without an optimizer, are averaged if replicas may differ."""
+    """A weight. Values that a step assigns without an optimizer are averaged if replicas may differ."""
 
     def _is_of_rows(self, value):
         by_optimizer = any(isinstance(caller, keras.optimizers.Optimizer) for caller in _tf.keras_callers())
@@ -96,8 +96,8 @@ class RandomStateVariable(_Scalar, _tf.MirroredVariable):
     """The state of a seed generator: [seed, draws], int64.
 
     The stored value is equal on all replicas, so that any replica can save it and a restored run continues exactly. A
-    read on replica r shifts it by r, and an assignment shifts it back. So replicas draw different numbers, and replica
-    0 draws those of a single device.
+    read on replica r shifts the value by r, and an assignment shifts it back. So replicas draw different numbers, and
+    replica 0 draws the numbers of a single device.
     """
 
     def _shift(self):
@@ -149,11 +149,11 @@ def held_alike(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
 
 
 def level_counters(variables: Iterable[keras.Variable]) -> None:
-    """Gives integers that are equal on all replicas between steps the largest value that a replica of this process has.
+    """Sets integers that are equal on all replicas between steps to the largest value in this process.
 
-    In the step that finds no batch, TensorFlow still runs operations that need none: it increments `iterations` of an
-    optimizer and the draws of a seed generator. One device does so reliably. Of several devices some may be cancelled
-    before, and their replicas would differ from then on. Costs a read of each integer.
+    In a step that finds no batch, TensorFlow still runs operations that need no batch: it increments `iterations` of an
+    optimizer and the draws of a seed generator. One device does so reliably. With several devices, TensorFlow may
+    cancel some of them earlier, and their replicas would differ from then on. Costs a read of each integer.
     """
     for variable in held_alike(variables):
         copies = variable.value.values
@@ -167,7 +167,7 @@ def level_counters(variables: Iterable[keras.Variable]) -> None:
 
 
 def _checksum(variable: tf.Variable) -> str:
-    # CRC-32 takes a quarter of the time of SHA-256, and suffices against mistakes. Each `fit` begins with it.
+    # CRC-32 takes a quarter of the time of SHA-256, and suffices against mistakes. Each `fit` begins with one.
     content = np.ascontiguousarray(variable.read_value())  # without a copy on CPUs
     return f"{zlib.crc32(content.reshape(-1).view(np.uint8).data):08x}"
 
