@@ -1,4 +1,4 @@
-"""The public half of what tfdist changes in TensorFlow's synchronous strategies, of one worker and of many."""
+"""The public methods that tfdist changes in TensorFlow's synchronous strategies, for one worker and for many."""
 
 import dataclasses
 import functools
@@ -50,17 +50,17 @@ _KEYS_PER_STRATEGY = 1 << 16
 
 @dataclasses.dataclass
 class StrategyUse:
-    """How the program has used one strategy. It outlives the strategy, so that it can be read afterwards.
+    """Record of how the program has used a strategy. It outlives the strategy, so that it can be read afterwards.
 
     Attributes:
-      began: Whether its scope was entered, or anything reduced.
+      began: Whether the program has entered the strategy's scope or reduced a value.
     """
 
     began: bool = False
 
 
 class ReplicatedStrategy:
-    """Mixed into a subclass of `tf.distribute.Strategy`."""
+    """Mixin for subclasses of `tf.distribute.Strategy`."""
 
     extended: Any
     reports: StepReports
@@ -85,14 +85,14 @@ class ReplicatedStrategy:
     def run(self, fn, args=(), kwargs=None, options=None):
         """Runs `fn` on each replica; see `tf.distribute.Strategy.run`.
 
-        A Keras model's `train_step` or `test_step` also gets what makes it equal to one device: gradients summed before
-        they are clipped, unequal shares weighted by their rows, logs averaged over all replicas.
+        The `train_step` or `test_step` of a Keras model gives the result of one device. It sums gradients before it
+        clips them, weights unequal shares by their rows, and averages logs over all replicas.
 
         Raises:
-          CompiledCollectivesError: If XLA compiles the call, or what `fn` exchanges, and the devices have no compiled
+          CompiledCollectivesError: If XLA compiles the call or a collective in `fn`, and the devices have no compiled
             collectives.
-          ClusterError: If only the chief calls it, in a `ChiefOnly` callback, and there are other workers.
-          RuntimeError: If the strategy compresses, and it is called in `tfdist.compression.uncompressed`.
+          ClusterError: If the chief alone calls `run`, in a `ChiefOnly` callback, and the cluster has other workers.
+          RuntimeError: If the strategy compresses, and `run` is called inside `tfdist.compression.uncompressed`.
         """
         self._check_opted_out_inside()
         self.extended.check_in_company()
@@ -104,7 +104,7 @@ class ReplicatedStrategy:
             self._check_nobody_waits_for_steps(fn)
         elif self.num_replicas_in_sync == 1:
             if step.name == "train_step":
-                self._check_owned(step.model, optimizer_variables(step.model))  # Weights may lie anywhere.
+                self._check_owned(step.model, optimizer_variables(step.model))  # Weights may be made in any scope.
                 self.reports.tells = not is_compiled()
             if is_compiled():
                 self._check_nobody_waits_for_reports(step.model)
@@ -132,8 +132,8 @@ class ReplicatedStrategy:
         """Splits `dataset` among the replicas; see `tf.distribute.Strategy.experimental_distribute_dataset`.
 
         Raises:
-          ValueError: If it is what a call of a `tfdist.data.BalancedSharding` gave, and there are other workers; or if
-            `predict` is given a dataset of which each worker reads rows of its own (AutoShardPolicy.OFF, FILE, HINT).
+          ValueError: If `dataset` reads from a called `tfdist.data.BalancedSharding`, and there are several workers; or
+            if each worker reads its own rows (AutoShardPolicy.OFF, FILE or HINT) of a dataset for `predict`.
         """
         self.extended.check_in_company()
         if self.extended._num_workers > 1:
@@ -178,19 +178,19 @@ class ReplicatedStrategy:
     def distribute_datasets_from_function(self, dataset_fn, options=None):
         """Makes each worker's own dataset; see `tf.distribute.Strategy.distribute_datasets_from_function`.
 
-        All workers call it, since they compare their numbers of batches. Workers may have unequal numbers: all take as
-        many steps as the longest, those that have run out with no rows.
+        All workers must call this method, since they compare their numbers of batches. If these are unequal, all
+        workers take as many steps as the longest dataset has batches. Workers without data left take part without rows.
 
         Args:
           dataset_fn: A function of a `tf.distribute.InputContext`, or a `tfdist.data.BalancedSharding`. A function may
-            compose datasets of several, each called with its context; shares then stay as they are, the position
-            counts epochs that were read, and `predict` has the order of training unless they are called with
-            `training=False`.
+            compose the datasets of several shardings, if it calls each with its own context. Shares then stay as they
+            are, the position counts epochs that were read, and `predict` reads in the order of training unless the
+            function calls the shardings with `training=False`.
           options: As in TensorFlow.
 
         Raises:
-          ValueError: If the function does nothing but to call a `BalancedSharding`, instead of being one, or calls one
-            without its context.
+          ValueError: If the function only calls a `BalancedSharding`, which should be passed itself, or calls a
+            sharding without its context.
         """
         if not hasattr(dataset_fn, "attach"):
             dataset_fn = functools.partial(made_by, dataset_fn)
@@ -205,8 +205,8 @@ class ReplicatedStrategy:
     def reduce(self, reduce_op, value, axis):
         """Reduces `value` over all replicas; see `tf.distribute.Strategy.reduce`.
 
-        Keras' `fit` asks for two things that are no reductions: the shapes of the first batch, and logs that `run` has
-        already averaged. Both are answered from this worker, without traffic.
+        Keras' `fit` also calls this method for two values that need no reduction: the shapes of the first batch, and
+        logs that `run` has already averaged. For both it returns this worker's value, without traffic.
         """
         if axis is None and self.reports.is_reading and _tf.called_by_iterator():
             self.reports.agrees(value)
@@ -225,7 +225,7 @@ class ReplicatedStrategy:
     def gather(self, value, axis):
         """Gathers `value` from all replicas; see `tf.distribute.Strategy.gather`.
 
-        Outputs of `predict` whose shape depends on the batch are gathered with the shape of each row.
+        Outputs of `predict` with another shape in each batch are gathered together with the shape of each row.
         """
         local = self.experimental_local_results(value)
         if isinstance(local[0], padded_rows.PaddedRows):
@@ -236,8 +236,8 @@ class ReplicatedStrategy:
     def num_replicas_in_sync(self):
         """The number of replicas; see `tf.distribute.Strategy.num_replicas_in_sync`.
 
-        In a `train_step` or `test_step` of your own it is 1: losses there are those of one device, of the rows of a
-        replica, and tfdist weighs their gradients by rows.
+        In a `train_step` or `test_step` of your own it is 1. Each loss there is the loss of one device on the rows of
+        one replica, and tfdist weights its gradients by rows.
         """
         step = current_step()
         if step is None:
@@ -246,20 +246,20 @@ class ReplicatedStrategy:
 
     @property
     def shardings(self) -> list[Any]:
-        """The `BalancedSharding`s whose datasets were distributed, in this order, as far as somebody still has them."""
+        """The distributed `BalancedSharding`s that the program still holds, in the order of their distribution."""
         return [sharding for known in self._shardings if (sharding := known()) is not None]
 
     @property
     def communication(self) -> CompressionState | None:
-        """What codecs keep and what was sent, of a strategy with `compression`; else `None`."""
+        """The states of codecs and the traffic of a strategy with `compression`; else `None`."""
         return self.extended.communication
 
     def distributed_optimizer(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-        """A view of `optimizer` for custom loops that clip gradients or scale the loss.
+        """Returns a view of `optimizer` for custom loops that clip gradients or scale the loss.
 
-        Keras clips each replica's gradients before they are summed, and `LossScaleOptimizer` looks at one replica's
-        only. Inside `strategy.run`, `strategy.distributed_optimizer(optimizer).apply(...)` sums first, so that clipping
-        equals one device and an Inf on one replica skips the step on all. `fit` does so by itself.
+        Keras clips each replica's gradients before they are summed, and `LossScaleOptimizer` checks the gradients of
+        one replica only. In `strategy.run`, `strategy.distributed_optimizer(optimizer).apply(...)` sums first. Clipping
+        then equals one device, and an Inf on one replica skips the step on all. `fit` uses such a view by itself.
         """
         return optimizers.distributed(optimizer)
 
@@ -273,20 +273,20 @@ class ReplicatedStrategy:
         metrics.check_states(step.model)
 
     def _begin_fit(self, model, fit):
-        """Compares what a `fit` begins with on all workers: arguments, a model trained before, its position."""
+        """Compares the start of a `fit` on all workers: arguments, a model trained before, the position in the data."""
 
     def _compare_model(self, model):
-        """Compares a model with those of other workers, before it is first used: layers, optimizer, losses, options."""
+        """Compares a model on all workers before its first use: layers, optimizer, losses, options."""
 
     def _longest(self, batches):
-        """The most batches that any worker has; negative if that is unknown or one has no end."""
+        """Returns the largest number of batches of any worker; negative if a worker's number is unknown or infinite."""
         return batches
 
     def _check_batches(self, epochs, dataset):
-        """Compares how much there is of what all workers read, for epochs that Keras is about to begin."""
+        """Compares the size of the data that all workers read, for epochs that Keras is about to begin."""
 
     def _compare_rows(self, dataset, epochs):
-        """Gives what compares the first batch of a dataset that all workers read, for `epochs` of Keras or a loop."""
+        """Returns a `RowComparison` for a dataset that all workers read, in `epochs` of Keras or in a custom loop."""
 
     def _check_owned(self, model, variables):
         for variable in variables:
@@ -298,11 +298,12 @@ class ReplicatedStrategy:
                 )
 
     def _split_plain_batch(self, args, place):
-        """Splits a batch that Keras hands over whole, as for `train_on_batch`.
+        """Splits a batch that Keras passes whole, as for `train_on_batch`.
 
         Args:
-          args: Of the step.
-          place: Which part a replica gets, of how many; of its number, the replicas and those of a worker.
+          args: Arguments of the step.
+          place: Returns the index of a replica's part and the number of parts. Takes the number of the replica, the
+            number of replicas and the number of replicas of a worker.
         """
         whole = tf.distribute.DistributedValues | tf.RaggedTensor | tf.SparseTensor
         replicas, devices = self.num_replicas_in_sync, len(self.extended.worker_devices)
@@ -323,24 +324,24 @@ class ReplicatedStrategy:
         return tf.nest.map_structure(split, args)
 
     def _stand_in(self, model, whole, args):
-        """What gives a row to a replica without any.
+        """Returns a function that gives a row to a replica without rows.
 
         Args:
-          model: Which the step runs.
+          model: Model that runs the step.
           whole: Arguments of the step as they were given.
-          args: These, where the batch of a `train_on_batch` and the like is split.
+          args: Arguments of the step, with the batch of a `train_on_batch` and the like split.
         """
         if args is not whole:
             return row_of(whole[0])
         noted = self._examples.of(model)
         if len(self.extended.worker_devices) == 1 or not args:
             return noted
-        # Of the replicas of a worker the first has rows if any has.
+        # If any replica of a worker has rows, its first replica has.
         first = tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], args[0])
         return row_of(first, noted)
 
     def _first_pass(self, row=None):
-        """What notes a row of a dataset as Keras reads it, if there are other workers."""
+        """Returns a `FirstPass`, which notes a row of a dataset as Keras reads it; `None` without other workers."""
         return FirstPass(self._examples, row) if self.extended._num_workers > 1 else None
 
     def _make_reports(self):
@@ -351,7 +352,7 @@ class ReplicatedStrategy:
         self._use = StrategyUse()
 
     def _take_collective_keys(self):
-        """Keeps the collectives of several strategies in one process apart; workers make them in the same order."""
+        """Separates the collectives of several strategies. All workers make their strategies in the same order."""
         self._collective_key_base = next(_strategies_made) * _KEYS_PER_STRATEGY
 
     def _check_nobody_waits_for_steps(self, fn):
@@ -373,12 +374,12 @@ class ReplicatedStrategy:
 
 
 def _among_devices(replica, replicas, devices):
-    """Each worker has a batch of its own."""
+    """Returns the part of a replica in a batch that only its worker has."""
     del replicas
     return replica % devices, devices
 
 
 def _as_outputs_are_joined(replica, replicas, devices):
-    """All workers have the same batch. Keras joins outputs device by device, and worker by worker within."""
+    """Returns the part of a replica in a batch of all workers. Keras joins outputs by device first, then by worker."""
     worker, device = divmod(replica, devices)
     return device * (replicas // devices) + worker, replicas

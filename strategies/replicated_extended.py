@@ -1,4 +1,4 @@
-"""The inner half of what tfdist changes in TensorFlow's synchronous strategies: how replicas run and exchange."""
+"""The internal methods that tfdist changes in TensorFlow's synchronous strategies: how replicas run and exchange."""
 
 import contextlib
 import functools
@@ -25,14 +25,14 @@ from tfdist.strategies.loss_weight import weighted
 
 
 class ReplicatedExtended:
-    """Mixed into a subclass of `tf.distribute.StrategyExtended`."""
+    """Mixin for subclasses of `tf.distribute.StrategyExtended`."""
 
     communication: CompressionState | None = None
     _num_workers = 1
     _own_seed_generator: keras.random.SeedGenerator | None = None
 
     def compress(self, compression):
-        """Sets how gradients travel from now on; see `policy_of`."""
+        """Sets the compression of gradients from now on; see `policy_of`."""
         policy = policy_of(compression)
         if policy is None:
             return
@@ -45,16 +45,16 @@ class ReplicatedExtended:
 
     @property
     def replicas(self):
-        """The number of replicas, also in a step that is shown one."""
+        """The number of replicas, also inside a step for which `num_replicas_in_sync` is 1."""
         return self._num_replicas_in_sync
 
     def check_in_company(self):
-        """Refuses what other workers would have to take part in, if there are any, and they do not."""
+        """Refuses an operation of all workers if the chief alone has begun it and the cluster has other workers."""
         if self._num_workers > 1:
             check_in_company()
 
     def check_compiled(self):
-        """Refuses to exchange anything in what XLA compiles, where it cannot."""
+        """Refuses exchanges in code that XLA compiles for devices without compiled collectives."""
         devices = self.worker_devices
         if is_compiled() and self._num_replicas_in_sync > 1 and not all("GPU" in device for device in devices):
             raise CompiledCollectivesError(
@@ -64,12 +64,12 @@ class ReplicatedExtended:
             )
 
     def exchange_gradients(self, optimizer, gradients, of=None):
-        """Sums an optimizer's gradients over all replicas, compressed if the strategy is told to.
+        """Sums an optimizer's gradients over all replicas, compressed if the strategy has codecs.
 
         Args:
-          optimizer: Whose gradients they are.
+          optimizer: Optimizer that applies the gradients.
           gradients: Tensors and `IndexedSlices`.
-          of: Their variables, if known.
+          of: Variables of the gradients, if known.
         """
         gradients = _shaped(gradients, of)
         if not self._compresses or is_uncompressed():
@@ -86,11 +86,11 @@ class ReplicatedExtended:
 
     @property
     def _compresses(self):
-        """Whether there are codecs, and anybody else that a replica sends to."""
+        """Whether the strategy has codecs, and its gradients leave a worker or device."""
         return self.communication is not None and self._crosses_border
 
     def _use_merge_call(self):
-        # Replicas meet in collectives, never by leaving the step: this is what lets an optimizer exchange gradients
+        # Replicas exchange by collectives and never leave the step for that, so an optimizer can exchange gradients
         # inside a branch (gradient accumulation, loss scaling).
         return False
 
@@ -135,7 +135,7 @@ class ReplicatedExtended:
         return self._container_strategy().reports.activity
 
     def seed_generator(self):
-        """What Keras' unseeded random operations draw from; made out of the step, which cannot make variables."""
+        """Returns the generator of Keras' unseeded random operations. A step cannot make its variables."""
         strategy = self._container_strategy()
         known = _tf.global_seed_generator() if _tf.has_global_seed_generator() else None
         if known is None or getattr(known.state.value, "distribute_strategy", None) is not strategy:
@@ -143,15 +143,15 @@ class ReplicatedExtended:
                 before = random.getstate()
                 with tf.init_scope(), strategy.scope():
                     self._own_seed_generator = keras.random.SeedGenerator()
-                random.setstate(before)  # Whoever draws nothing shall not notice.
+                random.setstate(before)  # Undoes the draw of Keras' seed.
             _tf.set_global_seed_generator(self._own_seed_generator)
         return _tf.global_seed_generator()
 
     def _traced(self, fn):
-        """`fn`, a `tf.function`, with its arguments and options, but traced once for all replicas."""
+        """Returns a copy of `fn`, a `tf.function`, that takes the same arguments and is traced for all replicas."""
         if fn not in self._traced_functions:
             replicate = tf.autograph.experimental.do_not_convert(self._call_for_each_replica)
-            python_function = fn.python_function  # not `fn`, which then would never be let go
+            python_function = fn.python_function  # A reference to `fn` would keep it alive for ever.
 
             def on_all_replicas(*args, **kwargs):
                 return replicate(_tf.tf_convert(python_function, _tf.control_status_ctx()), args, kwargs)
@@ -165,13 +165,13 @@ class ReplicatedExtended:
 
     def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
         step = steps.current_step()
-        self.check_compiled()  # A replica may compile a part of its step by itself.
+        self.check_compiled()  # A replica may have XLA compile a part of its step.
         if self._num_replicas_in_sync > 1:
             _check_loss_scaling()
         if step is not None and not step.in_own_exchange:
             step.exchanges += 1
         of = [] if step is not None and step.in_own_exchange else _tf.variables_of_summed_gradients()
-        # Of an optimizer that the model does not hold, which nobody has told of unequal rows.
+        # The model does not hold this optimizer, so its gradients are not weighted by rows yet.
         if of and step is not None and step.share is not None and not step.weighs and not step.weights_loss:
             value = weighted(step, value, next(iter(_tf.keras_callers()), None))
         if step is not None and reduce_op == tf.distribute.ReduceOp.SUM:
@@ -192,7 +192,7 @@ class ReplicatedExtended:
             value = _shaped(value, of)
         value, without_heads = batch_independent_rows.with_heads(value, step)
         if tf.executing_eagerly() or not isinstance(self._cross_device_ops, Collectives):
-            # Replicas run one after another, or others' code wants the values of all: leave the step for it.
+            # Replicas run one after another, or other `cross_device_ops` need the values of all: leave the step.
             with _losses_kept(step):
                 merge = functools.partial(_all_reduce_merged, reduce_op, options)
                 totals = tf.distribute.get_replica_context().merge_call(merge, (tf.nest.flatten(value),))
@@ -205,13 +205,13 @@ class ReplicatedExtended:
         return self._scattered(optimizer, without_heads(total))
 
     def _is_compressed(self, optimizer, reduce_op, step):
-        """Whether an all-reduce is an optimizer's exchange of gradients: what its name scope encloses, but for ours."""
+        """Whether codecs apply to an all-reduce: an optimizer sums gradients, and the exchange is not the step's own."""
         of_gradients = isinstance(optimizer, keras.optimizers.Optimizer) and reduce_op == tf.distribute.ReduceOp.SUM
         own = step is not None and step.in_own_exchange
         return self._compresses and of_gradients and not own and not is_uncompressed()
 
     def _scattered(self, optimizer, totals):
-        """`totals` as an optimizer can scatter them in any order."""
+        """Sums duplicate rows in `totals` for optimizers that scatter rows into the weights, in any order."""
         return tf.nest.map_structure(sum_duplicates, totals) if optimizers.sums_rows_in_place(optimizer) else totals
 
     def _reduce_to(self, reduce_op, value, destinations, options):
@@ -221,7 +221,7 @@ class ReplicatedExtended:
         )
 
     def of_each_replica(self, value):
-        """What replicas have handed in, one for each; TensorFlow makes one of it where all gave the same object."""
+        """Returns one value per replica. TensorFlow passes a single value if all replicas gave the same object."""
         if isinstance(value, tf.distribute.DistributedValues) or len(self.worker_devices) == 1:
             return value
         devices = iter(self.worker_devices)
@@ -234,7 +234,7 @@ class ReplicatedExtended:
         return self._experimental_distribute_values_from_function(copy)
 
     def _with_tensors(self, leaf):
-        """`leaf`, with Python numbers on its replicas turned into tensors, which collectives need."""
+        """Converts Python numbers on the replicas of `leaf` to tensors, which collectives need."""
         local = self._local_results(leaf)
         if not isinstance(leaf, tf.distribute.DistributedValues) or not isinstance(local[0], int | float):
             return leaf
@@ -243,15 +243,16 @@ class ReplicatedExtended:
 
 
 def is_compiled() -> bool:
-    """Whether XLA compiles what is traced now."""
+    """Whether XLA compiles the operations traced now."""
     return not tf.executing_eagerly() and _tf.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 @contextlib.contextmanager
 def _seeded_apart(worker):
-    """Lets `tf.random` draw other numbers in each worker's step, though all have the same seed and trace alike.
+    """Changes the graph's seed for each worker, so that `tf.random` draws other numbers in the step of each worker.
 
-    Operations of replicas in one graph differ already. Eager ones draw from one sequence, which only starts anew.
+    All workers have the same seed and trace the same operations. Operations of several replicas in one graph have
+    different seeds already. Eager operations draw from one sequence, and another seed would only restart that.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     if graph is None or graph.seed is None:
@@ -265,10 +266,10 @@ def _seeded_apart(worker):
 
 
 def _shaped(gradients, variables):
-    """`gradients` with the static shapes of their variables, if those are known.
+    """Gives `gradients` the static shapes of their variables, if these are known.
 
-    Gradients may know less, and on one replica less than on another: what Keras makes of a batch whose number of rows
-    is known when it is traced, and of one of any number. Buckets and codecs have to be alike on all.
+    The static shapes of gradients may differ between replicas: Keras may trace one replica for a known number of rows
+    and another replica for any number. Buckets and codecs must be the same on all replicas.
     """
     if not variables:
         return gradients
@@ -288,10 +289,10 @@ def _losses_kept(step):
 
 
 def _in_one_frame(step, exchange, *values):
-    """Calls `exchange` so that its collectives meet those of other replicas.
+    """Calls `exchange` so that TensorFlow matches its collectives with the collectives of other replicas.
 
-    TensorFlow tells collectives of one process apart by the loop that they run in, too, and each replica has a loop of
-    its own. In a function that is not inlined they are in none.
+    TensorFlow identifies a collective of a process also by the loop that it runs in, and each replica has its own
+    loop. Inside a function that is not inlined, a collective belongs to no loop.
     """
     if step is None or not step.in_loop:
         return exchange(*values)
@@ -299,13 +300,13 @@ def _in_one_frame(step, exchange, *values):
 
 
 def _all_reduce_merged(reduce_op, options, strategy, values):
-    """An all-reduce in the step of the strategy, for replicas that have handed in `values`."""
+    """All-reduces the `values` of all replicas in the cross-replica context of `merge_call`."""
     of_each = [strategy.extended.of_each_replica(value) for value in values]
     return strategy.extended.batch_reduce_to(reduce_op, [(value, value) for value in of_each], options)
 
 
 def _exchange_eagerly(strategy, exchange, gradients, done):
-    """An exchange in the step of the strategy, for replicas that run one after another."""
+    """Exchanges gradients in the cross-replica context of `merge_call`, for replicas that run one after another."""
     of_each = strategy.extended.of_each_replica
     local = [strategy.experimental_local_results(of_each(gradient)) for gradient in gradients]
     done = strategy.experimental_local_results(done)[0]
@@ -313,7 +314,7 @@ def _exchange_eagerly(strategy, exchange, gradients, done):
 
 
 def _check_loss_scaling():
-    """Refuses an exchange that each replica enters or skips by its own gradients: others would wait for ever."""
+    """Refuses an exchange that each replica enters or skips by its own gradients: replicas would wait for ever."""
     scaler = _tf.deciding_loss_scaler()
     if scaler is not None and not optimizers.decides_for_all(scaler):
         raise LossScaleError(

@@ -1,4 +1,4 @@
-"""What one replica knows about the step it runs: how many rows it holds, which statistics it has updated."""
+"""State of the step that one replica runs, such as the number of its rows and the statistics it has updated."""
 
 import functools
 import sys
@@ -19,7 +19,7 @@ from tfdist.strategies.row_degree import RowDegrees
 from tfdist.strategies.step_report import Clock
 
 _local = threading.local()
-# Models whose training step can only be traced where the number of rows is static.
+# Models with a training step that can only be traced for a static number of rows.
 _needing_static_rows: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
 
 
@@ -27,38 +27,38 @@ class Step:
     """One run of a step function on one replica.
 
     Attributes:
-      model: Whose step it is, of Keras' steps.
-      rows: Rows of the global batch that this replica holds, int or int32 []; in steps other than of Keras' models 1 if
-        it holds any; `None` if nobody knows.
+      model: The Keras model that runs the step, if any.
+      rows: Rows of the global batch that this replica holds, int or int32 []; `None` if unknown. In a step without a
+        Keras model: 1 if the replica has rows, else 0.
       statistics: Variables of layer statistics that the step has assigned, in order, without repeats.
-      is_plain: Whether losses are those of one device on the rows of this replica, as in a step or a `compute_loss` of
-        the user's own. There the strategy shows 1 replica, so that nothing divides a loss by their number: losses of
-        Keras and of `tf.nn`, and means that the step takes itself, are then alike, and `weight` is right for all.
-        In Keras' own steps losses are divided by the number of replicas.
+      is_plain: Whether each loss is the loss of one device on the rows of this replica, as in a `train_step` or
+        `compute_loss` of the user. The strategy then shows 1 replica, so that no loss is divided by the number of
+        replicas. Losses of Keras, losses of `tf.nn` and means that the step computes are then alike, and `weight` is
+        right for all of them. In Keras' own steps losses are divided by the number of replicas.
       has_static_rows: Whether the step was traced for a static number of rows, because it needs one. The graph then
         does not tell means from sums.
-      weights_loss: Whether the optimizer's loss is weighted by `share`, and not gradients as they are applied.
-      reduction: What the user says of losses, see `loss_weight.step_losses_are`.
+      weights_loss: Whether the step multiplies the loss by `share`. Otherwise it weights the gradients.
+      reduction: Reduction that the user has declared for the losses, see `loss_weight.step_losses_are`.
       exchanged: References to the tensors that replicas have exchanged.
-      user_exchanges: Whether the user's code has exchanged anything itself.
-      weighs: Whether an optimizer under way has weighted its gradients by `share` already.
-      exchanges: How many exchanges of optimizers and of the user's code have been begun.
-      in_own_exchange: Whether the step itself exchanges something, in which no gradients are.
-      variables: Those that an optimizer is about to update, in the order of its gradients.
-      summed: Gradients as optimizers have them of all replicas.
-      share: The weight of this replica's mean in the mean over the global batch, float32 []; 1 for equal shares.
-        `None` until `exchange_rows`.
-      clock: Of this replica, in Keras' training steps; else `None`.
-      results: What metrics have given, see `metrics.Result`.
-      losses: Those of this replica that optimizers have been told.
-      samples: Of this replica's gradients, before they are summed; see `not_finite`.
+      user_exchanges: Whether the user's code has called a collective itself.
+      weighs: Whether an optimizer that runs now has already weighted its gradients by rows.
+      exchanges: Number of exchanges that optimizers and the user's code have begun.
+      in_own_exchange: Whether an exchange of the step itself runs, which carries no gradients.
+      variables: Variables that an optimizer is about to update, in the order of its gradients.
+      summed: Gradients of optimizers, summed over all replicas.
+      share: Weight of this replica's mean relative to an equal share, float32 []: R * n / N for n of N rows and R
+        replicas, so 1 for equal shares. `None` until `exchange_rows`.
+      clock: Clock of this replica in a training step of Keras; else `None`.
+      results: Results of metrics, see `metrics.Result`.
+      losses: Losses of this replica that optimizers have received.
+      samples: Elements of this replica's gradients before the sum over replicas; see `not_finite`.
     """
 
     def __init__(self, rows: int | tf.Tensor | None, model: keras.Model | None = None, is_plain: bool = False):
         self.rows, self.model, self.is_plain = rows, model, is_plain
         self.has_static_rows = False
         self.statistics: list[Any] = []
-        # One of Keras' own has one loss, of which all gradients are: one product for each gradient less.
+        # A step of Keras' own has one loss for all gradients. Weighting the loss saves one product per gradient.
         self.weights_loss = model is not None and not self.is_plain
         self.reduction: str | None = None
         self.exchanged: set[Any] = set()
@@ -79,7 +79,7 @@ class Step:
 
     @property
     def in_loop(self) -> bool:
-        """Whether what is traced now belongs to a `tf.while_loop` in the step."""
+        """Whether the operations traced now belong to a `tf.while_loop` in the step."""
         graph = None if self._graph is None else tf.compat.v1.get_default_graph()
         while graph is not None and graph is not self._graph:
             if isinstance(graph, _tf.WhileBodyFuncGraph | _tf.WhileCondFuncGraph):
@@ -89,12 +89,12 @@ class Step:
 
     @property
     def arrived(self) -> list[tf.Tensor]:
-        """What of `summed` is to be had outside of branches; once it is there, nobody's gradients are waited for."""
+        """The tensors of `summed` outside of branches. Once they exist, no other replica's gradients are missing."""
         return self._outside_of_branches(self.summed)
 
     @property
     def not_finite(self) -> tf.Tensor:
-        """What of this replica's losses and gradients is not finite, as `not_finite.told` says it."""
+        """Number that tells which losses and gradients of this replica are not finite; see `not_finite.told`."""
         losses, gradients = (self._outside_of_branches(each) for each in (self.losses, self.samples))
         return not_finite.told(losses, gradients, self.has_rows)
 
@@ -103,17 +103,17 @@ class Step:
         return [tensor for tensor in tensors if getattr(tensor, "graph", None) is self._graph]
 
     def mark(self, moment: int, after: Any) -> None:
-        """Notes when the tensors in `after` are there, the first time that `moment` comes in a step."""
+        """Notes the time at which the tensors in `after` exist. Only the first call for a `moment` of a step counts."""
         if self.clock is not None and moment not in self._marked:
             self._marked.add(moment)
             self.clock.mark(moment, after)
 
     @contextmanager
     def losses_kept(self) -> Iterator[None]:
-        """Keeps what the model's layers have added to the loss apart from what other replicas of the process add.
+        """Keeps losses that the model's layers have added apart from the losses of other replicas of the process.
 
-        Keras gathers it in lists of the layers, which replicas share; of those that run one after another, others go
-        on while this one waits for them.
+        Keras collects these losses in lists of the layers, and replicas share the layers. Where replicas run one after
+        another, the next replica runs while this one waits.
         """
         kept = [] if self.model is None else _tf.kept_losses(self.model)
         try:
@@ -123,7 +123,7 @@ class Step:
 
     @property
     def weight(self) -> tf.Tensor:
-        """By what to multiply a loss of this replica, or its gradients: n / N if it is one device's, else R * n / N."""
+        """Factor for a loss of this replica, or its gradients: n / N if the step `is_plain`, else R * n / N."""
         share: Any = self.share
         return share / replicas() if self.is_plain else share
 
@@ -134,7 +134,7 @@ class Step:
         return RowDegrees(self.exchanged, {share.ref()})
 
     def shown_replicas(self, strategy: Any, *, by_user: bool) -> int:
-        """What `num_replicas_in_sync` shows in the step; see `is_plain`."""
+        """Returns the `num_replicas_in_sync` that code in the step sees; see `is_plain`."""
         if not self.is_plain:
             return strategy.extended.replicas
         self._shown_to_user |= by_user
@@ -142,7 +142,7 @@ class Step:
         return 1
 
     def note_user_exchange(self) -> None:
-        """Notes that the user's code exchanges something itself."""
+        """Notes that the user's code calls a collective itself."""
         self.user_exchanges = True
         self._check_means_by_hand()
 
@@ -156,21 +156,21 @@ class Step:
 
     @property
     def has_rows(self) -> bool | tf.Tensor:
-        """See `has_any`."""
+        """Whether this replica has rows; see `has_any`."""
         return has_any(self.rows)
 
     def exchange_rows(self) -> None:
-        """Finds the `share` of this replica, by an exchange of one number.
+        """Computes the `share` of this replica. Costs an all-reduce of one number.
 
-        Keras divides every loss by the number of replicas R, which is right for equal rows only. With n of N rows here
-        the exact weight of this replica's mean is n / N, so R * n / N mends it.
+        Keras divides every loss by the number of replicas R, which is right only for equal shares. The exact weight of
+        a replica's mean over n of N rows is n / N, so the factor R * n / N corrects the loss.
         """
         if self.rows is not None:
             rows = tf.cast(self.rows, tf.float32)
             self.share = rows / self.all_reduce(tf.distribute.ReduceOp.MEAN, rows)
 
     def all_reduce(self, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
-        """An exchange of the step itself, in which a replica without rows takes part as any other."""
+        """Reduces a value of the step itself over all replicas. Replicas without rows contribute their value too."""
         self.in_own_exchange = True
         try:
             return tf.distribute.get_replica_context().all_reduce(reduce_op, value)
@@ -178,13 +178,13 @@ class Step:
             self.in_own_exchange = False
 
     def or_zeros(self, values: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
-        """`values`, but zeros on a replica without rows, whose row stands in for none."""
+        """Returns `values`, or zeros on a replica without rows, which has computed them on a stand-in row."""
         if self.in_own_exchange or self.has_rows is True:
             return values
-        # A branch begins when all that it takes is there: no bucket shall wait for what is in another. Indices stay out
-        # of it, whose graph tells where they come from.
+        # A branch starts once all of its inputs exist, so each bucket has its own branch and waits for no other bucket.
+        # Indices stay outside of the branches, since their graph tells where they come from.
         kept = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
-        for bucket in fill_buckets(kept, bucket_bytes(kept), part_bytes=sys.maxsize):  # None of them in parts.
+        for bucket in fill_buckets(kept, bucket_bytes(kept), part_bytes=sys.maxsize):  # Split no tensor.
             group = [segment.tensor for segment in bucket]
             for i, tensor in zip(group, self._group_or_zeros([kept[i] for i in group]), strict=True):
                 kept[i] = tensor
@@ -195,7 +195,7 @@ class Step:
 
 
 def replicas() -> int:
-    """The number of replicas of the current strategy, whatever it shows to a step."""
+    """The number of replicas of the current strategy, whatever number it shows to a step."""
     return tf.distribute.get_strategy().extended.replicas
 
 
@@ -216,22 +216,22 @@ def running(rows: int | tf.Tensor | None, model: keras.Model | None = None, is_p
 
 
 def is_keras_own(model: keras.Model, method: str) -> bool:
-    """Whether a method of a model is the one of `keras.Model`."""
+    """Whether a model uses a method of `keras.Model` unchanged."""
     return method not in vars(model) and getattr(type(model), method) is getattr(keras.Model, method)
 
 
 def has_any(rows: int | tf.Tensor | None) -> bool | tf.Tensor:
-    """Whether there is any row, True or bool []; taken for granted where rows are not known."""
+    """Whether there are rows, True or bool []; True if their number is unknown."""
     return True if rows is None or (isinstance(rows, int) and rows > 0) else tf.convert_to_tensor(rows) > 0
 
 
 def _with_values(like, values):
-    """`values`, with the indices of what they are `like`, if it has any."""
+    """Returns `values`, with the indices of `like` if it has indices."""
     return tf.IndexedSlices(values, like.indices, like.dense_shape) if isinstance(like, tf.IndexedSlices) else values
 
 
 def of_any_rows(data: Any) -> Any:
-    """`data`, of which the graph no longer knows the number of rows: so it tells what is divided by that number."""
+    """Removes the static number of rows from `data`, so that the graph shows which values are divided by it."""
 
     def forget(leaf):
         if not tf.is_symbolic_tensor(leaf) or not leaf.shape.rank or leaf.shape[0] is None:
@@ -242,11 +242,11 @@ def of_any_rows(data: Any) -> Any:
 
 
 def trace_for_any_rows(step: Step, fn: Any, data: Any) -> Any:
-    """What `fn` makes of `data` in a training step of the user's own, traced without the number of rows if possible.
+    """Runs `fn` on `data` in a training step of the user, traced without the number of rows if possible.
 
-    A step that reads a static `x.shape[0]` may fail to trace without it. What it has added to the graph by then must
-    not run, so the error is raised, and the model noted: its step has to be traced once more, in a new graph, which
-    then has the static number. See `needs_static_rows`.
+    A step that reads a static `x.shape[0]` may fail to trace without it. The operations that it has already added to
+    the graph must not run, so the error is raised and the model noted. Its step must then be traced again in a new
+    graph, with the static number of rows. See `needs_static_rows`.
     """
     of_any = of_any_rows(data)
     pairs = zip(keras.tree.flatten(of_any), keras.tree.flatten(data), strict=True)
@@ -270,10 +270,10 @@ def needs_static_rows(model: keras.Model | None) -> bool:
 
 
 def of_shapes_in(data: Any, spec: Any) -> Any:
-    """`data`, of which the graph no longer knows more dimensions beside the rows than the spec of its dataset.
+    """Gives `data` the static dimensions of its dataset's spec, except for the number of rows.
 
-    A graph that is traced on a batch knows the dimensions of that batch, which may be others on each replica. What
-    replicas decide by the shapes in the graph must not depend on that.
+    A graph that is traced on a batch knows the dimensions of that batch, which may differ between replicas. Decisions
+    of replicas that use the shapes in the graph must not depend on them.
     """
     leaves, specs = tf.nest.flatten(data), tf.nest.flatten(spec)
     if len(leaves) != len(specs):
@@ -290,7 +290,7 @@ def _of_shape_in(leaf, spec):
 
 
 def only_rows(outputs: Any, rows: int | tf.Tensor | None) -> Any:
-    """A model's outputs, but none on a replica without rows, which ran on one that stood in."""
+    """Returns a model's outputs, without the outputs for a stand-in row on a replica without rows."""
     has_rows = has_any(rows)
     if has_rows is True:
         return outputs
@@ -304,7 +304,7 @@ def only_rows(outputs: Any, rows: int | tf.Tensor | None) -> Any:
 
 
 def any_rows(values: list[Any]) -> int | tf.Tensor | None:
-    """1 if one of several batches has rows, else 0; `None` if none of them is one."""
+    """Returns 1 if one of several batches has rows, else 0; `None` if no value is a batch."""
     kinds = tf.Tensor | tf.RaggedTensor | tf.SparseTensor
     counts = [count_rows(value) for value in values if isinstance(value, kinds)]
     counts = [count for count in counts if count is not None]
@@ -314,10 +314,10 @@ def any_rows(values: list[Any]) -> int | tf.Tensor | None:
 
 
 def count_rows(data: Any) -> int | tf.Tensor | None:
-    """Rows in a batch as Keras counts them: the first dimension of the first input; `None` where it has none."""
+    """Counts the rows of a batch as Keras does: the first dimension of the first input; `None` if it has none."""
     try:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-    except ValueError:  # a batch that only a custom step can take apart
+    except ValueError:  # Only a custom step can unpack this batch.
         x = data
     first = next((leaf for leaf in keras.tree.flatten(x) if leaf is not None), None)
     if first is None:

@@ -1,12 +1,12 @@
-"""What all workers learn of each training step: rows and times of every replica, whether one has to stop.
+"""Reports of training steps, the same on all workers: rows and times of every replica, and requests to stop.
 
-It travels in the exchange of statistics and logs that a step makes anyway. Times are read in the graph:
+A report travels in the exchange of statistics and logs that a step makes anyway. Times are read in the graph:
 
     data here ── BEGIN ─ forward ─ LOSS ──┐            ┌─ GRADIENTS ── exchange, update, logs ── END
                  rows to all ──── SHARE ──┴─ backward ─┘
 
-A replica waits for others between LOSS and SHARE, and after GRADIENTS; the rest from BEGIN on is its own computation.
-From the END of one step to the BEGIN of the next its process does what others wait for too: calls back, gets data.
+A replica waits for other replicas between LOSS and SHARE, and after GRADIENTS. The rest from BEGIN on is its own
+computation. From END to the next BEGIN its process runs callbacks and reads data, and other replicas wait for that too.
 """
 
 import contextlib
@@ -36,28 +36,28 @@ from tfdist.strategies.not_finite import FINITE, in_words
 from tfdist.strategies.row_comparison import RowsRead
 
 BEGIN, LOSS, SHARE, GRADIENTS, END = range(5)
-# Grappler regroups products of constants, and gives the name of a factor that nobody else reads to something else: a
-# number that a moment waits for is read, into this place, so that it stays what it is. Of several the first: LOSS waits
-# for one, and of GRADIENTS most are no numbers.
+# Index of a scalar that a moment waits for. Grappler regroups products of constants, and may give the name of a factor
+# without other readers to another value. Storing the scalar here prevents that. The first of several scalars is enough:
+# LOSS waits for one scalar, and most of the tensors that GRADIENTS waits for are no scalars.
 _SEEN = 5
-# Of evaluations: the data of a batch are there; its outputs are, and are exchanged next. Of all: the graph asks for
-# input; its own input is there, and workers agree on whether any has some. For the watchdog only.
+# In evaluations: a batch has arrived; its outputs exist and are exchanged next. In all calls, for the watchdog only:
+# the graph asks for input; this worker has its input, and workers agree on whether any worker has data left.
 _EVALUATED, _TESTED, _ASKED, _AGREES = range(6, 10)
 _MOMENTS = 10
-_NAMED = 4  # Replicas in a warning.
+_NAMED = 4  # Largest number of replicas that a warning names.
 
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """One training step, as all workers have it, to the bit.
+    """The report of one training step, bit for bit the same on all workers.
 
     Attributes:
-      number: Training steps since the strategy was made, this one included.
-      rows: Of the global batch, by replica, int64 [R].
-      compute_seconds: From the arrival of the data to the last gradient, without waiting for others, float32 [R].
-      own_seconds: That, and from the end of the step before to the arrival of the data, where it can be told: an
-        optimizer exchanges gradients in each step, `steps_per_execution` is 1, there was a step before and no
-        evaluation since; float32 [R]. After a pause, as between epochs, it is long.
+      number: Number of training steps since the strategy was made, including this one.
+      rows: Rows of the global batch by replica, int64 [R].
+      compute_seconds: Time from the arrival of data to the last gradient, without waits for replicas, float32 [R].
+      own_seconds: `compute_seconds` plus, if known, the time from the end of the step before to arrival of the data,
+        float32 [R]. Known if an optimizer exchanges gradients in each step, `steps_per_execution` is 1, and there was a
+        step before and no evaluation since. Long after a pause, as between epochs.
       stop: Whether a worker asked to stop.
     """
 
@@ -69,23 +69,23 @@ class StepReport:
 
 
 class StepReports:
-    """The reports of a strategy, as `strategy.reports`; of Keras' training steps, not of custom loops.
+    """The reports of a strategy, as `strategy.reports`. Keras' training steps report, custom loops do not.
 
     Costs a few timestamps and one callback into Python a step, and 4 R + 1 numbers in an exchange for R replicas, or
-    6 R + 1 for several workers. A step that XLA compiles for a lone replica reports nothing.
+    6 R + 1 for several workers. A step that XLA compiles for a single replica reports nothing.
 
     Attributes:
       listeners: Functions that take each `StepReport` on every worker, in the order of the steps, before the step ends.
-        They run in a thread of TensorFlow; what they raise ends the step.
-      feeders: By model, what takes each report of its steps before the listeners: the dataset that it is trained on, if
-        that asked for it.
+        They run in a thread of TensorFlow. An exception in a listener ends the step.
+      feeders: By model, the function that takes each report of its steps before the listeners do. The dataset that the
+        model trains on provides the function if it needs reports.
       latest: The newest report, `None` before the first step.
-      num_replicas: R.
+      num_replicas: Number of replicas, R.
       asked_here: Whether this process was asked to stop.
-      activity: What this worker does in Keras' calls; see there.
-      tells: Whether the training steps that were traced last report at all; those that XLA compiles, and a user's own
-        train function, do not.
-      rows_read: What this worker says of the rows that it trains on, if there are others to compare it with.
+      activity: Records of the work of this worker in Keras' calls; see `Activity`.
+      tells: Whether the training steps that were traced last report at all. Steps that XLA compiles, and a user's own
+        train function, do not report.
+      rows_read: Checksum of the rows that this worker trains on; `None` in a cluster of one worker.
     """
 
     def __init__(self, devices: Sequence[str], num_replicas: int):
@@ -100,20 +100,20 @@ class StepReports:
         self.asked_here = False
         self.tells = True
         self.rows_read: RowsRead | None = None
-        self._told: weakref.WeakSet[Any] = weakref.WeakSet()  # Models of which was told that something is not finite.
+        self._told: weakref.WeakSet[Any] = weakref.WeakSet()  # Models with a warning of Inf or NaN so far.
         with tf.device(host_of(devices[0])):
             self._stop = tf.Variable(0.0, trainable=False)
         self._clocks = [Clock(device) for device in devices]
 
     def feed(self, models: Sequence[Any], feeder: Callable[[StepReport], None] | None) -> None:
-        """Notes what is to take the reports of the innermost `fit` under way from now on, if anything.
+        """Sets the function that takes the reports of the innermost running `fit` from now on.
 
         Args:
-          models: Whose `fit` is under way, innermost first.
-          feeder: What is to take them.
+          models: Models with a running `fit`, innermost first.
+          feeder: Function that takes the reports; `None` for no function.
 
         Raises:
-          ValueError: If that is a `fit` within a `fit` of the same model, which waits for its own reports.
+          ValueError: If the `fit` runs within a `fit` of the same model, and that waits for its own reports.
         """
         if not models:
             return
@@ -128,12 +128,12 @@ class StepReports:
             self.feeders[model] = feeder
 
     def ask_to_stop(self) -> None:
-        """Lets the report of a step to come say `stop`, of the same step on all workers; callable in any thread."""
+        """Sets `stop` in the report of an upcoming step, the same step on all workers. Callable in any thread."""
         self.asked_here = True
         self._stop.assign(1.0)
 
     def doing(self) -> Doing:
-        """What this worker does now. May be called in any thread; costs a look at a variable."""
+        """Returns what this worker does now. Callable in any thread. Costs a read of a variable."""
         activity, call = self.activity, self.activity.call
         if call is None:
             return Doing(None, 0, activity.begun, None, False, False, None)
@@ -146,14 +146,14 @@ class StepReports:
         return Doing(call.name, call.number, activity.begun, phase, in_step, is_first, progress)
 
     def part_of(self, execution: Execution) -> str:
-        """What an execution that is under way does now."""
+        """Returns the phase of an execution that runs now."""
         times = self._clocks[0].times.numpy()
         asked, agrees, evaluated, tested = (times[place] for place in (_ASKED, _AGREES, _EVALUATED, _TESTED))
         begin, loss, share, gradients, end = times[:_SEEN]
         begun = max(asked, begin, evaluated)
         has_traced = execution.traced_at is not None and begun < execution.traced_at
         if execution.is_tracing or (has_traced and (execution.is_marked or not execution.reads)):
-            return TRACING  # After Python, TensorFlow optimizes what it is to run.
+            return TRACING  # After the trace in Python, TensorFlow optimizes the graph.
         if execution.kind == TRAIN and begin >= execution.since and begin > end:
             return EXCHANGE if gradients >= begin or loss >= begin > share else COMPUTE
         if execution.kind != TRAIN and evaluated >= max(execution.since, asked):
@@ -162,7 +162,7 @@ class StepReports:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Around what takes a batch from an iterator: notes that, in Python or in the graph that is traced."""
+        """Notes that code inside this context reads a batch from an iterator, in Python or in the traced graph."""
         before, self.is_reading = self.is_reading, True
         call, is_eager = self.activity.call, tf.executing_eagerly()
         try:
@@ -179,10 +179,10 @@ class StepReports:
             self.is_reading = before
 
     def agrees(self, own: tf.Tensor) -> None:
-        """Notes, while an iterator is read, that workers agree on whether any has data left.
+        """Notes, while an iterator is read, that workers agree on whether any worker has data left.
 
         Args:
-          own: What this worker has left.
+          own: Number that tells whether this worker has data left.
         """
         call = self.activity.call
         if not tf.executing_eagerly() or (call is not None and call.execution is not None):
@@ -190,51 +190,51 @@ class StepReports:
 
     @property
     def number(self) -> int:
-        """How many training steps are done."""
+        """The number of finished training steps."""
         return self.latest.number if self.latest else 0
 
     @property
     def has_stopped(self) -> bool:
-        """Whether the model that was trained last was told to stop on this worker (`model.stop_training`)."""
+        """Whether this worker set `stop_training` on the model that was trained last."""
         return bool(getattr(self._trained and self._trained(), "stop_training", False))
 
     @property
     def evaluated(self) -> float:
-        """When the newest batch of an evaluation came, in seconds since the epoch; 0 before the first."""
+        """Time at which the newest batch of an evaluation arrived, in seconds since the epoch; 0 before the first."""
         return float(self._clocks[0].times.numpy()[_EVALUATED])
 
     def clock(self, local: int) -> "Clock":
-        """The clock of this worker's replica number `local`."""
+        """Returns the clock of this worker's replica number `local`."""
         return self._clocks[local]
 
     def of_replica(
         self, clock: "Clock", replica: Any, rows: Any, tells_before: bool = False, not_finite: Any = FINITE
     ) -> tf.Tensor:
-        """What replica `replica` says of its step, float32 [n R + 1]; summed over replicas it is the report.
+        """Returns one replica's part of the report, float32 [n R + 1]. The sum over all replicas is the report.
 
         Args:
-          clock: Its clock.
-          replica: Its number among all.
-          rows: That it holds.
-          tells_before: Whether nobody else is waited for between steps.
-          not_finite: What of its loss and gradients is not finite, see `not_finite.told`.
+          clock: Clock of the replica.
+          replica: Number of the replica among all replicas.
+          rows: Rows that the replica holds.
+          tells_before: Whether the replica waits for no other replica between steps.
+          not_finite: Number that tells which of its losses and gradients are not finite, see `not_finite.told`.
         """
         place = tf.one_hot(replica, self.num_replicas)
         rows = tf.cast(0 if rows is None else rows, tf.float32)
         compute = clock.compute_seconds()
         own = compute + clock.seconds_before() if tells_before else compute
         said = [rows, compute, own, tf.cast(not_finite, tf.float32)]
-        if self.rows_read is not None:  # Of a worker its first replica speaks.
+        if self.rows_read is not None:  # The first replica of a worker reports for the worker.
             numbers = self.rows_read.numbers if clock is self._clocks[0] else tf.zeros([2])
             said += tf.unstack(tf.convert_to_tensor(numbers))
         return tf.concat([*(place * each for each in said), [self._stop]], axis=0)
 
     def tell(self, local: int, totals: tf.Tensor, model: Any) -> None:
-        """Ends a step of a replica; of this worker's first, hands the sum of what all said to the listeners."""
+        """Ends a step of a replica. The first replica of a worker also passes the summed report to the listeners."""
         if local:
             self._clocks[local].mark(END, totals[-1])
             return
-        if model not in self._ends:  # not anew in each step of an eager run
+        if model not in self._ends:  # Eager steps reuse the function.
             self._ends[model] = _in_order(functools.partial(self._take, weakref.ref(model)))
         self._clocks[0].end(self._ends[model], totals)
 
@@ -253,7 +253,7 @@ class StepReports:
         feeder = None if trained is None else self.feeders.get(trained)
         if feeder is not None:
             feeder(self.latest)
-        for listener in list(self.listeners):  # A copy: one that is let go meanwhile takes itself out.
+        for listener in list(self.listeners):  # A copy: a listener that is freed meanwhile removes itself.
             listener(self.latest)
 
     def _warn_of(self, not_finite: np.ndarray, model: str) -> None:
@@ -274,7 +274,7 @@ class StepReports:
 
 
 class Clock:
-    """Moments of a replica's present step, in seconds since the epoch, on the host of its device."""
+    """Times of the moments of a replica's current step, in seconds since the epoch, on the host of its device."""
 
     def __init__(self, device: str):
         self._host = host_of(device)
@@ -282,56 +282,56 @@ class Clock:
             self.times = tf.Variable(tf.zeros([_MOMENTS], tf.float64), trainable=False)
 
     def begin(self, data: Any) -> Any:
-        """Notes the time at which `data` are there; returns them for what is to begin then."""
+        """Notes the time at which `data` has arrived. Returns `data` for the operations that start after that."""
         noted = self.mark(BEGIN, data)
         with tf.control_dependencies([noted]):
             return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), data)
 
     def mark(self, moment: int, after: Any = ()) -> tf.Tensor:
-        """Notes the time at which the tensors in `after` are there; returns what is there when it is noted."""
+        """Notes the time at which the tensors in `after` exist. Returns a tensor that exists once that is done."""
         after = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in tf.nest.flatten(after)]
         after = [leaf for leaf in after if isinstance(leaf, tf.Tensor)]
         with tf.device(self._host):
             numbers = [leaf for leaf in after if leaf.shape.rank == 0 and leaf.dtype.is_floating]
             seen = tf.cast(numbers[0], tf.float64) if numbers else tf.constant(0.0, tf.float64)
-            # Not below, where it would take the dependencies to itself and be folded away.
+            # Made before the block below, where the constant would take the control dependencies and be folded away.
             which = tf.constant([moment, _SEEN])
             with tf.control_dependencies(after):
                 return _mark(self.times.handle, which, seen)
 
     def evaluates(self, data: Any) -> None:
-        """Notes the time at which `data`, of an evaluation, are there."""
+        """Notes the time at which `data` of an evaluation has arrived."""
         self.mark(_EVALUATED, data)
 
     def has_evaluated(self, outputs: Any) -> None:
-        """Notes the time at which `outputs`, of an evaluation, are there."""
+        """Notes the time at which `outputs` of an evaluation exist."""
         self.mark(_TESTED, outputs)
 
     def compute_seconds(self) -> tf.Tensor:
-        """What the replica took for its own computation, float32 []."""
+        """Returns the time that the replica needed for its own computation, float32 []."""
         begin, loss, share, gradients, _ = tf.unstack(self.times.read_value()[:_SEEN])
         waited = tf.where(loss >= begin, tf.maximum(share - loss, 0), 0)
         return tf.cast(gradients - begin - waited, tf.float32)
 
     def seconds_before(self) -> tf.Tensor:
-        """From the end of the last step to the begin of this one, if there was one and no evaluation, float32 []."""
+        """Time between the last step and this one, float32 []; 0 without a last step, or after an evaluation."""
         times = self.times.read_value()
         begin, end, evaluated = times[BEGIN], times[END], times[_EVALUATED]
         return tf.cast(tf.where((end > 0) & (evaluated < end), tf.maximum(begin - end, 0), 0), tf.float32)
 
     def end(self, call: Callable[..., Any], value: tf.Tensor) -> None:
-        """Makes a call that is `_in_order` with `value`, which also notes the end of the step."""
+        """Calls a function of `_in_order` with `value`. The function also notes the end of the step."""
         with tf.device(self._host):
             call(self.times.handle, value)
 
 
 def host_of(device: str) -> str:
-    """Names the CPU of the worker that has `device`."""
+    """Returns the name of the CPU of the worker that has `device`."""
     return tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string()
 
 
-# Functions of their own, with a resource among their inputs: TensorFlow chains stateful operations that share none,
-# also those of two replicas in one graph, which would wait for each other for ever.
+# Separate functions with a resource among their inputs. TensorFlow runs stateful operations without a resource one
+# after another, also those of two replicas in one graph, and the replicas would then wait for each other for ever.
 
 
 @tf.function
@@ -342,7 +342,7 @@ def _mark(clock, which, seen):
 
 def _in_order(function):
     def call_and_tell_time(value):
-        now = np.float64(time.time())  # Of a Python number TensorFlow makes a float32, if functions run eagerly.
+        now = np.float64(time.time())  # TensorFlow makes a Python number a float32 if functions run eagerly.
         function(value)
         return now
 
