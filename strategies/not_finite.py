@@ -2,8 +2,8 @@
 
 A few elements of a few gradients are looked at, since a pass over all of them would take some percent of a step. An
 Inf or NaN that arises in the backward pass reaches all elements of the gradients of the layers before it. One in a row
-of the input reaches a whole row of the first matrix. Others make the loss of the next step Inf or NaN, which is told
-then.
+of the input reaches a whole row of the first matrix. Any other makes the loss of the next step Inf or NaN, and that
+step reports it.
 """
 
 import math
@@ -17,7 +17,7 @@ __all__ = ["FINITE", "in_words", "sampled", "told"]
 FINITE = 0
 _LOSS, _GRADIENTS = 1, 2
 _WORDS = {_LOSS: "the loss", _GRADIENTS: "gradients", _LOSS + _GRADIENTS: "the loss and gradients"}
-_MOST = 8  # Gradients that are looked at.
+_MOST = 8  # Largest number of gradients to check.
 
 
 def in_words(number: int) -> str:
@@ -31,7 +31,7 @@ def told(losses: Sequence[tf.Tensor], samples: Sequence[tf.Tensor], has_rows: An
     Args:
       losses: The losses of the replica.
       samples: Elements of its gradients, from `sampled`.
-      has_rows: Whether the replica has rows; if not, its loss is that of a row that stands for none.
+      has_rows: Whether the replica has rows. If not, its loss is the loss of a stand-in row and does not count.
     """
     loss = tf.logical_and(_is_broken(losses), has_rows)
     return _LOSS * tf.cast(loss, tf.float32) + _GRADIENTS * tf.cast(_is_broken(samples), tf.float32)
@@ -40,7 +40,7 @@ def told(losses: Sequence[tf.Tensor], samples: Sequence[tf.Tensor], has_rows: An
 def sampled(gradients: Sequence[Any]) -> list[tf.Tensor]:
     """Takes elements of some gradients, the first included: at least one of each row and column of a matrix.
 
-    Costs the copy of as many elements as the longer side of each matrix has, of at most eight.
+    Costs a copy of as many elements as the longer side of each matrix has, for at most eight gradients.
     """
     values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients if each is not None]
     values = [each for each in values if each.dtype.is_floating]
@@ -48,11 +48,11 @@ def sampled(gradients: Sequence[Any]) -> list[tf.Tensor]:
 
 
 def _diagonal(values: tf.Tensor) -> tf.Tensor:
-    """Elements in a vector, as far from each other as the rows or columns allow that must have one each."""
+    """Returns elements at equal distances, as large as at least one element of each row and column allows."""
     columns = (values.shape[-1] if values.shape.rank else 1) or 1
     elements = values.shape.num_elements()
     stride = min(columns, columns if elements is None else max(1, elements // columns))
-    while math.gcd(stride, columns) > 1:  # Otherwise some columns are never met.
+    while math.gcd(stride, columns) > 1:  # Otherwise some columns have no element.
         stride -= 1
     return tf.reshape(values, [-1])[::stride]
 

@@ -1,9 +1,9 @@
-"""Models that are made and compiled outside of every strategy's scope, though a strategy of several replicas was made.
+"""Detects models that are made and compiled outside of every scope although a strategy of several replicas exists.
 
-Such a model does not use the strategy, so each worker would train a model of its own and write the same files. A
-variable creator notices that `compile` makes the variables of the model's loss, and gives the model a `train_step` that
-raises or warns. It only warns once a model was trained with the strategy: some programs, such as TensorFlow's tutorial
-on several workers, then train a loaded model on each worker.
+Such a model does not use the strategy, so each worker would train its own model and write the same files. A variable
+creator notices that `compile` makes the variables of the model's loss, and gives the model a `train_step` that raises
+or warns. After a model was trained with the strategy it only warns: some programs, such as TensorFlow's tutorial on
+several workers, then train a loaded model on each worker.
 """
 
 import functools
@@ -30,9 +30,9 @@ class _Guard:
     """The state of this process.
 
     Attributes:
-      watching: The scope in which models are looked at as they are compiled; it is never left. `None` until a strategy
-        is made outside of all such scopes.
-      workers: The largest number of workers that a strategy of this process had; several make it an error to train.
+      watching: The creator scope that checks models as they are compiled; never left. `None` until a strategy is made
+        outside of all such scopes.
+      workers: The largest number of workers of a strategy in this process. With several workers training is an error.
       has_trained: Whether a model was trained with a strategy of several replicas.
     """
 
@@ -42,17 +42,17 @@ class _Guard:
 
 
 def watch_models_outside(workers: int) -> None:
-    """Has models that are made and compiled outside of all scopes say so when they begin to train.
+    """Makes the training of models that are made and compiled outside of all scopes raise or warn.
 
-    With several workers they raise a `ScopeError`, unless a model was trained with a strategy before. Then, and on
-    several devices of one process, where the result is right but only one device trains, they warn. Costs a look at the
-    calls under way for each variable that is made.
+    With several workers the training raises a `ScopeError`, unless a model was trained with a strategy before. In that
+    case it warns. On several devices of one process it warns too: the result is right, but only one device trains.
+    Costs a look at the stack of calls for each new variable.
 
     Args:
-      workers: How many workers train together.
+      workers: Number of workers that train together.
     """
     _Guard.workers = max(_Guard.workers, workers)
-    if _Guard.watching is None and not _tf.is_in_creator_scope():  # Which could not be left before this one.
+    if _Guard.watching is None and not _tf.is_in_creator_scope():  # TensorFlow raises if an outer scope is left first.
         _Guard.watching = tf.variable_creator_scope(_look)
         _Guard.watching.__enter__()
 
@@ -64,7 +64,7 @@ def note_training() -> None:
 
 def _look(next_creator: Any, **kwargs: Any) -> Any:
     model = _tf.keras_model_in_compile()
-    if model is not None and _tf.is_made_in_scope(model):  # Its own strategy trains it, and checks what it owns.
+    if model is not None and _tf.is_made_in_scope(model):  # Its strategy trains it and checks its variables.
         return next_creator(**kwargs)
     if model is not None and tf.distribute.has_strategy() and isinstance(vars(model).get(_GUARDED), _Outside):
         object.__delattr__(model, _GUARDED)

@@ -1,7 +1,7 @@
-"""Joins outputs of `predict` that have another shape in each batch, such as texts as long as the longest in the batch.
+"""Joins outputs of `predict` with another shape in each batch, such as texts padded to the longest text of the batch.
 
-Replicas then have outputs of unlike shapes, which collectives and `tf.concat` refuse. Each row carries its shape and is
-padded where rows of several replicas become one tensor; at the end the padding is removed.
+Replicas then have outputs of different shapes, which collectives and `tf.concat` refuse. Each row carries its shape and
+is padded where rows of several replicas become one tensor. At the end the padding is removed.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ from tfdist import _tf
 
 
 class PaddedRows(tf.experimental.ExtensionType):
-    """Rows of unlike shapes, padded to one shape.
+    """Rows of different shapes, padded to one shape.
 
-    Keras joins it like a tensor, by `strategy.gather`, `tf.shape`, `tf.split` and `tf.concat`. Its method `numpy` makes
-    the result of `predict`.
+    Keras joins `PaddedRows` like tensors, by `strategy.gather`, `tf.shape`, `tf.split` and `tf.concat`. The method
+    `numpy` returns the result of `predict`.
 
     Attributes:
       values: The rows, padded with zeros (or empty strings), [rows, ...].
@@ -29,12 +29,12 @@ class PaddedRows(tf.experimental.ExtensionType):
     sizes: tf.Tensor
 
     def padded_to(self, sizes: tf.Tensor) -> tf.Tensor:
-        """The values, padded further so that each row has the shape `sizes`."""
+        """Returns the values, padded further so that each row has the shape `sizes`."""
         after = tf.concat([[0], sizes - tf.shape(self.values)[1:]], axis=0)
         return tf.pad(self.values, tf.stack([tf.zeros_like(after), after], axis=1))
 
     def numpy(self) -> np.ndarray | tf.RaggedTensor:
-        """An array if all rows have the same shape, otherwise a ragged tensor, as Keras gives for unlike batches."""
+        """Returns an array if all rows have one shape, otherwise a ragged tensor, as Keras does for unequal batches."""
         sizes = self.sizes.numpy()
         most = sizes.max(axis=0) if len(sizes) else self.values.shape[1:]
         values = self.values[(slice(None), *(slice(size) for size in most))]
@@ -49,10 +49,10 @@ class PaddedRows(tf.experimental.ExtensionType):
 
 
 def with_own_shapes(outputs: Any) -> Any:
-    """A replica's outputs, with `PaddedRows` in place of tensors of unknown shape.
+    """Replaces tensors of unknown shape in a replica's outputs by `PaddedRows`.
 
-    The graph must know the same dimensions on all replicas. Eager tensors do not say whether their shape depends on the
-    batch, so all of them with more than one dimension are replaced.
+    The graph must know the same dimensions on all replicas. Eager tensors do not show whether their shape depends on
+    the batch, so all eager tensors with more than one dimension are replaced.
     """
 
     def replaced(leaf):
@@ -69,7 +69,7 @@ def with_own_shapes(outputs: Any) -> Any:
 def gathered(local: Sequence[PaddedRows], gather: Callable[[Any, int], tf.Tensor]) -> PaddedRows:
     """Gathers the rows of all replicas.
 
-    Costs two exchanges of small tensors beside that of the rows: the largest shape, and the shapes of the rows.
+    Costs two exchanges of small tensors besides the rows: the largest shape, and the shapes of the rows.
 
     Args:
       local: Rows of this worker's replicas.
@@ -83,7 +83,7 @@ def gathered(local: Sequence[PaddedRows], gather: Callable[[Any, int], tf.Tensor
 
 @tf.experimental.dispatch_for_api(tf.shape)
 def _shape(input: PaddedRows, out_type=None, name=None):
-    """The number of rows alone, the only dimension that all rows have in common."""
+    """Returns the number of rows alone: the other dimensions differ between rows."""
     return tf.shape(input.values, out_type, name)[:1]
 
 

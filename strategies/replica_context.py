@@ -1,4 +1,4 @@
-"""What the code of a model's step sees of the other replicas: collectives that are right for unequal rows."""
+"""The replica context of a model's step, with collectives that are right for unequal shares."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,15 +14,15 @@ from tfdist.strategies.step import Step
 class StepContext(tf.distribute.ReplicaContext):
     """The replica context of a step of a Keras model.
 
-    It differs from TensorFlow's in three ways.
+    It differs from TensorFlow's context in three ways.
 
-    - Gradients through `all_reduce` and `all_gather` are those of the loss over the global batch, also where replicas
-      have unequal rows. TensorFlow adds up what arrives from the losses of all replicas; these count by their rows.
-    - What a replica without rows computes on its stand-in row is not gathered.
-    - In a step of the user's own `num_replicas_in_sync` is 1, as that of the strategy; see `Step.is_plain`.
+    - Gradients through `all_reduce` and `all_gather` are gradients of the loss over the global batch, also if replicas
+      have unequal shares. TensorFlow sums the gradients of all replicas' losses; this class weights them by rows.
+    - `all_gather` leaves out the results of a replica without rows on its stand-in row.
+    - In a step of the user's own `num_replicas_in_sync` is 1, as in the strategy; see `Step.is_plain`.
 
     Args:
-      around: The context in which it is entered, of the same replica.
+      around: The surrounding context of the same replica.
       step: The step that the replica runs.
     """
 
@@ -63,7 +63,7 @@ class StepContext(tf.distribute.ReplicaContext):
         return self._noted(tf.nest.pack_sequence_as(value, tf.nest.flatten(reduced(*leaves))))
 
     def all_gather(self, value, axis, options=None):
-        """See `tf.distribute.ReplicaContext.all_gather`; a replica without rows gives none along axis 0."""
+        """See `tf.distribute.ReplicaContext.all_gather`. A replica without rows contributes no rows along axis 0."""
         if not _tf.is_called_by_library():
             self._step.note_user_exchange()
         gather_all = super().all_gather
@@ -84,12 +84,12 @@ class StepContext(tf.distribute.ReplicaContext):
 
     @property
     def _weighs(self) -> bool:
-        """Whether replicas' losses count by their rows only once their gradients have been taken."""
+        """Whether the step weights gradients by rows, after a tape has computed them, and not the loss."""
         step = self._step
         return step.share is not None and not step.weights_loss and not step.in_own_exchange
 
     def _of_global_loss(self, upstream: Sequence[Any], exchange: Callable[[list[Any]], Any]) -> list[Any]:
-        """Gradients of the loss over the global batch, divided by the weight that they will get at the end."""
+        """Returns gradients of the loss over the global batch, divided by the weight that they get at the end."""
         upstream = [tf.convert_to_tensor(leaf) for leaf in upstream]
         if not self._weighs or _tf.is_recorded():  # An inner gradient has no weight.
             return tf.nest.flatten(exchange(upstream))
@@ -98,7 +98,7 @@ class StepContext(tf.distribute.ReplicaContext):
         return [tf.math.divide_no_nan(total, tf.cast(share, total.dtype)) for total in totals]
 
     def _own_part(self, total, own, axis, gather_all):
-        """The part of `total` that this replica gave to a gathering along `axis`."""
+        """Returns the part of `total` that this replica contributed to `all_gather` along `axis`."""
         lengths = gather_all(tf.shape(own)[axis][None], 0)
         first = tf.reduce_sum(lengths[: self.replica_id_in_sync_group])
         places = tf.range(first, first + tf.shape(own)[axis])

@@ -205,7 +205,7 @@ class ReplicatedExtended:
         return self._scattered(optimizer, without_heads(total))
 
     def _is_compressed(self, optimizer, reduce_op, step):
-        """Whether codecs apply to an all-reduce: an optimizer sums gradients, and the exchange is not the step's own."""
+        """Whether codecs apply to an all-reduce: an optimizer sums gradients in it, and it is not the step's own."""
         of_gradients = isinstance(optimizer, keras.optimizers.Optimizer) and reduce_op == tf.distribute.ReduceOp.SUM
         own = step is not None and step.in_own_exchange
         return self._compresses and of_gradients and not own and not is_uncompressed()

@@ -1,15 +1,15 @@
-"""Workers that read the whole data compare the first batch of it, since each keeps only its own rows of every batch.
+"""Compares the first batch of data that all workers read, since each worker keeps only its own rows of every batch.
 
-The rule, by where a tensor of a batch comes from (`row_origin`):
+The rule depends on the origin of a tensor in the batch (`row_origin`):
 
-| origin | unlike on two workers |
+| origin | if two workers differ |
 |---|---|
 | stored, or computed by TensorFlow | an error |
-| labels made by Python code; in `predict`, all that it makes | an error; of endless data a warning |
+| labels made by Python code; in `predict`, each tensor made by Python code | an error; for endless data a warning |
 | other tensors made by Python code | a warning, unless labels that tell the rows apart are alike |
 | random operations of TensorFlow | never compared |
 
-The first batch of the first pass is compared before any worker gets a row of it. Of later passes of a `fit` a checksum
+The first batch of the first pass is compared before any worker gets a row of it. For later passes of a `fit` a checksum
 travels with the report of each step (`RowsRead`).
 """
 
@@ -35,15 +35,15 @@ __all__ = ["CUSTOM_LOOP", "RowComparison", "RowsRead"]
 CUSTOM_LOOP = "a custom loop"
 """The purpose of a dataset that no method of Keras reads."""
 
-# TensorFlow keeps for ever what a dataset calls in Python, so that is given a number and not the comparison.
+# TensorFlow never frees a Python function that a dataset calls, so the function gets the comparison's number.
 _numbers = itertools.count()
 _alive: "weakref.WeakValueDictionary[int, RowComparison]" = weakref.WeakValueDictionary()
-_kept: "dict[int, RowComparison]" = {}  # Of datasets that their iterators may outlive, until they have compared.
+_kept: "dict[int, RowComparison]" = {}  # Until they have compared: iterators may outlive datasets.
 
 _PARTS = ("features", "labels", "sample weights")
 _LABELS = 1
-_FIRST_BATCH_SECONDS = 2.0  # For a first batch that comes soon; one that fails, or never comes, is waited for in vain.
-_PASSES = 1 << 20  # Whole numbers of float32.
+_FIRST_BATCH_SECONDS = 2.0  # Longest wait for a first batch, which may fail or never come.
+_PASSES = 1 << 20  # Numbers of passes start again here: float32 holds them exactly.
 _REMEDIES = (
     "Each worker reads the whole data and keeps its part of every batch. Remove `.shard(n, i)`, `x[i::n]` and the "
     "like; give a seed to what shuffles, as `image_dataset_from_directory` or a generator of NumPy's; load the same "
@@ -53,15 +53,15 @@ _REMEDIES = (
 
 
 class RowsRead:
-    """Which rows this worker trains on, as two numbers for the report of each step: the pass, and a checksum.
+    """Identifies the rows that this worker trains on by two numbers in each step's report: the pass, and a checksum.
 
     Args:
       host: The CPU of this worker, with its job and task. `tf.data` reads variables of its own worker's CPU only.
 
     Attributes:
       host: As given.
-      numbers: Both, float32 [2].
-      latest: The comparison that noted them last.
+      numbers: The number of the pass and the checksum, float32 [2].
+      latest: The comparison that noted the numbers last.
     """
 
     def __init__(self, host: str) -> None:
@@ -78,10 +78,10 @@ class RowsRead:
         self.numbers.assign([self._passes, checksum])
 
     def check(self, passes: np.ndarray, checksums: np.ndarray) -> None:
-        """Looks at what all replicas say; those that are not the first of their worker say 0.
+        """Compares the numbers of all replicas. Only the first replica of each worker sends numbers other than 0.
 
         Raises:
-          ClusterError: If workers read unlike rows in the same pass.
+          ClusterError: If workers read different rows in the same pass.
         """
         number = int(passes.max())
         said = checksums[passes > 0]
@@ -94,15 +94,15 @@ class RowsRead:
 class RowComparison:
     """The comparison of one dataset that is read by all workers.
 
-    Costs a look at one number for each batch, and for the first of a pass a copy of a part of each row. Before the
-    first pass two messages of each worker.
+    Costs a read of one number for each batch, and a copy of a part of each row for the first batch of a pass. Before
+    the first pass each worker sends two messages.
 
     Args:
-      agreement: Where workers compare.
-      origins: Of the tensors of a batch.
-      purpose: What reads the dataset: "fit", "evaluate", "predict", or "a custom loop".
-      is_endless: Whether the data may have no end, so that no row has to be seen once.
-      rows_read: Where to note the first batches of passes.
+      agreement: Exchanges the descriptions of the workers.
+      origins: Origins of the tensors of a batch.
+      purpose: Reader of the dataset, such as "fit", "evaluate", "predict", or "a custom loop".
+      is_endless: Whether the data may have no end. Workers may then draw different rows.
+      rows_read: Takes the checksums of the first batches of passes.
       compares_passes: Whether later passes are compared too.
     """
 
@@ -118,7 +118,7 @@ class RowComparison:
         self._agreement, self._purpose, self._is_endless = agreement, purpose, is_endless
         self._name = agreement.next_name("rows")
         self._origins = origins
-        self._places: list[tuple[int, str]] = []  # Of each tensor that is compared: its leaf, and what to call it.
+        self._places: list[tuple[int, str]] = []  # Leaf and name of each compared tensor.
         self._parts: list[int] = []
         self._rows_read, self._compares_passes = rows_read, compares_passes
         self._samples: list[row_samples.Sample] = []
@@ -130,15 +130,15 @@ class RowComparison:
         _alive[self._number] = self
         if purpose == CUSTOM_LOOP:
             _kept[self._number] = self
-        with ThreadPoolExecutor(1) as pool:  # Outside of the scope, which would make one for each replica.
+        with ThreadPoolExecutor(1) as pool:  # Outside of the scope, which would make a copy per replica.
             self._left = pool.submit(_one_on, rows_read.host).result()
 
     def watch(self, dataset: tf.data.Dataset, note: Callable[[Any], tf.Tensor]) -> tf.data.Dataset:
-        """`dataset`, whose first batch is compared when it is read, before it is handed on.
+        """Returns `dataset` with a stage that compares the first batch before it passes the batch on.
 
         Args:
-          dataset: What all workers read.
-          note: Takes the first batch of each pass too, in the graph, and returns True.
+          dataset: Dataset that all workers read.
+          note: Function that takes the first batch of each pass too, in the graph, and returns True.
         """
 
         @tf.autograph.experimental.do_not_convert
@@ -151,23 +151,23 @@ class RowComparison:
 
             return tf.cond(self._left > 0, look, lambda: tf.constant(True))
 
-        # Of all stages only a filter keeps what TensorFlow knows of the batch size, by which it splits batches.
+        # A filter is the only stage that keeps the known batch size, which TensorFlow needs to split batches.
         size = int(dataset.cardinality())
         watched = dataset.filter(compare)
         return watched if size == tf.data.UNKNOWN_CARDINALITY else watched.apply(_of_size(size))
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[bool]:
-        """Around the making of an iterator of Keras': waits for the first batch of the first one, and compares it.
+        """Context in which Keras makes an iterator. Waits for the first batch of the first iterator and compares it.
 
-        If that does not come soon, the pipeline compares it by itself, when it comes. The iterator before must have
-        been read to its end.
+        If the batch does not come soon, the pipeline compares it later by itself. The program must have read the
+        iterator before to its end.
 
         Yields:
-          Whether the iterator is to read at once.
+          Whether the iterator must read at once.
 
         Raises:
-          ClusterError: If workers read unlike rows.
+          ClusterError: If workers read different rows.
         """
         is_first = not self._has_begun
         self._has_begun = True
@@ -184,22 +184,22 @@ class RowComparison:
                 self._compare()
 
     def begins(self, iterator: Any) -> None:
-        """Notes an iterator of Keras'."""
+        """Counts an iterator that Keras has made, until it is freed."""
         self._iterators += 1
         weakref.finalize(iterator, self._ends).atexit = False
 
     def compare_no_more(self) -> None:
-        """Leaves later passes out."""
+        """Stops the comparison of later passes."""
         self._compares_passes = False
 
     def _ends(self) -> None:
         self._iterators -= 1
 
     def explain(self, number: int) -> None:
-        """Compares in detail, after checksums of pass `number` were unlike.
+        """Compares in detail, after the checksums of pass `number` differed.
 
         Raises:
-          ClusterError: If more than rounding is unlike.
+          ClusterError: If rows differ by more than rounding.
         """
         said = self._agreement.exchange_described(f"{self._name}-pass-{number}", self._described())
         self._judge(said, f"the first batch of pass {number}")
@@ -219,10 +219,10 @@ class RowComparison:
         return tensors
 
     def record(self, arrays: Sequence[np.ndarray]) -> None:
-        """Takes note of the first batch of a pass, and compares that of the first.
+        """Notes the first batch of a pass. Compares it if the pass is the first.
 
         Raises:
-          ClusterError: If workers read unlike rows.
+          ClusterError: If workers read different rows.
         """
         with self._lock:
             if not self._left.numpy():
@@ -253,7 +253,7 @@ class RowComparison:
         }
 
     def _judge(self, said: Mapping[int, Any], which: str) -> None:
-        """Raises, warns or does nothing about what the workers have described."""
+        """Raises an error, warns or does nothing, by the descriptions of all workers."""
         workers = sorted(said)
         first = said[workers[0]]
         for worker in workers[1:]:
@@ -271,7 +271,7 @@ class RowComparison:
                 return
 
     def _is_hard(self, place: int) -> bool:
-        """Whether a difference in this tensor is a mistake for sure."""
+        """Whether a difference in this tensor is certainly a mistake."""
         origin = self._origins[self._places[place][0]]
         if origin == Origin.GRAPH:
             return True

@@ -1,13 +1,13 @@
-"""How a tensor grows with the rows of its replica, as the graph of the step tells.
+"""Finds in the graph of a step how each tensor grows with the rows of its replica.
 
-The degree of a tensor is d if it is multiplied by k^d when its replica gets k times as many rows of the same kind,
-while all that other replicas have stays: a mean over rows has degree 0, their sum 1, the number of rows 1, and a sum
-divided by a fixed batch size 1. Gradients have the degree of their loss. So the graph of the gradients tells whether
-the loss was a mean, which a replica must weigh by its part of the rows, or a sum, which is added up as it is.
+A tensor of a replica has degree d if k times as many rows of the same kind multiply it by k^d, while the rows of other
+replicas stay the same. A mean over rows has degree 0. A sum over rows, the number of rows, and a sum divided by a fixed
+batch size have degree 1. Gradients have the degree of their loss. So the graph of the gradients tells means from sums.
+A replica must weight a mean by its part of the rows, while sums are added as they are.
 
-The batch axis is found by static shapes: it is the first axis of unknown length. Operations that are linear in an
-incoming gradient, as all backward operations are, keep its degree; one that has rows among its inputs, and none in its
-output, has added them up. Rules are needed only for what divides, multiplies, adds or takes means.
+The batch axis is the first axis of unknown static length. All backward operations are linear in their incoming gradient
+and keep its degree. An operation with rows in its inputs and none in its output has added them up. Only operations that
+divide, multiply, add or take means need rules.
 """
 
 import math
@@ -21,16 +21,16 @@ from tfdist import _tf
 from tfdist.strategies.graph_analysis import captured
 
 Degree = float | None
-"""A degree; NaN where terms of unlike degrees were added; `None` where the graph does not tell."""
+"""A degree; NaN if terms of different degrees were added; `None` if the graph does not tell the degree."""
 
-# Only the first input counts: the others are shapes, axes and indices.
+# Only the first input counts: the remaining inputs are shapes, axes and indices.
 _OF_FIRST = {
     *("Identity", "Snapshot", "StopGradient", "PreventGradient", "CheckNumerics", "EnsureShape", "Cast", "Neg", "Abs"),
     *("Reshape", "ExpandDims", "Squeeze", "Transpose", "Tile", "BroadcastTo", "Pad", "PadV2", "MirrorPad"),
     *("StridedSlice", "Slice", "GatherV2", "GatherNd", "Split", "SplitV", "Unpack", "ReverseV2", "Roll"),
     *("Max", "Min", "Mean", "TopKV2", "Cumsum", "MatrixDiagV3", "MatrixDiagPartV3", "PlaceholderWithDefault"),
 }
-# Only the input of this number counts.
+# Only the input with this number counts.
 _OF_ONE = {"StridedSliceGrad": 4, "Fill": 1, "ScatterNd": 1}
 _ALIKE = {"Add", "AddV2", "AddN", "Sub", "ConcatV2", "Pack", "Maximum", "Minimum", "Select", "SelectV2"}
 _QUOTIENTS = {"RealDiv", "Div", "DivNoNan", "FloorDiv", "Xdivy"}
@@ -51,11 +51,11 @@ _LOOPS = {"While", "StatelessWhile"}
 class RowDegrees:
     """The degrees of the tensors of one replica's step.
 
-    Each operation is looked at once, while the step is traced.
+    Visits each operation once, while the step is traced.
 
     Args:
-      exchanged: References to tensors that replicas have exchanged, which the rows of one do not change.
-      grown: References to tensors of degree 1, whatever the graph tells.
+      exchanged: References to tensors that replicas have exchanged. The rows of one replica do not change them.
+      grown: References to tensors that have degree 1 regardless of the graph.
     """
 
     def __init__(self, exchanged: Collection[Any], grown: Collection[Any]):
@@ -63,7 +63,7 @@ class RowDegrees:
         self._known: dict[tf.Operation, list[Degree]] = {}
 
     def of_gradients(self, gradients: Sequence[Any]) -> list[Degree]:
-        """The degrees of dense gradients; rows of embeddings count only if there are no others."""
+        """Returns the degrees of the dense gradients, or of the sparse gradients if there are no dense ones."""
         dense = [gradient for gradient in gradients if isinstance(gradient, tf.Tensor)]
         if dense:
             return [self.of(gradient) for gradient in dense]
@@ -71,7 +71,7 @@ class RowDegrees:
         return [_sum([self.of(values), float(_has_rows(values))]) for values in sparse]
 
     def of(self, tensor: tf.Tensor) -> Degree:
-        """The degree of a tensor of a graph."""
+        """Returns the degree of a tensor of a graph."""
         waiting = [tensor.op]
         while waiting:
             operation = waiting[-1]
@@ -102,7 +102,7 @@ class RowDegrees:
         return [0.0 if self._is_exchanged(output) else self._degree(operation, output) for output in outputs]
 
     def _is_exchanged(self, tensor: tf.Tensor) -> bool:
-        """Whether replicas have exchanged a tensor, which may have been handed on since."""
+        """Whether replicas have exchanged a tensor, which later operations may have passed on unchanged."""
         while tensor.ref() not in self._exchanged:
             if tensor.op.type not in ("Identity", "Cast", "EnsureShape", "IdentityN"):
                 return False
@@ -124,7 +124,7 @@ class RowDegrees:
             return _sum([self._degree_of_input(operation, 0), float(_adds_up_where_reshaped(operation))])
         if kind in _OF_ONE or kind == "IdentityN":
             return self._degree_of_input(operation, _OF_ONE.get(kind, output.value_index))
-        # Whole numbers among the inputs of floats are shapes, axes and indices, truths are conditions.
+        # If the output is float, integer inputs are shapes, axes and indices. Bool inputs are conditions.
         numbers = [each for each in self._inputs(operation) if each.dtype != tf.bool]
         inputs = [each for each in numbers if each.dtype.is_integer == output.dtype.is_integer]
         degrees = [self._known[each.op][each.value_index] for each in inputs]
@@ -146,13 +146,13 @@ class RowDegrees:
         return 0.0 if given.dtype == tf.resource else self._known[given.op][given.value_index]
 
     def _of_bodies(self, operation: tf.Operation) -> list[Degree]:
-        """The degrees of the outputs of a function, or of both branches, given those of its inputs."""
+        """Returns the degrees of the outputs of a function, or of both branches, by the degrees of the inputs."""
         given = list(operation.inputs)[1 if operation.type in _BRANCHES else 0 :]
         found = []
         for body in _tf.bodies_of_call(operation):
             within = RowDegrees(
                 self._exchanged, self._grown
-            )  # Of this call: another may give the function other degrees.
+            )  # Only for this call: another call may pass other degrees.
             for inside, outside in zip(body.inputs, given, strict=False):
                 known = self._known.get(outside.op)
                 within._known[inside.op] = [0.0 if known is None else known[outside.value_index]]
@@ -179,27 +179,27 @@ def _times(power: float, degree: Degree) -> Degree:
 
 
 def _only(degrees: Collection[Degree]) -> Degree:
-    """The degree that all have; NaN if they are unlike."""
+    """Returns the degree that all have in common; NaN if they differ, `None` if one is unknown."""
     if None in degrees:
         return None
     return next(iter(degrees)) if len(set(degrees)) == 1 else math.nan
 
 
 def _of_one_gradient(degrees: Collection[Degree]) -> Degree:
-    """The degree of a loop: its inputs are values of degree 0, and gradients of one degree."""
+    """Returns the degree of a loop with inputs of degree 0, and gradients of one degree."""
     grown = {degree for degree in degrees if degree != 0}
     return _only(grown) if grown else 0.0
 
 
 def _alike(inputs: Sequence[tf.Tensor], degrees: Sequence[Degree]) -> Degree:
-    """The degree of a sum, if its terms have one. Constants do not count: they guard divisions, or are zeros."""
+    """Returns the common degree of the terms of a sum. Constants do not count: they guard divisions, or are zeros."""
     pairs = zip(inputs, degrees, strict=True)
     counted = [degree for each, degree in pairs if each.op.type not in ("Const", "ZerosLike", "Fill")]
     return _only(counted) if counted else 0.0
 
 
 def _takes_length(operation: tf.Operation) -> bool:
-    """Whether a part of a shape has the number of rows in it, as far as that is known; true of all but shapes."""
+    """Whether a slice of a shape may contain the number of rows. True if the input is no shape."""
     shape = operation.inputs[0].op
     if shape.type != "Shape":
         return True
@@ -222,7 +222,7 @@ _FOLDED: dict[str, Callable[..., Any]] = {"AddV2": np.add, "Sub": np.subtract, "
 
 
 def _static(tensor: tf.Tensor) -> Any:
-    """The value of a constant, or of the arithmetic on axes with which gradients of means begin."""
+    """Returns the value of a constant, or of arithmetic on axes, as at the start of the gradient of a mean."""
     value = tf.get_static_value(tensor)
     if value is None and tensor.op.type in ("Cast", "Identity"):
         return _static(tensor.op.inputs[0])
@@ -233,7 +233,7 @@ def _static(tensor: tf.Tensor) -> Any:
 
 
 def _adds_up_rows(operation: tf.Operation, inputs: Sequence[tf.Tensor], output: tf.Tensor) -> bool:
-    """Whether an operation takes rows, and gives what has none."""
+    """Whether an operation has an input with rows and an output without rows."""
     kind = operation.type
     rows = any(each.dtype == tf.variant or (_has_rows(each) and each.dtype.is_floating) for each in inputs)
     if kind == "Sum":
@@ -246,7 +246,7 @@ def _adds_up_rows(operation: tf.Operation, inputs: Sequence[tf.Tensor], output: 
 
 
 def _adds_up_where_reshaped(operation: tf.Operation) -> bool:
-    """Whether a reshape shows that a sum before it, over axes that only a run knows, was over rows."""
+    """Whether a reshape shows that a sum before it, over axes without a static value, was a sum over rows."""
     if operation.type != "Reshape" or _has_rows(operation.outputs[0]):
         return False
     before = operation.inputs[0].op

@@ -1,4 +1,4 @@
-"""Where the tensors of a dataset's batches come from, as its graph tells: which must be alike on all workers."""
+"""Finds in a dataset's graph the origins of its tensors, which decide whether they must be alike on all workers."""
 
 import enum
 import re
@@ -14,16 +14,16 @@ __all__ = ["Origin", "origins_of", "reads_files", "sizes_of"]
 _DRAWS = re.compile(
     "Random|Rng|Multinomial|TruncatedNormal|SampleDistorted|StatelessGamma|NonDeterministic|Stateful[A-Z]"
 )
-# Those that TensorFlow deals out by files: kReaderDatasetOps in auto_shard.cc.
+# Readers that TensorFlow shards by files: kReaderDatasetOps in auto_shard.cc.
 _READERS = re.compile("^(ArrayRecord|FixedLengthRecord|RecordIO|SSTable|TextLine|TFRecord)Dataset")
 _PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 
 
 class Origin(enum.IntEnum):
-    """How a tensor of a batch was made, in the order of how little is known of it.
+    """The origin of a tensor of a batch. A larger value means a less predictable tensor.
 
     Attributes:
-      GRAPH: Stored, or computed by operations that give the same each time.
+      GRAPH: Stored, or computed by operations that give the same value each time.
       PYTHON: Made by Python code, which may draw random numbers.
       RANDOM: Depends on a random operation of TensorFlow.
     """
@@ -34,16 +34,16 @@ class Origin(enum.IntEnum):
 
 
 def origins_of(dataset: tf.data.Dataset) -> list[Origin]:
-    """The origin of each tensor in the batches of a dataset, in the order of `tf.nest.flatten`.
+    """Returns the origin of each tensor in the batches of a dataset, in the order of `tf.nest.flatten`.
 
-    Shuffles count as GRAPH: workers share a seed, so they must give the same order. Costs a walk over the operations
-    of all functions of the pipeline.
+    Shuffles count as GRAPH: workers share a seed, so their shuffles must give the same order. Costs a walk over the
+    operations of all functions of the pipeline.
     """
     return _origins(dataset, {})
 
 
 def sizes_of(dataset: tf.data.Dataset) -> list[int]:
-    """The known numbers of elements along a pipeline, last stage first, without stages that keep the number."""
+    """Returns the known numbers of elements along a pipeline, last stage first, without stages that keep the number."""
     sizes: list[int] = []
     for stage in _tf.datasets_read_by(dataset):
         size = int(stage.cardinality())
@@ -53,7 +53,7 @@ def sizes_of(dataset: tf.data.Dataset) -> list[int]:
 
 
 def reads_files(dataset: tf.data.Dataset) -> bool:
-    """Whether TensorFlow's AutoShardPolicy.AUTO gives each worker files of its own."""
+    """Whether TensorFlow's AutoShardPolicy.AUTO gives each worker its own files."""
     readers = (tf.data.TFRecordDataset, tf.data.TextLineDataset, tf.data.FixedLengthRecordDataset)
     stages = _tf.datasets_read_by(dataset)
     graphs = [graph for stage in stages for graph in _tf.graphs_of_dataset_functions(stage)]
@@ -62,7 +62,7 @@ def reads_files(dataset: tf.data.Dataset) -> bool:
 
 
 def _kinds_in(graph: Any) -> list[str]:
-    """The operations of a function, and of those that it may call."""
+    """Returns the types of the operations of a function, and of the functions that it may call."""
     definition = graph.as_graph_def()
     bodies = [definition.node, *(each.node_def for each in definition.library.function)]
     return [node.op for body in bodies for node in body]
@@ -91,12 +91,12 @@ def _of_stage(dataset: Any, count: int, incoming: list[list[Origin]], graphs: li
 
 
 def _through(graph: Any, incoming: list[Origin]) -> list[Origin]:
-    """The origins of what a function gives, by those of what it takes."""
+    """Returns the origins of the outputs of a function, by the origins of its inputs."""
     inputs = graph.inputs[: len(graph.inputs) - len(graph.captures)]
     if len(inputs) != len(incoming):
         return [max([*incoming, _worst(graph)])] * len(graph.outputs)
     origins: dict[str, Origin] = {tensor.op.name: origin for tensor, origin in zip(inputs, incoming, strict=True)}
-    for operation in graph.get_operations():  # In an order in which inputs come first.
+    for operation in graph.get_operations():  # Inputs come before their consumers.
         if operation.name not in origins:
             before = [origins.get(tensor.op.name, Origin.GRAPH) for tensor in operation.inputs]
             origins[operation.name] = max([_of_operation(operation, graph), *before])
@@ -114,7 +114,7 @@ def _of_operation(operation: tf.Operation, graph: Any) -> Origin:
 
 
 def _of_functions(names: list[str], graph: Any) -> Origin:
-    """The worst of what functions do that an operation calls, and those that they call."""
+    """Returns the largest origin in the functions that an operation calls, directly or indirectly."""
     bodies = {each.signature.name: each.node_def for each in graph.as_graph_def().library.function}
     worst, seen = Origin.GRAPH, set()
     while names:

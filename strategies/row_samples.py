@@ -1,4 +1,4 @@
-"""Samples of a batch's rows, and what tells those of one worker from those of another; no TensorFlow, no network."""
+"""Takes samples of a batch's rows and compares the samples of two workers. Needs no TensorFlow and no network."""
 
 import dataclasses
 import zlib
@@ -9,12 +9,12 @@ import numpy as np
 
 __all__ = ["Sample", "digest", "sample"]
 
-_ELEMENTS = 1 << 16  # Of a tensor, spread evenly over its rows.
-_LEAST = 16  # Of a row.
+_ELEMENTS = 1 << 16  # Number of sampled elements of a tensor, spread evenly over its rows.
+_LEAST = 16  # Smallest number of sampled elements of a row, if it has that many.
 _DESCRIBED_ROWS = 1024
-_SHOWN = 4  # Elements of a row, to people.
-_SHOWN_CHARACTERS = 40  # Of each: a string may be a whole image.
-_ROUNDING = 1e-3  # Unlike processors round in unlike ways; other rows are further apart.
+_SHOWN = 4  # Number of elements of a row that a message shows.
+_SHOWN_CHARACTERS = 40  # Largest length of a shown element: a string may be a whole image.
+_ROUNDING = 1e-3  # Relative tolerance. Rounding differs between processors; other rows differ by more.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Sample:
     """A part of each row of one tensor.
 
     Attributes:
-      shape: Of the tensor.
-      dtype: Its name.
+      shape: Shape of the tensor.
+      dtype: Name of the tensor's dtype.
       values: Evenly spaced elements of each row, [rows, elements].
     """
 
@@ -33,24 +33,24 @@ class Sample:
 
     @property
     def distinct(self) -> int:
-        """How many rows are unlike, of the first that are described."""
+        """The number of different rows among the rows that `described` includes."""
         return len({repr(row) for row in self.rows()})
 
     def rows(self) -> list[Any]:
-        """Of each row what another worker needs to compare it with its own: exact, or within rounding for floats."""
+        """Returns a value of each row, which workers compare exactly, or within rounding for floats."""
         values = self.values[:_DESCRIBED_ROWS]
         if values.dtype.kind not in "fc":
             return [zlib.crc32(_bytes(row)) for row in values]
         wide = np.abs(values).astype(np.float64) if values.dtype.kind == "c" else values.astype(np.float64)
         if not wide.size:
             return [[0.0, 0.0]] * len(wide)
-        # A projection on fixed signs, so that an error of rounding stays small and other rows are far.
+        # A projection on fixed signs: rounding errors stay small in it, while different rows are far apart.
         signs = np.random.RandomState(0).choice([-1.0, 1.0], wide.shape[1])
         with np.errstate(all="ignore"):
             return np.stack([wide @ signs, np.sqrt(np.sum(wide * wide, axis=1))], axis=1).tolist()
 
     def described(self) -> dict[str, Any]:
-        """All that another worker needs, as JSON can hold it."""
+        """Returns a description of the sample for other workers, in types that JSON can hold."""
         shown = [
             " ".join(str(each)[:_SHOWN_CHARACTERS] for each in row[:_SHOWN]) for row in self.values[:_DESCRIBED_ROWS]
         ]
@@ -58,17 +58,17 @@ class Sample:
 
 
 def sample(array: Any) -> Sample:
-    """A part of each row of a tensor. Costs a copy of at most 131,072 elements, or of 32 a row if that is more."""
+    """Samples each row of a tensor. Costs a copy of at most 131,072 elements, or of 32 per row if that is more."""
     array = np.asarray(array)
     rows = array.reshape(array.shape[0], -1) if array.ndim and array.size else array.reshape(-1, 1)
     count = rows.shape[1]
     stride = max(1, count // max(_LEAST, _ELEMENTS // max(1, len(rows))))
-    # A copy: the memory of a tensor that `tf.numpy_function` hands over is used again afterwards.
+    # A copy: TensorFlow reuses the memory of a tensor that `tf.numpy_function` passes.
     return Sample(array.shape, array.dtype.name, rows[:, ::stride].copy())
 
 
 def digest(samples: Sequence[Sample], bits: int = 24) -> int:
-    """One number of so many bits that tells samples apart."""
+    """Returns a checksum of samples with `bits` bits."""
     total = 0
     for each in samples:
         total = zlib.crc32(repr((each.shape, each.dtype)).encode(), total)
@@ -77,7 +77,7 @@ def digest(samples: Sequence[Sample], bits: int = 24) -> int:
 
 
 def difference(own: dict[str, Any], other: dict[str, Any]) -> str | int | None:
-    """What `Sample.described` says unlike of two: a shape or dtype in words, the number of a row, or `None`."""
+    """Returns the first difference of two `Sample.described`: a shape or dtype in words, a row's number, or `None`."""
     if own["dtype"] != other["dtype"] or own["shape"] != other["shape"]:
         return f"is {own['dtype']}{own['shape']}"
     unlike = (place for place, rows in enumerate(zip(own["rows"], other["rows"], strict=True)) if _are_unlike(*rows))

@@ -1,8 +1,8 @@
-"""A real row that stands in where a replica has none, since models fail on rows that their data never have.
+"""Stand-in rows for replicas without rows. A stand-in is a copy of a real row, since models may fail on other rows.
 
 A short last batch, or a worker that has run out of data, can leave a replica without rows. Many kernels and layers fail
-on none (fused convolutions on CPUs, reshapes to (-1, ...)), so the replica runs on one. Models may check, parse or
-decode their input, so this is a copy of a real row. The `Step` discards the results.
+without rows (fused convolutions on CPUs, reshapes to (-1, ...)), so the replica runs on one row. Models may check,
+parse or decode their input, so this is a copy of a real row. The `Step` discards the results.
 
     first batch of an input pipeline ── note_row ──▶ ExampleRow ◀── fetched, only on a replica without rows
 
@@ -40,25 +40,25 @@ class ExampleRow:
 
     @classmethod
     def of(cls, batch: Any) -> "ExampleRow":
-        """The first row of a batch of values."""
+        """Returns the first row of a batch of eager tensors."""
         row, tensors = cls(), _tensors_of(tf.nest.map_structure(_first_row, batch))
         row.kind = _kind_of(tensors)
         row.note(*[tensor.numpy() for tensor in tensors])
         return row
 
     def note(self, *tensors: np.ndarray) -> None:
-        """Keeps a row."""
+        """Stores the tensors of the row."""
         self.tensors = list(tensors)
 
 
 class ExampleRows:
-    """Keeps one row for each model and each kind of batch."""
+    """Stores one row for each model and each kind of batch."""
 
     def __init__(self):
         self._of_models: weakref.WeakKeyDictionary[Any, dict[_Kind, ExampleRow]] = weakref.WeakKeyDictionary()
 
     def put(self, model: Any, row: ExampleRow) -> None:
-        """Says that a model reads the pipeline of `row`, if it is known which model does."""
+        """Stores `row` for the model that reads its pipeline, unless that is unknown (`None`) or has such a row."""
         rows = {} if model is None else self._of_models.setdefault(model, {})
         if row.kind not in rows or rows[row.kind].tensors is None:
             rows[row.kind] = row
@@ -110,12 +110,12 @@ def note_row(batch: Any, row: ExampleRow) -> tf.Tensor:
 
 
 def noting(dataset: tf.data.Dataset, row: ExampleRow) -> tf.data.Dataset:
-    """Returns `dataset`, which notes a row of its first batch that has rows.
+    """Returns `dataset` with a stage that notes a row of the first batch with rows.
 
     Costs about 0.1 ms of processor time for each batch.
     """
     is_tuple = type(dataset.element_spec) is tuple
-    host = tf.data.experimental.cardinality(dataset).device  # On which datasets are.
+    host = tf.data.experimental.cardinality(dataset).device  # The device that holds datasets.
     with tf.init_scope(), tf.device(host):  # Not a variable, of which a strategy would make copies.
         flag = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=f"tfdist_example_row_{next(_flags)}")
         tf.raw_ops.AssignVariableOp(resource=flag, value=tf.constant(False))
@@ -139,12 +139,12 @@ def noting(dataset: tf.data.Dataset, row: ExampleRow) -> tf.data.Dataset:
 
 
 def at_least_one_row(data: Any, rows: int | tf.Tensor | None, example: Example) -> Any:
-    """`data`, or where it has no rows one that stands in.
+    """Returns `data`, or a batch with one stand-in row if `data` has no rows.
 
     Args:
       data: A replica's batch.
-      rows: How many it has.
-      example: Gives the row.
+      rows: Number of rows in the batch.
+      example: Returns the stand-in row.
     """
     has_rows = has_any(rows)
     if has_rows is True:
@@ -158,7 +158,7 @@ def at_least_one_row(data: Any, rows: int | tf.Tensor | None, example: Example) 
             tensor.set_shape([None] * zero.shape.rank)
         return tf.nest.pack_sequence_as(zeros, given, expand_composites=True)
 
-    # One branch for all: each takes time in every step.
+    # One branch for all tensors: each branch takes time in every step.
     filled = tf.cond(has_rows, lambda: leaves, stand_in)
     flat = tf.nest.flatten(data)
     for place, leaf, own in zip(places, leaves, filled, strict=True):
@@ -167,11 +167,11 @@ def at_least_one_row(data: Any, rows: int | tf.Tensor | None, example: Example) 
 
 
 def row_of(batch: Any, otherwise: Example | None = None) -> Example:
-    """Returns a function that gives the first row of `batch`.
+    """Returns a function that returns the first row of `batch`.
 
     Args:
-      batch: A batch of the same structure.
-      otherwise: Gives the row if `batch` has no rows; without it the row of zeros stays.
+      batch: A batch with the structure of the data that lacks rows.
+      otherwise: Returns the row if `batch` has no rows. Without this function the row of zeros stays.
     """
 
     def give(row: list[tf.Tensor], count: int | tf.Tensor | None) -> list[tf.Tensor]:
@@ -191,7 +191,7 @@ def _as_tensor(leaf: Any) -> Any:
 
 
 def _leaves_with_rows(batch: Any) -> tuple[list[int], list[Any]]:
-    """Where in a batch its tensors with rows are, and these."""
+    """Returns the positions of the leaves with rows in a batch, and these leaves."""
     leaves = tf.nest.flatten(batch)
     places = [place for place, leaf in enumerate(leaves) if _has_rows(leaf)]
     return places, [leaves[place] for place in places]
@@ -226,14 +226,14 @@ def _first_row(leaf: Any) -> Any:
 
 
 def _row_of_zeros(leaf: Any) -> Any:
-    """One row that is like a leaf; of a ragged one, of one zero."""
+    """Returns one row of zeros with the shape of a leaf's rows. In a ragged row each length is 1."""
     if isinstance(leaf, tf.RaggedTensor):
         zero = tf.zeros(tf.concat([[1], tf.shape(leaf.flat_values)[1:]], 0), leaf.flat_values.dtype)
         return tf.RaggedTensor.from_nested_row_lengths(zero, [tf.ones([1], leaf.row_splits.dtype)] * leaf.ragged_rank)
     if isinstance(leaf, tf.SparseTensor):
         shape = tf.concat([[1], tf.maximum(leaf.dense_shape[1:], 1)], 0)
         return tf.SparseTensor(tf.zeros([1, leaf.shape.rank], tf.int64), tf.zeros([1], leaf.dtype), shape)
-    # Where a worker has run out, TensorFlow makes dimensions that it does not know 0.
+    # On a worker without data left, TensorFlow sets unknown dimensions to 0.
     least = [int(size is None) for size in leaf.shape[1:]]
     like = tf.maximum(tf.shape(leaf)[1:], tf.constant(least, tf.int32))
     return tf.zeros(tf.concat([[1], like], 0), leaf.dtype)

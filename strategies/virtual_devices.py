@@ -8,7 +8,7 @@ from tfdist.cluster import DEVICES_PER_WORKER
 
 
 def local_devices() -> list[str]:
-    """All GPUs, else all logical CPUs, as `["CPU:0", ...]`."""
+    """Returns the names of all GPUs, or of all logical CPUs if there is no GPU, as `["CPU:0", ...]`."""
     kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
     return [f"{kind}:{i}" for i in range(len(tf.config.list_logical_devices(kind)))]
 
