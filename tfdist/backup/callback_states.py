@@ -1,4 +1,4 @@
-"""The state of the other callbacks of a `fit`: what a list holds, what of it changes, how it is given back."""
+"""The states of the other callbacks of a `fit`: finds, captures and restores their changed attributes."""
 
 import hashlib
 import types
@@ -14,12 +14,12 @@ from absl import logging
 from tfdist.backup import variable_states
 from tfdist.backup.serialization import AbsentError, decode, encode
 
-Plain = tuple[Any, list[np.ndarray]]  # what `encode` gives
+Plain = tuple[Any, list[np.ndarray]]  # the JSON and the arrays of `encode`
 Digest = tuple[Any, ...]
-Start = tuple[Any, list[np.ndarray | Digest]]  # the same, but of large arrays digests
+Start = tuple[Any, list[np.ndarray | Digest]]  # the same, with digests of large arrays
 Starts = list[
     tuple[weakref.ref[keras.callbacks.Callback], dict[str, Start]]
-]  # not by callback: it need not be hashable
+]  # a list, because a callback need not be hashable
 
 _COPIED_BYTES = 1 << 20
 
@@ -28,25 +28,25 @@ _NOT_STATE = ("_model", "params", "_is_tracing", "_writers")  # Two of TensorBoa
 
 
 class CallbackStates:
-    """The plain attributes of callbacks, as far as training changes them.
+    """The attributes of callbacks that training changes.
 
-    What is told to `__init__` of a callback and stays so is not saved: a restarted script may say it anew. A callback
-    with both `get_state` and `set_state` says itself what its state is: what `encode` takes without layers. Variables,
-    generators of random numbers, metrics, layers, lists, deques, dicts and sets are given back in place; of the model's
-    own variables nothing is saved here. A warning tells once of what can be saved no more, and of what cannot be saved
-    and was `None` or something else at the start.
+    An unchanged attribute, such as an argument of `__init__`, is not saved: a restarted script may pass another value.
+    A callback with `get_state` and `set_state` defines its own state, of values that `encode` accepts, without layers.
+    Collections, variables and objects with variables, and random generators are restored in place. The model's
+    variables are not saved here. A warning is logged once for an attribute that can no longer be saved, and for an
+    attribute that cannot be saved and has replaced `None` or another object.
 
-    Make it when all callbacks have begun. Keeps copies of arrays up to 1 MiB; larger ones cost a look at all of their
-    bytes with each `capture`, and where training has not changed them a restart leaves them as it finds them.
+    Create it after all callbacks have begun. It keeps copies of arrays up to 1 MiB. Larger arrays are read completely
+    in each `capture`; a restart does not restore them if training has not changed them.
 
     Args:
-      callbacks: All but those that back up.
-      former: The `starts` of the `fit` before in this process. A callback of both is compared with the start of the
-        first, as nobody tells a new process what it learnt there.
-      model: That trains.
+      callbacks: All callbacks of the `fit` but the `FitBackup`.
+      former: The `starts` of the previous `fit` in this process. A callback that was in both is compared with its
+        start in the first `fit`, because a new process does not know the changes of the first `fit`.
+      model: The trained model.
 
     Attributes:
-      starts: What the callbacks held at the start; holds neither them nor the model.
+      starts: The attributes of the callbacks at the start. Keeps neither the callbacks nor the model alive.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class CallbackStates:
         self._told: set[tuple[str, str]] = set()
 
     def capture(self) -> dict[str, dict[str, Plain]]:
-        """What differs from the start, by callback; nothing in it changes any more. Copies the arrays in it."""
+        """Returns the attributes that differ from the start, by callback. Copies their arrays."""
         return self._capture(self._callbacks)
 
     def capture_history(self) -> dict[str, dict[str, Plain]]:
-        """The same of Keras' `History` alone."""
+        """Returns the changed attributes of Keras' `History` only."""
         return self._capture(name for name in self._callbacks if "History:" in name)
 
     def _capture(self, names: Iterable[str]) -> dict[str, dict[str, Plain]]:
@@ -109,12 +109,12 @@ class CallbackStates:
                 )
 
     def restore(self, captured: Mapping[str, Mapping[str, Plain]]) -> None:
-        """Puts back what was captured; the rest as it was at the start."""
+        """Restores the captured attributes, and sets all others to their values at the start."""
         of_model = variable_states.Identities(self._model)
         for name, callback in self._callbacks.items():
             if name not in captured:
                 continue
-            now = dict(_attributes(callback, of_model))  # Without what the new process has opened, as a progress bar.
+            now = dict(_attributes(callback, of_model))  # Savable attributes only: no opened file or progress bar.
             changed = {
                 key: own
                 for key, start in self._at_start[name].items()
@@ -140,7 +140,7 @@ class CallbackStates:
                 )
 
     def _objects(self, name: str) -> Iterator[tuple[str, Any]]:
-        """Attributes of a callback that may be what cannot be saved; what Keras' own and tfdist's hold is known."""
+        """Yields attributes that possibly cannot be saved. Skips callbacks of Keras and tfdist, which are known."""
         callback = self._callbacks[name]
         if not _speaks_for_itself(callback) and not type(callback).__module__.startswith(("keras.", "tfdist.")):
             for key, value in list(vars(callback).items()):
@@ -149,7 +149,7 @@ class CallbackStates:
 
 
 def _put_in_place(attributes: dict[str, Any], key: str, value: Any) -> None:
-    """Puts a value into what is there, where others may hold it too."""
+    """Sets an attribute; updates an existing list, deque, dict or set in place, since other objects may hold it."""
     present: Any = attributes.get(key)
     if present is value:
         return
@@ -166,28 +166,28 @@ def _put_in_place(attributes: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _is_made_anew(value: Any) -> bool:
-    """Whether something is of this process: a function, a module, a file, a thread, a figure, a time of day."""
-    kind = type(value)  # Not the value: who knows what it does when it is asked for an attribute.
+    """Whether a new process makes the value again, such as a function, module, file, thread, figure or time of day."""
+    kind = type(value)  # The type is asked, because reading attributes of the value may run any code.
     if callable(value) or issubclass(kind, types.ModuleType) or kind.__module__ == "datetime":
         return True
     return any(hasattr(kind, name) for name in _OF_PROCESS)
 
 
 def _kept(now: Plain) -> Start:
-    """What does not change when its arrays do."""
+    """Copies small arrays and digests large ones, so that later changes do not affect the result."""
     node, arrays = now
     return node, [np.array(array) if array.nbytes <= _COPIED_BYTES else _digest(array) for array in arrays]
 
 
 def _copied(start: Start) -> Plain | None:
-    """A start of which all arrays were copied."""
+    """Returns the start if all of its arrays were copied, otherwise `None`."""
     node, arrays = start
     copies = [array for array in arrays if isinstance(array, np.ndarray)]
     return (node, copies) if len(copies) == len(arrays) else None
 
 
 def _is_same(now: Plain, start: Start | None) -> bool:
-    """Whether nothing has changed."""
+    """Whether the value is equal to the value at the start."""
     if start is None or now[0] != start[0] or len(now[1]) != len(start[1]):
         return False
     digests = [_digest(kept) if isinstance(kept, np.ndarray) else kept for kept in start[1]]
@@ -200,7 +200,7 @@ def _digest(array: np.ndarray) -> Digest:
 
 
 def _named(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, keras.callbacks.Callback]]:
-    """Callbacks by class and how many of that class came before."""
+    """Yields each callback with a name that is made of its class and its index among callbacks of that class."""
     count: Counter[str] = Counter()
     for callback in callbacks:
         if not isinstance(callback, keras.callbacks.ProgbarLogger | keras.callbacks.BackupAndRestore):
@@ -218,10 +218,10 @@ def _attributes(callback: Any, of_model: Container[int] | None) -> Iterator[tupl
         attributes, of_model = {"state": callback.get_state()}, None
     else:
         attributes = vars(callback)
-    for key, value in list(attributes.items()):  # which a thread of the callback's may change
+    for key, value in list(attributes.items()):  # a copy: a thread of the callback may change it
         arrays: list[np.ndarray] = []
         try:
             if key not in _NOT_STATE:
                 yield key, (encode(value, arrays, of_model), arrays)
         except (TypeError, RecursionError, ReferenceError):
-            continue  # a file, a function, a weak proxy: what a new start makes anew
+            continue  # a file, a function, a weak proxy: a new process makes it again

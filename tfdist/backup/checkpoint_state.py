@@ -1,4 +1,4 @@
-"""What a commit is made of, and how one that has been read is given back to a model, its callbacks and its data."""
+"""The content of a commit: capturing it, reading it, and restoring a model, its callbacks and its data from it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,20 +18,20 @@ from tfdist.backup.sharding_positions import ShardingPositions
 from tfdist.errors import BackupError
 from tfdist.strategies.distributed_optimizer import exchanging_optimizers
 
-Part = tuple[Mapping[str, np.ndarray], Any]  # of one worker: arrays, and JSON
+Part = tuple[Mapping[str, np.ndarray], Any]  # of one worker: arrays and JSON
 
 
 @dataclasses.dataclass
 class CheckpointState:
-    """A commit, read.
+    """The content of a commit that was read.
 
     Attributes:
-      commit: Where it lies.
-      plain: What all workers share, but for arrays.
-      shared: Arrays that all workers share.
-      parts: This worker's, or all if there were others.
-      is_alike: Whether it was made by as many workers and replicas as there are now.
-      finished: How many times this process has fitted before.
+      commit: The commit.
+      plain: JSON that is common to all workers.
+      shared: Arrays that are common to all workers.
+      parts: The part of this worker if `is_alike`, otherwise the parts of all former workers.
+      is_alike: Whether the commit was made by the present number of workers and replicas.
+      finished: Number of fits that this process has finished.
     """
 
     commit: Commit
@@ -48,20 +48,20 @@ class CheckpointState:
         states: CallbackStates,
         positions: ShardingPositions | None,
     ) -> None:
-        """Gives back everything that is saved but `random`; of a later `fit`, what this one may have alike.
+        """Restores all but the global random states; from a later `fit`, only weights, seed generator and history.
 
         Args:
-          model: That trains.
-          agreement: Of the workers that there are now.
-          states: Of the callbacks.
-          positions: In the data; `None` if they are there already.
+          model: The trained model.
+          agreement: The agreement of the present workers.
+          states: The states of the callbacks.
+          positions: The positions in the data; `None` if they are restored already.
         """
         strategy = model.distribute_strategy
         everyone = [arrays for arrays, _ in self.parts]
         variable_states.make_random(self.plain["variables"], strategy)
         slots = variable_states.slots_of(model)
         is_of_later_fit = self.plain["fit"] > self.finished
-        if is_of_later_fit:  # whose optimizer and metrics may be others, and come back there
+        if is_of_later_fit:  # The later `fit` restores its optimizer and metrics itself.
             slots = [slot for slot in slots if slot.key.startswith(("weight/", "random/"))]
         variable_states.restore(
             slots, self.plain["variables"], self.shared, everyone, is_alike=self.is_alike, is_first=agreement.is_chief
@@ -71,19 +71,19 @@ class CheckpointState:
             history = self.plain["histories"][self.finished]
             states.restore({name: {key: apart(own) for key, own in kept.items()} for name, kept in history.items()})
         else:
-            if positions is not None:  # Of a later `fit` they may be other shardings.
+            if positions is not None:  # A later `fit` may have other shardings.
                 positions.restore(self.plain["shardings"])
             states.restore(_callback_states(own["callbacks"], arrays))
             self._restore_residuals(model, everyone)
 
     def give_back_random(self, names: frozenset[str] = random_states.NAMES) -> None:
-        """Gives back global random states, or some of them; nothing if they were another worker's."""
+        """Restores the named global random states. Does nothing if the number of workers or replicas has changed."""
         if self.is_alike:
             random_states.restore(self.parts[0][1]["random"], names)
 
     @property
     def random_of_input(self) -> Any:
-        """The random states with which the input at hand was begun; `None` if that was another worker's part of it."""
+        """The random states at the start of the input; `None` if the number of workers or replicas has changed."""
         return self.parts[0][1]["random_of_input"] if self.is_alike else None
 
     def _restore_residuals(self, model: keras.Model, parts: list[Mapping[str, np.ndarray]]) -> None:
@@ -100,10 +100,10 @@ class CheckpointState:
 def load(commit: Commit, model: keras.Model, agreement: CommitAgreement, finished: int) -> CheckpointState:
     """Reads a commit and compares it with the model.
 
-    One of a later `fit` than that of now, which is the one after `finished`, may be of a model that was compiled anew.
+    A commit of a later `fit` than the present one may have another optimizer: a model may be compiled between fits.
 
     Raises:
-      BackupError: If it is of another model or optimizer, or begins where this model cannot; if a file is damaged.
+      BackupError: If model, optimizer or `steps_per_execution` do not fit the commit, or a file is damaged.
     """
     if agreement.is_chief:
         _tell_of_versions(commit)
@@ -137,15 +137,15 @@ def take(
     states: CallbackStates,
     random_of_input: Any,
 ) -> Snapshot:
-    """What is there now, for a commit: what `load` reads, and `CheckpointState` gives back.
+    """Captures the present state for a commit, in the form that `load` reads and `CheckpointState` restores.
 
     Args:
-      number: Of the commit.
-      described: What its manifest says of it.
-      position: What all workers share beside variables: JSON.
-      model: That trains.
-      states: Of the callbacks.
-      random_of_input: The random states with which the input at hand was begun.
+      number: Number of the commit.
+      described: Description of the commit for its manifest.
+      position: JSON that is common to all workers, without variables.
+      model: The trained model.
+      states: The states of the callbacks.
+      random_of_input: The random states at the start of the present input.
     """
     communication = getattr(model.distribute_strategy, "communication", None)
     slots, optimizers = variable_states.slots_of(model), exchanging_optimizers(model)
@@ -181,7 +181,7 @@ def _with_prefix(arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _apart(states: Mapping[str, Mapping[str, Plain]]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """States of callbacks as JSON and arrays by name."""
+    """Splits states of callbacks into JSON and arrays by name."""
     saved = {
         name: {key: [node, len(arrays)] for key, (node, arrays) in attributes.items()}
         for name, attributes in states.items()
@@ -195,7 +195,7 @@ def _apart(states: Mapping[str, Mapping[str, Plain]]) -> tuple[dict[str, Any], d
 
 
 def _callback_states(saved: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, Plain]]:
-    """What `_apart` was given."""
+    """Returns the states that were given to `_apart`."""
     return {
         name: {
             key: (node, [arrays[f"callbacks/{name}/{key}/{i}"] for i in range(count)])

@@ -1,4 +1,4 @@
-"""How the workers of a run agree: each says something, the chief decides, all hear what was decided."""
+"""Agreements of the workers of a run: each worker sends a message, the chief decides, all read the decision."""
 
 import contextlib
 import functools
@@ -17,8 +17,8 @@ from tfdist.faults.coordination_store import CoordinationStore
 from tfdist.faults.fault_tolerance import options_of
 from tfdist.faults.peer_health import PeerHealth
 
-_ASK_SECONDS = 5.0  # Whether a worker is still there, of which nothing was heard.
-_LOOK_SECONDS = 0.5  # For an answer that is there.
+_ASK_SECONDS = 5.0  # Interval of the checks whether a silent worker is alive.
+_LOOK_SECONDS = 0.5  # Timeout for reading a value that exists.
 _LATE = (
     "{who} waited up to {seconds:g} s for worker {worker} to say how its part of a backup went. See the log of worker "
     "{worker}."
@@ -30,17 +30,17 @@ _NOT_COME = (
     "start_timeout_seconds of tfdist.FaultTolerance and timeout_seconds of BackupAndRestore."
 )
 
-_made = itertools.count()  # Among several workers: one alone may make more of its own.
+_made = itertools.count()  # Counts agreements of several workers. A single worker may make any number.
 
 
 class CommitAgreement:
-    """Agreements among the workers of a strategy, through TensorFlow's coordination service; none for one worker.
+    """Agreements of the workers of a strategy, through the coordination service. A single worker needs no service.
 
-    Make as many on all workers, in the same order: their words are kept apart by number. Those of one worker count not.
+    Create the same number of agreements in the same order on all workers, because their messages differ by number.
 
     Args:
-      strategy: Of the model.
-      timeout_seconds: How long to wait for what another worker says.
+      strategy: The strategy of the model.
+      timeout_seconds: How long to wait for the message of another worker.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, timeout_seconds: float):
@@ -59,29 +59,29 @@ class CommitAgreement:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker decides."""
+        """Whether this worker is the chief, which decides."""
         return self.own == 0
 
     @property
     def who(self) -> str:
-        """This worker, for errors: "Worker 1 on node2"."""
+        """The name of this worker for errors, such as "Worker 1 on node2"."""
         return f"Worker {self.own} on {socket.gethostname()}"
 
     def begin(self, told: Mapping[str, str]) -> None:
-        """Waits until all workers begin, for no longer than they may take to come, and compares what each was told.
+        """Waits until all workers begin, at most for the start timeout, and compares their arguments.
 
         Raises:
-          BackupError: If a worker does not come, or was told something else.
+          BackupError: If a worker does not begin in time, or has other arguments.
         """
         self._settle("fit", dict(told), _compare, self._begin_seconds, _NOT_COME)
 
     def settle(self, topic: str, said: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """Tells the chief something, and returns what it makes of what all have told; JSON both.
+        """Sends a message to the chief, and returns the chief's decision on the messages of all workers. Both are JSON.
 
-        Of one topic, call it in the same order on all workers. What `decide` raises on the chief, all raise.
+        For each topic, call it in the same order on all workers. If `decide` raises on the chief, all workers raise.
 
         Raises:
-          BackupError: If a worker is not heard in time or does not answer any more, or the chief could not decide.
+          BackupError: If a worker sends no message in time or is unresponsive, or if the chief could not decide.
         """
         return self._settle(topic, said, decide, self._timeout_seconds, _LATE)
 
@@ -98,7 +98,7 @@ class CommitAgreement:
                 self._forget(topic, subject)
                 self._board.say_once(_decided(subject), {"decided": decide(words)})
             except BaseException as error:
-                with contextlib.suppress(tf.errors.OpError):  # those that are left may hear it
+                with contextlib.suppress(tf.errors.OpError):  # the remaining workers may read it
                     self._board.say_once(_decided(subject), {"error": f"{type(error).__name__}: {error}"})
                 raise
         answer = self._hear_decided(subject, seconds, fault)
@@ -107,7 +107,7 @@ class CommitAgreement:
         return answer["decided"]
 
     def _hear_all(self, subject: str, seconds: float, fault: str) -> list[Any]:
-        """On the chief: what the others say. All have the same time, and hear meanwhile that it waits."""
+        """Returns the messages of the other workers, on the chief. Meanwhile announces to them that the chief waits."""
         deadline = time.monotonic() + seconds
 
         def meanwhile() -> float:
@@ -121,7 +121,7 @@ class CommitAgreement:
         ]
 
     def _hear_decided(self, subject: str, seconds: float, fault: str) -> Any:
-        """What the chief makes of what all say; it has as long to come as all, and then to learn who is missing."""
+        """Returns the chief's decision. The time limit doubles once the chief announces that it waits for workers."""
         start, patience = time.monotonic(), seconds + 2 * _ASK_SECONDS
 
         def meanwhile() -> float:
@@ -135,7 +135,7 @@ class CommitAgreement:
         return self._hear(_decided(subject), 0, start + patience, meanwhile, named)
 
     def _hear(self, subject: str, worker: int, deadline: float, meanwhile: Callable[[], float], fault: str) -> Any:
-        """What a worker says; `fault` if it does not by the deadline, or by the one that `meanwhile` gives."""
+        """Returns a worker's message. Raises `fault` after the deadline, which `meanwhile` may extend."""
         while True:
             try:
                 return self._board.hear(subject, worker, max(0.1, min(_ASK_SECONDS, deadline - time.monotonic())))
@@ -163,7 +163,7 @@ class CommitAgreement:
             ) from error
 
     def _forget(self, topic: str, subject: str) -> None:
-        """Removes what was said in the round before, which all have heard, since all have spoken again."""
+        """Removes the messages of the previous round. All workers have read them, since all have sent one again."""
         former, self._former[topic] = self._former.get(topic), subject
         if former is not None:
             words = [(former, worker) for worker in range(1, self.workers)]
@@ -179,7 +179,7 @@ def _decided(subject: str) -> str:
 
 
 def _waits(subject: str) -> str:
-    """Where the chief says that it is there, and waits for others."""
+    """Returns the subject under which the chief announces that it waits for other workers."""
     return f"{subject}/waits"
 
 

@@ -1,4 +1,4 @@
-"""Writes what was captured, behind training's back, and has the chief commit it when all workers have written."""
+"""Writes snapshots in a background thread. The chief commits a snapshot when all workers have written their parts."""
 
 import contextlib
 import dataclasses
@@ -21,21 +21,21 @@ from tfdist.faults import watchdog
 
 Arrays = dict[str, Any]
 
-_NICENESS = 10  # A tenth of a core that others want, all of one that is idle.
+_NICENESS = 10  # Gets a tenth of a busy core and all of an idle core.
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """What a commit is made of, on one worker. Emptied when it is copied.
+    """The state of one worker for a commit. The writer empties it once the arrays are copied.
 
     Attributes:
-      step: The number of the commit.
-      described: What its manifest says of it.
-      shared: Tensors that all workers hold alike; written by the chief.
+      step: Number of the commit.
+      described: Description of the commit for its manifest.
+      shared: Tensors that are equal on all workers; written by the chief.
       own: Tensors and arrays of this worker.
-      plain: JSON of what all workers hold alike.
+      plain: JSON that is equal on all workers; written by the chief.
       own_plain: JSON of this worker.
-      late: Makes more arrays of this worker, in the background.
+      late: Returns more arrays of this worker; called in the background thread.
     """
 
     step: int
@@ -48,23 +48,23 @@ class Snapshot:
 
 
 class CommitWriter:
-    """Saves one snapshot at a time, in a thread of its own.
+    """Saves one snapshot at a time, in a background thread.
 
-    A save that fails for want of room, or because the storage refuses, is logged; the former commits stay, and the next
-    save tries again. Any other failure is raised by the next call.
+    A save that fails because the disk is full or the storage raises an error is logged. Earlier commits stay, and the
+    next save tries again. The next call raises any other failure.
 
     Args:
-      directory: Where commits are.
-      run: Of `Draft`.
-      agreement: Among the workers.
-      store: On the chief; elsewhere `None`.
-      keep: How many commits stay.
-      is_asked: Whether this worker was asked to leave; called in the thread that saves.
+      directory: Folder of all commits.
+      run: Identity of the run; see `Draft`.
+      agreement: The agreement of the workers.
+      store: The commits, on the chief; `None` on other workers.
+      keep: Number of commits to keep.
+      is_asked: Returns whether this worker was asked to leave; called in the background thread.
 
     Attributes:
-      refusals: Why the last save failed, if the storage refused it.
-      are_asked: Whether, before the last commit, a worker was asked to leave, or its `tfdist run` wanted to start with
-        more workers; after `wait` all have the same answer.
+      refusals: The errors of the storage in the last save.
+      are_asked: Whether, before the last commit, a worker was asked to leave or its `tfdist run` wanted to restart with
+        more workers. After `wait`, all workers have the same value.
     """
 
     def __init__(
@@ -89,19 +89,19 @@ class CommitWriter:
         self.are_asked = False
 
     def save(self, snapshot: Snapshot) -> None:
-        """Starts to write; first waits for the save before.
+        """Waits for the previous save, then starts to write.
 
         Raises:
-          BackupError: If that has failed for another reason than the storage.
+          BackupError: If the previous save failed for another reason than the storage.
         """
         self.wait()
-        # A process that ends first finishes its save, unless it would wait for workers that may be gone.
+        # At exit, a single worker finishes its save. Several workers do not, since a peer may have ended.
         alone = self._agreement.workers == 1
         self._thread = threading.Thread(target=self._work, args=[snapshot], name="tfdist-backup", daemon=not alone)
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until what was saved is committed; raises like `save`."""
+        """Waits until the last snapshot is committed; raises like `save`."""
         if self._thread is not None:
             with watchdog.section("save"):
                 self._thread.join()
@@ -109,13 +109,13 @@ class CommitWriter:
         self.check()
 
     def check(self) -> None:
-        """Raises what has gone wrong so far."""
+        """Raises the pending error of a save, if there is one."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def _work(self, snapshot: Snapshot) -> None:
-        with contextlib.suppress(OSError):  # Linux takes a thread's number too: training's threads come first.
+        with contextlib.suppress(OSError):  # Linux accepts thread ids too. Training goes first.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         draft = Draft(self._directory, self._run, snapshot.step)
         try:
@@ -138,7 +138,7 @@ class CommitWriter:
     def _write(self, draft: Draft, snapshot: Snapshot) -> dict[str, Any]:
         own = self._agreement.own
         try:
-            # First of all, so that training overwrites no variable whose value a tensor still holds.
+            # Copied first, before training overwrites a variable that shares its memory with a snapshot's tensor.
             shared = pack(snapshot.shared if self._agreement.is_chief else {}, self._buffers)
             snapshot.shared.clear()
             index, pieces = pack(snapshot.own, self._buffers)
@@ -157,7 +157,7 @@ class CommitWriter:
             return {"refusal": f"{self._agreement.who}: {error or type(error).__name__}"}
 
     def _commit(self, draft: Draft, snapshot: Snapshot, words: list[Any]) -> dict[str, Any]:
-        """On the chief: commits what all have written; what they say of it if they have not, and if one is to leave."""
+        """Commits the draft, on the chief. Returns the errors of the storage and whether a worker was asked to leave."""
         assert self._store is not None
         refusals = [said["refusal"] for said in words if "refusal" in said]
         asked = any(said["asked"] for said in words)
@@ -175,24 +175,24 @@ class CommitWriter:
 
 
 def write_part(draft: Draft, name: str, packed: Packed, plain: Any) -> dict[str, Any]:
-    """Writes arrays and JSON as two files; what `Draft.write` gave, by file."""
+    """Writes arrays and JSON as two files, and returns the results of `Draft.write` by file name."""
     index, pieces = packed
     text = json.dumps({"arrays": index, "plain": plain}).encode()
     return {f"{name}.bin": draft.write(f"{name}.bin", pieces), f"{name}.json": draft.write(f"{name}.json", [text])}
 
 
 def read_part(commit: Commit, name: str) -> tuple[dict[str, Any], Any]:
-    """What `write_part` was given.
+    """Returns the arrays and the JSON that `write_part` has written.
 
     Raises:
-      BackupError: If it is not there any more as it was written.
+      BackupError: If a file cannot be read or has changed.
     """
     text = json.loads(commit.read(f"{name}.json"))
     return unpack(text["arrays"], commit.read(f"{name}.bin")), text["plain"]
 
 
 def versions() -> dict[str, str]:
-    """Of what decides about the bits of a training."""
+    """Returns the versions of the packages that affect the bits of a training."""
     import importlib.metadata
 
     versions = {name: importlib.metadata.version(name) for name in ("tfdist", "keras")}
@@ -200,24 +200,24 @@ def versions() -> dict[str, str]:
 
 
 def tell_of_untold(directory: str, step: int) -> None:
-    """Lets it see a commit, too, whose maker was killed before it could tell."""
+    """Tells `tfdist run` of a commit if the process that made it was killed before it could do so."""
     if failure_report.RUN_DIR not in os.environ:
         return
-    with contextlib.suppress(OSError, ValueError):  # Without a note, the commit may be of a run before.
+    with contextlib.suppress(OSError, ValueError):  # Without a note, the commit may be of an earlier run.
         told, _, folder = _note().read_text().partition("\n")
         if folder == directory and int(told) < step:
             _tell_supervisor(directory, step)
 
 
 def tell_of_restored() -> None:
-    """Tells the `tfdist run` of this host that there is a backup to go on from, which may be of a run before."""
+    """Tells the `tfdist run` of this host that there is a backup to continue from, perhaps of an earlier run."""
     if failure_report.RUN_DIR in os.environ:
         with contextlib.suppress(OSError):
             failure_report.restored_path(pathlib.Path(os.environ[failure_report.RUN_DIR])).touch()
 
 
 def _tell_supervisor(directory: str, step: int) -> None:
-    """Lets the `tfdist run` of this host see that there is progress."""
+    """Tells the `tfdist run` of this host of a commit, which proves progress."""
     if failure_report.RUN_DIR not in os.environ:
         return
     try:
