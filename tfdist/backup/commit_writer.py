@@ -157,7 +157,7 @@ class CommitWriter:
             return {"refusal": f"{self._agreement.who}: {error or type(error).__name__}"}
 
     def _commit(self, draft: Draft, snapshot: Snapshot, words: list[Any]) -> dict[str, Any]:
-        """Commits the draft, on the chief. Returns the errors of the storage and whether a worker was asked to leave."""
+        """Commits the draft, on the chief. Returns storage errors and whether a worker was asked to leave."""
         assert self._store is not None
         refusals = [said["refusal"] for said in words if "refusal" in said]
         asked = any(said["asked"] for said in words)

@@ -1,6 +1,6 @@
-"""Python values as JSON and arrays, and back: what is known here, and nothing that a file could make a program run.
+"""Serialization of Python values to JSON and arrays. Only known types are supported, so a file cannot run code.
 
-Arrays go to files of raw bytes, one after another; an index says which is where.
+Arrays are stored one after another in files of raw bytes, with an index of their offsets.
 """
 
 import base64
@@ -17,13 +17,13 @@ import tensorflow as tf
 from tfdist import _tf
 
 _PLAIN = (type(None), bool, int, float, str)
-_OPERATIONS = {"keras.ops": keras.ops, "numpy": np}  # monitors hold a comparison
-_SAME_SIZE = {1: np.uint8, 2: np.uint16}  # Python's buffers know no bfloat16
+_OPERATIONS = {"keras.ops": keras.ops, "numpy": np}  # callbacks with `monitor` hold a comparison
+_SAME_SIZE = {1: np.uint8, 2: np.uint16}  # Python's buffers do not support bfloat16
 _BITS = {
     kind.__name__: kind
     for kind in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
 }
-# Of generators of random numbers: how a state is read, how it is given back, and what takes it if there is none.
+# Random generators by name: the type, and functions to read a state, to set a state, and to make a generator.
 _GENERATORS: dict[str, tuple[type, Any, Any, Any]] = {
     "random.Random": (random.Random, random.Random.getstate, random.Random.setstate, lambda _: random.Random()),
     "numpy.random.Generator": (
@@ -41,7 +41,7 @@ _GENERATORS: dict[str, tuple[type, Any, Any, Any]] = {
 }
 _GROUPS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _MAPPINGS = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
-# What a defaultdict may be told to make: what a file can name.
+# The factories that a defaultdict may have, since a file can name them.
 _MADE = {
     kind.__name__: kind
     for kind in (bool, int, float, str, bytes, list, tuple, set, frozenset, deque, defaultdict, *_MAPPINGS.values())
@@ -49,24 +49,23 @@ _MADE = {
 
 
 class AbsentError(Exception):
-    """What can only be given back in place is not there."""
+    """An object that can only be restored in place does not exist."""
 
 
 def encode(value: Any, arrays: list[np.ndarray], left: Container[int] | None = None) -> Any:
-    """`value` as JSON; arrays in it are put at the end of `arrays`. Another thread may change it meanwhile.
+    """Returns `value` as JSON and appends its arrays to `arrays`. Another thread may change `value` meanwhile.
 
     Args:
-      value: To be encoded.
-      arrays: Takes those in it.
-      left: By `id`, variables that others save: they are not looked at, and stay as they are. `None` if `decode` is
-        told of nothing in its place: what can only be given back in place is refused then, as are layers.
+      value: None, a number, bool, str, bytes, eager tensor, or a NumPy array or scalar of a TensorFlow type. Also a
+        variable, layer, metric or other Keras object with variables, of which the values are saved. Also a random
+        generator, or a function of `keras.ops` or NumPy. Also a list, tuple, set, dict or deque of these. Counters,
+        OrderedDicts, and defaultdicts of built-in types count as dicts.
+      arrays: The list to which the arrays of `value` are appended.
+      left: The `id`s of variables that are saved elsewhere, which are not read and not restored. `None` if `decode`
+        gets no `present`; then objects that can only be restored in place, such as layers, are not supported.
 
     Raises:
-      TypeError: If it holds anything but None, bool, int, float, str, bytes, NumPy arrays and scalars of types that
-        TensorFlow knows, eager tensors, variables, layers and metrics and what else Keras has with variables (of which
-        it takes the values), generators of random numbers, functions of `keras.ops` and NumPy, and lists, tuples, sets,
-        dicts, and what `collections` has of deques, Counters, OrderedDicts, and defaultdicts of built-in types, of
-        these.
+      TypeError: If `value` contains a value of another type.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -82,7 +81,7 @@ def encode(value: Any, arrays: list[np.ndarray], left: Container[int] | None = N
         return {"deque": [value.maxlen, [encode(own, arrays, left) for own in list(value)]]}
     for name, group in _GROUPS.items():
         if kind is group:
-            in_place = left if name in ("list", "tuple") else None  # Members of sets have no places.
+            in_place = left if name in ("list", "tuple") else None  # Members of sets have no order.
             return {name: [encode(own, arrays, in_place) for own in list(value)]}
     for name, (generator, state, _, _) in _GENERATORS.items():
         if kind is generator:
@@ -93,14 +92,14 @@ def encode(value: Any, arrays: list[np.ndarray], left: Container[int] | None = N
         return {"variable": [isinstance(value, keras.Variable), _put(_value_of(value), arrays)]}
     if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
         return {"tensor": _put(value.numpy(), arrays)}
-    if kind is np.ndarray or isinstance(value, np.generic):  # A subclass may hold more, as a mask.
+    if kind is np.ndarray or isinstance(value, np.generic):  # A subclass may hold more, such as a mask.
         return {"array" if kind is np.ndarray else "scalar": _put(value, arrays)}
     variables = _variables_of(value)
     if variables is not None and left is not None:
         return {"variables": [encode(variable, arrays, left) for variable in variables]}
     for name, module in _OPERATIONS.items():
         for called, operation in list(vars(module).items()) if callable(value) else ():
-            if operation is value:  # Not by its `__name__`: of what is not known here no attribute is looked at.
+            if operation is value:  # Not by `__name__`: no attribute of an unknown object is read.
                 return {name: called}
     raise TypeError(f"{kind.__name__} cannot be saved")
 
@@ -127,13 +126,13 @@ def _put(value: Any, arrays: list[np.ndarray]) -> int:
 
 def _value_of(variable: tf.Variable | keras.Variable) -> np.ndarray:
     held = variable.value if isinstance(variable, keras.Variable) else variable
-    if isinstance(held, _tf.SyncOnReadVariable):  # All workers would have to read it, and not all may have it.
+    if isinstance(held, _tf.SyncOnReadVariable):  # All workers would have to read it together.
         raise TypeError("a variable of which each replica has its own part cannot be saved")
     return variable.numpy()
 
 
 def _variables_of(value: Any) -> list[Any] | None:
-    """The variables that are the state of an object of Keras' or TensorFlow's."""
+    """Returns the variables that are the state of an object of Keras or TensorFlow; `None` for another object."""
     if isinstance(value, keras.random.SeedGenerator | tf.random.Generator):
         return [value.state]
     if isinstance(value, keras.Layer | keras.metrics.Metric | keras.optimizers.Optimizer):
@@ -142,16 +141,16 @@ def _variables_of(value: Any) -> list[Any] | None:
 
 
 def decode(node: Any, arrays: Sequence[np.ndarray], present: Any = None) -> Any:
-    """What `encode` was given.
+    """Returns the value that was given to `encode`.
 
     Args:
-      node: What it made of that.
-      arrays: That were in it.
-      present: What is in its place. Variables, generators and objects with variables, also in its lists and dicts, are
-        the same, with new values.
+      node: The JSON that `encode` returned.
+      arrays: The arrays that `encode` appended.
+      present: The present value, if any. Its variables, generators and objects with variables, also those in lists and
+        dicts, are kept and get new values.
 
     Raises:
-      AbsentError: If it held an object with variables, or something that was left, and there is none in its place.
+      AbsentError: If an object with variables, or a variable saved elsewhere, has no counterpart in `present`.
     """
     if not isinstance(node, dict):
         return node
@@ -201,7 +200,7 @@ def _generator(kind: str, state: Any, present: Any) -> Any:
         try:
             put(present, state)
             return present
-        except ValueError:  # It draws in another way.
+        except ValueError:  # It has another algorithm.
             pass
     made = make(state)
     put(made, state)
@@ -216,7 +215,7 @@ def _variable(is_keras: bool, value: np.ndarray, present: Any) -> Any:
 
 
 def _assign_in_place(nodes: Sequence[Any] | None, arrays: Sequence[np.ndarray], present: Any) -> None:
-    """Gives the variables of an object their values, if it has the same ones; or looks whether there is an object."""
+    """Assigns values to the variables of `present`. Raises `AbsentError` if it has other variables or is missing."""
     if nodes is None:
         if present is None:
             raise AbsentError("a variable of the model")
@@ -239,12 +238,12 @@ def _takes(present: Any, value: np.ndarray) -> bool:
 
 
 def with_arrays(node: Any, arrays: Sequence[np.ndarray]) -> Any:
-    """What `encode` gave as one piece of JSON, for arrays that are small."""
+    """Returns JSON and small arrays, as `encode` makes them, as one JSON value."""
     return [node, [[array.dtype.name, array.shape, base64.b64encode(array.tobytes()).decode()] for array in arrays]]
 
 
 def apart(given: Any) -> tuple[Any, list[np.ndarray]]:
-    """What `with_arrays` was given."""
+    """Returns the JSON and the arrays that were given to `with_arrays`."""
     node, arrays = given
     return node, [
         np.frombuffer(base64.b64decode(text), tf.as_dtype(dtype).as_numpy_dtype).reshape(shape)
@@ -256,10 +255,9 @@ Packed = tuple[list[Any], list[memoryview]]
 
 
 def pack(arrays: Mapping[str, Any], buffers: dict[str, np.ndarray]) -> Packed:
-    """An index of tensors and arrays, and their bytes.
+    """Returns an index of tensors and arrays, and copies of their bytes.
 
-    Copies them, into the buffers that the time before has left: memory that is new to a process costs several times a
-    copy.
+    Reuses the buffers of the previous call, because memory that is new to a process costs several times a copy.
     """
     index: list[Any] = []
     pieces, offset = [], 0
@@ -276,7 +274,7 @@ def pack(arrays: Mapping[str, Any], buffers: dict[str, np.ndarray]) -> Packed:
 
 
 def unpack(index: Sequence[Any], content: bytearray) -> dict[str, np.ndarray]:
-    """The arrays by name, as views of `content`."""
+    """Returns the arrays by name, as views of `content`."""
     arrays = {}
     for name, dtype, shape, offset in index:
         kind = tf.as_dtype(dtype).as_numpy_dtype
@@ -298,7 +296,7 @@ def _on_host(array: Any) -> tuple[str, memoryview]:
 
 
 def _is_number(dtype: np.dtype) -> bool:
-    """Whether TensorFlow knows a type, by which arrays are read again; not so of long doubles."""
+    """Whether TensorFlow has this type, which reading an array requires. It has no long doubles."""
     if dtype.kind not in "biufc":
         return dtype.kind == "V" and dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")
     try:

@@ -1,6 +1,6 @@
-"""The few file operations that commits are made of, on a local or mounted disk and on other storage.
+"""The file operations that commits need, on a local or mounted disk and on other storage.
 
-Whatever goes wrong is an `OSError`.
+All operations raise `OSError` on failure.
 """
 
 import hashlib
@@ -18,34 +18,34 @@ Buffer = bytes | memoryview
 
 
 class LocalFiles:
-    """A local or mounted disk: flushed files, an atomic rename."""
+    """File operations on a local or mounted disk, with flushed files and atomic renames."""
 
     renames_at_once = True
 
     def make_folder(self, path: str) -> None:
-        """Makes a folder and those above it, unless they are there."""
+        """Makes a folder and its parents, unless they exist."""
         os.makedirs(path, exist_ok=True)
 
     def names(self, folder: str) -> list[str]:
-        """What is in a folder."""
+        """Returns the names in a folder."""
         return os.listdir(folder)
 
     def size(self, path: str) -> int:
-        """Bytes of a regular file. Anything else is refused, since reading a pipe would wait for ever."""
+        """Returns the bytes of a regular file. Raises for other files, because reading a pipe would never end."""
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{path} is no regular file")
         return status.st_size
 
     def write(self, path: str, pieces: Iterable[Buffer]) -> dict[str, Any]:
-        """Writes a file to the disk; its size and SHA-256."""
+        """Writes and flushes a file, and returns its size and SHA-256."""
         with open(path, "wb", buffering=0, opener=no_follow) as file:
             described = _write_hashed(lambda piece: _write_all(file, piece), pieces)
             os.fsync(file.fileno())
         return described
 
     def read(self, path: str) -> bytearray:
-        """The whole file."""
+        """Returns the content of a file."""
         content = bytearray(self.size(path))
         with open(path, "rb", buffering=0) as file:
             filled, view = 0, memoryview(content)
@@ -57,18 +57,18 @@ class LocalFiles:
         return content
 
     def digest(self, path: str) -> str:
-        """SHA-256 of a file."""
+        """Returns the SHA-256 of a file."""
         self.size(path)
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def move(self, source: str, target: str) -> None:
-        """Renames a folder, and has the disk remember it."""
+        """Renames a folder and flushes the new name to the disk."""
         os.rename(source, target)
         self.flush_folder(os.path.dirname(target))
 
     def flush_folder(self, path: str) -> None:
-        """Has the disk remember which names are in a folder."""
+        """Flushes the names in a folder to the disk."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -76,25 +76,25 @@ class LocalFiles:
             os.close(descriptor)
 
     def remove(self, path: str) -> None:
-        """Removes a file, or a folder and what is in it."""
+        """Removes a file, or a folder and its content."""
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         else:
             os.remove(path)
 
     def remove_if_empty(self, folder: str) -> None:
-        """Removes a folder that holds nothing."""
+        """Removes a folder if it is empty."""
         if not os.listdir(folder):
             os.rmdir(folder)
 
 
 class RemoteFiles:
-    """What `tf.io.gfile` reaches: object stores, where a file is there as a whole once it is closed."""
+    """File operations on storage of `tf.io.gfile`, such as object stores, where a file appears once it is closed."""
 
     renames_at_once = False
 
     def __init__(self):
-        import tensorflow as tf  # here, since a local disk needs none of it
+        import tensorflow as tf  # imported here, because a local disk does not need TensorFlow
 
         self._gfile, self._error, self._not_found = tf.io.gfile, tf.errors.OpError, tf.errors.NotFoundError
 
@@ -115,7 +115,7 @@ class RemoteFiles:
 
         def write():
             with self._gfile.GFile(path, "wb") as file:
-                file.write(b"")  # else an empty file is never made
+                file.write(b"")  # otherwise an empty file is never made
                 return _write_hashed(lambda piece: file.write(piece.tobytes()), pieces)
 
         return self._do(write)
@@ -134,14 +134,14 @@ class RemoteFiles:
         return hashlib.sha256(self.read(path)).hexdigest()
 
     def move(self, source: str, target: str) -> None:
-        """Renames a folder of files, one by one: not all storage does so by itself."""
+        """Renames a folder by renaming each of its files, because not all storage can rename a folder."""
         self.make_folder(target)
         for name in self.names(source):
             self._do(self._gfile.rename, f"{source}/{name}", f"{target}/{name}")
         self.remove(source)
 
     def flush_folder(self, path: str) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def remove(self, path: str) -> None:
         """See `LocalFiles`."""
@@ -161,12 +161,12 @@ class RemoteFiles:
 
 
 def files_of(path: str) -> LocalFiles | RemoteFiles:
-    """The operations for where `path` is."""
+    """Returns the file operations for the storage of `path`."""
     return RemoteFiles() if is_remote(path) else LocalFiles()
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path leads to other storage than a disk, such as `gs://bucket/folder`."""
+    """Whether a path is on storage other than a disk, such as `gs://bucket/folder`."""
     return "://" in path
 
 
@@ -185,7 +185,7 @@ def _write_all(file: Any, piece: memoryview) -> None:
 
 
 def _cut(pieces: Iterable[Buffer]) -> Iterator[memoryview]:
-    """Pieces that stay in a processor's cache from the hash to the copy."""
+    """Yields pieces that are small enough to stay in the processor's cache between hashing and copying."""
     for piece in pieces:
         view = memoryview(piece)
         for start in range(0, len(view), _PIECE_BYTES):
