@@ -56,7 +56,7 @@ def normalised():
     return keras.Sequential([layers.Input((6,)), layers.Dense(5, use_bias=False), normalisation, layers.Dense(3)])
 
 
-# Name: (arrays, model, optimizer, options of `compile`, tolerance).
+# Name: (arrays, model, optimizer, `compile` options, tolerance)
 CASES = {
     "plain": (arrays, dense, lambda: keras.optimizers.SGD(0.1, momentum=0.9), {}, 1e-5),
     "steps_per_execution": (arrays, dense, lambda: keras.optimizers.Adam(0.01), {"steps_per_execution": 4}, 1e-5),

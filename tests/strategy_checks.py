@@ -26,7 +26,7 @@ def own_index():
 
 
 class MadeLate(layers.Layer):
-    """A layer without `build`, whose dropout is created while Keras traces its shapes."""
+    """A layer without `build`. Keras creates its dropout while tracing its shapes."""
 
     def __init__(self):
         super().__init__()
@@ -312,7 +312,7 @@ def _all_outside_scope(placement):
 
 
 class Recipe(keras.Model):
-    """A model whose training step computes loss and gradients by given functions."""
+    """A model that computes loss and gradients by given functions in its training step."""
 
     def __init__(self, loss_of, gradients_of=lambda gradients: gradients):
         super().__init__()
@@ -1077,7 +1077,7 @@ class HidesNaN(layers.Layer):
 
 
 class Magnitude(layers.Layer):
-    """An absolute value whose gradient at 0 is NaN."""
+    """An absolute value with the gradient NaN at 0."""
 
     def call(self, x):
         return tf.sqrt(tf.square(x))

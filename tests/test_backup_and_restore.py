@@ -1,4 +1,4 @@
-"""A training that is killed and started again is, to the bit, the training that was not."""
+"""A training that is killed and restarted ends with the same bits as a training without interruption."""
 
 import collections
 import concurrent.futures
@@ -52,11 +52,11 @@ def assert_equal(resumed, unbroken):
 
 
 def by_default(rows, names):
-    """The names of `rows`; those that are not among `names` when all are asked for."""
+    """Returns the names of `rows`, marked `exhaustive` unless they are in `names`."""
     return [name if name in names else pytest.param(name, marks=pytest.mark.exhaustive) for name in rows]
 
 
-# In one process, broken off by an exception, and begun again with a model made anew.
+# Each training runs in one process: an exception breaks the training off, and a new model continues from the backup.
 ROWS = {
     "epochs": {"breaks": [8, 15], "save_freq": "epoch", "model": {"jit": True}},
     "steps": {"breaks": [5, 10], "save_freq": 4, "model": {"jit": True}},
@@ -156,7 +156,7 @@ KILLED = {
 
 @pytest.mark.parametrize("where", by_default(KILLED, ["two workers"]))
 def test_killed_and_started_again(where, tmp_path):
-    """With SIGKILL, in processes of its own each time."""
+    """SIGKILL ends the workers; each start runs in new processes."""
     placement, workers, devices, kills, options = KILLED[where]
     directory = str(tmp_path / "backup")
     with WorkerPool(workers, devices, timeout_seconds=180) as pool:
@@ -197,7 +197,7 @@ def test_a_fit_whose_end_was_not_kept_is_passed_over_with_the_state_of_the_next(
     assert_equal(resumed, {**unbroken, "between": resumed["between"]})
 
 
-# After which steps of the model starts break off in the second `fit`; how many of its steps each start trains.
+# Steps of the model after which starts break off in the second `fit`; the steps of this `fit` that each start trains.
 SKIPPED = {
     "after a backup of its own": ([checks.STEPS + 3], {}, [3, 2 * checks.STEPS - 2]),
     "before one": ([checks.STEPS + 1], {"delete_checkpoint": False}, [1, 2 * checks.STEPS]),
@@ -211,7 +211,7 @@ def test_a_script_that_skips_a_fit_that_is_done_goes_on_with_the_next(moment, po
     check, directory = checks.skipped_in_later_starts, str(tmp_path / "backup")
     trained, resumed, unbroken = pools("single").run(check, directory, breaks, **options)[0]
     assert trained == expected
-    if breaks[0] > checks.STEPS + 1:  # else the script gives the model its weights
+    if breaks[0] > checks.STEPS + 1:  # otherwise the script sets the model's weights
         for mine, other in zip(resumed, unbroken, strict=True):
             np.testing.assert_array_equal(mine, other, strict=True)
 
@@ -226,7 +226,7 @@ def test_a_fit_that_a_callback_has_stopped_is_done_and_said_to_be(tmp_path, capl
         backup = tfdist.callbacks.BackupAndRestore(directory, delete_checkpoint=False)
         done = model.fit(*checks.data(), epochs=4, verbose=0, callbacks=[stop, backup])
         assert done.epoch == [0, 1]
-        session.processes.pop(directory)  # as another process
+        session.processes.pop(directory)  # as in another process
     told = [record.getMessage() for record in caplog.records if "Restored" in record.getMessage()]
     assert len(told) == 1 and "a callback stopped this fit at the end of epoch 2" in told[0], told
     assert "goes on" not in told[0]
@@ -299,7 +299,7 @@ def test_sums_are_not_taken_once_for_each_replica_that_there_is_more(pools, tmp_
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
 
 
-# Minutes between saves, seconds of each step, the longest without a save in minutes.
+# Minutes between saves, seconds of each step, the longest time without a save in minutes.
 PACES = {
     "slower steps": (10, [0.1 + (300 if step % 100 == 0 else 0) for step in range(1, 4001)], 25),
     "long steps": (5, [120] * 10, 7),
@@ -346,7 +346,7 @@ def test_a_train_on_batch_of_a_callback_is_no_step_of_the_input():
 
 
 def broken_off(directory, step, **options):
-    """Leaves the backups of a `fit` that an exception has ended after a step, as another process would."""
+    """Interrupts a `fit` after a step by an exception, and leaves its backups as another process would."""
     with contextlib.suppress(checks.BrokenOffError):
         fit_on(directory, checks.BreakOff(step, kills=False), epochs=4, save_freq=1, **options)
     checks._await_save()
@@ -360,7 +360,7 @@ def another_process(directory):
 def fit_on(directory, *others, epochs=1, initial_epoch=0, **options):
     backup = tfdist.callbacks.BackupAndRestore(directory, **options)
     model = checks.build(None)
-    model.run_eagerly = True  # Of a few steps most is tracing.
+    model.run_eagerly = True  # most of a few steps' time is tracing
     rows = {"batch_size": checks.BATCH, "verbose": 0, "epochs": epochs, "initial_epoch": initial_epoch}
     return model.fit(*checks.data(), callbacks=[*others, backup], **rows)
 
@@ -397,7 +397,7 @@ def test_where_commits_go_and_how_many_stay_is_as_each_fit_was_told(tmp_path, mo
     for keep, number in ((1, 1), (3, 4)):
         away = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: monkeypatch.chdir("/"))
         fit_on("backup", away, save_freq=np.int64(1), keep=keep, delete_checkpoint=False)
-        assert len(list((tmp_path / "backup").glob("step-*"))) == number  # With the end of the first.
+        assert len(list((tmp_path / "backup").glob("step-*"))) == number  # includes the end of fit 1
         monkeypatch.chdir(tmp_path)
     another_process(str(tmp_path / "backup"))
     assert sum("Keras' own BackupAndRestore" in record.getMessage() for record in caplog.records) == 1
@@ -408,7 +408,7 @@ def test_a_model_that_was_backed_up_is_let_go(tmp_path):
     model.run_eagerly = True
     backup = tfdist.callbacks.BackupAndRestore(tmp_path / "backup")
     options = tf.data.Options()
-    options.autotune.enabled = False  # Who collects an iterator waits for its tuner.
+    options.autotune.enabled = False  # Otherwise freeing an iterator waits for its tuner.
     batches = tf.data.Dataset.from_tensor_slices(checks.data()).batch(checks.BATCH).with_options(options)
     model.fit(batches, verbose=0, callbacks=[stop, backup])
     gone = [weakref.ref(model), weakref.ref(stop)]
@@ -418,7 +418,7 @@ def test_a_model_that_was_backed_up_is_let_go(tmp_path):
 
 
 class OfTwo:
-    """An agreement with a second worker, which is asked to leave."""
+    """An agreement with a second worker, which has a preemption request."""
 
     workers, own, is_chief, who = 2, 0, True, "Worker 0"
 
@@ -501,7 +501,7 @@ def as_saved(captured):
 
 
 class Strange:
-    """Ends what looks for an attribute."""
+    """Raises an error at each look-up of an attribute."""
 
     def __getattr__(self, name):
         raise RuntimeError(name)
@@ -513,7 +513,7 @@ class StrangeFunction(Strange):
 
 
 class Collects(keras.callbacks.Callback):
-    """Holds what `collections` has, what cannot be saved, from some time on or never, and what need not be."""
+    """Holds `collections` types, values that can never or no longer be saved, and objects that are not state."""
 
     of_this_process = ("file", "thread", "future", "started")
 
@@ -559,7 +559,7 @@ def test_collections_of_callbacks_are_saved_and_a_warning_tells_what_cannot_be(c
 
 
 class Speaks(keras.callbacks.Callback):
-    """Says what its state is."""
+    """A callback that reports its state by `get_state`."""
 
     made, state = None, 0
 
@@ -592,7 +592,7 @@ def test_a_state_that_nothing_could_take_is_told_when_it_is_saved(make, caplog):
 
 
 class HoldsInPlace(keras.callbacks.Callback):
-    """Holds what is given its state back in place, and the model's own variables."""
+    """Holds objects that a restore must update in place, and the model's own variables."""
 
     def __init__(self, kernels):
         super().__init__()
@@ -668,7 +668,7 @@ def test_what_could_not_be_read_again_is_not_saved(value):
 
 
 class InPlace(keras.callbacks.Callback):
-    """Changes arrays in place, small and large, and leaves others as they are."""
+    """Changes small and large arrays in place, and leaves other arrays unchanged."""
 
     def __init__(self):
         super().__init__()
@@ -710,7 +710,7 @@ def test_for_callbacks_that_hold_no_variables_those_of_the_model_are_not_looked_
 def test_random_numbers_that_reading_has_not_drawn_are_told_from_those_it_has():
     for draw, undrawn in (
         (lambda: None, {"python", "numpy"}),
-        (lambda: random.shuffle(list(range(6))), {"python", "numpy"}),  # once, as Keras does
+        (lambda: random.shuffle(list(range(6))), {"python", "numpy"}),  # a single draw, as Keras does
         (lambda: random.random(), {"numpy"}),
         (lambda: np.random.normal(), {"python"}),
     ):
@@ -732,7 +732,7 @@ def strategy_of_workers(workers, own=0):
 
 
 class Service:
-    """A coordination service on which the third worker says nothing, and does not answer after a while."""
+    """A coordination service in which worker 2 publishes nothing, and peer checks fail after `answers` calls."""
 
     def __init__(self, answers=3, words=None):
         self.said, self.asked, self.answers, self.words = {}, [], answers, words or {}
@@ -794,14 +794,14 @@ def test_a_fit_of_the_chief_alone_leaves_the_next_of_all_their_words(monkeypatch
         for _ in range(alone):
             agreement.CommitAgreement(strategy_of_workers(1), 600).settle("fit", None, any)
         service.said.clear()
-        with pytest.raises(TypeError):  # nobody has decided
+        with pytest.raises(TypeError):  # the chief has published no decision
             agreement.CommitAgreement(strategy_of_workers(2, own=1), 600).settle("fit", None, any)
         topics += [int(key.split("/")[2]) for key in service.said]
     assert topics == [topics[0], topics[0] + 1]
 
 
 class Clocked(Service):
-    """A coordination service on which words come at their seconds, by the ends of their keys, by a clock of its own."""
+    """A coordination service with its own clock; keys appear at given seconds, selected by the ends of the keys."""
 
     def __init__(self, comes):
         super().__init__(answers=float("inf"))
@@ -855,7 +855,7 @@ def sharding_at(step, seed=0, epoch=3, *, followed=True):
 
 
 def captured(begins, own, ends):
-    """What a commit says of shardings that began an epoch in one place and are in another now."""
+    """Returns the positions in a commit, for shardings at `begins` when the epoch began and at `ends` now."""
     positions = ShardingPositions(begins, own)
     positions.begin_epoch()
     for sharding, end in zip(begins, ends, strict=True):
@@ -883,7 +883,7 @@ def test_positions_find_their_shardings_whatever_else_there_was_or_is():
 
 def test_batches_are_read_again_of_what_nobody_follows_in_the_order_of_their_epoch():
     train = sharding_at(0, followed=False)
-    saved = captured([train], train, [sharding_at(0, epoch=4)])  # Read ahead to its end.
+    saved = captured([train], train, [sharding_at(0, epoch=4)])  # read ahead to its end
     own = sharding_at(0, epoch=0, followed=False)
     positions = ShardingPositions([], own)
     positions.restore(saved)
@@ -901,7 +901,7 @@ def test_a_position_in_other_batches_than_are_trained_on_is_refused():
     train, other = sharding_at(0), sharding_at(0, seed=1)
     with pytest.raises(PositionError, match="seed was 0, is 1"):
         ShardingPositions([other], other).restore(captured([train], train, [sharding_at(6)]))
-    with pytest.raises(PositionError, match="seed was 0, is 1"):  # a loop of the user's, which shows no input
+    with pytest.raises(PositionError, match="seed was 0, is 1"):  # a user's own loop, with unknown input
         ShardingPositions([other]).restore(captured([train], None, [sharding_at(7)]))
     assert not ShardingPositions([]).continues(captured([train], train, [sharding_at(8)])), "arrays now"
 
@@ -917,7 +917,7 @@ def test_another_number_of_replicas_goes_on_with_the_next_global_batch(pools, tm
     ("note", "expected"), [("3\n/b", "7\n/b"), ("9\n/b", "9\n/b"), ("3\n/a", "3\n/a"), (None, None)]
 )
 def test_a_commit_that_its_maker_could_not_tell_of_is_told_when_it_is_restored(note, expected, tmp_path, monkeypatch):
-    """Without it, killed right after each commit, a run that gets on is given up. It may be of a run before, though."""
+    """Otherwise a run that is killed right after each commit would stop. The commit may belong to an earlier run."""
     monkeypatch.setenv("TFDIST_RUN_DIR", str(tmp_path))
     if note is not None:
         (tmp_path / "committed").write_text(note)

@@ -1,4 +1,4 @@
-"""Commits are whole or do not count: whatever happens to a byte, a file or a folder of one, the one before is found."""
+"""A commit is whole or ignored: after damage to any byte, file or folder, the store finds the commit before it."""
 
 import contextlib
 import errno
@@ -51,7 +51,7 @@ def owned(directory):
 
 @pytest.fixture
 def two(tmp_path):
-    """A directory with the commits 3 and 12: by number, not by name."""
+    """Returns a directory with commits 3 and 12, ordered by number and not by name."""
     with owned(tmp_path / "backup") as store:
         write(store, 3)
         write(store, 12)
@@ -69,7 +69,7 @@ def warnings():
 
 
 def found(directory):
-    """The step of the newest whole commit, all of whose files have been read and compared; `None` if there is none."""
+    """Returns the step of the newest whole commit after comparing all its files, or None if there is none."""
     commit = CommitStore(str(directory)).newest_whole()
     if commit is None:
         return None
@@ -90,7 +90,7 @@ def offsets(size):
 
 
 def harms(path):
-    """Ways to harm a file: (what, a function that does so)."""
+    """Yields ways to damage a file: a description and a function."""
     whole = path.read_bytes()
     for length in lengths(len(whole)):
         yield f"{length} bytes long", lambda length=length: path.write_bytes((whole + b"x")[:length])
@@ -114,7 +114,7 @@ def test_a_harmed_file_makes_the_commit_before_count(name, two, tmp_path, warnin
         dict(harms(copy / "step-12" / name))[what]()
         warnings.clear()
         if found(copy) == 12:
-            harmless.append(what)  # `found` has compared all that it holds
+            harmless.append(what)  # `found` has compared all files
         else:
             assert found(copy) == 3, what
             assert any("step-12" in warning and "skipped" in warning for warning in warnings), what
@@ -152,7 +152,7 @@ def test_any_garbage_for_a_manifest_is_skipped(manifest, two):
 
 
 def test_wrong_types_in_a_manifest_of_right_checksum_are_skipped(two):
-    """What a program other than this one might have written."""
+    """Another program may have written such a manifest."""
     original = json.loads((two / "step-12" / MANIFEST).read_bytes())["manifest"]
     wrong = [
         *({**original, key: value} for key in original for value in (None, "x", [], {"a": 1}, -1) if key != "versions"),
@@ -198,7 +198,7 @@ def test_the_newest_end_of_each_fit_stays_too(tmp_path):
     with owned(tmp_path) as store:
         for step, fit, is_done in [(1, 0, False), (2, 0, True), (3, 0, True), (4, 1, True), (5, 2, False)]:
             write(store, step, fit=fit, is_done=is_done)
-    with owned(tmp_path) as store:  # as another process
+    with owned(tmp_path) as store:  # as in another process
         for step in (6, 7):
             write(store, step, fit=2, is_done=False)
         assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-3", "step-4", "step-6", "step-7"]
@@ -210,7 +210,7 @@ def test_the_newest_end_of_each_fit_stays_too(tmp_path):
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_warning_tells_of_many_ends_of_fits_before_they_fill_the_disk(keep, tmp_path, warnings):
     with owned(tmp_path) as store:
-        for fit in range(20):  # which are removed
+        for fit in range(20):  # `delete` removes these
             write(store, fit, keep, fit=fit, is_done=True)
             store.delete()
             store.claim()
@@ -305,7 +305,7 @@ def test_a_place_that_cannot_be_written_is_named_at_once(place, tmp_path):
 
 
 def test_a_write_that_fails_half_way_leaves_former_commits_and_the_next_one_works(two):
-    """The limit of a process's files does what a full disk does, and needs no root."""
+    """A limit on file sizes acts like a full disk, and needs no root."""
     with owned(two) as store:
         draft = Draft(str(two), RUN, 20)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -326,7 +326,7 @@ def test_a_write_that_fails_half_way_leaves_former_commits_and_the_next_one_work
 
 
 class FullDisk:
-    """Refuses to write as long as there is what a killed save has left half-made, or for ever."""
+    """Refuses writes while the remains of a killed save exist, or always."""
 
     def __init__(self, monkeypatch, directory, *, for_ever=False):
         self.is_full = lambda: for_ever or any(name.startswith(".half-cd-") for name in os.listdir(directory))
@@ -365,7 +365,7 @@ def test_on_a_full_disk_a_run_goes_on_that_has_a_whole_commit_and_none_begins(tw
     store.release()
     assert "training goes on from the newest" in warnings[-1] and found(two) == 12
     assert not [name for name in os.listdir(two) if name.startswith(".")]
-    backup_cleanup.remove(tmp_path)  # what a run leaves that is done
+    backup_cleanup.remove(tmp_path)  # removes the backups of a finished run
     assert not two.exists()
 
 
@@ -413,7 +413,7 @@ def test_two_jobs_do_not_share_a_directory_and_a_killed_one_frees_it_at_once(tmp
 
 @pytest.mark.parametrize("who", ["another", "own"])
 def test_a_holder_on_another_host_is_waited_for_longer_as_that_may_be_gone(who, tmp_path, warnings):
-    # The second in a container of this one's name, where numbers of processes are equal, too.
+    # In the second case, a container has the same host name, and process numbers may be equal too.
     elsewhere = "process 7 on elsewhere" if who == "another" else f"process {os.getpid()} on {socket.gethostname()}"
     command = [sys.executable, "-c", HOLD, tmp_path, "20"]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
@@ -439,7 +439,7 @@ def test_a_process_may_claim_again_what_it_holds(tmp_path):
 
 
 def test_a_process_holds_again_what_it_has_cleared_itself(tmp_path):
-    """Workers look for the lock, to see that they write where the chief does."""
+    """Workers read the lock to check that they write to the chief's directory."""
     with owned(tmp_path / "backup") as store:
         write(store, 3)
         held = (tmp_path / "backup" / LOCK).read_text()
@@ -464,7 +464,7 @@ def test_delete_leaves_nothing_of_ours_and_all_of_others(two):
 
 
 def test_a_folder_that_cannot_be_removed_stays_empty(two, tmp_path):
-    link = tmp_path / "link"  # as good as a mount, which needs root
+    link = tmp_path / "link"  # behaves like a mount, which would need root
     link.symlink_to(two)
     with owned(link) as store:
         store.delete()
@@ -494,7 +494,7 @@ def test_a_writer_killed_at_any_moment_loses_nothing_that_it_has_committed(tmp_p
     for _ in range(6):
         writer = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE)
         try:
-            writer.stdout.readline()  # it writes now
+            writer.stdout.readline()  # The process is now writing.
             time.sleep(rng.uniform(0, 0.05))
         finally:
             writer.kill()
@@ -507,7 +507,7 @@ def test_a_writer_killed_at_any_moment_loses_nothing_that_it_has_committed(tmp_p
 
 
 class TestOtherStorage:
-    """TensorFlow's file system in memory stands for an object store."""
+    """Uses TensorFlow's in-memory file system in place of an object store."""
 
     @pytest.fixture
     def remote(self):

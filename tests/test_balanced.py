@@ -1,4 +1,4 @@
-"""`tfdist.data.BalancedSharding` in `fit`: unequal shares, stops and restarts give what one device gives."""
+"""`tfdist.data.BalancedSharding` in `fit`: unequal shares, stops and restarts give the results of one device."""
 
 import copy
 import gc
@@ -23,7 +23,7 @@ import tfdist
 from test_keras_features import assert_same
 from tfdist.data import BalancedSharding, reading
 
-STEPS = 9  # of an epoch
+STEPS = 9  # in an epoch
 DEADLINE_SECONDS = 20
 SHARES = {"2x1": (5, 11), "1x3": (1, 2, 5), "3x1": (1, 2, 5)}
 BY_DEFAULT = {
@@ -131,7 +131,7 @@ def test_all_workers_give_a_slow_one_less_at_the_same_step(pools):
     assert first == second
     assert state == other_state
     assert first[0] == (16, 16)
-    fast, slow = first[-2]  # The last one is short.
+    fast, slow = first[-2]  # the last batch is short
     assert fast > 2 * slow >= 2
     assert len(set(first)) <= 8 + 1, "and the last, short batches"
     assert statistics.changes >= 1 and statistics.rows_per_second > 0 and statistics.imbalance >= 1
@@ -266,7 +266,7 @@ def test_without_a_strategy_the_next_call_goes_on_where_the_last_was_read_to():
 
 
 def fit_without_a_strategy(data, **options):
-    """Steps of each epoch of a `fit`."""
+    """Returns the number of steps in each epoch of a `fit`."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     steps = []
@@ -287,7 +287,7 @@ def test_without_a_strategy_only_the_first_epoch_of_a_resumed_run_is_short():
 
 
 class Asked:
-    """Six rows; says when all were asked for."""
+    """A source of six rows with an event that is set when all rows were read."""
 
     def __init__(self):
         self.left, self.all = set(range(6)), threading.Event()
@@ -310,13 +310,13 @@ def test_what_is_read_ahead_without_a_strategy_is_no_epoch():
     positions = [sharding.position]
     for _ in range(2):
         next(iterator)
-        assert source.all.wait(DEADLINE_SECONDS)  # Two batches are mapped at once beside the one that waits.
+        assert source.all.wait(DEADLINE_SECONDS)  # Two batches are mapped concurrently, beside the one that waits.
         positions.append(sharding.position)
     assert positions == [(0, 0), (0, 0), (1, 0)]
 
 
 def sharding_of(replicas, size=8, source=None, **options):
-    """A sharding on the first of so many workers."""
+    """Returns a sharding on the first of `replicas` workers with one replica each."""
     sharding = BalancedSharding(np.arange(20) if source is None else source, size, **options)
     sharding.for_strategy(tf.distribute.InputContext(replicas, 0, replicas), training=True)
     return sharding
@@ -493,7 +493,7 @@ def test_workers_of_unlike_shardings_are_told_at_once(pools, tmp_path):
 
 
 def test_what_is_mapped_of_a_sharding_has_its_length():
-    """Keras maps it for class weights, and takes a step too many where it does not know the length."""
+    """Keras maps the dataset for class weights, and takes a step too many if the length is unknown."""
     x = np.arange(20, dtype="float32")[:, None]
     sharding = BalancedSharding((x, np.arange(20) % 2), 8, shuffle=False)
     same = lambda *batch: batch  # noqa: E731
@@ -627,7 +627,7 @@ def test_a_source_that_changed_its_length_is_named():
 
 @pytest.fixture
 def start(tmp_path):
-    """`start(code)` runs it in two workers of a cluster; gives each one's (process, file of its output)."""
+    """Returns a function: `start(code)` runs code in two workers, and returns (process, output file) for each."""
     processes = []
 
     def start(code):

@@ -1,4 +1,4 @@
-"""Handouts give each example once per epoch, in the same global batches for any shares, workers and restarts."""
+"""A batch assignment gives each example once per epoch, in equal global batches for any shares, workers, restarts."""
 
 import functools
 import itertools
@@ -25,7 +25,7 @@ def plan_of(n, size, seed, drop_remainder=False):
 
 
 class Run:
-    """Simulates training on several workers. Each has a handout and reads ahead at random; all get equal reports.
+    """Simulates training on several workers. Each has an assignment and reads ahead at random; all get equal reports.
 
     Args:
       plan: The global batches.
@@ -33,7 +33,7 @@ class Run:
       replicas: Number of replicas.
       workers: Number of workers, a divisor of `replicas`.
       rng: Random generator for shares and for how far workers read ahead.
-      repeat: Whether one handout gives several epochs.
+      repeat: Whether one assignment gives several epochs.
     """
 
     def __init__(self, plan, position, replicas, workers, rng, repeat=False):

@@ -1,4 +1,4 @@
-"""`tfdist bench` measures exchanges of real workers, and refuses at once what cannot be measured."""
+"""`tfdist bench` measures exchanges of real workers, and refuses impossible measurements at once."""
 
 import argparse
 import contextlib
@@ -35,7 +35,7 @@ def start(directory, *arguments, tf_config=None):
 
 
 def finish(*processes):
-    """Exit code, output and errors of each process."""
+    """Returns the exit code, output and errors of each process."""
     try:
         ended = [process.communicate(timeout=DEADLINE_SECONDS) for process in processes]
     finally:
@@ -47,14 +47,14 @@ def finish(*processes):
 
 
 def on_two_hosts(directory, *arguments):
-    """The processes of the chief and worker 1, with the TF_CONFIG and `arguments` of each."""
+    """Returns the processes of the chief and worker 1, with the TF_CONFIG and `arguments` of each."""
     ports = free_ports(2)
     specs = [ClusterSpec.local(2, index, ports) for index in range(2)]
     return [start(directory, *own, tf_config=spec) for own, spec in zip(arguments, specs, strict=True)]
 
 
 def files(directory):
-    """Names of the written files, without temporary files."""
+    """Returns the names of the written files, without temporary files."""
     return [path.name for path in directory.iterdir() if path.name != "tmp"]
 
 
@@ -93,7 +93,7 @@ def test_two_workers_on_this_machine_are_measured(tmp_path):
     assert expected["link_exchange_seconds"] == pytest.approx(on_link)
     assert expected["step_seconds"] == pytest.approx({"low": max(0.05, on_link), "high": 0.05 + on_link})
     assert result["recommended"] == "none" and "on links of 10 Mbit/s: no compression" in " ".join(out.split())
-    for word in ("algorithm:", "bus:", "times:", "latency:", "step:"):  # what the columns mean
+    for word in ("algorithm:", "bus:", "times:", "latency:", "step:"):  # the meaning of the columns
         assert word in out
 
 
@@ -202,7 +202,7 @@ def test_the_rate_of_a_link_is_read(text, rate):
     ("costs", "name"),
     [
         ({"none": 1.0, "int8": 0.5, "topk": 0.4}, "topk"),
-        ({"none": 1.0, "topk": 0.48, "int4": 0.5, "int8": 0.51}, "int8"),  # about as fast, and loses less
+        ({"none": 1.0, "topk": 0.48, "int4": 0.5, "int8": 0.51}, "int8"),  # about as fast, and more exact
         ({"none": 0.105, "int8": 0.1}, "none"),
         ({"float16": 0.2, "of one's own": 0.1}, "of one's own"),
     ],
@@ -255,7 +255,7 @@ REFUSALS = {
 
 
 def called(arguments, directory, tf_config=""):
-    """Exit code, output and errors of the command. The exit code is 100 if it has loaded TensorFlow."""
+    """Returns exit code, output and errors of the command; the code is 100 if the command has loaded TensorFlow."""
     code = f"""
 import sys
 from tfdist.launch import cli

@@ -131,7 +131,7 @@ def test_wrong_flags_raise_before_work_begins(flag, value, words, monkeypatch):
 
 
 class FakeGroup:
-    """Trains in no time. The groups whose numbers are in `failing` fail after `blocks` blocks."""
+    """Trains in no time. Groups with a number in `failing` fail after `blocks` blocks."""
 
     failing = ()
     blocks = 0
@@ -158,7 +158,7 @@ class FakeGroup:
 
 
 def measured(monkeypatch, links, plan, failing, blocks=0):
-    """The rows of one variant with the given failures of its groups."""
+    """Returns the rows of one variant with the given failures of its groups."""
     monkeypatch.setattr(turns, "Group", FakeGroup)
     for name, value in {"failing": failing, "blocks": blocks, "made": 0}.items():
         monkeypatch.setattr(FakeGroup, name, value)
@@ -504,7 +504,7 @@ def test_ended_run_leaves_no_workers(signum, code, tmp_path):
 
 
 def children_left():
-    """Process ids of the benchmark workers that this test run has started."""
+    """Returns the process ids of benchmark workers that this test run has started."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""Locks of data caches: which are removed, and what is said of the others."""
+"""Locks of data caches: which locks are removed, and the message about the rest."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from tfdist.launch.cache_locks import describe, is_left_behind, lock_named_in, l
 
 
 def begun_cache(path):
-    """An iterator that fills a cache, its lock, and the error of a second iterator."""
+    """Returns an iterator that fills a cache, the cache's lock, and the error of a second iterator."""
     first = iter(tf.data.Dataset.range(1000).cache(str(path)))
     next(first)
     with pytest.raises(tf.errors.AlreadyExistsError) as refused:

@@ -1,4 +1,4 @@
-"""A TF_CONFIG is either understood or refused with the rule, what came, and the way out."""
+"""A TF_CONFIG is understood, or refused with the rule, the received value and the remedy."""
 
 import json
 import socket
@@ -19,7 +19,7 @@ def config(cluster, task_type="worker", index=0, **more):
 
 TWO = {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}
 
-# What stands in TF_CONFIG, and words that must stand in the refusal.
+# Contents of TF_CONFIG, and words that the error must contain.
 WRONG = {
     "not JSON": ('{"cluster": ', ["JSON", "line 1, column 13"]),
     "single quotes": ("{'cluster': {}}", ["JSON", "column 2", "double quotes"]),
@@ -175,7 +175,7 @@ def test_slots_tell_workers_of_a_host_apart():
     assert [len(spec.workers_on_host) for spec in specs] == [3, 2, 3, 2, 3]
 
 
-# A list of hosts as Slurm writes it, and the hosts.
+# A list of hosts in Slurm's notation, and the hosts.
 HOSTLISTS = {
     "gpu1": ["gpu1"],
     "a,b-2": ["a", "b-2"],
@@ -213,7 +213,7 @@ def test_jobs_and_steps_that_run_at_once_have_other_ports():
     specs = [ClusterSpec.from_slurm(slurm(0, "node", "64", **own)) for own in steps]
     addresses = [address for spec in specs for address in spec.jobs["worker"]]
     assert len(set(addresses)) == 64 * len(steps)
-    assert max(int(address.split(":")[1]) for address in addresses) < 32768  # from there on they are of connections
+    assert max(int(address.split(":")[1]) for address in addresses) < 32768  # connections use the ports above
     assert ClusterSpec.from_slurm(slurm(64, "node", "65"), base_port=5000).address == "node:5064"
 
 
@@ -227,7 +227,7 @@ def test_processes_of_mpi_are_workers_on_the_hosts_that_are_given():
     assert mpi(1, 2, ("a", "b"), ("PMI_RANK", "PMI_SIZE")).describe() == "worker 1 of 2 at b:12345"
 
 
-# What a scheduler's environment has, and words that must stand in the refusal.
+# A scheduler's environment, and words that the error must contain.
 NO_STEP = {
     "no srun": (lambda: ClusterSpec.from_slurm({"SLURM_PROCID": "0"}), ["SLURM_STEP_NODELIST", "is not set", "`srun`"]),
     "brackets": (lambda: ClusterSpec.from_slurm(slurm(0, "n[1-2")), ["SLURM_STEP_NODELIST", "brackets", "'n[1-2'"]),
@@ -319,7 +319,7 @@ def test_own_port_is_bindable_until_someone_takes_it():
     (port,) = free_ports(1)
     spec = ClusterSpec.local(1, 0, [port])
     check_bindable(spec)
-    for host in ("127.0.0.1", ""):  # a holder on one interface is in the way of one on all
+    for host in ("127.0.0.1", ""):  # a socket on one interface blocks a socket on all interfaces
         with socket.socket() as holder:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as gRPC does
             holder.bind((host, port))
@@ -360,13 +360,13 @@ def test_a_pod_waits_for_its_name_or_leaves_it_to_who_does(monkeypatch):
 
 
 def test_a_name_server_that_answers_after_seconds_is_waited_for(monkeypatch):
-    """So it is where the first of two is dead: the system's resolver gives it 5 s."""
+    """The system's resolver waits 5 s if the first of two name servers is dead."""
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(3))
     (port,) = free_ports(1)
     check_bindable(ClusterSpec.from_json(config({"worker": [f"late.example:{port}"]})))
 
 
-# The environment of a scheduler's process, and words that must stand in the warning, if there is one.
+# The environment of a scheduler's process, and words that the warning must contain, or None without a warning.
 STARTED = {
     "mpirun": ({"OMPI_COMM_WORLD_SIZE": "4"}, ["OMPI_COMM_WORLD_SIZE is 4", "TF_CONFIG", "OMPI_COMM_WORLD_RANK"]),
     "MPICH": ({"PMI_SIZE": "2", "TF_CONFIG": " "}, ["PMI_SIZE is 2", "PMI_RANK", "--mpi"]),
@@ -382,7 +382,7 @@ STARTED = {
 
 
 def warned(environ, **more):
-    """What two calls in one process say."""
+    """Returns the warnings of two calls in one process."""
     call = f"[warn({environ}, **{more}) for _ in range(2)]"
     code = f"from tfdist.cluster.launch_check import warn_if_one_of_many as warn; {call}"
     command = [sys.executable, "-c", code]

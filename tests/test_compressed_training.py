@@ -22,7 +22,7 @@ def assert_agree(workers):
         assert np.all(np.isfinite(weight))
 
 
-# Rows that use the exchange in a special way. The other rows are marked `exhaustive`.
+# Rows that use the exchange in a special way. All other rows are marked `exhaustive`.
 REPRESENTATIVE = (
     "gradients_accumulated_eagerly",
     "input_last_batch_of_one_row",
@@ -56,7 +56,7 @@ def test_it_learns(codec, pools):
 
 @pytest.fixture(scope="session")
 def trained(pools):
-    """`trained(placement, mixture)` returns the results of each worker after 50 steps. Trains once."""
+    """Returns a function: `trained(placement, mixture)` has the results of each worker after 50 steps. Trains once."""
     return functools.cache(lambda placement, mixture: pools(placement).run(checks.train, placement, mixture))
 
 
@@ -172,7 +172,7 @@ LIFE = [0.0, 0.0, 1.0, float("nan"), *[1.0] * (STEPS - 4)]
 
 @pytest.fixture(scope="session")
 def lived(pools):
-    """`lived(placement, codec, scale)` returns sums and states of each worker in each step of `LIFE`. Runs once."""
+    """Returns a function: `lived(placement, codec, scale)` has sums and states in each step of `LIFE`. Runs once."""
 
     @functools.cache
     def live(placement, codec, scale):

@@ -38,7 +38,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts Python code with a data_dir, returns (process, file of its output), and kills processes at the end."""
+    """Returns a function that starts Python code with a data_dir. Kills the processes at the end."""
     processes = []
 
     def start(code, data_dir):

@@ -1,4 +1,4 @@
-"""Faults for drills stop, slow and kill processes, make writes fail, cut links, and corrupt files."""
+"""Drill faults stop, slow and kill processes, make writes fail, cut links, and corrupt files."""
 
 import os
 import pathlib
@@ -18,7 +18,7 @@ from tfdist.testing import Fault, faults
 
 @pytest.fixture
 def busy():
-    """A process that uses a core."""
+    """Yields a process that uses a core."""
     code = "import os\nprint(os.getpid(), flush=True)\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
@@ -31,7 +31,7 @@ def state(process):
 
 
 def speed(process, seconds=1.5):
-    """CPU seconds of a process per second."""
+    """Returns the CPU seconds of a process per second."""
 
     def computed():
         return sum(map(int, pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
@@ -153,7 +153,7 @@ def test_corruption_is_repeatable_and_real(tmp_path):
 
 
 def trained(fault, batches, optimizer=None):
-    """The number of batches of an epoch after which a fault raises, or None if it does not raise."""
+    """Returns the number of batches of an epoch after which a fault raises, or None if it does not raise."""
     fault.set_model(types.SimpleNamespace(optimizer=optimizer))
     fault.on_epoch_begin(0)
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Every example, run in the four ways that its header names."""
+"""Runs every example in the four ways that its header names."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ def two_devices(script, flags):
 
 def launcher(script, flags):
     command = [os.path.join(sysconfig.get_path("scripts"), "tfdist"), "run", "--workers", "2", script, *flags]
-    return [(command, {"TF_CPP_MIN_LOG_LEVEL": "0"})]  # as users have it
+    return [(command, {"TF_CPP_MIN_LOG_LEVEL": "0"})]  # the default level, as for users
 
 
 def by_hand(script, flags):
@@ -40,14 +40,14 @@ def by_hand(script, flags):
 
 
 def by_default(*ways):
-    """All ways, `exhaustive` but for these: together the examples go all ways."""
+    """Returns all ways, marked `exhaustive` unless they are in `ways`; together the examples cover all ways."""
     every = (one_process, two_devices, launcher, by_hand)
     return [pytest.param(way, marks=() if way in ways else pytest.mark.exhaustive) for way in every]
 
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs an example in one way, and gives the text of all its processes once all have ended well."""
+    """Returns a function that runs an example in one way, and returns the output of its processes if all succeed."""
     processes = []
 
     def run(way, example, *flags):
@@ -72,7 +72,7 @@ def run(tmp_path):
 
 
 def wait(processes):
-    """Until all have ended, one has failed or the deadline has passed."""
+    """Waits until all processes have ended, one has failed, or the deadline has passed."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     codes = [None]
     while None in codes and not any(codes) and time.monotonic() < deadline:
@@ -81,7 +81,7 @@ def wait(processes):
 
 
 def end(process):
-    """The launcher first gets the chance to end its workers, which are not all of this process' group."""
+    """Ends the launcher first by SIGTERM, so that it can end workers outside this process group."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -92,7 +92,7 @@ def end(process):
 
 
 def printed(name, text):
-    """The number after `name:`, which one process must have printed once."""
+    """Returns the number after `name:`, which the processes must have printed exactly once."""
     numbers = re.findall(rf"{name}: (\d+\.\d+)", text)
     assert len(numbers) == 1, text
     return float(numbers[0])
@@ -114,7 +114,7 @@ def test_digits_at_full_length_on_two_workers(run, data_dir, tmp_path):
     text = run(launcher, "digits.py", "--data_dir", data_dir, "--min_accuracy", "0.97", "--save", str(model))
     assert printed("test accuracy", text) > 0.97
     assert model.exists()
-    of_tfds = ("Downloading and preparing", "Dataset digits", "Generating", "Shuffling")  # if this test comes first
+    of_tfds = ("Downloading and preparing", "Dataset digits", "Generating", "Shuffling")  # if this test runs first
     assert len(beside_progress(text, "test accuracy: ", *of_tfds)) <= 3, text
 
 

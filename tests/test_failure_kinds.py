@@ -1,4 +1,4 @@
-"""The kind of a failure and the line that tells its cause, from the names and texts of exceptions."""
+"""Tests the kind of a failure and the line with its cause, taken from names and texts of exceptions."""
 
 import errno
 
@@ -43,7 +43,7 @@ def in_map(text):
 
 
 UNLIKE_ROWS = "All workers must read the same rows in the same order, but worker 0 has 'No such file or directory'."
-# How TensorFlow quotes an error that was raised while it ran a custom loop, a step of `fit`, or several at a time.
+# How TensorFlow quotes an error from a custom loop, a step of `fit`, or several steps at a time.
 QUOTED = [
     lambda text: (
         f"{{{{function_node __wrapped__IteratorGetNext}}}} {text}\nTraceback (most recent call last):\n\n"
@@ -138,7 +138,7 @@ def test_an_exception_is_of_a_kind(kind, error):
 def test_the_others_learn_the_kind_of_a_failure_by_its_words():
     words = tell_kind("worker 1 ended by KeyError: 'x'", KeyError("x"))
     assert told_kind(f"Collective ops is aborted by: {words}. More") == FailureKind.PROGRAM
-    # What a worker tells that fails by another's failure is that one's kind.
+    # If a worker fails because of a peer's failure, it reports the peer's kind.
     error = op_error("UnavailableError", words)
     assert told_kind(tell_kind("worker 0 ended by UnavailableError: ", error)) == FailureKind.PROGRAM
     assert told_kind("worker 1 at 10.0.0.1:2222 is gone") is None

@@ -1,4 +1,4 @@
-"""Workers that do not come, do not fit, are asked to go or die: all others know within their deadlines, by name."""
+"""If workers are missing, unfit, preempted or dead, all peers learn within their deadlines which worker failed."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ START_SECONDS = 3
 
 
 class Job:
-    """Workers that run one script, each in a fresh interpreter."""
+    """Starts workers that run one script, each in a new interpreter."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -55,7 +55,7 @@ class Job:
                 )
 
     def train(self, body, workers=2, **environ):
-        """Starts them, and waits until all are in the middle of a `fit`."""
+        """Starts the workers, and waits until all are in the middle of a `fit`."""
         self.start(body, workers, **environ)
         for index in range(workers):
             self.wait_for(index, "training")
@@ -64,7 +64,7 @@ class Job:
         return (self.directory / f"worker-{index}.log").read_text()
 
     def wait(self):
-        """The exit codes."""
+        """Returns the exit codes."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
 
@@ -176,7 +176,7 @@ preemption.install(Strategy())
 
 
 def preempted(body, signum=signal.SIGTERM):
-    """Runs a program that is sent a signal when it says "ready"; its exit code, output and seconds from the signal."""
+    """Sends a signal to a program that prints "ready". Returns exit code, output and seconds since the signal."""
     command = [sys.executable, "-u", "-c", PREEMPTION + textwrap.dedent(body)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
@@ -491,7 +491,7 @@ def test_a_resolver_stands_in_for_tf_config_and_an_empty_one_trains_alone(job):
     )
     assert job.wait() == [0, 0], job.output(0) + job.output(1)
     assert "each of the 4 processes trains alone" in job.output(0)
-    assert "trains alone" not in job.output(1)  # its resolver says who the others are
+    assert "trains alone" not in job.output(1)  # this worker's resolver names its peers
 
 
 def test_a_strategy_that_is_made_too_late_is_told_so_before_it_waits_for_others(job):
@@ -818,7 +818,7 @@ print("epochs", done.epoch, flush=True)
     assert not (job.directory / "backup").exists()
 
 
-# Which report no steps.
+# This loop reports no steps.
 OWN_LOOP = """
 def loop(x, y, epochs, callbacks, **options):
     callbacks = keras.callbacks.CallbackList(callbacks, model=model, epochs=epochs)
@@ -993,7 +993,7 @@ def test_a_worker_that_is_done_does_not_end_as_if_all_were_when_another_fails(fa
     codes = job.wait()
     assert codes[1 - failing] == 1 and codes[failing] != 0, job.output(1 - failing)
     assert "is done, but another has failed" in job.output(1 - failing)
-    if how == RAISES or failing == 1:  # The chief says so of a strategy that nobody uses.
+    if how == RAISES or failing == 1:  # Only the chief reports an unused strategy.
         assert "scope() was never entered" in job.output(0) and "never entered" not in job.output(1)
 
 

@@ -1,4 +1,4 @@
-"""What tfdist puts around Keras' functions and models: functions made again, models left to their own strategy."""
+"""How tfdist wraps Keras' functions and models: rebuilt functions, and models of other strategies."""
 
 import keras
 import pytest
@@ -12,7 +12,7 @@ from tfdist.strategies.keras_calls import NotedFunction
 
 @pytest.fixture
 def unwatched(monkeypatch):
-    """As in a process that has made no strategy yet."""
+    """Resets the guard, as in a process that has created no strategy yet."""
     monkeypatch.setattr(outside_scope._Guard, "watching", None)
     monkeypatch.setattr(outside_scope._Guard, "workers", 1)
     yield

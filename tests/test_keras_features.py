@@ -1,4 +1,4 @@
-"""Every Keras feature on several replicas gives what one device gives, and all replicas the same bits."""
+"""Every Keras feature gives one device's result on several replicas, with the same bits on all replicas."""
 
 import keras
 import numpy as np
@@ -6,14 +6,14 @@ import pytest
 
 from keras_features import ROWS, run_row
 
-# Where devices of a worker and workers meet in ways of their own; under 2x2 the others are `exhaustive`.
+# Rows with different exchanges between devices and between workers; under 2x2 all other rows are `exhaustive`.
 HIERARCHY = (
     "fit_numpy",
     "input_last_batch_of_one_row",
     "batch_normalization",
     "embedding_adam_sparse",
 )
-# What one device adds up is told by a replica's graph, which is the same in a process and on a worker.
+# Rows about gradients that one device adds up. A replica's graph shows this, and is equal in a process and on a worker.
 ROWS_ADDED_UP = (
     "embedding_of_positions_in_texts_of_any_length",
     "embedding_of_positions_by_a_constant",
@@ -26,7 +26,7 @@ ROWS_ADDED_UP = (
     "embedding_of_each_token_once",
     "embedding_of_places_counted_from_the_last_row",
 )
-# Where replicas in one graph, or one after another, do not go the way of processes; on two devices the others are
+# Rows that run differently when replicas share a graph or take turns in one process; on two devices all other rows are
 # `exhaustive`.
 IN_ONE_PROCESS = (
     "fit_numpy",
@@ -62,14 +62,14 @@ IN_ONE_PROCESS = (
     "input_that_is_parsed_and_checked_eagerly",
     *ROWS_ADDED_UP,
 )
-# Replicas meet before the update, which is each optimizer's own; the others are `exhaustive`.
+# Replicas exchange gradients before the optimizer's own update, so the other optimizers are `exhaustive`.
 OPTIMIZERS = (
     "optimizer_adam",
     "optimizer_adam_gradient_accumulation_steps_global_clipnorm",
     "optimizer_multi",
     "optimizer_that_delegates",
 )
-# Between workers what these do is what others do, or differs before anything is exchanged; `exhaustive` as well.
+# Between workers, these rows act like other rows or differ only before the exchange; they are `exhaustive` as well.
 ALIKE_ON_WORKERS = (
     "steps_of_a_static_number_of_rows",
     "step_under_a_decorator",
@@ -129,13 +129,13 @@ def test_every_optimizer_of_keras_has_a_row():
 
 
 def by_default(names, of=tuple(ROWS)):
-    """Rows `of` the table, `exhaustive` but for `names`."""
+    """Returns the rows `of` the table as parameters, marked `exhaustive` unless they are in `names`."""
     return [pytest.param(name, marks=() if name in names else pytest.mark.exhaustive) for name in of]
 
 
 @pytest.fixture(scope="session")
 def results(pools, tmp_path_factory):
-    """`results(name, placement)` gives what each worker computed; a row runs once in a placement."""
+    """Returns a function: `results(name, placement)` has the result of each worker; a row runs once per placement."""
     known = {}
 
     def run(name, placement):

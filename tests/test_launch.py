@@ -1,4 +1,4 @@
-"""`tfdist run` starts workers that know each other, and whatever happens it leaves none behind."""
+"""`tfdist run` starts workers that know each other, and leaves no worker behind in any case."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ def test_each_worker_gets_its_own_place_in_one_cluster(run):
     assert [spec.worker_id for spec in specs] == [0, 1, 2]
     assert all(spec.num_workers == 3 and spec.jobs == specs[0].jobs for spec in specs)
     assert out == "" and "3 workers" in err
-    (logs,) = run.log_dirs()  # They stay, and the last line says where.
+    (logs,) = run.log_dirs()  # The logs stay, and the last line names their folder.
     assert sorted(path.name for path in logs.rglob("*.*")) == ["worker-0.log", "worker-1.log", "worker-2.log"]
     assert str(logs) in err.splitlines()[-1]
 
@@ -91,7 +91,7 @@ def test_an_outer_tf_config_is_replaced_and_told(run):
 
 
 def test_workers_of_a_run_share_a_secret_that_is_in_no_log_and_no_report(run):
-    """One for each run, kept over its attempts; a secret that is given is left alone."""
+    """Each run has one secret for all its attempts; a secret from the user stays unchanged."""
     body = """
         attempt = os.environ["TFDIST_ATTEMPT"]
         (here / f"{sys.argv[1]}-{attempt}-{worker}").write_text(repr([os.environ.get("TFDIST_SECRET"), sys.argv[1]]))
@@ -194,7 +194,7 @@ def test_a_module_runs_by_name(run):
 
 
 def test_the_chief_speaks_here_and_the_others_in_their_logs(run):
-    # Each line in one piece, as pieces of two streams may come in any order.
+    # Each line is one write, since pieces of two streams may arrive in any order.
     script = run.script(r'sys.stdout.write(f"I am {worker}\n"); sys.stderr.write(f"complaint {worker}\n")')
     logs = run.directory / "new" / "logs"
     code, out, err = run.finish("--workers", 3, "--log-dir", logs, script)
@@ -235,7 +235,7 @@ def test_a_line_that_has_not_ended_is_in_the_log_and_a_progress_bar_on_the_scree
         log = run.directory / "logs" / "attempt-0" / "worker-0.log"
         assert eventually(lambda: log.exists() and log.read_bytes() == b"10 %\r20 %")
         (run.directory / "go").touch()
-        assert process.communicate(timeout=DEADLINE_SECONDS)[0] == "[worker 0] 20 %\n"  # its last state
+        assert process.communicate(timeout=DEADLINE_SECONDS)[0] == "[worker 0] 20 %\n"  # the last state of the bar
 
 
 def test_a_disk_that_is_full_for_logs_is_no_error_of_a_worker(run):
@@ -270,7 +270,7 @@ def test_the_chief_keeps_the_terminal(run):
 
 @pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "pipe"])
 def test_lines_of_libraries_are_in_the_log_alone(run, is_terminal):
-    """A bar is shown while it has no end; what the script prints comes unchanged."""
+    """The terminal shows an unfinished progress bar, and the script's own lines unchanged."""
     library = f"{LIBRARY_LINES[0].example}\n{LIBRARY_LINES[2].example}\n"
     script = run.script(
         f"""
@@ -327,7 +327,7 @@ time.sleep(60)
     assert code == expected and words in err
     assert ("Traceback" if name == "exception" else "line 99") in err and "line 60\n" not in err
     assert run.gone()
-    (log_dir,) = run.log_dirs()  # kept, and told where
+    (log_dir,) = run.log_dirs()  # kept, and named in the output
     assert str(log_dir) in err and "line 0\n" in (log_dir / "attempt-0" / "worker-1.log").read_text()
 
 
@@ -414,7 +414,7 @@ def test_what_a_worker_started_is_left_alone_while_it_saves(run):
     assert process.returncode == 75 and run.gone()
 
 
-# What asks `tfdist run` to end, what asks its workers, their exit code, its own.
+# Name: the signal to `tfdist run`, the signal to its workers, their exit code, its own exit code.
 ASKED = {
     "not saved, SIGINT": (signal.SIGINT, signal.SIGINT, 3, 130),
     "done, SIGTERM": (signal.SIGTERM, signal.SIGTERM, 0, 0),
@@ -455,7 +455,7 @@ def test_a_deaf_worker_is_killed_after_the_grace_of_a_signal(run):
 def test_a_second_ctrl_c_kills_at_once_if_it_is_a_request_of_its_own(run):
     with run.start("--workers", 2, "--grace-seconds", 600, run.script(DEAF)) as process:
         run.wait_for_pids(2)
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):  # of one request
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):  # a single request
             process.send_signal(signum)
             time.sleep(0.1)
         with pytest.raises(subprocess.TimeoutExpired):
@@ -476,7 +476,7 @@ def test_workers_end_with_a_killed_launcher(run, tee):
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
 def test_what_workers_print_goes_nowhere_if_the_streams_are_closed(run, closed):
-    """Least of all to the guard, which would kill the process groups of these numbers."""
+    """The guard must not read the output either, or it would kill the process groups of the printed numbers."""
     bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
     script = run.script(
         f"""
@@ -542,7 +542,7 @@ def test_without_a_temporary_directory_a_log_dir_is_asked_for(run):
     assert done.stderr.endswith("give --log-dir\n") and "Traceback" not in done.stderr
 
 
-# Arguments, and words that must stand in the refusal.
+# Arguments, and words that the error must contain.
 WRONG = {
     "no script": (["--workers", 2], "script.py"),
     "no workers": (["script.py"], "--workers"),

@@ -1,4 +1,4 @@
-"""Workers notice that they have unlike models before the first exchange of these; nothing of one's own is compared."""
+"""Workers notice different models before the first exchange; properties that may differ between workers are ignored."""
 
 import keras
 import pytest

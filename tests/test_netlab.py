@@ -1,4 +1,4 @@
-"""Hosts on one machine: their links have the asked rate, all bytes are counted, and nothing of them stays behind."""
+"""Virtual hosts on one machine: links have the requested rate, all bytes are counted, and nothing is left behind."""
 
 import contextlib
 import functools
@@ -85,7 +85,7 @@ def lab():
 
 
 def machine():
-    """What a lab could disturb: links, addresses, routes and rules of the machine, and namespaces of others."""
+    """Returns the machine's links, addresses, routes and rules, and foreign namespaces; a lab must not change them."""
     shown = [run("ip", "-o", *what.split()) for what in ("link", "-4 address", "route", "rule")]
     return [*shown, [name for name in namespaces() if not name.startswith("tfd")]]
 
@@ -102,7 +102,7 @@ def namespaces():
 
 
 def leftovers():
-    """Namespaces, locks and links in the machine that are a lab's, except of labs with a living owner."""
+    """Returns the namespaces, locks and links of labs on this machine without a living owner."""
     links = [line.split(": ")[1] for line in run("ip", "-o", "link").splitlines()]
     found = [name for name in [*namespaces(), *links, *os.listdir("/run")] if re.match(r"tfd\d", name)]
     return [name for name in found if not has_living_owner(re.match(r"tfd\d+", name)[0])]
@@ -130,7 +130,7 @@ def started(command, **options):
 
 
 def transfer(sender, receiver, size):
-    """Sends so many bytes; returns the seconds, and by how much the counters of both went up."""
+    """Sends `size` bytes. Returns the seconds, and the increase of both counters."""
     with started(receiver.command([sys.executable, "-c", RECEIVE])) as sink:
         assert sink.stdout.readline() == "ready\n"
         before = sender.counters().sent_bytes, receiver.counters().received_bytes
@@ -140,7 +140,7 @@ def transfer(sender, receiver, size):
 
 
 def skips_on_a_busy_machine(test):
-    """A link that carries too much fails; one that carries too little may have been kept from it by other programs."""
+    """A link that is too fast fails the test; other programs may have slowed a link down, so the test is skipped."""
 
     @functools.wraps(test)
     def run_test(*args, **kwargs):
@@ -157,7 +157,7 @@ def skips_on_a_busy_machine(test):
 def test_links_have_the_asked_rate(lab, rate):
     lab.shape(rate)
     assert lab.wire_bits_per_second == pytest.approx(BITS[rate], rel=TOLERANCE)
-    # Frames of 1514 bytes carry 1448 of payload: what arrives agrees with what the bucket let through.
+    # Frames of 1514 bytes carry 1448 bytes of payload, so the received rate agrees with the rate of the token bucket.
     assert lab.bits_per_second == pytest.approx(BITS[rate] * 1448 / 1514, rel=TOLERANCE)
 
 
@@ -169,7 +169,7 @@ def test_a_transfer_of_known_size_is_counted_and_not_faster_than_the_rate(lab, r
     for ends in (lab.hosts, lab.hosts[::-1]):
         seconds, sent, received = transfer(*ends, size)
         assert (sent, received) == pytest.approx((size, size), rel=0.02)
-        # No upper bound: that the link gives what it should is measured above, before all other load of the machine.
+        # No upper bound: the test above measures the full rate, before other tests load the machine.
         assert seconds > (1 - TOLERANCE) * size * 8 / BITS[rate] * 1514 / 1448
 
 
@@ -200,7 +200,7 @@ def test_up_exec_and_down_leave_the_labs_of_others_alone(lab):
     with Netlab(hosts=2, rate=None):
         assert address in run(*COMMAND, "exec", name, "--", "ip", "-4", "address", "show", "dev", "eth0")
     run(*COMMAND, "up", "--hosts", "2", "--rate", "none")
-    assert name not in namespaces()  # the second has taken its place
+    assert name not in namespaces()  # the second lab has replaced it
     assert str(os.getpid()) in run(*COMMAND, "down")
     assert leftovers() == []
     assert owned_by(lab) <= set(namespaces())
@@ -296,6 +296,6 @@ def test_two_workers_on_two_hosts_reduce_over_the_link(lab, tmp_path):
         outputs = [worker.communicate(timeout=DEADLINE_SECONDS)[0] for worker in workers]
     for worker, output in zip(workers, outputs, strict=True):
         assert worker.returncode == 0 and output.endswith("right\n"), output
-    # In a ring of 2 each sends half of the tensor twice.
+    # In a ring of 2, each worker sends half of the tensor twice.
     for host, start in zip(lab.hosts, before, strict=True):
         assert TENSOR_BYTES <= host.counters().sent_bytes - start.sent_bytes < 1.5 * TENSOR_BYTES

@@ -1,4 +1,4 @@
-"""Nothing listens at addresses that were not asked for, and a private network is private."""
+"""Processes listen only at the requested addresses, and a private network is private."""
 
 import contextlib
 import ctypes
@@ -31,7 +31,7 @@ def run(tmp_path):
         ("127.0.0.1", {"127.0.0.1"}),
         ("127.0.0.5", {"127.0.0.5"}),
         ("localhost", {"127.0.0.1", "::1"}),
-        ("192.0.2.1", {"::", "0.0.0.0"}),  # Of nobody, as RFC 5737 has it: as behind NAT.
+        ("192.0.2.1", {"::", "0.0.0.0"}),  # belongs to no machine (RFC 5737), as behind NAT
         ("no-such-host.invalid", {"::", "0.0.0.0"}),
     ],
 )
@@ -43,7 +43,7 @@ def test_a_listener_is_at_the_addresses_of_its_host_alone(host, addresses):
 
 
 def test_a_name_that_means_this_machine_to_itself_alone_is_no_reason_to_listen_at_loopback(monkeypatch):
-    """As the machine's own name in /etc/hosts of Debian, at 127.0.1.1: others could not connect there."""
+    """Debian's /etc/hosts maps a machine's own name to 127.0.1.1, where peers on other machines cannot connect."""
     monkeypatch.setattr(listening, "addresses_of", lambda host: ["127.0.1.1"])
     (listener,) = listening.listen("node0", 0, backlog=1)
     with listener:
@@ -51,7 +51,7 @@ def test_a_name_that_means_this_machine_to_itself_alone_is_no_reason_to_listen_a
 
 
 def test_worker_0_and_the_exchange_connections_listen_at_loopback_under_a_local_run(run):
-    """TensorFlow's own server does not, which is why there is --private-network."""
+    """TensorFlow's own server listens at all addresses; therefore --private-network exists."""
     spec = ClusterSpec.local(2, 0, free_ports(2))
     code = "import sys; from tfdist.cluster import ClusterSpec; from tfdist.faults import rendezvous; "
     code += "rendezvous.meet(ClusterSpec.from_json(sys.argv[1]), 60)"

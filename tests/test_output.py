@@ -1,4 +1,4 @@
-"""What the terminal shows of a worker's output: everything but the lines of libraries, in pieces of any size."""
+"""The terminal shows a worker's output without the lines of libraries, for input in pieces of any size."""
 
 import random
 import re
@@ -19,7 +19,7 @@ OF_LIBRARIES = [each.example for each in LIBRARY_LINES] + [
     "I1125 20:26:32.084901 139651931122560 reader.py:262] Creating a tf.data.Dataset reading 1 files",
     "I1125 20:26:27.282360 139651931122560 mirrored_strategy.py:423] Using MirroredStrategy",
 ]
-# What scripts, Python, absl and tfdist print on standard error.
+# Lines that scripts, Python, absl and tfdist print on standard error.
 OF_USERS = [
     "epoch 1: loss 0.5",
     "",
@@ -51,13 +51,13 @@ OF_USERS = [
 
 
 def shown(pieces, **arguments):
-    """What a filter shows of these pieces, with a moment of silence after each where a piece is None."""
+    """Returns the output of a filter for these pieces. None stands for a pause in the output."""
     screen = TerminalFilter(**arguments)
     return b"".join(screen.flush() if piece is None else screen.feed(piece) for piece in pieces) + screen.end()
 
 
 def cut(data, random_numbers):
-    """The same bytes in pieces of a few bytes, with moments of silence in between."""
+    """Returns the same bytes in short pieces, with pauses in between."""
     places = sorted(random_numbers.sample(range(len(data)), 40))
     pieces = [data[start:end] for start, end in zip([0, *places], [*places, len(data)], strict=True)]
     return [each for piece in pieces for each in ([piece, None] if random_numbers.random() < 0.2 else [piece])]
@@ -135,9 +135,9 @@ def test_the_traceback_that_a_worker_has_reported_is_for_the_log(name):
     assert shown([printed], reported_stack=lambda: stack) == b"before\nafter\n\n"
     colored = re.sub(rb"(Error|line \d+)", b"\x1b[35m\\1\x1b[0m", printed)
     assert shown([colored], reported_stack=lambda: stack) == b"before\nafter\n\n"
-    other = re.sub(rb"line \d+, in .*", b"line 99, in another", printed)  # as threads that run on have it
+    other = re.sub(rb"line \d+, in .*", b"line 99, in another", printed)  # as in threads that run on
     assert shown([other], reported_stack=lambda: stack) == b"before\nafter\n\n"
-    assert shown([printed]) == printed  # Nothing was reported: the script has caught and printed it.
+    assert shown([printed]) == printed  # Nothing was reported: the script has caught and printed the error.
 
 
 def test_a_crash_dump_is_for_the_log():
@@ -147,7 +147,7 @@ def test_a_crash_dump_is_for_the_log():
     assert shown([b"before\n", done.stderr, b"after\n\n"]) == b"before\nafter\n\n"
 
 
-# What is read at a time, and the lines that come of it.
+# Chunks of the stream, and the resulting lines.
 PIECES = {
     "lines": (["a\n\nb\n", "c"], ["a", "", "b", "c"]),
     "a line in parts": (["a", "b", "c\nd"], ["abc", "d"]),

@@ -1,4 +1,4 @@
-"""What is shipped is whole, starts without TensorFlow, and has the public names that are promised."""
+"""The package is complete, starts without TensorFlow, and has exactly the documented public names."""
 
 import ast
 import json
@@ -22,7 +22,7 @@ IMPORT_SECONDS = 0.2
 REFUSAL_SECONDS = 5
 
 ROOT = pathlib.Path(__file__).parents[1]
-HOUSE = {"tfdist": "tfdist", "strategies": "tfdist/strategies", "data": "tfdist/data"}  # in the tree, and installed
+HOUSE = {"tfdist": "tfdist", "strategies": "tfdist/strategies", "data": "tfdist/data"}  # in the tree: as installed
 
 PUBLIC = {
     "tfdist": [
@@ -110,14 +110,14 @@ PRIVATE = ("tensorflow.python", "tensorflow.compiler", "tensorflow.core", "keras
 
 
 def run_python(code, *options, cwd, **environ):
-    """Runs `code` in a fresh interpreter away from the tree."""
+    """Runs `code` in a new interpreter outside the tree."""
     environ = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", **os.environ, **environ}
     command = [sys.executable, *options, "-c", textwrap.dedent(code)]
     return subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
 
 
 def answer(code, *options, cwd, **environ):
-    """What `code` prints last, as JSON."""
+    """Returns the last line that `code` prints, parsed as JSON."""
     done = run_python(code, *options, cwd=cwd, **environ)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -125,7 +125,7 @@ def answer(code, *options, cwd, **environ):
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of the tree, since building leaves files in it."""
+    """Returns a copy of the tree, since a build leaves files in it."""
     copy = tmp_path_factory.mktemp("tree") / "tfdist"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "__pycache__"))
     return copy
@@ -133,7 +133,7 @@ def tree(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(tree):
-    """A wheel, built by the setuptools of this environment, so that no network is needed."""
+    """Returns a wheel, built with the installed setuptools, so that no network is needed."""
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tree / "dist", tree)
     (path,) = (tree / "dist").iterdir()
     return path
@@ -163,7 +163,7 @@ def test_every_module_of_the_wheel_imports_outside_the_tree(wheel, tmp_path):
     site = tmp_path / "site"
     pip("install", "--no-deps", "--no-index", "--target", site, wheel)
     modules = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in shipped(wheel)]
-    # Without `site`, no .pth file is read, and so not the one that leads to the tree in an editable install.
+    # Without `site`, Python reads no .pth file, and thus not the one of an editable install, which leads to the tree.
     path = [str(site), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     files = answer(
         f"""
@@ -190,7 +190,7 @@ def test_import_is_quick_and_does_not_load_tensorflow(tmp_path):
     """
     seconds, loaded = zip(*(answer(code, cwd=tmp_path) for _ in range(5)), strict=True)
     assert not any(loaded)
-    assert min(seconds) < IMPORT_SECONDS  # the best, since others may use the machine
+    assert min(seconds) < IMPORT_SECONDS  # the best of five, since other programs may use the machine
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["run", "--help"]], ids=" ".join)
@@ -220,7 +220,7 @@ def test_what_a_parent_of_workers_needs_does_not_load_tensorflow(module, tmp_pat
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Of each public module its `__all__`, and which of these names exist and have a docstring."""
+    """Returns the names in `__all__` of each public module, and whether each name exists and has a docstring."""
     code = f"""
         import importlib, json
         found = {{}}
@@ -252,7 +252,7 @@ def parse(folders):
 
 
 def imported(node):
-    """Full names that an import statement asks for."""
+    """Returns the full names that an import statement imports."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
@@ -296,7 +296,7 @@ def modules():
 
 
 def file_of(name, modules):
-    """The file of this tree that an imported name is in; None if in no such."""
+    """Returns the file of this tree that defines an imported name, or None."""
     path = name.replace(".", "/")
     for folder, installed in HOUSE.items():
         path = re.sub(f"^{installed}(?=/|$)", folder, path)

@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands there."""
+"""The examples of the README run as they are."""
 
 import contextlib
 import os
@@ -50,7 +50,7 @@ def shown(name):
     ],
 )
 def test_under_a_scheduler_each_process_is_a_worker(name, environ, rank, tmp_path):
-    """As the scheduler would start them, both on this machine."""
+    """Starts the processes as a scheduler would, all on this machine."""
     (tmp_path / "train.py").write_text("import os; print(os.environ['TF_CONFIG'])")
     (line,) = [line for line in shown(name).splitlines() if "tfdist run" in line]
     command = line[line.index("tfdist run") :].replace("node1:4,node2:4", "localhost:2").split()

@@ -1,4 +1,4 @@
-"""The rendezvous: all who came name a worker that is missing or does not fit, and strangers do no harm."""
+"""At the rendezvous, all present workers name a worker that is missing or unfit, and strangers cannot do harm."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ START_SECONDS = 3
 
 
 class Meeting:
-    """Workers that meet, each in a thread."""
+    """Workers at a rendezvous, each in a thread."""
 
     def __init__(self, seconds=DEADLINE_SECONDS):
         self.seconds = seconds
@@ -104,7 +104,7 @@ def test_who_is_missing_is_named_by_all_who_came_within_the_deadline(missing):
 )
 def test_why_worker_0_cannot_be_reached_is_told(host, why):
     port, own = free_ports(2)
-    peer = host if host.startswith("127.") else "here"  # loopback may not stand beside other hosts
+    peer = host if host.startswith("127.") else "here"  # a loopback address cannot be mixed with other hosts
     cluster = ClusterSpec({"worker": [f"{host}:{port}", f"{peer}:{own}"]}, "worker", 1)
     group = Meeting(0.1)
     group.add(1, cluster)
@@ -131,7 +131,7 @@ def test_who_has_left_again_is_missing():
 
 @contextlib.contextmanager
 def guest(chief, introduction, secret=None):
-    """Somebody at worker 0's address who says that introduction."""
+    """Connects to worker 0's address and sends an introduction."""
     if dataclasses.is_dataclass(introduction):
         introduction = dataclasses.asdict(introduction)
     with stranger(chief) as connection:
@@ -141,7 +141,7 @@ def guest(chief, introduction, secret=None):
 
 @contextlib.contextmanager
 def stranger(chief, words=b""):
-    """Somebody at worker 0's address who sends these bytes."""
+    """Connects to worker 0's address and sends bytes."""
     host, port = chief.address.split(":")
     assert eventually(lambda: connects(host, int(port)))
     with socket.create_connection((host, int(port)), DEADLINE_SECONDS) as connection:
@@ -218,7 +218,7 @@ def test_silent_and_talkative_crowds_keep_no_worker_out_and_take_little_memory()
         worker = subprocess.run([sys.executable, "-c", FLOOD, specs[1].to_json()], stdout=subprocess.PIPE, text=True)
         printed = chief.communicate(timeout=DEADLINE_SECONDS)[0]
     assert worker.stdout.startswith("[0]") and printed.startswith("[1]"), printed
-    # What 600 connections took, beside what a worker takes that nobody disturbs.
+    # Memory that 600 connections took, compared with a worker that no stranger disturbs.
     assert int(printed.split()[-1]) - int(worker.stdout.split()[-1]) < 30_000, (printed, worker.stdout)
 
 
@@ -271,7 +271,7 @@ def test_another_cluster_of_a_cluster_host_is_named_on_all_workers_soon(monkeypa
 
 @pytest.mark.parametrize("secret", [None, "s" * 32])
 def test_other_versions_and_two_of_one_index_are_named_soon(secret, monkeypatch):
-    """With a secret the other end learns what it needs; without one only what of its own does not fit."""
+    """With a secret, the unfit worker learns the full reason; without a secret, only its own wrong property."""
     monkeypatch.setattr(admission, "PLAIN_SECONDS", 1.5)
     if secret:
         monkeypatch.setenv(SECRET, secret)
@@ -331,7 +331,7 @@ time.sleep(60)
 
 @pytest.mark.privileged
 def test_from_another_host_nobody_ends_the_job_or_takes_the_place_of_a_worker():
-    """Without a secret: lines that ended the job, and a forged worker 1 that comes before the right one."""
+    """Without a secret, a stranger sends lines that could end the job; a forged worker 1 comes before the real one."""
     if why := why_not():
         pytest.skip(why)
     with Netlab(hosts=4, rate=None) as lab, contextlib.ExitStack() as stack:
@@ -402,7 +402,7 @@ def test_a_worker_with_another_secret_is_told_so_and_does_not_end_the_job(monkey
         group.end()
         (chief, _), (worker, seconds) = (result for _, result in sorted(group.results.items()))
         assert "worker 1 of 2" in worker and SECRET in worker and seconds < 2 * START_SECONDS
-        # Worker 0 waits for the right one, to the deadline.
+        # Worker 0 waits for the right worker until the deadline.
         assert "missing: worker 1" in chief and SECRET in chief and "on 127.0.0.1 was refused" in chief
         assert "the secret of" not in worker + chief
 
@@ -414,7 +414,7 @@ def test_a_forged_worker_is_not_admitted_where_there_is_a_secret(monkeypatch):
     introduction = rendezvous._introduction(specs[1])
     with contextlib.suppress(handshake.RefusedError), guest(specs[0], introduction, Secret(b"guessed, guessed")):
         pass
-    with stranger(specs[0]) as connection:  # One that knows the protocol.
+    with stranger(specs[0]) as connection:  # This stranger knows the protocol.
         handshake.send(connection, {"nonce": "0" * 64, "proves": True})
         handshake.receive_line(connection)
         text = json.dumps(dataclasses.asdict(introduction))
@@ -498,7 +498,7 @@ def test_tls_files_are_checked_by_name(tmp_path):
                 Tls(TlsFiles.from_env({**paths, variable: wrong}))
 
 
-# Decisions on who is admitted.
+# Decisions about admission.
 
 HOSTS = {0: {"10.0.0.1"}, 1: {"10.0.0.2"}, 2: {"10.0.0.3", "fd00::3"}}
 OWN = Introduction(0, ("a:1", "b:1", "c:1"), "tfdist 1", "a")
@@ -519,9 +519,9 @@ def test_the_worker_on_the_host_of_its_address_takes_the_place_of_another():
     judge = Admission(OWN, False, HOSTS.get).judge
     verdict = judge(GUEST, "10.0.0.2", ("192.0.2.1", "forged"), 0)
     assert verdict.refused is None and "forged" in verdict.problem
-    for source in ("192.0.2.1", "10.0.0.2"):  # Two that look alike, and one that would take a right one's place.
+    for source in ("192.0.2.1", "10.0.0.2"):  # two equal claims, or a claim against the right worker
         assert judge(GUEST, source, ("10.0.0.2", "b"), 0).refused == "index"
-    assert judge(GUEST, "192.0.2.1", None, 0).refused is None  # As behind NAT.
+    assert judge(GUEST, "192.0.2.1", None, 0).refused is None  # as behind NAT
 
 
 def test_what_is_noted_of_strangers_and_shown_of_them_is_limited():

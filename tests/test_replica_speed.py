@@ -44,7 +44,7 @@ def run(alpha, betas_of, steps, noise=0.0, outliers=0.0, seed=0, model=None, sta
 
 
 def ideal_seconds(rows, alpha, beta):
-    """The time T for which the sum of (T - alpha) / beta over replicas is `rows`."""
+    """Returns the time T for which the sum of (T - alpha) / beta over replicas is `rows`."""
     return (rows + np.sum(alpha / beta)) / np.sum(1 / beta)
 
 

@@ -1,4 +1,4 @@
-"""The rules by which a job is started again: how soon, how often, with how many workers."""
+"""Rules of restarts: how soon, how often, and with how many workers."""
 
 import itertools
 
@@ -73,7 +73,7 @@ def test_failures_have_a_place_unless_others_may_be_the_cause():
 
 def test_commits_of_the_same_steps_do_not_forget_what_fails_at_the_same_place():
     def seen(before, *steps):
-        """Of the last of two attempts: pairs of a step and a folder, or steps of one folder."""
+        """Returns flags of the last of two attempts, for (step, folder) pairs, or steps in one folder."""
         attempt = None
         for commits in (before, steps):
             attempt = Commits(attempt)
@@ -98,14 +98,14 @@ def test_commits_of_the_same_steps_do_not_forget_what_fails_at_the_same_place():
 def test_size_follows_who_fails():
     size = Size(4, 2, regrow_seconds=300)
     assert not size.failed(3, started=True, progressed=False)
-    assert not size.failed(1, started=True, progressed=False)  # another one
+    assert not size.failed(1, started=True, progressed=False)  # another worker fails
     assert size.failed(1, started=True, progressed=False) and size.slots == [0, 2, 3]
     assert size.failed(1, started=False, progressed=False) and size.slots == [0, 3]  # could not even be started
     for _ in range(5):
         assert not size.failed(0, started=True, progressed=False)
     assert size.current == 2
     assert not size.failed(0, started=True, progressed=True) and size.current == 4
-    assert not any(size.failed(9, started=True, progressed=False) for _ in range(3))  # there is none
+    assert not any(size.failed(9, started=True, progressed=False) for _ in range(3))  # no such worker
 
 
 def test_each_vain_try_with_all_workers_makes_the_next_come_later():

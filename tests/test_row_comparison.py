@@ -1,4 +1,4 @@
-"""Workers that read the whole data notice that they read unlike rows; where that may be right, nothing is refused."""
+"""Workers that read the whole data notice different rows; nothing is refused where a difference may be intended."""
 
 import keras
 import numpy as np

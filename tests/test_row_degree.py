@@ -1,4 +1,4 @@
-"""How gradients grow with the rows of a batch, told by the graph of a step, of recipes as users write them."""
+"""The graph of a step tells how gradients grow with the rows of a batch, for steps as users write them."""
 
 import math
 
@@ -16,7 +16,7 @@ SCALE = tf.Variable(1024.0, trainable=False)
 
 
 def of(table):
-    """Adds a recipe: a function of a model, inputs and targets that gives a loss."""
+    """Adds a recipe to a table: a function that returns a loss from a model, inputs and targets."""
 
     def add(recipe):
         table[recipe.__name__] = recipe
@@ -279,7 +279,7 @@ def test_gradients_of_sums_grow_with_the_rows():
 
 @pytest.mark.parametrize("make", MODELS)
 def test_the_layers_between_make_no_difference(make):
-    if make is sequence:  # The graph of a loop is understood in part.
+    if make is sequence:  # The analysis understands the graph of a loop only in part.
         assert reduction_told_by(degrees_of(make, plain_mean)) == "mean"
         assert reduction_told_by(degrees_of(make, sum_by_the_global_batch)) != "mean"
         return

@@ -1,4 +1,4 @@
-"""What a run says when it is over, and which folders of former runs stay."""
+"""The messages at the end of a run, and which folders of former runs stay."""
 
 import argparse
 import os
@@ -54,7 +54,7 @@ CRASH = "Fatal Python error: Segmentation fault\n\nThread 0x1"
     ],
 )
 def test_a_failure_is_shown_once(failure, shown_elsewhere, reported_here, printed_here):
-    """A worker whose output the terminal does not show; one whose it does, with and without a report."""
+    """Covers a worker with hidden output, and one with shown output, with and without a report."""
     assert details_of(failure, is_shown=False, is_reported=True) == shown_elsewhere
     assert details_of(failure, is_shown=False, is_reported=False) == shown_elsewhere
     assert details_of(failure, is_shown=True, is_reported=True) == reported_here
@@ -72,12 +72,12 @@ def test_the_newest_folders_of_runs_stay(tmp_path, monkeypatch):
     for age in range(KEPT_RUNS + 5):
         make(f"tfdist-run-{age:08}", age)
     make("of-others", 1000)
-    make("tfdist-run-of-mine", 1000)  # Named by the user, as --log-dir.
+    make("tfdist-run-of-mine", 1000)  # a user's folder, given by --log-dir
     (tmp_path / "tfdist-run-file").touch()
     os.utime(tmp_path / "tfdist-run-file", (0, 0))
     (tmp_path / "tfdist-run-link").symlink_to(tmp_path / "of-others")
     with held(tmp_path / f"tfdist-run-{KEPT_RUNS + 2:08}" / "tfdist-run.lock"):
-        os.utime(tmp_path / f"tfdist-run-{KEPT_RUNS + 2:08}", (1e9 - 900, 1e9 - 900))  # It goes on: the lock is held.
+        os.utime(tmp_path / f"tfdist-run-{KEPT_RUNS + 2:08}", (1e9 - 900, 1e9 - 900))  # still runs: the lock is held
         with folder_of_run(argparse.Namespace(log_dir=None), None) as run_dir:
             left = {path.name for path in tmp_path.iterdir()}
     assert run_dir.is_dir() and list(run_dir.iterdir()) == []

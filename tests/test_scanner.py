@@ -1,4 +1,4 @@
-"""A scanner that talks to every listening port during start and training does not disturb training."""
+"""A scanner that sends data to every listening port during start and training does not disturb training."""
 
 import contextlib
 import time
@@ -12,7 +12,7 @@ from launched import eventually, nothing_left
 DEADLINE_SECONDS = 150
 ZEROS = 8 << 20
 HELD = 100
-MOST_BYTES = 1 << 20  # For each connection.
+MOST_BYTES = 1 << 20  # per connection
 STEPS, RATE, ROWS = 240, 0.01, 16
 
 TRAIN = f"""
@@ -40,7 +40,7 @@ def run(tmp_path):
 
 
 def expected():
-    """The weights that one device gets."""
+    """Computes the weights of a training on one device."""
     x = np.random.default_rng(0).normal(size=(ROWS * STEPS, 4)).astype("float32").astype("float64")
     kernel, bias = np.zeros(4), 0.0
     for rows in x.reshape(STEPS, ROWS, 4):
@@ -66,7 +66,7 @@ def test_a_scan_during_start_and_training_changes_nothing_and_takes_little_memor
         weights = np.load(path)
         np.testing.assert_allclose(weights["arr_0"][:, 0], kernel, atol=1e-5)
         np.testing.assert_allclose(weights["arr_1"], [bias], atol=1e-5)
-    # The rendezvous and the ports of both workers' TensorFlow were found; own sockets listen at loopback.
+    # The scan found the rendezvous and the ports of both TensorFlow servers; tfdist's own sockets listen at loopback.
     assert len(scan.connections) >= 2 and all(count > 20 for count in again.connections.values())
     tensorflows = {port for _, port in again.ports}
     assert {address for address, port in scan.ports if port not in tensorflows} <= {"127.0.0.1"}, scan.ports
@@ -74,7 +74,7 @@ def test_a_scan_during_start_and_training_changes_nothing_and_takes_little_memor
 
 
 def grown(pid):
-    """The memory that a worker takes for each of many connections that stay open."""
+    """Returns the memory per connection that a worker uses for many open connections."""
     time.sleep(0.5)
     before = scanner.resident_bytes(pid)
     ports = [port for _, port in scanner.listening_at([pid])]

@@ -46,7 +46,7 @@ def parse(record):
 
 @contextlib.contextmanager
 def started(folder, *arguments):
-    """Runs `tfdist data-service` in a process, and waits until it is up."""
+    """Runs `tfdist data-service` in a process, and waits until the service answers."""
     command = [sys.executable, "-m", "tfdist.launch.cli", "data-service", "--host", "localhost", *arguments]
     output = folder / f"output-{len(list(folder.iterdir()))}"
     with output.open("w") as stderr, subprocess.Popen(command, stderr=stderr, cwd=folder) as process:
@@ -61,7 +61,7 @@ def started(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """The address of a dispatcher with two servers, which run in separate processes."""
+    """Returns the address of a dispatcher with two servers, which run in separate processes."""
     (port,) = free_ports(1)
     folder = tmp_path_factory.mktemp("service")
     with started(folder, "--port", str(port)), started(folder, "--dispatcher", f"localhost:{port}"):
@@ -74,7 +74,7 @@ def sharding(files, **arguments):
 
 
 def read(data, epochs=2, worker=0, workers=1, replicas=3):
-    """All batches of a worker as arrays."""
+    """Returns all batches of a worker as arrays."""
     dataset = data(tf.distribute.InputContext(workers, worker, replicas))
     return [[part.numpy() for part in batch] for _ in range(epochs) for batch in dataset]
 
@@ -86,7 +86,7 @@ def assert_same(some, others):
             np.testing.assert_array_equal(part, other_part, strict=True)
 
 
-# The last batch of 101 examples has 5 rows for three replicas; that of 26 examples has 2, so one replica has none.
+# The last batch of 101 examples has 5 rows for three replicas. The last batch of 26 has 2, so one replica has no row.
 @pytest.mark.parametrize("parts", [[(None, 0, None)], [("0", 3, 20), ("2", 0, 6)]])
 def test_served_batches_equal_local_batches(parts, files, service):
     source = TFRecordSource([(files[0].replace("*", number), *part) if number else files[0] for number, *part in parts])
@@ -122,7 +122,7 @@ def test_random_operations_on_servers_draw_new_numbers(files, service, pools):
 
 
 def drawn_by_workers(files, service):
-    """Random numbers in batches of two workers: as made by the servers, and as made by the worker itself."""
+    """Returns random numbers in batches of two workers, computed by the servers and by the worker itself."""
     tf.random.set_seed(1)
     served = Service(service, as_source(files), lambda record: tf.random.uniform([], dtype=tf.float64))
     asked = [("a", np.arange(1))]
@@ -133,7 +133,7 @@ def drawn_by_workers(files, service):
             for _, _, batch in served.batches(iter(asked), lambda: False, replica=replica)
         ]
         here = [float(served._make_here(np.arange(1), replica)[0]) for replica in (0, 1)]
-    tf.random.set_seed(None)  # The process is shared with other tests.
+    tf.random.set_seed(None)  # Other tests share the process.
     return there, here
 
 
@@ -184,14 +184,14 @@ def test_without_its_servers_a_worker_makes_the_batches_itself(signum, files, tm
         np.testing.assert_array_equal(y, labels[indices])
     assert f"localhost:{port}" in caplog.text
     assert "itself" in caplog.text
-    if signum == signal.SIGKILL:  # A service that has answered before may be gone later.
+    if signum == signal.SIGKILL:  # A service may stop after it has answered.
         expected = read(sharding(files), 1)
         assert_same(read(sharding(files, service=f"localhost:{port}"), 1), expected)
         assert "is gone" in caplog.text
 
 
 def test_closing_ends_the_receiving_thread(files, service):
-    before = threading.enumerate()  # Threads of earlier tests may still wait for servers that were killed.
+    before = threading.enumerate()  # Threads of earlier tests may still wait for killed servers.
     asked = ((number, np.arange(40)) for number in range(60))
     batches = Service(service, as_source(files), parse).batches(asked, lambda: False, replica=0)
     next(batches)

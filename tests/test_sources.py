@@ -1,4 +1,4 @@
-"""`tfdist.data.sources`: one table for all kinds, then what can be wrong with files and examples."""
+"""`tfdist.data.sources`: one table for all kinds of sources, then errors in files and examples."""
 
 import contextlib
 import glob
@@ -27,7 +27,7 @@ from tfdist.errors import SourceError
 DEADLINE_SECONDS = 120
 
 COUNT = 23
-RECORDS = [bytes([i]) * (i % 7) + b"\0" * (i % 3) for i in range(COUNT)]  # empty ones, and zeros at the end
+RECORDS = [bytes([i]) * (i % 7) + b"\0" * (i % 3) for i in range(COUNT)]  # includes empty records, and zeros at the end
 ROWS = np.arange(COUNT * 6, dtype=np.float32).reshape(COUNT, 2, 3)
 
 INDEX_AGAIN_AND_AGAIN = """
@@ -42,7 +42,7 @@ print(len(source), source.fingerprint())
 
 
 class Together:
-    """Items that are given several at a time."""
+    """A source that returns several examples per call of `__getitems__`."""
 
     def __init__(self, examples):
         self.examples = examples
@@ -51,14 +51,14 @@ class Together:
         return len(self.examples)
 
     def __getitem__(self, index):
-        raise IndexError(index)  # Example 0 too is asked for by __getitems__.
+        raise IndexError(index)  # `__getitems__` must also be used for example 0.
 
     def __getitems__(self, indices):
         return [self.examples[index] for index in indices]
 
 
 class Numbers(tfds.core.GeneratorBasedBuilder):
-    """Pairs of a row and its number."""
+    """A TFDS dataset with pairs of a row and its number."""
 
     VERSION = tfds.core.Version("1.0.0")
 
@@ -121,13 +121,13 @@ def split_object(folder, count):
 
 
 def prepared(folder, count, file_format):
-    """The first of all examples: TFDS shuffles them, so the numbers say which."""
+    """Returns a builder and a split of `count` examples. TFDS shuffles examples, so numbers identify them."""
     builder = Numbers(data_dir=folder, file_format=file_format)
     builder.download_and_prepare()
     return builder, f"train[:{count}]"
 
 
-# What is given, by folder and count of examples.
+# Sources for tests, created from a folder and the number of examples.
 GIVEN = {
     "array": lambda folder, count: ROWS[:count],
     "arrays": lambda folder, count: (
@@ -147,7 +147,7 @@ GIVEN = {
 
 
 def expected(given, kind, index):
-    """Example `index`, by plain Python."""
+    """Reads example `index` by plain Python."""
     if kind.startswith("TFDS"):
         builder, split = given
         if kind != "TFDS, TFRecord":
@@ -261,7 +261,7 @@ def test_fingerprint_of_records_changes_with_what_is_in_them(tmp_path):
 
 
 class OutOfOrder:
-    """Neither its length nor its items can be known."""
+    """An iterable with unknown length and without access by index."""
 
     def __iter__(self):
         return iter([1, 2])
@@ -341,7 +341,7 @@ def test_arrays_stay_out_of_graphs():
 
 
 def failure_of(source, indices):
-    """The text of the error of a pipeline, as `fit` would raise it."""
+    """Returns the text of a pipeline's error, as `fit` would raise it."""
     with pytest.raises(tf.errors.OpError) as caught:
         read(source, indices)
     return str(caught.value)
@@ -548,7 +548,7 @@ def test_damaged_index_is_made_anew(content, tmp_path, caplog):
     as_source(path)
     index = tmp_path / f".a.tfrecord{INDEX_SUFFIX}"
     sound = index.read_bytes()
-    if content == "encrypted":  # a flag of a member, in the zip file's list of them
+    if content == "encrypted":  # a flag of a member in the zip file's directory
         content = bytearray(sound)
         content[sound.index(b"PK\1\2") + 8] |= 1
     index.write_bytes(sound[:-200] if content is None else content)
@@ -583,7 +583,7 @@ def test_index_is_kept_in_a_cache_where_it_cannot_be_beside_the_file(tmp_path, m
     cache = tmp_path / "cache"
     monkeypatch.setenv("TFDIST_CACHE", str(cache))
     with open(write_tfrecord(tmp_path / "a.tfrecord"), "rb") as file:
-        # Not even root makes files there.
+        # Even root cannot create files in this folder.
         path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         assert read(as_source(path), [2, 1]) == [RECORDS[2], RECORDS[1]]
         (index,) = cache.iterdir()

@@ -1,4 +1,4 @@
-"""The row that stands in on a replica without rows is a real one, of any type."""
+"""A replica without rows computes on a stand-in row, which is a real row, for inputs of any type."""
 
 import gc
 import weakref
@@ -11,11 +11,11 @@ from tfdist.strategies.stand_in_rows import ExampleRow, ExampleRows, at_least_on
 
 
 class Model:
-    """Stands for a model."""
+    """Takes the place of a model."""
 
 
 def batches():
-    """A batch without rows, one of two rows, one without."""
+    """Returns a batch without rows, a batch of two rows, and another without rows."""
     numbers = np.arange(2)
 
     def batch(rows):

@@ -1,4 +1,4 @@
-"""What the strategies promise beside equality with one device."""
+"""The guarantees of the strategies beyond equality with one device."""
 
 import numpy as np
 import pytest
@@ -91,7 +91,7 @@ def test_small_whole_numbers_and_complex_ones_are_added_up(placement, pools):
         for value, *totals in zip(own, in_replicas, across, strict=True):
             for total in totals:
                 assert total.dtype == value.dtype
-                np.testing.assert_array_equal(total, value + value)  # which begins anew after the largest
+                np.testing.assert_array_equal(total, value + value)  # wraps around after the largest value
 
 
 @pytest.mark.parametrize(("placement", "devices"), [("1x2", (2, 2)), ("2x1", (1, 2)), ("2x2", (2, 4))])
@@ -165,7 +165,7 @@ def test_a_replica_reports_what_it_took_forward_and_back_and_not_its_waiting(pla
         assert np.all(compute[:, -1] >= delay)
         assert np.all(compute[1:, :-1] < delay), "waiting for the last replica is not computing"
         assert np.all(own >= compute)
-        before = delay if placement == "2x1" else 0  # Nobody waits for a lone replica.
+        before = delay if placement == "2x1" else 0  # a lone replica has no peers to wait for
         assert np.all(own[1:, -1] >= compute[1:, -1] + before), "others wait for a callback too"
         assert np.all(own[1:, :-1] < delay), "nor is that waiting anything of one's own"
 
@@ -178,7 +178,7 @@ def test_what_lies_before_a_step_is_of_all_replicas_of_the_process(pools):
 @pytest.mark.parametrize(
     ("moments", "section"),
     [
-        ((3, 1, 1, 1, 2), "compute"),  # BEGIN, LOSS, SHARE, GRADIENTS, END, of which those before BEGIN are old.
+        ((3, 1, 1, 1, 2), "compute"),  # BEGIN, LOSS, SHARE, GRADIENTS, END; values below BEGIN belong to older steps
         ((3, 4, 1, 1, 2), "exchange"),
         ((3, 4, 5, 1, 2), "compute"),
         ((3, 1, 4, 1, 2), "compute"),
@@ -396,7 +396,7 @@ def test_an_optimizer_made_outside_the_scope_is_named(placement, pools):
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_all_workers_log_a_loss_or_gradient_that_is_not_finite_on_one(placement, case, pools):
     for told in pools(placement).run(checks.told_of_not_finite, placement, case):
-        assert [ended for ended, _ in told] == [1], told  # In the step of the second batch, and once.
+        assert [ended for ended, _ in told] == [1], told  # in the step of the second batch, and only once
         assert "gradients of replica 1" in told[0][1] and "replica 0" not in told[0][1]
         assert ("the loss and" in told[0][1]) == (case == "an input")
         assert ("(worker 1)" in told[0][1]) == (placement == "2x1")

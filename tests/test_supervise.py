@@ -1,4 +1,4 @@
-"""A job under `tfdist run` is started again until it is done, and when it is not, it says what came first."""
+"""`tfdist run` restarts a job until it is done; if it gives up, it names the first failure."""
 
 import contextlib
 import itertools
@@ -24,7 +24,7 @@ from tfdist.launch.supervisor import Stragglers
 PREEMPTED = 75
 TENSORFLOW_SECONDS = 120
 
-# What a worker of any attempt needs. `meet` waits for the others of its attempt.
+# Code that workers of every attempt need. `meet` waits for all workers of the attempt.
 ATTEMPT = """
 attempt, run_dir = int(os.environ["TFDIST_ATTEMPT"]), pathlib.Path(os.environ["TFDIST_RUN_DIR"])
 cluster = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
@@ -53,14 +53,14 @@ def script(run, body):
 
 
 def finish(run, workers, body, *options, restarts=3):
-    """Exit code and standard error of a run."""
+    """Returns the exit code and standard error of a run."""
     options = ["--workers", workers, "--log-dir", run.logs, *options]
     code, _, err = run.finish(*options, script(run, body), restarts=restarts)
     return code, err
 
 
 def attempts(run):
-    """How many workers each attempt had."""
+    """Returns the number of workers in each attempt."""
     folders = sorted(run.logs.glob("attempt-*"), key=lambda path: int(path.name.partition("-")[2]))
     return [len(list(folder.glob("worker-*.log"))) for folder in folders]
 
@@ -69,7 +69,7 @@ def failure(run):
     return json.loads((run.logs / "failure.json").read_text())
 
 
-# Starting again.
+# Restarts.
 
 
 def test_a_failed_group_is_started_again_on_fresh_ports(run):
@@ -288,14 +288,14 @@ def test_a_run_folder_that_vanishes_does_not_end_the_job(run):
     assert code == 0
 
 
-# What came first.
+# The first failure.
 
 NAMED = """
 import atexit
 class UnavailableError(Exception): pass
 """
 
-# What workers do, by worker; which failed first, its exit code, and words that describe it.
+# Code of each worker; the first worker to fail, its exit code, and words that describe the failure.
 FIRST = {
     "killed, and its peers raise": (
         ["time.sleep(0.2); raise UnavailableError()", "time.sleep(0.2); raise UnavailableError()", "die()"],
@@ -488,7 +488,7 @@ def test_one_that_leaves_again_and_again_without_saving_is_given_up(run):
     assert code == PREEMPTED and attempts(run) == [1, 1] and "without a commit" in err
 
 
-# What worker 1 does of two, of which the other saves; and the exit code.
+# The behaviour of worker 1 of two while worker 0 saves; and the exit code.
 SAVES = "on_sigterm(lambda: (commit(7), os._exit(75))); meet(); time.sleep(60)"
 ENDS = {
     "saves too": (SAVES, PREEMPTED),
@@ -513,7 +513,7 @@ def test_asked_to_end_it_waits_for_all_to_save_and_says_whether_they_did(run, na
 
 
 def test_a_job_of_which_every_process_gets_a_signal_saves_and_is_not_started_again(run):
-    """As Slurm does it, to the guard too: it lives on, and ends what workers started."""
+    """Slurm signals the guard too; the guard survives, and ends processes that workers started."""
     body = """
         for signum in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(signum, lambda *_: (commit(7), time.sleep(0.5), os._exit(75)))
@@ -536,7 +536,7 @@ def test_a_job_of_which_every_process_gets_a_signal_saves_and_is_not_started_aga
 
 def test_asked_to_end_in_a_pause_it_ends(run):
     with run.start("--workers", 1, "--log-dir", run.logs, script(run, "sys.exit(1)"), restarts=20) as process:
-        assert eventually(lambda: len(attempts(run)) == 4)  # then comes one of 4 s
+        assert eventually(lambda: len(attempts(run)) == 4)  # then comes a pause of 4 s
         time.sleep(1)
         process.send_signal(signal.SIGTERM)
         assert process.wait(2) == 143
@@ -566,7 +566,7 @@ def test_it_goes_on_with_fewer_workers_and_then_with_all_again(run):
 
 
 def test_a_job_with_fewer_workers_that_saves_no_more_comes_to_its_end(run):
-    """After a `fit` that has removed its backups, on other storage than a disk, all would be lost."""
+    """If a `fit` has removed its backups from storage other than a disk, a restart would lose all progress."""
     body = """
         meet()
         if attempt < 2: die() if worker == 1 else time.sleep(60)
@@ -595,7 +595,7 @@ def test_all_workers_stay_unless_it_may_do_with_fewer(run):
 
 @contextlib.contextmanager
 def on_hosts(run, body, restarts):
-    """One `tfdist run` for each of two hosts, which are both this machine."""
+    """Starts one `tfdist run` for each of two hosts, both of which are this machine."""
     ports = free_ports(2)
     specs = [ClusterSpec.local(2, index, ports) for index in range(2)]
     command = ["--log-dir", run.logs, script(run, body)]
@@ -605,7 +605,7 @@ def on_hosts(run, body, restarts):
 
 
 def finished(processes, seconds=DEADLINE_SECONDS):
-    """Exit code and standard error of each."""
+    """Returns the exit codes and the joined standard error of processes."""
     try:
         errors = [process.communicate(timeout=seconds)[1] for process in processes]
     finally:
@@ -665,7 +665,7 @@ def test_without_a_number_of_workers_there_must_be_a_cluster(run, text):
     assert code in (1, 2) and "TF_CONFIG" in err and "Traceback" not in err
 
 
-# Its own death.
+# Death of the supervisor.
 
 
 def test_workers_and_what_they_started_end_with_a_killed_supervisor(run):
@@ -686,7 +686,7 @@ def test_workers_and_what_they_started_end_with_a_killed_supervisor(run):
 
 
 def test_the_guard_forgets_a_worker_that_is_gone(run):
-    """By then its number may be another's."""
+    """The process number of a dead worker may be reused."""
     sleepers = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2)]
     gone, here = (sleeper.pid for sleeper in sleepers)
     code = f"""

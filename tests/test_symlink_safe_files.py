@@ -1,4 +1,4 @@
-"""A symbolic link under a name that tfdist writes to leads nowhere: the file that it names stays as it is."""
+"""If tfdist writes to a name with a symbolic link, the file that the link names stays unchanged."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ def prepare_a_dataset(path):
 
 
 def write_a_csv(path):
-    """As a restart does, which puts the file back to what it said at the time of the backup."""
+    """Restores the file to its text at the time of the backup, as a restart does."""
     import keras
 
     import tfdist
@@ -48,7 +48,7 @@ def write_a_csv(path):
     logger.csv_file.close()
 
 
-# By what is written: the name of the file, and what writes it. These refuse a link.
+# The kind of file: its name, and a function that writes the file. These functions refuse a link.
 REFUSED = {
     "a file that is held": ("some.lock", hold),
     "the lock of a backup_dir": (LOCK, keep_a_backup),
@@ -56,7 +56,7 @@ REFUSED = {
     "the log of a worker": ("worker-0.log", lambda path: WorkerOutput(pathlib.Path(path), show="no")),
     "the lock of a dataset": (".digits.lock", prepare_a_dataset),
 }
-# These replace it.
+# These functions replace a link.
 REPLACED = {
     "a report": ("failure-0.json", lambda path: write_whole(pathlib.Path(path), "new")),
     "a report by the name of its draft": (

@@ -1,4 +1,4 @@
-"""Exchanges over the workers' own connections run concurrently, and errors name the worker."""
+"""Exchanges over the TCP transport run concurrently, and errors name the failed worker."""
 
 import dataclasses
 import subprocess
@@ -182,7 +182,7 @@ def run(scenario, *arguments):
 
 
 def test_over_tls(tmp_path):
-    """Both ways at once, whole or in part, and with an end that is named."""
+    """Exchanges data in both directions, whole or in parts; an error names the worker that closed the connection."""
     files = Authority(tmp_path).worker()
     scenario = """
 for end in ends:

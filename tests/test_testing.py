@@ -1,4 +1,4 @@
-"""Workers give back what a function returned, or say why not; and nothing of them stays behind."""
+"""Workers return a function's result or raise its error, and leave no process or file behind."""
 
 import functools
 import json
@@ -35,7 +35,7 @@ def fail_in(index, error=ValueError):
 
 
 def raise_consequence_first():
-    """The worker that fails first is not the cause."""
+    """The first worker that fails is not the cause."""
     if worker_id() == 0:
         raise type("UnavailableError", (Exception,), {})("connection reset by peer")
     time.sleep(0.3)
@@ -73,7 +73,7 @@ def exit_politely():
 
 
 def fork_and_die(pid_file):
-    """A worker's own child holds everything open that the worker had."""
+    """A worker's own child inherits all open files of the worker."""
     if worker_id() == 0:
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         child.start()
@@ -94,7 +94,7 @@ def tensorflow_view():
     import tensorflow as tf
 
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-    assert tf.autograph.to_graph(pid_and_arguments)  # which writes a file
+    assert tf.autograph.to_graph(pid_and_arguments)  # writes a file
     return resolver.task_id, resolver.cluster_spec().num_tasks("worker"), len(tf.config.list_logical_devices("CPU"))
 
 
@@ -108,7 +108,7 @@ def virtual_devices_twice():
     for name in names:
         with tf.device(name):
             tf.ones(()).numpy()
-    assert virtual_devices(3) == names  # and after
+    assert virtual_devices(3) == names  # after TensorFlow ran
     try:
         virtual_devices(2)
     except ClusterError as error:
@@ -117,7 +117,7 @@ def virtual_devices_twice():
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(tmp_path, monkeypatch):
-    """No child process, and no file in the temporary directory, outlives a test."""
+    """Checks that no child process, and no file in the temporary directory, outlives a test."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     before = children()
@@ -242,7 +242,7 @@ def test_environment_is_set_before_anything_runs(monkeypatch):
 
 
 def test_pool_keeps_its_workers_and_replaces_them_after_a_failure():
-    others = children()  # pools of other tests
+    others = children()  # belong to pools of other tests
     with WorkerPool(2, timeout_seconds=30) as pool:
         first, again = (pool.run(pid_and_arguments) for _ in range(2))
         assert first == again
@@ -251,7 +251,7 @@ def test_pool_keeps_its_workers_and_replaces_them_after_a_failure():
         assert children() == others
         new = pool.run(pid_and_arguments)
         assert not {pid for _, pid, *_ in first} & {pid for _, pid, *_ in new}
-        with pytest.raises(TypeError):  # no worker has heard of this one
+        with pytest.raises(TypeError):  # workers cannot import a lambda
             pool.run(lambda: None)
         assert pool.run(pid_and_arguments) == new
         os.kill(new[1][1], signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The `Traffic` callback logs means over whole epochs, also over one that began in a process before this one."""
+"""The `Traffic` callback logs means over whole epochs, including an epoch that began in an earlier process."""
 
 import types
 
@@ -9,7 +9,7 @@ from tfdist.strategies.compression_state import TrafficTotals as Sent
 
 
 class Communication:
-    """Counts as a strategy's does, from nothing in each process."""
+    """Counts traffic as a strategy does, from zero in each process."""
 
     def __init__(self, timed):
         self.timed, self.steps, self.norm = timed, 0, 0.0
@@ -58,7 +58,7 @@ def test_an_epoch_that_goes_on_in_another_process_is_logged_whole(before, timed)
         communication.train(5 - before)
     assert logged(second, 1) == expected
 
-    second.on_epoch_begin(2)  # What was restored is of one epoch alone.
+    second.on_epoch_begin(2)  # The restored sums belong to one epoch only.
     communication.train(2)
     assert logged(second, 2)["sent_bytes"] == 100
 

@@ -1,4 +1,4 @@
-"""A job that lives but makes no progress is ended, a healthy one never; who held it up is named."""
+"""The watchdog ends a stalled job and names the suspect, but never ends a healthy job."""
 
 import contextlib
 import json
@@ -51,7 +51,7 @@ TRAINING = COMPUTE
 
 
 def live(patience, *phases):
-    """Lets a worker go through phases of (steps, what it does, seconds a step, or of the phase if it has no steps)."""
+    """Simulates phases of a worker: (steps, activity, seconds per step). With 0 steps, the seconds are the phase's."""
     step, is_first = getattr(patience, "at", (0, True))
     for steps, phase, seconds in phases:
         is_first |= phase is None
@@ -143,7 +143,7 @@ def test_a_given_number_does_not_hold_for_what_prepares_the_first_step(phase):
 
 def test_bytes_that_travel_are_progress():
     patience = StallTimeout()
-    for second in range(600):  # 256 KiB each 20 s, which is 0.1 Mbit/s
+    for second in range(600):  # 256 KiB every 20 s, which is 0.1 Mbit/s
         patience.observe(EXCHANGE, 0, 1.0, carried=second // 20 << 18)
         assert not patience.is_over and (second < 20 or patience.carries)
     assert not live(patience, (0, EXCHANGE, 62)) and not patience.carries
@@ -183,7 +183,7 @@ def test_others_do_not_wait_for_what_takes_longer_than_it_may():
 @pytest.mark.parametrize("activity", [TRAINING, "validation"])
 def test_what_gets_on_within_a_step_or_between_two_has_time(activity):
     patience = StallTimeout()
-    for batch in range(1000):  # passed over after a restart, or validated on
+    for batch in range(1000):  # skipped after a restart, or used for validation
         patience.observe(activity, (0, batch), 10.0)
         assert not patience.is_over
 
@@ -212,7 +212,7 @@ def test_the_fit_of_a_model_of_no_strategy_is_not_watched_unless_a_callback_of_a
     x, seen = np.ones((4, 2)), []
 
     def look():
-        with ThreadPoolExecutor(1) as pool:  # from outside, as the watchdog does
+        with ThreadPoolExecutor(1) as pool:  # from another thread, as the watchdog does
             pool.submit(dog._look, 0.0).result()
         seen.append(dog._position["section"])
 
@@ -242,7 +242,7 @@ def test_the_fit_of_a_model_of_no_strategy_is_not_watched_unless_a_callback_of_a
     assert {"callback", None} - looked(own, callbacks=at_end(lambda: plain.fit(x, x[:, :1], verbose=0))) == {None}
     with pytest.raises(ZeroDivisionError):
         own.fit(x, x[:, :1], validation_data=(x, x[:, :1]), verbose=0, callbacks=at_end(lambda: 1 / 0))
-    assert looked(plain) == {None}  # though Keras keeps what `own` was validated on
+    assert looked(plain) == {None}  # Keras still holds the validation data of `own`.
     with watchdog.waiting_for_all("what a fit of the strategy exchanges before its first step"):
         assert None not in looked(plain)
 
@@ -342,7 +342,7 @@ def test_a_watchdog_that_failed_or_may_never_judge_still_refuses_another_model(c
 
 
 class Words(CoordinationStore):
-    """A board on which others have said these words; `at_end` is said while this worker asks whose program is over."""
+    """A coordination store with messages of peers; `at_end` arrives while this worker asks which programs are over."""
 
     def __init__(self, workers, words, at_end=None):
         super().__init__(0 if workers == 2 else 1, workers)
@@ -424,7 +424,7 @@ def test_who_looks_for_the_absent_asks_once_however_many_workers_there_are(monke
 
 
 class Exchanging:
-    """A strategy whose worker waits for others in a step; the moments at which its watchdog asks are noted."""
+    """A strategy that waits for peers in each step. Records the seconds at which its watchdog asks the peers."""
 
     fault_tolerance = FaultTolerance()
     number, tells, has_stopped, step = 0, True, False, 0
@@ -528,7 +528,7 @@ def test_a_worker_that_is_done_says_for_whom_it_waits_and_whom_it_gives_up(caplo
 
 
 class Looking(keras.layers.Layer):
-    """Looks while it is traced, and when it runs."""
+    """A layer that calls `look` while it is traced and when it runs."""
 
     def __init__(self, look):
         super().__init__()
@@ -598,7 +598,7 @@ def test_what_a_worker_does_is_noted_whatever_it_reads(kind, steps, monkeypatch)
     strategy, seen = tfdist.MirroredStrategy(["CPU:0"]), {}
 
     def look(part):
-        with ThreadPoolExecutor(1) as pool:  # from outside, as the watchdog does
+        with ThreadPoolExecutor(1) as pool:  # from another thread, as the watchdog does
             doing = pool.submit(strategy.reports.doing).result()
         seen.setdefault(part, set()).add((doing.call, doing.phase))
 
@@ -618,7 +618,7 @@ def test_what_a_worker_does_is_noted_whatever_it_reads(kind, steps, monkeypatch)
     assert seen.pop("between") <= {("fit", CALLBACK), ("fit", BUILDING), (None, None)}
     assert seen.pop("run") == {("fit", COMPUTE)}
     assert seen.pop("trace") <= {("fit", BUILDING), ("fit", COMPUTE if steps == "eager" else TRACING)}
-    # What is read ahead is read beside whatever the worker does.
+    # Prefetching reads data beside any activity of the worker.
     assert set(seen) <= {"read"} and seen.get("read", {("fit", INPUT)}) & {("fit", INPUT), (None, None)}
     seen.clear()
     model.evaluate(x, x[:, :1], batch_size=2, verbose=0)
@@ -656,7 +656,7 @@ def test_a_call_that_failed_is_over_though_its_exception_is_kept():
     dog._look(1.0)
     dog._look(1.0)
     assert dog._patience.is_over
-    dog._judge()  # Else it would end this process.
+    dog._judge()  # Otherwise the watchdog would end this process.
     assert strategy.reports.doing().call is None
 
 
@@ -693,7 +693,7 @@ print("finished", flush=True)
 
 
 def train(directory, *, fault, sleep, stall_seconds, workers=2, stops=None, writes=False, strategy=MANY):
-    """The workers' exit codes, outputs and failure reports."""
+    """Returns the workers' exit codes, outputs and failure reports."""
     script = (
         f"FAULT, SLEEP, WORKERS, STOPS, WRITES = {fault}, {sleep}, {workers}, {stops}, {writes}\n"
         f"STRATEGY = {strategy!r}\n{SCRIPT}"
@@ -702,7 +702,7 @@ def train(directory, *, fault, sleep, stall_seconds, workers=2, stops=None, writ
 
 
 def launch(directory, script, stall_seconds, workers, seconds=DEADLINE_SECONDS):
-    """The workers' exit codes, outputs and failure reports."""
+    """Returns the workers' exit codes, outputs and failure reports."""
     (directory / "script.py").write_text(script)
     ports = free_ports(workers)
     processes = []
@@ -737,7 +737,7 @@ def test_an_endless_loop_on_one_worker_ends_the_job_with_its_name_and_stack(tmp_
     stalls = [report for report in reports if report["kind"] == "stall"]
     assert stalls, reports
     assert all((tmp_path / f"run/attempt-3/failure-{report['worker']}.json").exists() for report in reports)
-    # Either worker may be first to say so, after which the other knows from the end of its peer.
+    # Either worker may report the stall first; the other then learns it from the end of its peer.
     first = min(stalls, key=lambda report: report["time"])
     assert first["suspect"] == 1, reports
     assert first["step"] == 30 and first["message"] in outputs[first["worker"]]

@@ -17,7 +17,7 @@ def mnist_dataset(batch_size):
     rng = np.random.default_rng(0)
     y_train = rng.integers(0, 10, 6000)
     x_train = rng.integers(0, 100, (6000, 28, 28)).astype(np.uint8)
-    for digit in range(10):  # a bright column says which digit it is
+    for digit in range(10):  # a bright column shows the digit
         x_train[y_train == digit, :, 2 * digit + 4] = 255
     # The `x` arrays are in uint8 and have values in the [0, 255] range.
     # You need to convert them to float32 with values in the [0, 1] range.
@@ -60,7 +60,7 @@ with strategy.scope():
 
 multi_worker_model.fit(multi_worker_dataset, epochs=3, steps_per_epoch=20)
 
-# Model saving and loading, as in the tutorial: every worker saves, all but the chief to a temporary place.
+# Model saving and loading, as in the tutorial: every worker saves; only the chief uses the final path.
 model_path = os.path.join(sys.argv[1], "keras-model.keras")
 
 
