@@ -1,10 +1,10 @@
-"""What this worker does: noted where Keras' calls begin, hand a step to TensorFlow and end; read by the watchdog.
+"""Notes the current activity of this worker where Keras' calls begin, run a step and end. The watchdog reads the notes.
 
     fit ── "building" ── "callback" ─┬─ a step ── "callback" ─┬─ ... ── its end
                                      └─ "tracing", then "input", "compute", "exchange" by the clocks in the graph
 
-The thread that trains notes; the watchdog's thread reads. A note is one assignment, so neither needs a lock, and nobody
-looks at the frames of another thread.
+The training thread writes the notes, and the watchdog's thread reads them. A note is one assignment, so no lock is
+needed, and no thread inspects the frames of another thread.
 """
 
 import collections
@@ -40,13 +40,13 @@ INPUT = "input"
 COMPUTE = "compute"
 EXCHANGE = "exchange"
 CALLBACK = "callback"
-"""Python between two steps of a call: callbacks, and whatever else the program or Keras does there."""
+"""Python code between two steps of a call: callbacks, and anything else that the program or Keras does there."""
 
 MEETING = "the beginning of a call"
-"""All workers exchange before the first step of a call; who comes first waits."""
+"""The exchange of all workers before the first step of a call, where early workers wait."""
 
 TRAIN = "train"
-_REMEMBERED = 1024  # Durations of steps that the watchdog has not taken yet.
+_REMEMBERED = 1024  # The most step durations to keep for the watchdog.
 
 _all: "weakref.WeakSet[Activity]" = weakref.WeakSet()
 
@@ -57,10 +57,10 @@ class Execution:
     Attributes:
       kind: `TRAIN`, "test" or "predict".
       reads: Whether the function itself reads from an iterator.
-      since: When it began, in seconds since the epoch.
-      is_tracing: Whether Python traces it now.
-      traced_at: When Python had traced it, if it did.
-      is_marked: Whether its graph notes when it asks for input.
+      since: Start of the execution, in seconds since the epoch.
+      is_tracing: Whether Python traces the function now.
+      traced_at: End of Python's tracing, in seconds since the epoch; `None` without tracing.
+      is_marked: Whether the graph of the function notes its requests for input.
     """
 
     def __init__(self, kind: str, reads: bool):
@@ -74,14 +74,14 @@ class Call:
     """A call of Keras in which all workers take part.
 
     Attributes:
-      name: Such as "fit".
-      number: Of all such calls under the strategy, counted from 1.
-      phase: What it does outside of an execution.
-      execution: The one that is under way.
-      executions: That have ended.
-      steps: Training steps that have ended.
-      fault: What is wrong with it, once that is known.
-      is_over: Whether it has come to its end. If it fails, it lasts until the object that Keras keeps for it is gone.
+      name: Name of the call, such as "fit".
+      number: Position of the call among all such calls under the strategy, counted from 1.
+      phase: The phase of the call outside of an execution.
+      execution: The current execution, `None` between executions.
+      executions: Number of finished executions.
+      steps: Number of finished training steps.
+      fault: The error of the call, once one is known.
+      is_over: Whether the call has finished. A failed call ends when the object that Keras keeps for it is deleted.
     """
 
     def __init__(self, name: str, number: int, lives: "weakref.ref[Any] | None"):
@@ -96,25 +96,25 @@ class Call:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it has not come to its end, nor failed."""
+        """Whether the call has neither finished nor failed."""
         return not self.is_over and (self._lives is None or self._lives() is not None)
 
     def is_of(self, epochs: Any) -> bool:
-        """Whether Keras keeps `epochs` for it."""
+        """Returns whether Keras keeps the object `epochs` for this call."""
         return self._lives is not None and self._lives() is epochs
 
 
 class Doing(NamedTuple):
-    """What a worker does at a moment.
+    """The state of a worker at one moment.
 
     Attributes:
-      call: The innermost call that is under way, by name; `None` outside of all.
-      number: Its number.
+      call: Name of the innermost call that is under way; `None` outside of calls.
+      number: Number of that call.
       begun: How many calls this worker has begun.
-      phase: What it does in that call; `None` outside of all.
+      phase: The phase of that call; `None` outside of calls.
       in_step: Whether TensorFlow runs a training step.
-      is_first: Whether that may take long since it is the first of its kind in the call, or an evaluation.
-      progress: Another value whenever the worker has got on.
+      is_first: Whether input and computation may take long, as in the first step of a call and in an evaluation.
+      progress: A value that changes whenever the worker makes progress.
     """
 
     call: str | None
@@ -131,9 +131,9 @@ class Activity:
 
     Attributes:
       begun: How many calls have begun.
-      step_seconds: Of each training step of a `fit` outside of all others that has ended, and whether it was its first;
-        for the watchdog to take.
-      explain: Says what is wrong with a call whose collective has failed, if that is known.
+      step_seconds: For each finished training step of an outermost call, its duration and whether it was the first
+        step of the call. The watchdog removes the entries that it has read.
+      explain: Returns the error of a call after its collective has failed, if the reason is known.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class Activity:
         return next((call for call in reversed(self._calls) if call.is_under_way), None)
 
     def begin(self, under_way: Sequence[_tf.KerasCall]) -> None:
-        """Notes that a call has begun, unless it is noted already.
+        """Notes the beginning of a call, unless the call is already noted.
 
         Args:
           under_way: All calls in this thread, innermost first.
@@ -159,13 +159,13 @@ class Activity:
         newest, call = under_way[0], self.call
         if call is None or not call.is_of(newest.epochs):
             call = self._new(newest.name, weakref.ref(newest.epochs))
-            # A call that failed may be kept by its exception: what is not in this thread's stack is over.
+            # An exception may keep the objects of a failed call alive. Calls outside of this thread's stack are over.
             outer = [each for each in self._calls if any(each.is_of(other.epochs) for other in under_way[1:])]
             self._calls = [*outer, call]
 
     @contextlib.contextmanager
     def doing(self, phase: str) -> Iterator[None]:
-        """Notes a phase of the innermost call in the block; after it, Python goes on."""
+        """Notes a phase of the innermost call in the block, and `CALLBACK` after the block."""
         call = self.call
         if call is not None:
             call.phase = phase
@@ -177,10 +177,10 @@ class Activity:
 
     @contextlib.contextmanager
     def exchanging(self, name: str) -> Iterator[Call]:
-        """Notes that Python waits for all workers in the block, in the innermost call or in one that is not noted.
+        """Notes that Python waits for all workers in the block, in the innermost call or in a call not noted yet.
 
         Args:
-          name: Of the call.
+          name: Name of the call, if it is not noted yet.
         """
         call, before = self.call, self._calls
         if call is None:
@@ -199,7 +199,7 @@ class Activity:
         Args:
           kind: `TRAIN`, "test" or "predict".
           reads: Whether the function itself reads from an iterator.
-          alone: The name of the call if it is this execution only.
+          alone: Name of the call if it consists of this execution only.
         """
         call = None if alone else self.call
         single = call is None
@@ -214,7 +214,7 @@ class Activity:
         except (StopIteration, tf.errors.OutOfRangeError):
             raise  # The input has ended, not the call.
         except BaseException:
-            ends = True  # What failed is over, though an exception that is kept keeps it.
+            ends = True  # A failed call is over, even if a stored exception keeps its objects alive.
             raise
         finally:
             call.execution, call.phase = None, CALLBACK
@@ -224,7 +224,7 @@ class Activity:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Notes that Python traces the execution that is under way."""
+        """Notes that Python traces the current execution in the block."""
         execution = self.call and self.call.execution
         if not execution:
             yield
@@ -236,23 +236,23 @@ class Activity:
             execution.traced_at, execution.is_tracing = time.time(), False
 
     def mark(self) -> None:
-        """Notes that the graph of the execution that is under way notes when it asks for input."""
+        """Notes that the graph of the current execution records its requests for input."""
         call = self.call
         if call is not None and call.execution is not None:
             call.execution.is_marked = True
 
     def stepped(self) -> None:
-        """Notes the end of a training step; called in a thread of TensorFlow."""
+        """Notes the end of a training step. TensorFlow calls this method in a thread of its own."""
         call, now = self.call, time.monotonic()
         if call is None or call.execution is None:
             return
-        if len(self._calls) == 1:  # Steps of a `fit` within another may be unlike.
+        if len(self._calls) == 1:  # Steps of a nested `fit` may differ.
             self.step_seconds.append((now - call.ended_step, not call.steps))
         call.ended_step = now
         call.steps += 1
 
     def forget(self) -> None:
-        """Notes that no call is under way, though the objects are kept."""
+        """Notes that no call is under way, even if the objects of a call still exist."""
         self._calls = []
 
     def _new(self, name: str, lives: "weakref.ref[Any] | None") -> Call:
@@ -261,7 +261,7 @@ class Activity:
 
 
 def is_between_steps() -> bool:
-    """Whether a `fit` of this process is outside of a training step: in a callback or a validation."""
+    """Returns whether a `fit` of this process is outside of a training step: in a callback or a validation."""
     calls = [call for activity in list(_all) if (call := activity.call) is not None]
     return any(
         call.phase == CALLBACK if call.execution is None else call.execution.kind != TRAIN or call.name != "fit"

@@ -1,4 +1,4 @@
-"""Whether worker 0 admits a process that says it is a worker: decisions without clock or network."""
+"""Decides whether worker 0 admits a process that claims to be a worker. Uses neither clock nor network."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
@@ -9,7 +9,7 @@ from tfdist.network.connection_acceptor import printable
 __all__ = ["PLAIN_SECONDS", "Admission", "Introduction", "Verdict"]
 
 PLAIN_SECONDS = 3.0
-"""How long a misfit on a host of this cluster must try again before it ends the job."""
+"""How long a misfit on a host of this cluster must keep trying before it ends the job."""
 
 _MOST_SHOWN = 8
 _MOST_NOTED = 256
@@ -17,13 +17,13 @@ _MOST_NOTED = 256
 
 @dataclasses.dataclass(frozen=True)
 class Introduction:
-    """What a worker says of itself.
+    """The introduction that a worker sends.
 
     Attributes:
-      worker: Its index.
-      addresses: Of all workers, as its TF_CONFIG has them.
-      versions: Of the packages that all need alike.
-      host: The name of its host.
+      worker: Index of the worker.
+      addresses: Addresses of all workers in the worker's TF_CONFIG.
+      versions: Versions of the packages that must be the same on all workers.
+      host: Name of the worker's host.
     """
 
     worker: int
@@ -33,7 +33,7 @@ class Introduction:
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> "Introduction | None":
-        """The introduction in a message of whatever origin; `None` if it is none."""
+        """Returns the introduction in an untrusted message; `None` if the message has none."""
         worker, addresses = message.get("worker"), message.get("addresses")
         versions, host = message.get("versions"), message.get("host")
         if type(worker) is not int or not isinstance(addresses, list):
@@ -43,7 +43,7 @@ class Introduction:
         return cls(worker, tuple(addresses), str(versions), str(host))
 
     def describe(self) -> str:
-        """Which worker, and where."""
+        """Names the worker and its host."""
         return f"worker {self.worker} on {printable(self.host)}"
 
 
@@ -53,7 +53,7 @@ class Verdict:
 
     Attributes:
       refused: The part that does not fit, "cluster", "versions" or "index"; `None` if the worker is admitted.
-      problem: The error in full; empty if there is none.
+      problem: The full error text; empty without an error.
       is_plain: Whether the error ends the job.
     """
 
@@ -65,14 +65,14 @@ class Verdict:
 class Admission:
     """Decides which workers are admitted, and when a misfit ends the job.
 
-    With a secret every introduction is proved. A misfit is then a mistake in the job and ends it at once. Without a
-    secret anybody can claim anything. Only a misfit on a host of this cluster then ends the job, after 3 s of tries.
-    If two workers have one index, the one on the host that TF_CONFIG names for it is admitted.
+    With a secret every introduction is proved. A misfit is then a mistake in the job and ends the job at once. Without
+    a secret anybody can claim anything. Only a misfit on a host of this cluster then ends the job, after 3 s of tries.
+    If two workers have the same index, the worker on the host that TF_CONFIG names for this index is admitted.
 
     Args:
       own: Worker 0's own introduction.
       is_proved: Whether introductions prove a secret.
-      addresses_of: Gives the IP addresses of a worker's host, as far as they are known.
+      addresses_of: Returns the known IP addresses of a worker's host.
     """
 
     def __init__(self, own: Introduction, is_proved: bool, addresses_of: Callable[[int], Collection[str]]):
@@ -86,8 +86,8 @@ class Admission:
 
         Args:
           guest: The introduction.
-          source: The IP address that it comes from.
-          present: The IP address and the host name of the worker that was admitted under this index; `None` if none is.
+          source: The IP address of the sender.
+          present: The IP address and the host name of the worker admitted under this index; `None` if none was.
           now: The time of a monotonic clock.
         """
         misfit = self._misfit(guest, present)
@@ -109,7 +109,7 @@ class Admission:
         return source in self._addresses_of(guest.worker)
 
     def _misfit(self, guest: Introduction, present: tuple[str, str] | None) -> tuple[str, str] | None:
-        """The misfit of an introduction, in a word and in full; `None` if it fits."""
+        """Returns the misfit of an introduction as one word and as a full text; `None` if the introduction fits."""
         own, name = self._own, guest.describe()
         if own.addresses != guest.addresses:
             return "cluster", (

@@ -1,12 +1,12 @@
-"""Asked to go, by a signal: all workers save after the same step, and leave.
+"""Preemption: after a signal, all workers save after the same step and leave.
 
 signal ─▶ a thread notices, whatever the main thread does ─▶ strategy.reports.ask_to_stop()
               │                                                 a report with `stop`, on all workers
               └─ deadline: leaves unsaved                       BackupAndRestore saves, then leave()
 
-A signal while no training is under way, as after one that was interrupted, is given back and raised again.
+If no training is under way, such as after an interrupted run, the earlier handlers are restored and get the signal.
 
-Ctrl-C (SIGINT) asks as well where Python would raise KeyboardInterrupt. A second one ends the process at once.
+Ctrl-C (SIGINT) is also a request where Python would raise KeyboardInterrupt. A second Ctrl-C ends the process at once.
 """
 
 import contextlib
@@ -28,19 +28,19 @@ from tfdist.faults.process_exit import end_with
 
 __all__ = ["LoneReports", "Watch", "give_signals_back", "install", "leave", "uninstall"]
 
-_LEAVE_SECONDS = 10.0  # For handlers, `finally` blocks and `atexit` functions once the save is done.
-_MAIN_SECONDS = 0.1  # For the main thread to find that no training is under way.
+_LEAVE_SECONDS = 10.0  # For handlers, `finally` blocks and `atexit` functions after the save.
+_MAIN_SECONDS = 0.1  # For the main thread to notice that no training is under way.
 _JOIN_SECONDS = 2.0
-_SAME_REQUEST_SECONDS = 1.0  # A launcher and a terminal may both pass a Ctrl-C on.
+_SAME_REQUEST_SECONDS = 1.0  # A launcher and a terminal may both forward one Ctrl-C.
 
 _installed: "_Preemption | None" = None
 
 
 class LoneReports:
-    """Stands for the reports of a strategy where there are none: what one worker was asked, others learn elsewhere.
+    """Replaces `strategy.reports` where a strategy has no reports; peers learn of a request in another way.
 
     Attributes:
-      listeners: As those of `strategy.reports`; they are told nothing.
+      listeners: Present as in `strategy.reports`, but never called.
       asked_here: Whether this process was asked to stop.
     """
 
@@ -49,40 +49,40 @@ class LoneReports:
         self.asked_here = False
 
     def ask_to_stop(self) -> None:
-        """Takes note of it."""
+        """Notes the request to stop."""
         self.asked_here = True
 
 
 @dataclasses.dataclass(eq=False)
 class Watch:
-    """One training that saves and leaves when it is asked to; see `install`."""
+    """One training run that saves and leaves on request; see `install`."""
 
     reports: Any
     is_under_way: Callable[[], bool]
 
 
 def install(strategy: Any, reports: Any = None, is_under_way: Callable[[], bool] = lambda: True) -> Watch | None:
-    """Lets the signals of `strategy.fault_tolerance`, of `tfdist run` and Ctrl-C ask all workers to save and leave.
+    """Makes the signals of `strategy.fault_tolerance`, of `tfdist run` and Ctrl-C ask all workers to save and leave.
 
-    Ctrl-C is left alone in an interactive session, where the user goes on after it, and where the program handles or
-    ignores it.
+    Ctrl-C keeps its usual effect in an interactive session, where the user continues after it, and where the program
+    handles or ignores it.
 
-    The signal is noticed at once, also while the main thread waits inside TensorFlow. If the save does not come in
-    `preemption_timeout_seconds`, say since a worker is gone, the process leaves with `PREEMPTED` all the same: it loses
-    the steps since the newest backup. Handlers of before are called when the process leaves.
+    The signal is noticed at once, also while the main thread waits inside TensorFlow. If no save comes within
+    `preemption_timeout_seconds`, for example because a worker is gone, the process still leaves with `PREEMPTED`. It
+    then loses the steps since the newest backup. The earlier handlers are called when the process leaves.
 
-    Call it in the main thread; elsewhere it does nothing, as Python takes handlers from no other, and says so in the
-    log where there are reports of a strategy. Trainings may be nested: the first has the deadlines, and each that is
-    installed is asked.
+    Call this function in the main thread. In other threads, where Python accepts no signal handlers, it does nothing,
+    and logs a warning if the strategy has reports. Training runs may be nested: the first run sets the deadlines, and
+    every installed run is asked to stop.
 
     Args:
-      strategy: Of the training.
-      reports: What is asked to stop, `strategy.reports` if none is given.
-      is_under_way: Called in the main thread: whether the training still runs. If none does, since it was interrupted,
-        a signal belongs to the handlers of before.
+      strategy: The strategy of the training run.
+      reports: The reports that are asked to stop, `strategy.reports` if None.
+      is_under_way: Returns whether the training still runs; called in the main thread. If no run is under way, such as
+        after an interrupt, the earlier handlers get the signal.
 
     Returns:
-      What `uninstall` takes.
+      The watch that `uninstall` takes, or `None` outside of the main thread.
     """
     global _installed
     if threading.current_thread() is not threading.main_thread():
@@ -95,10 +95,10 @@ def install(strategy: Any, reports: Any = None, is_under_way: Callable[[], bool]
 
 
 def uninstall(watch: Watch | None = None) -> None:
-    """Ends a watch, the newest if none is given. Call it in the main thread, when there is no more to save.
+    """Ends a watch, by default the newest. Call this function in the main thread, when nothing is left to save.
 
-    The last gives the signals back to the handlers of before. One that came too late for all to leave together is
-    theirs too: it is raised again, and may end the process.
+    The end of the last watch restores the earlier handlers. A signal that came too late for a common end is raised
+    again for these handlers, and may end the process.
     """
     if _installed is not None and not _installed.unwatch(watch):
         _close()
@@ -112,9 +112,9 @@ def _close() -> None:
 
 
 def _forget_in_child() -> None:
-    """A forked child hears signals as this process did before; else it would not, and its parent would.
+    """Restores the earlier handlers in a forked child; otherwise the child's signals would reach only its parent.
 
-    It has ends of the parent's pipe, by which it could tell the parent's thread to end.
+    Also closes the inherited pipe, through which the child could end the parent's thread.
     """
     global _installed
     forgotten, _installed = _installed, None
@@ -127,13 +127,13 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def leave(refusals: Sequence[str] = (), place: str = "") -> NoReturn:
-    """Leaves the process with `PREEMPTED` after the save, or after it was tried.
+    """Leaves the process with `PREEMPTED` after a save, successful or not.
 
-    Calls the handlers of before, then raises `SystemExit`, so that `finally` blocks and `atexit` functions run. After
-    10 seconds the process ends without them.
+    Calls the earlier handlers, then raises `SystemExit`, so that `finally` blocks and `atexit` functions run. After 10
+    seconds the process ends even if they are still running.
 
     Args:
-      refusals: The reasons why the save failed; empty if it did not.
+      refusals: The reasons why the save failed; empty after a successful save.
       place: The folder of the backup, for the message.
     """
     _after(_LEAVE_SECONDS, lambda: os._exit(PREEMPTED))
@@ -156,23 +156,23 @@ def leave(refusals: Sequence[str] = (), place: str = "") -> NoReturn:
 
 
 def give_signals_back() -> None:
-    """Undoes what TensorFlow does to SIGTERM when it joins a cluster: it takes note of it, and no more.
+    """Restores the SIGTERM handler: when TensorFlow joins a cluster, it sets a handler that only notes the signal.
 
-    A user's handler, or else the default, which ends the process, holds again. In the main thread only.
+    The user's handler applies again, or else the default, which ends the process. Works in the main thread only.
     """
     if threading.current_thread() is threading.main_thread():
-        handler = signal.getsignal(signal.SIGTERM)  # What Python knows; TensorFlow sets its own past Python.
+        handler = signal.getsignal(signal.SIGTERM)  # TensorFlow's handler is unknown to Python.
         if handler is not None:
             signal.signal(signal.SIGTERM, handler)
 
 
 class _Preemption:
-    """The signals, once caught."""
+    """Catches the signals and forwards them to the watches."""
 
     def __init__(self, options: FaultTolerance):
         self._options = options
         self._signums = set(options.preemption_signals)
-        if self._signums and is_supervised():  # by which `tfdist run` asks, whatever it was asked by
+        if self._signums and is_supervised():  # `tfdist run` always sends SIGTERM.
             self._signums.add(signal.SIGTERM)
         if self._signums and _is_interrupt_free():
             self._signums.add(signal.SIGINT)
@@ -184,7 +184,7 @@ class _Preemption:
         self._closing = threading.Event()
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        # Python writes the number of each signal here as it arrives, in whatever thread, holding no lock.
+        # Python writes the number of each arriving signal to this pipe, in any thread, without holding a lock.
         self._earlier_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._read, name="tfdist-preemption", daemon=True)
         self._thread.start()
@@ -200,7 +200,7 @@ class _Preemption:
         return watch
 
     def unwatch(self, watch: Watch | None) -> bool:
-        """Whether there are others."""
+        """Ends a watch, and returns whether another one is left."""
         watch = watch or self._watches[-1]
         if watch in self._watches:
             self._watches.remove(watch)
@@ -220,7 +220,7 @@ class _Preemption:
         self.give_back()
         self._closing.set()
         os.write(self._writer, b"\0")
-        self._thread.join(_JOIN_SECONDS)  # It may wait for a lock of the main thread, which a signal has interrupted.
+        self._thread.join(_JOIN_SECONDS)  # It may wait for a lock of the interrupted main thread.
         if not self._thread.is_alive():
             self.close_pipe()
         while self._watches:
@@ -237,7 +237,7 @@ class _Preemption:
     def _read(self) -> None:
         while True:
             for signum in os.read(self._reader, 64):
-                if signum == 0:  # of `close`, after all signals
+                if signum == 0:  # `close` writes 0, after all signals.
                     return
                 if self._earlier_fd != -1:
                     with contextlib.suppress(OSError):
@@ -248,7 +248,7 @@ class _Preemption:
                     self._on_interrupt_again()
 
     def _on_main(self, signum: int, frame: Any) -> None:
-        """The handler, called in the main thread once that runs Python."""
+        """The signal handler, called as soon as the main thread runs Python code."""
         del frame
         if self._watches and not self._is_answered and not any(watch.is_under_way() for watch in self._watches):
             _close()
@@ -261,7 +261,7 @@ class _Preemption:
 
     def _on_signal(self, signum: int) -> None:
         self._signum, self._asked_time = signum, time.monotonic()
-        if self._closing.wait(_MAIN_SECONDS):  # The main thread gives it back.
+        if self._closing.wait(_MAIN_SECONDS):  # The main thread raises the signal again.
             return
         seconds = self._options.preemption_timeout_seconds
         name = signal.Signals(signum).name
@@ -277,7 +277,7 @@ class _Preemption:
             watch.reports.ask_to_stop()
 
     def _on_report(self, report: Any) -> None:
-        if report.stop:  # on workers that got no signal, too
+        if report.stop:  # Also on workers without a signal.
             self._start_clock()
 
     def _start_clock(self) -> None:
@@ -304,13 +304,13 @@ class _Preemption:
         if callable(handler) and handler is not signal.default_int_handler:
             try:
                 handler(self._signum, None)
-            except BaseException as error:  # also SystemExit: we are leaving anyway
+            except BaseException as error:  # Also SystemExit: this process is leaving already.
                 logging.info("The handler of signal %s ended by %r.", self._signum, error)
         _flush()
 
 
 def _is_interrupt_free() -> bool:
-    """Whether Ctrl-C would end this program by KeyboardInterrupt, and nobody at a prompt goes on after it."""
+    """Returns whether Ctrl-C would end this program by KeyboardInterrupt, in a session that is not interactive."""
     is_interactive = sys.flags.interactive or hasattr(sys, "ps1")  # IPython and notebooks have `sys.ps1` too.
     return not is_interactive and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

@@ -1,18 +1,18 @@
-"""The rendezvous: workers find each other before TensorFlow connects them, which it does without a deadline.
+"""The rendezvous: workers find each other before TensorFlow connects them, since TensorFlow sets no deadline.
 
-They keep these connections: the kernel closes those of a process that ends, so that its end is known at once.
+The workers keep these connections as liveness connections: when a process ends, the kernel closes them.
 
-Worker 0 listens at its address. Each other worker connects to it, proves the secret of the job if there is one (see
-`tfdist.network.handshake`), and says who it is:
+Worker 0 listens at its address. Each other worker connects to worker 0, proves the secret of the job if there is one
+(see `tfdist.network.handshake`), and introduces itself:
 
     worker i                         worker 0
       {"worker", "addresses", …}  →    compares: the same cluster, the same versions? (see `admission`)
                                   ←    {"missing": [...]}   every second
-                                  ←    {"go": true}         when all are there: TensorFlow takes over the port
-                                  ←    {"refused": "..."}   a word for what does not fit; the worker tries again
-                                  ←    {"error": "..."}     to workers that fit: at the deadline, or when one does not
+                                  ←    {"go": true}         when all have come: TensorFlow takes over the port
+                                  ←    {"refused": "..."}   the entry that does not fit; the worker tries again
+                                  ←    {"error": "..."}     to admitted workers: at the deadline, or after a misfit
 
-Strangers can connect too. They learn nothing of the cluster, and cannot keep workers out: see
+Strangers can connect too. They learn nothing about the cluster, and cannot keep workers out: see
 `tfdist.network.connection_acceptor`.
 """
 
@@ -55,29 +55,29 @@ __all__ = ["addresses_of", "connecting", "meet", "unconnected"]
 _STATUS_SECONDS = 1.0
 _LOG_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
-_REFUSED_SECONDS = 3 * PLAIN_SECONDS  # After which a worker that is refused gives up; worker 0 knows before.
-_TOLD_BYTES = 1 << 20  # The longest line of worker 0.
+_REFUSED_SECONDS = 3 * PLAIN_SECONDS  # A refused worker gives up later than worker 0.
+_TOLD_BYTES = 1 << 20  # The longest line that worker 0 sends.
 _HERALD = (
     "import select, sys, time; left = max(0, float(sys.argv[1]) - time.monotonic()); "
     "select.select([0], [], [], left)[0] or sys.stderr.write(sys.argv[2])"
 )
-_HERALD_SECONDS = 1.0  # so much earlier than the stacks
+_HERALD_SECONDS = 1.0  # How long before the stacks the message appears.
 _PACKAGES = ("tfdist", "tensorflow", "keras")
 
 
 def meet(cluster: ClusterSpec, timeout_seconds: float) -> Mapping[int, socket.socket]:
-    """Waits until all workers of a cluster are there, saying every few seconds for whom.
+    """Waits until all workers of a cluster have come, and logs the missing workers every few seconds.
 
     Args:
       cluster: The cluster, seen from this worker.
-      timeout_seconds: For all to come.
+      timeout_seconds: How long all workers may take to come.
 
     Returns:
-      The connections by which they met: of worker 0 to each other, of the others to worker 0.
+      The connections of the rendezvous, by peer: on worker 0 to every peer, on the other workers to worker 0.
 
     Raises:
-      ClusterError: If a worker is missing after that time, or has another cluster, other versions or another secret;
-        or if this worker's secret is none.
+      ClusterError: If a worker is missing at the deadline, or has a different cluster, different versions or a
+        different secret; or if the environment of this worker has an invalid secret.
     """
     wait = _Wait(cluster, timeout_seconds)
     if cluster.num_workers == 1:
@@ -88,16 +88,16 @@ def meet(cluster: ClusterSpec, timeout_seconds: float) -> Mapping[int, socket.so
 
 @contextlib.contextmanager
 def connecting(cluster: ClusterSpec, timeout_seconds: float) -> Iterator[None]:
-    """Ends this process with the names of the others, its own stacks and exit code 1, unless the block is done in time.
+    """Ends this process with its peers' names, its stacks and exit code 1, unless the block finishes in time.
 
-    For calls that hold the interpreter's lock, where no thread of Python can look at a clock. Nor can one speak, so
-    another process does, which ends when it hears that this one is done or gone.
+    Works for calls that hold the interpreter's lock, during which no Python thread can run. Another process therefore
+    writes the message. That process ends early when this process has finished the block or has ended.
     """
     words = f"tfdist: {unconnected(cluster, timeout_seconds)} It ends with exit code 1, here:\n"
-    moment = str(time.monotonic() + timeout_seconds - _HERALD_SECONDS)  # of a clock that all processes share
+    moment = str(time.monotonic() + timeout_seconds - _HERALD_SECONDS)  # A clock that all processes share.
     command = [sys.executable, "-I", "-S", "-c", _HERALD, moment, words]
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # no room for a process: stacks say enough
+        with contextlib.suppress(OSError):  # Without another process, only the stacks appear.
             stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))
         faulthandler.dump_traceback_later(timeout_seconds, exit=True, file=2)
         try:
@@ -107,7 +107,7 @@ def connecting(cluster: ClusterSpec, timeout_seconds: float) -> Iterator[None]:
 
 
 def unconnected(cluster: ClusterSpec, seconds: float) -> str:
-    """What is to be said when TensorFlow did not connect workers that had all come."""
+    """Returns the error for workers that have all come, but that TensorFlow did not connect in time."""
     workers = enumerate(addresses_of(cluster))
     others = ", ".join(f"worker {worker} at {address}" for worker, address in workers if worker != cluster.worker_id)
     return (
@@ -118,7 +118,7 @@ def unconnected(cluster: ClusterSpec, seconds: float) -> str:
 
 
 class _Wait:
-    """The time that a worker waits, and what it says meanwhile."""
+    """The deadline of a waiting worker, and its warnings until then."""
 
     def __init__(self, cluster: ClusterSpec, timeout_seconds: float):
         self._cluster = cluster
@@ -127,7 +127,7 @@ class _Wait:
         self._said = self._start
 
     def check(self, missing: list[int], why: str = "") -> None:
-        """Says who is missing, and why if that is known, from time to time; raises when the time is over."""
+        """Logs the missing workers from time to time, with the reason if known; raises after the deadline."""
         now = time.monotonic()
         come = self._cluster.num_workers - len(missing)
         names = ", ".join(f"worker {worker} at {addresses_of(self._cluster)[worker]}" for worker in missing)
@@ -150,7 +150,7 @@ class _Wait:
 
 
 def _receive(cluster: ClusterSpec, secret: Secret | None, wait: _Wait) -> Mapping[int, socket.socket]:
-    """Receives all workers at worker 0."""
+    """Admits all workers on worker 0, and returns their connections."""
     with _Desk(cluster, secret) as desk:
         try:
             while desk.missing:
@@ -164,7 +164,7 @@ def _receive(cluster: ClusterSpec, secret: Secret | None, wait: _Wait) -> Mappin
 
 
 class _Come(NamedTuple):
-    """A worker that has come: its connection, the IP address that it comes from, and what it says."""
+    """An admitted worker: its connection, its IP address and its introduction."""
 
     connection: socket.socket
     source: str
@@ -172,7 +172,7 @@ class _Come(NamedTuple):
 
 
 class _Desk:
-    """Where worker 0 receives the others."""
+    """Worker 0's side of the rendezvous: admits, refuses and informs the other workers."""
 
     def __init__(self, cluster: ClusterSpec, secret: Secret | None):
         self._cluster = cluster
@@ -183,7 +183,7 @@ class _Desk:
         self._come: dict[int, _Come] = {}
         self._warnings = Warnings()
         self._misfit: str | None = None
-        tls = Tls.from_env()  # Before anything is opened: it may be set wrongly.
+        tls = Tls.from_env()  # First, since it may raise: no socket is open yet.
         self._reception = ConnectionAcceptor(_listen(cluster), self._shake_hands, tls)
 
     def __enter__(self) -> "_Desk":
@@ -196,16 +196,16 @@ class _Desk:
 
     @property
     def missing(self) -> list[int]:
-        """The workers that are not here, or not any more."""
+        """The workers that have not come, or have left again."""
         return [worker for worker in range(1, self._cluster.num_workers) if worker not in self._come]
 
     @property
     def refused(self) -> str | None:
-        """Which worker was refused last, and why."""
+        """The worker that was refused last, and the reason."""
         return self._misfit or self._reception.refused
 
     def serve(self, seconds: float) -> None:
-        """Receives workers until one has come or left, at most for so long."""
+        """Receives workers until one has come or left, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         before = self.missing
         while self.missing == before and (left := deadline - time.monotonic()) > 0:
@@ -220,14 +220,14 @@ class _Desk:
             _send(each.connection, message)
 
     def let_go(self) -> Mapping[int, socket.socket]:
-        """Tells all workers to go on, and hands over their connections; the port is free then."""
+        """Tells all workers to continue, frees the port and returns the connections."""
         self._reception.close()
         self.tell({"go": True})
         come, self._come = self._come, {}
         return {worker: each.connection for worker, each in come.items()}
 
     def _shake_hands(self, connection: socket.socket) -> Introduction:
-        """Performs the handshake with whoever has connected."""
+        """Performs the handshake with a new connection."""
         introduction = Introduction.read(receive(connection, self._secret, self._line_bytes))
         if introduction is None:
             raise NotOursError("it is no worker of a tfdist job")
@@ -245,7 +245,7 @@ class _Desk:
                 self._dismiss(guest.worker)
             self._come[guest.worker] = _Come(connection, source, guest)
             return
-        # A stranger learns only which of its own claims does not fit.
+        # A stranger learns only which of its claims does not fit.
         _send(connection, {"error": verdict.problem} if self._secret else {"refused": verdict.refused})
         connection.close()
         if verdict.is_plain:
@@ -254,7 +254,7 @@ class _Desk:
         self._warnings.say(f"A worker at {source} is refused: {verdict.problem}")
 
     def _dismiss_gone(self) -> None:
-        """Forgets the workers that have closed their connection: before the rendezvous ends they say nothing."""
+        """Forgets workers that have closed their connection. Waiting workers send nothing, so any event is a close."""
         poll = select.poll()
         workers = {each.connection.fileno(): worker for worker, each in self._come.items()}
         for descriptor in workers:
@@ -267,10 +267,10 @@ class _Desk:
 
 
 class _Resolved:
-    """The IP addresses of the workers' hosts, looked up in a thread: name servers may take long.
+    """The IP addresses of the workers' hosts, looked up in a thread since name servers may be slow.
 
     Args:
-      addresses: Of the workers.
+      addresses: The addresses of the workers.
     """
 
     def __init__(self, addresses: list[str]):
@@ -279,7 +279,7 @@ class _Resolved:
         threading.Thread(target=self._look_up, name="tfdist-resolve", daemon=True).start()
 
     def __call__(self, worker: int) -> Collection[str]:
-        """Those of a worker's host that are known by now."""
+        """Returns the IP addresses of a worker's host that are known so far."""
         return self._found.get(split_address(self._addresses[worker])[0], ())
 
     def _look_up(self) -> None:
@@ -299,11 +299,11 @@ def _listen(cluster: ClusterSpec) -> list[socket.socket]:
         ) from error
 
 
-# The others.
+# The other workers.
 
 
 def _report(cluster: ClusterSpec, secret: Secret | None, wait: _Wait) -> Mapping[int, socket.socket]:
-    """Tells worker 0 that this worker is there, until all are."""
+    """Connects to worker 0 again and again until all workers have come."""
     refusals, tls = _Refusals(cluster), Tls.from_env()
     while True:
         why = ""
@@ -328,7 +328,7 @@ def _report(cluster: ClusterSpec, secret: Secret | None, wait: _Wait) -> Mapping
 
 
 def _connect(cluster: ClusterSpec, tls: Tls | None) -> socket.socket:
-    """A connection to worker 0."""
+    """Opens a connection to worker 0."""
     host, port = split_address(addresses_of(cluster)[0])
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(socket.create_connection((host, port), timeout=3 * _STATUS_SECONDS))
@@ -338,9 +338,9 @@ def _connect(cluster: ClusterSpec, tls: Tls | None) -> socket.socket:
 
 
 def _is_let_go(connection: socket.socket, cluster: ClusterSpec, wait: _Wait, refusals: "_Refusals") -> bool:
-    """Listens to worker 0 until all workers have come; False if it refuses this one, or is something else.
+    """Reads worker 0's messages until all workers have come; returns False if it refuses, or is not a worker.
 
-    Worker 0 speaks every second: who is silent for the connection's timeout is something else at that address.
+    Worker 0 sends a message every second. A longer silence than the connection's timeout means another program.
     """
     with connection.makefile("rb") as lines:
         while message := parse(lines.readline(_TOLD_BYTES)):
@@ -352,7 +352,7 @@ def _is_let_go(connection: socket.socket, cluster: ClusterSpec, wait: _Wait, ref
             if message.get("refused") in _REMEDIES:
                 refusals.note(_REMEDIES[message["refused"]])
                 return False
-            if not _is_status(message, cluster.num_workers):  # Not of ours.
+            if not _is_status(message, cluster.num_workers):  # Not from tfdist.
                 return False
             refusals.forget()
             wait.check(message["missing"])
@@ -367,10 +367,10 @@ _REMEDIES = {
 
 
 class _Refusals:
-    """Why worker 0 refuses this worker, and for how long it has done so without a break.
+    """The reason why worker 0 refuses this worker, and since when it has refused without a break.
 
     Attributes:
-      last: The reason it gave last; `None` if it did not refuse this worker.
+      last: The last reason; `None` if worker 0 does not refuse this worker.
     """
 
     def __init__(self, cluster: ClusterSpec):
@@ -379,18 +379,18 @@ class _Refusals:
         self.last: str | None = None
 
     def note(self, why: str) -> None:
-        """Worker 0 refuses this worker."""
+        """Notes that worker 0 refuses this worker, and logs the first refusal."""
         if self.last is None:
             self._since = time.monotonic()
             logging.warning("worker 0 at %s refuses this worker: %s", addresses_of(self._cluster)[0], why)
         self.last = why
 
     def forget(self) -> None:
-        """Worker 0 does not refuse this worker any more."""
+        """Notes that worker 0 no longer refuses this worker."""
         self.last = None
 
     def check(self) -> None:
-        """Raises if worker 0 has refused this worker for some seconds."""
+        """Raises if worker 0 has refused this worker for more than `_REFUSED_SECONDS`."""
         if self.last is not None and time.monotonic() - self._since > _REFUSED_SECONDS:
             own = _introduction(self._cluster)
             raise ClusterError(
@@ -400,11 +400,11 @@ class _Refusals:
             )
 
 
-# Both.
+# All workers.
 
 
 def addresses_of(cluster: ClusterSpec) -> list[str]:
-    """Of all that train, by worker."""
+    """Returns the addresses of all training processes, by worker."""
     return [*cluster.jobs.get("chief", ()), *cluster.jobs.get("worker", ())]
 
 
@@ -419,5 +419,5 @@ def _is_status(message: dict[str, Any], workers: int) -> bool:
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # The reader is gone, which is noticed when reading.
+    with contextlib.suppress(OSError):  # A later read notices that the peer is gone.
         send(connection, message)
