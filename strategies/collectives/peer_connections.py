@@ -1,4 +1,4 @@
-"""Makes a connection from each worker to each other, beside those of TensorFlow."""
+"""Makes a connection between each two workers, in addition to those of TensorFlow."""
 
 import contextlib
 import functools
@@ -22,29 +22,30 @@ __all__ = ["connect"]
 
 _TOKEN_BYTES = 32
 _TRY_SECONDS = 3.0
-# Heartbeats tell sooner of a host that is gone. This ends what is cut between two that both still reach worker 0, and
-# must be long: who takes nothing in meanwhile may be in one long call that keeps Python's lock.
+# Heartbeats detect a dead host sooner. This limit ends a broken connection between two workers that both still reach
+# worker 0. It must be long, since a worker in one long call that holds Python's lock receives nothing meanwhile.
 _SILENCE_SECONDS = 120
 
 
 def connect(board: CoordinationStore, addresses: Sequence[str], timeout_seconds: float) -> Mapping[int, socket.socket]:
-    """Connects this worker with each other, at a free port of the hosts in TF_CONFIG; once in a process.
+    """Connects this worker with all peers, at free ports of the hosts in TF_CONFIG. Call it once per process.
 
-    Each worker listens at its host of TF_CONFIG and tells the others its port and a token. It connects to the workers
-    before it, and admits those after it. Both ends prove that they know the token, and the secret of the job if there
-    is one.
+    Each worker listens at its host in TF_CONFIG and sends its port and a token to all peers. It connects to the workers
+    of lower number, and accepts those of higher number. Both ends prove that they know the token, and the secret of the
+    job if there is one.
 
     Args:
-      board: Where workers tell each other.
-      addresses: Of all workers.
-      timeout_seconds: For all of it.
+      board: The coordination store, in which workers exchange ports and tokens.
+      addresses: Addresses of all workers.
+      timeout_seconds: Longest time for all connections.
 
     Returns:
-      The connections, by worker.
+      The connections, by number of the peer.
 
     Raises:
-      ClusterError: If the secret or the TLS files are none.
-      OSError: If one cannot be made in time, as where a firewall lets only the ports of TF_CONFIG pass; says which.
+      ClusterError: If the secret or the TLS files are invalid.
+      OSError: If a connection cannot be made in time, for example because a firewall only admits the ports in
+        TF_CONFIG. The message names the worker.
     """
     deadline = time.monotonic() + timeout_seconds
     tls = Tls.from_env()
@@ -79,7 +80,7 @@ def connect(board: CoordinationStore, addresses: Sequence[str], timeout_seconds:
 
 
 def _key(token: bytes) -> Secret:
-    """The key that both ends must know; not the token alone, which a stranger may read in the coordination store."""
+    """Returns the key that both ends must know. A stranger may read the token alone in the coordination store."""
     secret = Secret.from_env()
     return secret.joined(token) if secret else Secret(token)
 
@@ -87,14 +88,14 @@ def _key(token: bytes) -> Secret:
 def _call(
     worker: int, peer: int, address: str, said: Sequence | None, tls: Tls | None, timeout_seconds: float
 ) -> socket.socket:
-    """Connects to a worker before this one."""
+    """Connects to a worker of lower number."""
     host = split_address(address)[0]
     if said is None:
         raise OSError(f"worker {peer} on {host} says no port")
     port, token = said
     try:
         connection = socket.create_connection((host, port), timeout=min(_TRY_SECONDS, timeout_seconds))
-        connection.settimeout(timeout_seconds)  # The kernel connects; a reply takes a thread of the other process.
+        connection.settimeout(timeout_seconds)  # The kernel connects; the reply needs a thread of the peer.
         line = connect_tls(tls, connection, host)
         introduce(line, _key(bytes.fromhex(token)), {"worker": worker})
     except (OSError, NotOursError, RefusedError) as error:
@@ -103,7 +104,7 @@ def _call(
 
 
 def _admit(board: CoordinationStore, key: Secret, connection: socket.socket) -> int:
-    """Performs the handshake with whoever has connected; says which worker it is."""
+    """Performs the handshake on an accepted connection. Returns the number of the worker that connected."""
     peer = receive(connection, key).get("worker")
     if type(peer) is not int or not board.worker < peer < board.workers:
         raise NotOursError("it is no worker that connects to this one")
@@ -113,9 +114,8 @@ def _admit(board: CoordinationStore, key: Secret, connection: socket.socket) -> 
 def _set_up(line: socket.socket) -> None:
     line.settimeout(None)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with contextlib.suppress(OSError):  # Not on this machine, or not allowed.
-        # Linux' own choice, unless told otherwise. BBR, which some are told, takes bursts that go both ways for a
-        # slow link.
+    with contextlib.suppress(OSError):  # Not available on this machine, or not allowed.
+        # The default of Linux. Some machines are set to BBR, which mistakes bursts in both directions for a slow link.
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_SECONDS // 2)

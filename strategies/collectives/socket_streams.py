@@ -1,4 +1,4 @@
-"""How bytes go over a connection between two workers: as they lie in memory, or encrypted by TLS."""
+"""Streams of bytes over a connection between two workers, plain or encrypted by TLS."""
 
 import contextlib
 import select
@@ -8,22 +8,22 @@ import threading
 
 __all__ = ["PlainStream", "TlsStream", "stream_of"]
 
-_RECORD_BYTES = 1 << 14  # As much as a record of TLS holds.
+_RECORD_BYTES = 1 << 14  # Largest payload of a TLS record.
 _FIRST_BYTES = 4 * _RECORD_BYTES
 _WAIT_MILLISECONDS = 50
-_PIECE_BYTES = 4 << 20  # Of what is sent before it is counted: as much as a bucket of gradients.
+_PIECE_BYTES = 4 << 20  # Bytes to send before `sent` is updated; the size of a bucket of gradients.
 
 
 class PlainStream:
-    """A TCP connection, written and read by one thread each.
+    """A TCP connection, written by one thread and read by another.
 
     Args:
       connection: The connection.
 
     Attributes:
-      has_more: Whether there are received bytes of which `epoll` does not know.
-      sent: How many bytes were sent; changed by the thread that sends.
-      received: How many bytes were received; changed by the thread that receives.
+      has_more: Whether bytes have arrived that `epoll` does not know of.
+      sent: Number of bytes sent; changed by the sending thread.
+      received: Number of bytes received; changed by the receiving thread.
     """
 
     has_more = False
@@ -34,20 +34,20 @@ class PlainStream:
         self.sent = self.received = 0
 
     def fileno(self) -> int:
-        """The descriptor to wait at for bytes to receive."""
+        """Returns the file descriptor to poll for bytes to receive."""
         return self._connection.fileno()
 
     def send_now(self, header: memoryview, row: memoryview) -> int:
-        """Sends as much as is taken at once, and says how many bytes that is."""
+        """Sends as many bytes as the connection takes at once. Returns their number."""
         try:
             count = self._connection.sendmsg([header, row], [], socket.MSG_DONTWAIT)
-        except OSError:  # There may be no room. `send` raises any other error.
+        except OSError:  # The send buffer may be full. `send` raises any other error.
             return 0
         self.sent += count
         return count
 
     def send(self, header: memoryview, row: memoryview) -> None:
-        """Sends all, and waits until it is taken.
+        """Sends all bytes, and waits until the connection has taken them.
 
         Raises:
           OSError: If the connection fails.
@@ -61,10 +61,10 @@ class PlainStream:
             self.sent += piece.nbytes
 
     def receive_into(self, room: memoryview) -> int:
-        """Receives what is there, and says how many bytes that is; 0 at the end.
+        """Receives the bytes that have arrived, as many as `room` holds. Returns their number; 0 at the end.
 
         Raises:
-          BlockingIOError: If nothing is there.
+          BlockingIOError: If no bytes have arrived.
           OSError: If the connection fails.
         """
         count = self._connection.recv_into(room, 0, socket.MSG_DONTWAIT)
@@ -72,22 +72,22 @@ class PlainStream:
         return count
 
     def wake_at(self, count: int) -> None:
-        """Has `epoll` wake its reader when so many bytes are there, and not for each piece."""
+        """Lets `epoll` wake the reader once `count` bytes have arrived, and not for each packet."""
         if count != self._waking_bytes:
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
             self._waking_bytes = count
 
     def close(self) -> None:
-        """Ends the connection, in both directions."""
+        """Closes the connection in both directions."""
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
 
 
 class TlsStream(PlainStream):
-    """The same over TLS, whose reads and writes must not overlap: each is short, and none waits.
+    """A connection encrypted by TLS. Reads and writes are short and do not block, since they must not overlap.
 
     Args:
-      connection: The connection, after its handshake.
+      connection: The connection, after the TLS handshake.
     """
 
     def __init__(self, connection: ssl.SSLSocket):
@@ -100,7 +100,7 @@ class TlsStream(PlainStream):
 
     @property
     def has_more(self) -> bool:  # type: ignore[override]
-        """Whether TLS holds bytes that it has decrypted."""
+        """Whether TLS holds decrypted bytes that were not read yet."""
         with self._lock:
             return self._tls.pending() > 0
 
@@ -113,7 +113,7 @@ class TlsStream(PlainStream):
 
     def send(self, header: memoryview, row: memoryview) -> None:
         """See `PlainStream.send`."""
-        # Both in one piece, as `send_now` gave them to TLS.
+        # Header and row are joined, as in `send_now`, since TLS may have encrypted a part of the joined bytes.
         self._send_all(memoryview(b"".join((header, row[:_FIRST_BYTES]))))
         self._send_all(row[_FIRST_BYTES:])
 
@@ -128,12 +128,12 @@ class TlsStream(PlainStream):
         return count
 
     def wake_at(self, count: int) -> None:
-        """Does nothing: TLS needs whole records, whatever their size."""
+        """Does nothing, since TLS needs whole records of any size."""
 
     def _send(self, data: memoryview) -> int:
-        """Sends what is taken at once of some bytes.
+        """Sends as many bytes as TLS takes at once. Returns their number.
 
-        In records: what TLS has not taken must be sent again as it was, from its beginning.
+        Sends record by record: TLS demands that a record which it has not taken is sent again without a change.
         """
         sent = 0
         while sent < data.nbytes:
@@ -154,5 +154,5 @@ class TlsStream(PlainStream):
 
 
 def stream_of(connection: socket.socket) -> PlainStream:
-    """The stream over a connection."""
+    """Returns the stream over a connection."""
     return TlsStream(connection) if isinstance(connection, ssl.SSLSocket) else PlainStream(connection)

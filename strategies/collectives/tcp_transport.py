@@ -1,8 +1,8 @@
-"""Connections of each worker to each other, over which goes what steps exchange.
+"""A transport that exchanges tensors over one TCP connection between each two workers.
 
-What TensorFlow's collectives exchange they fetch by calls of gRPC, which copy it several times; a connection of our own
-takes less of the processor. TensorFlow's still tell of workers that are gone: while a step waits here, a thread asks
-every second whether they would still run.
+TensorFlow's collectives fetch tensors with gRPC calls, which copy them several times; these connections need less CPU
+time. TensorFlow still detects dead workers: while a step waits here, a thread checks every second whether TensorFlow's
+collectives would still run.
 """
 
 import functools
@@ -23,30 +23,30 @@ from tfdist.strategies.collectives.socket_streams import stream_of
 
 __all__ = ["TcpTransport"]
 
-_HEADER = struct.Struct("!iiq")  # The group of an exchange, its key in the group, the bytes that follow.
+_HEADER = struct.Struct("!iiq")  # The group of an exchange, its key in the group, the number of bytes that follow.
 _CARRIED = (tf.int8, tf.uint8, tf.int16, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64)
-_KEY_BYTES = 4  # Behind what has come.
-_FAILED = -1  # In place of a key; those are positive.
+_KEY_BYTES = 4  # The key of an exchange follows the received bytes in the same tensor.
+_FAILED = -1  # In place of a key; keys are positive.
 _LOOK_SECONDS = 1.0
-_UNLIKE_SECONDS = 60.0  # For a worker that exchanges something else meanwhile.
+_UNLIKE_SECONDS = 60.0  # Longest wait for a worker that sends other exchanges meanwhile.
 _PROBE_KEYS = 1 << 30  # Group keys of strategies count up from 1, each from a multiple of 65536.
-_AT_ONCE_BYTES = 256 << 10  # To wake a thread takes longer than to copy so much.
-_WAKING_BYTES = 256 << 10  # Of much that comes, before the thread that receives is waked again.
-_MOST_BYTES = (1 << 31) - 1  # Of a message: sizes of TensorFlow's tensors are int32 where Python makes them.
-_ROW_BITS = 20  # Of a tensor that holds more.
-# Exchanges under way at a time. A step has some hundreds; each takes 2 KB before any of its bytes has come.
+_AT_ONCE_BYTES = 256 << 10  # Waking a thread takes longer than copying this many bytes.
+_WAKING_BYTES = 256 << 10  # Bytes of a long message that wake the receiving thread again.
+_MOST_BYTES = (1 << 31) - 1  # Largest message, since the sizes of tensors that Python makes are int32.
+_ROW_BITS = 20  # A tensor of more bytes is a matrix with rows of 2**20 bytes.
+# Largest number of pending exchanges. A step has some hundreds. Each takes 2 KB before its first byte arrives.
 _MOST_ROUNDS = 1 << 14
 
 _Tag = tuple[int, int]  # The group of an exchange, and its key.
 
 
 class TcpTransport:
-    """Exchanges between all workers, without copies of its own.
+    """Exchanges tensors between all workers, without copies of its own.
 
     Args:
-      worker: Which worker this is.
-      lines: A connection to each other, by worker.
-      names: What to call the workers in errors.
+      worker: Number of this worker.
+      lines: Connections to all peers, by number of the peer.
+      names: Names of all workers, for error messages.
     """
 
     def __init__(self, worker: int, lines: Mapping[int, socket.socket], names: Sequence[str]):
@@ -54,17 +54,17 @@ class TcpTransport:
         self._lines = {peer: stream_of(line) for peer, line in lines.items()}
         self._lock = threading.Lock()
         self._rounds: dict[_Tag, _PendingCollective] = {}
-        self._gone: dict[int, str] = {}  # Workers that send no more, and what is to be said of each.
+        self._gone: dict[int, str] = {}  # Error messages about peers without a connection.
         self._fault: str | None = None
-        self._has_aborted = threading.Event()  # TensorFlow's collectives, after a fault.
+        self._has_aborted = threading.Event()  # Set when TensorFlow's collectives are aborted after a fault.
         self._sending = {peer: threading.Lock() for peer in lines}
         self._whole: queue.SimpleQueue[tuple[_Tag, _PendingCollective]] = (
             queue.SimpleQueue()
-        )  # For the thread that delivers.
+        )  # Complete exchanges, which the receiving thread delivers.
         self._poll = select.epoll()
         self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._send_queues: dict[int, queue.SimpleQueue] = {peer: queue.SimpleQueue() for peer in lines}
-        # How many letters were put there, and how many are sent; the latter is written by one thread alone.
+        # Numbers of messages put in the send queues, and of those sent. Only the sending thread changes the latter.
         self._given, self._sent = dict.fromkeys(lines, 0), dict.fromkeys(lines, 0)
         threads: list = [("send", self._send, (peer,)) for peer in lines]
         for name, target, args in [*threads, ("receive", self._receive, ()), ("watch", self._watch, ())]:
@@ -73,17 +73,17 @@ class TcpTransport:
     def exchange(
         self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor, *, apart: bool
     ) -> list[tf.Tensor]:
-        """What each worker sends to this one, in their order.
+        """Returns the rows that each worker sends to this worker, in the order of workers.
 
         Args:
-          rows: Of one type and shape on all workers: [workers, ...] if they go apart.
+          rows: A tensor of equal type and shape on all workers; [workers, ...] if `apart`.
           group: The key of the group of replicas that exchange.
-          key: int32 [], positive, that none of the group's other exchanges under way has.
-          token: A handle by which TensorFlow orders what can fail.
-          apart: Whether row j is for worker j; else all are for all.
+          key: int32 [], positive, different from the keys of the group's other pending exchanges.
+          token: A handle by which TensorFlow orders operations that can fail.
+          apart: Whether row j goes only to worker j. If not, all rows go to all workers.
 
         Returns:
-          The rows of each worker; if they go apart, [1, ...], row `worker` of them.
+          The rows of each worker. If `apart`, only the row for this worker, [1, ...].
 
         Raises:
           tf.errors.UnavailableError: While the graph runs, if a worker is gone or TensorFlow's collectives fail.
@@ -93,14 +93,14 @@ class TcpTransport:
         size = tf.shape(sent, tf.int64)[1] if sent.shape[1] is None else sent.shape[1]
         with tf.init_scope(), tf.device("CPU:0"):
             inbox = tf.queue.FIFOQueue(-1, [tf.uint8])
-        # In a thread of the step: to wake another takes longer. Not stateful, since TensorFlow runs those in order.
+        # Runs in a thread of the step; waking another takes longer. TensorFlow would run stateful calls in order.
         key = tf.numpy_function(functools.partial(self._begin, inbox, group), [key, sent], tf.int32, stateful=False)
 
         def take():
             received = tf.reshape(inbox.dequeue(), [-1])
             return tf.bitcast(received[-_KEY_BYTES:], tf.int32), received
 
-        # What a step has left that failed halfway is of another key.
+        # Skips the messages that an earlier, failed step has left in the inbox, under other keys.
         got, received = tf.while_loop(lambda got, _: (got != key) & (got != _FAILED), lambda *_: take(), take())
         checked = tf.cond(got == _FAILED, lambda: self._probe(token), lambda: tf.zeros([1]))
         own = rows[self._worker : self._worker + 1] if apart else rows
@@ -110,19 +110,19 @@ class TcpTransport:
         return [*parts[: self._worker], own, *parts[self._worker :]]
 
     def carried_bytes(self) -> int:
-        """How many bytes it has sent and received; more of them show that an exchange gets on, however slowly."""
+        """Returns the number of bytes sent and received. While it grows, exchanges make progress, however slowly."""
         return sum(line.sent + line.received for line in self._lines.values())
 
     @staticmethod
     def carries(rows: tf.Tensor) -> bool:
-        """Whether it exchanges such a tensor: numbers, in a graph."""
+        """Whether the transport can exchange such a tensor: numbers, in a graph."""
         return rows.dtype in _CARRIED and not tf.executing_eagerly()
 
     def _begin(self, inbox, group, key, sent):
-        """Sends this worker's part of an exchange, for which its step waits at the inbox; gives the key back."""
+        """Sends this worker's part of an exchange and returns the key. The step waits for the result at the inbox."""
         try:
             fault = self._join(inbox, (group, int(key)), sent)
-        except Exception as error:  # Whatever it is, nobody may wait for this worker.
+        except Exception as error:  # After any error, no peer may wait for this worker.
             fault = f"{self._names[self._worker]} can send nothing: {error}"
         if fault:
             self._fail(fault)
@@ -130,7 +130,7 @@ class TcpTransport:
         return key
 
     def _join(self, inbox, tag, sent):
-        """Why it cannot be sent, or `None`."""
+        """Joins an exchange and sends this worker's part. Returns the error message if that fails, else `None`."""
         size = sent.shape[1]
         with self._lock:
             current = self._round(tag, size)
@@ -143,13 +143,13 @@ class TcpTransport:
         for peer in self._lines:
             self._give(peer, _HEADER.pack(*tag, size), sent[peer] if len(sent) > 1 else sent[0])
         if self._is_whole(tag, current, self._worker):
-            # In a thread that lasts: in one of a step TensorFlow would set up what its operations need each time.
+            # The receiving thread delivers: in a thread of the step, TensorFlow would set up its operations each time.
             self._whole.put((tag, current))
             os.eventfd_write(self._wakeup_fd, 1)
         return None
 
     def _give(self, peer, header, row):
-        """Sends what the connection takes at once, if it is little and nothing waits; its thread sends the rest."""
+        """Sends a short row at once, as far as the connection has room and no row waits; a thread sends the rest."""
         header, row = memoryview(header), memoryview(row)
         with self._sending[peer]:
             if row.nbytes <= _AT_ONCE_BYTES and self._given[peer] == self._sent[peer]:
@@ -161,13 +161,13 @@ class TcpTransport:
             self._send_queues[peer].put((header, row))
 
     def _round(self, tag, size):
-        """The exchange of that tag, which begins with the worker that is first."""
+        """Returns the exchange of a tag. The first worker that takes part creates it. Needs the lock."""
         if tag not in self._rounds:
             self._rounds[tag] = _PendingCollective(self._worker, len(self._names), size)
         return self._rounds[tag]
 
     def _unlike(self, current, size, worker):
-        """What is wrong with a worker's part of an exchange, if its size is not that of another's."""
+        """Returns an error message if a worker's part has another size than the exchange, else `None`."""
         known = current.size
         if size == known:
             return None
@@ -177,13 +177,13 @@ class TcpTransport:
         )
 
     def _is_whole(self, tag, current, worker):
-        """Whether an exchange is, now that a worker's part has come."""
+        """Notes that a worker's part has arrived. Returns whether the exchange is complete now."""
         with self._lock:
             current.missing.discard(worker)
             return not current.missing and self._rounds.pop(tag, None) is current
 
     def _lose(self, peer, error):
-        """Takes note that a worker sends no more; who waits for it need not wait on."""
+        """Notes that a peer sends no more. Fails if this worker's step waits for that peer."""
         why = f"{self._names[peer]} is gone: its connection to this worker has ended ({error}). Its log may say why."
         with self._lock:
             self._gone[peer] = why
@@ -192,7 +192,7 @@ class TcpTransport:
             self._fail(why)
 
     def _fail(self, why):
-        """Lets all exchanges fail, now and from now on, and with them TensorFlow's collectives on this worker."""
+        """Fails all present and later exchanges, and TensorFlow's collectives on this worker."""
         with self._lock:
             is_first = self._fault is None
             if is_first:
@@ -200,7 +200,7 @@ class TcpTransport:
                 rounds = list(self._rounds.values())
                 self._rounds.clear()
         if not is_first:
-            self._has_aborted.wait()  # Until then a step that is told of it would find nothing amiss.
+            self._has_aborted.wait()  # Before the abort, `_probe` in a failed step would not raise.
             return
         try:
             _tf.context.context().abort_collective_ops(tf.errors.UNAVAILABLE, why)
@@ -215,7 +215,7 @@ class TcpTransport:
             inbox.enqueue([np.frombuffer(np.int32(_FAILED), np.uint8)])
 
     def _probe(self, *tokens):
-        """Raises if TensorFlow's collectives are aborted: one of this worker alone, that meets nobody."""
+        """Raises if TensorFlow's collectives are aborted. Runs a collective of this worker alone."""
         return tf.raw_ops.CollectiveReduceV2(
             input=tf.zeros([1]),
             group_size=1,
@@ -226,7 +226,7 @@ class TcpTransport:
             final_op="Id",
         )
 
-    # Threads: one for each other worker to which much is sent, one that receives, and one that watches.
+    # Threads: one per peer that sends long messages, one that receives, and one that watches.
 
     def _send(self, peer):
         line, letters = self._lines[peer], self._send_queues[peer]
@@ -234,16 +234,16 @@ class TcpTransport:
             while True:
                 header, row = letters.get()
                 line.send(header, row)
-                del row  # Else what was sent last is kept.
+                del row  # Frees its memory before the next message comes.
                 self._sent[peer] += 1
-        except Exception as error:  # See above.
+        except Exception as error:  # After any error, no step may wait for this peer.
             self._lose(peer, error)
 
     def _receive(self):
         arrivals = {line.fileno(): _Arrival(peer, line) for peer, line in self._lines.items()}
         for descriptor in [self._wakeup_fd, *arrivals]:
             self._poll.register(descriptor, select.EPOLLIN)
-        with tf.device("CPU:0"):  # Each step has all of Python leave the caches, so what is done once is much.
+        with tf.device("CPU:0"):  # Entered once, since each step evicts Python from the CPU caches and slows calls.
             while True:
                 for descriptor, _ in self._poll.poll():
                     if descriptor == self._wakeup_fd:
@@ -252,7 +252,7 @@ class TcpTransport:
                         self._poll.unregister(descriptor)
 
     def _takes(self, arrival):
-        """Takes what is there of one exchange; whether more may come."""
+        """Receives the available bytes of an exchange, or of more if `has_more`. Returns whether more may come."""
         try:
             self._take(arrival)
             while arrival.has_more and self._fault is None:
@@ -260,7 +260,7 @@ class TcpTransport:
             return True
         except (OSError, EOFError) as error:
             self._lose(arrival.peer, error)
-        except Exception as error:  # Whatever it is, nobody may wait for this thread.
+        except Exception as error:  # After any error, no step may wait for this thread.
             own, other = self._names[self._worker], self._names[arrival.peer]
             self._fail(f"{own} can receive nothing of {other}: {error}")
         return False
@@ -286,7 +286,7 @@ class TcpTransport:
                 return
 
     def _wrong(self, peer, group, key, size):
-        """What is wrong with a header, of whatever origin; `None` if nothing is."""
+        """Returns an error message if a header is invalid, else `None`. Headers are not trusted."""
         if group < 0 or key <= 0 or not 0 <= size <= _MOST_BYTES:
             return f"has sent what is no exchange: group {group}, key {key}, {size} bytes."
         with self._lock:
@@ -305,7 +305,7 @@ class TcpTransport:
     def _deliver(self, tag, current):
         try:
             current.deliver(tag[1])
-        except Exception as error:  # Nobody else knows this exchange any more.
+        except Exception as error:  # `_fail` does not know this exchange any more.
             self._fail(f"{self._names[self._worker]} can receive nothing: {error}")
             self._tell_of_failure(current.inbox)
 
@@ -329,7 +329,7 @@ class TcpTransport:
                     self._fail(error.message)
 
     def _astray(self, now):
-        """Who is long waited for while it has sent what this worker has not come to."""
+        """Returns a worker that is overdue, although it has sent its part of an exchange not joined here, or `None`."""
         unasked = [each for each in self._rounds.values() if each.inbox is None]
         late = [each for each in self._rounds.values() if each.waits(now - _UNLIKE_SECONDS)]
         peers = (peer for each in late for peer in sorted(each.missing))
@@ -337,13 +337,13 @@ class TcpTransport:
 
 
 class _PendingCollective:
-    """One exchange under way.
+    """A pending exchange.
 
     Attributes:
-      size: Bytes that each worker sends.
-      missing: Whose have not come.
-      inbox: The queue from which this worker's step takes them; `None` before it is there.
-      since: When it was there, of the monotonic clock.
+      size: Number of bytes that each worker sends.
+      missing: Workers with missing bytes.
+      inbox: The queue from which this worker's step takes the result; `None` before the step joins.
+      since: Time on the monotonic clock at which the step joined.
     """
 
     def __init__(self, worker, workers, size):
@@ -356,38 +356,38 @@ class _PendingCollective:
         self.inbox, self.since = None, 0.0
 
     def waits(self, since):
-        """Whether this worker's step has waited since before that moment."""
+        """Whether this worker's step has waited since before a time."""
         return self.inbox is not None and self.since < since
 
     def row(self, peer):
-        """Where to put what another worker sends."""
+        """Returns the memory for the bytes of a peer."""
         if self._bytes is None:
-            # Memory of TensorFlow's, which no other thread gives back under the interpreter's lock.
+            # TensorFlow owns the memory, so that no thread needs the interpreter's lock to free it.
             self._tensor = tf.raw_ops.Empty(shape=_shape(self._others * self.size + _KEY_BYTES), dtype=tf.uint8)
-            # Not a copy, and not `np.asarray`, which makes one to read only.
+            # A view, without a copy. `np.asarray` would make a read-only array.
             self._bytes = self._tensor.__array__().reshape(-1)
         place = peer - (peer > self._worker)
         return self._bytes[place * self.size : (place + 1) * self.size]
 
     def deliver(self, key):
-        """Gives this worker's step what has come, under that key."""
+        """Puts the received bytes and the key into the inbox of this worker's step."""
         self._bytes[-_KEY_BYTES:] = np.frombuffer(np.int32(key), np.uint8)
         tf.raw_ops.QueueEnqueueV2(handle=self.inbox.queue_ref, components=[self._tensor])
 
 
 @functools.lru_cache(maxsize=1024)
 def _shape(size):
-    """Of at least so many bytes."""
+    """Returns a tensor shape of at least `size` bytes."""
     return tf.constant([size] if size <= _MOST_BYTES else [-(-size >> _ROW_BITS), 1 << _ROW_BITS])
 
 
 class _Arrival:
-    """What comes of another worker: a header, and as much as that says.
+    """The message that is being received from a peer: a header, then as many bytes as the header states.
 
     Attributes:
-      peer: The worker.
-      header: What has come of the header.
-      tag: Of the exchange whose header has come.
+      peer: Number of the peer.
+      header: Memory for the header.
+      tag: Tag of the exchange, from the header.
       current: That exchange.
     """
 
@@ -396,14 +396,14 @@ class _Arrival:
         self.expect(None, None)
 
     def expect(self, tag, current):
-        """Has `fill` fill the part of an exchange, or the header of the next."""
+        """Prepares `fill` for the peer's part of an exchange, or for the next header."""
         self.tag, self.current = tag, current
         self._rest = memoryview(self.header if current is None else current.row(self.peer))
         if current is None:
             self._line.wake_at(1)
 
     def fill(self):
-        """Takes what is there of what is expected; whether that is all of it."""
+        """Receives the available part of the expected bytes. Returns whether they are complete."""
         while self._rest.nbytes:
             try:
                 count = self._line.receive_into(self._rest)
@@ -417,15 +417,15 @@ class _Arrival:
 
     @property
     def has_more(self):
-        """Whether something is there of which `epoll` does not know."""
+        """Whether bytes have arrived that `epoll` does not know of."""
         return self._line.has_more
 
     def close(self):
-        """Ends the connection, in both directions."""
+        """Closes the connection in both directions."""
         self._line.close()
 
 
 def _as(part, own):
-    """Bytes as a tensor of the type and the shape of another."""
+    """Converts bytes to a tensor with the type and shape of `own`."""
     bits = tf.reshape(part, [-1, own.dtype.size] if own.dtype.size > 1 else [-1])
     return tf.ensure_shape(tf.reshape(tf.bitcast(bits, own.dtype), tf.shape(own)), own.shape)
