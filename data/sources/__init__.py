@@ -1,18 +1,18 @@
-"""Sources of examples, read by number. `as_source` says what becomes which.
+"""Sources of examples, read by index. `as_source` chooses the source for an argument.
 
-| Given | Source |
+| Argument | Source |
 |---|---|
 | a `Source` | itself |
-| NumPy array, tensor, or anything NumPy makes an array of by itself | `ArraysSource` |
-| `np.memmap` or dataset of h5py, which stay on their disk | `ArraysSource` |
-| tuple or dict of those, nested at will | `ArraysSource` |
-| `(builder, "train[:90%]")`: a TFDS builder that has been prepared, and any split of TFDS | `TfdsSource` |
-| `("mnist", "train")`: a name and a split for `tfdist.data.load`, prepared where it has to be | `TfdsSource` |
+| NumPy array, tensor, or any object that NumPy converts to an array | `ArraysSource` |
+| `np.memmap` or h5py dataset, which stays on disk | `ArraysSource` |
+| tuple or dict of these, with any nesting | `ArraysSource` |
+| `(builder, "train[:90%]")`: a prepared TFDS builder and any TFDS split | `TfdsSource` |
+| `("mnist", "train")`: a name and a split for `tfdist.data.load`, prepared if necessary | `TfdsSource` |
 | path, glob pattern, or list of them, with "array_record" or "arrayrecord" in each name | `ArrayRecordSource` |
-| path, glob pattern, or list of them, of any other name | `TFRecordSource` |
-| any other object with `__len__` and `__getitem__`, lists of examples among them | `ItemsSource` |
+| path, glob pattern, or list of them, with any other name | `TFRecordSource` |
+| any other object with `__len__` and `__getitem__`, such as a list of examples | `ItemsSource` |
 
-Everything else is refused: a `tf.data.Dataset`, which has no random access; an iterator; a table of columns; nothing.
+Other arguments raise an error: a `tf.data.Dataset`, which has no random access; an iterator; a table of columns; None.
 """
 
 import importlib
@@ -54,14 +54,14 @@ def __getattr__(name: str) -> Any:
 
 
 def as_source(examples: Any) -> Source:
-    """The source that reads `examples`; the table above says which.
+    """Returns the source that reads `examples`, according to the table above.
 
     Args:
-      examples: What holds the examples.
+      examples: The examples, or the paths of their files.
 
     Raises:
-      TypeError: If no source reads such a thing.
-      ValueError: If it holds no examples, arrays of unequal length, or names files that do not exist.
+      TypeError: If no source reads such an argument.
+      ValueError: If there are no examples, arrays have unequal lengths, or files do not exist.
     """
     if isinstance(examples, Source):
         return examples
@@ -93,7 +93,7 @@ def _files(paths: list[Any]) -> Source:
             f"A list that starts with a path holds paths only, got {strange[0]!r} among them. Where these are "
             "examples, give tuples that hold them."
         )
-    given, paths = paths, [path for path in paths if not is_index(os.fspath(path))]  # A listing has indices, too.
+    given, paths = paths, [path for path in paths if not is_index(os.fspath(path))]  # Listings contain them.
     if not paths:
         raise ValueError(f"A source needs at least one file, but {given} are indices. Name the files beside them.")
     names = [os.path.basename(os.fspath(path)) for path in paths]
@@ -113,7 +113,7 @@ def _files(paths: list[Any]) -> Source:
 
 
 def _is_path(example: Any) -> bool:
-    """Whether this can be no split of a builder."""
+    """Whether `example` is a path and cannot be the name of a dataset or split."""
     signs = ("/", "*", ".tfrecord", "array_record", "arrayrecord")
     return isinstance(example, os.PathLike) or (isinstance(example, str) and any(sign in example for sign in signs))
 
@@ -129,7 +129,7 @@ def _names_split(split: Any) -> bool:
 
 
 def _is_of(kind: tuple[str, str], given: Any) -> bool:
-    """Whether it is of a class of a module that may not be loaded: who has such a thing has loaded it."""
+    """Whether `given` is of a class of a module that may not be loaded. Without the module, no such object exists."""
     module, name = kind
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(given, operator.attrgetter(name)(loaded))
@@ -141,7 +141,7 @@ def _is_array(examples: Any) -> bool:
 
 
 def _refuse(examples: Any) -> None:
-    """Raises for what has a length and items, and is still no sequence of examples."""
+    """Raises an error for objects that have a length and items but are no sequence of examples."""
     if isinstance(examples, tf.data.Dataset):
         raise TypeError(
             "A tf.data.Dataset is read in its own order, and balanced shares need each example by its number. Give "

@@ -13,18 +13,18 @@ from tfdist.errors import SourceError
 
 
 class ArrayRecordSource(ItemsSource):
-    """Records of ArrayRecord files, as strings: parse them in `map_fn`. Read by the package `array_record`.
+    """Records of ArrayRecord files, as strings to parse in `map_fn`. Read by the package `array_record`.
 
-    ArrayRecord has its own index and checksums. It reads fast where files were written with `group_size:1`. The
-    fingerprint knows files by their sizes.
+    ArrayRecord has its own index and checksums. Reading is fast if the files were written with `group_size:1`. The
+    fingerprint depends on the sizes of the files.
 
     Args:
-      paths: A file or glob pattern, or several of them; or (file, skip, take), among several, for a part of a file.
+      paths: A path or glob pattern, or a list of them. A list may also hold (file, skip, take), for a part of a file.
 
     Raises:
       ModuleNotFoundError: If `array_record` is not installed.
       ValueError: If there are no such files, or no records in them.
-      SourceError: If a file is no ArrayRecord file, or is cut off.
+      SourceError: If a file is no ArrayRecord file, or is truncated.
     """
 
     def __init__(self, paths: str | os.PathLike | Iterable[str | os.PathLike | tuple[str, int, int]]):
@@ -73,7 +73,7 @@ class ArrayRecordSource(ItemsSource):
 
 def _is_unchanged(path: str, before: tuple[int, int]) -> bool:
     try:
-        return not is_local(path) or stat(path) == before  # Elsewhere, asking is a round trip over the network.
+        return not is_local(path) or stat(path) == before  # `stat` of a remote file needs a network round trip.
     except SourceError:
         return False
 
@@ -100,7 +100,7 @@ def _parts(path: str | os.PathLike | tuple[str, int, int], module: Any) -> list[
 def _count(path: str, module: Any) -> int:
     try:
         return len(module.ArrayRecordDataSource(path))
-    except Exception as error:  # What it raises depends on what is wrong with the file.
+    except Exception as error:  # The type of the error depends on the problem of the file.
         raise SourceError(
             f"{path} cannot be read by {this_worker()}: {error}. Is it a whole ArrayRecord file? Write it again."
         ) from error

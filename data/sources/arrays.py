@@ -11,20 +11,20 @@ from tfdist.data.sources.source import Source, digest, map_leaves
 
 
 class ArraysSource(Source):
-    """Rows of arrays with equal first dimensions: `x`, `(x, y)`, `{"image": x, "label": y}`, nested at will.
+    """Rows of arrays with equal first dimensions: `x`, `(x, y)`, `{"image": x, "label": y}`, with any nesting.
 
-    Reading is a gather, in parallel and without Python. Costs one copy of each NumPy array, on the CPU, of which no
-    graph holds another one; tensors on the CPU are taken as they are. The fingerprint looks at shapes and types alone,
-    not at the values.
+    Reads rows with a gather operation, in parallel and without Python. Costs one copy of each NumPy array, on the CPU;
+    graphs hold no other copy. Tensors on the CPU are not copied. The fingerprint depends on shapes and types, not on
+    values.
 
-    An `np.memmap` or a dataset of h5py stays on its disk. It costs no memory, and a call of Python for each batch.
+    An `np.memmap` or an h5py dataset stays on disk. It costs no memory, but a call into Python for each batch.
 
     Args:
-      arrays: NumPy arrays, tensors or what NumPy makes arrays of, in tuples and dicts.
+      arrays: NumPy arrays, tensors or objects that NumPy converts to arrays, in tuples and dicts.
 
     Raises:
       TypeError: If a leaf is no array of numbers or strings.
-      ValueError: If there are no rows, or not equally many in all arrays.
+      ValueError: If there are no rows, or the numbers of rows differ between arrays.
     """
 
     def __init__(self, arrays: Any):
@@ -54,16 +54,16 @@ class ArraysSource(Source):
 
 
 class _OnDisk:
-    """An array whose rows are read from its file.
+    """An array in a file, from which rows are read.
 
     Args:
-      name: Of the array.
-      array: An `np.memmap` or a dataset of h5py.
-      failure: Makes the error of a row, of its number and the problem.
+      name: Name of the array in error messages.
+      array: An `np.memmap` or an h5py dataset.
+      failure: Function that makes an error from the index of a row and the problem.
 
     Attributes:
-      shape: Of all rows.
-      dtype: As a tensor.
+      shape: Shape of the whole array.
+      dtype: Type of the array as a tensor.
     """
 
     def __init__(self, name: str, array: Any, failure: Callable[[int, str], Exception]):
@@ -79,7 +79,7 @@ class _OnDisk:
         try:
             if isinstance(self._array, np.ndarray):
                 return np.asarray(self._array[indices], self.dtype.as_numpy_dtype)
-            ascending, places = np.unique(indices, return_inverse=True)  # h5py takes no others.
+            ascending, places = np.unique(indices, return_inverse=True)  # h5py needs ascending, unique indices.
             return np.asarray(self._array[ascending], self.dtype.as_numpy_dtype)[places]
         except Exception as error:
             problem = f"cannot be read from {self._name}: {type(error).__name__}: {error}."
@@ -87,16 +87,16 @@ class _OnDisk:
 
 
 def _is_on_disk(array: Any) -> bool:
-    """Whether this would be read into memory whole to make a tensor of it."""
+    """Whether an array is a file on disk, which a conversion to a tensor would read into memory as a whole."""
     if isinstance(array, np.memmap):
-        return bool(array.ndim) and array.filename is not None  # What is computed of one has no file.
-    h5py = sys.modules.get("h5py")  # Who has a dataset of it has loaded it.
+        return bool(array.ndim) and array.filename is not None  # An array computed from a memmap has no file.
+    h5py = sys.modules.get("h5py")  # If h5py is not loaded, the array cannot be one of its datasets.
     return h5py is not None and isinstance(array, h5py.Dataset) and bool(array.ndim)
 
 
 def _as_tensor(name: str, array: Any) -> tf.Tensor:
     dense = "to_tensor" if isinstance(array, tf.RaggedTensor | tf.SparseTensor) else "toarray"
-    if hasattr(array, dense):  # the second: SciPy's
+    if hasattr(array, dense):  # `toarray` is SciPy's method.
         raise TypeError(
             f"Rows are read from dense arrays, but {name} is a {type(array).__name__}. Give {name}.{dense}(), or an "
             "object with __len__ and __getitem__ that gives one example at a time."

@@ -1,4 +1,4 @@
-"""Files on this machine and elsewhere: named, looked at, and read at any place."""
+"""Local and remote files: their names, size and age, and reads at any offset."""
 
 import contextlib
 import ctypes
@@ -21,23 +21,23 @@ from tfdist.errors import SourceError
 INDEX_SUFFIX = ".tfdist-index"
 
 _READ_AHEAD_BYTES = 1 << 20
-_OPEN_FILES = 128  # With maps of them, half or less of what a process may have open.
-_MAPPED_BYTES = 1 << 32  # Of larger ones it takes long to see whether they are in memory.
-_MISSING_BYTES = 1 << 25  # Of a mapped file: read together, before it is used.
-_LOOKS_BEFORE_MAP, _LOOKS_BETWEEN_MAPS = 3, 100  # Of a file: not for one, and anew should it come or go.
-_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python does not name.
+_OPEN_FILES = 128  # With their memory maps, at most half of the descriptors that a process may have.
+_MAPPED_BYTES = 1 << 32  # Checking whether a larger file is in memory takes long.
+_MISSING_BYTES = 1 << 25  # Largest missing part of a mapped file that is read at once, before the map is used.
+_LOOKS_BEFORE_MAP, _LOOKS_BETWEEN_MAPS = 3, 100  # Uses of a file before it is mapped, and between checks of its map.
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, for which Python has no name.
 
 
 def several(paths: Any) -> Any:
-    """`paths`, in a list if it is one path."""
+    """Returns `paths`, in a list if it is a single path."""
     return [paths] if isinstance(paths, str | os.PathLike) else paths
 
 
 def expand(paths: Iterable[str | os.PathLike]) -> list[str]:
-    """The files that paths and glob patterns name; those of a pattern in the order of their names.
+    """Returns the files of paths and glob patterns. The files of a pattern are in the order of their names.
 
     Raises:
-      ValueError: If there are none, one does not exist, is a folder, or a pattern matches nothing.
+      ValueError: If there are no files, a path does not exist or is a folder, or a pattern matches no file.
     """
     files = [file for path in paths for file in _expand_one(os.fspath(path))]
     if not files:
@@ -55,27 +55,27 @@ def _expand_one(path: str) -> list[str]:
             f"No file {path} on {this_worker()}, in {os.getcwd()}. Give a path that every worker has; for a dataset of "
             'TFDS a pair such as ("mnist", "train"); for texts a tuple (texts,) or an array.'
         )
-    files = sorted(file for file in tf.io.gfile.glob(path) if not is_index(file))  # TensorFlow's * takes a first dot.
+    files = sorted(file for file in tf.io.gfile.glob(path) if not is_index(file))  # TensorFlow's * matches a dot.
     if not files:
         raise ValueError(f"No file matches {path} on {this_worker()}, in {os.getcwd()}.")
     return files
 
 
 def is_index(path: str) -> bool:
-    """Whether the file is an index, or the draft of one, which may stand beside the data."""
+    """Whether a file is an index or the draft of an index, which may lie in the folder of the data."""
     return INDEX_SUFFIX in os.path.basename(path)
 
 
 def is_local(path: str) -> bool:
-    """Whether the operating system reads the path by itself, and not TensorFlow's file systems."""
+    """Whether the operating system can read a path without TensorFlow's file systems."""
     return "://" not in path
 
 
 def stat(path: str) -> tuple[int, int]:
-    """Size in bytes, and time of the last change in nanoseconds.
+    """Returns the size in bytes, and the time of the last change in nanoseconds.
 
     Raises:
-      SourceError: If there is no such file.
+      SourceError: If the file cannot be read.
     """
     try:
         if is_local(path):
@@ -89,7 +89,7 @@ def stat(path: str) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def open_to_scan(path: str) -> Iterator[io.BufferedReader | tf.io.gfile.GFile]:
-    """The file for many small reads, mostly forwards."""
+    """Opens a file for many small reads, mostly in ascending order."""
     if is_local(path):
         with open(path, "rb", buffering=_READ_AHEAD_BYTES) as local:
             yield local
@@ -99,19 +99,19 @@ def open_to_scan(path: str) -> Iterator[io.BufferedReader | tf.io.gfile.GFile]:
 
 
 class LocalFile:
-    """A file that any number of threads read at any place. Closed when nobody holds it any more.
+    """A file that any number of threads read at any offset. Closed when its last reference is deleted.
 
     Attributes:
-      mapped: The file as memory, while it is in the system's page cache: reading it so needs no system calls. Of a
-        file that is there but for a little, as where a host takes some of a virtual machine's memory back, the rest is
-        read first. Else it is better read: a map waits for a disk with Python's lock held, and where the disk fails
-        the process dies of SIGBUS.
+      mapped: The file as memory while it is in the system's page cache, else None. Reading memory needs no system
+        calls. If a small part of the file is missing, it is read first; a virtual machine may lose such parts to its
+        host. A file on disk is read with system calls: a map would wait for the disk with Python's lock held. A failing
+        disk would kill the process with SIGBUS.
     """
 
     def __init__(self, path: str):
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
-        self._is_ours = os.access(path, os.W_OK)  # Of what others own, Linux says that all of it is in the cache.
+        self._is_ours = os.access(path, os.W_OK)  # Linux reports files that this user cannot write as always cached.
         self._looks = 0
         self._mapped: mmap.mmap | None = None
 
@@ -124,7 +124,7 @@ class LocalFile:
         return self._mapped
 
     def read(self, spans: list[tuple[int, int]]) -> list[bytes]:
-        """The bytes of each (offset, size); fewer where the file ends."""
+        """Returns the bytes of each (offset, size); fewer at the end of the file."""
         pread, descriptor = os.pread, self._descriptor
         contents = [pread(descriptor, size, offset) for offset, size in spans]
         if sum(map(len, contents)) == sum(map(operator.itemgetter(1), spans)):
@@ -132,7 +132,7 @@ class LocalFile:
         return [self._read_on(*span, content) for span, content in zip(spans, contents, strict=True)]
 
     def _read_on(self, offset: int, size: int, content: bytes) -> bytes:
-        """`content` and what comes after it: the kernel may give less of a large read than it was asked for."""
+        """Completes `content`, since the kernel may return fewer bytes of a large read than requested."""
         while len(content) < size:
             more = os.pread(self._descriptor, size - len(content), offset + len(content))
             if not more:
@@ -141,7 +141,7 @@ class LocalFile:
         return content
 
     def stat(self) -> tuple[int, int]:
-        """Size and time of the last change, as `stat` above gives them; costs a microsecond."""
+        """Returns the size and the time of the last change, like the function `stat`; costs a microsecond."""
         found = os.fstat(self._descriptor)
         return found.st_size, found.st_mtime_ns
 
@@ -149,13 +149,13 @@ class LocalFile:
 def _map(descriptor: int) -> mmap.mmap | None:
     if os.fstat(descriptor).st_size > _MAPPED_BYTES:
         return None
-    with contextlib.suppress(OSError, ValueError):  # Not of every file system, nor of nothing.
+    with contextlib.suppress(OSError, ValueError):  # Some file systems and empty files have no maps.
         return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     return None
 
 
 def _is_in_memory(mapped: mmap.mmap) -> bool:
-    """Whether all of it is, once the little that may be missing has been read; without Python's lock meanwhile."""
+    """Whether all of a map is in memory, after reading a small missing part. Releases Python's lock meanwhile."""
     system = ctypes.CDLL(None)
     address = ctypes.c_void_p(np.frombuffer(mapped, np.uint8).ctypes.data)
     size = ctypes.c_size_t(len(mapped))
@@ -168,7 +168,7 @@ def _is_in_memory(mapped: mmap.mmap) -> bool:
 
 
 class RemoteFile:
-    """A file of one of TensorFlow's file systems; one thread reads at a time."""
+    """A file in one of TensorFlow's file systems. One thread reads at a time."""
 
     mapped = None
 
@@ -178,7 +178,7 @@ class RemoteFile:
         self._stat = stat(path)
 
     def read(self, spans: list[tuple[int, int]]) -> list[bytes]:
-        """The bytes of each (offset, size); fewer where the file ends."""
+        """Returns the bytes of each (offset, size); fewer at the end of the file."""
         with self._lock:
             return [self._read_one(*span) for span in spans]
 
@@ -187,17 +187,17 @@ class RemoteFile:
         return self._file.read(size)
 
     def stat(self) -> tuple[int, int]:
-        """Size and time of the last change when the file was opened: asking again is a round trip over the network."""
+        """Returns size and time of the last change as of opening, since new values need a network round trip."""
         return self._stat
 
 
 @functools.lru_cache(maxsize=_OPEN_FILES)
 def open_to_read(path: str, made: tuple[int, int]) -> LocalFile | RemoteFile:
-    """The file, kept open with others that were read lately.
+    """Opens a file, and keeps it open among the files that were read recently.
 
     Args:
-      path: Which file.
-      made: Its size and the time of its last change, as it is wanted: another file may have taken its place.
+      path: Path of the file.
+      made: Expected size and time of the last change, so that a file that replaced another is opened again.
     """
     del made
     return LocalFile(path) if is_local(path) else RemoteFile(path)

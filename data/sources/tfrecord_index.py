@@ -1,4 +1,4 @@
-"""Where the records of a TFRecord file are: found once, kept in a file, checked when read back."""
+"""Index of the records of a TFRecord file: built once, stored in a file, and checked when it is loaded."""
 
 import contextlib
 import dataclasses
@@ -15,8 +15,8 @@ from tfdist.data.sources.files import INDEX_SUFFIX, is_local, open_to_scan, stat
 from tfdist.data.sources.source import this_worker
 from tfdist.errors import SourceError
 
-HEADER_BYTES = 12  # the length, and its CRC
-FOOTER_BYTES = 4  # the CRC of the data
+HEADER_BYTES = 12  # The length of the data, and the CRC of the length.
+FOOTER_BYTES = 4  # The CRC of the data.
 
 _OTHER_FILES = (
     "Is it a TFRecord file, and not compressed? ArrayRecord files are known by array_record in their names; others are "
@@ -29,15 +29,15 @@ _MASK_DELTA = 0xA282EAD8
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TFRecordIndex:
-    """Where the records of one file are, and which file that was.
+    """The offsets of the records of one file, and the state of that file.
 
     Attributes:
-      path: The file.
-      size: Its bytes when it was indexed.
-      mtime: When it was last changed by then, in nanoseconds.
+      path: Path of the file.
+      size: Size of the file in bytes when it was indexed.
+      mtime: Time of the last change before indexing, in nanoseconds.
       lengths: Bytes of data in each record, int64 [n].
-      digest: 16 hex digits of the lengths and the CRCs of all data, so of what is in the file.
-      checked: Whether all data had the CRCs that stand beside them.
+      digest: 16 hex digits of the lengths and the CRCs of all data, so they depend on the contents of the file.
+      checked: Whether the data of all records were checked and match their CRCs.
     """
 
     path: str
@@ -49,25 +49,25 @@ class TFRecordIndex:
 
     @property
     def offsets(self) -> np.ndarray:
-        """Where each record's header starts, int64 [n]."""
+        """Offset of the header of each record, int64 [n]."""
         ends = np.cumsum(self.lengths + (HEADER_BYTES + FOOTER_BYTES))
         return np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
 
 
 def load_index(path: str, check_data: bool) -> TFRecordIndex:
-    """The index of a file: read where there is one that fits the file, else made and kept for the next time.
+    """Loads the stored index of a file if it fits the file; if not, builds the index and stores it.
 
-    It is kept beside the file, as `.<name>.tfdist-index`, or, where that cannot be written, in $TFDIST_CACHE or
-    `~/.cache/tfdist`. Making it reads the headers of all records, in Python, a million in two seconds; and with
-    `check_data` the whole file, with `tf.data`. Any number of processes may do so at once; each writes a file of its
-    own and renames it.
+    The index is stored in the folder of the file, as `.<name>.tfdist-index`. If that is not writable, the index is
+    stored in $TFDIST_CACHE or `~/.cache/tfdist`. Building reads the headers of all records, in Python, a million in two
+    seconds. With `check_data` it reads the whole file, with `tf.data`. Any number of processes may build an index at
+    the same time; each writes its own draft and renames it.
 
     Args:
-      path: The file.
-      check_data: Whether to compare all data with their CRCs, if that has not been done before.
+      path: Path of the file.
+      check_data: Whether to compare all data with their CRCs, if that was not done before.
 
     Raises:
-      SourceError: If the file is missing, is no TFRecord file, or is cut off; the first broken record is named.
+      SourceError: If the file is missing, truncated or no TFRecord file. The message names the first broken record.
     """
     size, mtime = stat(path)
     for place in _places(path):
@@ -91,19 +91,19 @@ def _places(path: str) -> list[str]:
     full = os.path.abspath(path) if is_local(path) else path
     folder, name = os.path.split(path)
     in_cache = f"{name}-{hashlib.sha256(full.encode()).hexdigest()[:16]}{INDEX_SUFFIX}"
-    # The dot keeps it out of what others make of a pattern such as "train-*-of-*".
+    # The dot hides the index from other programs that expand a pattern such as "train-*-of-*".
     return [os.path.join(folder, f".{name}{INDEX_SUFFIX}"), os.path.join(cache, in_cache)]
 
 
 def _read(place: str, path: str, size: int, mtime: int) -> TFRecordIndex | None:
-    """What is kept in `place`; None if it is not there, damaged, or of another state of the file."""
+    """Returns the index stored in `place`; None if it is missing, damaged, or belongs to another state of the file."""
     try:
         with tf.io.gfile.GFile(place, "rb") as file:
             content = file.read()
     except tf.errors.OpError:
         return None
     try:
-        with np.load(io.BytesIO(content)) as kept:  # A zip file, whose members have checksums.
+        with np.load(io.BytesIO(content)) as kept:  # A zip file with checksums.
             index = TFRecordIndex(
                 path=path,
                 size=int(kept["size"]),
@@ -112,7 +112,7 @@ def _read(place: str, path: str, size: int, mtime: int) -> TFRecordIndex | None:
                 digest=str(kept["digest"]),
                 checked=bool(kept["checked"]),
             )
-    except Exception as error:  # whatever a flipped bit makes of a zip file: encryption, another version, another type
+    except Exception as error:  # A flipped bit can cause many errors: encryption, another version, another type.
         logging.warning("%s is damaged (%s) and made anew.", place, error)
         return None
     if (index.size, index.mtime) != (size, mtime):
@@ -125,7 +125,7 @@ def _keep(index: TFRecordIndex) -> None:
     lengths = index.lengths.astype(np.uint32) if index.lengths.max(initial=0) < 2**32 else index.lengths
     content = io.BytesIO()
     facts = dataclasses.asdict(index)
-    del facts["path"]  # Files may be moved, with their indices.
+    del facts["path"]  # Files may be moved together with their indices.
     np.savez_compressed(content, **{**facts, "lengths": lengths})
     for place in _places(index.path):
         try:
@@ -154,7 +154,7 @@ def _make(path: str, size: int, mtime: int) -> TFRecordIndex:
     headers, data_crcs, end = _scan(path, size)
     lengths = headers["length"].astype(np.int64)
     broken = np.flatnonzero(_masked_crc(headers["length"]) != headers["crc"])
-    if len(broken):  # A wrong length leads astray: what comes after the first says nothing.
+    if len(broken):  # After the first wrong length, offsets are wrong, so only the first broken header counts.
         hint = "Copy or write the file again." if broken[0] else _OTHER_FILES
         raise _fault(path, lengths, int(broken[0]), f"has a broken header. {hint}")
     if end != size:
@@ -183,7 +183,7 @@ def _fault(path: str, lengths: np.ndarray, record: int, problem: str) -> SourceE
 
 
 def _scan(path: str, size: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """All whole headers, the CRCs of all data, and where the last record ends by what its header says."""
+    """Returns all complete headers, the CRCs of all data, and the end of the last record according to its header."""
     headers, data_crcs = bytearray(), bytearray()
     end = 0
     with open_to_scan(path) as file:
@@ -208,7 +208,7 @@ def _crc_table() -> np.ndarray:
 
 
 def _masked_crc(lengths: np.ndarray) -> np.ndarray:
-    """The checksums that headers with these lengths have: uint64 [n] -> uint32 [n].
+    """Returns the checksums of headers with these lengths: uint64 [n] -> uint32 [n].
 
     References:
       https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details
