@@ -24,19 +24,20 @@ _POLL_SECONDS = 0.2
 def load(
     name: str, split: str, data_dir: str | os.PathLike | None = None, *, timeout_seconds: float = 3600
 ) -> tf.data.Dataset:
-    """Reads a split of a TFDS dataset, preparing its files first where they are missing.
+    """Reads a split of a TFDS dataset. Prepares its files first if they are missing.
 
-    Workers on one machine may call this at once with the same `data_dir`: one prepares, the others wait for it. If it
-    dies, one of the others takes over. On a remote `data_dir` (such as `gs://…`) nobody waits: prepare it beforehand.
+    Workers on one machine may call this at the same time with one `data_dir`: one worker prepares the dataset, and its
+    peers wait. If that worker dies, a peer takes over. With a remote `data_dir` (such as `gs://…`) workers do not wait
+    for each other: prepare the dataset beforehand.
 
     Args:
       name: "digits", which needs no network, or a name known to TFDS, such as "mnist" or "cifar10".
       split: A split in the notation of TFDS, such as "train" or "train[:90%]".
-      data_dir: Where the files are. By default the directory of TFDS, `~/tensorflow_datasets`.
-      timeout_seconds: How long to wait for another process that prepares the same dataset.
+      data_dir: Directory of the files. By default the directory of TFDS, `~/tensorflow_datasets`.
+      timeout_seconds: Longest time to wait for another process that prepares the same dataset.
 
     Returns:
-      A dataset of (image, label) pairs, or what the dataset's `supervised_keys` are; in the same order on all workers.
+      A dataset of (image, label) pairs, or of the dataset's `supervised_keys`; in the same order on all workers.
 
     Raises:
       ConnectionError: If the files must be downloaded and their servers cannot be found.
@@ -49,11 +50,11 @@ def load(
 def prepare(
     name: str, data_dir: str | os.PathLike | None = None, *, timeout_seconds: float = 3600
 ) -> tfds.core.DatasetBuilder:
-    """The builder of a TFDS dataset, its files prepared where they were missing; see `load`."""
+    """Returns the builder of a TFDS dataset, after preparing its files if they are missing; see `load`."""
     builder = _make_builder(name, data_dir)
     if not builder.info.initialized:
         with _lock(builder, timeout_seconds):
-            # Another process may have prepared it meanwhile, which only a new builder sees.
+            # Another process may have prepared the dataset meanwhile. Only a new builder sees its files.
             builder = _make_builder(name, data_dir)
             if not builder.info.initialized:
                 _check_network(builder)
@@ -116,9 +117,9 @@ def _wait_for_lock(file, name, timeout_seconds):
 
 
 def _check_network(builder):
-    """Finds out at once what TFDS' downloads would say after three minutes of retries."""
+    """Raises an error at once if servers cannot be found; the downloads of TFDS would retry for three minutes."""
     if urllib.request.getproxies():
-        return  # Names are resolved by the proxy.
+        return  # The proxy resolves the names.
     hosts = {urllib.parse.urlsplit(url).hostname for url in builder.url_infos or ()}
     for host in sorted(filter(None, hosts)):
         try:

@@ -1,4 +1,4 @@
-"""Examples that a Python object gives, one at a time."""
+"""Examples that are items of a Python object."""
 
 import contextlib
 import threading
@@ -13,19 +13,19 @@ from tfdist.errors import SourceError
 
 
 class ItemsSource(Source):
-    """Any object with `__len__` and `__getitem__`; where it has `__getitems__(list of int)`, that is called instead.
+    """Items of an object with `__len__` and `__getitem__`, or `__getitems__(list of int)` if the object has it.
 
-    Example 0 says what all examples are like: tuples and dicts of arrays, numbers and strings, each of one shape and
-    type, which every later example is checked against. Reading runs in Python, so one thread at a time; work that can
-    be left to `map_fn` is done in parallel there.
+    Example 0 defines the structure of all examples: tuples and dicts of arrays, numbers and strings, each of one shape
+    and type. Every later example is checked against it. Reading runs in Python, so in one thread at a time. Move work
+    to `map_fn`, which runs in parallel, where possible.
 
     Args:
       items: The object.
-      thread_safe: Whether `items` may be asked by several threads at once, which helps where it waits for a disk or a
+      thread_safe: Whether several threads may call `items` at the same time. This helps if it waits for a disk or a
         network.
 
     Raises:
-      TypeError: If example 0 holds something that is no array, number or string.
+      TypeError: If a leaf of example 0 is no array, number or string.
       ValueError: If there are no examples.
       SourceError: If example 0 cannot be read.
     """
@@ -58,11 +58,11 @@ class ItemsSource(Source):
         return digest("items", self._length, self.element_spec)
 
     def _read(self, indices: np.ndarray) -> list[np.ndarray]:
-        """Examples `indices`, as an array for each leaf, in the order of `tf.nest.flatten`."""
+        """Returns the examples `indices` as one array per leaf, in the order of `tf.nest.flatten`."""
         specs = tf.nest.flatten(self.element_spec)
         columns = [np.empty((len(indices), *spec.shape), spec.dtype.as_numpy_dtype) for spec in specs]
         numbers = indices.tolist()
-        with self._lock:  # until they are copied: an object may hand out one buffer for all of them
+        with self._lock:  # Until all are copied, since an object may return one buffer for all examples.
             for row, (index, example) in enumerate(zip(numbers, self._examples(numbers), strict=True)):
                 try:
                     leaves = list(_leaves(self.element_spec, example, "example"))
@@ -71,11 +71,11 @@ class ItemsSource(Source):
                         index, f"is unlike example 0: {error} All examples need the same structure, shapes and types."
                     ) from None
                 for column, leaf in zip(columns, leaves, strict=True):
-                    column[row] = leaf[()]  # of strings without dimensions, the string itself
+                    column[row] = leaf[()]  # `[()]` turns a string array of rank 0 into a string.
         return columns
 
     def _examples(self, indices: list[int]) -> Iterator[Any]:
-        if not indices:  # on a replica without rows
+        if not indices:  # A replica without rows.
             return iter(())
         if len(self._items) != self._length:
             raise self.failure(
@@ -97,7 +97,7 @@ class ItemsSource(Source):
         try:
             examples = list(self._items.__getitems__(indices))
         except Exception as error:
-            # Together they do not say which one it is; one by one they do.
+            # Read the examples one by one to find the example that fails.
             raise next(self._failures(indices), None) or self.failure(
                 indices[0], f"or one of {indices[1:]} cannot be read: {type(error).__name__}: {error}."
             ) from error
@@ -116,7 +116,7 @@ class ItemsSource(Source):
 
 
 def _as_array(value: Any) -> np.ndarray:
-    # Left to itself NumPy takes the zeros off the end of bytes.
+    # By default NumPy drops zeros at the end of bytes.
     return np.array(value, object) if isinstance(value, bytes | str) else np.asarray(value)
 
 
@@ -124,7 +124,7 @@ def _spec(name: str, value: Any) -> tf.TensorSpec:
     try:
         array = _as_array(value)
         dtype = tf.as_dtype(array.dtype)
-    except (TypeError, ValueError):  # as of a list of arrays of several shapes
+    except (TypeError, ValueError):  # For example a list of arrays of several shapes.
         dtype = None
     if dtype in (None, tf.variant, tf.resource) or (dtype == tf.string and not _are_strings(array)):
         raise TypeError(
@@ -139,7 +139,7 @@ def _are_strings(array: np.ndarray) -> bool:
 
 
 def _leaves(spec: Any, example: Any, name: str) -> Iterator[np.ndarray]:
-    """The arrays of `example`, in the order of `tf.nest.flatten(spec)`; ValueError where it is unlike `spec`."""
+    """Yields the arrays of `example` in the order of `tf.nest.flatten(spec)`. ValueError if they differ from `spec`."""
     if isinstance(spec, Mapping):
         if not isinstance(example, Mapping) or example.keys() != spec.keys():
             raise ValueError(f"{name} has to be a dict with the keys {sorted(spec)}, and is {_shown(example)}.")

@@ -1,4 +1,4 @@
-"""Examples of a dataset of TensorFlow Datasets."""
+"""Examples of a dataset from TensorFlow Datasets (TFDS)."""
 
 import os
 from collections.abc import Callable
@@ -17,16 +17,16 @@ from tfdist.data.sources.tfrecord import TFRecordSource
 class TfdsSource(Source):
     """The examples of a split, decoded by the dataset's own features.
 
-    Datasets in files of ArrayRecord or TFRecord are read at any place; the latter are indexed the first time. Where a
-    dataset has supervised keys its examples are pairs, such as (image, label), as `tfdist.data.load` gives them;
-    otherwise dicts of all features.
+    Reads ArrayRecord and TFRecord files in any order. TFRecord files are indexed at first use. If a dataset has
+    supervised keys, its examples are pairs such as (image, label), as in `tfdist.data.load`; otherwise they are dicts
+    of all features.
 
     Args:
-      dataset: A TFDS builder, prepared; or a name for `tfdist.data.load`, which prepares it where it has to.
-      split: A split in the notation of TFDS, such as "train" or "train[:90%]", or an object that it makes for one, such
-        as `tfds.core.ReadInstruction`.
-      data_dir: Where the files of a dataset given by name are. By default the directory of TFDS.
-      as_supervised: Whether examples are pairs where the dataset has supervised keys; else dicts of all features.
+      dataset: A prepared TFDS builder; or a name for `tfdist.data.load`, which prepares the dataset if necessary.
+      split: A split in the notation of TFDS, such as "train" or "train[:90%]", or a split object of TFDS, such as
+        `tfds.core.ReadInstruction`.
+      data_dir: Directory of the files if `dataset` is a name. By default the directory of TFDS.
+      as_supervised: Whether examples are pairs if the dataset has supervised keys. If not, they are dicts.
 
     Raises:
       ValueError: If the builder has not been prepared, its files have another format, or the split has no examples.
@@ -60,7 +60,7 @@ class TfdsSource(Source):
         return self._records.read_elsewhere(indices)
 
     def decode(self, example: tf.Tensor) -> Any:
-        """The features of one serialized example."""
+        """Returns the features of one serialized example."""
         features = self._features.deserialize_example(example)
         return map_leaves(lambda _, key: features[key], self._keys, "") if self._keys else features
 

@@ -19,22 +19,22 @@ _BYTES_TOGETHER = 1 << 22
 
 
 class TFRecordSource(Source):
-    """Records of uncompressed TFRecord files, as strings: parse them in `map_fn`.
+    """Records of uncompressed TFRecord files, as strings to parse in `map_fn`.
 
-    The first time, the files are indexed (see `load_index`), which by default reads them once, to compare all data with
-    their CRCs. Later reads compare lengths, and notice a file that has been changed by its size and time; a bit that
-    turns on the disk after that they do not. Neighbours that are asked for together are read together. Costs 16 bytes
-    of memory a record.
+    Indexes the files at first use; see `load_index`. By default, indexing reads the files once and compares all data
+    with their CRCs. Later reads compare lengths of records, and sizes and times of last change of files. They do not
+    detect a bit that flips on the disk later. Reads of consecutive records are joined. Costs 16 bytes of
+    memory per record.
 
     Args:
-      paths: A file or glob pattern, local or of `tf.io.gfile`, or several of them; or (file, skip, take), among
-        several, for a part of a file.
-      check_data: Whether all data are compared with their CRCs when a file is indexed. Without, only headers are read,
-        which is much less where records are large, and broken data are found by nobody.
+      paths: A path or glob pattern, local or for `tf.io.gfile`, or a list of them. A list may also hold
+        (file, skip, take), for a part of a file.
+      check_data: Whether to compare all data with their CRCs when a file is indexed. If not, indexing reads only
+        headers, far fewer bytes if records are large, and does not detect broken data.
 
     Raises:
-      ValueError: If there are no such files, or no records in them.
-      SourceError: If a file is broken; names it and the record.
+      ValueError: If there are no such files, or the files have no records.
+      SourceError: If a file is broken. The message names the file and the record.
     """
 
     element_spec = tf.TensorSpec([], tf.string)
@@ -58,7 +58,7 @@ class TFRecordSource(Source):
             raise ValueError(
                 f"A source needs at least one example, but there are none in {[part[0] for part in parts]}."
             )
-        # Places count through all files, with a gap after each, so that those of two files are never neighbours.
+        # Places are offsets over all files, with a gap after each file, so that no read joins records of two files.
         self._starts = np.cumsum([0, *(index.size + 1 for index in indices[:-1])])
         offsets = [
             index.offsets[part] + start for index, part, start in zip(indices, ranges, self._starts, strict=True)
@@ -76,7 +76,7 @@ class TFRecordSource(Source):
         return records
 
     def read_elsewhere(self, indices: np.ndarray) -> Callable[[tf.Tensor], tf.Tensor]:
-        """See `Source`. Reads record by record, with TensorFlow's own reader, which checks their CRCs."""
+        """See `Source`. Reads records one by one, with TensorFlow's own reader, which checks their CRCs."""
         places = self._places[indices]
         files = np.searchsorted(self._starts, places, "right") - 1
         offsets = places - self._starts[files]
@@ -86,7 +86,7 @@ class TFRecordSource(Source):
             record = tf.raw_ops.TFRecordDatasetV2(
                 filenames=[tf.gather(paths, tf.gather(files, place))],
                 compression_type="",
-                buffer_size=tf.constant(0, tf.int64),  # One record is read, not what stands behind it.
+                buffer_size=tf.constant(0, tf.int64),  # Reads one record, and nothing after it.
                 byte_offsets=[tf.gather(offsets, place)],
             )
             return tf.data.experimental.from_variant(record, self.element_spec).take(1).get_single_element()
@@ -128,7 +128,7 @@ class TFRecordSource(Source):
         return records
 
     def _read_file(self, file: int, wanted: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> list[bytes]:
-        """Records of one file, in ascending order of their offsets."""
+        """Returns records of one file, in ascending order of their offsets."""
         opened = self._open(file, wanted[0])
         mapped = opened.mapped
         found = _read_spans(opened, offsets, lengths) if mapped is None else _read_mapped(mapped, offsets, lengths)
@@ -158,7 +158,7 @@ class TFRecordSource(Source):
 
 
 def _read_mapped(mapped: mmap.mmap, offsets: np.ndarray, lengths: np.ndarray) -> tuple[bytes, list[bytes]]:
-    """The first 8 bytes of the headers, one after the other, and the records."""
+    """Returns the first 8 bytes of all headers, concatenated, and the records."""
     headers = np.frombuffer(mapped, np.uint8)[offsets[:, np.newaxis] + np.arange(8)]
     begins = offsets + HEADER_BYTES
     records = [mapped[begin:end] for begin, end in zip(begins.tolist(), (begins + lengths).tolist(), strict=True)]
@@ -166,7 +166,7 @@ def _read_mapped(mapped: mmap.mmap, offsets: np.ndarray, lengths: np.ndarray) ->
 
 
 def _read_spans(opened: LocalFile | RemoteFile, offsets: np.ndarray, lengths: np.ndarray) -> tuple[bytes, list[bytes]]:
-    """As `_read_mapped`; neighbours are read together, as one span; a long run is cut every few MB."""
+    """Does the same as `_read_mapped`. Joins consecutive records to spans, which it cuts every few MB."""
     ends = offsets + lengths + (HEADER_BYTES + FOOTER_BYTES)
     is_first = np.ones(len(offsets), bool)
     is_first[1:] = (offsets[1:] != ends[:-1]) | (offsets[1:] >> _SPAN_BITS != offsets[:-1] >> _SPAN_BITS)
