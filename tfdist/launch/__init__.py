@@ -1,4 +1,4 @@
-"""Workers started on this machine: `tfdist run`, the supervisor behind it and its group of processes."""
+"""Starts and supervises workers on this machine: `tfdist run`, its supervisor and its group of processes."""
 
 from tfdist.launch.worker_group import WorkerExit, WorkerGroup
 

@@ -1,4 +1,4 @@
-"""Whether a job that failed is started again, when, and with how many workers. No processes and no clock in here."""
+"""Decides whether, when and with how many workers a failed job restarts. Uses no processes and no clock."""
 
 import enum
 
@@ -10,24 +10,24 @@ _LONGEST_PAUSE_SECONDS = 30.0
 
 
 class Chance(enum.Enum):
-    """How often to try again after a failure of one kind."""
+    """How often to restart after a failure of one kind."""
 
     NEVER = enum.auto()
-    """Not once: it would fail again."""
+    """Never, since the job would fail again."""
     ELSEWHERE = enum.auto()
-    """Until it fails at the same place again."""
+    """Until the job fails at the same place again."""
     OFTEN = enum.auto()
     """As often as the limits of the job allow."""
 
 
 def chance_of(kind: FailureKind, *, is_exception: bool, has_commit: bool) -> Chance:
-    """The chance that a restart heals a failure.
+    """Returns the chance that a restart helps after a failure.
 
     Args:
-      kind: The kind of the failure.
+      kind: Kind of the failure.
       is_exception: Whether a Python exception ended the worker, so that the place of the failure is known.
-      has_commit: Whether there is a commit from which a restart goes on. Without one, wrong data come again after as
-        long a time.
+      has_commit: Whether a commit exists from which a restart resumes. Without a commit, the job reaches the same wrong
+        data after the same time.
     """
     if kind in (FailureKind.CONFIGURATION, FailureKind.PROGRAM):
         return Chance.NEVER
@@ -37,15 +37,15 @@ def chance_of(kind: FailureKind, *, is_exception: bool, has_commit: bool) -> Cha
 
 
 class Restarts:
-    """How often, and after which pauses, to start again.
+    """Number of restarts, and the pauses before them.
 
-    The first restart comes at once, the next after 1 s, 2 s, 4 s and so on up to 30 s, the same on all hosts of a job.
-    Restarts count from the last `progress`, those of the window; a failure that comes again and again at the same place
-    counts however long that takes, since waiting will not mend it.
+    The first restart comes at once. The pauses before the next are 1 s, 2 s, 4 s and so on up to 30 s, on all hosts.
+    Counts the restarts since the last `progress` that are within the window. Repeated failures at the same place count
+    regardless of the window, since waiting does not fix them.
 
     Args:
-      limit: How many restarts may count.
-      window_seconds: After which time a restart counts no more.
+      limit: Largest number of counted restarts.
+      window_seconds: Time after which a restart no longer counts.
     """
 
     def __init__(self, limit: int, window_seconds: float):
@@ -54,19 +54,19 @@ class Restarts:
         self._failures: list[tuple[float, str | None]] = []
 
     def progress(self, but: str | None = None) -> None:
-        """Starts to count anew, but for failures at the place `but`."""
+        """Resets the count, except for failures at the place `but`."""
         self._failures = [failure for failure in self._failures if but is not None and failure[1] == but]
 
     def pause(self, now: float, place: str | None = None, chance: Chance = Chance.OFTEN) -> float | None:
-        """Takes note of a failure.
+        """Records a failure.
 
         Args:
-          now: When it was, in seconds.
-          place: Where it was, None if that says nothing.
-          chance: How often to try again.
+          now: Time of the failure, in seconds.
+          place: Place of the failure, or None if the place is unknown.
+          chance: How often to restart.
 
         Returns:
-          Seconds to wait before the next start; None if there is to be none.
+          Seconds to wait before the next start, or None for no next start.
         """
         recent = sum(now - then < self._window_seconds for then, _ in self._failures)
         repeats = self._repeats(place)
@@ -77,31 +77,31 @@ class Restarts:
         return 0.0 if count == 0 else min(2.0 ** (count - 1), _LONGEST_PAUSE_SECONDS)
 
     def _repeats(self, place: str | None) -> int:
-        """How many failures came from this place, without another in between."""
+        """Returns the number of latest failures in a row at this place."""
         others = [number for number, (_, before) in enumerate(self._failures) if place is None or before != place]
         return len(self._failures) - (others[-1] + 1 if others else 0)
 
 
 class Commits:
-    """The commits of one attempt, as they are seen: pairs of a step and a folder, each of which has steps of its own.
+    """The commits of one attempt: pairs of a step and a backup folder. Each folder has its own steps.
 
     Args:
-      former: Those of the attempt before, None if there was none.
+      former: Commits of the previous attempt, or None.
     """
 
     def __init__(self, former: "Commits | None" = None):
         self._before: dict[str, int] = {**former._before, **former._own} if former else {}
-        self._own: dict[str, int] = {}  # the step of the newest, by folder
+        self._own: dict[str, int] = {}  # Step of the newest commit, by folder.
         self.newest: tuple[int, str] | None = former.newest if former else None
         self._last = self.newest
         self.again = False
-        """Whether they are of steps that an attempt before had committed: what was trained is trained again.
+        """Whether this attempt commits steps that an earlier attempt had committed, so it repeats training.
 
-        So it is after a `fit` that was done and has removed its backups itself, those on other storage than a disk.
+        This happens after a finished `fit` that removed its own backups, which it does on remote storage.
         """
 
     def see(self, newest: tuple[int, str] | None) -> None:
-        """Takes note of the newest commit."""
+        """Records the newest commit."""
         if newest is not None and newest != self._last:
             step, folder = newest
             if folder not in self._own:
@@ -111,47 +111,47 @@ class Commits:
 
     @property
     def any(self) -> bool:
-        """Whether there is one of this attempt."""
+        """Whether this attempt has made a commit."""
         return self.newest is not None and self.newest != self._last
 
 
 class Size:
-    """How many workers the next attempt has, and which: each has a slot, a number that it keeps over all attempts.
+    """The workers of the next attempt. Each worker has a slot, a number that it keeps in all attempts.
 
-    One fewer when a worker cannot come back: it was the first failure twice in a row with no commit in between, or its
-    process could not be started. All again at the next restart after a commit.
+    The next attempt has one worker fewer if a worker cannot come back. Such a worker failed first twice in a row with
+    no commit in between, or its process did not start. The next restart after a commit has all workers again.
 
     Args:
-      full: How many there are to be.
-      least: How many there must be.
-      regrow_seconds: How long a reduced job runs before all are tried again. Twice as long after each time that failed.
+      full: Desired number of workers.
+      least: Smallest allowed number of workers.
+      regrow_seconds: Time that a reduced job runs before it tries all workers again. Doubles after each failed try.
     """
 
     def __init__(self, full: int, least: int, regrow_seconds: float):
         self._full = full
         self._least = least
         self._regrow_seconds = regrow_seconds
-        self._shrunk = 0  # how often all were too many
-        self._culprit: int | None = None  # its slot
+        self._shrunk = 0  # How often the job went below `full`.
+        self._culprit: int | None = None  # Slot of the worker that failed first.
         self.slots = list(range(full))
 
     @property
     def current(self) -> int:
-        """How many."""
+        """The number of workers of the next attempt."""
         return len(self.slots)
 
     def failed(self, culprit: int | None, *, started: bool, progressed: bool) -> bool:
-        """Takes note of a failed attempt.
+        """Records a failed attempt.
 
         Args:
-          culprit: The worker that failed first, by its place in `slots`, None if not known.
-          started: Whether its process ran.
-          progressed: Whether the attempt committed.
+          culprit: Index in `slots` of the worker that failed first, or None if unknown.
+          started: Whether the process of that worker was started.
+          progressed: Whether the attempt made a commit.
 
         Returns:
           Whether the next attempt has one worker fewer.
         """
-        # A report may name whomever as the cause.
+        # A report may blame a worker that does not exist.
         slot = self.slots[culprit] if culprit is not None and culprit in range(self.current) else None
         is_lost = slot is not None and not progressed and (not started or slot == self._culprit)
         if progressed:
@@ -165,10 +165,10 @@ class Size:
         return True
 
     def regrow(self) -> None:
-        """Has all workers in the next attempt."""
+        """Starts the next attempt with all workers."""
         self._culprit = None
         self.slots = list(range(self._full))
 
     def is_due(self, seconds: float) -> bool:
-        """Whether an attempt that has run for `seconds` is to make room for one with all workers."""
+        """Returns whether an attempt that has run for `seconds` must end so that the next attempt has all workers."""
         return self.current < self._full and seconds >= self._regrow_seconds * 2 ** (self._shrunk - 1)

@@ -1,4 +1,4 @@
-"""Runs a job until it is done: attempts of a group of workers, each after the failure of the one before."""
+"""Runs a job until it is done: starts a group of workers, and starts a new attempt after a failure."""
 
 import contextlib
 import dataclasses
@@ -38,24 +38,24 @@ __all__ = ["Stragglers", "Supervisor", "SupervisorOptions"]
 
 _FAILURE_GRACE_SECONDS = 2.0
 _CAUSE_SECONDS = 1.5
-_PORT_SECONDS, _FIRST_PORT_SECONDS = 10.0, 3.0  # A worker of the attempt before takes longer to be gone.
+_PORT_SECONDS, _FIRST_PORT_SECONDS = 10.0, 3.0  # Workers of the previous attempt may exit slowly.
 _POLL_SECONDS, _LOOK_SECONDS = 0.05, 0.2
 _ALONE_SECONDS, _ALONE_AGAIN_SECONDS = 10.0, 60.0
 
 
 @dataclasses.dataclass(frozen=True)
 class SupervisorOptions:
-    """How a job is supervised.
+    """Options of the supervisor.
 
     Attributes:
-      workers: How many workers to start here.
-      min_workers: With how many to go on if others cannot come back.
-      max_restarts: How many restarts without a commit in between.
-      restart_window_seconds: After which time a restart counts no more.
-      grace_seconds: How long workers may take to save and leave.
-      regrow_seconds: How long a reduced job runs before all workers are tried again, after its next commit.
-      devices_per_worker: Logical devices that the strategy makes in each worker; None leaves the environment as it is.
-      tee: Whether to print all workers' lines, with the worker's name in front.
+      workers: Number of workers to start here.
+      min_workers: Smallest number of workers with which to continue if some workers cannot come back.
+      max_restarts: Largest number of restarts without a commit in between.
+      restart_window_seconds: Time after which a restart no longer counts.
+      grace_seconds: Time for workers to save and leave.
+      regrow_seconds: Time that a reduced job runs before it tries all workers again, after its next commit.
+      devices_per_worker: Number of logical devices per worker; None leaves the environment unchanged.
+      tee: Whether to print the lines of all workers, each after the worker's name.
     """
 
     workers: int
@@ -70,21 +70,21 @@ class SupervisorOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """One start of the workers, and what came of it.
+    """One start of the workers, with its result.
 
     Attributes:
-      number: How many came before.
-      workers: How many workers were started here.
-      time: When they were, in seconds since the epoch.
-      seconds: How long it took.
-      outcome: "done", "failed", "preempted" (saved, and to be started again), "resized" (saved, to go on with more
-        workers), "stopped" (by a signal).
-      exit_code: What it would be to a shell.
-      committed: The step of the newest commit, None before the first.
-      progressed: Whether there was a commit in this attempt.
-      again: Whether its commits are of steps that were committed before.
-      failure: The first failure, of one that failed.
-      ended: The workers that still ran when another failed, and were ended.
+      number: Number of earlier attempts.
+      workers: Number of workers started here.
+      time: Start of the attempt, in seconds since the epoch.
+      seconds: Duration of the attempt.
+      outcome: "done", "failed" or "stopped" (by a signal). Or the job has saved: "preempted" (to be started again) or
+        "resized" (to continue with more workers).
+      exit_code: Exit code of the attempt, as a shell shows it.
+      committed: Step of the newest commit, None before the first commit.
+      progressed: Whether the attempt made a commit.
+      again: Whether the attempt repeated steps that an earlier attempt had committed.
+      failure: First failure of a failed attempt.
+      ended: Workers that still ran when another worker failed, and that the supervisor then ended.
     """
 
     number: int
@@ -100,7 +100,7 @@ class Attempt:
     ended: tuple[int, ...] = ()
 
     def describe(self, *, reason: bool = True) -> str:
-        """The attempt in a line, with the reason of a failure or without."""
+        """Describes the attempt in one line, with or without the reason of a failure."""
         workers = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
         committed = "" if self.committed is None else f", newest backup step-{self.committed}"
         why = f": {self.failure.describe()}" if self.failure and reason else ""
@@ -108,13 +108,13 @@ class Attempt:
 
 
 class Stragglers:
-    """Workers that still run while others are done: told after 10 s, and then every minute."""
+    """Reports workers that still run after other workers ended: after 10 s, and then every minute."""
 
     def __init__(self) -> None:
         self._due: float | None = None
 
     def tell(self, exits: Sequence[WorkerExit], running: Sequence[int], now: float) -> str | None:
-        """What is to be said of them now, in seconds since the epoch."""
+        """Returns the report that is due at `now`, in seconds since the epoch, or None."""
         if not exits or not running or now < (self._due or exits[-1].time + _ALONE_SECONDS):
             return None
         self._due = now + _ALONE_AGAIN_SECONDS
@@ -123,15 +123,15 @@ class Stragglers:
 
 
 class Supervisor:
-    """Starts workers, and starts them again.
+    """Starts workers, and starts them again after a failure.
 
     Args:
-      command: What each worker runs.
-      options: How.
-      run_dir: The folder of this run: logs and reports of each attempt, what the newest commit is, `failure.json`.
-      caught: The signals that asked this process to end, as they come; those of one request once.
-      spec: The place of the one worker to start here in a cluster of several hosts; None if all workers are started
-        here, on ports that are free.
+      command: Command that each worker runs.
+      options: Options of the supervisor.
+      run_dir: Folder of this run, with the logs and reports of each attempt, the newest commit and `failure.json`.
+      caught: List that grows with the signals that ask this process to end. One request adds one signal.
+      spec: Cluster spec of the one worker to start here, in a cluster of several hosts; None to start all workers
+        here, on free ports.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Supervisor:
         self._size = Size(options.workers, options.min_workers, options.regrow_seconds)
         self._attempts: list[Attempt] = []
         self._commits = Commits()
-        # Workers of several hosts need one that all are given.
+        # Workers of several hosts need one secret that the user gives to all hosts.
         self._secret = {} if spec or secret_is_given() else {SECRET: new_secret()}
         self._cache_folders: set[pathlib.Path] = set()
         self._has_told_of_backups = False
@@ -160,18 +160,18 @@ class Supervisor:
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:
-        """What was tried so far."""
+        """The attempts so far."""
         return tuple(self._attempts)
 
     def run(self) -> int:
-        """Runs the job until it is done, failed for good or stopped by a signal.
+        """Runs the job until it is done, has failed for good or is stopped by a signal.
 
         Call it in the main thread.
 
         Returns:
-          0 if it is done, asked to end or not; `tfdist.exit_codes.PREEMPTED` if it was asked to end and saved, or if
-          the workers leave again and again as if they had; 128 + n if it was ended by signal n and did not save; else
-          the exit code of the last attempt's first failure.
+          0 if the job is done, even if a signal asked it to end. `tfdist.exit_codes.PREEMPTED` if the job was asked to
+          end and saved, or if its workers exit with that code again and again. 128 + n if signal n ended the job
+          without a save. Otherwise the exit code of the last attempt's first failure.
 
         Raises:
           ClusterError: If a worker cannot be ended.
@@ -191,7 +191,7 @@ class Supervisor:
                 return self._finish(PREEMPTED if attempt.outcome != "failed" else 128 + self._caught[0])
 
     def _run_attempt(self, number: int) -> Attempt:
-        """Starts the workers and sees them to their end."""
+        """Starts the workers and waits for their end."""
         directory, workers, start = self._run_dir / f"attempt-{number}", self._size.current, time.time()
         self._commits.see(self._committed())
         self._remove_cache_locks(start)
@@ -249,7 +249,7 @@ class Supervisor:
         def look() -> bool:
             nonlocal looked, wants_room
             now = time.time()
-            if caught or abs(now - looked) < _LOOK_SECONDS:  # what follows asks the disk
+            if caught or abs(now - looked) < _LOOK_SECONDS:  # The code below reads files.
                 return bool(caught)
             looked = now
             commits.see(self._committed())
@@ -270,7 +270,7 @@ class Supervisor:
             return ended("stopped" if exit_code else "done", exit_code)
         if codes <= {0} and not stuck:
             return ended("done")
-        if PREEMPTED in codes and codes <= {0, PREEMPTED}:  # they save and leave together; one is only the first
+        if PREEMPTED in codes and codes <= {0, PREEMPTED}:  # Workers save and leave together.
             group.stop(None, grace_seconds=options.grace_seconds, hurry=lambda: len(caught) > 1)
             return ended("resized" if wants_room else "preempted", PREEMPTED)
         if stuck:
@@ -278,7 +278,7 @@ class Supervisor:
         else:
             self._wait_for_the_cause(group, number)
         by_themselves, others, since = group.exits, group.running, time.time()
-        # Short: most are stuck in an exchange with the one that failed, and nobody can save any more.
+        # Short, since most workers are stuck in an exchange with the failed worker and cannot save any more.
         grace_seconds = min(options.grace_seconds, _FAILURE_GRACE_SECONDS)
         group.stop(signal.SIGTERM, grace_seconds=grace_seconds, hurry=lambda: bool(caught))
         asked = group.exits[len(by_themselves) :]
@@ -287,7 +287,7 @@ class Supervisor:
         return ended("failed", failure.exit_code, failure, [index for index in others if index != failure.worker])
 
     def _with_cache_lock(self, failure: Failure, number: int, start: float) -> Failure:
-        """Removes locks of data caches that killed workers have left; names the others, and the remedy."""
+        """Removes locks of data caches that killed workers left behind. Names any other lock and the remedy."""
         path = lock_named_in(failure.message or "")
         if path is None:
             return failure
@@ -302,7 +302,7 @@ class Supervisor:
         return dataclasses.replace(failure, reason=describe(path, start), category=FailureKind.CONFIGURATION)
 
     def _remove_cache_locks(self, attempt_start: float) -> list[pathlib.Path]:
-        """Removes locks that workers of attempts before this one have left, in folders where one was in the way."""
+        """Removes locks that workers of earlier attempts left in folders where a lock has caused a failure."""
         run_start = self._attempts[0].time if self._attempts else attempt_start
         return [
             lock
@@ -319,21 +319,21 @@ class Supervisor:
     def _ask_for_room(self, number: int) -> None:
         """Asks the workers to leave after their next commit.
 
-        By no signal, which may come when nobody listens: in an evaluation after a `fit`, say, which has removed its
-        backups if they are on other storage than a disk.
+        Uses a file, because a signal may arrive when no `fit` handles it, say in an evaluation after a `fit`. By then
+        the `fit` has removed its backups if they are on remote storage.
         """
         logging.info("a try with all %d workers again: the others leave after their next commit", self._options.workers)
-        with contextlib.suppress(OSError):  # they go on as they are
+        with contextlib.suppress(OSError):  # Without the file, the workers just continue.
             write_whole(room_path(self._run_dir, number), "")
 
     def _stuck(self, group: WorkerGroup, number: int) -> list[int]:
-        """The workers that have failed by their own word and still run: a thread, say, that nobody ends."""
+        """Returns the workers that reported a failure but still run, say because of a thread that never ends."""
         latest = time.time() - self._options.grace_seconds
         reports = reported_since(self._run_dir, number, group.pids)
         return [worker for worker, told in reports.items() if told < latest]
 
     def _wait_for_the_cause(self, group: WorkerGroup, number: int) -> None:
-        """If all failures may come of another, a moment for that one: a large process takes longer to be gone."""
+        """Waits a moment for the causing failure if all failures may be consequences. A large process exits slowly."""
         deadline = time.monotonic() + _CAUSE_SECONDS
         while group.running and not self._caught and time.monotonic() < deadline:
             if not first_failure(self._run_dir, number, group.exits, [], time.time()).doubt:
@@ -342,24 +342,24 @@ class Supervisor:
             group.poll()
 
     def _stop_by_signal(self, group: WorkerGroup) -> int:
-        """Asks the workers to end, waits for them to save, and gives the exit code."""
+        """Asks the workers to end, waits for them to save, and returns the exit code."""
         signum, seen = self._caught[0], len(self._caught)
         name = signal.Signals(signum).name
         logging.info("%s: ending the workers; once more, a second from now or later, to kill them at once", name)
-        # In a `fit` that is backed up, workers save at both. Elsewhere Ctrl-C interrupts them as usual.
+        # In a `fit` with backups, workers save at SIGINT and SIGTERM. Elsewhere Ctrl-C interrupts workers as usual.
         asks = signum if signum == signal.SIGINT else signal.SIGTERM
         group.stop(asks, grace_seconds=self._options.grace_seconds, hurry=lambda: len(self._caught) > seen)
         codes = {each.returncode for each in group.exits}
-        if codes <= {0}:  # done by then, or with the last of it: not to be started again
+        if codes <= {0}:  # All workers finished, so no restart is needed.
             return 0
         return PREEMPTED if codes <= {0, PREEMPTED} else 128 + signum
 
     def _pause_after(self, attempt: Attempt) -> float | None:
-        """Seconds until the next attempt; None if there is none."""
+        """Returns the seconds until the next attempt, or None for no next attempt."""
         failure = attempt.failure
         if attempt.progressed:
-            # A commit between two failures at one place is no progress where all is trained again up to there, or
-            # where the place is a step.
+            # A commit between two failures at the same place is no progress if the attempt repeated committed steps,
+            # or if the place includes a step.
             is_same = failure is not None and (attempt.again or failure.step is not None)
             self._restarts.progress(but=failure.place if failure and is_same else None)
         if attempt.outcome in ("done", "stopped"):
@@ -367,7 +367,7 @@ class Supervisor:
         if attempt.outcome == "resized":
             self._size.regrow()
             return 0.0
-        if failure is None:  # preempted
+        if failure is None:  # Preempted.
             if attempt.progressed:
                 self._size.regrow()
                 return 0.0
@@ -376,25 +376,25 @@ class Supervisor:
         if chance != Chance.NEVER and self._size.failed(
             failure.culprit, started=failure.kind != "start", progressed=attempt.progressed
         ):
-            self._restarts.progress()  # another job, in a way: it deserves tries of its own
+            self._restarts.progress()  # A smaller job gets its own number of restarts.
         return self._restarts.pause(time.time(), failure.place, chance)
 
     def _chance(self, attempt: Attempt, failure: Failure) -> Chance:
-        """How often to try again after this failure."""
+        """Returns how often to try again after this failure."""
         if attempt.number == 0 and failure.exception == TFConfigError.__name__ and failure.kind == "start":
-            return Chance.NEVER  # Nobody has used this address before: it is wrong, and will be.
+            return Chance.NEVER  # In the first attempt no earlier worker holds the address, so it is wrong.
         chance = chance_of(
             failure.category, is_exception=failure.kind == "exception", has_commit=self._has_backup(attempt)
         )
-        is_again = attempt.again and failure.signal is None  # a signal may have come from anywhere
+        is_again = attempt.again and failure.signal is None  # A signal may have any cause.
         return Chance.ELSEWHERE if chance == Chance.OFTEN and is_again else chance
 
     def _has_backup(self, attempt: Attempt) -> bool:
-        """Whether a restart goes on from a backup, of this run or one before."""
+        """Returns whether a restart resumes from a backup, of this run or an earlier run."""
         return attempt.committed is not None or restored_path(self._run_dir).exists()
 
     def _specs(self, workers: int) -> list[ClusterSpec]:
-        """The cluster as each worker to be started here sees it."""
+        """Returns the cluster spec of each worker to be started here."""
         if self._spec:
             _wait_for_port(self._spec, _PORT_SECONDS if self._attempts else _FIRST_PORT_SECONDS)
             return [self._spec]
@@ -414,7 +414,7 @@ class Supervisor:
         return env
 
     def _committed(self) -> tuple[int, str] | None:
-        """The step of the newest commit and its folder, as the workers wrote them."""
+        """Returns the step and folder of the newest commit, as written by the workers."""
         try:
             step, _, folder = (self._run_dir / "committed").read_text().partition("\n")
             return int(step), folder
@@ -449,7 +449,7 @@ class Supervisor:
             )
 
     def _finish(self, exit_code: int) -> int:
-        """Sums the run up; the reason of a failure comes last."""
+        """Logs a summary of the run that ends with the reason of a failure. Returns the exit code."""
         last = self._attempts[-1]
         if last.outcome == "done":
             backup_cleanup.remove(self._run_dir)
@@ -468,7 +468,7 @@ class Supervisor:
         return exit_code
 
     def _tell_details(self, failure: Failure) -> None:
-        """Shows the traceback or the last lines of the worker that failed, unless the terminal has them already."""
+        """Logs the traceback or the last lines of the failed worker, unless the terminal already shows them."""
         if failure.worker is None or self._options.tee:
             return
         is_shown = failure.worker == (self._spec.worker_id if self._spec else 0)
@@ -477,7 +477,7 @@ class Supervisor:
             logging.error("worker %d, from %s:\n%s", failure.worker, failure.log, details)
 
     def _why_not_again(self, last: Attempt) -> str:
-        """Why a failed attempt was the last, for the end of a message; nothing if the limits of the job say so."""
+        """Returns why no restart follows, to end a message with; empty if the limits of the job are the reason."""
         failure = last.failure
         if failure is None:
             return ""
@@ -492,7 +492,7 @@ class Supervisor:
         return ". Wrong data come again: they failed again after a restart." if is_same else ""
 
     def _write_failures(self, outcome: str, exit_code: int | None) -> None:
-        """Writes `failure.json`, if there was a failure: that of the last attempt that failed, and all attempts."""
+        """Writes `failure.json` after a failure, with the failure of the last failed attempt and all attempts."""
         failures = [attempt.failure for attempt in self._attempts if attempt.failure]
         if not failures:
             return
@@ -502,7 +502,7 @@ class Supervisor:
             text = json.dumps({**run, **failures[-1].to_json(), "attempts": attempts}, indent=1)
             write_whole(self._run_dir / "failure.json", text)
         except OSError as error:
-            logging.error("failure.json could not be written: %s", error)  # no reason to end the job
+            logging.error("failure.json could not be written: %s", error)  # The job continues.
 
 
 def _named(workers: Sequence[int]) -> str:
@@ -510,10 +510,10 @@ def _named(workers: Sequence[int]) -> str:
 
 
 def _wait_for_port(spec: ClusterSpec, seconds: float) -> None:
-    """Waits until this worker's port is free again after the one before it.
+    """Waits until the previous attempt's worker has released this worker's port.
 
     Raises:
-      TFConfigError: If it is not, or the host name does not resolve.
+      TFConfigError: If the port is not released in time, or the host name does not resolve.
     """
     deadline = time.monotonic() + seconds
     while True:

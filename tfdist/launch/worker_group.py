@@ -1,4 +1,4 @@
-"""A group of worker processes on this machine: started together, watched, ended together."""
+"""Starts, watches and ends a group of worker processes on this machine together."""
 
 import contextlib
 import ctypes
@@ -19,23 +19,23 @@ from tfdist.launch.worker_output import WorkerOutput
 
 __all__ = ["WorkerExit", "WorkerGroup", "describe_exit", "log_path"]
 
-_SLOT = "TFDIST_SLOT"  # tells the workers of one machine apart, also when some are left out
+_SLOT = "TFDIST_SLOT"  # Distinguishes the workers of a machine, also after some are left out.
 _POLL_SECONDS = 0.05
 _DRAIN_SECONDS = 1.0
 _KILL_SECONDS = 60.0
 _PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)  # loaded here, since between fork and exec little may be done
+_LIBC = ctypes.CDLL(None)  # Loaded here, since little code is safe between fork and exec.
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerExit:
-    """How a worker ended.
+    """The end of a worker.
 
     Attributes:
-      index: Which worker.
-      returncode: Its exit code, or minus the number of the signal that killed it.
-      pid: The number of its process.
-      time: When its end was noticed, in seconds since the epoch.
+      index: Id of the worker.
+      returncode: Exit code of the worker, or minus the number of the signal that killed it.
+      pid: Process id of the worker.
+      time: Time when the end was noticed, in seconds since the epoch.
     """
 
     index: int
@@ -45,20 +45,20 @@ class WorkerExit:
 
 
 class WorkerGroup:
-    """Processes that run one command, each a member of one TF_CONFIG cluster.
+    """Processes that run the same command, each a member of one TF_CONFIG cluster.
 
-    A worker leads a session of its own, so that what it starts ends with it. Should this process be killed, the kernel
-    kills the workers, and a guard what they started. Standard input is closed to all workers.
+    Each worker leads its own session, so that its child processes end with it. If this process is killed, the kernel
+    kills the workers, and a guard process kills their children. Workers have no standard input.
 
     Args:
-      command: What each worker runs.
-      specs: The cluster, seen from each worker to be started here.
-      log_dir: Where `worker-<index>.log` files go. This process also shows the first worker's output, apart from lines
-        of libraries and crash dumps.
-      env: What is added to the environment of each.
-      slots: What TFDIST_SLOT is for each; without, it is not set.
-      tee: Whether to print all workers' lines instead, all of them, with "[worker <index>] " before each.
-      reported_stack: Gives the traceback that a worker has reported, which is not shown here; empty if there is none.
+      command: Command that each worker runs.
+      specs: Cluster spec of each worker to be started here.
+      log_dir: Folder for the `worker-<index>.log` files. This process also shows the first worker's output, except
+        lines of libraries and crash dumps.
+      env: Variables to add to the environment of each worker.
+      slots: Value of TFDIST_SLOT for each worker. Without it, TFDIST_SLOT is not set.
+      tee: Whether to print all lines of all workers instead, each after "[worker <index>] ".
+      reported_stack: Returns the traceback that a worker has reported, which is not shown here, or an empty string.
     """
 
     def __init__(
@@ -87,28 +87,28 @@ class WorkerGroup:
 
     @property
     def running(self) -> tuple[int, ...]:
-        """The workers that had not ended at the last `poll`."""
+        """The workers that still ran at the last `poll`."""
         return tuple(self._running)
 
     @property
     def pids(self) -> Mapping[int, int]:
-        """The numbers of their processes, by worker."""
+        """The process ids of the running workers, by worker."""
         return {index: process.pid for index, process in self._running.items()}
 
     @property
     def exits(self) -> tuple[WorkerExit, ...]:
-        """The workers that had ended at the last `poll`, as they were noticed."""
+        """The workers that had ended at the last `poll`, in the order in which their ends were noticed."""
         return tuple(self._exits)
 
     @property
     def not_started(self) -> int | None:
-        """The worker that `start` failed at, if it did."""
+        """The worker that `start` could not start, or None."""
         return self._not_started
 
     def start(self) -> None:
         """Starts all workers.
 
-        Call it in the main thread: the kernel ends the workers with the thread that started them.
+        Call it in the main thread: the kernel kills the workers when the thread that started them ends.
 
         Raises:
           ClusterError: If a process cannot be started, or a log file cannot be written.
@@ -124,11 +124,11 @@ class WorkerGroup:
         except BaseException:
             self.kill()
             raise
-        for output in self._outputs.values():  # after the last start: forking while threads run is not safe
+        for output in self._outputs.values():  # After the last start, since forking with running threads is unsafe.
             output.begin()
 
     def poll(self) -> None:
-        """Takes note of workers that ended since, and ends what they left running."""
+        """Records workers that have ended since the last call, and kills the child processes that they left running."""
         for index in list(self._running):
             if _has_ended(self._running[index]):
                 self._reap(index)
@@ -136,22 +136,22 @@ class WorkerGroup:
             reap_orphans([process.pid for process in self._running.values()])
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Waits until all workers ended, one with another exit code than 0, or `until()` is true."""
+        """Waits until all workers have ended, a worker has ended with a nonzero exit code, or `until()` is true."""
         self.poll()
         while self._running and not any(each.returncode for each in self._exits) and not until():
             time.sleep(_POLL_SECONDS)
             self.poll()
 
     def stop(self, signum: int | None, *, grace_seconds: float, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Ends all workers: a signal, a grace, then SIGKILL, since SIGTERM alone does not end a TensorFlow worker.
+        """Ends all workers: a signal, a grace period, then SIGKILL, since SIGTERM does not end a TensorFlow worker.
 
-        The signal is for the workers alone, and not for what they started, which they need to save: a pool of processes
-        that loses one, say, makes them wait for data that never come.
+        Only the workers receive the signal. They need their child processes to save: if, say, a process pool lost a
+        process, the worker would wait for data that never comes.
 
         Args:
-          signum: The signal to start with; None sends none, to workers that are about to end.
-          grace_seconds: How long a worker may take to end by itself.
-          hurry: Asked again and again; once true, the grace is over.
+          signum: The first signal; None sends no signal, for workers that are about to end.
+          grace_seconds: Time for the workers to end by themselves.
+          hurry: Called repeatedly. Once it returns true, the grace period is over.
         """
         deadline = time.monotonic() + grace_seconds
         if signum is not None:
@@ -164,12 +164,12 @@ class WorkerGroup:
         self.kill()
 
     def kill(self) -> None:
-        """Ends all workers, and what they started, at once."""
+        """Kills all workers and their child processes at once."""
         for process in self._running.values():
             os.killpg(process.pid, signal.SIGKILL)
         for index in list(self._running):
             self._reap(index)
-        for index in list(self._outputs):  # of one that could not be started
+        for index in list(self._outputs):  # The outputs of a worker that could not be started.
             self._outputs.pop(index).finish(0)
         if self._guard:
             self._guard.close()
@@ -179,7 +179,7 @@ class WorkerGroup:
         index = spec.worker_id
         is_first = index == self._specs[0].worker_id
         show = "by line" if self._tee else "calm" if is_first else "no"
-        # Unbuffered, so that a killed worker's last words are in its log.
+        # Unbuffered, so that the log of a killed worker contains its last output.
         defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         env = {**defaults, **os.environ, **self._env, **own_env, "TF_CONFIG": spec.to_json()}
         try:
@@ -206,7 +206,7 @@ class WorkerGroup:
 
     def _reap(self, index: int) -> None:
         process = self._running.pop(index)
-        # Before its end is taken note of, the number of its group cannot belong to anyone else.
+        # Until `wait` below reaps the process, no other process group can get its id.
         os.killpg(process.pid, signal.SIGKILL)
         try:
             returncode = process.wait(_KILL_SECONDS)
@@ -222,40 +222,40 @@ class WorkerGroup:
 
 
 def log_path(log_dir: pathlib.Path, index: int) -> pathlib.Path:
-    """The log file of a worker."""
+    """Returns the path of a worker's log file."""
     return log_dir / f"worker-{index}.log"
 
 
 def describe_exit(returncode: int) -> str:
-    """Says in words how a process ended: "ended with exit code 3", "was killed by SIGKILL"."""
+    """Describes how a process ended: "ended with exit code 3", "was killed by SIGKILL"."""
     if returncode >= 0:
         return f"ended with exit code {returncode}"
     try:
         return f"was killed by {signal.Signals(-returncode).name}"
-    except ValueError:  # a real-time signal has no name
+    except ValueError:  # A real-time signal has no name.
         return f"was killed by signal {-returncode}"
 
 
 def reap_orphans(own: Collection[int]) -> None:
-    """Takes note of the end of children that this process has not started, which the first of a container inherits.
+    """Reaps ended children that this process did not start. The first process of a container inherits such children.
 
-    Without it they stay as zombies. The ends of its own children are left to those who wait for them.
+    Otherwise they would stay zombies. The function does not reap this process's own children.
 
     Args:
-      own: The process numbers of its own children.
+      own: Process ids of this process's own children.
     """
-    with contextlib.suppress(ChildProcessError):  # no child at all
-        # The first that has ended; an own one is taken note of by the next `poll`, which then goes on with the others.
+    with contextlib.suppress(ChildProcessError):  # No children.
+        # Stops at an ended child of its own. The next `poll` reaps that child and then continues with the orphans.
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)) and ended.si_pid not in own:
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def _die_with_parent(parent: int) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # gone before the kernel was asked
+    if os.getppid() != parent:  # The parent died before the call of `prctl`.
         os._exit(1)
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether the process is gone, without taking note: its number stays reserved."""
+    """Returns whether the process has ended. Does not reap the process, so its id stays reserved."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
