@@ -1,9 +1,9 @@
-"""Whether the loss or the gradients of a replica hold an Inf or NaN, so that the logs of all workers can say so.
+"""Detects an Inf or NaN in the loss or gradients of a replica, so that the logs of all workers can report it.
 
-A few elements of a few gradients are looked at, since a pass over all of them would take some percent of a step. An
-Inf or NaN that arises in the backward pass reaches all elements of the gradients of the layers before it. One in a row
-of the input reaches a whole row of the first matrix. Any other makes the loss of the next step Inf or NaN, and that
-step reports it.
+Checks only a few elements of a few gradients, since a pass over all elements would take some percent of a step. An Inf
+or NaN that arises in the backward pass reaches all elements of the gradients of the layers before it. An Inf or NaN in
+a row of the input reaches a whole row of the first matrix. Any other makes the loss of the next step Inf or NaN, and
+that step reports it.
 """
 
 import math

@@ -32,7 +32,7 @@ class _Guard:
     Attributes:
       watching: The creator scope that checks models as they are compiled; never left. `None` until a strategy is made
         outside of all such scopes.
-      workers: The largest number of workers of a strategy in this process. With several workers training is an error.
+      workers: The largest number of workers of a strategy in this process. More than one makes such training an error.
       has_trained: Whether a model was trained with a strategy of several replicas.
     """
 

@@ -29,8 +29,8 @@ class StepContext(tf.distribute.ReplicaContext):
     def __init__(self, around: tf.distribute.ReplicaContext, step: Step):
         super().__init__(around.strategy, int(tf.get_static_value(around.replica_id_in_sync_group)))
         self._around = around
-        # TensorFlow never releases the gradient functions of a graph, and those below refer to this context. A strong
-        # reference would keep the step's model in memory.
+        # TensorFlow never releases the gradient functions of a graph, and the functions below refer to this context. A
+        # strong reference would keep the step's model in memory.
         self._weak_step = weakref.ref(step)
 
     @property
@@ -111,7 +111,7 @@ class StepContext(tf.distribute.ReplicaContext):
         return tf.cond(has_rows, lambda: leaf, lambda: leaf[:0])
 
     def _noted(self, exchanged):
-        """Tells the step that the rows of one replica do not change `exchanged`."""
+        """Notes in the step that the rows of one replica do not change `exchanged`."""
         leaves = tf.nest.flatten(exchanged, expand_composites=True)
         self._step.exchanged |= {leaf.ref() for leaf in leaves if tf.is_symbolic_tensor(leaf)}
         return exchanged

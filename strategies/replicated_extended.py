@@ -135,7 +135,7 @@ class ReplicatedExtended:
         return self._container_strategy().reports.activity
 
     def seed_generator(self):
-        """Returns the generator of Keras' unseeded random operations. A step cannot make its variables."""
+        """Returns the generator of Keras' unseeded random operations, made outside of steps, where variables fail."""
         strategy = self._container_strategy()
         known = _tf.global_seed_generator() if _tf.has_global_seed_generator() else None
         if known is None or getattr(known.state.value, "distribute_strategy", None) is not strategy:

@@ -38,7 +38,7 @@ CUSTOM_LOOP = "a custom loop"
 # TensorFlow never frees a Python function that a dataset calls, so the function gets the comparison's number.
 _numbers = itertools.count()
 _alive: "weakref.WeakValueDictionary[int, RowComparison]" = weakref.WeakValueDictionary()
-_kept: "dict[int, RowComparison]" = {}  # Until they have compared: iterators may outlive datasets.
+_kept: "dict[int, RowComparison]" = {}  # Kept until compared: an iterator may outlive its dataset.
 
 _PARTS = ("features", "labels", "sample weights")
 _LABELS = 1

@@ -1,9 +1,9 @@
 """Finds in the graph of a step how each tensor grows with the rows of its replica.
 
-A tensor of a replica has degree d if k times as many rows of the same kind multiply it by k^d, while the rows of other
-replicas stay the same. A mean over rows has degree 0. A sum over rows, the number of rows, and a sum divided by a fixed
-batch size have degree 1. Gradients have the degree of their loss. So the graph of the gradients tells means from sums.
-A replica must weight a mean by its part of the rows, while sums are added as they are.
+Assume that a replica gets k times as many rows of the same kind, while the rows of other replicas stay the same. If
+that multiplies a tensor by k^d, its degree is d: 0 for a mean over rows; 1 for a sum over rows, the number of rows, and
+a sum divided by a fixed batch size. Gradients have the degree of their loss. So the graph of the gradients tells means
+from sums. A replica must weight a mean by its part of the rows, while sums are added as they are.
 
 The batch axis is the first axis of unknown static length. All backward operations are linear in their incoming gradient
 and keep its degree. An operation with rows in its inputs and none in its output has added them up. Only operations that

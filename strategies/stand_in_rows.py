@@ -116,7 +116,7 @@ def noting(dataset: tf.data.Dataset, row: ExampleRow) -> tf.data.Dataset:
     """
     is_tuple = type(dataset.element_spec) is tuple
     host = tf.data.experimental.cardinality(dataset).device  # The device that holds datasets.
-    with tf.init_scope(), tf.device(host):  # Not a variable, of which a strategy would make copies.
+    with tf.init_scope(), tf.device(host):  # Not a `tf.Variable`, which a strategy would copy.
         flag = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=f"tfdist_example_row_{next(_flags)}")
         tf.raw_ops.AssignVariableOp(resource=flag, value=tf.constant(False))
 

@@ -89,7 +89,7 @@ class Step:
 
     @property
     def arrived(self) -> list[tf.Tensor]:
-        """The tensors of `summed` outside of branches. Once they exist, no other replica's gradients are missing."""
+        """The tensors of `summed` outside of branches. Once they exist, the gradients of all replicas have arrived."""
         return self._outside_of_branches(self.summed)
 
     @property
@@ -110,7 +110,7 @@ class Step:
 
     @contextmanager
     def losses_kept(self) -> Iterator[None]:
-        """Keeps losses that the model's layers have added apart from the losses of other replicas of the process.
+        """Separates losses that the model's layers add on this replica from losses of other replicas of the process.
 
         Keras collects these losses in lists of the layers, and replicas share the layers. Where replicas run one after
         another, the next replica runs while this one waits.
