@@ -1,12 +1,12 @@
 """Sums rows of sparse gradients over replicas where needed to equal the gradients of one device.
 
-Keras' adaptive optimizers and norms square each row of `tf.IndexedSlices` by itself, so rows that one device would sum
+Keras' adaptive optimizers and norms square each row of `tf.IndexedSlices` separately, so rows that one device would sum
 first must be summed here too. There are two kinds: rows that do not depend on the batch, such as position embeddings,
 and lookups with unique indices, as for sparse inputs. All other rows are concatenated.
 
 Each replica finds the kind of a lookup in its graph. Kinds may differ, since the number of rows may be static on one
 replica only. So each replica adds a head to its rows: one more row, with a unique index that encodes the kind. The
-heads of all replicas, and a comparison of their indices, lead all to the same decision.
+heads of all replicas, and a comparison of their indices, lead all replicas to the same decision.
 """
 
 import functools

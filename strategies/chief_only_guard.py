@@ -1,4 +1,4 @@
-"""Whether the chief does something alone, in which nobody else takes part: what needs all workers is then refused."""
+"""Refuses operations that need all workers while the chief runs code alone."""
 
 import threading
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _local = threading.local()
 
 @contextmanager
 def on_chief_alone(what: str) -> Iterator[None]:
-    """Says of this thread that only the chief does `what`."""
+    """Marks a block of code in this thread, described by `what`, that only the chief runs."""
     before = getattr(_local, "what", None)
     _local.what = what
     try:
@@ -21,15 +21,15 @@ def on_chief_alone(what: str) -> Iterator[None]:
 
 
 def is_on_chief_alone() -> bool:
-    """Whether this thread is at what only the chief does."""
+    """Whether this thread is inside a block of `on_chief_alone`."""
     return getattr(_local, "what", None) is not None
 
 
 def check_in_company() -> None:
-    """Refuses what all workers have to do together, and for which the chief alone would wait.
+    """Refuses an operation that needs all workers, since the chief alone would wait for its peers.
 
     Raises:
-      ClusterError: If only the chief does what this thread is at.
+      ClusterError: If this thread is inside a block of `on_chief_alone`.
     """
     what = getattr(_local, "what", None)
     if what is not None:

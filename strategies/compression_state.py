@@ -31,8 +31,8 @@ class TrafficTotals:
       steps: Number of exchanges, without those inside of `uncompressed()`.
       raw_bytes: Bytes that uncompressed exchanges would have sent.
       sent_bytes: Bytes sent: values, scales, indices and padding.
-      encode_seconds: Seconds spent on encoding, decoding, sums and residuals, as the mean over this worker's replicas
-        and the sum over buckets, several of which may run at once. Counts encoded buckets only, from each codec's
+      encode_seconds: Seconds spent on encoding, decoding, sums and residuals: the mean over this worker's replicas, and
+        the sum over buckets. Several buckets may run at once. Counts encoded buckets only, from each codec's
         `start_step` on. None unless `CompressionState.timed`.
       exchange_seconds: Seconds spent in collectives, from launch to arrival, which includes the time spent waiting for
         other replicas. Counted like `encode_seconds`.
@@ -51,7 +51,7 @@ class TrafficTotals:
         return TrafficTotals(*since)
 
     def __add__(self, more: "TrafficTotals") -> "TrafficTotals":
-        """Both together; a time that only one of them knows is that one's."""
+        """Both totals together. A time that only one of them has is kept."""
         own, other = dataclasses.astuple(self), dataclasses.astuple(more)
         both: Any = (b if a is None else a + (b or 0) for a, b in zip(own, other, strict=True))
         return TrafficTotals(*both)

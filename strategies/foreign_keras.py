@@ -1,4 +1,4 @@
-"""Models and callbacks of another Keras, such as tf_keras, which are refused by name."""
+"""Checks by which tfdist's callbacks refuse models of tf_keras."""
 
 from typing import Any
 
@@ -6,23 +6,23 @@ import keras
 
 
 class ForKerasModels:
-    """Mixed into a Keras callback, before it in the bases: it refuses a model of tf_keras."""
+    """Mixin that makes a Keras callback refuse models of tf_keras. List it first among the bases."""
 
     def set_model(self, model: keras.Model) -> None:
-        """Takes the model.
+        """Sets the model.
 
         Raises:
-          TypeError: If it is a model of tf_keras.
+          TypeError: If `model` is a model of tf_keras.
         """
         check_is_keras_model(self, model)
         super().set_model(model)  # type: ignore[misc]
 
 
 def check_is_keras_model(callback: Any, model: Any) -> None:
-    """Refuses a callback that was given to the `fit` of a model of tf_keras.
+    """Refuses a callback that was passed to the `fit` of a model of tf_keras.
 
     Raises:
-      TypeError: With the remedy.
+      TypeError: If `model` is a model of tf_keras.
     """
     packages = {each.__module__.split(".")[0] for each in type(model).__mro__}
     if "tf_keras" in packages:

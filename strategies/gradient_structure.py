@@ -1,6 +1,6 @@
 """Makes all replicas exchange the same kinds of gradients in eager mode.
 
-There each replica runs its own Python code, and may take another branch and have gradients of other variables.
+In eager mode each replica runs its own Python code, so it may take another branch and have other variables' gradients.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def _kind(gradient):
 
 
 def _of_kind(gradient, variable, counts):
-    """Converts a gradient, or None, to the kind that follows from the `counts` of replicas per kind."""
+    """Converts a gradient, or None, to the kind that follows from `counts`, the numbers of replicas per kind."""
     if not any(counts):
         return None
     kind, shape = _KINDS[np.flatnonzero(counts)[0]], tuple(variable.shape)

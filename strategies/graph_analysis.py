@@ -1,4 +1,4 @@
-"""Whether replicas of a step may compute unlike values of a tensor, as its graph tells."""
+"""Finds from a graph whether replicas of a step may compute different values of a tensor."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -7,9 +7,9 @@ import tensorflow as tf
 
 _VARIABLE_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
 _EXCHANGES = {"CollectiveReduceV2", "CollectiveReduceV3", "CollectiveGatherV2"}
-_LOOKUPS = {"LookupTableFind", "LookupTableFindV2"}  # Tables are alike.
+_LOOKUPS = {"LookupTableFind", "LookupTableFindV2"}  # Tables are equal on all replicas.
 _DRAWS = ("Random", "Multinomial", "TruncatedNormal")
-# Looked at from outside: what they draw or read inside is not seen.
+# Operations that call functions. Only their inputs are followed, not the draws and reads inside the functions.
 _CALLS = {
     "If",
     "StatelessIf",
@@ -28,17 +28,17 @@ def may_differ(
     strict: bool = True,
     alike: Collection[Any] = (),
 ) -> bool:
-    """Whether a value depends on a batch, or on random numbers, other than by what replicas have exchanged.
+    """Whether a value depends on a batch or on random numbers, except through exchanges between replicas.
 
-    Eager values tell nothing of where they come from, and may differ. Costs a walk over the operations that the value
-    depends on, while the step is traced.
+    Eager values do not show their origin, and may differ. Costs a walk over the operations that the value depends on,
+    while the step is traced.
 
     Args:
-      value: What replicas compute.
-      unlike: Variables that are not alike on all replicas, as all others are.
-      strict: Whether it counts to depend on what replicas mostly, not always, have alike: how long the rows of a batch
-        are, which is known of a shape's axes from the second on, and tensors that the program holds.
-      alike: References to tensors that replicas have exchanged, beside those that the operations tell.
+      value: A value that each replica computes.
+      unlike: Variables that differ between replicas. All other variables are equal.
+      strict: Whether to count inputs that are usually, but not always, equal on replicas. These are the lengths of a
+        batch's axes from the second on, unless they are static, and eager tensors that the program holds.
+      alike: References to exchanged tensors, beside those that the operations show.
     """
     ahead = [leaf for leaf in tf.nest.flatten(value, expand_composites=True) if tf.is_tensor(leaf)]
     if any(not tf.is_symbolic_tensor(leaf) for leaf in ahead):
@@ -73,11 +73,11 @@ def may_differ(
 
 
 def _is_length(tensor: tf.Tensor, of_any_batch: bool) -> bool:
-    """Whether it is the length of an axis of a shape, as `tf.shape(x)[1]`.
+    """Whether a tensor is the length of an axis of a shape, such as `tf.shape(x)[1]`.
 
     Args:
-      tensor: What may be one.
-      of_any_batch: Whether it has to be the same in all batches, or just not their number of rows.
+      tensor: The tensor.
+      of_any_batch: Whether the length must be static. Otherwise any length counts but the dynamic number of rows.
     """
     operation = tensor.op
     if operation.type not in ("StridedSlice", "Unpack") or operation.inputs[0].op.type != "Shape":
@@ -94,7 +94,7 @@ def _is_length(tensor: tf.Tensor, of_any_batch: bool) -> bool:
 
 
 def captured(operation: tf.Operation) -> tf.Tensor | None:
-    """What a function or a branch has taken from around it, if this placeholder stands for that."""
+    """The outer tensor that a function or branch has captured as this placeholder; `None` if there is none."""
     if operation.type != "Placeholder" or not isinstance(operation.graph, tf.__internal__.FuncGraph):
         return None
     return next((outside for outside, inside in operation.graph.captures if inside is operation.outputs[0]), None)

@@ -1,4 +1,4 @@
-"""Keras' calls in which all workers take part: noted as they begin and as they hand steps to TensorFlow."""
+"""Notes Keras' calls in which all workers take part, when they begin and when they run steps."""
 
 import contextlib
 import inspect
@@ -19,7 +19,7 @@ _FUNCTIONS = {"train_function": TRAIN, "test_function": "test", "predict_functio
 
 
 def note_call(activity: Activity) -> None:
-    """Notes the innermost call in this thread, if there is one, and the functions of its model.
+    """Notes the innermost call of Keras in this thread, if there is one, and the functions of its model.
 
     Costs a look at the stack of this thread.
     """
@@ -42,7 +42,7 @@ class _EndOfCall(keras.callbacks.Callback):
         self._call = call
 
     def _end(self, name: str) -> None:
-        if self._call.name == name:  # A `fit` hands its callbacks on to its validation.
+        if self._call.name == name:  # A `fit` passes its callbacks to its validation.
             self._call.is_over = True
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -64,7 +64,7 @@ def building(activity: Activity, model: keras.Model, scope: Any) -> Iterator[Non
 
 
 def note_functions(activity: Activity, model: keras.Model) -> None:
-    """Has executions of the model's functions noted from now on, also of those that Keras has not made yet."""
+    """Makes the model note executions of its functions, including functions that Keras has not made yet."""
     for attribute in _FUNCTIONS:
         function = getattr(model, attribute, None)
         if not hasattr(function, "notes"):
@@ -73,7 +73,7 @@ def note_functions(activity: Activity, model: keras.Model) -> None:
 
 @contextlib.contextmanager
 def exchanging(activity: Activity) -> Iterator[None]:
-    """Notes that Python waits for all workers in the block, if Keras does so between two steps, as for metrics.
+    """Notes that the block waits for all workers, if Keras waits between two steps, as for metrics.
 
     Raises:
       ClusterError: Instead of the error of a collective, if other workers are in another call.
@@ -88,7 +88,7 @@ def exchanging(activity: Activity) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained(activity: Activity, call: Call) -> Iterator[None]:
-    """Raises an error of a collective as a `ClusterError` if workers are in unlike calls."""
+    """Replaces an error of a collective by a `ClusterError` if workers are in different calls."""
     try:
         yield
     except tf.errors.OutOfRangeError:
@@ -101,13 +101,13 @@ def explained(activity: Activity, call: Call) -> Iterator[None]:
 
 
 class NotedFunction:
-    """Stands for a `train_function`, `test_function` or `predict_function` of a model, and notes its executions.
+    """Replaces a `train_function`, `test_function` or `predict_function` of a model, and notes its executions.
 
     Args:
-      model: Whose.
-      attribute: Which of these.
-      function: What it stands for; `None` to have it made when it is first called.
-      activity: Where it is noted.
+      model: The model.
+      attribute: The name of the replaced attribute.
+      function: The replaced function; `None` if the model has to make it at the first call.
+      activity: Records the executions.
 
     Raises:
       ClusterError: Instead of the error of a collective, if other workers are in another call.
@@ -120,7 +120,7 @@ class NotedFunction:
         self._function, self._kind, self._activity = function, _FUNCTIONS[attribute], activity
 
     def __call__(self, given: Any) -> Any:
-        """Runs the function on what Keras gives it: an iterator, or batches."""
+        """Runs the function on Keras' argument: an iterator, or batches."""
         reads = isinstance(given, tf.data.Iterator | tf.distribute.DistributedIterator)
         executing = self._activity.executing(self._kind, reads=reads, alone=self._alone(given))
         with executing as call, explained(self._activity, call):
@@ -128,12 +128,12 @@ class NotedFunction:
                 self._function = self._made()
             try:
                 return self._traced(self._function, given)
-            except tf.errors.OutOfRangeError:  # The end of data whose length Keras does not know.
+            except tf.errors.OutOfRangeError:  # The data have ended, and Keras did not know their length.
                 level_counters(variables_of(self._model()))
                 raise
 
     def _traced(self, function: Callable[[Any], Any], given: Any) -> Any:
-        """Runs `function`, or one made anew where its step can only be traced for a static number of rows."""
+        """Runs `function`, or a new one if its step proves to need a static number of rows."""
         needed_before = needs_static_rows(self._model())
         # A generator gives its batch once, while the function is traced.
         batches = list(given) if inspect.isgenerator(given) else None
@@ -146,7 +146,7 @@ class NotedFunction:
         return self._function(given if batches is None else (batch for batch in batches))
 
     def _made(self) -> Any:
-        """The function that the model makes, with this in its place again.
+        """Makes the model's function, and keeps this object as the attribute of the model.
 
         An override of `make_train_function` may return the function and leave the attribute as it is.
         """
@@ -160,7 +160,7 @@ class NotedFunction:
             setattr(model, self._attribute, place)
 
     def _alone(self, given: Any) -> str | None:
-        """The name of the call if this execution is all of it."""
+        """The name of the call if it consists of this execution only."""
         if inspect.isgenerator(given):
             return "train_on_batch" if self._kind == TRAIN else "test_on_batch"
         call = self._activity.call

@@ -1,4 +1,4 @@
-"""Keras' own step functions, and any other, as replicas run them: rows counted, statistics and logs averaged."""
+"""Wraps step functions for replicas: counts rows, averages statistics and logs, and reports training steps."""
 
 import contextlib
 import sys
@@ -28,8 +28,8 @@ class KerasStep(NamedTuple):
 
     Attributes:
       name: "train_step" or "test_step".
-      model: Whose it is.
-      function: What it does with a batch, in Python.
+      model: The model.
+      function: The Python function of the step, which takes a batch.
       is_plain: Whether the model overrides this step or `compute_loss`; see `Step.is_plain`.
     """
 
@@ -41,11 +41,11 @@ class KerasStep(NamedTuple):
 
 @contextlib.contextmanager
 def building(model: keras.Model, scope: Any) -> Iterator[None]:
-    """The scope in which Keras builds a model before its first step, as far as it can.
+    """The scope in which Keras builds a model before its first step, as far as possible.
 
-    Keras calls the model, its metrics and its loss as its own `test_step` does, on tensors without values. What looks
-    at values (`run_eagerly=True`), is otherwise in training, or in a step of the user's, may fail there. Then the first
-    step builds it, as on one device; or fails as there, on all workers alike.
+    Keras calls the model, its metrics and its loss as its own `test_step` does, on tensors without values. This may
+    fail if a model reads values (`run_eagerly=True`), behaves differently in training, or has a step of the user's.
+    The first step then builds the model as on one device, or fails as on one device, on all workers alike.
     """
     unmatched = _tf.unmatched_compiled(model)
     with scope:
@@ -60,22 +60,22 @@ def building(model: keras.Model, scope: Any) -> Iterator[None]:
 
 
 def keras_step_of(fn, args, kwargs, trainer):
-    """What step `fn` is, whatever its own name, if Keras' `trainer` calls it, or it is a method; `None` if none."""
+    """The `KerasStep` of `fn`, which `trainer` calls or which is a method of a model; `None` for other functions."""
     model = getattr(fn, "__self__", trainer)
     if len(args) != 1 or kwargs or not isinstance(model, keras.Model) or not getattr(model, "compiled", False):
         return None
     name = next((name for name in _KERAS_STEPS if fn == getattr(model, name)), None)
-    if name and isinstance(fn, _tf.Function):  # replicas trace it, each by itself
+    if name and isinstance(fn, _tf.Function):  # each replica traces the function separately
         fn = _tf.python_function_of(fn, model)
     if name is None:
         return None
-    # Now, since the step is traced while the model has a `compute_loss` of ours.
+    # Checked now, since the model has tfdist's `compute_loss` while the step is traced.
     is_plain = not all(steps.is_keras_own(model, each) for each in (name, "compute_loss"))
     return KerasStep(name, model, fn, is_plain)
 
 
 def in_step(fn, args, kwargs, seed_generator):
-    """`fn`, run in a `Step` of its own unless it has opened one. Which of its arguments are rows, nobody says."""
+    """Wraps `fn` to run in a `Step`, unless it opens its own. Any distributed argument may hold the rows of a batch."""
     leaves = tf.nest.flatten((args, kwargs))
     parts = [i for i, leaf in enumerate(leaves) if isinstance(leaf, tf.distribute.DistributedValues)]
     parts = [i for i in parts if not isinstance(leaves[i], tf.Variable)]
@@ -93,12 +93,12 @@ def in_step(fn, args, kwargs, seed_generator):
 
 
 def on_one_of_many(called, reports, example):
-    """A `KerasStep`, with rows counted, statistics and logs averaged, and reported if it trains.
+    """Wraps a `KerasStep` for several replicas: counts rows, averages statistics and logs, and reports training.
 
     Args:
       called: The step.
-      reports: Of the strategy.
-      example: Gives a row that stands in; see `at_least_one_row`.
+      reports: The reports of the strategy.
+      example: Returns a row for a replica without rows; see `at_least_one_row`.
     """
     name, model, fn, is_plain = called
 
@@ -118,14 +118,14 @@ def on_one_of_many(called, reports, example):
             step.exchange_rows()
             data = at_least_one_row(data, step.rows, example)
             logs = steps.trace_for_any_rows(step, fn, data) if is_plain else fn(data)
-            step.mark(GRADIENTS, logs)  # Where no optimizer has taken any.
+            step.mark(GRADIENTS, logs)  # In case no optimizer has marked its gradients.
             logs = metrics.global_results(model, logs, step)
             arrived = step.arrived
-            # Of several steps in one call TensorFlow's iterator waits for the data of all workers.
+            # With several steps in one call, TensorFlow's iterator waits for the data of all workers.
             tells_before = bool(arrived) and model.steps_per_execution == 1
             report = reports.of_replica(step.clock, replica, step.rows, tells_before, step.not_finite)
             logs, total = _average_statistics(step, logs, report)
-            with tf.control_dependencies(arrived):  # Until then the step waits for others.
+            with tf.control_dependencies(arrived):  # Until then the step waits for other replicas.
                 reports.tell(local, total, model)
             return logs
 
@@ -133,7 +133,7 @@ def on_one_of_many(called, reports, example):
 
 
 def on_the_only(called, reports):
-    """A `KerasStep` of the only replica, reported if it trains."""
+    """Wraps a `KerasStep` for the only replica: reports the step if it trains."""
     name, model, fn, _ = called
 
     @tf.autograph.experimental.do_not_convert
@@ -146,7 +146,7 @@ def on_the_only(called, reports):
         with steps.running(None) as step, optimizers.viewed_optimizers(model, optimizers.noting):
             step.clock = clock
             logs = fn(data)
-        clock.mark(GRADIENTS, logs)  # Again: what is noted of one clock is noted in order.
+        clock.mark(GRADIENTS, logs)  # Marks again: marks of one clock run in order, so this mark is the last.
         reports.tell(0, reports.of_replica(clock, 0, steps.count_rows(data)), model)
         return logs
 
@@ -154,13 +154,13 @@ def on_the_only(called, reports):
 
 
 def predict_step(fn, reports, example, spec):
-    """`fn`, Keras' step of `predict`, on replicas that may have no rows or outputs of unlike shapes.
+    """Wraps Keras' step of `predict` for replicas that may have no rows, or outputs of different shapes.
 
     Args:
       fn: The step.
-      reports: What is told of steps.
-      example: Gives a row that stands in; see `at_least_one_row`.
-      spec: The element spec of the dataset that `predict` reads; `None` if it reads none.
+      reports: The reports of the strategy.
+      example: Returns a row for a replica without rows; see `at_least_one_row`.
+      spec: The element spec of the dataset that `predict` reads; `None` without a dataset.
     """
 
     @tf.autograph.experimental.do_not_convert
@@ -177,10 +177,10 @@ def predict_step(fn, reports, example, spec):
 
 
 def _average_statistics(step: steps.Step, logs: Any = None, report: tf.Tensor | None = None) -> Any:
-    """Averages the statistics that a step has assigned, and float logs, by rows; sums up `report`; in one exchange.
+    """Averages float logs and the assigned statistics of a step by rows, and sums `report`, in one exchange.
 
     Returns:
-      The logs, and the sum of the reports if there is one.
+      The logs; with a report, the logs and the sum of all reports.
     """
     leaves = [_as_tensor(leaf) for leaf in tf.nest.flatten(logs)]
     floats = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
@@ -195,13 +195,13 @@ def _average_statistics(step: steps.Step, logs: Any = None, report: tf.Tensor | 
 
 
 def _averages(values: list[tf.Tensor], step: steps.Step, report: tf.Tensor | None) -> tuple[list[tf.Tensor], Any]:
-    """`values` averaged over replicas by their rows, where these are known; and the sum of the reports."""
+    """Averages `values` over replicas, weighted by rows if the rows are known, and sums the reports."""
     if not values and report is None:
         return [], None
     weight = None if report is None else step.share
-    if report is None and step.rows is not None:  # An evaluation has not compared rows before.
+    if report is None and step.rows is not None:  # An evaluation has not exchanged rows before.
         weight = tf.cast(step.rows, tf.float32)
-    # A replica without rows may have made an Inf or NaN of the row that stands in; a sum of halves may leave the range.
+    # A sum of float16 may overflow. A replica without rows may compute an Inf or NaN from the row that stands in.
     wide = [tf.cast(value, tf.float32) if value.dtype.size < 4 else value for value in values]
     laid_out = _laid_out(wide)
     unweighted = vectors = [join(bucket, members) for _, members, buckets in laid_out for bucket in buckets]
@@ -212,7 +212,7 @@ def _averages(values: list[tf.Tensor], step: steps.Step, report: tf.Tensor | Non
     averages = list(step.all_reduce(tf.distribute.ReduceOp.MEAN, [*vectors, *reports, *weights]))
     if weights:
         mean = averages.pop()
-        # Where nobody has rows, all stays as it is.
+        # If no replica has rows, all values stay unchanged.
         averages = [
             tf.where(mean > 0, tf.math.divide_no_nan(average, tf.cast(mean, average.dtype)), own)
             for average, own in zip(averages, unweighted, strict=True)
@@ -227,7 +227,7 @@ def _averages(values: list[tf.Tensor], step: steps.Step, report: tf.Tensor | Non
 
 
 def _laid_out(values: list[tf.Tensor]) -> list[tuple[list[int], list[tf.Tensor], list[Bucket]]]:
-    """Values by dtype: their positions, themselves, and how to join them, as many small operations take long."""
+    """Groups values by dtype: positions, values and their buckets, since many small operations are slow."""
     groups: dict[tf.DType, list[int]] = {}
     for i, value in enumerate(values):
         groups.setdefault(value.dtype, []).append(i)
@@ -238,7 +238,7 @@ def _laid_out(values: list[tf.Tensor]) -> list[tuple[list[int], list[tf.Tensor],
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """What a log is worth: of a variable its value, of a truth 1 or 0."""
+    """Converts a log to a tensor: a variable to its value, a boolean to 1 or 0."""
     if isinstance(leaf, tf.Variable | keras.Variable):
         leaf = tf.convert_to_tensor(leaf)
     return tf.cast(leaf, tf.float32) if isinstance(leaf, tf.Tensor) and leaf.dtype == tf.bool else leaf

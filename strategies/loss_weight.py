@@ -1,12 +1,12 @@
-"""How much the loss of one replica counts in a training step of the user's own.
+"""The weight of one replica's loss in a training step of the user's own.
 
 Keras' own steps have one loss, a mean over rows. It is weighted before its gradients are taken. A step of the user's
-own may have any losses and optimizers, so gradients are weighted there. The graph tells of which kind their loss is:
+own may have any losses and optimizers, so its gradients are weighted instead. The graph shows the kind of their loss:
 
 | loss of a replica | its gradients |
 |---|---|
-| a mean over its rows, or one number that all replicas compute alike | times its part of the rows of all |
-| a sum over its rows, divided by a fixed number or by one that replicas have summed up | as they are |
+| a mean over its rows, or one number that is equal on all replicas | times its part of all rows |
+| a sum over its rows, divided by a fixed number or by a sum over replicas | unchanged |
 | a mix of both, or anything else | refused |
 """
 
@@ -34,14 +34,14 @@ _REMEDY = (
 
 
 def step_losses_are(reduction: Reduction) -> None:
-    """Says how the losses of the running training step depend on the rows of a replica.
+    """Declares how the losses of the running training step depend on the rows of a replica.
 
-    It is needed only in a `train_step` of your own in which tfdist cannot tell: it raises then, or warns. Call it at
-    the beginning of the step. Outside of a step, and on one device, it does nothing.
+    Only needed in your own `train_step`, if tfdist raises or warns that it cannot tell. Call it at the beginning of the
+    step. Outside of a step, and on one device, it does nothing.
 
     Args:
-      reduction: "mean" if each loss is a mean over the rows of the batch, or equal on all replicas; "sum" if each is a
-        sum over rows, divided by a number that is the same on all replicas.
+      reduction: Use "mean" if each loss is a mean over the rows of the batch, or equal on all replicas. Use "sum" if
+        each loss is a sum over rows, divided by a number that is equal on all replicas.
 
     Raises:
       ValueError: If `reduction` is neither.
@@ -54,17 +54,17 @@ def step_losses_are(reduction: Reduction) -> None:
 
 
 def weighted(step: Step, gradients: Sequence[Any], optimizer: Any) -> list[Any]:
-    """Gradients of one replica's loss, as parts of the gradients of the loss over the global batch.
+    """Weights the gradients of one replica's loss. Their sum over replicas is the gradient over the global batch.
 
     Costs a walk over the operations of the gradients, while the step is traced.
 
     Args:
-      step: The step of the replica, which has exchanged rows.
+      step: The step of the replica, after `exchange_rows`.
       gradients: Tensors, `IndexedSlices` and `None`.
-      optimizer: The optimizer that they are for, to be named.
+      optimizer: The optimizer of the gradients, to be named in errors.
 
     Raises:
-      LossReductionError: If the gradients are of a loss with no such weight, or were summed over replicas before.
+      LossReductionError: If no such weight exists for the loss, or the gradients were summed over replicas before.
     """
     if (step.reduction or _reduction_of(step, gradients, optimizer)) == "sum":
         return list(gradients)
@@ -72,7 +72,7 @@ def weighted(step: Step, gradients: Sequence[Any], optimizer: Any) -> list[Any]:
 
 
 def times(gradient: Any, factor: tf.Tensor) -> Any:
-    """A gradient, which may be `None` or of rows, times a number."""
+    """Multiplies a gradient, which may be `None` or `IndexedSlices`, by a number."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
@@ -108,10 +108,10 @@ def _reduction_of(step: Step, gradients: Sequence[Any], optimizer: Any) -> Reduc
 
 
 def reduction_told_by(degrees: Collection[Degree]) -> Literal["mean", "sum", "mixed"] | None:
-    """What the degrees of the gradients of one loss tell of it; `None` if they tell nothing.
+    """Infers the reduction of a loss from the degrees of its gradients; `None` if they do not show the reduction.
 
-    A loss gives its degree to all of its gradients. So one gradient that is surely of a mean tells that the loss is a
-    mean, also if the graph of others, such as those of float8 layers, is not understood.
+    All gradients have the degree of their loss. So one gradient that surely belongs to a mean shows that the loss is a
+    mean. The graphs of other gradients, such as those of float8 layers, need not be understood then.
 
     Args:
       degrees: See `RowDegrees`.

@@ -1,4 +1,4 @@
-"""Losses taken over the global batch where Keras takes them over each replica's rows."""
+"""Replaces Keras' losses over each replica's rows by losses over the global batch."""
 
 import functools
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ _REDUCTIONS = {"sum_over_batch_size": _MEAN, "mean": _MEAN, "sum": _SUM, "mean_w
 
 @contextmanager
 def global_losses(model: keras.Model, is_plain: bool) -> Iterator[None]:
-    """Makes the losses that `compile` was given equal to one device, while a step of `model` runs.
+    """Makes the losses passed to `compile` equal those of one device, while a step of `model` runs.
 
-    A replica's loss is weighted by its rows, which is right for plain means over rows. See `_GlobalLoss` for others.
-    One left unreduced, of which Keras takes the gradient of the sum and logs the mean, is made a number for Keras' own
-    steps; a step of the user's may reduce it in a way of its own.
+    A replica's loss is weighted by its rows, which is right for plain means over rows. `_GlobalLoss` replaces other
+    losses. For an unreduced loss Keras takes the gradient of the sum and logs the mean. In Keras' own steps a number
+    replaces such a loss; a step of the user's may reduce it differently.
 
     Args:
       model: The model.
@@ -45,13 +45,13 @@ def global_losses(model: keras.Model, is_plain: bool) -> Iterator[None]:
 
 
 class _GlobalLoss:
-    """A `keras.losses.Loss` over the rows of all replicas, up to this replica's share, where Keras takes its own rows.
+    """A `keras.losses.Loss` over the rows of all replicas, before its multiplication by this replica's share.
 
-    - A mask, of the output or of the loss' own such as `ignore_class`: Keras divides by the unmasked places among the
-      replica's rows, of which replicas have unlike parts.
-    - `reduction="sum"`, which no number of rows may weight.
-    - `reduction="mean_with_sample_weight"`, for which Keras divides by the sum of the replica's own weights.
-    - A mean that the loss takes itself, of which Keras does not take it that there are other replicas.
+    - A mask, of the output or of the loss, such as `ignore_class`: Keras divides by the number of unmasked places in
+      the replica's rows, which differs between replicas.
+    - `reduction="sum"`: the number of rows must not weight the loss.
+    - `reduction="mean_with_sample_weight"`: Keras divides by the sum of the replica's own weights.
+    - A mean that the loss computes itself: Keras does not divide it by the number of replicas.
 
     Costs an exchange of a number for each output of the first and the third kind.
     """
@@ -83,7 +83,7 @@ class _GlobalLoss:
         return _AsTheyAre(reduction, self._loss.dtype)(values, values, sample_weight)
 
     def _values(self, y_true: Any, y_pred: Any) -> tuple[tf.Tensor, Any]:
-        """What the loss gives before it is reduced, and which places of it count, if not all."""
+        """The loss before its reduction, and the mask of the places that count; `None` if all count."""
         loss, masks = self._loss, [_tf.get_keras_mask(y_pred)]
         y_true, y_pred = (
             keras.tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype), each)
@@ -98,7 +98,7 @@ class _GlobalLoss:
 
 
 def _factor(step: Step, reduction: str, mask: Any, sample_weight: Any) -> tf.Tensor:
-    """By what to multiply a replica's loss that was reduced in a way of its own."""
+    """The factor for a replica's loss if the class of the loss overrides `__call__`."""
     norm = None
     if reduction == _WEIGHTED_MEAN and (mask is not None or sample_weight is not None):
         norm = _product(mask, sample_weight)
@@ -111,12 +111,12 @@ def _factor(step: Step, reduction: str, mask: Any, sample_weight: Any) -> tf.Ten
 
 
 def _weighted_by_rows(update_state: Any) -> Any:
-    """Of the mean of a loss over steps, in which a step counts once where Keras does not know its rows."""
+    """Wraps `update_state` of a loss' mean: a step counts once if Keras does not know its rows."""
 
     def update(values: Any, sample_weight: Any = None) -> Any:
         step = current_step()
         if step is not None and values.shape.rank:
-            values = values / tf.distribute.get_strategy().num_replicas_in_sync  # Keras takes all for parts of means.
+            values = values / tf.distribute.get_strategy().num_replicas_in_sync  # Keras has multiplied by it.
         elif step is not None and sample_weight is None:
             share = _share(step)
             sample_weight = (1.0 if share is None else share) / replicas()
@@ -126,7 +126,7 @@ def _weighted_by_rows(update_state: Any) -> Any:
 
 
 class _AsTheyAre(keras.losses.Loss):
-    """Reduces values as Keras does."""
+    """Returns given values as the loss, so that Keras reduces them."""
 
     def __init__(self, reduction: str, dtype: str):
         super().__init__(reduction=reduction, dtype=dtype)
@@ -137,15 +137,15 @@ class _AsTheyAre(keras.losses.Loss):
 
 
 def _number(loss: tf.Tensor, step: Step, training: bool) -> tf.Tensor:
-    """A loss that was left unreduced, as a number with the gradient of its sum and the value of its mean."""
+    """Converts an unreduced loss to a number with the gradient of its sum and the value of its mean."""
     gradient = _unshared(step, tf.reduce_sum(loss)) if training else tf.reduce_sum(loss)
-    # Keras multiplies what it logs by the replicas, as means are divided by them.
+    # Keras multiplies logged losses by the number of replicas, since means are divided by it.
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     return tf.stop_gradient(tf.reduce_mean(loss) / replicas) + (gradient - tf.stop_gradient(gradient))
 
 
 def _product(mask: Any, weight: Any) -> tf.Tensor:
-    """Sample weights [B, ...], of a mask and of sample weights that may lack its last dimensions or have 1 more."""
+    """Multiplies a mask [B, ...] by sample weights, which may lack its last dimensions or have 1 more of size 1."""
     if mask is None or weight is None:
         return tf.cast(1 if mask is weight else weight if mask is None else mask, tf.float32)
     mask, weight = tf.cast(mask, tf.float32), tf.cast(weight, tf.float32)
@@ -157,18 +157,18 @@ def _product(mask: Any, weight: Any) -> tf.Tensor:
 
 
 def _total(step: Step, values: tf.Tensor) -> tf.Tensor:
-    """The sum over all places of all replicas."""
+    """The sum of `values` over all places of all replicas with rows."""
     own = tf.reduce_sum(values) * tf.cast(step.has_rows, tf.float32)
     return step.all_reduce(tf.distribute.ReduceOp.SUM, own)
 
 
 def _unshared(step: Step, weight: tf.Tensor) -> tf.Tensor:
-    """`weight`, but for the weight of the replica, by which its loss will be multiplied."""
+    """Divides `weight` by the weight of the replica, by which its loss will be multiplied."""
     return weight if _share(step) is None else tf.math.divide_no_nan(weight, step.weight)
 
 
 def _share(step: Step) -> tf.Tensor | None:
-    """This replica's share; `None` where rows are not known."""
+    """This replica's share; `None` if the rows are not known."""
     if step.share is None:
         step.exchange_rows()
     return step.share

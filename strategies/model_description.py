@@ -1,4 +1,4 @@
-"""A model and what `compile` was given, in words that are the same on all workers if these are."""
+"""Describes models and their `compile` arguments. Equal models have equal descriptions on all workers."""
 
 import os
 import warnings
@@ -11,17 +11,17 @@ from tfdist import _tf
 
 __all__ = ["described_compile", "described_layers"]
 
-# Counted up in each process, drawn, or made of addresses and file names.
+# Settings that differ between processes: counters, random numbers, addresses and file names.
 _OWN = {"name", "seed", "registered_name", "build_config", "compile_config", "shared_object_id", "code", "closure"}
 _LONG = 64
 
 
 def described_layers(model: keras.Model) -> list[str]:
-    """The layers of a model, with the settings of those of Keras. Costs the configuration of each layer."""
+    """The layers of a model, with the settings of Keras' own layers. Costs the configuration of each layer."""
     lines = []
     for number, layer in enumerate(_tf.layers_of(model)):
         where = f"layer {number}, {type(layer).__name__}"
-        # A layer of the user's may rightly have settings that differ, such as the number of its worker.
+        # Settings of a user's layer may rightly differ, such as the number of its worker.
         is_keras_own = type(layer).__module__.startswith("keras.") and not isinstance(layer, keras.Model)
         settings = _config_of(layer) if is_keras_own else {}
         lines += [f"{type(layer).__name__} as layer {number}", *_lines(where, settings)]
@@ -34,9 +34,9 @@ def described_compile(model: keras.Model) -> list[str]:
         return []
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Keras warns of lambdas in what is saved, and nothing is saved here.
+            warnings.simplefilter("ignore")  # Keras warns of saving lambdas, but nothing is saved here.
             settings = model.get_compile_config() or {}
-    except Exception:  # What a user's own losses and metrics raise that cannot be serialized.
+    except Exception:  # A user's losses and metrics that cannot be serialized may raise any error.
         settings = {name: getattr(model, name, None) for name in ("run_eagerly", "steps_per_execution", "jit_compile")}
     optimizer = type(getattr(model, "optimizer", None)).__name__
     return [f"the optimizer {optimizer}", *_lines("compile", settings)]
@@ -45,7 +45,7 @@ def described_compile(model: keras.Model) -> list[str]:
 def _config_of(layer: Any) -> dict[str, Any]:
     try:
         return layer.get_config()
-    except Exception:  # A layer of the user's that has none.
+    except Exception:  # A layer may have no configuration.
         return {}
 
 
@@ -55,7 +55,7 @@ def _lines(where: str, settings: Any) -> Iterator[str]:
 
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Settings by their path, without what may differ from process to process."""
+    """Yields the path and value of each setting, without settings that may differ between processes."""
     if isinstance(value, dict) and "DTypePolicy" in str(value.get("class_name")):
         yield path, str(value["config"].get("name"))
     elif isinstance(value, dict):
