@@ -302,8 +302,7 @@ class ReplicatedStrategy:
 
         Args:
           args: Arguments of the step.
-          place: Returns the index of a replica's part and the number of parts. Takes the number of the replica, the
-            number of replicas and the number of replicas of a worker.
+          place: Maps (replica, number of replicas, replicas per worker) to a replica's (part, number of parts).
         """
         whole = tf.distribute.DistributedValues | tf.RaggedTensor | tf.SparseTensor
         replicas, devices = self.num_replicas_in_sync, len(self.extended.worker_devices)

@@ -148,7 +148,7 @@ class ReplicatedExtended:
         return _tf.global_seed_generator()
 
     def _traced(self, fn):
-        """Returns a copy of `fn`, a `tf.function`, that takes the same arguments and is traced for all replicas."""
+        """Returns `fn`, a `tf.function`, with the same arguments and options, but traced once for all replicas."""
         if fn not in self._traced_functions:
             replicate = tf.autograph.experimental.do_not_convert(self._call_for_each_replica)
             python_function = fn.python_function  # A reference to `fn` would keep it alive for ever.
@@ -249,10 +249,9 @@ def is_compiled() -> bool:
 
 @contextlib.contextmanager
 def _seeded_apart(worker):
-    """Changes the graph's seed for each worker, so that `tf.random` draws other numbers in the step of each worker.
+    """Changes the graph's `tf.random` seed by worker, since all workers have the same seed and trace alike.
 
-    All workers have the same seed and trace the same operations. Operations of several replicas in one graph have
-    different seeds already. Eager operations draw from one sequence, and another seed would only restart that.
+    Replicas in one graph have different seeds already. A seed would only restart the one sequence of eager operations.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     if graph is None or graph.seed is None:
