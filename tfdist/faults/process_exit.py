@@ -1,4 +1,4 @@
-"""A process that ends with the code it means, without TensorFlow's last word."""
+"""Ends a process with a given exit code, without waiting for TensorFlow's shutdown."""
 
 import atexit
 import contextlib
@@ -13,13 +13,13 @@ _code: int | None = None
 
 
 def end_with(code: int, *, if_none: bool = False) -> None:
-    """Lets this process end with a code once its `atexit` functions have run, but for those of before this import.
+    """Makes this process end with an exit code after all `atexit` functions registered after this module's import.
 
-    TensorFlow takes seconds to take its runtime apart, and without end if collectives have failed.
+    TensorFlow's shutdown takes seconds, and may take forever after collectives have failed.
 
     Args:
-      code: Its exit code.
-      if_none: Whether to leave a code that was given before.
+      code: The exit code.
+      if_none: Whether to keep a code that was given before.
     """
     global _code
     if _code is None or not if_none:
@@ -37,4 +37,4 @@ def _end() -> None:
         os._exit(_code)
 
 
-atexit.register(_end)  # When imported, to be among the last to run.
+atexit.register(_end)  # Registered at import, so that it runs among the last.

@@ -1,4 +1,4 @@
-"""Workers that are done leave together: one that is early would be an error to those that still need it."""
+"""Workers that are done leave together: peers that still need a worker would report its early end as an error."""
 
 import atexit
 import contextlib
@@ -21,24 +21,24 @@ from tfdist.faults.process_exit import end_with
 __all__ = ["leave_together"]
 
 _FAREWELL_SECONDS = 2.0
-_TELL_SECONDS = 20.0  # Workers of a healthy run, which end within seconds of each other, wait in silence.
+_TELL_SECONDS = 20.0  # Healthy workers end within seconds of each other, and log nothing.
 _LINE_LENGTH = 500
 _installed = False
 
 
 def leave_together(board: CoordinationStore, lifelines: PeerLiveness, timeout_seconds: float) -> None:
-    """Lets this process wait for the others when its program is over; once in a process.
+    """Makes this process wait for its peers at the end of its program. Only the first call in a process has an effect.
 
-    A program that ends by an exception does not wait, and others do not wait for it. A program that calls `sys.exit`
-    waits, whatever the code, which no process can read of itself; a worker that waits for it meanwhile asks, see
-    `CoordinationStore.absent`. A worker that is done ends with exit code 0 if all are done, or are still busy at the
-    deadline, and with 1 if another has failed. Without that code, a job whose workers are started one by one could not
-    start again.
+    After an exception a program does not wait, and its peers do not wait for it. After `sys.exit` a program waits with
+    any exit code, since a process cannot read its own code. A peer that waits for this worker in the meantime checks
+    `CoordinationStore.absent`. A worker that is done ends with exit code 0 if all peers are done, or are still busy at
+    the deadline, and with 1 if a peer has failed. Code 1 allows a scheduler that starts workers one by one to restart
+    the job.
 
     Args:
-      board: Where workers meet.
-      lifelines: By which others would take the end of this process for a loss.
-      timeout_seconds: How long to wait for a worker that is not done. One that is gone is not waited for.
+      board: The coordination store of this worker.
+      lifelines: The liveness connections, through which this worker says goodbye. Otherwise peers would report a loss.
+      timeout_seconds: How long to wait for a worker that is not done. A worker that is gone is not waited for.
     """
     global _installed
     if not _installed:
@@ -48,10 +48,10 @@ def leave_together(board: CoordinationStore, lifelines: PeerLiveness, timeout_se
 
 
 def hear_aloud(board: CoordinationStore, subject: str, worker: int, timeout_seconds: float) -> Any:
-    """What another worker says at its end; says in the log for whom this worker waits, and whom it gives up.
+    """Reads the value that a peer writes at its end, and logs a long wait and a wait given up.
 
     Raises:
-      tf.errors.OpError: If it says nothing in time, or the service is out of reach.
+      tf.errors.OpError: If no value comes in time, or the coordination service is out of reach.
     """
     soon = min(_TELL_SECONDS, timeout_seconds)
     with contextlib.suppress(tf.errors.DeadlineExceededError):
@@ -66,7 +66,7 @@ def hear_aloud(board: CoordinationStore, subject: str, worker: int, timeout_seco
 
 
 def _tell_of_exceptions(board: CoordinationStore, lifelines: PeerLiveness) -> None:
-    """Lets others know at once: a thread that does not end keeps this process from its end, and its `atexit`."""
+    """Reports an uncaught exception to the peers at once, since a running thread may delay the `atexit` functions."""
     before, pid = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -81,16 +81,16 @@ def _tell_of_exceptions(board: CoordinationStore, lifelines: PeerLiveness) -> No
 
 
 def _report(board: CoordinationStore, lifelines: PeerLiveness, error: BaseException) -> None:
-    if 0 in lifelines.silent:  # A message to it would be waited for without end.
+    if 0 in lifelines.silent:  # A message to worker 0 would wait forever.
         return
-    with contextlib.suppress(tf.errors.OpError):  # it may have been told already
-        # Else the others notice by its heartbeats, after seconds.
+    with contextlib.suppress(tf.errors.OpError):  # The error may have been reported already.
+        # Without this report, the peers notice only by missing heartbeats, after seconds.
         words = f"worker {board.worker} ended by {type(error).__name__}: {telling_line(str(error))[:_LINE_LENGTH]}"
         board.report_error(tell_kind(words, error))
 
 
 def _leave(board: CoordinationStore, lifelines: PeerLiveness, timeout_seconds: float, pid: int) -> None:
-    if os.getpid() != pid:  # a child that was forked is no worker
+    if os.getpid() != pid:  # A forked child is not a worker.
         return
     error = getattr(sys, "last_value", None)
     done = error is None
@@ -102,8 +102,8 @@ def _leave(board: CoordinationStore, lifelines: PeerLiveness, timeout_seconds: f
             board.say_over(done)
             may_leave = done and _wait_for_others(board, timeout_seconds)
     except tf.errors.DeadlineExceededError:
-        may_leave = True  # Who is not done may be busy for long, as the chief that saves alone.
-    except tf.errors.OpError:  # who keeps the board is gone, or cut off: it may have waited long enough
+        may_leave = True  # A peer may be busy for long, such as a chief that saves alone.
+    except tf.errors.OpError:  # Worker 0 is gone or cut off. It may have left at its deadline.
         may_leave = lifelines.left >= {0} if board.worker else lifelines.left >= set(board.others)
     lifelines.say_goodbye(done=may_leave)
     if not done:
@@ -116,18 +116,18 @@ def _leave(board: CoordinationStore, lifelines: PeerLiveness, timeout_seconds: f
 
 
 def _wait_for_others(board: CoordinationStore, timeout_seconds: float) -> bool:
-    """Returns once all are done, or one has failed; says whether all are done.
+    """Waits until all workers are done or one has failed, and returns whether all are done.
 
     Raises:
-      tf.errors.DeadlineExceededError: If one is not done in time.
+      tf.errors.DeadlineExceededError: If a worker is not done in time.
       tf.errors.OpError: If worker 0 has failed.
     """
     if board.worker:
         together = hear_aloud(board, "leave", 0, timeout_seconds)
-        with contextlib.suppress(tf.errors.OpError):  # It does not wait for long.
+        with contextlib.suppress(tf.errors.OpError):  # Worker 0 waits only 2 s for this message.
             board.say("left", True)
         return together
-    # Worker 0 keeps the board, so it goes last.
+    # Worker 0 hosts the store, so it leaves last.
     deadline = time.monotonic() + timeout_seconds
     together = all(hear_aloud(board, DONE, worker, max(0.1, deadline - time.monotonic())) for worker in board.others)
     board.say("leave", together)

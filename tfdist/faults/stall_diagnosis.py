@@ -1,4 +1,4 @@
-"""Who holds up the others, by where each says it is."""
+"""Finds the worker that holds up its peers, from the positions of all workers."""
 
 import collections
 from collections.abc import Mapping
@@ -19,26 +19,26 @@ __all__ = [
 ]
 
 Positions = Mapping[int, Mapping[str, Any] | None]
-"""By worker where it is: its "step", "section", "call" and "begun", `None` of one that does not answer."""
+"""The position of each worker: its "step", "section", "call" and "begun"; `None` if the worker does not answer."""
 
 ITS_END = "its program is over"
 WAITING = "waiting for the chief"
 UNLIKE_CALLS = "All workers must make the same calls in the same order"
 
-# How likely a section is one in which a worker waits for others; of the rest, not at all.
+# How likely it is that a worker waits for peers in this section. In all other sections workers do not wait.
 _WAITS = {COMPUTE: 1, INPUT: 2, MEETING: 3, EXCHANGE: 3, WAITING: 3}
 
 
 def suspect_of(positions: Positions) -> int | None:
-    """Who holds up the others.
+    """Returns the worker that holds up its peers.
 
     Args:
-      positions: Of all workers.
+      positions: The positions of all workers.
 
     Returns:
-      The one that does not answer, else one whose program is over or whose model alone was told to stop, else the one
-      that is in another call than all others, else the one that is behind, else the one whose section is least likely
-      to be that of a worker that waits; `None` if nothing tells.
+      The worker that does not answer; otherwise the worker with an ended program, or with the only model that was told
+      to stop; otherwise the worker in a different call than its peers. If there is none, the worker that is behind;
+      otherwise the worker in the section where waiting is least likely. `None` if nothing distinguishes the workers.
     """
     silent = [worker for worker, position in positions.items() if position is None]
     if silent:
@@ -63,7 +63,7 @@ def suspect_of(positions: Positions) -> int | None:
 
 
 def _odd_one(calls: Mapping[int, tuple[Any, ...]]) -> int | None:
-    """The worker that is outside of calls while others are in one, or alone in its call among three or more."""
+    """Returns the worker outside of calls while peers are in one, or alone in its call among three or more workers."""
     outside = [worker for worker, call in calls.items() if not call]
     if 0 < len(outside) < len(calls):
         return outside[0]
@@ -73,7 +73,7 @@ def _odd_one(calls: Mapping[int, tuple[Any, ...]]) -> int | None:
 
 
 def describe(positions: Positions) -> str:
-    """Where the workers are, in words."""
+    """Describes the positions of the workers."""
     return ", ".join(f"worker {worker} {_place(position)}" for worker, position in sorted(positions.items()))
 
 
@@ -94,14 +94,14 @@ def _named(call: Any) -> str:
 
 
 def meeting_of(name: str, number: int) -> dict[str, Any]:
-    """Where a worker is that waits at the beginning of a call."""
+    """Returns the position of a worker that waits at the beginning of a call."""
     return {"section": MEETING, "call": [name, number]}
 
 
 def unlike_calls(positions: Positions) -> str | None:
-    """What to say if workers wait in unlike calls, which no worker can leave then.
+    """Returns the error if workers wait in different calls, which then never end; `None` otherwise.
 
-    A worker that is in a call, and does something that others wait for, may come to the call of the others yet.
+    Only waiting workers count: a worker that is busy in its call may still reach the call of its peers.
     """
     known = {worker: position for worker, position in positions.items() if position}
     waiting = {
@@ -120,7 +120,7 @@ def unlike_calls(positions: Positions) -> str | None:
 
 
 def yet_to_come(positions: Positions, number: int) -> list[int]:
-    """The workers that have not begun as many calls, and are outside of all: they may come yet."""
+    """Returns the workers outside of calls that have begun fewer than `number` calls, and so may still come."""
     return [
         worker
         for worker, position in positions.items()

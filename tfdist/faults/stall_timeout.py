@@ -1,4 +1,4 @@
-"""How long a worker may stay where it is: the rule of the watchdog, without clocks and threads."""
+"""The watchdog's limit for a worker without progress, as a rule without clocks and threads."""
 
 import collections
 import math
@@ -11,19 +11,19 @@ __all__ = ["StallTimeout"]
 
 _FLOOR_SECONDS = 60.0
 _CAP_SECONDS = 1800.0
-_UNSEEN_SECONDS = 600.0  # For a first exchange of which nobody sees the bytes: 440 MB at 6 Mbit/s.
+_UNSEEN_SECONDS = 600.0  # For a first exchange with invisible bytes: 440 MB at 6 Mbit/s.
 _CARRIED_SECONDS = 30.0
 _STEPS, _STEPS_REMEMBERED, _LONGEST_STEPS = 20, 64, 3
 
 
 class StallTimeout:
-    """How long a worker may stay where it is; see `tfdist.faults.watchdog` for the rule.
+    """The time that a worker may spend without progress; see `tfdist.faults.watchdog` for the rule.
 
     Args:
-      given: The user's number of seconds, `None` to learn it, infinite to stay for ever.
-      meeting_seconds: For all workers to come to a call.
-      sees_bytes: Whether `observe` is told of the bytes that workers exchange. Otherwise a worker has ten minutes for
-        an exchange until one step is known.
+      given: The user's limit in seconds; `None` to derive it from the steps, infinite for no limit.
+      meeting_seconds: How long all workers may take to come to a call.
+      sees_bytes: Whether `observe` receives the number of exchanged bytes. Otherwise a worker has ten minutes for an
+        exchange until the duration of one step is known.
     """
 
     def __init__(self, given: float | None = None, meeting_seconds: float = math.inf, sees_bytes: bool = True):
@@ -38,7 +38,7 @@ class StallTimeout:
         self.waited_seconds = 0.0
 
     def learn(self, seconds: float, is_first: bool) -> None:
-        """Takes note of how long a training step took, and whether it was the first of a `fit`."""
+        """Records the duration of a training step, and whether it was the first step of a `fit`."""
         self._longest = max(self._longest, seconds)
         if not is_first:
             self._steps.append(seconds)
@@ -46,14 +46,14 @@ class StallTimeout:
     def observe(
         self, phase: str | None, progress: Any, elapsed_seconds: float, *, is_first: bool = False, carried: int = 0
     ) -> None:
-        """Takes note of where this worker is.
+        """Records the position of this worker.
 
         Args:
-          phase: One of `tfdist.faults.activity`, or a section; `None` outside of all calls.
-          progress: Another value if the worker has got on within the phase, or has left it and is back.
-          elapsed_seconds: Since the last call.
-          is_first: Whether its input and computation may take longer than in a usual step.
-          carried: How many bytes the worker has exchanged with others so far. More of them are progress.
+          phase: A phase of `tfdist.faults.activity`, or a section; `None` outside of calls.
+          progress: A value that changes when the worker makes progress in the phase, or leaves it and returns.
+          elapsed_seconds: Time since the last call of this method.
+          is_first: Whether input and computation may take longer than in a usual step.
+          carried: Number of bytes that the worker has exchanged with peers so far. An increase is progress.
         """
         self.waited_seconds += elapsed_seconds
         self._since_carried += elapsed_seconds
@@ -66,20 +66,20 @@ class StallTimeout:
 
     @property
     def waits(self) -> bool:
-        """Whether this worker waits for others, so far as is known."""
+        """Whether this worker is in a phase in which workers wait for peers."""
         return self._phase in (EXCHANGE, MEETING)
 
     @property
     def carries(self) -> bool:
-        """Whether it waits for bytes that have travelled in the last 30 s, or in half of its time if that is less.
+        """Whether this worker waits for peers and bytes have moved in the last 30 s, or in half of its limit if less.
 
-        Others may be done with their own parts of the exchange, and wait for it.
+        Peers may have finished their own parts of the exchange, and wait for this worker.
         """
         return self.waits and self._since_carried < min(_CARRIED_SECONDS, self.limit_seconds / 2)
 
     @property
     def may_take_long(self) -> bool:
-        """Whether this worker does what may take long, and its clock runs: others wait for it."""
+        """Whether this worker is in a slow phase within its limit, so that peers wait for it."""
         return self._is_long and not self.is_over
 
     @property
@@ -90,12 +90,12 @@ class StallTimeout:
 
     @property
     def usual_seconds(self) -> float:
-        """What a step takes, as far as that is known."""
+        """The median duration of the recent steps, or of the longest step if only first steps are known."""
         return statistics.median(self._steps) if self._steps else self._longest
 
     @property
     def limit_seconds(self) -> float:
-        """How long this worker may stay where it is."""
+        """How long this worker may spend without progress in its current phase."""
         if self._phase is None or self._given == math.inf:
             return math.inf
         if self._phase == MEETING:
@@ -111,5 +111,5 @@ class StallTimeout:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has stayed there for longer."""
+        """Whether this worker has exceeded its limit."""
         return self.waited_seconds > self.limit_seconds

@@ -1,1 +1,1 @@
-"""Connections between the workers of a job: who may make one, and how it is protected. Loads no TensorFlow."""
+"""Connections between the workers of a job: admission, a shared secret and TLS. Loads no TensorFlow."""

@@ -1,4 +1,4 @@
-"""A listener that strangers cannot block: each connection has little time and memory to prove that it is a worker's."""
+"""A listener that strangers cannot block: each connection has little time and memory for proving that it is genuine."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ _SHOWN_CHARACTERS = 200
 
 
 class Warnings:
-    """Warnings of which one is logged every 5 s at most, with the number of those held back."""
+    """Logs at most one warning every 5 s, with the number of warnings held back in between."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,7 +36,7 @@ class Warnings:
         self._held = 0
 
     def say(self, text: str) -> None:
-        """Logs a warning, unless one was logged just before."""
+        """Logs a warning, unless another was logged in the last 5 s."""
         with self._lock:
             if time.monotonic() < self._next:
                 self._held += 1
@@ -54,20 +54,20 @@ class _Guest:
 
 
 class ConnectionAcceptor(Generic[T]):
-    """Accepts connections and performs a handshake with each, in a thread of its own, until it is closed.
+    """Accepts connections, and performs a handshake with each in a separate thread, until `close`.
 
-    A connection has 3 s for its handshake. At most 64 are in a handshake at a time, or fewer if this process runs out
-    of file descriptors. Room for a new one is made by closing one of the address that has most of them: a silent one
-    first, then the oldest. Connections that fail are closed with a warning, at most one every 5 s.
+    A connection has 3 s for its handshake. At most 64 handshakes run at a time, or fewer if this process runs out of
+    file descriptors. To make room, the address with the most connections loses one: a silent connection first, then the
+    oldest. Failed connections are closed with a warning, at most one every 5 s.
 
     Args:
       listeners: Listening sockets, which are closed with this object.
-      handshake: Called in a thread with each connection. Raises `NotOursError`, `RefusedError` or `OSError` for one
-        that is not to be admitted. Its text says why, after "A connection from ... is closed: ".
-      tls: TLS, which each connection must have if it is given, and must not have otherwise.
+      handshake: Called in a thread with each connection. Raises `NotOursError`, `RefusedError` or `OSError` to reject
+        the connection. The error text completes the warning "A connection from ... is closed: ".
+      tls: The TLS settings. With them every connection must use TLS, without them none may.
 
     Attributes:
-      refused: Says which worker was refused last, and why; `None` if none was.
+      refused: Names the worker that was refused last, and the reason; `None` if no worker was refused.
     """
 
     def __init__(
@@ -95,13 +95,14 @@ class ConnectionAcceptor(Generic[T]):
         self.close()
 
     def next(self, seconds: float) -> tuple[socket.socket, str, T] | None:
-        """The next connection after its handshake, with the address it comes from and what the handshake returned.
+        """Returns the next connection after its handshake.
 
         Args:
-          seconds: How long to wait for it.
+          seconds: How long to wait for a connection.
 
         Returns:
-          Those, or `None` if none comes in time. The caller closes the connection.
+          The connection, the peer's address and the handshake's return value; `None` after the time. The caller closes
+          the connection.
         """
         try:
             return self._admitted.get(timeout=max(0.0, seconds))
@@ -109,7 +110,7 @@ class ConnectionAcceptor(Generic[T]):
             return None
 
     def close(self) -> None:
-        """Closes the listeners and all connections that were not handed out."""
+        """Closes the listeners and all connections that `next` has not returned."""
         self._is_closed = True
         for listener in self._listeners:
             _shut(listener)
@@ -146,9 +147,9 @@ class ConnectionAcceptor(Generic[T]):
             connection, address = listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # Out of file descriptors, or the other end is gone again.
+        except OSError:  # Out of file descriptors, or the peer is gone again.
             self._make_room()
-            time.sleep(0.01)  # For the thread that closes it.
+            time.sleep(0.01)  # Time for the thread that closes the connection.
             return
         connection.settimeout(_GUEST_SECONDS)
         guest = _Guest(connection, remote_host(address), time.monotonic())
@@ -190,7 +191,7 @@ class ConnectionAcceptor(Generic[T]):
                 self.refused = f"a process on {guest.host} was refused, since {error}"
             self._warnings.say(f"A connection from {guest.host} is closed: {error}.")
             _end(connection)
-        except (OSError, ValueError):  # Gone or too slow, as health checks are. ValueError: closed meanwhile.
+        except (OSError, ValueError):  # Gone or too slow, such as health checks. ValueError: closed meanwhile.
             connection.close()
         else:
             if self._is_closed:
@@ -202,30 +203,30 @@ class ConnectionAcceptor(Generic[T]):
 
 
 def remote_host(address: tuple) -> str:
-    """The address of the other end, without port; an IPv4 address in its usual form."""
+    """Returns the address of the peer without its port; an IPv4 address in its usual form."""
     return str(address[0]).partition("%")[0].removeprefix("::ffff:")
 
 
 def printable(text: str) -> str:
-    """A text of a stranger for a log: one line of limited length, without control characters."""
+    """Makes an untrusted text safe for a log: one line of limited length, without control characters."""
     shown = "".join(character if character.isprintable() else "?" for character in text[: _SHOWN_CHARACTERS + 1])
     return shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + "…"
 
 
 def _wait_until_readable(connection: socket.socket) -> list[tuple[int, int]]:
-    poll = select.poll()  # Not `select`, which takes no descriptors from 1024 up.
+    poll = select.poll()  # Not `select`, which accepts only descriptors below 1024.
     poll.register(connection, select.POLLIN)
     return poll.poll(_GUEST_SECONDS * 1000)
 
 
 def _shut(connection: socket.socket) -> None:
-    """Ends a connection that another thread is reading, and will close."""
+    """Shuts down a connection that another thread reads and will close."""
     with contextlib.suppress(OSError):
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # Not TLS' own, which has its reader go on without TLS.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # With TLS' own, the reader would continue without TLS.
 
 
 def _end(connection: socket.socket) -> None:
-    """Closes a connection so that what was sent still arrives: unread bytes would make the kernel reset it."""
+    """Closes a connection so that sent bytes still arrive: with unread bytes the kernel would reset the connection."""
     with connection, contextlib.suppress(OSError, ValueError):
         socket.socket.shutdown(connection, socket.SHUT_WR)
         connection.settimeout(0.2)

@@ -1,4 +1,4 @@
-"""A handshake by which both ends of a connection prove a shared secret before either says who it is.
+"""A handshake in which both ends of a connection prove a shared secret before either reveals its identity.
 
     the end that connects                the end that accepts
       {"nonce", "proves"}            →
@@ -6,7 +6,7 @@
       {"message", "proof"}           →                                     of both nonces and the message
       or {"refused": "secret"}
 
-Without a secret, `proves` is false and there are no proofs: the message then is a claim that anybody can make.
+Without a secret, `proves` is false and there are no proofs. The message is then a claim that anybody can make.
 """
 
 import json
@@ -20,7 +20,7 @@ from tfdist.network.secret import SECRET, Secret
 __all__ = ["LINE_BYTES", "NotOursError", "RefusedError", "introduce", "parse", "receive", "receive_line", "send"]
 
 LINE_BYTES = 1 << 14
-"""The longest line that is accepted from an end that has proved nothing: parsed, it may take twenty times as much."""
+"""The longest line that is accepted before a proof. A parsed line may take twenty times as much memory."""
 
 _NONCE_BYTES = 32
 _CONNECTS, _ACCEPTS = "the end that connects", "the end that accepts"
@@ -31,20 +31,20 @@ class NotOursError(Exception):
 
 
 class RefusedError(Exception):
-    """The other end is a worker that shares no secret with this one, or not the same."""
+    """The other end is a worker that does not match this worker's secret or TLS settings."""
 
 
 def introduce(connection: socket.socket, secret: Secret | None, message: dict[str, Any]) -> None:
-    """Sends a message once the accepting end has proved the secret, with a proof of it.
+    """Sends a message with a proof of the secret, once the accepting end has proved the secret too.
 
     Args:
       connection: A connection with a timeout.
       secret: The secret of the job, if there is one.
-      message: The message, which JSON can hold.
+      message: The message, of types that JSON supports.
 
     Raises:
-      NotOursError: If something else answers.
-      RefusedError: If a worker answers that does not have the same secret.
+      NotOursError: If the other end does not speak this protocol.
+      RefusedError: If the other end is a worker without the same secret, or rejects this worker's TLS settings.
       OSError: If the connection fails.
     """
     own = secrets.token_hex(_NONCE_BYTES)
@@ -73,12 +73,12 @@ def receive(connection: socket.socket, secret: Secret | None, most_bytes: int = 
 
     Args:
       connection: A connection with a timeout.
-      secret: The secret of the job, if there is one. With it, only a message that proves it is returned.
+      secret: The secret of the job, if there is one. With a secret, only a message with a valid proof is returned.
       most_bytes: The longest line to accept.
 
     Raises:
-      NotOursError: If the other end speaks something else.
-      RefusedError: If it does not prove the secret.
+      NotOursError: If the other end does not speak this protocol.
+      RefusedError: If the other end does not prove the secret.
       OSError: If the connection fails.
     """
     hello = parse(receive_line(connection))
@@ -112,10 +112,10 @@ def send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def receive_line(connection: socket.socket, most_bytes: int = LINE_BYTES) -> bytes:
-    """Receives one line, after which the other end must be silent until it is answered.
+    """Receives one line. The other end must then send nothing until this end has answered.
 
     Raises:
-      NotOursError: If more than a line comes, or a longer one.
+      NotOursError: If more than one line comes, or the line is longer than `most_bytes`.
       OSError: If the connection fails or ends.
     """
     line = bytearray()
@@ -130,7 +130,7 @@ def receive_line(connection: socket.socket, most_bytes: int = LINE_BYTES) -> byt
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The JSON object in a line; `None` if there is none."""
+    """Returns the JSON object in a line; `None` if the line has none."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
@@ -144,7 +144,7 @@ def _is_challenge(message: dict[str, Any]) -> bool:
 
 
 def _unlike(secret: Secret | None, other_proves: bool) -> str | None:
-    """Says which end has a secret, if only one has."""
+    """Returns an error text if only one end has a secret; `None` otherwise."""
     if secret and not other_proves:
         return f"it has no {SECRET}, and this worker has one"
     if other_proves and not secret:

@@ -14,15 +14,15 @@ __all__ = ["addresses_of", "listen"]
 
 
 def listen(host: str, port: int, backlog: int, *, reuse_port: bool = False) -> list[socket.socket]:
-    """Listens at the addresses of this machine that a host name has.
+    """Listens at those addresses of a host name that belong to this machine.
 
-    If the name has none, as behind NAT or with the name of a Kubernetes Service, the sockets listen at all addresses,
-    and a log line says so. The same holds for a name that is loopback on this machine alone.
+    Behind NAT, or with the name of a Kubernetes Service, no address belongs to this machine. The sockets then listen at
+    all addresses, and a log message notes this. The same holds for a name that means loopback only on this machine.
 
     Args:
       host: A host name or an IP address.
-      port: The port; 0 for a free one, the same at all addresses.
-      backlog: How many connections may wait.
+      port: The port; 0 selects a free port, the same at all addresses.
+      backlog: Maximum number of waiting connections.
       reuse_port: Whether another socket of this user may be bound to the port; see `tfdist.cluster.ports.HeldPorts`.
 
     Returns:
@@ -34,7 +34,7 @@ def listen(host: str, port: int, backlog: int, *, reuse_port: bool = False) -> l
     found: list[socket.socket] = []
     for address in addresses_of(host):
         if ipaddress.ip_address(address.partition("%")[0]).is_loopback and not is_loopback(host):
-            continue  # As of a machine's own name in /etc/hosts of Debian: other machines could not connect.
+            continue  # Debian's /etc/hosts does this to a machine's own name: peers could not connect.
         try:
             found.append(_listen_at(address, found[0].getsockname()[1] if found else port, backlog, reuse_port))
         except OSError as error:
@@ -56,7 +56,7 @@ def listen(host: str, port: int, backlog: int, *, reuse_port: bool = False) -> l
 
 
 def addresses_of(host: str) -> Sequence[str]:
-    """The IP addresses of a host name, each once; none if it cannot be looked up."""
+    """Returns the distinct IP addresses of a host name, or none if the lookup fails."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

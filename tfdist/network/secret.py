@@ -1,4 +1,4 @@
-"""The secret that the workers of a job share, and proofs of it that do not reveal it."""
+"""The shared secret of a job's workers, and proofs of the secret that do not reveal it."""
 
 import hashlib
 import hmac
@@ -16,7 +16,7 @@ SECRET = "TFDIST_SECRET"
 """The environment variable with the secret of this job."""
 
 SECRET_FILE = "TFDIST_SECRET_FILE"
-"""The environment variable with the path of a file that holds it, such as a mounted Kubernetes Secret."""
+"""The environment variable with the path of a file that contains the secret, such as a mounted Kubernetes Secret."""
 
 _LEAST_BYTES = 16
 _MOST_BYTES = 1 << 16
@@ -24,18 +24,18 @@ _REMEDY = "Make one with `openssl rand -hex 32`, and give the same to every work
 
 
 def new_secret() -> str:
-    """A new random secret, as text for the environment variable."""
+    """Returns a new random secret, as text for the environment variable."""
     return secrets.token_hex(32)
 
 
 def secret_is_given(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the environment, `os.environ` if None, names a secret."""
+    """Returns whether the environment (`os.environ` if None) has a secret or the path of one."""
     environ = os.environ if environ is None else environ
     return any(environ.get(variable, "").strip() for variable in (SECRET, SECRET_FILE))
 
 
 class Secret:
-    """A key that the workers of a job share. It is never sent and never printed.
+    """A key that the workers of a job share. The key is never sent and never printed.
 
     Args:
       key: The bytes of the key.
@@ -74,11 +74,11 @@ class Secret:
         return cls(key)
 
     def joined(self, more: bytes) -> "Secret":
-        """A key that only those can derive who know both this one and `more`."""
+        """Returns a new key, which can be derived only from both this key and `more`."""
         return Secret(hmac.digest(self._key, more, "sha256"))
 
     def proof(self, *parts: str) -> str:
-        """A proof that its maker knows the secret, good for exactly these texts."""
+        """Returns a proof of knowing the secret, valid for exactly these texts."""
         made = hmac.new(self._key, digestmod=hashlib.sha256)
         for part in parts:
             text = part.encode()
@@ -86,7 +86,7 @@ class Secret:
         return made.hexdigest()
 
     def accepts(self, proof: Any, *parts: str) -> bool:
-        """Whether `proof` was made by `proof(*parts)` with this secret."""
+        """Returns whether `proof(*parts)` made `proof` with this secret."""
         return isinstance(proof, str) and proof.isascii() and hmac.compare_digest(proof, self.proof(*parts))
 
 

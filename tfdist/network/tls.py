@@ -1,4 +1,4 @@
-"""TLS between the workers: both ends show a certificate of one authority."""
+"""TLS between the workers: both ends show a certificate of the same authority."""
 
 import dataclasses
 import os
@@ -20,7 +20,7 @@ _FOR_ALL = f"Set {', '.join(TLS_VARIABLES)} for all workers, or for none"
 
 @dataclasses.dataclass(frozen=True)
 class TlsFiles:
-    """The files of a worker, in PEM format.
+    """The TLS files of a worker, in PEM format.
 
     Attributes:
       certificate: The worker's certificate, for the host name or IP address that TF_CONFIG has for it.
@@ -40,7 +40,7 @@ class TlsFiles:
           environ: The environment, `os.environ` if None.
 
         Raises:
-          ClusterError: If only some of them are set.
+          ClusterError: If only some of these variables are set.
         """
         environ = os.environ if environ is None else environ
         paths = {variable: environ.get(variable, "").strip() for variable in TLS_VARIABLES}
@@ -59,17 +59,17 @@ class Tls:
       files: The files of this worker.
 
     Raises:
-      ClusterError: If a file cannot be read, or is none of the kind that is needed.
+      ClusterError: If a file cannot be read, or is not of the needed kind.
     """
 
     def __init__(self, files: TlsFiles):
         self._server = _context(ssl.PROTOCOL_TLS_SERVER, files)
-        self._server.num_tickets = 0  # They would arrive as if the other end had something to say.
+        self._server.num_tickets = 0  # Tickets would make a connection readable without a message.
         self._client = _context(ssl.PROTOCOL_TLS_CLIENT, files)
 
     @classmethod
     def from_env(cls) -> "Tls | None":
-        """As the environment says; `None` without TLS.
+        """Reads the TLS settings from the environment; returns `None` without TLS.
 
         Raises:
           ClusterError: If the variables or the files are wrong.
@@ -78,10 +78,10 @@ class Tls:
         return cls(files) if files else None
 
     def connect(self, connection: socket.socket, host: str) -> ssl.SSLSocket:
-        """Wraps a connection to a worker on that host, whose certificate must name it.
+        """Wraps a connection to a worker on `host`. The worker's certificate must name this host.
 
         Raises:
-          RefusedError: If the other end has no such certificate, or no TLS.
+          RefusedError: If the other end has no certificate for `host`, or no TLS.
           OSError: If the connection fails.
         """
         try:
@@ -93,22 +93,22 @@ class Tls:
             raise RefusedError(f"no TLS connection comes about ({_reason(error)}). {_FOR_ALL}") from error
 
     def accept(self, connection: socket.socket) -> ssl.SSLSocket:
-        """Wraps a connection that a worker has made; `handshake` must follow."""
+        """Wraps a connection that another worker has opened; `handshake` must follow."""
         return self._server.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
 
 def connect(tls: Tls | None, connection: socket.socket, host: str) -> socket.socket:
-    """Secures a connection to a worker on that host, or leaves it as it is without TLS.
+    """Secures a connection to a worker on `host`; returns the connection unchanged without TLS.
 
     Raises:
-      RefusedError: If the other end has no certificate that names the host, or no TLS.
+      RefusedError: If the other end has no certificate for `host`, or no TLS.
       OSError: If the connection fails.
     """
     return tls.connect(connection, host) if tls else connection
 
 
 def accept(tls: Tls | None, connection: socket.socket) -> socket.socket:
-    """Wraps a connection that was made to this worker, or leaves it as it is without TLS. Waits for its first byte.
+    """Waits for the first byte of an accepted connection and wraps it; returns it unchanged without TLS.
 
     Raises:
       RefusedError: If one end has TLS and the other has none.
@@ -124,7 +124,7 @@ def accept(tls: Tls | None, connection: socket.socket) -> socket.socket:
 
 
 def handshake(connection: socket.socket) -> None:
-    """Performs the TLS handshake of an accepted connection, if it has TLS.
+    """Performs the TLS handshake of an accepted connection, if the connection uses TLS.
 
     Raises:
       RefusedError: If the other end has no certificate of the authority, or no TLS.
