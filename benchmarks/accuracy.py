@@ -51,7 +51,7 @@ def runs_of(document: Mapping[str, Any]) -> list[Run]:
 
 
 def summary(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Lines of the table: the runs of one codec under one optimizer, compared with those of `none` for each seed."""
+    """Returns lines of the table: the runs of one codec under one optimizer, compared with `none` for each seed."""
     plain = {(run.model, run.optimizer, run.seed): run.reached for run in runs if run.codec == "none"}
     lines = []
     for place in dict.fromkeys(_place(run) for run in runs):
@@ -100,9 +100,9 @@ def markdown(document: Mapping[str, Any], picture: str) -> str:
 
 
 def plot(runs: Sequence[Run]) -> Any:
-    """Training loss by epoch of the first seed: a line per codec, a panel per model and optimizer.
+    """Plots training loss by epoch for the first seed: a line per codec, a panel per model and optimizer.
 
-    If there are runs with a `min_elements` of their own, only these are shown beside the uncompressed ones.
+    If some runs have their own `min_elements`, the plot shows only these runs and the uncompressed runs.
     """
     import matplotlib.figure
 

@@ -42,7 +42,7 @@ flags.DEFINE_string("json", None, "A file for the results.")
 
 
 class Clock(keras.callbacks.Callback):
-    """Records when steps begin and end. Must be the first callback, so that others do not count in a step's time."""
+    """Records when steps begin and end. Must be the first callback, so a step excludes the time of other callbacks."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ def make_model(name: str, where: str, compression: str | None) -> tuple[keras.Mo
 
 
 def train_block(name: str, where: str, compression: str | None, steps: int, save_steps: int, folder: str | None):
-    """Seconds of `steps` steps of `fit`, of the pause after each save, and of the whole cost of each save."""
+    """Returns seconds of `steps` steps of `fit`, of the pause after each save, and of the whole cost of each save."""
     model, data = make_model(name, where, compression)
     clock = Clock()
     backup = [tfdist.callbacks.BackupAndRestore(folder, save_freq=save_steps)] if folder else []
@@ -89,7 +89,7 @@ def train_block(name: str, where: str, compression: str | None, steps: int, save
 
 
 def measure(pool: WorkerPool, setting: tuple, save_steps: int, saves: int, rounds: int, folder: str) -> dict:
-    """Seconds of each block by variant, and the delays and costs of saves."""
+    """Returns the seconds of each block by variant, and the delays and costs of saves."""
     steps = save_steps * saves + save_steps // 2 + 1  # leaves time to write the last save
 
     def block(folder):

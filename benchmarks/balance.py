@@ -51,7 +51,7 @@ _GROUP = "tfdist-balance-"
 _WAYS = ["equal", "oracle", "speed", "DYNAMIC"]
 
 
-# From here: run in the workers.
+# The code below runs in the workers.
 
 
 class Counted(keras.layers.Layer):
@@ -87,7 +87,7 @@ def make_examples(rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def make_data(way: str, rows: int, weights: Sequence[float], service: str | None, filters: int):
-    """The dataset for `fit`."""
+    """Returns the dataset for `fit`."""
     strategy, _ = make_model(filters)
     examples = tf.data.Dataset.from_tensor_slices(make_examples(rows))
     examples = examples.shuffle(_STEPS_PER_EPOCH * rows, seed=0).repeat()
@@ -109,7 +109,7 @@ _data: dict[str, object] = {}
 
 
 def train(way: str, steps: int, fresh: bool, rows: int, weights: Sequence[float], service: str | None, filters: int):
-    """Seconds of each step [steps], rows and compute seconds by replica of each step, and the number of traces."""
+    """Returns the seconds [steps], the rows and compute seconds by replica of each step, and the number of traces."""
     strategy, model = make_model(filters)
     if fresh or way == "oracle":
         _data[way] = make_data(way, rows, weights, service, filters)
@@ -122,7 +122,7 @@ def train(way: str, steps: int, fresh: bool, rows: int, weights: Sequence[float]
     return np.diff(ends).tolist(), by_replica, Counted.traces
 
 
-# From here: run in the process that was started.
+# The code below runs in the process that the user starts.
 
 
 class Quotas:
@@ -191,7 +191,7 @@ def input_service() -> Iterator[str]:
 
 
 def settled(result) -> dict[str, float]:
-    """Medians, over the steps from `_SETTLED` on, of the time, the ideal, and the slowest replica's computation."""
+    """Returns medians over the steps from `_SETTLED` on: time, ideal, and computation of the slowest replica."""
     times, by_replica, _ = result
     ideals = [sum(rows) / sum(n / t for n, t in zip(rows, seconds, strict=True)) for rows, seconds in by_replica]
     slowest = [max(seconds) for _, seconds in by_replica]
@@ -261,7 +261,7 @@ def equal(workers: int, setting: dict, rounds: int, steps: int) -> None:
 
 
 def planning(replicas: int, rows: int, steps: int = 500) -> None:
-    """Measures the time per step of planning, handing out and deciding shares, without TensorFlow."""
+    """Measures the time per step to plan batches, assign rows and decide shares, without TensorFlow."""
     from tfdist.data.batch_assignment import BatchAssignment
     from tfdist.data.batch_plan import BatchPlan, split
     from tfdist.data.example_order import Shuffled

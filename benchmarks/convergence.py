@@ -50,7 +50,7 @@ _CHAR_LM_STEPS = 50  # per epoch
 
 
 def codec_of(text: str):
-    """The codec for a name such as int8 or powersgd(16), with `--min_elements`."""
+    """Returns the codec for a name such as int8 or powersgd(16), with `--min_elements`."""
     codec = None if text == "none" else from_name(text)
     if codec is None or not FLAGS.min_elements:
         return codec

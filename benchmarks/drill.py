@@ -205,7 +205,7 @@ def sizes_of_attempts(out: pathlib.Path) -> list[int]:
     return [count for _, count in sorted(collections.Counter(numbers).items())]
 
 
-# From here: run in the workers.
+# The code below runs in the workers.
 
 
 def train(out: pathlib.Path, epochs: int, save_freq: str, by_worker: bool) -> None:

@@ -22,7 +22,7 @@ class Model:
     """One model.
 
     Attributes:
-      parameters: Number of trainable parameters; those of both frameworks are within 1 % of it.
+      parameters: Number of trainable parameters; both frameworks have this number within 1 %.
       batch_size: Rows per worker.
       about: The property for which the model was chosen.
     """
@@ -41,7 +41,7 @@ MODELS = {
 
 
 def make_batch(name: str, worker: int) -> tuple[np.ndarray, np.ndarray]:
-    """Features and labels of a worker's batch, equal in every step; images are [B, height, width, 3]."""
+    """Returns features and labels of a worker's batch, equal in every step. Images are [B, height, width, 3]."""
     rng = np.random.default_rng(worker)
     rows = MODELS[name].batch_size
     labels = rng.integers(CLASSES, size=rows)

@@ -1,4 +1,4 @@
-"""The network namespaces of labs: their owners, how they are created, and how those of dead owners are removed."""
+"""The network namespaces of labs: their owners, their creation, and their removal after the owner has died."""
 
 import contextlib
 import dataclasses
@@ -157,7 +157,7 @@ class Slot:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Delays signals to end, since a command that is just being started could recreate what the clean-up removes."""
+    """Delays signals to end this process: a command that just starts could recreate namespaces after their removal."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
@@ -196,7 +196,7 @@ def _numbers(names: Iterable[str]) -> set[int]:
 
 
 def sweep(standing: bool = False) -> list[int]:
-    """Removes the labs without an owner, with `standing` also those left standing. Returns the numbers of the others.
+    """Removes labs without an owner, with `standing` also labs left standing. Returns the numbers of remaining labs.
 
     Raises:
       NetlabError: If `standing`, and this process runs on a host of a lab.

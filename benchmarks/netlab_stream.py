@@ -3,8 +3,8 @@
     python -I -S netlab_stream.py source ADDRESS
     python -I -S netlab_stream.py sink ADDRESS SWITCH PORT SETTLE WINDOW
 
-The sink prints JSON: `goodput`, the payload in bit/s, and `wire`, the frames in bit/s that passed the token bucket of
-the switch's port, 0 if it has none.
+The sink prints JSON. `goodput` is the payload in bit/s. `wire` is the rate in bit/s of frames that passed the token
+bucket of the switch's port, or 0 if the port has no token bucket.
 """
 
 import concurrent.futures

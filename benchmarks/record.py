@@ -20,7 +20,7 @@ from typing import Any
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _VERSIONS = ("tfdist", "tensorflow", "keras", "tf_keras", "torch", "numpy")
-# The files that affect results. A change of other files does not make the results those of another commit.
+# Files that affect results. A change of any other file leaves the results comparable.
 _MEASURED = (*(f"{folder}/*.py" for folder in ("tfdist", "strategies", "data", "examples", "benchmarks")), "setup.cfg")
 _UNKNOWN = "unknown"
 
@@ -28,8 +28,8 @@ _UNKNOWN = "unknown"
 class Record:
     """Comparable rows in a JSON file, which is replaced atomically after each addition.
 
-    A file holds rows of one commit, one machine and equal settings. An existing file with others, or of an unknown
-    commit, is renamed, and a new file begins. Each row holds the command, time and commit of its measurement.
+    A file holds rows of one commit, one machine and equal settings. If an existing file differs in these, or its commit
+    is unknown, it is renamed and a new file begins. Each row holds the command, time and commit of its measurement.
 
     Args:
       path: The file, which may exist; None keeps rows in memory.

@@ -69,7 +69,7 @@ def main(_) -> None:
         for system in systems:
             try:
                 rows.append({"system": system, **measure(system)})
-            except RuntimeError as error:  # Other recoveries are still worth a table.
+            except RuntimeError as error:  # The table is useful without this recovery.
                 rows.append({"system": system, "error": str(error)})
             print(rows[-1].get("error", rows[-1]), flush=True)
     table = rich.table.Table(title="From a kill to the first step after: seconds, medians")
@@ -154,7 +154,7 @@ def _end(job: subprocess.Popen, folder: pathlib.Path) -> None:
     job.wait()
 
 
-# From here: run in the workers.
+# The code below runs in the workers.
 
 
 class Diary:

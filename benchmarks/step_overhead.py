@@ -64,7 +64,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to train, in a pool of workers that it may share with others."""
+    """A way to train, in a pool of workers that several variants may share."""
 
     name: str
     pool: WorkerPool
@@ -76,7 +76,7 @@ class Variant:
         return max(statistics.median(times) for times in self.pool.run(self.block, *self.arguments, workload, steps))
 
 
-# From here: run in the workers.
+# The code below runs in the workers.
 
 
 @functools.cache
@@ -135,7 +135,7 @@ def make_step(library: str, name: str, workload: Workload) -> Callable[[], tf.Te
 def custom_block(library: str, name: str, workload: Workload, steps: int) -> list[float]:
     """Seconds of each step of a custom loop."""
     step = make_step(library, name, workload)
-    step()  # to wait for the other worker
+    step()  # waits for the other worker
     times = []
     for _ in range(steps):
         start = time.perf_counter()
@@ -175,7 +175,7 @@ def fit_block(workload: Workload, steps: int) -> list[float]:
     return np.diff(clock.ends).tolist()
 
 
-# From here: run in the process that was started.
+# The code below runs in the process that the user starts.
 
 
 Blocks = dict[str, list[float]]
@@ -194,14 +194,14 @@ def take_turns(variants: list[Variant], workload: Workload, rounds: int, steps: 
 
 
 def on_devices(*setting) -> Blocks:
-    """One start of a process with 2 devices."""
+    """Measures one start of a process with 2 devices."""
     with WorkerPool(1, 2, env=_THREADS) as pool:
         variants = [Variant(library, pool, custom_block, (library, "MirroredStrategy")) for library in _LIBRARIES]
         return take_turns(variants, *setting)
 
 
 def on_workers(*setting) -> Blocks:
-    """One start of 2 workers for each library, since a process makes only one MultiWorkerMirroredStrategy."""
+    """Measures one start of 2 workers per library, since a process makes only one MultiWorkerMirroredStrategy."""
     with contextlib.ExitStack() as stack:
         pools = {library: stack.enter_context(WorkerPool(2, env=_THREADS)) for library in _LIBRARIES}
         name = "MultiWorkerMirroredStrategy"

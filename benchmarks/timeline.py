@@ -141,7 +141,7 @@ def draw(step: dict[str, list[Span]], path: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-# From here: run in the workers.
+# The code below runs in the workers.
 
 
 def train(folder: pathlib.Path, compression: str) -> None:

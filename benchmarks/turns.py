@@ -40,7 +40,7 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Loopback:
-    """A substitute for a host of the lab: this machine, whose loopback interface all workers share."""
+    """Takes the place of a lab's host: this machine. All workers share its loopback interface."""
 
     address: str = "127.0.0.1"
     interface: str = "lo"
@@ -244,7 +244,7 @@ def measure(
 ) -> None:
     """Measures all variants on all links, for one model and as many workers as the network has hosts.
 
-    Rows in the record are not measured again, apart from the reference if others are measured. The rows of a link are
+    Rows in the record are not measured again, except the reference if other variants are measured. Rows of a link are
     added to the record when they are complete.
     """
     workers = len(network.hosts)

@@ -329,7 +329,7 @@ def custom_loop(keras, strategy):
 
 @functools.cache
 def make_strategy(library: str | None):
-    """A process can make only one."""
+    """Returns the strategy of a library, or None. A process can make only one."""
     if library == "tensorflow.distribute":
         import tensorflow as tf
 

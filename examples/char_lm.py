@@ -39,28 +39,28 @@ VOCABULARY = 128  # ASCII
 
 
 def read_text(size: int = 500_000) -> np.ndarray:
-    """The first `size` ASCII characters of the standard library, with modules sorted by name."""
+    """Returns the first `size` ASCII characters of the standard library, with modules sorted by name."""
     modules = sorted(pathlib.Path(os.__file__).parent.glob("[a-z]*.py"))
     text = "".join(module.read_text(encoding="utf-8") for module in modules)
     return np.frombuffer(text.encode("ascii", "ignore")[:size], np.uint8)
 
 
 def windows(text: np.ndarray) -> tf.data.Dataset:
-    """Pairs of inputs and next characters, each int32 of shape [context]."""
+    """Returns pairs of inputs and next characters, each int32 of shape [context]."""
     length = FLAGS.context + 1
     rows = text[: len(text) // length * length].reshape(-1, length).astype(np.int32)
     return tf.data.Dataset.from_tensor_slices((rows[:, :-1], rows[:, 1:]))
 
 
 def unigram_entropy(text: np.ndarray) -> float:
-    """The loss, in nats per character, of a model that only knows the frequency of each character."""
+    """Returns the loss, in nats per character, of a model that only knows the frequency of each character."""
     frequency = np.bincount(text, minlength=VOCABULARY) / len(text)
     frequency = frequency[frequency > 0]
     return float(-(frequency * np.log(frequency)).sum())
 
 
 class CharacterEmbedding(layers.Layer):
-    """The sum of a vector for the character and a vector for its position."""
+    """Adds a vector for the character and a vector for its position."""
 
     def __init__(self, context: int, width: int):
         super().__init__()

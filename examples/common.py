@@ -11,7 +11,7 @@ flags.DEFINE_integer("devices", 0, "Virtual CPU devices to train on without TF_C
 
 
 def make_strategy() -> tf.distribute.Strategy:
-    """A strategy for several workers if TF_CONFIG is set, else for the devices of this machine. Call it first."""
+    """Returns a strategy for several workers if TF_CONFIG is set, else for this machine's devices. Call it first."""
     if os.environ.get("TF_CONFIG"):
         return tfdist.MultiWorkerMirroredStrategy()
     devices = flags.FLAGS.devices
@@ -28,7 +28,7 @@ def is_chief(strategy: tf.distribute.Strategy) -> bool:
 
 
 def batches(dataset: tf.data.Dataset, batch_size: int, seed: int | None = None) -> tf.data.Dataset:
-    """Global batches of `batch_size` rows, shuffled if a seed is given."""
+    """Returns global batches of `batch_size` rows, shuffled if a seed is given."""
     rows = int(dataset.cardinality())  # negative if unknown
     if seed is not None and 0 <= rows < batch_size:
         raise app.UsageError(

@@ -19,7 +19,7 @@ _CASTS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_c
 
 @functools.cache
 def _worker():
-    """Joins the group that TF_CONFIG names; the index of this worker."""
+    """Joins the group that TF_CONFIG names. Returns the index of this worker."""
     spec = ClusterSpec.from_env()
     torch.set_num_threads(1)
     method = f"tcp://{spec.jobs['worker'][0]}"
