@@ -29,12 +29,12 @@ def uncompressed() -> Iterator[None]:
     For custom loops: open it around `optimizer.apply`, inside the function passed to `strategy.run`. Without a strategy
     it has no effect.
 
-    It takes effect while a graph is traced. A `tf.function` that was traced outside of the block compresses inside of
-    it too. To compress in some steps only, use two `tf.function`s.
+    The block takes effect while a graph is traced. A `tf.function` that was traced outside of the block compresses
+    inside of the block too. To compress in some steps only, use two `tf.function`s.
 
     Raises:
-      RuntimeError: If it is opened in `strategy.scope()` but not on a replica. If it is opened around `strategy.run` or
-        `fit`, where it would have no effect, these raise the error.
+      RuntimeError: If the block is opened in `strategy.scope()` but not on a replica. `strategy.run` and `fit` raise
+        the same error if they are called inside the block, where it would have no effect.
     """
     if tf.distribute.in_cross_replica_context():
         raise RuntimeError(_OPENED_AROUND)
@@ -68,8 +68,8 @@ def policy_of(compression: Any) -> Policy | None:
       compression: None, a codec, its name, or a function `(shape, dtype, position)` that returns one of these.
 
     Raises:
-      ValueError: If it is an unknown name or another object.
-      TypeError: If it is a function with other arguments.
+      ValueError: If `compression` is an unknown name or another object.
+      TypeError: If `compression` is a function with other arguments.
     """
     if callable(compression) and not isinstance(compression, type):
         _check_arguments(compression)
@@ -103,7 +103,7 @@ def unfit(codec: Codec, shape: tf.TensorShape, dtype: tf.DType) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class OneCodec:
-    """Policy that applies one codec to each gradient which it can encode and for which it saves traffic."""
+    """Policy that applies one codec to each gradient that the codec can encode with less traffic."""
 
     codec: Codec
 

@@ -116,7 +116,7 @@ class CompressionState(tf.Module):
         return self._known.made
 
     def exchange_of(self, optimizer: Any, gradients: Sequence[Gradient], places: Sequence[int] = ()) -> GradientReducer:
-        """Returns the exchange of these gradients, which the first call makes.
+        """Returns the exchange of these gradients, and makes it at the first call.
 
         Args:
           optimizer: The optimizer that applies the gradients.

@@ -143,7 +143,7 @@ def unordered(dataset: tf.data.Dataset) -> ValueError:
 
 
 def made_by(dataset_fn: Callable[[Any], Any], context: tf.distribute.InputContext) -> Any:
-    """Calls a dataset function, and checks that its dataset does not bypass the strategy to read a sharding.
+    """Calls a dataset function, and checks that the dataset does not read a sharding without the strategy.
 
     Raises:
       ValueError: If the dataset is the result of a `BalancedSharding` call, or if a sharding was called with another
@@ -301,7 +301,7 @@ class PeekableDataset(tf.distribute.DistributedDataset):
 
     Args:
       dataset: TensorFlow's distributed dataset.
-      comparison: Compares the first batch on all workers.
+      comparison: Compares the first batch on all workers, if given.
       first_pass: Notes a row, if the comparison does not and there are other workers.
     """
 

@@ -71,7 +71,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _optimizers_in(model: Any) -> Iterator[tuple[Callable[[Any], None], Any]]:
-    """Yields each optimizer in a model or in its objects, after a function that puts another in its place."""
+    """Yields, for each optimizer in a model and in its objects, a function that replaces it, and the optimizer."""
     seen = {id(model): model}  # Holding the objects keeps their ids unique.
     ahead = collections.deque([(model, _put_into(model))])
     while ahead:
@@ -101,7 +101,7 @@ def _put_into(owner: Any) -> Callable[[Any, Any], None]:
 
 
 def _put_in_tuple(put, kind, members, index, optimizer):
-    """Replaces a member of a tuple by an optimizer, and the tuple by one of the changed members."""
+    """Replaces a member of a tuple by an optimizer, and the tuple by a new tuple."""
     members[index] = optimizer
     put(kind(*members) if hasattr(kind, "_fields") else tuple(members))
 

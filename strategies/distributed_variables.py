@@ -1,7 +1,7 @@
 """The meaning of an assignment on one replica, for each kind of variable that Keras makes.
 
 Keras marks almost all variables alike, so the kind follows from the maker, which Keras' name scopes show. If Keras
-traces shapes first, as in a `fit` of a model without an `Input`, variables follow later. The name then shows the kind.
+traces shapes first, as in `fit` for a model without `Input`, it makes variables later, and the name shows the kind.
 
 | kind | made by | assigned on a replica |
 |---|---|---|
@@ -41,7 +41,7 @@ class _Scalar:
 
 
 class OptimizerVariable(_Scalar, _tf.MirroredVariable):
-    """Optimizer state, including counters. By default TensorFlow leaves the step and copies the first replica's."""
+    """Optimizer state, including counters. TensorFlow would leave the step and copy the first replica's value."""
 
     def _update_replica(self, update_fn, value, **kwargs):
         return update_fn(self._get_on_device_or_primary(), value, **kwargs)

@@ -20,8 +20,8 @@ def global_losses(model: keras.Model, is_plain: bool) -> Iterator[None]:
     """Makes the losses passed to `compile` equal those of one device, while a step of `model` runs.
 
     A replica's loss is weighted by its rows, which is right for plain means over rows. `_GlobalLoss` replaces other
-    losses. For an unreduced loss Keras takes the gradient of the sum and logs the mean. In Keras' own steps a number
-    replaces such a loss; a step of the user's may reduce it differently.
+    losses. For an unreduced loss Keras takes the gradient of the sum and logs the mean. In Keras' own steps such a loss
+    is converted to one number; a step of the user's may reduce it differently.
 
     Args:
       model: The model.
@@ -47,8 +47,8 @@ def global_losses(model: keras.Model, is_plain: bool) -> Iterator[None]:
 class _GlobalLoss:
     """A `keras.losses.Loss` over the rows of all replicas, before its multiplication by this replica's share.
 
-    - A mask, of the output or of the loss, such as `ignore_class`: Keras divides by the number of unmasked places in
-      the replica's rows, which differs between replicas.
+    Corrects losses that the number of rows alone must not weight:
+    - A mask, of the output or of the loss (`ignore_class`): Keras divides by the replica's number of unmasked places.
     - `reduction="sum"`: the number of rows must not weight the loss.
     - `reduction="mean_with_sample_weight"`: Keras divides by the sum of the replica's own weights.
     - A mean that the loss computes itself: Keras does not divide it by the number of replicas.

@@ -61,7 +61,7 @@ _WRITERS = (
 # glibc's threshold, the kernel would map and clear new memory for each string.
 _CHUNK_BYTES = 1 << 16
 # Once all workers are there, TensorFlow connects them within seconds. It gets the rest of the start timeout, but at
-# least 10 s, and at most 60 s or a fifth of that timeout. After 0.7 of the time that it gets, TensorFlow gives up.
+# least 10 s, and at most 60 s or a fifth of that timeout if longer. TensorFlow itself gives up after 0.7 of this time.
 _CONNECT_SECONDS, _REGISTER_PART = (10.0, 60.0), 0.7
 _TRANSPORTS = ("auto", "tensorflow")
 _TLS_ERROR = (
@@ -80,11 +80,11 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
 
     Args:
       cluster_resolver: As in TensorFlow. By default TF_CONFIG describes the cluster and this worker; without TF_CONFIG
-        there is one worker. A given resolver sets TF_CONFIG if unset, for code that reads the chief from there.
+        there is one worker. A given resolver sets TF_CONFIG if unset, for code that reads the chief there.
       communication_options: As in TensorFlow.
       compression: How to compress gradients between workers: `None`, a codec of `tfdist.compression` or its name, such
         as `"int8"` or `"powersgd(8)"`. A function of (shape, dtype, position) may choose one of these for each
-        gradient; `min_elements` of its codecs is ignored.
+        gradient, regardless of `min_elements`.
       transport: How CPU workers exchange the tensors of a step; equal on all workers. `"auto"`: over their own
         connections if possible, with TLS if TFDIST_TLS_CERT, TFDIST_TLS_KEY and TFDIST_TLS_CA are set.
         `"tensorflow"`: only over TensorFlow's collectives, which need no ports beside those of TF_CONFIG.
