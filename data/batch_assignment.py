@@ -10,18 +10,18 @@ from tfdist.data.batch_plan import BatchPlan, split
 from tfdist.errors import PositionError
 from tfdist.faults import activity
 
-# Longest time without a report while `fit` trains or waits for input, once all handed-out steps were reported with
-# other rows. Longer than any step should take.
+# Longest time without a report while `fit` trains or waits for input, once all assigned steps were reported with other
+# rows. Longer than any step should take.
 _SILENT_SECONDS = 600.0
 _LOOKS = 10  # How often to check, in that time, what `fit` does.
 _STEPS_BETWEEN_CHANGES = 4  # Steps measured under new shares, after they are in force, before the next change.
 
 
 class BatchAssignment:
-    """Hands out the rows of this worker's replicas, step by step, from a position on.
+    """Assigns rows of the global batches to this worker's replicas, step by step, from a position on.
 
     Shares may change while the pipeline reads ahead. All workers must change them at the same step. So the shares of
-    step k follow from the reports of steps up to k - lead, and no worker hands out step k before it has these reports.
+    step k follow from the reports of steps up to k - lead, and no worker assigns step k before it has these reports.
 
     Args:
       plan: The global batches.
@@ -33,9 +33,9 @@ class BatchAssignment:
       lead: Number of steps by which reading may be ahead of training; None if shares never change.
 
     Attributes:
-      finished: Whether all steps were handed out.
-      closed: Whether `close` has ended the handout.
-      epoch: The epoch that is being handed out.
+      finished: Whether all steps were assigned.
+      closed: Whether `close` has ended the assignment.
+      epoch: The epoch of the steps being assigned.
       handed_out: Indices for callbacks that ask which examples were trained on; not used here.
       given: Number of steps taken from the iterator, as far as known; see `is_seen`.
       is_seen: Whether `given` counts all steps that were taken.
@@ -61,10 +61,10 @@ class BatchAssignment:
         self.handed_out: collections.deque[np.ndarray] = collections.deque()
         self._trained_epoch, self._trained_step, self._trained = epoch, step, 0
         self.latest_shares = shares
-        self._decided = dict.fromkeys(range(lead or 0), shares)  # By step since the start; those not yet trained on.
+        self._decided = dict.fromkeys(range(lead or 0), shares)  # By step since the start, if not yet trained on.
         self._last_change = -_STEPS_BETWEEN_CHANGES
         self.closed = False
-        self._number = 0  # The step to hand out next, counted from the start.
+        self._number = 0  # The step to assign next, counted from the start.
         self._unlike = 0  # Number of reports of other rows since the last step that matched.
         self._unlike_rows: tuple[int, ...] = ()  # The rows of the last such report.
         self._news = threading.Condition()
@@ -98,7 +98,7 @@ class BatchAssignment:
             return self._lead is None or self._number in self._decided
 
     def close(self) -> None:
-        """Ends the handout and wakes a thread that waits in `indices`."""
+        """Ends the assignment and wakes a thread that waits in `indices`."""
         with self._news:
             self.closed = True
             self._news.notify_all()
@@ -142,8 +142,8 @@ class BatchAssignment:
     def has_trained(self, rows: np.ndarray) -> bool:
         """Records one more step of training. Returns False if its rows by replica are not those of the next step.
 
-        Other data with the same rows cannot be told apart. The check does not depend on the number of steps handed out,
-        which differs between workers. If more steps are reported than were handed out, `indices` raises.
+        The check cannot detect other data with the same rows. It does not depend on the number of steps assigned, which
+        differs between workers. If more steps are reported than were assigned, `indices` raises.
         """
         with self._news:
             if self.closed or not self._number or self._trained_step >= self._plan.steps_per_epoch:

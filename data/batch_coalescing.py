@@ -14,7 +14,7 @@ _SECONDS_TOGETHER = 0.003  # Longest time to collect batches, since training may
 
 
 class When(NamedTuple):
-    """The place of a batch in training.
+    """The position of a batch in training.
 
     Attributes:
       epoch: The epoch of the batch.
@@ -26,20 +26,20 @@ class When(NamedTuple):
 
 
 Asked = Iterator[tuple[When, np.ndarray]]  # Batches as indices of examples.
-Made = Iterator[tuple[When, list[np.ndarray], Any]]  # The place of some batches, their indices, and the element made.
+Made = Iterator[tuple[When, list[np.ndarray], Any]]  # The `When` of some batches, their indices, the element made.
 
 
 def together(most: int, are_equal: bool, asked: Asked, handout: BatchAssignment) -> Made:
-    """Groups batches of the same place, as far as their shares are decided. The last batch of an epoch comes alone.
+    """Groups batches with equal `When`, as far as their shares are decided. The last batch of an epoch comes alone.
 
     Args:
       most: Number of examples at which a group is full.
       are_equal: Whether batches of a group must have equal numbers of examples.
       asked: The batches.
-      handout: The handout that yields them.
+      handout: The assignment that yields the batches.
 
     Yields:
-      The place of a group, the indices of each of its batches, and for `tf.data` the indices as a padded matrix
+      The `When` of a group, the indices of each of its batches, and for `tf.data` the indices as a padded matrix
       `[batches, longest]` with the lengths of its rows.
     """
 

@@ -10,16 +10,16 @@ class Permutation:
     """A pseudorandom permutation of 0..n-1, chosen by a key. Any part of it can be computed alone.
 
     An alternating Feistel network over the smallest power of two that holds n, applied again until the result is below
-    n (less than twice on average). A call costs a few hundred NumPy operations, whatever the number of positions, so
-    that a position of a large call costs down to 0.1 us. Needs no memory beyond the positions.
+    n (less than twice on average). A call costs a few hundred NumPy operations for any number of positions, so that a
+    position of a large call costs down to 0.1 us. Needs no memory beyond the positions.
 
     Args:
       n: Number of elements, at least 1.
       key: Integers that choose the permutation, such as (seed, epoch).
 
     References:
-      Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002 (cycle walking);
-      Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014 (the mixing function).
+      Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002, for cycle walking.
+      Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014, for the mixing function.
     """
 
     def __init__(self, n: int, key: tuple[int, ...]):
@@ -29,7 +29,7 @@ class Permutation:
         self._keys = _state(key, _SHORT_ROUNDS if bits <= _FEW_BITS else _ROUNDS)
 
     def __call__(self, positions: np.ndarray, variants: np.ndarray | None = None) -> np.ndarray:
-        """The elements at `positions`, int64 [k] -> int64 [k].
+        """Returns the elements at `positions`, int64 [k] -> int64 [k].
 
         Args:
           positions: Positions from 0 to n - 1.
@@ -38,7 +38,7 @@ class Permutation:
         return self._walk(positions, variants, self._keys, 0)
 
     def inverse(self, elements: np.ndarray) -> np.ndarray:
-        """The positions of `elements`, int64 [k] -> int64 [k]."""
+        """Returns the positions of `elements`, int64 [k] -> int64 [k]."""
         return self._walk(elements, None, self._keys[::-1], 1)
 
     def _walk(self, values, variants, keys, first):
@@ -61,12 +61,12 @@ class Permutation:
 
 
 def random_numbers(values: np.ndarray, key: tuple[int, ...]) -> np.ndarray:
-    """A pseudorandom number for each value, which depends on value and key only: int64 [k] -> uint64 [k]."""
+    """Returns a pseudorandom number per value that depends only on value and key: int64 [k] -> uint64 [k]."""
     return hashed(values, _state(key, 1)[0])
 
 
 def hashed(values: np.ndarray, key: np.uint64) -> np.ndarray:
-    """The finalizer of SplitMix64, integers [k] -> uint64 [k]. Sums and products overflow on purpose."""
+    """Applies the finalizer of SplitMix64, integers [k] -> uint64 [k]. Sums and products overflow on purpose."""
     mixed = (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

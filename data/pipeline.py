@@ -1,4 +1,4 @@
-"""`tf.data` pipelines that turn handed-out indices into batches, read ahead by this worker or a tf.data service."""
+"""`tf.data` pipelines that turn assigned indices into batches, read ahead by this worker or a tf.data service."""
 
 import dataclasses
 import functools
@@ -38,11 +38,11 @@ class PipelineUse:
 
 
 Make = Callable[[Asked, BatchAssignment], Made]
-Batches = Callable[[Make, PipelineUse], Iterator[tuple[Any, When]]]  # Hands out indices for a use, and yields elements.
+Batches = Callable[[Make, PipelineUse], Iterator[tuple[Any, When]]]  # Assigns indices for a use, and yields elements.
 
 
 class Pipeline:
-    """Makes datasets of batches from handed-out indices.
+    """Makes datasets of batches from assigned indices.
 
     Args:
       source: The source of the examples.
@@ -69,7 +69,7 @@ class Pipeline:
         Args:
           use: The purpose of the dataset.
           rows: Approximate number of rows per batch.
-          batches: Function that hands out indices. TensorFlow keeps it for ever.
+          batches: Function that assigns indices. TensorFlow never releases it.
           has_read: Called with the epoch that begins when the batch before it is taken, if `use.tells_ends`.
         """
         tell = has_read if use.tells_ends else None

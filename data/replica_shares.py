@@ -41,7 +41,7 @@ class Shares:
         return self.policy == "speed"
 
     def at(self, place: ReplicaTopology) -> tuple[int, ...]:
-        """The present shares if they fit the place's replicas and limits, else the initial shares of the policy.
+        """Returns the present shares if they fit the replicas and their limits, else the initial shares of the policy.
 
         Raises:
           ValueError: If the policy has weights for another number of replicas.
@@ -61,11 +61,11 @@ class Shares:
             self._before = np.zeros(place.replicas)
 
     def learn(self, place: ReplicaTopology, handout: BatchAssignment, report: Any, *, is_first: bool) -> None:
-        """Decides the shares of one more step of a handout, from the report of a step that was trained on.
+        """Decides the shares of one more step of an assignment, from the report of a step that was trained on.
 
         Args:
-          place: The place of this worker.
-          handout: The handout that uses the shares.
+          place: The replicas of the cluster and of this worker.
+          handout: The assignment that uses the shares.
           report: The report of the step.
           is_first: Whether training may have paused before the step; its own time before computing is then ignored.
         """
@@ -80,7 +80,7 @@ class Shares:
         self.present = shares
 
     def state(self) -> dict[str, Any]:
-        """The shares and measurements, for `restore`."""
+        """Returns the shares and measurements, for `restore`."""
         return {"shares": list(self.present), "speed": self._speed.state()}
 
     def restore(self, state: dict[str, Any]) -> None:

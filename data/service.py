@@ -214,7 +214,7 @@ class _Delivery:
             for number, batch in self._make_dataset():
                 if not self._put(int(number), batch):
                     return
-        except Exception as error:  # The worker can make the batches itself, whatever failed.
+        except Exception as error:  # After any error, the worker can make the batches itself.
             problem = f"failed: {str(getattr(error, 'message', error)).partition(chr(10))[0]}"
         with self._news:
             self.problem, self._ended = problem, True

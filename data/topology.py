@@ -12,7 +12,7 @@ from tfdist.data.validation import as_count
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaTopology:
-    """The place of a worker in the cluster that reads a data set.
+    """The replicas of the cluster that reads a data set, and the replicas of one of its workers.
 
     Attributes:
       replicas: Number of replicas on all workers.
@@ -28,7 +28,7 @@ class ReplicaTopology:
 
     @classmethod
     def of(cls, context: tf.distribute.InputContext, global_batch_size: int, max_rows: Any) -> "ReplicaTopology":
-        """The place for a `tf.distribute` input context.
+        """Returns the topology for a `tf.distribute` input context.
 
         Raises:
           ValueError: If a global batch has fewer examples than there are replicas, or more than `max_rows` allows.

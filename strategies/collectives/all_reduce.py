@@ -1,4 +1,4 @@
-"""The all-reduce of both strategies: buckets of dense tensors, rows of sparse ones."""
+"""All-reduce of both strategies, for buckets of dense tensors and rows of sparse tensors."""
 
 from collections.abc import Sequence
 
@@ -55,7 +55,7 @@ class Collectives(_tf.CollectiveAllReduce):
             self._within = launchers([first + self.replicas + worker] * self.replicas, self.replicas)
 
     def device(self, replica: int) -> str:
-        """The device of a replica of this worker."""
+        """Returns the device of a replica of this worker."""
         return self._devices[replica]
 
     @property
@@ -79,13 +79,13 @@ class Collectives(_tf.CollectiveAllReduce):
         )
 
     def shard(self, replica: int, elements: int) -> slice:
-        """The range of a bucket of `elements` that a replica of this worker exchanges."""
+        """Returns the range of a bucket of `elements` that a replica of this worker exchanges."""
         size = elements // self.spread
         place = replica if self.spread > 1 else 0
         return slice(place * size, (place + 1) * size)
 
     def owned(self, replica: int, elements: int) -> slice:
-        """The chunk, within the replica's `shard`, that this replica sums for all ranks."""
+        """Returns the chunk, within the replica's `shard`, that this replica sums for all ranks."""
         size = elements // self.spread // self.ranks
         rank = self.worker if self.spread > 1 else self.worker * self.replicas + replica
         start = self.shard(replica, elements).start + rank * size
@@ -116,7 +116,7 @@ class Collectives(_tf.CollectiveAllReduce):
                 launcher.count.assign(highest, read_value=False)
 
     def launcher(self, replica: int) -> CollectiveLauncher:
-        """The launcher of a replica of this worker in the group of all replicas."""
+        """Returns the launcher of a replica of this worker in the group of all replicas."""
         return self._launchers[replica]
 
     def across_workers(self, bucket: tf.Tensor, replica: int, options, exchange, watch: Stopwatch) -> tuple:
@@ -145,7 +145,7 @@ class Collectives(_tf.CollectiveAllReduce):
         return tf.ensure_shape(within.all_gather_rows(total, options), bucket.shape), *rest
 
     def all_reduce_rows(self, slices: tf.IndexedSlices, replica: int, options, codec, watch=None) -> tf.IndexedSlices:
-        """Joins the `slices` of all replicas, their values encoded by `codec`; times those of values on a `watch`."""
+        """Joins the `slices` of all replicas, values encoded by `codec`. A `watch` times the exchange of values."""
         launcher = self._launchers[replica]
         if watch is None:
             return all_reduce_sparse(slices, launcher, self._group_size, options, codec)
@@ -208,7 +208,7 @@ class Collectives(_tf.CollectiveAllReduce):
 
 
 def symbolic_tensors(values) -> list[tf.Tensor]:
-    """The tensors in a nest that are symbolic, that is, computed by the function being traced."""
+    """Returns the symbolic tensors of a nest, that is, tensors computed by the function being traced."""
     return [leaf for leaf in tf.nest.flatten(values, expand_composites=True) if tf.is_symbolic_tensor(leaf)]
 
 

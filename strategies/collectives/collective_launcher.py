@@ -16,11 +16,11 @@ _CARRIERS = {
 }
 # Types that cannot be cast to one that collectives support. They are gathered as raw bits.
 _AS_BITS = (tf.uint64, tf.complex64, tf.complex128)
-# Types that collectives can sum, and for others the type to reinterpret them as: real and imaginary part of complex
-# numbers, integers of the same width.
+# Types that collectives can sum; and types that are summed as another type: complex numbers as their real and imaginary
+# part, unsigned integers as integers of the same width.
 _KNOWN = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 _ADDED_AS = {tf.uint64: tf.int64, tf.complex64: tf.float32, tf.complex128: tf.float64}
-_IN_ONE_GO_BYTES = 48 << 10  # sent by one replica to all others together
+_IN_ONE_GO_BYTES = 48 << 10  # Sent by one replica to all other replicas together.
 _BYTES = [bytes([byte]) for byte in range(256)]
 
 
@@ -96,8 +96,8 @@ class CollectiveLauncher(_tf.CollectiveReplicaLauncher):
         if self._use_ordering_token() or tf.executing_eagerly():
             return super()._get_ordering_token()
         # TensorFlow runs stateful operations without a resource one after another, which would block two replicas that
-        # wait for each other; likewise those that share a resource. A reshaped handle counts as a new resource each
-        # time, so it avoids both orders. (A new VarHandleOp would not, since it is stateful without a resource.)
+        # wait for each other. The same holds for operations that share a resource. A reshaped handle avoids both orders,
+        # since it counts as a new resource each time. (A new VarHandleOp would be stateful without a resource.)
         return tf.raw_ops.Reshape(tensor=self.untouched.handle, shape=tf.constant([], tf.int32))
 
     def _next_instance_key(self):
@@ -162,7 +162,7 @@ class CollectiveLauncher(_tf.CollectiveReplicaLauncher):
         return tf.reshape(total, tf.shape(tensor))
 
     def all_gather_rows(self, tensor: tf.Tensor, options) -> tf.Tensor:
-        """Concatenates the replicas' tensors, of equal shape, on axis 0: [n, ...] -> [replicas * n, ...]."""
+        """Concatenates tensors of equal shape from all replicas on axis 0: `[n, ...] -> [replicas * n, ...]`."""
         if self._wire_for(tensor, options):
             return tf.concat(self.rows_of_all(tensor, options), axis=0)
         return self._all_gather(tensor, options)
@@ -183,7 +183,7 @@ class CollectiveLauncher(_tf.CollectiveReplicaLauncher):
             )
 
     def rows_of_all(self, rows: tf.Tensor, options, *, apart: bool = False) -> list[tf.Tensor]:
-        """The rows of each replica, in order: `[n, ...]` each; or if `apart`, as in `all_to_all`, `[1, ...]` each."""
+        """Returns the rows of each replica, in order: `[n, ...]` each, or `[1, ...]` as in `all_to_all` if `apart`."""
         if wire := self._wire_for(rows, options):
             key, token = self._next_instance_key(), self._get_ordering_token()
             return wire.exchange(rows, self._group_key, key, token, apart=apart)

@@ -1,4 +1,4 @@
-"""The gradients of one codec: how they are arranged in buckets and exchanged, and their residuals."""
+"""Groups of gradients with one codec: their arrangement in buckets, their exchange, and their residuals."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -92,7 +92,7 @@ class CodecGroup:
         )
 
     def pending(self, states, replica, collectives):
-        """The replica's part of the summed states, in the shapes of the gradients: [kind of state][gradient]."""
+        """Returns the replica's part of the summed states, shaped like the gradients: [kind of state][gradient]."""
         kinds: list[list[Any]] = [[] for _ in range(self.codec.states)]
         rest = list(states)
         for elements, (first, second) in zip(self._elements, self._splits, strict=True):
@@ -110,7 +110,7 @@ class CodecGroup:
         ]
 
     def spread(self, kinds, replica, collectives):
-        """Inverse of `pending`: the replica's states, flattened, so that `pending` of all replicas sums to `kinds`."""
+        """Inverse of `pending`. Returns flat states such that `pending` of all replicas sums to `kinds`."""
         states = []
         for bucket, elements, (_, second) in zip(self._buckets, self._elements, self._splits, strict=True):
             shard = collectives.shard(replica, elements)

@@ -1,4 +1,4 @@
-"""The compressed exchange of one optimizer's gradients: codec of each gradient, states and counts of traffic."""
+"""The reducer that exchanges the gradients of one optimizer with their codecs, states and counts of traffic."""
 
 import json
 from collections.abc import Sequence
@@ -42,14 +42,14 @@ class Layout(tf.train.experimental.PythonState):
         self._own = {"replicas": replicas, "worker": worker, "shapes": shapes}
 
     def serialize(self) -> str:
-        """The layout as JSON, for the checkpoint."""
+        """Returns the layout as JSON, for the checkpoint."""
         return json.dumps(self._own)
 
     def deserialize(self, saved: Any) -> None:
         """Compares the layout in a checkpoint with this one.
 
         Raises:
-          ValueError: If they differ.
+          ValueError: If the layouts differ.
         """
         there, here = json.loads(saved), json.loads(self.serialize())
         self.refusal = None if there == here else self._refusal_of(there, here)
@@ -84,7 +84,7 @@ class GradientReducer(tf.Module):
     """Sums the gradients of one optimizer over all replicas, in each step.
 
     Args:
-      gradients: The gradients of the first step; those of later steps have the same shapes and dtypes.
+      gradients: The gradients of the first step. Gradients of later steps have the same shapes and dtypes.
       codecs: The codec of each gradient, or None to leave it uncompressed.
       collectives: The strategy's collectives.
       seed: Seed of the codecs' random numbers, equal on all workers and in each run of a program.
@@ -208,7 +208,7 @@ class GradientReducer(tf.Module):
             del self._function  # Its graphs refer to this object.
 
     def residuals(self) -> list[tf.Tensor]:
-        """Residuals of all replicas of this worker. For `PowerSGD` costs one pass over the matrices."""
+        """Returns the residuals of all replicas of this worker. For `PowerSGD`, costs one pass over the matrices."""
         return [
             residual
             for states in self.states
@@ -306,7 +306,7 @@ def _parts(gradients, codecs, collectives, seed) -> list[Any]:
 
 
 def _from(start_step: int, done: tf.Tensor, then: int, before: int) -> tf.Tensor:
-    """`then` from step `start_step` on, `before` until it, int64 []."""
+    """Returns `then` from step `start_step` on, and `before` in earlier steps, int64 []."""
     return tf.where(done >= start_step, tf.constant(then, tf.int64), tf.constant(before, tf.int64))
 
 

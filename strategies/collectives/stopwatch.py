@@ -13,8 +13,8 @@ from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher
 class Stopwatch:
     """Sums the times of one step while the graph runs. Each part of an exchange has its own stopwatch.
 
-    Each timestamp delays the operations after it. On GPUs the times are those at which operations are launched, not
-    those at which they run.
+    Each timestamp delays the operations after it. On GPUs a timestamp is the time at which operations are launched, not
+    the time at which they run.
 
     Args:
       launcher: The launcher of the replica to time.
@@ -62,7 +62,7 @@ class Stopwatch:
         return now, tf.nest.pack_sequence_as(tensors, leaves, expand_composites=True)
 
     def seconds(self) -> tf.Tensor:
-        """Seconds spent on coding (encoding, decoding, sums, residuals) and on the exchange, float64 [2]."""
+        """Returns the seconds spent on coding (with sums and residuals) and on the exchange, float64 [2]."""
         with tf.device("CPU:0"):
             exchanging = tf.add_n(self._exchanging)
             return tf.stack([tf.add_n(self._whole) - exchanging, exchanging])

@@ -58,9 +58,8 @@ class TcpTransport:
         self._fault: str | None = None
         self._has_aborted = threading.Event()  # Set when TensorFlow's collectives are aborted after a fault.
         self._sending = {peer: threading.Lock() for peer in lines}
-        self._whole: queue.SimpleQueue[tuple[_Tag, _PendingCollective]] = (
-            queue.SimpleQueue()
-        )  # Complete exchanges, which the receiving thread delivers.
+        # Complete exchanges, which the receiving thread delivers.
+        self._whole: queue.SimpleQueue[tuple[_Tag, _PendingCollective]] = queue.SimpleQueue()
         self._poll = select.epoll()
         self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._send_queues: dict[int, queue.SimpleQueue] = {peer: queue.SimpleQueue() for peer in lines}

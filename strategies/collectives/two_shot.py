@@ -1,4 +1,4 @@
-"""All-reduce of an encoded bucket: in two shots, chunks to their owners and sums to all; or in one, all to all."""
+"""All-reduce of an encoded bucket, in two shots (chunks to their owners, sums to all ranks) or in one (all to all)."""
 
 import functools
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ _COMPILED_ELEMENTS = 1 << 14
 
 
 def in_two_shots(codec: WordCodec, ranks: int) -> bool:
-    """Whether sums are exchanged too. Two ranks send whole buckets: as many bytes, and half the coding."""
+    """Whether sums are exchanged too. Two ranks send whole buckets, which takes as many bytes and half the coding."""
     return codec.two_shot and ranks > 2
 
 
 def state_shapes(codec: WordCodec, elements: int, ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Shapes of a bucket's float32 state tensors: those of the first encoding, and those of the second."""
+    """Returns the shapes of a bucket's float32 state tensors, for the first encoding and for the second."""
     if not in_two_shots(codec, ranks):
         return [(1, elements)] * codec.states, []
     chunk = elements // ranks
@@ -28,7 +28,7 @@ def state_shapes(codec: WordCodec, elements: int, ranks: int) -> tuple[list[tupl
 
 
 def sent_words(codec: WordCodec, elements: int, ranks: int) -> int:
-    """Number of int32 words that one rank sends for a bucket of `elements`."""
+    """Returns the number of int32 words that one rank sends for a bucket of `elements`."""
     if not in_two_shots(codec, ranks):
         return (ranks - 1) * codec.words(elements)
     return 2 * (ranks - 1) * codec.words(elements // ranks)
@@ -59,8 +59,8 @@ def all_reduce_encoded(
       on any rank makes the sum non-finite on all ranks.
 
     References:
-      Seide et al., 1-bit SGD, 2014, for residuals in both directions; Tang et al., DoubleSqueeze, 2019,
-      https://arxiv.org/abs/1905.05957, for the two shots.
+      Seide et al., 1-bit SGD, 2014, for residuals in both directions.
+      Tang et al., DoubleSqueeze, 2019, https://arxiv.org/abs/1905.05957, for the two shots.
     """
     two_shots = in_two_shots(codec, ranks)
     rows = ranks if two_shots else 1

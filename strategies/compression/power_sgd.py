@@ -12,7 +12,7 @@ __all__ = ["PowerSGD"]
 
 # A column is linearly dependent on the columns before it if less than this part of its length remains beside them.
 _DEPENDENT = 1e-6
-# Factors are divided by powers of two, so that sums over 2^3 replicas cannot overflow, whatever their matrices hold.
+# Factors are divided by powers of two, so that sums over 2^3 replicas cannot overflow for any matrices.
 _REPLICA_BITS = 3
 # Up to this rank the unrolled product of factors is limited by memory bandwidth, not by arithmetic.
 _UNROLLED_RANK = 8
@@ -20,7 +20,7 @@ _UNROLLED_RANK = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PowerSGD(Codec):
-    """Low-rank approximation of matrices by one power iteration per step, which starts from the result of the last.
+    """Low-rank approximation of matrices by one power iteration per step, starting at the result of the step before.
 
     M is the gradient plus the residual, [rows, columns]. All workers begin the step with the same Q:
 
@@ -65,7 +65,7 @@ class PowerSGD(Codec):
         return 2 * self.rank * (rows + columns) < rows * columns
 
     def start(self, rows: int, columns: int, seed: int) -> tf.Tensor:
-        """The first Q of a [rows, columns] matrix, float32 [columns, rank]; equal on all workers for equal seeds.
+        """Returns the first Q of a [rows, columns] matrix, float32 [columns, rank]; for a seed, equal on all workers.
 
         Args:
           rows: Rows of the matrix.
@@ -77,10 +77,10 @@ class PowerSGD(Codec):
         return tf.random.stateless_uniform([columns, self.rank], [self.seed, seed], -1.0, 1.0, alg="philox")
 
     def project(self, matrix: tf.Tensor, q: tf.Tensor) -> tf.Tensor:
-        """The product with `q`, up to the lengths of columns: `[rows, columns], [columns, rank] -> [rows, rank]`."""
+        """Multiplies with `q`, up to the lengths of columns: `[rows, columns], [columns, rank] -> [rows, rank]`."""
         _check_matrix(matrix)
         # Q is as large as the last gradient, so without scaling the product could overflow or underflow float32. A
-        # column of zeros, as after a gradient of zeros, would stay zeros for ever, so it is replaced by the first Q.
+        # column of zeros, as after a gradient of zeros, would remain zeros, so it is replaced by the first Q.
         rows, columns = matrix.shape
         bits = (columns - 1).bit_length() + _REPLICA_BITS
         return tf.matmul(matrix, _unit_columns(q, self.start(rows, columns, 0)) * 2.0**-bits)
