@@ -96,8 +96,8 @@ class CollectiveLauncher(_tf.CollectiveReplicaLauncher):
         if self._use_ordering_token() or tf.executing_eagerly():
             return super()._get_ordering_token()
         # TensorFlow runs stateful operations without a resource one after another, which would block two replicas that
-        # wait for each other. The same holds for operations that share a resource. A reshaped handle avoids both orders,
-        # since it counts as a new resource each time. (A new VarHandleOp would be stateful without a resource.)
+        # wait for each other. The same holds for operations that share a resource. A reshaped handle counts as a new
+        # resource each time, which avoids both orders. (A new VarHandleOp would be stateful without a resource.)
         return tf.raw_ops.Reshape(tensor=self.untouched.handle, shape=tf.constant([], tf.int32))
 
     def _next_instance_key(self):
