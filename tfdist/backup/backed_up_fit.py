@@ -92,7 +92,7 @@ class FitBackup(keras.callbacks.Callback):
         self._positions = ShardingPositions(())
         self._loaded: CheckpointState | None = None
         self._passing_over = False
-        self._stand_in: CheckpointState | None = None  # A later `fit`'s commit; this `fit`'s end has none.
+        self._stand_in: CheckpointState | None = None  # A later `fit`'s commit, if this `fit`'s end has none.
         self._is_done_before = self._is_beyond = self._has_trained = False
         self._logs: Any = None
         self._epoch = self._batch = 0
@@ -166,7 +166,7 @@ class FitBackup(keras.callbacks.Callback):
         tell_of_untold(self._options.directory, chosen["newest"])
         if commit is not None:
             tell_of_restored()
-        if chosen["newest"] > self._process.number:  # Later commits must become newer than a skipped `fit`'s.
+        if chosen["newest"] > self._process.number:  # A skipped `fit`'s commit must not stay newest.
             self._process.steps = self._process.number = chosen["newest"]
         lacking = self._process.finished - len(self._process.histories)
         self._process.histories += [{} for _ in range(lacking)]
@@ -201,7 +201,7 @@ class FitBackup(keras.callbacks.Callback):
         plain, path, steps = self._loaded.plain, self._loaded.commit.path, self._input.batches
         if plain["fit"] != self._process.finished or not plain["batch"] or not steps:
             return
-        together = getattr(self.model, "steps_per_execution", 1)  # Keras counts missing batches.
+        together = getattr(self.model, "steps_per_execution", 1)  # Keras counts full executions.
         if plain["batch"] > -(-steps // together) * together:
             of = f" of {plain['steps_per_epoch']}" if plain["steps_per_epoch"] else ""
             raise BackupError(
@@ -405,7 +405,7 @@ class FitBackup(keras.callbacks.Callback):
         if store is not None:
             if self._options.delete and not self._is_done_before and not self._is_beyond:
                 self._remove(store)
-            if not self._is_removed_later:  # Otherwise no other job may claim the backups.
+            if not self._is_removed_later:  # Otherwise keep the lock, so that no other job claims them.
                 store.release()
         self._asked.end()
         self._process.saver = self._process.asked = None  # Releases a copy of the model's state.

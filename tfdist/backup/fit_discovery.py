@@ -1,4 +1,4 @@
-"""The `fit` that is running: found, since Keras shows it to no callback."""
+"""Finds the running `fit` on the call stack, because Keras does not pass it to callbacks."""
 
 import hashlib
 import inspect
@@ -13,12 +13,12 @@ from tfdist.errors import BackupError
 
 
 def of_running_fit(options: BackupOptions, model: keras.Model) -> FitBackup:
-    """Adds a `FitBackup` to the list of callbacks that is just beginning.
+    """Appends a `FitBackup` to the list of callbacks that is calling `on_train_begin`.
 
-    The list is found on the stack of calls, since Keras shows it to no callback.
+    Finds the list on the call stack, because Keras does not pass it to callbacks.
 
     Raises:
-      BackupError: If no `keras.callbacks.CallbackList` is calling.
+      BackupError: If no `keras.callbacks.CallbackList` is calling, or the list has two `BackupAndRestore`.
     """
     frame = inspect.currentframe()
     callbacks, given, site = None, Input(), ""
@@ -49,13 +49,13 @@ def of_running_fit(options: BackupOptions, model: keras.Model) -> FitBackup:
     former = [callback for callback in callbacks.callbacks if isinstance(callback, FitBackup)]
     if any(not one.has_begun for one in former):
         raise BackupError("A `fit` takes one BackupAndRestore, but its callbacks have two. Leave one out.")
-    for one in former:  # of a `fit` with the same list that was broken off
+    for one in former:  # left by an interrupted `fit` with the same list
         callbacks.callbacks.remove(one)
     _tf.call_in_step(callbacks)
     backup = FitBackup(options, callbacks, given, site)
     backup.set_params(callbacks.params)
     backup.set_model(model)
-    callbacks.callbacks.append(backup)  # the list is being gone through: its `on_train_begin` comes last
+    callbacks.callbacks.append(backup)  # Keras is iterating over the list, so its `on_train_begin` comes last
     return backup
 
 
@@ -65,9 +65,9 @@ def _batches(given: Any) -> int | None:
 
 
 def _site(frame: FrameType | None) -> str:
-    """From where a `fit` is called: each caller's code and the place in it, the outermost first.
+    """Returns the call site of a `fit`: hash of the code and instruction offset of each caller, outermost first.
 
-    Not by lines: where one was put in, another `fit` may be at the line of this one.
+    Line numbers would be ambiguous: after a line is inserted, another `fit` may be at the line of this one.
     """
     callers = []
     while frame is not None:

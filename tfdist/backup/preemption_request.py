@@ -1,4 +1,4 @@
-"""Whether the workers of a `fit` are asked to leave: by a signal to one, or by a supervisor that wants more of them."""
+"""Requests to leave a `fit`: from a signal to one worker, or from a supervisor that wants more workers."""
 
 import functools
 import weakref
@@ -14,20 +14,20 @@ from tfdist.faults.fault_tolerance import options_of
 
 
 class PreemptionRequest:
-    """What one `fit` knows of it.
+    """Tells the workers of one `fit` whether they are asked to leave.
 
-    A supervisor asks by a file, which is looked for at each commit: a signal may come when nobody listens any more.
-    Where steps report, all learn of either by a report of the same step. Where they do not, as those of loops of the
-    user's, all learn of it by a commit, and leave after their next.
+    A supervisor asks by a file, which each commit looks for, because a signal may come when no `fit` listens. If steps
+    report, all workers learn of a request from the report of the same step. Otherwise, as in custom loops, all workers
+    learn of it from a commit, and leave after the next commit.
 
     Args:
-      strategy: Of the model.
-      agreement: Among the workers.
+      strategy: The strategy of the model.
+      agreement: The agreement of the workers.
       validates: Whether epochs end with a validation.
 
     Attributes:
-      listens: From `begin` to `end`.
-      validation_seconds: How long the last validation took, once there was one.
+      listens: Whether signals are handled: true from `begin` to `end`.
+      validation_seconds: Duration of the last validation; `None` before the first.
     """
 
     def __init__(self, strategy: Any, agreement: CommitAgreement, validates: bool):
@@ -38,13 +38,13 @@ class PreemptionRequest:
         self._reports = getattr(strategy, "reports", None) or preemption.LoneReports()
         self._watch: preemption.Watch | None = None
         self._by_report = False
-        self._validates_long = validates  # until one is timed
+        self._validates_long = validates  # until a validation is timed
 
     def begin(self, model: keras.Model | None) -> None:
-        """Listens.
+        """Starts to listen for requests.
 
         Args:
-          model: Whose Keras `fit` is under way. `None` in a loop of the user's, of which nobody knows whether it runs.
+          model: The model of the running Keras `fit`. `None` in a custom loop, which cannot be seen to run or to end.
         """
         is_under_way = functools.partial(_is_fitting, weakref.ref(model)) if model is not None else _always
         self._watch = preemption.install(self._strategy, self._reports, is_under_way)
@@ -52,7 +52,7 @@ class PreemptionRequest:
         self.listens = True
 
     def end(self) -> None:
-        """Listens no more: nothing would answer a signal."""
+        """Stops listening, because no step would react to a signal any more."""
         if self.listens:
             self.listens = False
             self._reports.listeners.remove(self._hear)
@@ -60,24 +60,24 @@ class PreemptionRequest:
                 preemption.uninstall(self._watch)
 
     def tell(self, saver: CommitWriter) -> None:
-        """Asks all workers to leave, as by a signal, if a commit says that one was asked."""
+        """Asks all workers to leave, as a signal does, if a commit recorded that a worker was asked."""
         if saver.are_asked and self.listens:
             self._reports.ask_to_stop()
 
     def is_here(self) -> bool:
-        """Whether this worker was asked, also while a `fit` is passed over."""
+        """Whether this worker was asked to leave, also while a finished `fit` is skipped."""
         return self.listens and self._reports.asked_here
 
     @property
     def by_all(self) -> bool:
-        """Whether all workers leave after this step; one that is alone need not wait for a report."""
+        """Whether all workers leave after this step. A single worker does not wait for a report."""
         return self._by_report or (self._agreement.workers == 1 and self.is_here())
 
     def may_validate_long(self) -> bool:
-        """Whether a request to leave may not be answered in time in the validation that follows."""
+        """Whether the next validation may be too long to react to a request in time."""
         if not self.listens:
             return False
-        if self.validation_seconds is not None:  # Asked here, after a step, as nobody waits for anybody.
+        if self.validation_seconds is not None:  # Agreed on after a step, when no worker waits for another.
             limit = options_of(self._strategy).preemption_timeout_seconds / 2
             is_long = self.validation_seconds > limit
             self._validates_long = self._agreement.settle("fit", None, lambda _: is_long)

@@ -1,4 +1,4 @@
-"""The states of Python's and NumPy's global random numbers, from which a program, and Keras for it, may draw."""
+"""The global random states of Python and NumPy, from which a program and Keras may draw."""
 
 import random
 from typing import Any
@@ -11,13 +11,13 @@ NAMES = frozenset({"python", "numpy"})
 
 
 def capture() -> Any:
-    """Both states as JSON."""
+    """Returns both states as JSON."""
     arrays: list[np.ndarray] = []
     return with_arrays(encode([random.getstate(), np.random.get_state()], arrays), arrays)
 
 
 def restore(captured: Any, names: frozenset[str] = NAMES) -> None:
-    """Gives back what was captured, or of that the states of some."""
+    """Restores the captured states, or only those named."""
     of_python, of_numpy = decode(*apart(captured))
     if "python" in names:
         random.setstate(of_python)
@@ -26,11 +26,11 @@ def restore(captured: Any, names: frozenset[str] = NAMES) -> None:
 
 
 def unmoved(begun: Any, batches: int | None) -> frozenset[str]:
-    """Of which nothing was drawn, but for the shuffle of its batches with which Keras begins a `PyDataset`.
+    """Returns the names of the states that are unused since `begun`, except for Keras' first shuffle of a `PyDataset`.
 
     Args:
-      begun: What was captured when an input had begun. By then an enqueuer's thread may have shuffled, or not yet.
-      batches: Of the input, if that is known.
+      begun: States captured when an input had begun. The thread of an enqueuer may or may not have shuffled by then.
+      batches: Number of batches of the input, if known.
     """
     of_python, of_numpy = decode(*apart(begun))
     shuffled = random.Random()

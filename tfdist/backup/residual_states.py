@@ -1,6 +1,6 @@
-"""What compression keeps from step to step: copied out, and given back before or after the first step.
+"""The states that compression keeps between steps: captured, and restored at once or in the first step.
 
-Named by the place of the optimizer in the model, and by what it exchanges: what the program has made before counts not.
+States are named by the optimizer's index in the model and the name of the exchange, whatever the program made before.
 """
 
 import functools
@@ -16,7 +16,7 @@ from tfdist.strategies.compression_state import CompressionState, sum_of
 
 
 def capture(communication: CompressionState | None, optimizers: Sequence[Any]) -> dict[str, tf.Tensor]:
-    """What this worker's replicas keep of these optimizers' gradients."""
+    """Returns the states that this worker's replicas keep for the gradients of the optimizers."""
     return {
         f"{name}/{place}": variable.read_value()
         for name, exchange in _exchanges(communication, optimizers)
@@ -27,7 +27,7 @@ def capture(communication: CompressionState | None, optimizers: Sequence[Any]) -
 def pending(
     communication: CompressionState | None, optimizers: Sequence[Any], captured: Mapping[str, tf.Tensor]
 ) -> dict[str, np.ndarray]:
-    """Of what was captured, `CompressionState.state`: for another number of workers. Costs a few passes over it."""
+    """Converts captured states to those of `CompressionState.state`, for any number of workers. Costs a few passes."""
     arrays = {}
     for name, exchange in _exchanges(communication, optimizers):
         if f"{name}/counts/0" not in captured:
@@ -36,7 +36,7 @@ def pending(
             [captured[f"{name}/states/{replica}/{i}"] for i in range(len(own))]
             for replica, own in enumerate(exchange.states)
         ]
-        # An exchange as it was then: its `__init__` would make variables, and tf.Module would track lists.
+        # A copy of the exchange with the captured states: `__init__` would make variables, tf.Module would track lists.
         then = object.__new__(type(exchange))
         then.__dict__.update(vars(exchange), states=states)
         arrays.update({f"{name}/{i}": array for i, array in enumerate(then.pending())})
@@ -44,7 +44,7 @@ def pending(
 
 
 def restore(communication: CompressionState, optimizers: Sequence[Any], saved: Mapping[str, np.ndarray]) -> None:
-    """Gives the replicas of this worker what they kept, to the bit."""
+    """Restores the states of this worker's replicas, bit for bit."""
     for name, own in _by_exchange(saved).items():
         _hand_over(communication, optimizers, name, functools.partial(_assign, own))
 
@@ -52,7 +52,7 @@ def restore(communication: CompressionState, optimizers: Sequence[Any], saved: M
 def redistribute(
     communication: CompressionState, optimizers: Sequence[Any], states: Sequence[Mapping[str, np.ndarray]]
 ) -> None:
-    """Shares what any number of former workers had left behind; see `CompressionState.redistribute`."""
+    """Distributes the states of any number of former workers; see `CompressionState.redistribute`."""
     if not all(states):
         return
     for name, own in _by_exchange(sum_of(states)).items():

@@ -1,4 +1,4 @@
-"""Which commit a `fit` takes up, where all workers must see it, and what is said of it."""
+"""Chooses the commit from which a `fit` continues, checks that all workers see it, and describes it in a message."""
 
 import os
 import secrets
@@ -14,15 +14,15 @@ from tfdist.backup.storage import is_remote
 from tfdist.errors import BackupError
 from tfdist.failure_report import is_restarted
 
-_PLACE_SECONDS = 3.0  # Storage that many hosts share may show a file a little late.
+_PLACE_SECONDS = 3.0  # Shared storage may show a file late on other hosts.
 
 
 def choose(store: CommitStore | None, sites: list[str]) -> dict[str, Any]:
-    """On the chief: owns the directory and picks the commit: the newest, or the end of a `fit` before that one's.
+    """Claims the directory and chooses a commit, on the chief: the newest, or the end of an earlier `fit`.
 
     Args:
-      store: Where commits are.
-      sites: From where the `fit`s of this process were called, and the one that begins.
+      store: The commits.
+      sites: The call sites of the finished `fit`s of this process and of the `fit` that begins.
     """
     assert store is not None
     store.claim(goes_on=is_restarted())
@@ -35,7 +35,7 @@ def choose(store: CommitStore | None, sites: list[str]) -> dict[str, Any]:
         sites = _with_skipped(sites, commit)
     finished = len(sites) - 1
     if commit is not None and commit.manifest.get("fit", 0) < finished:
-        commit = None  # Of a `fit` before this one.
+        commit = None  # The commit is of an earlier `fit` than this one.
     is_done_before = commit is not None and commit.manifest.get("fit", 0) > finished
     if is_done_before:
         commit = store.end_of_fit(finished) or commit
@@ -51,10 +51,10 @@ def choose(store: CommitStore | None, sites: list[str]) -> dict[str, Any]:
 
 
 def _with_skipped(sites: list[str], commit: Commit) -> list[str]:
-    """The sites of all `fit`s up to now, with those that a script skips in this start, say since their model is there.
+    """Inserts the call sites of `fit`s that the script itself skips in this start, perhaps because their model exists.
 
-    Skipped are those before the only one that was called from here when the commit was made; and those up to its end,
-    if all were called from elsewhere.
+    The skipped `fit`s precede the only `fit` of the commit that has the present call site. If the commit ends its `fit`
+    and all its `fit`s were called from other places in the same code, all of them are skipped.
     """
     first, before = len(sites) - 1, commit.manifest.get("sites", [])
     same = [number for number in range(first, len(before)) if before[number] == sites[first]]
@@ -70,7 +70,7 @@ def _with_skipped(sites: list[str], commit: Commit) -> list[str]:
 
 
 def _is_elsewhere(site: str, former: str) -> bool:
-    """Whether two sites are in the same code, at two places of it. Where code was edited nobody can tell."""
+    """Whether two call sites are different places in the same code. In edited code this is unknown, thus false."""
     for mine, other in zip(site.split("/"), former.split("/"), strict=False):
         if mine != other:
             return mine.partition(":")[0] == other.partition(":")[0]
@@ -78,7 +78,7 @@ def _is_elsewhere(site: str, former: str) -> bool:
 
 
 def decide(store: CommitStore | None, said: list[Any]) -> list[str]:
-    """On the chief: what hinders a worker; else makes room for new commits."""
+    """Returns the faults of the workers, on the chief. Without faults, sets damaged commits aside."""
     assert store is not None
     faults = [one for one in said if one]
     if not faults:
@@ -87,15 +87,15 @@ def decide(store: CommitStore | None, said: list[Any]) -> list[str]:
 
 
 def check_place(directory: str, holder: str | None, *, goes_on: bool) -> None:
-    """On a worker that is not the chief: whether it can write, and to the same place.
+    """Checks, on a worker other than the chief, that it can write to the same directory as the chief.
 
     Args:
-      directory: Where backups are.
-      holder: What the chief reads in the lock there.
-      goes_on: Whether a full disk is but a warning; see `CommitStore.claim`.
+      directory: Folder of the backups.
+      holder: Content of the lock file, as the chief reads it.
+      goes_on: Whether a full disk only causes a warning; see `CommitStore.claim`.
 
     Raises:
-      BackupError: If not.
+      BackupError: If the directory is not the chief's. An `OSError` is raised if the directory cannot be written.
     """
     if is_remote(directory):
         return
@@ -111,13 +111,13 @@ def check_place(directory: str, holder: str | None, *, goes_on: bool) -> None:
 
 
 def told(loaded: CheckpointState, last: float, first: int, *, is_done_before: bool) -> str:
-    """What a `fit` that takes up a commit does, as a sentence.
+    """Returns the log message about how a `fit` continues from a commit.
 
     Args:
       loaded: The commit.
-      last: The number of epochs of this `fit`.
-      first: The epoch that it was told to begin with.
-      is_done_before: Whether it was done before, and is passed over.
+      last: Number of epochs of this `fit`.
+      first: The argument `initial_epoch` of `fit`.
+      is_done_before: Whether the `fit` was finished before and is skipped.
     """
     plain, path, number = loaded.plain, loaded.commit.path, loaded.finished
     epoch, batch, fit = plain["epoch"], plain["batch"], plain["fit"]
@@ -146,7 +146,7 @@ def told(loaded: CheckpointState, last: float, first: int, *, is_done_before: bo
 
 
 def is_beyond(loaded: CheckpointState, last: float) -> bool:
-    """Whether a commit was made after the last epoch of a `fit` that is not done."""
+    """Whether the commit of an unfinished `fit` was made after the present last epoch of the `fit`."""
     return (loaded.plain["epoch"], loaded.plain["batch"]) > (last, 0)
 
 

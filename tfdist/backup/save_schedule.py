@@ -1,4 +1,4 @@
-"""When a `fit` is saved between the ends of its epochs."""
+"""The schedule of saves within the epochs of a `fit`."""
 
 import datetime
 import time
@@ -8,30 +8,30 @@ from tfdist.backup.commit_agreement import CommitAgreement
 
 
 class SaveSchedule:
-    """After which steps to save; all workers after the same.
+    """Decides after which steps to save, equally on all workers.
 
-    Where time decides it is the chief's clock. Asking it costs an agreement, so it also says how many steps to wait
-    with the next question.
+    For an interval of time, the clock of the chief decides. Reading it costs an agreement, so each answer has the
+    number of steps until the next question.
 
     Args:
-      save_freq: A number of steps, or a `datetime.timedelta`; anything else is not due after steps.
-      agreement: Among the workers.
-      steps: That were trained before.
+      save_freq: A number of steps or a `datetime.timedelta`. Any other value causes no save after a step.
+      agreement: The agreement of the workers.
+      steps: Number of steps that were trained before.
     """
 
     def __init__(self, save_freq: Any, agreement: CommitAgreement, steps: int):
         self._save_freq = save_freq
         self._agreement = agreement
         self._saved_at = self._looked_at = steps
-        self._look_at_clock = steps + 1  # Then the duration of a step is known.
+        self._look_at_clock = steps + 1  # By then, the duration of a step is known.
         self._seconds_saved = self._seconds_looked = time.monotonic()
 
     def saved(self, steps: int) -> None:
-        """Takes note of a save after so many steps, for whatever reason."""
+        """Notes a save after a number of steps, for any reason."""
         self._saved_at = steps
 
     def is_due(self, steps: int) -> bool:
-        """Whether to save after so many steps; ask once after each."""
+        """Whether to save after a number of steps. Call it once after each step."""
         if not isinstance(self._save_freq, datetime.timedelta):
             return type(self._save_freq) is int and steps - self._saved_at >= self._save_freq
         if steps < self._look_at_clock:
@@ -41,7 +41,7 @@ class SaveSchedule:
         return answer["save"]
 
     def _look(self, steps: int, interval_seconds: float) -> dict[str, Any]:
-        """On the chief: whether the time has come, and in how many steps to look again."""
+        """Returns whether the interval is over, and the number of steps until the next look; on the chief."""
         now = time.monotonic()
         passed = max(steps - self._looked_at, 1)
         step_seconds = (now - self._seconds_looked) / passed
@@ -50,5 +50,5 @@ class SaveSchedule:
         save = left < step_seconds
         if save:
             self._seconds_saved, left = now, interval_seconds
-        # Not much further than what was measured: what comes then, as a validation, may take longer.
+        # At most twice the measured number of steps, because later steps or a validation may take longer.
         return {"save": save, "steps": min(max(1, int(left / max(step_seconds, 1e-6))), 2 * passed)}

@@ -1,4 +1,4 @@
-"""What a process remembers of its backups from one `fit` to the next."""
+"""The state of backups that a process keeps from one `fit` to the next."""
 
 import dataclasses
 import os
@@ -15,20 +15,20 @@ from tfdist.backup.storage import is_remote
 
 @dataclasses.dataclass
 class BackupSession:
-    """What this process remembers of a directory from one `fit` to the next."""
+    """The state of a backup directory that this process keeps from one `fit` to the next."""
 
     finished: int = 0
-    sites: list[str] = dataclasses.field(default_factory=list)  # of the `fit`s so far, with the one that runs
+    sites: list[str] = dataclasses.field(default_factory=list)  # call sites of all `fit`s, with the running one
     steps: int = 0
     number: int = -1
     histories: list[Any] = dataclasses.field(default_factory=list)
     saver: CommitWriter | None = None
     store: CommitStore | None = None
     asked: PreemptionRequest | None = None
-    starts: Starts = dataclasses.field(default_factory=list)  # of the callbacks of the `fit` before
+    starts: Starts = dataclasses.field(default_factory=list)  # of the previous `fit`'s callbacks
 
     def end_former(self) -> None:
-        """Waits for the last save of a `fit` that was broken off, which is asked no more."""
+        """Waits for the last save of an interrupted `fit`, and ends its listening for requests."""
         if self.saver is not None:
             try:
                 self.saver.wait()
@@ -42,5 +42,5 @@ processes: dict[str, BackupSession] = {}  # by directory
 
 
 def of_directory(directory: str) -> BackupSession:
-    """What this process remembers of a directory."""
+    """Returns the session of a directory in this process."""
     return processes.setdefault(directory if is_remote(directory) else os.path.realpath(directory), BackupSession())

@@ -1,4 +1,4 @@
-"""Where a `fit` stands in its strategy's `BalancedSharding`s: said in a commit, found again in another process."""
+"""The positions of a `fit` in its strategy's `BalancedSharding`s, saved in a commit and restored in another process."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,15 +6,15 @@ from typing import Any
 
 
 class ShardingPositions:
-    """The shardings that are there when a `fit` begins, held until it ends. Callbacks may make more: those are theirs.
+    """The shardings that exist when a `fit` begins, held until it ends. Later shardings of callbacks are not included.
 
-    Those of a commit are told from each other by what they hand out, not by their places in a list: a program that
-    starts again has made fewer of them by then, or more.
+    The shardings of a commit are identified by their global batches, not by their index, because a restarted program
+    may have made fewer or more shardings at this point.
 
     Args:
-      shardings: Of the strategy, in the order in which they were made.
-      own: The one that the `fit` is trained on, if it is trained on one.
-      is_other: Whether the input of the `fit` is known, and is none of them.
+      shardings: The shardings of the strategy, in the order of their creation.
+      own: The sharding that the `fit` trains on, if any.
+      is_other: Whether the input of the `fit` is known and is not a sharding.
     """
 
     def __init__(self, shardings: Sequence[Any], own: Any = None, *, is_other: bool = False):
@@ -26,10 +26,10 @@ class ShardingPositions:
         self._at_epoch = self._now()
 
     def begin_epoch(self, saved: Mapping[str, Any] | None = None) -> None:
-        """Notes where an epoch begins.
+        """Notes the positions at the beginning of an epoch.
 
         Args:
-          saved: What a commit says of it, if it was made in this epoch.
+          saved: The positions in a commit, if the commit was made in this epoch.
         """
         self._at_epoch = self._now()
         if saved is not None:
@@ -37,20 +37,20 @@ class ShardingPositions:
                 self._at_epoch[place] = saved["at_epoch"][before]
 
     def capture(self) -> dict[str, Any]:
-        """For a commit: JSON."""
+        """Returns the positions for a commit, as JSON."""
         return {"now": self._now(), "at_epoch": self._at_epoch, "own": self._own}
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Checks that `restore` can give back what was captured, and changes nothing.
+        """Checks that `restore` can restore the positions, and changes nothing.
 
         Raises:
-          PositionError: If what was trained on in the epoch belongs to other global batches than what is there now.
+          PositionError: If a sharding that was trained on has other global batches than its counterpart here.
         """
         for place, before in self._counterparts(saved):
             self._shardings[place].check(saved["now"][before])
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Gives back what was captured, as far as there are such shardings.
+        """Restores the positions of the shardings that exist.
 
         Raises:
           PositionError: See `check`.
@@ -60,24 +60,24 @@ class ShardingPositions:
             self._shardings[place].deserialize(saved["now" if is_counted else "at_epoch"][before])
 
     def _counterparts(self, saved: Mapping[str, Any]) -> list[tuple[int, int]]:
-        """Places here, and in the commit: of those that are alike, and of those that were read and are not there."""
+        """Pairs indices here and in the commit: of equal shardings, then of the rest here with the lost ones there."""
         matched = self._matched(saved)
         free = [place for place in range(len(self._shardings)) if place not in matched]
         lost = [i for i in range(len(saved["now"])) if i not in matched.values() and _has_moved(saved, i)]
         return [*matched.items(), *zip(free, lost, strict=False)]
 
     def continues(self, saved: Mapping[str, Any]) -> bool:
-        """Whether the input of the `fit` goes on by itself where it was, once `restore` was called."""
+        """Whether the input of the `fit` continues by itself at its position, after `restore`."""
         if self._own is not None or saved["own"] is not None:
             return self._own is not None and saved["own"] is not None and self._shardings[self._own].is_followed
-        # Of a loop of the user's nobody knows what it is trained on.
+        # The input of a custom loop is unknown.
         return not self._is_other and any(_has_moved(saved, i) for i in range(len(saved["now"])))
 
     def _now(self) -> list[str]:
         return [_text(sharding.serialize()) for sharding in self._shardings]
 
     def _matched(self, saved: Mapping[str, Any]) -> dict[int, int]:
-        """Places in the commit, by places here."""
+        """Returns indices in the commit by indices here, for shardings that are equal."""
         matched = {}
         if self._own is not None and saved["own"] is not None:
             matched[self._own] = saved["own"]
@@ -95,7 +95,7 @@ def _has_moved(saved: Mapping[str, Any], place: int) -> bool:
 
 
 def _identity(text: str) -> Any:
-    """Which global batches a serialized sharding hands out."""
+    """Returns the identity of the global batches of a serialized sharding."""
     return json.loads(text)["of"]
 
 

@@ -1,4 +1,4 @@
-"""A model's `train_function` that counts what it reads, and can pass over what was trained on before."""
+"""A `train_function` that counts the batches that it reads, and can skip batches that were trained on before."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -12,14 +12,14 @@ from tfdist.strategies import keras_calls
 
 
 class CountedSteps:
-    """Stands for `model.train_function` during a `fit`.
+    """Wraps `model.train_function` during a `fit`.
 
     Attributes:
-      notes: That it is not to be wrapped: what it stands for notes the executions.
-      function: What it stands for.
-      iterator: At hand, of an epoch or of the whole `fit`.
-      consumed: Batches taken from it.
-      left: Batches of this epoch that are still to be passed over.
+      notes: Its presence prevents another wrapper by `note_functions`: `function` already notes its executions.
+      function: The wrapped train function.
+      iterator: The present iterator, of an epoch or of the whole `fit`.
+      consumed: Number of batches taken from `iterator`.
+      left: Number of batches of this epoch that are still to be skipped.
     """
 
     notes = True
@@ -38,25 +38,25 @@ class CountedSteps:
     def pass_over(
         self, batches: int, ahead: int, said_ahead: Callable[[int], None], reads: bool, runs_last: bool, logs: Any
     ) -> None:
-        """Lets the next calls return `logs` instead of training, for `batches` batches.
+        """Makes the next calls return `logs` instead of training, for `batches` batches.
 
         Args:
-          batches: Of this epoch.
-          ahead: Batches before this epoch, from the same iterator.
-          said_ahead: Called with their number once they are read.
-          reads: Whether they have to be read; an input may itself continue where it was.
-          runs_last: Whether the last of them is trained on, for the variables that a step makes.
-          logs: Of the last of them.
+          batches: Number of batches of this epoch to skip.
+          ahead: Number of batches before this epoch to read from the same iterator.
+          said_ahead: Called with `ahead` once these batches are read.
+          reads: Whether skipped batches must be read. Some inputs continue at their position by themselves.
+          runs_last: Whether to train on the last skipped execution, because a step makes missing variables.
+          logs: Logs of the last skipped batch.
         """
         self.left, self._ahead, self._said_ahead = batches, ahead, said_ahead
         self._reads, self._runs_last, self._logs = reads, runs_last, logs
 
     def __call__(self, iterator: Any) -> Any:
-        """Trains for one execution, or passes over its batches."""
-        if inspect.isgenerator(iterator):  # the one batch of a callback's `train_on_batch`
+        """Trains for one execution, or skips its batches."""
+        if inspect.isgenerator(iterator):  # from `train_on_batch` in a callback
             return self.function(iterator)
         if iterator is not self.iterator:
-            if self.iterator is not None:  # a `fit` that was broken off had more to pass over
+            if self.iterator is not None:  # an interrupted `fit` had more batches to skip
                 self.left = self._ahead = 0
             self.iterator, self.consumed = iterator, 0
         if self._ahead:
@@ -95,11 +95,11 @@ class CountedSteps:
 
 
 def count_steps(model: keras.Model, former: CountedSteps | None = None) -> CountedSteps:
-    """Puts `CountedSteps` in the place of the model's train function, unless they are there.
+    """Replaces the model's train function by `CountedSteps`, unless it is one already.
 
     Args:
-      model: Whose.
-      former: Those of this `fit` so far, which go on counting if the function was made anew.
+      model: The model.
+      former: The `CountedSteps` of this `fit` so far, which continue if the train function was replaced.
     """
     if not isinstance(model.train_function, CountedSteps):
         reports = getattr(model.distribute_strategy, "reports", None)
@@ -113,6 +113,6 @@ def count_steps(model: keras.Model, former: CountedSteps | None = None) -> Count
 
 
 def uncount_steps(model: keras.Model) -> None:
-    """Puts the train function back."""
+    """Restores the original train function."""
     if isinstance(model.train_function, CountedSteps):
         model.train_function = model.train_function.function
