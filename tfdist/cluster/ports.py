@@ -209,7 +209,7 @@ def _resolve(host: str, spec: ClusterSpec) -> None:
 def _bind(port: int, *, reuse: bool) -> socket.socket:
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        if reuse:  # Old connections in TIME_WAIT do not hold the port.
+        if reuse:  # Then an earlier run's connections in TIME_WAIT do not count as holders.
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(("", port))
     except OSError:

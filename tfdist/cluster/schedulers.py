@@ -23,7 +23,7 @@ MPI_RANKS = {
 """Variables of Open MPI, MVAPICH and MPICH: from the number of processes to the rank of this process."""
 
 # The first 17 steps of 17 consecutive jobs have different ports, all below Linux' range for outgoing connections. If
-# two other steps share ports on one host, the later step is rejected.
+# other steps share ports on one host, the later step is rejected.
 _PORTS_A_STEP, _STEPS, _STEPS_A_JOB = 64, 300, 17
 
 

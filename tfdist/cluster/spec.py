@@ -133,8 +133,7 @@ class ClusterSpec:
           hosts: The hosts in the order of ranks, since MPI tells a process only ranks. The format is that of
             `mpirun -H`: "node1", or "node1:4" for four processes; a list, or one string with commas.
           environ: The environment, `os.environ` if None.
-          base_port: The port of the first worker on each host; further workers there use the following ports. `None`
-            means 12345.
+          base_port: The first worker's port on each host; the next workers there use the next ports. `None`: 12345.
 
         Raises:
           TFConfigError: If MPI did not start this process, or `hosts` has a different number of processes than MPI.
@@ -165,7 +164,7 @@ class ClusterSpec:
           The cluster, or None for a process that trains alone: TF_CONFIG is unset, empty or has no cluster.
 
         Raises:
-          TFConfigError: If TF_CONFIG names a cluster that cannot train together, or only its other entries suggest one.
+          TFConfigError: If the cluster cannot train together, or is missing although other entries suggest one.
         """
         text = (os.environ if environ is None else environ).get("TF_CONFIG", "")
         if not text.strip():

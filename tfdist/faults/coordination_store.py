@@ -26,7 +26,7 @@ _ASK_SECONDS = 5.0  # Between two checks whether a peer's program has ended.
 
 
 class CoordinationStore:
-    """One value for each subject and worker, which this worker writes and all workers can read.
+    """Holds one value for each subject and worker. Each worker writes its own values, and all workers can read them.
 
     Each call costs a message to worker 0, which hosts the store: less than a millisecond on a quiet network.
 

@@ -16,8 +16,7 @@ _LONGEST_SECONDS = 2_000_000  # TensorFlow counts milliseconds in 32 bits.
 class FaultTolerance:
     """The deadlines of a job, the same on all workers.
 
-    Each number can also be set by an environment variable, such as TFDIST_START_TIMEOUT_SECONDS. The variable overrides
-    the argument in the script.
+    An environment variable for each number, such as TFDIST_START_TIMEOUT_SECONDS, overrides the argument in the script.
 
     Args:
       start_timeout_seconds: Time for all workers to reach the strategy, and the first `fit` of a model. The error names
@@ -35,8 +34,7 @@ class FaultTolerance:
       preemption_timeout_seconds: Time from the signal to the end of the process, with or without a save.
 
     Raises:
-      ValueError: If a number is not positive and finite (`stall_timeout_seconds` may be infinite), or if an entry of
-        `preemption_signals` is not a signal that a process can catch.
+      ValueError: If a number is not positive and finite (`stall_timeout_seconds` may be infinite), or a signal is bad.
     """
 
     start_timeout_seconds: float = 300.0

@@ -36,9 +36,9 @@ def suspect_of(positions: Positions) -> int | None:
       positions: The positions of all workers.
 
     Returns:
-      The worker that does not answer; otherwise the worker with an ended program, or with the only model that was told
-      to stop; otherwise the worker in a different call than its peers. If there is none, the worker that is behind;
-      otherwise the worker in the section where waiting is least likely. `None` if nothing distinguishes the workers.
+      The worker that does not answer. Otherwise the worker with an ended program, or with the only model that was told
+      to stop. Otherwise the worker in a different call than its peers. Otherwise the worker that is behind. Otherwise
+      the worker in the section where waiting is least likely. `None` if nothing distinguishes the workers.
     """
     silent = [worker for worker, position in positions.items() if position is None]
     if silent:

@@ -90,7 +90,7 @@ class StallTimeout:
 
     @property
     def usual_seconds(self) -> float:
-        """The median duration of the recent steps, or of the longest step if only first steps are known."""
+        """The median duration of the recent steps, or the longest duration if only first steps are known."""
         return statistics.median(self._steps) if self._steps else self._longest
 
     @property

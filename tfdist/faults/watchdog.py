@@ -10,8 +10,8 @@ every second, and another sends them to the peers every two seconds. The rules:
   minutes, and at least three times the longest step. The limit for waiting for peers is the same, in any step.
 - Bytes on the workers' own connections count as progress, so an exchange over a slow link continues. The bytes of
   TensorFlow's collectives are not visible. With these, a worker waits up to 10 minutes until the first step is done.
-- Slow phases have 30 minutes. Slow are building and tracing a model, the first input and computation of a call, each
-  input and computation of an evaluation, a callback and a save.
+- Slow phases have 30 minutes: building and tracing a model, input and computation in the first step of a call or in an
+  evaluation, callbacks, saves.
 - `stall_timeout_seconds` replaces all these limits except those for building, tracing and the first computation.
 - At the beginning of a call a worker waits `start_timeout_seconds` for its peers.
 - After its limit a worker asks its peers for their positions. All continue to wait while a peer is in a slow phase
@@ -21,7 +21,7 @@ every second, and another sends them to the peers every two seconds. The rules:
   beginning of a call, the call raises `ClusterError` on all workers instead.
 - Workers in different calls wait in vain, as do workers that need a peer after its program has ended. Such a wait ends
   after about 10 s, or after the usual duration of a step.
-- A waiting worker logs a warning after half of its limit, at most 30 s, and then every minute. The warning has the
+- A waiting worker logs a warning after half of its limit, at most 30 s, and then every minute. The warning gives the
   duration, the position of each worker and the suspect.
 
 A lone worker is watched only under `tfdist run`, which restarts it. Custom loops are not watched. Nor is the first
@@ -111,7 +111,7 @@ def moved() -> None:
 
 
 class _Meeting:
-    """An exchange between all workers, with its start time and its fault, `None` until one is known."""
+    """An exchange between all workers: its name, its start time and its fault (`None` until one is known)."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -235,7 +235,7 @@ class Watchdog:
         self._looks = 0
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Event()
-        self._asked_at = self._warned_at = 0.0  # The waited seconds at that time.
+        self._asked_at = self._warned_at = 0.0  # Waited seconds at the last query and warning.
         self._failed: set[str] = set()
 
     def start(self) -> None:
