@@ -112,7 +112,7 @@ def test_wrong_tf_config_is_refused_with_rule_and_way_out(name):
     assert [word for word in words if word not in message] == [], message
 
 
-# cluster, task type, index -> worker_id, num_workers, is_chief, address
+# Arguments of `ClusterSpec`, and the expected worker_id, num_workers, is_chief and address.
 RIGHT = {
     "two workers": ((TWO, "worker", 1), (1, 2, False, "10.0.0.2:2222")),
     "worker 0 without a chief": ((TWO, "worker", 0), (0, 2, True, "10.0.0.1:2222")),

@@ -1,4 +1,4 @@
-"""Drill faults stop, slow and kill processes, make writes fail, cut links, and corrupt files."""
+"""Drill faults stop, slow and kill processes, and break writes, links and files."""
 
 import os
 import pathlib

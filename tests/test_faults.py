@@ -818,7 +818,7 @@ print("epochs", done.epoch, flush=True)
     assert not (job.directory / "backup").exists()
 
 
-# This loop reports no steps.
+# These two loops report no steps.
 OWN_LOOP = """
 def loop(x, y, epochs, callbacks, **options):
     callbacks = keras.callbacks.CallbackList(callbacks, model=model, epochs=epochs)

@@ -6,7 +6,7 @@ import pytest
 
 from keras_features import ROWS, run_row
 
-# Rows with different exchanges between devices and between workers; under 2x2 all other rows are `exhaustive`.
+# Rows with special exchanges if workers have several devices; under 2x2 all other rows are `exhaustive`.
 HIERARCHY = (
     "fit_numpy",
     "input_last_batch_of_one_row",

@@ -178,7 +178,7 @@ def test_what_lies_before_a_step_is_of_all_replicas_of_the_process(pools):
 @pytest.mark.parametrize(
     ("moments", "section"),
     [
-        ((3, 1, 1, 1, 2), "compute"),  # BEGIN, LOSS, SHARE, GRADIENTS, END; values below BEGIN belong to older steps
+        ((3, 1, 1, 1, 2), "compute"),  # BEGIN, LOSS, SHARE, GRADIENTS and END; values below BEGIN are of older steps
         ((3, 4, 1, 1, 2), "exchange"),
         ((3, 4, 5, 1, 2), "compute"),
         ((3, 1, 4, 1, 2), "compute"),
