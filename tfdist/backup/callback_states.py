@@ -218,7 +218,7 @@ def _attributes(callback: Any, of_model: Container[int] | None) -> Iterator[tupl
         attributes, of_model = {"state": callback.get_state()}, None
     else:
         attributes = vars(callback)
-    for key, value in list(attributes.items()):  # a copy: a thread of the callback may change it
+    for key, value in list(attributes.items()):  # a copy: a thread of the callback may change attributes
         arrays: list[np.ndarray] = []
         try:
             if key not in _NOT_STATE:

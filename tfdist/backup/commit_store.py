@@ -128,7 +128,7 @@ class CommitStore:
         *,
         goes_on: bool = False,
     ) -> None:
-        """Locks the directory for this process, removes drafts of dead runs, and checks that it can be written.
+        """Locks the directory for this process, removes drafts of dead runs, and checks that a file can be written.
 
         Storage other than a disk has no lock. Two jobs must not use the same path there.
 
@@ -265,7 +265,7 @@ class CommitStore:
         Args:
           draft: The draft, with all files written.
           manifest: Description of the commit, as JSON. `files` has the results of `Draft.write` by name, `workers` the
-            number of workers that wrote, `fit` the number of the `fit` in its program, `is_done` whether it ends.
+            number of workers that wrote, `fit` a `fit`'s number in its program, `is_done` whether the commit ends it.
           keep: Number of commits to keep, including this one.
 
         Raises:
@@ -301,7 +301,7 @@ class CommitStore:
         for step in sorted(self._own_steps()):
             self._remove(step)
         self.release()
-        with contextlib.suppress(OSError):  # A mount, a link, or a folder without write permission above it stays.
+        with contextlib.suppress(OSError):  # A mount, a link, or a directory in a foreign folder stays, empty.
             self._files.remove_if_empty(self.directory)
 
     def _steps(self) -> list[int]:

@@ -27,7 +27,7 @@ def capture(communication: CompressionState | None, optimizers: Sequence[Any]) -
 def pending(
     communication: CompressionState | None, optimizers: Sequence[Any], captured: Mapping[str, tf.Tensor]
 ) -> dict[str, np.ndarray]:
-    """Converts captured states to those of `CompressionState.state`, for any number of workers. Costs a few passes."""
+    """Converts captured states to the form of `CompressionState.state`, for any number of workers; in a few passes."""
     arrays = {}
     for name, exchange in _exchanges(communication, optimizers):
         if f"{name}/counts/0" not in captured:

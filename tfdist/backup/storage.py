@@ -31,7 +31,7 @@ class LocalFiles:
         return os.listdir(folder)
 
     def size(self, path: str) -> int:
-        """Returns the bytes of a regular file. Raises for other files, because reading a pipe would never end."""
+        """Returns the size of a regular file in bytes. Raises for other files: reading a pipe would wait forever."""
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{path} is no regular file")

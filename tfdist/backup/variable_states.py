@@ -86,7 +86,7 @@ class Identities:
 
 
 def make_random(described: Mapping[str, Sequence[Any]], strategy: tf.distribute.Strategy) -> None:
-    """Makes Keras' global seed generator if the saved run had one. Otherwise the first unseeded use makes it."""
+    """Makes Keras' global seed generator if the saved run had one, as its first step or unseeded operation would."""
     if any(key.startswith("random/") for key in described):
         getattr(strategy.extended, "seed_generator", _tf.global_seed_generator)()
 
