@@ -34,7 +34,7 @@ class FaultTolerance:
       preemption_timeout_seconds: Time from the signal to the end of the process, with or without a save.
 
     Raises:
-      ValueError: If a number is not positive and finite (`stall_timeout_seconds` may be infinite), or a signal is bad.
+      ValueError: If a number is not positive and finite (`math.inf` is valid for stalls), or a signal cannot be caught.
     """
 
     start_timeout_seconds: float = 300.0
