@@ -19,7 +19,7 @@ class Permutation:
 
     References:
       Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002, for cycle walking.
-      Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014, for the mixing function.
+      Steele et al., Fast Splittable Pseudorandom Number Generators, 2014, for the mixing function.
     """
 
     def __init__(self, n: int, key: tuple[int, ...]):

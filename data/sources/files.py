@@ -55,7 +55,7 @@ def _expand_one(path: str) -> list[str]:
             f"No file {path} on {this_worker()}, in {os.getcwd()}. Give a path that every worker has; for a dataset of "
             'TFDS a pair such as ("mnist", "train"); for texts a tuple (texts,) or an array.'
         )
-    files = sorted(file for file in tf.io.gfile.glob(path) if not is_index(file))  # TensorFlow's * matches a dot.
+    files = sorted(file for file in tf.io.gfile.glob(path) if not is_index(file))  # TF's * matches a leading dot.
     if not files:
         raise ValueError(f"No file matches {path} on {this_worker()}, in {os.getcwd()}.")
     return files

@@ -29,7 +29,7 @@ _KEY_BYTES = 4  # The key of an exchange follows the received bytes in the same 
 _FAILED = -1  # In place of a key; keys are positive.
 _LOOK_SECONDS = 1.0
 _UNLIKE_SECONDS = 60.0  # Longest wait for a worker that sends other exchanges meanwhile.
-_PROBE_KEYS = 1 << 30  # Group keys of strategies count up from 1, each from a multiple of 65536.
+_PROBE_KEYS = 1 << 30  # Larger than the group keys of strategy k, which count up from 65536 * k + 1.
 _AT_ONCE_BYTES = 256 << 10  # Waking a thread takes longer than copying this many bytes.
 _WAKING_BYTES = 256 << 10  # Bytes of a long message that wake the receiving thread again.
 _MOST_BYTES = (1 << 31) - 1  # Largest message, since the sizes of tensors that Python makes are int32.
@@ -92,7 +92,7 @@ class TcpTransport:
         size = tf.shape(sent, tf.int64)[1] if sent.shape[1] is None else sent.shape[1]
         with tf.init_scope(), tf.device("CPU:0"):
             inbox = tf.queue.FIFOQueue(-1, [tf.uint8])
-        # Runs in a thread of the step; waking another takes longer. TensorFlow would run stateful calls in order.
+        # In a thread of the step, since waking another takes longer. Stateful calls would run one after another.
         key = tf.numpy_function(functools.partial(self._begin, inbox, group), [key, sent], tf.int32, stateful=False)
 
         def take():
@@ -121,7 +121,7 @@ class TcpTransport:
         """Sends this worker's part of an exchange and returns the key. The step waits for the result at the inbox."""
         try:
             fault = self._join(inbox, (group, int(key)), sent)
-        except Exception as error:  # After any error, no peer may wait for this worker.
+        except Exception as error:  # On any error: peers must not wait for this worker.
             fault = f"{self._names[self._worker]} can send nothing: {error}"
         if fault:
             self._fail(fault)
@@ -225,7 +225,7 @@ class TcpTransport:
             final_op="Id",
         )
 
-    # Threads: one per peer that sends long messages, one that receives, and one that watches.
+    # Threads: one sender of long messages per peer, one receiver, and one watcher.
 
     def _send(self, peer):
         line, letters = self._lines[peer], self._send_queues[peer]
@@ -235,7 +235,7 @@ class TcpTransport:
                 line.send(header, row)
                 del row  # Frees its memory before the next message comes.
                 self._sent[peer] += 1
-        except Exception as error:  # After any error, no step may wait for this peer.
+        except Exception as error:  # On any error: steps must not wait for this peer.
             self._lose(peer, error)
 
     def _receive(self):
@@ -259,7 +259,7 @@ class TcpTransport:
             return True
         except (OSError, EOFError) as error:
             self._lose(arrival.peer, error)
-        except Exception as error:  # After any error, no step may wait for this thread.
+        except Exception as error:  # On any error: steps must not wait for this thread.
             own, other = self._names[self._worker], self._names[arrival.peer]
             self._fail(f"{own} can receive nothing of {other}: {error}")
         return False

@@ -65,7 +65,7 @@ class PowerSGD(Codec):
         return 2 * self.rank * (rows + columns) < rows * columns
 
     def start(self, rows: int, columns: int, seed: int) -> tf.Tensor:
-        """Returns the first Q of a [rows, columns] matrix, float32 [columns, rank]; for a seed, equal on all workers.
+        """Returns the first Q of a matrix, float32 `[columns, rank]`. It depends on the seeds only.
 
         Args:
           rows: Rows of the matrix.
