@@ -1,4 +1,4 @@
-"""Which of a group's failures came first, and what is known of it."""
+"""Finds the first failure in a group of workers and describes that failure."""
 
 import contextlib
 import dataclasses
@@ -39,8 +39,8 @@ __all__ = [
 _TAIL_LINES = 30
 _TAIL_BYTES = 1 << 16
 _FROM_REPORT = ("exception", "message", "stack", "suspect", "step", "section")
-_ARGUMENT_ERROR = 2  # The exit code of argparse, and of Python for its own command line.
-# What TensorFlow raises in a worker whose peer is gone.
+_ARGUMENT_ERROR = 2  # Exit code of argparse, and of Python for a wrong command line.
+# Errors that TensorFlow raises in a worker after the loss of a peer.
 _CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError")
 _CONSEQUENCE_TEXTS = (
     *("Collective ops is aborted", "Agent must be in CONNECTED state"),
@@ -49,33 +49,33 @@ _CONSEQUENCE_TEXTS = (
 
 
 def is_consequence(exception: str | None, message: str) -> bool:
-    """Whether this exception, by its name, is raised in a worker whose peer has failed."""
+    """Returns whether a worker raises this exception, given by its class name, because a peer has failed."""
     return exception in _CONSEQUENCES or any(text in message for text in _CONSEQUENCE_TEXTS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """How a worker failed, from its exit and, where it left one, its own report.
+    """The failure of a worker, from its exit and, if it wrote one, its failure report.
 
     Attributes:
-      attempt: In which attempt.
-      worker: Which worker, None if the group could not be started for another reason.
-      host: The name of its machine.
-      time: When, in seconds since the epoch.
+      attempt: Number of the attempt.
+      worker: Id of the worker; None if the group could not start for a reason that concerns no single worker.
+      host: Name of the worker's machine.
+      time: Time of the failure, in seconds since the epoch.
       kind: "exception", "stall" (or another word of the report), "signal", "exit", "start".
-      exit_code: As a shell gives it: 128 + n for signal n.
-      signal: The name of the signal that killed it.
-      exception: The name of the exception's class.
-      category: The kind of failure, a `FailureKind`, by which the supervisor decides whether to start again.
-      message: The message of the exception.
-      reason: The line of it that tells the cause.
-      line: The innermost line of the user's own code: "train.py:12 in load".
-      stack: Where the worker was.
-      suspect: The worker that it believes to be the cause.
-      step: The step it was in.
-      section: The part of that step.
-      log: Its log file.
-      output: The end of that file, without lines of libraries.
+      exit_code: Exit code, as a shell shows it: 128 + n for signal n.
+      signal: Name of the signal that killed the worker.
+      exception: Name of the exception's class.
+      category: Kind of the failure, a `FailureKind`, from which the supervisor decides whether to restart.
+      message: Message of the exception.
+      reason: Line of the message that states the cause.
+      line: Innermost line of the user's own code: "train.py:12 in load".
+      stack: Stack of the worker.
+      suspect: The peer that the worker believes to be the cause.
+      step: Step of the worker.
+      section: Part of that step.
+      log: Path of the worker's log file.
+      output: End of the log file, without lines of libraries.
     """
 
     attempt: int
@@ -99,33 +99,33 @@ class Failure:
 
     @property
     def culprit(self) -> int | None:
-        """The worker to do without, if this goes on."""
+        """The worker to leave out if this failure repeats."""
         return self.worker if self.suspect is None else self.suspect
 
     @property
     def doubt(self) -> int:
-        """How likely it is the mere consequence of another: a killed worker fails or aborts the others."""
+        """A rank: the higher, the more likely a peer caused this failure. A killed worker makes its peers fail."""
         if self.kind == LEFT or is_consequence(self.exception, self.message or ""):
             return 2
         return 1 if self.kind == "exit" or self.signal == "SIGABRT" else 0
 
     @property
     def place(self) -> str | None:
-        """Equal if the same thing happens again; None if others may be the cause."""
+        """A text that is equal if the same failure repeats, or None if a peer may be the cause."""
         if self.kind == "exception":
             at = "" if self.step is None else f" at step {self.step}"
-            if told_kind(self.message or ""):  # of another worker, which another supervisor judges by the same words
+            if told_kind(self.message or ""):  # A peer's failure. Supervisors of other hosts see the same text.
                 return f"{telling_line(self.message or '')}{at}"
             lines = re.findall(r'^ *File ".*", line \d+.*$', self.stack or "", re.MULTILINE)
             return f"{self.exception} {lines[-1].strip()}{at}" if self.doubt == 0 and lines else None
-        if self.kind == "exit":  # what one worker decides, the next may be first to decide
+        if self.kind == "exit":  # Without the worker, since a peer may be the first to exit next time.
             return f"exit code {self.exit_code}"
         if self.signal:
             return None if self.doubt else f"{self.signal} of worker {self.worker}"
         return f"stall in {self.section} of step {self.step}" if self.kind == "stall" else None
 
     def describe(self) -> str:
-        """Says in a line what happened: "worker 1 was killed by SIGKILL"."""
+        """Describes the failure in one line: "worker 1 was killed by SIGKILL"."""
         if self.worker is None or self.kind == "start":
             return self.message or "the workers could not be started"
         if self.kind == "exception":
@@ -141,21 +141,21 @@ class Failure:
         return f"worker {self.worker} ended by {self.kind}{because}: {self.message or describe_exit(self.exit_code)}"
 
     def to_json(self) -> dict[str, Any]:
-        """As `failure.json` has it."""
+        """Returns the failure in the format of `failure.json`."""
         return dataclasses.asdict(self)
 
 
 def first_failure(
     run_dir: pathlib.Path, attempt: int, by_themselves: Sequence[WorkerExit], asked: Sequence[WorkerExit], since: float
 ) -> Failure:
-    """The failure that is most likely the cause of the others; the earliest, if several are.
+    """Returns the failure most likely to have caused all failures; among equals, the earliest.
 
     Args:
-      run_dir: The folder of the run.
-      attempt: Which attempt.
-      by_themselves: The workers that ended before any was asked to, one of them with a failure.
-      asked: Those that ended after that. They failed by themselves only if they had reported so before.
-      since: When they were asked to end, in seconds since the epoch.
+      run_dir: Folder of the run.
+      attempt: Number of the attempt.
+      by_themselves: Workers that ended before the supervisor asked any worker to end. At least one has failed.
+      asked: Workers that ended later. Such a worker failed by itself only if it had reported a failure before.
+      since: Time when the workers were asked to end, in seconds since the epoch.
     """
     failures = [
         _failure(run_dir, attempt, each, each.returncode, _report(run_dir, attempt, each.index, each.pid))
@@ -165,26 +165,26 @@ def first_failure(
     for each in asked:
         report = _report(run_dir, attempt, each.index, each.pid)
         if report and report["time"] <= since:
-            # What its exit code would have been, had it got that far.
+            # The exit code that the worker would have had without the supervisor.
             returncode = STALLED if report.get("kind") == "stall" else 1
             failures.append(_failure(run_dir, attempt, each, returncode, report))
     return min(failures, key=lambda failure: (failure.doubt, failure.time))
 
 
 def reported_since(run_dir: pathlib.Path, attempt: int, pids: Mapping[int, int]) -> Mapping[int, float]:
-    """When workers reported why they end, in seconds since the epoch, by worker; without those that did not.
+    """Returns the times of the workers' failure reports, in seconds since the epoch, by worker.
 
     Args:
-      run_dir: The folder of the run.
-      attempt: Which attempt.
-      pids: The numbers of their processes, by worker.
+      run_dir: Folder of the run.
+      attempt: Number of the attempt.
+      pids: Process ids of the workers, by worker.
     """
     reports = {worker: _report(run_dir, attempt, worker, pid) for worker, pid in pids.items()}
     return {worker: report["time"] for worker, report in reports.items() if report}
 
 
 def reported_stack(run_dir: pathlib.Path, attempt: int, worker: int) -> str:
-    """The traceback in a worker's report; empty if there is none."""
+    """Returns the traceback in a worker's report, or an empty string."""
     try:
         return str(json.loads(report_path(run_dir, attempt, worker).read_text())["stack"] or "")
     except (OSError, ValueError, LookupError, TypeError):
@@ -192,7 +192,7 @@ def reported_stack(run_dir: pathlib.Path, attempt: int, worker: int) -> str:
 
 
 def reported_messages(run_dir: pathlib.Path, attempt: int) -> list[str]:
-    """The messages in the reports of all workers of an attempt."""
+    """Returns the messages in the reports of all workers of an attempt."""
     messages = []
     for path in (run_dir / f"attempt-{attempt}").glob("failure-*.json"):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -201,7 +201,7 @@ def reported_messages(run_dir: pathlib.Path, attempt: int) -> list[str]:
 
 
 def not_started(attempt: int, worker: int | None, error: Exception, time: float) -> Failure:
-    """The failure of a group that could not be started, because of one worker or in general."""
+    """Returns the failure of a group that could not be started, because of one worker or in general."""
     return Failure(
         attempt=attempt,
         worker=worker,
@@ -210,7 +210,7 @@ def not_started(attempt: int, worker: int | None, error: Exception, time: float)
         kind="start",
         exit_code=1,
         exception=type(error).__name__,
-        # Another process may hold a port or the last process that the limits allow, but only for a while.
+        # A port or a process limit may be used up only temporarily.
         category=FailureKind.ENVIRONMENT,
         message=str(error),
         reason=telling_line(str(error)),
@@ -244,7 +244,7 @@ def _failure(
 
 
 def _category(failure: Failure, causes: Sequence[Mapping[str, Any]], output: str) -> FailureKind:
-    """The kind of a worker's failure."""
+    """Returns the kind of a worker's failure."""
     if failure.signal or failure.kind in ("stall", LEFT):
         return FailureKind.MACHINE
     if failure.kind == "exception":
@@ -256,7 +256,7 @@ def _category(failure: Failure, causes: Sequence[Mapping[str, Any]], output: str
 
 
 def _report_from_log(output: str) -> Mapping[str, Any]:
-    """A report made of the exception that Python printed, for a worker that failed before `import tfdist`."""
+    """Makes a report from the exception that Python printed, for a worker that failed before `import tfdist`."""
     found = exception_in_log("\n".join(line for line in output.splitlines() if not is_library_line(line)))
     if found is None:
         return {}
@@ -271,7 +271,7 @@ def _report_from_log(output: str) -> Mapping[str, Any]:
 
 
 def _report(run_dir: pathlib.Path, attempt: int, worker: int, pid: int) -> Mapping[str, Any]:
-    """A worker's report; empty if there is none that is whole and its own."""
+    """Returns a worker's report. Empty if the report is missing, incomplete or of another process."""
     try:
         report = json.loads(report_path(run_dir, attempt, worker).read_text())
         return report if report["pid"] == pid and isinstance(report["time"], int | float) else {}
@@ -282,12 +282,12 @@ def _report(run_dir: pathlib.Path, attempt: int, worker: int, pid: int) -> Mappi
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # a real-time signal has no name
+    except ValueError:  # A real-time signal has no name.
         return f"signal {number}"
 
 
 def _end_of(path: pathlib.Path) -> str:
-    """The last part of a log, of 64 KiB at most."""
+    """Returns the end of a log, at most 64 KiB."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - _TAIL_BYTES))

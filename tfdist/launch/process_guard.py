@@ -1,4 +1,4 @@
-"""Ends what workers started, should this process be killed before it can."""
+"""Kills the child processes of workers if this process is killed before it can do so itself."""
 
 import contextlib
 import subprocess
@@ -8,8 +8,8 @@ from tfdist.errors import ClusterError
 
 __all__ = ["ProcessGuard"]
 
-# Remembers the last line; when there will be no more, kills the process groups in it. A shell, since it starts in a
-# millisecond and takes a megabyte.
+# Remembers the last line of its input. At the end of input, kills the process groups in that line. Uses a shell, which
+# starts in a millisecond and needs a megabyte.
 _SCRIPT = """
 trap '' HUP INT TERM USR1 USR2
 while read -r line; do groups=$line; done
@@ -18,12 +18,12 @@ for group in $groups; do kill -s KILL -- "-$group"; done
 
 
 class ProcessGuard:
-    """A process that outlives this one by a moment.
+    """A process that outlives this process by a moment.
 
-    The kernel kills a worker with its parent, but not the worker's own children: they are found by their process group.
+    The kernel kills a worker with its parent, but not the worker's children. The guard finds them by process group.
 
     Raises:
-      ClusterError: If it cannot be started.
+      ClusterError: If the guard cannot be started.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class ProcessGuard:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # a signal to this process's group is not for it
+                start_new_session=True,  # Signals to this process's group must not reach the guard.
                 cwd="/",
             )
         except OSError as error:
@@ -44,13 +44,13 @@ class ProcessGuard:
             ) from error
 
     def watch(self, groups: Iterable[int]) -> None:
-        """Says which process groups are to end with this process, instead of those said before."""
+        """Sets the process groups that must end with this process, and replaces earlier ones."""
         if self._process.stdin:
-            with contextlib.suppress(OSError):  # someone killed the guard; that is no reason to end the workers
+            with contextlib.suppress(OSError):  # The guard was killed. The workers continue without it.
                 self._process.stdin.write(" ".join(map(str, groups)).encode() + b"\n")
 
     def close(self) -> None:
-        """Ends the guard without harm to anyone."""
+        """Ends the guard without killing any process group."""
         self.watch(())
         self._process.kill()
         self._process.wait()

@@ -1,4 +1,4 @@
-"""The folder of a run: logs and failure reports of all attempts. It stays after the run; old ones are removed."""
+"""The folder of a run, with logs and failure reports of all attempts. It stays until later runs remove old folders."""
 
 import argparse
 import contextlib
@@ -17,16 +17,16 @@ from tfdist.folder_lock import held, way_out
 __all__ = ["KEPT_RUNS", "folder_of_run"]
 
 KEPT_RUNS = 20
-"""How many folders of this user's runs stay in the temporary directory, with the newest."""
+"""Number of folders of this user's runs that stay in the temporary directory, including the newest."""
 
 _PREFIX = "tfdist-run-"
 _LOCK = "tfdist-run.lock"
-_OF_MKDTEMP = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")  # A folder of another name was named by the user.
+_OF_MKDTEMP = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")  # Other names were chosen by the user.
 
 
 @contextlib.contextmanager
 def folder_of_run(args: argparse.Namespace, spec: ClusterSpec | None) -> Iterator[pathlib.Path]:
-    """The folder of this run, held by this process: that of `--log-dir`, or a new one in the temporary directory."""
+    """Locks and yields the folder of this run: `--log-dir`, or a new folder in the temporary directory."""
     if args.log_dir is None:
         with contextlib.ExitStack() as stack:
             try:
@@ -37,7 +37,7 @@ def folder_of_run(args: argparse.Namespace, spec: ClusterSpec | None) -> Iterato
             _remove_old(temporary.parent)
             yield temporary
         return
-    # Hosts may share a disk, but not a run's folder.
+    # Hosts may share a disk, so each host gets its own folder.
     run_dir: pathlib.Path = args.log_dir.absolute() / (f"worker-{spec.worker_id}" if spec else "")
     with contextlib.ExitStack() as stack:
         try:
@@ -56,21 +56,21 @@ def folder_of_run(args: argparse.Namespace, spec: ClusterSpec | None) -> Iterato
 
 
 def _remove_old(directory: pathlib.Path) -> None:
-    """Removes this user's oldest folders of runs that are over, and leaves `KEPT_RUNS`. Never fails a run."""
+    """Removes this user's oldest folders of finished runs, and keeps `KEPT_RUNS`. Ignores errors."""
     found = []
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            status = path.lstat()  # Whoever shares the directory may have put a link there.
+            status = path.lstat()  # Another user may have put a link in the shared directory.
             is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
             if is_own and _OF_MKDTEMP.fullmatch(path.name):
                 found.append((status.st_mtime, path))
     for _, path in sorted(found, reverse=True)[KEPT_RUNS:]:
-        with contextlib.suppress(OSError), held(path / _LOCK, other_host_seconds=0):  # A run that goes on holds it.
+        with contextlib.suppress(OSError), held(path / _LOCK, other_host_seconds=0):  # A running run holds the lock.
             shutil.rmtree(path)
 
 
 def _set_aside(run_dir: pathlib.Path) -> None:
-    """Moves what the run before left, which would mislead, to `earlier`, in place of what is there."""
+    """Moves misleading files of the previous run to the folder `earlier`, which replaces its old files."""
     earlier = run_dir / "earlier"
     left = _files_of_run(run_dir)
     for path in _files_of_run(earlier) if left else ():
@@ -83,11 +83,11 @@ def _set_aside(run_dir: pathlib.Path) -> None:
         for path in run_dir.glob(pattern):
             path.unlink()
     for path in (*run_dir.glob("attempt-*"), *earlier.glob("attempt-*")):
-        with contextlib.suppress(OSError):  # not empty: what else is in it is not ours
+        with contextlib.suppress(OSError):  # A folder with other files, which are not ours, stays.
             path.rmdir()
 
 
 def _files_of_run(run_dir: pathlib.Path) -> list[pathlib.Path]:
-    """What a run leaves for those who want to know how it went."""
+    """Returns the logs and failure reports that a run left for the user."""
     patterns = ("attempt-*/worker-*.log", "attempt-*/failure-*.json", "failure.json")
     return [path for pattern in patterns for path in run_dir.glob(pattern)]

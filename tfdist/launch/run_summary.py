@@ -1,4 +1,4 @@
-"""The words in which a run says how it went."""
+"""Texts that summarize a run."""
 
 from tfdist.exit_codes import PREEMPTED
 from tfdist.launch.first_failure import Failure
@@ -9,7 +9,7 @@ _CRASH = "Fatal Python error: "
 
 
 def duration(seconds: float) -> str:
-    """A time span for reading: "7.2 s", "72 s", "12 min 5 s", "3 h 12 min"."""
+    """Formats a time span: "7.2 s", "72 s", "12 min 5 s", "3 h 12 min"."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -20,13 +20,13 @@ def duration(seconds: float) -> str:
 
 
 def outcome_line(outcome: str, exit_code: int, seconds: float, attempts: int) -> str:
-    """How a run ended, after how long and how many attempts.
+    """Returns a line with the outcome, the duration and the number of attempts of a run.
 
     Args:
-      outcome: "done", "failed", "preempted" or "stopped", as `Attempt` has it.
-      exit_code: The exit code of the run.
-      seconds: How long it took.
-      attempts: How often the workers were started.
+      outcome: "done", "failed", "preempted" or "stopped", as in `Attempt`.
+      exit_code: Exit code of the run.
+      seconds: Duration of the run.
+      attempts: Number of attempts.
     """
     took = f"{duration(seconds)}, {attempts} attempt{'' if attempts == 1 else 's'}"
     if outcome == "done":
@@ -40,17 +40,17 @@ def outcome_line(outcome: str, exit_code: int, seconds: float, attempts: int) ->
 
 
 def details_of(failure: Failure, *, is_shown: bool, is_reported: bool) -> str:
-    """A traceback, a crash dump or the last lines of the worker that ended a run; empty if the terminal has them.
+    """Returns the traceback, crash dump or last lines of the worker that ended a run; empty if already on the terminal.
 
     Args:
-      failure: How the worker failed.
-      is_shown: Whether the terminal shows this worker's output, which `TerminalFilter` leaves some parts out of.
-      is_reported: Whether the worker has reported its traceback, which is one of these parts.
+      failure: Failure of the worker.
+      is_shown: Whether the terminal shows this worker's output, without the parts that `TerminalFilter` removes.
+      is_reported: Whether the worker has reported its traceback. `TerminalFilter` removes reported tracebacks.
     """
     if failure.kind == "exception" and failure.stack:
         return failure.stack.rstrip() if is_reported or not is_shown else ""
     if failure.kind not in ("exit", "signal"):
-        return ""  # A stall says in its message who waits where; the stacks of all threads are in the log.
+        return ""  # The message of a stall names the waiting workers. The log has all stacks.
     if not is_shown:
         return failure.output
     _, found, dump = failure.output.partition(_CRASH)

@@ -1,4 +1,4 @@
-"""Which signals ask a process of this package to stop; which tell it of its children."""
+"""Signals that ask a process of this package to stop, and the signal that reports the end of its children."""
 
 import signal
 import threading
@@ -7,19 +7,19 @@ __all__ = ["hear_of_children", "stop_signals"]
 
 
 def stop_signals() -> list[int]:
-    """Those that ask this process to stop, without what it is to ignore: `nohup` and background jobs say so.
+    """Returns the signals that ask this process to stop, except ignored ones, as under `nohup` and in background jobs.
 
-    Schedulers announce the end of a job by whichever they are told to, Slurm often by SIGUSR1.
+    Schedulers can be configured to announce the end of a job with any of these signals, Slurm often with SIGUSR1.
     """
     asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     return [signum for signum in asked if signal.getsignal(signum) != signal.SIG_IGN]
 
 
 def hear_of_children() -> None:
-    """Lets this process learn how its children end, and those the same of theirs.
+    """Ensures that this process and its children learn how their own children end.
 
-    Who started it may have had SIGCHLD ignored, which is passed on: then the kernel forgets ended children at once. In
-    the main thread only, as Python takes handlers from no other.
+    A parent that ignores SIGCHLD passes this setting on. The kernel then discards the exit codes of children at once.
+    Has an effect only in the main thread, as Python sets signal handlers only there.
     """
     is_ignored = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
     if is_ignored and threading.current_thread() is threading.main_thread():

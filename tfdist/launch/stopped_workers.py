@@ -1,4 +1,4 @@
-"""Workers that are stopped (SIGSTOP): of one that still starts, or that trains alone, nobody else learns soon."""
+"""Detects stopped workers (SIGSTOP). Peers do not notice one soon if it still starts or trains alone."""
 
 import math
 import pathlib
@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 
 __all__ = ["SECONDS", "StoppedWorkers"]
 
-SECONDS = 15.0  # More than others take to notice it of one that trains with them, and to tell.
+SECONDS = 15.0  # Longer than peers need to notice and report a stopped worker that trains with them.
 _LOOK_SECONDS = 1.0
 
 
 class StoppedWorkers:
-    """Adds up for how long workers have been stopped; a debugger's hold is none.
+    """Measures how long workers have been stopped. A stop by a debugger does not count.
 
-    Costs reading a file of `/proc` for each worker and second.
+    Costs one read of a file in `/proc` per worker and second.
 
     Args:
-      is_stopped: Of the number of a process.
+      is_stopped: Returns whether the process with a given id is stopped.
     """
 
     def __init__(self, is_stopped: Callable[[int], bool] | None = None):
@@ -25,12 +25,12 @@ class StoppedWorkers:
         self._looked = -math.inf
 
     def see(self, pids: Mapping[int, int], now: float) -> list[int]:
-        """Those that have been stopped for `SECONDS` by now, in seconds of any clock; by worker, the numbers of all."""
+        """Returns the workers stopped for `SECONDS`, given the process ids by worker and the time of any clock."""
         elapsed = abs(now - self._looked)
         if elapsed < _LOOK_SECONDS:
             return []
         self._looked = now
-        # Who is stopped itself, as a batch system may stop a whole job, does not count that time.
+        # If this process was stopped too, as when a batch system stops a whole job, that time does not count.
         elapsed = min(elapsed, 2 * _LOOK_SECONDS)
         stopped = [worker for worker, pid in pids.items() if self._is_stopped(pid)]
         self._seconds = {worker: self._seconds.get(worker, -elapsed) + elapsed for worker in stopped}
@@ -39,7 +39,7 @@ class StoppedWorkers:
 
 def _is_stopped(pid: int) -> bool:
     try:
-        # After the name, in brackets, which may hold anything.
+        # The state follows the process name in brackets, which may contain any character.
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
         return False

@@ -1,8 +1,8 @@
-"""Which lines of a worker's standard error are for its log file alone, and not for the terminal.
+"""Filters lines of a worker's standard error that only its log file needs, and the terminal does not.
 
-TensorFlow, XLA, gRPC and TFDS log some 30 lines in a healthy run and some 70 more when a peer fails. None of them asks
-the user to do anything. Everything else passes unchanged: what the script prints, Python's warnings and logging,
-progress bars, tracebacks.
+TensorFlow, XLA, gRPC and TFDS log some 30 lines in a healthy run and some 70 more when a peer fails. No such line needs
+an action of the user. All other output passes unchanged: output of the script, Python's warnings and logging, progress
+bars, tracebacks.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ class LibraryLine:
     """A format of lines that libraries print.
 
     Attributes:
-      what: Who prints it.
-      pattern: A regular expression that matches from the beginning of the line.
-      example: Such a line.
-      anywhere: Whether it may also begin in the middle of a line, where a progress bar has not ended its own.
+      what: Name of the code that prints the line.
+      pattern: Regular expression that matches from the start of the line.
+      example: Example of such a line.
+      anywhere: Whether the text may also start in the middle of a line, after an unfinished progress bar.
     """
 
     what: str
@@ -128,48 +128,48 @@ _ANYWHERE = re.compile("|".join(f"(?:{each.pattern})" for each in LIBRARY_LINES 
 
 
 def is_library_line(line: str) -> bool:
-    """Whether a whole line, without its end, has one of the formats of `LIBRARY_LINES`."""
+    """Returns whether a whole line, without its line end, has one of the formats of `LIBRARY_LINES`."""
     return _AT_START.match(line.encode()) is not None
 
 
 class TerminalFilter:
-    """Passes on a worker's standard error without the lines of `LIBRARY_LINES`, crash dumps and reported tracebacks.
+    """Removes the lines of `LIBRARY_LINES`, crash dumps and reported tracebacks from a worker's standard error.
 
-    Feed it with what was read; when nothing more comes for a moment, `flush` gives the beginning of a line.
+    Call `feed` with each chunk read. When the stream pauses, `flush` returns the incomplete last line.
 
     Args:
-      reported_stack: Gives the traceback of the exception that ends this worker, once the worker has reported it to its
-        supervisor; empty before. The supervisor tells that exception, so its traceback is not printed here.
+      reported_stack: Returns the traceback of the exception that ends this worker, or an empty string before the worker
+        has reported it. The supervisor logs that exception, so its traceback is not printed here.
     """
 
     def __init__(self, reported_stack: Callable[[], str] = str):
         self._reported_stack = reported_stack
         self._rest = b""
-        self._end_of_stack: bytes | None = None  # the last line of the reported traceback, once that begins
-        self._left = 0  # how often that line is still to come
-        self._most_left = 0  # how many lines there may be until then
+        self._end_of_stack: bytes | None = None  # Last line of the reported traceback, once the traceback begins.
+        self._left = 0  # How often that line will still appear.
+        self._most_left = 0  # Largest number of lines until then.
         self._in_dump = False
 
     @property
     def has_rest(self) -> bool:
-        """Whether a line has begun that is neither shown nor dropped."""
+        """Whether an incomplete line has been neither shown nor dropped."""
         return bool(self._rest)
 
     def feed(self, chunk: bytes) -> bytes:
-        """What to show of this chunk and of what was left before."""
+        """Returns the bytes to show from this chunk and the incomplete line before it."""
         *lines, self._rest = re.split(rb"(?<=[\r\n])", self._rest + chunk)
         shown = b"".join(map(self._shown, lines))
         return shown + self.flush() if len(self._rest) > _MOST_BYTES else shown
 
     def flush(self) -> bytes:
-        """What to show of a line that has not ended. A line of a library is kept back until its end."""
+        """Returns the bytes to show of an incomplete line. Holds back a library's line until the line ends."""
         found = _AT_START.match(self._rest) or _ANYWHERE.search(self._rest)
         end = found.start() if found else len(self._rest)
         shown, self._rest = self._rest[:end], self._rest[end:]
         return shown
 
     def end(self) -> bytes:
-        """What to show of the last line, if it has no end."""
+        """Returns the bytes to show of a last line without a line end."""
         line, self._rest = self._rest, b""
         return self._shown(line)
 
@@ -181,14 +181,14 @@ class TerminalFilter:
         return line[: found.start()] if found else line
 
     def _is_of_dump(self, text: bytes) -> bool:
-        """Whether the line is one that Python's faulthandler writes when a process crashes."""
+        """Returns whether the line belongs to a crash dump of Python's faulthandler."""
         self._in_dump = text.startswith(_FIRST_OF_DUMP) or (self._in_dump and _OF_DUMP.match(text) is not None)
         return self._in_dump
 
     def _is_of_reported_stack(self, text: bytes) -> bool:
-        """Whether the line is of the reported traceback: from its first line to its last.
+        """Returns whether the line belongs to the reported traceback, from its first to its last line.
 
-        Some lines in between may differ from the report: the line numbers of frames that another thread still runs.
+        Lines in between may differ from the report in the line numbers of frames that another thread still runs.
         """
         if self._end_of_stack is None and text.startswith(_FIRST_OF_TRACEBACK):
             lines = [line.rstrip() for line in self._reported_stack().encode(errors="replace").splitlines()]

@@ -1,4 +1,4 @@
-"""How many workers this machine can start at most."""
+"""Computes the largest number of workers that this machine can start."""
 
 import dataclasses
 import pathlib
@@ -8,9 +8,9 @@ from tfdist.launch.memory_limit import free_memory
 
 __all__ = ["WorkerLimits", "refusal"]
 
-_FILES_A_WORKER, _FILES_OF_OWN = 6, 64  # A log, ends of pipes, a held port; and the files of this process.
-_PROCESSES_A_WORKER = 2  # Each has threads besides, which count as well.
-_BYTES_A_WORKER = 16 << 20  # A Python process that does nothing yet; TensorFlow takes some 400 MB.
+_FILES_A_WORKER, _FILES_OF_OWN = 6, 64  # Log, pipe ends, a held port. Own files of this process.
+_PROCESSES_A_WORKER = 2  # The threads of each process count as well.
+_BYTES_A_WORKER = 16 << 20  # An idle Python process. TensorFlow needs some 400 MB.
 _PORTS = 50_000
 
 
@@ -19,9 +19,9 @@ class WorkerLimits:
     """The resources of this machine that workers share.
 
     Attributes:
-      files: How many files this process may have open.
-      processes: How many processes this user may have.
-      memory: How many bytes are free.
+      files: Number of files that this process may open.
+      processes: Number of processes that this user may run.
+      memory: Number of free bytes.
     """
 
     files: int
@@ -30,7 +30,7 @@ class WorkerLimits:
 
     @classmethod
     def of_this_machine(cls) -> "WorkerLimits":
-        """The limits that hold now."""
+        """Returns the current limits."""
         try:
             memory = free_memory()
         except (OSError, ValueError):
@@ -40,9 +40,9 @@ class WorkerLimits:
 
 
 def refusal(workers: int, limits: WorkerLimits) -> str | None:
-    """Why so many workers cannot be started, and how many could be; None if nothing speaks against it.
+    """Returns why this many workers cannot start, with the largest possible number, or None if they can.
 
-    Only an impossible number is refused: workers may need much more than they need to start.
+    Refuses only impossible numbers. Running workers may need many more resources than starting workers.
     """
     most, why = min(
         ((limits.files - _FILES_OF_OWN) // _FILES_A_WORKER, f"a process may open {limits.files} files (`ulimit -n`)"),

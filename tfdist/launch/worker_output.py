@@ -1,4 +1,4 @@
-"""Where a worker's output goes: to its log file, and for some to the terminal too."""
+"""Copies a worker's output to its log file and, for some workers, to the terminal."""
 
 import contextlib
 import math
@@ -22,7 +22,7 @@ __all__ = ["LineSplitter", "WorkerOutput"]
 
 _CHUNK_BYTES = 1 << 16
 _LINE_BYTES = 1 << 16
-_IDLE_MILLISECONDS = 50  # A line that has not ended by then is shown as far as it came.
+_IDLE_MILLISECONDS = 50  # After this time, an incomplete line is shown.
 _BAR_SECONDS = 30.0
 _STDOUT, _STDERR = 1, 2
 _UTF8_CONTINUATION = range(0x80, 0xC0)
@@ -33,15 +33,15 @@ _terminal = threading.Lock()
 class WorkerOutput:
     """The standard output and error of one worker, from before its start until after its end.
 
-    Open it, start the worker with `stdout` and `stderr`, then call `begin`; when the worker is gone, `finish`. The log
-    file has every byte, whatever is shown.
+    Create the object, start the worker with `stdout` and `stderr`, then call `begin`, and after the worker's end
+    `finish`. The log file gets every byte, also the bytes that are not shown.
 
     Args:
-      path: The log file. It is appended to.
-      show: "no": only the log. "calm": this process's own output and error show the worker's, without the lines that
-        `TerminalFilter` leaves out; if they are a terminal, the worker has one too, so that progress bars work. "by
-        line": this process's own output shows the worker's lines, all of them, after `name`.
-      name: What to print before a line.
+      path: Path of the log file, to which output is appended.
+      show: "no": log only. "calm": this process's standard output and error show the worker's, without the lines that
+        `TerminalFilter` removes. On a terminal, the worker gets a terminal too, so that progress bars work. "by line":
+        this process's standard output shows all lines of the worker, each after `name`.
+      name: Text to print before each line.
       reported_stack: See `TerminalFilter`.
 
     Raises:
@@ -50,11 +50,11 @@ class WorkerOutput:
 
     def __init__(self, path: pathlib.Path, *, show: str, name: str = "", reported_stack: Callable[[], str] = str):
         self._log: IO[bytes] = open(path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 (see `finish`)
-        self._ends: list[int] = []  # of the worker
-        self._sources: list[tuple[int, int | None, _View]] = []  # to read from, where to show it, and how
+        self._ends: list[int] = []  # The worker's descriptors.
+        self._sources: list[tuple[int, int | None, _View]] = []  # Source, target, view.
         self._pumps: list[threading.Thread] = []
         self.stderr: int = subprocess.STDOUT
-        # Also what goes to the log alone is copied: a full disk is then no error of the worker.
+        # This process also copies output that goes only to the log, so that a full disk is no error in the worker.
         if show == "calm":
             self.stdout = self._open_source(_STDOUT, _Everything(), terminal=os.isatty(_STDOUT))
             self.stderr = self._open_source(_STDERR, TerminalFilter(reported_stack), terminal=os.isatty(_STDERR))
@@ -63,7 +63,7 @@ class WorkerOutput:
             self.stdout = self._open_source(shown, _NamedLines(f"{name} ".encode()), terminal=False)
 
     def begin(self) -> None:
-        """Starts to copy, now that the worker has its ends. Starts threads: fork before, not after."""
+        """Starts to copy, once the worker has its descriptors. Starts threads, so fork before this call, not after."""
         self._close_ends()
         self._pumps = [
             threading.Thread(target=self._pump, args=source, name="tfdist-output", daemon=True)
@@ -73,7 +73,7 @@ class WorkerOutput:
             pump.start()
 
     def finish(self, seconds: float) -> None:
-        """Waits for the last words, but not for ever: what escaped from the worker's session may hold its output."""
+        """Waits up to `seconds` for the last output, which a process outside the worker's session may keep open."""
         self._close_ends()
         if not self._pumps:
             for source, *_ in self._sources:
@@ -85,10 +85,10 @@ class WorkerOutput:
             self._log.close()
 
     def _open_source(self, shown: int | None, view: "_View", *, terminal: bool) -> int:
-        """The worker's end of a new channel whose bytes go to the log, and as `view` has them to `shown`."""
+        """Opens a channel and returns the worker's end. Its bytes go to the log and, filtered by `view`, to `shown`."""
         if terminal and shown is not None:
             ours, theirs = pty.openpty()
-            tty.setraw(theirs)  # the real terminal does what is to be done about line ends
+            tty.setraw(theirs)  # The real terminal converts line ends.
             with contextlib.suppress(termios.error):
                 termios.tcsetwinsize(theirs, termios.tcgetwinsize(shown))
         else:
@@ -102,11 +102,11 @@ class WorkerOutput:
             os.close(self._ends.pop())
 
     def _pump(self, source: int, shown: int | None, view: "_View") -> None:
-        """Copies until the end, whatever fails: the worker must not block on a full pipe.
+        """Copies until the end even if writes fail, because the worker must not block on a full pipe.
 
-        A reader that is gone (`| head`) is left out from then on; a disk that is full may have room again.
+        Shows no more output once its reader is gone (`| head`), but keeps writing the log: a full disk may get room.
         """
-        with open(source, "rb", buffering=0) as stream, contextlib.suppress(OSError):  # A terminal's end is an error.
+        with open(source, "rb", buffering=0) as stream, contextlib.suppress(OSError):  # A terminal ends with an error.
             ready = select.poll()
             ready.register(stream, select.POLLIN)
             while True:
@@ -121,20 +121,20 @@ class WorkerOutput:
 
 
 class _View(Protocol):
-    """What is shown of a stream."""
+    """A filter for the bytes of a stream that are shown."""
 
     @property
     def has_rest(self) -> bool:
-        """Whether something is kept back that `flush` may give."""
+        """Whether the view holds back bytes that `flush` may return."""
 
     def feed(self, chunk: bytes) -> bytes:
-        """What to show of this chunk and of what was kept back."""
+        """Returns the bytes to show from this chunk and the bytes held back."""
 
     def flush(self) -> bytes:
-        """What to show since nothing more comes for a moment."""
+        """Returns the held back bytes to show when the stream pauses."""
 
     def end(self) -> bytes:
-        """What to show since nothing more comes."""
+        """Returns the held back bytes to show when the stream has ended."""
 
 
 class _Everything:
@@ -150,7 +150,7 @@ class _Everything:
 
 
 class _NamedLines:
-    """Whole lines, each after a name."""
+    """Shows whole lines, each after a name."""
 
     has_rest = False
 
@@ -171,23 +171,23 @@ class _NamedLines:
 
 
 class LineSplitter:
-    """Cuts bytes into lines as a terminal would show them, and cuts what is longer than 64 KiB.
+    """Splits bytes into lines as a terminal would show them, and splits lines longer than 64 KiB.
 
-    A progress bar, which goes back by carriage returns and backspaces, is one line in its last state. One that takes
-    long is shown as it stands every 30 s.
+    A progress bar, which uses carriage returns and backspaces, becomes one line with its last state. The current state
+    of a long progress bar becomes a line every 30 s.
 
     Args:
-      clock: Gives the time in seconds.
+      clock: Returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._line = bytearray()
-        self._back = 0.0  # How many characters the next one goes back first; all of them after a carriage return.
+        self._back = 0.0  # Characters to remove before the next one; infinite after a carriage return.
         self._clock = clock
         self._shown = clock()
 
     def split(self, chunk: bytes) -> list[bytes]:
-        """The lines that end with this chunk, without their ends."""
+        """Returns the lines that this chunk completes, without line ends."""
         lines: list[bytes] = []
         for piece in _PIECES.findall(chunk):
             if piece == b"\n":
@@ -207,7 +207,7 @@ class LineSplitter:
         return lines
 
     def rest(self) -> list[bytes]:
-        """What came after the last end of a line, as a line if it is not empty."""
+        """Returns the incomplete last line, if it is not empty."""
         return [self._take()] if self._line else []
 
     def _take(self) -> bytes:
@@ -224,14 +224,14 @@ class LineSplitter:
 
 
 def _show(place: int | None, data: bytes) -> int | None:
-    if place is None or not data:  # nor wait for others at a terminal that does not move
+    if place is None or not data:  # Without data, does not wait for a blocked terminal.
         return place
     with _terminal:
         return _put(place, data)
 
 
 def _put(place: int | None, data: bytes) -> int | None:
-    """Writes to a place; gives it back, or None once it fails."""
+    """Writes to a file descriptor. Returns the descriptor, or None if the write failed."""
     if place is not None:
         try:
             _write_all(place, data)

@@ -1,7 +1,7 @@
-"""Runs the script of a worker as `python script.py` does, where models of plain Keras refuse to train.
+"""Runs a worker's script as `python script.py` does, and adds a guard: models of plain Keras refuse to train.
 
-Workers whose script knows no strategy would each train a model of its own, and write the same files. The guard needs
-Keras, so it is set once the script has imported that. This file is run by its path and loads the standard library only.
+If a script uses no strategy, each worker would train its own model and write the same files. The guard needs Keras, so
+it is set once the script has imported Keras. This file is run by its path and loads only the standard library.
 """
 
 import importlib.abc
@@ -18,7 +18,7 @@ _PARTLY_LOADED = ("tfdist._tf", "tfdist.data", "tfdist.strategies")
 
 
 class _AfterKeras(importlib.abc.MetaPathFinder):
-    """Finds Keras where it is, and sets the guard as soon as Keras is imported."""
+    """Finds Keras in its usual place, and sets the guard as soon as Keras has been imported."""
 
     def __init__(self, workers: int):
         self._workers = workers
@@ -36,7 +36,7 @@ class _AfterKeras(importlib.abc.MetaPathFinder):
 
 
 class _GuardingLoader(importlib.abc.Loader):
-    """Loads a module by another loader, which the module keeps."""
+    """Loads a module with another loader, which stays the module's `__loader__`, then sets the guard."""
 
     def __init__(self, loader: Any, workers: int):
         self._loader, self._workers = loader, workers
@@ -49,7 +49,7 @@ class _GuardingLoader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        # A script that imports tfdist first makes a strategy, which sets the guard.
+        # If the script imported tfdist before Keras, it creates a strategy, which sets the guard.
         if module.backend.backend() == "tensorflow" and not any(name in sys.modules for name in _PARTLY_LOADED):
             from tfdist.strategies.outside_scope import watch_models_outside
 
@@ -61,7 +61,7 @@ def _number_of_workers() -> int:
         cluster = json.loads(os.environ.get("TF_CONFIG") or "{}")["cluster"]
         return sum(len(cluster.get(job, ())) for job in ("chief", "worker"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return 1  # Whoever needs TF_CONFIG says what is wrong with it.
+        return 1  # The code that needs TF_CONFIG reports the mistake.
 
 
 def _print_without_this_file(kind: Any, error: BaseException, trace: types.TracebackType | None) -> None:
