@@ -1,4 +1,4 @@
-"""What the command line takes as numbers, sizes and names: told what is wrong with them, by argparse."""
+"""Argument types of the command line: numbers, sizes and names, with errors that argparse prints."""
 
 import argparse
 import difflib
@@ -13,26 +13,26 @@ _BIT_RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that names the option which was probably meant by one that it does not know."""
+    """A parser that suggests the most similar option for each unknown option."""
 
     _given: Sequence[str] = ()
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace=None):  # type: ignore[override]
-        """As the parent's; remembers the arguments for `error`."""
+        """Parses like the base class, and stores the arguments for `error`."""
         self._given = list(args or ())
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Ends this process with exit code 2; the message has a suggestion for each unknown option."""
+        """Ends this process with exit code 2 and a message that suggests an option for each unknown option."""
         doubtful: Sequence[str] = ()
         if message.startswith("unrecognized arguments: "):
             doubtful = message.split()
         elif message.startswith("the following arguments are required: "):
-            doubtful = self._given  # The value of a misspelt option may have been taken for the script.
+            doubtful = self._given  # Argparse may have used the value of a misspelt option as the script.
         super().error(message + self._suggestions(doubtful))
 
     def _suggestions(self, arguments: Sequence[str]) -> str:
-        """For each unknown option among some arguments the option nearest to it."""
+        """Returns a text that suggests the most similar option for each unknown option in `arguments`."""
         columns = re.findall(r"^  -.*?(?=  |$)", self.format_help(), re.MULTILINE)
         known = re.findall(r"(?<![\w-])--?[a-z][a-z-]*", " ".join(columns))
         named = [each.partition("=")[0] for each in arguments if each.startswith("-")]
@@ -44,7 +44,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def stray_option(arguments: Sequence[str], names: Sequence[str]) -> str | None:
-    """The first of these options, with its value, that stands among some arguments; None if there is none."""
+    """Returns the first of the options `names` in `arguments`, with its value, or None."""
     for place, each in enumerate(arguments):
         if each.partition("=")[0] in names:
             following = arguments[place + 1 : place + 2]
@@ -53,12 +53,12 @@ def stray_option(arguments: Sequence[str], names: Sequence[str]) -> str | None:
 
 
 def positive_int(text: str) -> int:
-    """A whole number from 1 up."""
+    """Parses a whole number of at least 1."""
     return _whole_number(text, 1)
 
 
 def count(text: str) -> int:
-    """A whole number from 0 up."""
+    """Parses a whole number of at least 0."""
     return _whole_number(text, 0)
 
 
@@ -73,7 +73,7 @@ def _whole_number(text: str, least: int) -> int:
 
 
 def seconds(text: str) -> float:
-    """Seconds from 0 up."""
+    """Parses a number of seconds of at least 0."""
     try:
         value = float(text)
     except ValueError:
@@ -84,7 +84,7 @@ def seconds(text: str) -> float:
 
 
 def _quantity(text: str, units: Mapping[str, int]) -> int:
-    """Reads a whole number of things: "64KiB", "2.5M", "1000"."""
+    """Parses a whole number with an optional unit: "64KiB", "2.5M", "1000"."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text.strip())
     if match and match[2] in ("", *units):
         value = float(match[1]) * units.get(match[2], 1)
@@ -94,7 +94,7 @@ def _quantity(text: str, units: Mapping[str, int]) -> int:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Sizes of float32 tensors, in bytes: "1KiB,4MB"."""
+    """Parses sizes of float32 tensors, in bytes: "1KiB,4MB"."""
     found = sorted({_quantity(part, BINARY | DECIMAL) for part in text.split(",")})
     odd = [size for size in found if size % 4]
     if odd:
@@ -103,17 +103,17 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names, each once: "none,int8"."""
+    """Parses names and drops duplicates: "none,int8"."""
     return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
 def parameters(text: str) -> int:
-    """A number of parameters: "25M"."""
+    """Parses a number of parameters: "25M"."""
     return _quantity(text, _COUNTS)
 
 
 def bit_rate(text: str) -> float:
-    """Bits per second: "100mbit", "2.5 Gbit/s"."""
+    """Parses bits per second: "100mbit", "2.5 Gbit/s"."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kmg]?bit)(?:/s|ps)?", text.strip().lower())
     value = float(match[1]) * _BIT_RATES[match[2]] if match else 0.0
     if value <= 0:

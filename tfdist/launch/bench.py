@@ -1,7 +1,7 @@
-"""What `tfdist bench` measures: the time of an exchange between the workers of this cluster, by size and codec.
+"""Measurements of `tfdist bench`: the time of an exchange between the workers of this cluster, by size and codec.
 
-All workers run the same exchanges in the same order. Whatever a clock or a machine's memory decides is told to all
-through the strategy first: a worker that repeated once less than the others would leave them waiting.
+All workers run the same exchanges in the same order. They first agree through the strategy on each decision that
+depends on a clock or on memory: if one worker repeated an exchange less often, its peers would wait forever.
 """
 
 import dataclasses
@@ -46,24 +46,24 @@ __all__ = [
     "report",
 ]
 
-_GRACE_SECONDS = 5.0  # for the chief, which knows what was measured, to end first
+_GRACE_SECONDS = 5.0  # Lets the chief, which has the results, end first.
 _LONGEST_SECONDS = 1e6
 _LEAST_REPETITIONS, _MOST_REPETITIONS = 3, 50
 COMPRESSIONS = ("none", *NAMES)
-# From the exact one to those that leave most for later steps; of codecs that cost about the same the first is advised.
+# From the exact exchange to codecs that defer most to later steps. The first of about equally fast codecs is advised.
 _BY_LOSS = ("none", "float16", "bfloat16", "int8", "int4", "powersgd", "topk", "sign")
 _ABOUT = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchPlan:
-    """What is measured.
+    """Plan of the measurements.
 
     Attributes:
       sizes: Bytes of the float32 tensor on each replica: multiples of 4, ascending. Equal on all workers.
-      compressions: Names of codecs, "none" for the plain exchange; None: that and all codecs. Equal on all workers.
-      seconds: How long one row may take, if that allows for 3 repetitions. The chief's counts.
-      deadline: When all must be done, as `time.monotonic()` counts. The chief's counts.
+      compressions: Names of codecs, "none" for no codec; None for "none" and all codecs. Equal on all workers.
+      seconds: Time limit of a row, unless 3 repetitions take longer. The chief's value applies.
+      deadline: End of all measurements, in the time of `time.monotonic()`. The chief's value applies.
     """
 
     sizes: tuple[int, ...]
@@ -77,9 +77,9 @@ class ModelExchange:
     """A model and a network for which the exchange is predicted.
 
     Attributes:
-      parameters: How many float32 parameters the model has.
-      compute_ms: What its step takes without an exchange, in milliseconds; None if that is not known.
-      link: Bits per second that a worker can send; None to predict for the network that was measured.
+      parameters: Number of float32 parameters of the model.
+      compute_ms: Time of a step without an exchange, in milliseconds, or None if unknown.
+      link: Bits per second that a worker can send, or None to predict for the measured network.
     """
 
     parameters: int
@@ -89,15 +89,15 @@ class ModelExchange:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The exchanges of one size with one codec, as this worker timed them.
+    """The exchanges of one size with one codec, as timed by this worker.
 
     Attributes:
-      compression: The name of the codec, or "none".
+      compression: Name of the codec, or "none".
       size: Bytes of the tensor on each replica.
-      replicas: How many replicas summed it.
-      times: Seconds of each repetition; none if it was skipped.
-      skipped: Why it was skipped.
-      sent_bytes: What this worker sent in each exchange.
+      replicas: Number of replicas.
+      times: Seconds of each repetition. Empty if the row was skipped.
+      skipped: Reason why the row was skipped.
+      sent_bytes: Bytes that this worker sent per exchange.
     """
 
     compression: str
@@ -109,7 +109,7 @@ class Row:
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
-        """Lower quartile, median and upper quartile, in seconds."""
+        """The lower quartile, median and upper quartile, in seconds."""
         low, middle, high = statistics.quantiles(self.times, n=4, method="inclusive")
         return low, middle, high
 
@@ -120,29 +120,29 @@ class Row:
 
     @property
     def algorithm_bandwidth(self) -> float:
-        """Bytes of the tensor a second."""
+        """Bytes of the tensor per second."""
         return self.size / self.median
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes a second that a link carries in each direction, if replicas send no more than they must.
+        """Bytes per second that a link carries in each direction, if replicas send no more than necessary.
 
-        An all-reduce of S bytes over N replicas needs 2(N-1)/N S from each, which makes rows of unlike N comparable
-        with each other and with the link: NCCL tests,
-        https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. With a codec it is the rate of a link that
-        would do as well without.
+        In an all-reduce of S bytes over N replicas, each replica must send 2(N-1)/N S. This rate is comparable between
+        rows with different N and with the link; see NCCL tests,
+        https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. With a codec, it is the rate of a link that
+        would be as fast without the codec.
         """
         return self.algorithm_bandwidth * 2 * (self.replicas - 1) / self.replicas
 
     def describe(self) -> str:
-        """The row in one line."""
+        """Describes the row in one line."""
         what = f"{self.compression}, {_show_bytes(self.size)}: "
         if self.skipped:
             return what + f"skipped, {self.skipped}"
         return what + f"{_ms(self.median)} ms, median of {len(self.times)}"
 
     def to_json(self) -> dict:
-        """The row with units in the names; what was skipped has no times."""
+        """Returns the row as JSON, with units in the names. A skipped row has no times."""
         told = {"compression": self.compression, "bytes": self.size, "skipped": self.skipped or None}
         if self.skipped:
             return told
@@ -157,7 +157,7 @@ class Row:
 
 
 def exchange(strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optimizer, tensor):
-    """What is timed: `tensor`, one on each replica, summed over all of them as a gradient of `optimizer` is."""
+    """Runs the timed exchange: sums `tensor` over all replicas, like a gradient of `optimizer`."""
 
     def on_replica(value):
         (total,) = strategy.extended.exchange_gradients(optimizer, [value])
@@ -167,18 +167,18 @@ def exchange(strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optim
 
 
 def measure(plan: BenchPlan, spec: ClusterSpec, end_in: Callable[[float], None]) -> Iterator[Row]:
-    """Measures row by row, codec by codec. Called by all workers, each with the same sizes and codecs.
+    """Measures row by row, codec by codec. All workers must call it with the same sizes and codecs.
 
     Args:
-      plan: What is measured.
+      plan: Plan of the measurements.
       spec: The cluster.
-      end_in: Called on the others than the chief when all have met, with the seconds that the chief has left.
+      end_in: Called on each worker except the chief once all have joined, with the chief's remaining seconds plus 5.
 
     Raises:
-      ClusterError: If the workers were started with unlike plans, or a sum comes out wrong.
+      ClusterError: If the workers were started with unequal plans, or a sum is wrong.
     """
     for name in plan.compressions or COMPRESSIONS:
-        # Who is waited for is said with the time that is left; that it is over, others say.
+        # The strategy's messages name missing workers and this time. The timer of `bench_command` reports its end.
         seconds = min(_LONGEST_SECONDS, max(0.0, plan.deadline - time.monotonic()) + 1)
         strategy = tfdist.MultiWorkerMirroredStrategy(
             compression=None if name == "none" else name,
@@ -199,7 +199,7 @@ def measure(plan: BenchPlan, spec: ClusterSpec, end_in: Callable[[float], None])
 
 
 def _sent_bytes(size: int, before: TrafficTotals | None, strategy: tf.distribute.Strategy) -> float:
-    """What this worker has sent in each exchange since `before`, or must send without a codec."""
+    """Returns the bytes that this worker sent per exchange since `before`, or must send without a codec."""
     if before is not None:
         return (strategy.communication.traffic() - before).sent_bytes_per_step
     replicas = strategy.num_replicas_in_sync
@@ -219,7 +219,7 @@ def _check_equal(plan: BenchPlan, strategy: tf.distribute.Strategy) -> None:
 def _reason_to_skip(
     size: int, name: str, rows: Sequence[Row], plan: BenchPlan, strategy: tf.distribute.Strategy, spec: ClusterSpec
 ) -> str:
-    """Why this size is not measured, on any worker; empty if it is."""
+    """Returns why all workers skip this size, or an empty string if they measure it."""
     policy = policy_of(None if name == "none" else name)
     if policy and policy(tf.TensorShape(_shape(size)), tf.float32, 0) is None:
         return f"{name} sends a tensor of {' x '.join(map(str, _shape(size)))} as it is"
@@ -234,13 +234,13 @@ def _reason_to_skip(
 
 
 def _room(strategy: tf.distribute.Strategy, spec: ClusterSpec) -> int:
-    """Bytes that one tensor may have here: with its sum, residuals and buffers it takes five to eight times as many."""
+    """Returns the largest tensor size here, in bytes. Sum, residuals and buffers need five to eight times the size."""
     replicas_here = len(spec.workers_on_host) * len(strategy.extended.worker_devices)
     return max(0, free_memory()) // 8 // replicas_here
 
 
 def _time_exchanges(size: int, name: str, seconds: float, strategy: tf.distribute.Strategy) -> tuple[float, ...]:
-    """The seconds of each exchange, after one that is checked and not counted."""
+    """Returns the seconds of each exchange, after a first exchange that is checked and not counted."""
     devices, replicas = strategy.extended.worker_devices, strategy.num_replicas_in_sync
     with strategy.scope():
         optimizer = keras.optimizers.SGD()
@@ -259,7 +259,7 @@ def _time_exchanges(size: int, name: str, seconds: float, strategy: tf.distribut
         start = time.perf_counter()
         total, last = step(tensor)
         for element in strategy.experimental_local_results(last):
-            element.numpy()  # a GPU's result is there when it can be read
+            element.numpy()  # Reading a GPU's result waits for it.
         seconds = time.perf_counter() - start
         if check:
             for local in strategy.experimental_local_results(total):
@@ -275,23 +275,23 @@ def _time_exchanges(size: int, name: str, seconds: float, strategy: tf.distribut
 
 
 def _shape(size: int) -> list[int]:
-    """Of the float32 tensor of so many bytes: as near a square as can be, as PowerSGD takes matrices."""
+    """Returns a shape for a float32 tensor of `size` bytes, as close to square as possible, since PowerSGD needs it."""
     elements = size // tf.float32.size
     rows = next(rows for rows in range(math.isqrt(elements), 0, -1) if elements % rows == 0)
     return [rows, elements // rows]
 
 
 def check_sum(total: tf.Tensor, replicas: int, *, exact: bool) -> None:
-    """Checks the sum of the tensors of ones, twos, ... of all replicas.
+    """Checks the sum of the replicas' tensors, which are filled with 1, 2, ... .
 
     Args:
-      total: The sum as it arrived, of any shape.
-      replicas: How many replicas took part.
-      exact: Whether every element must be right, as without a codec. A codec may send a part of it later, but what
-        comes must be finite.
+      total: The received sum, of any shape.
+      replicas: Number of replicas.
+      exact: Whether every element must be correct, as without a codec. A codec may send a part of the sum later, but
+        all received values must be finite.
 
     Raises:
-      ClusterError: If it is wrong.
+      ClusterError: If the sum is wrong.
     """
     low, high, right = float(tf.reduce_min(total)), float(tf.reduce_max(total)), replicas * (replicas + 1) / 2
     if not (math.isfinite(low) and math.isfinite(high)) or (exact and (low, high) != (right, right)):
@@ -303,25 +303,25 @@ def check_sum(total: tf.Tensor, replicas: int, *, exact: bool) -> None:
 
 
 def predict(rows: Sequence[Row], size: int) -> float:
-    """Seconds of an exchange of another size: on the line between the sizes measured next to it.
+    """Predicts the seconds of an exchange of another size, by linear interpolation between measured sizes.
 
-    Below the smallest it takes as long as the smallest; beyond the largest the line through the last two goes on.
+    Below the smallest size, the time is constant. Beyond the largest size, extrapolates the line through the last two.
 
     Args:
-      rows: One codec's rows that were not skipped, at least one, ascending.
-      size: Bytes.
+      rows: Rows of one codec that were not skipped, at least one, in ascending order of size.
+      size: Bytes of the tensor.
     """
     sizes, times = [row.size for row in rows], [row.median for row in rows]
     if size <= sizes[-1]:
         return float(np.interp(size, sizes, times))
     rise = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]) if len(rows) > 1 else 0.0
-    if rise <= 0:  # one row, or noise
+    if rise <= 0:  # One row, or noise.
         rise = times[-1] / sizes[-1]
     return times[-1] + rise * (size - sizes[-1])
 
 
 def _expectations(rows: Sequence[Row], model: ModelExchange) -> list[dict]:
-    """For each codec its latency, and what a model's exchange and step will take."""
+    """Returns the latency and the predicted times of a model's exchange and step for each codec."""
     size, expectations = model.parameters * tf.float32.size, []
     for name in dict.fromkeys(row.compression for row in rows if row.times):
         own = [row for row in rows if row.compression == name and row.times]
@@ -336,25 +336,25 @@ def _expectations(rows: Sequence[Row], model: ModelExchange) -> list[dict]:
             "sent_bytes": round(own[-1].sent_bytes * size / own[-1].size),
         }
         if model.link is not None:
-            # Coding as it was measured, and then the link: an exchange that overlaps the two is faster.
+            # Adds the time on the link to the measured time. Overlapping coding and sending would be faster.
             seconds += expectation["sent_bytes"] * 8 / model.link
             expectation |= {"link_bits_per_second": model.link, "link_exchange_seconds": seconds}
         if model.compute_ms is not None:
             compute = model.compute_ms / 1e3
-            # All of the exchange hidden behind the computation, or the other way round; or none of it.
+            # Low: computation and exchange overlap completely. High: they do not overlap.
             expectation["step_seconds"] = {"low": max(compute, seconds), "high": compute + seconds}
         expectations.append(expectation)
     return expectations
 
 
 def report(rows: Sequence[Row], spec: ClusterSpec, command: str, model: ModelExchange) -> dict:
-    """All that was measured, and where, as JSON has it.
+    """Returns all results, with the machine and versions, for JSON.
 
     Args:
-      rows: What `measure` gave.
+      rows: Rows from `measure`.
       spec: The cluster.
-      command: What was typed.
-      model: What the exchange is predicted for.
+      command: Command line of the user.
+      model: Model and network for the predictions.
     """
     cpus = [line for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
@@ -381,11 +381,10 @@ def report(rows: Sequence[Row], spec: ClusterSpec, command: str, model: ModelExc
 
 
 def recommendation(expectations: Sequence[Mapping]) -> str | None:
-    """The codec, or "none", for the shortest step on the link that was given; of some that are about as short the first
-    by loss. None without a link.
+    """Returns the codec or "none" with the shortest step on the link, None without a link. `_BY_LOSS` breaks near ties.
 
     Args:
-      expectations: As `report` says them.
+      expectations: The expectations in the result of `report`.
     """
     costs = {
         each["compression"]: each["step_seconds"]["high"] if "step_seconds" in each else each["link_exchange_seconds"]
@@ -401,7 +400,7 @@ def _loss(name: str) -> int:
 
 
 def print_tables(rows: Sequence[Row], expectations: Sequence[Mapping]) -> None:
-    """Prints the rows, and what to expect of them as `report` says it."""
+    """Prints the rows and the expectations in the result of `report`."""
     console = rich.console.Console()
     table = _table(
         f"All-reduce of float32 over {rows[0].replicas} replicas",
@@ -464,12 +463,12 @@ def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
 def measure_aloud(
     plan: BenchPlan, spec: ClusterSpec, keep: Callable[[Row], None], end_in: Callable[[float], None]
 ) -> None:
-    """`measure`, each row kept, and told in the chief's log, when it is there.
+    """Runs `measure`, keeps each row at once, and logs the row on the chief.
 
     Raises:
-      ClusterError: As `measure`, and if an exchange fails.
+      ClusterError: As in `measure`, and if an exchange fails.
     """
-    tf.get_logger().setLevel("WARNING")  # who the devices are is told for each strategy
+    tf.get_logger().setLevel("WARNING")  # Otherwise each strategy logs its devices.
     if not spec.is_chief:
         logging.info("%s takes part; the chief prints the results", spec.describe())
     try:
@@ -478,7 +477,7 @@ def measure_aloud(
             if spec.is_chief:
                 logging.info("%s", row.describe())
     except tf.errors.OpError as error:
-        reason = error.message.rpartition("\n\n")[2]  # after the places in the source
+        reason = error.message.rpartition("\n\n")[2]  # The text after the source locations.
         raise ClusterError(
             f"An exchange failed on {spec.describe()}. See the output of the others: a worker that ended or cannot be "
             f"reached makes all fail. TensorFlow says: {reason}"
@@ -486,7 +485,7 @@ def measure_aloud(
 
 
 def _show_bytes(size: int) -> str:
-    """A number of bytes for reading, in units in which it is round if there are any: "64 KiB", "1 MB"."""
+    """Formats a number of bytes, if possible in units in which the number is round: "64 KiB", "1 MB"."""
     shown = []
     for units in (BINARY, DECIMAL):
         unit, factor = max((each for each in units.items() if size >= each[1]), key=lambda each: each[1])
@@ -496,7 +495,7 @@ def _show_bytes(size: int) -> str:
 
 
 def _show_rate(bits_per_second: float) -> str:
-    """A rate for reading: "100 Mbit/s"."""
+    """Formats a rate: "100 Mbit/s"."""
     units = (("Gbit", 1e9), ("Mbit", 1e6), ("kbit", 1e3), ("bit", 1.0))
     unit, factor = next((each for each in units if bits_per_second >= each[1]), units[-1])
     return f"{bits_per_second / factor:.4g} {unit}/s"

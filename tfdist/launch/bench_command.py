@@ -1,4 +1,4 @@
-"""`tfdist bench`: what it takes, its end in time, and its results; `bench.py` measures."""
+"""The command `tfdist bench`: its arguments, its timeout and its results. `bench.py` measures."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ from tfdist.launch import arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Adds the arguments of the command."""
     parser.add_argument(
         "--workers",
         type=arguments.positive_int,
@@ -88,11 +88,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, and tells what was measured; or starts workers that do.
+    """Measures and prints the results, or starts workers that measure.
 
     Raises:
-      ClusterError: If workers do not come, were started with unlike commands, or an exchange fails.
-      TFConfigError: If TF_CONFIG is faulty.
+      ClusterError: If workers do not join or were started with unequal commands, or if an exchange fails.
+      TFConfigError: If TF_CONFIG is wrong.
     """
     spec = _cluster_of(args)
     if args.json and (spec is None or spec.is_chief):
@@ -112,8 +112,8 @@ def run(args: argparse.Namespace) -> int:
     failure: BaseException | None = None
     _end_at_sigterm(results.end)
     with _Timeout(args.timeout, results.end) as timeout:
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the table is what is to be read
-        from tfdist.launch import bench  # loads TensorFlow
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # Keeps the table readable.
+        from tfdist.launch import bench  # Loads TensorFlow.
 
         unknown = [name for name in args.compression or () if name not in bench.COMPRESSIONS]
         if unknown:
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Results:
-    """What was measured, which the chief tells once, all or as much as there is."""
+    """Measured rows, complete or incomplete, which the chief prints once."""
 
     def __init__(self, args: argparse.Namespace, spec: ClusterSpec):
         self.rows: list[Any] = []
@@ -138,7 +138,7 @@ class _Results:
         self._is_told, self._lock = False, threading.Lock()
 
     def tell(self, error: str | None) -> None:
-        """Prints the results, and writes them, with the reason if they are not all."""
+        """Prints and writes the results, with the reason if they are incomplete."""
         with self._lock:
             if self._is_told or not self.rows or not self._spec.is_chief:
                 return
@@ -154,7 +154,7 @@ class _Results:
                 write_whole(args.json, json.dumps(report, indent=2) + "\n")
 
     def end(self, why: str, exit_code: int) -> None:
-        """Ends this process: an orderly end may wait for an exchange."""
+        """Ends this process without clean-up, because a normal exit may wait for an exchange."""
         try:
             logging.error("%s", why)
             self.tell(why)
@@ -163,7 +163,7 @@ class _Results:
 
 
 def _end_at_sigterm(end: Callable[[str, int], None]) -> None:
-    """Lets a thread hear SIGTERM: the main thread hears nothing in an exchange. Called before others are started."""
+    """Handles SIGTERM in a thread, as the main thread cannot during an exchange. Call it before starting threads."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def hear() -> None:
@@ -174,7 +174,7 @@ def _end_at_sigterm(end: Callable[[str, int], None]) -> None:
 
 
 def _cluster_of(args: argparse.Namespace) -> ClusterSpec | None:
-    """The cluster to take part in; None if one is to be started here."""
+    """Returns the cluster to join, or None to start a cluster here."""
     spec = ClusterSpec.from_env()
     if spec is None and args.workers is None:
         args.parser.error(
@@ -194,10 +194,10 @@ def _cluster_of(args: argparse.Namespace) -> ClusterSpec | None:
 
 
 class _Timeout:
-    """Ends this process if a block takes longer: in an exchange TensorFlow hears no signal and no exception.
+    """Ends this process if a block takes too long. Signals and exceptions do not interrupt TensorFlow in an exchange.
 
     Args:
-      seconds: How long it may take.
+      seconds: Time limit of the block.
       end: Called with the reason and the exit code, in another thread.
     """
 
@@ -213,7 +213,7 @@ class _Timeout:
         self._cancel()
 
     def end_in(self, seconds: float) -> None:
-        """Sets another time for the end, from this moment."""
+        """Sets a new time limit, counted from now."""
         self._cancel()
         self._timer = threading.Timer(seconds, self._end, [self._why(), 1])
         self._timer.daemon = True

@@ -1,7 +1,7 @@
-"""Lock files of `tf.data.Dataset.cache(path)`: a worker that is killed while it fills a cache leaves one behind.
+"""Lock files of `tf.data.Dataset.cache(path)`, which a worker leaves behind if it is killed while it fills a cache.
 
-TensorFlow writes `<path>_<n>.lockfile` when an iterator begins to fill a cache, and refuses another iterator until the
-file is gone. The file does not name its owner.
+TensorFlow writes `<path>_<n>.lockfile` when an iterator starts to fill a cache. It refuses any other iterator until the
+file is removed. The file does not name its owner.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ __all__ = ["describe", "is_left_behind", "lock_named_in", "locks_in", "remove"]
 
 _SUFFIX = ".lockfile"
 _LOCK = re.compile(r"cache lockfile already exists \('(?P<path>[^']+\.lockfile)'\)")
-# Other hosts cannot write to these, so a lock there is of this machine.
+# Other hosts cannot write to these file systems, so a process of this machine made any lock there.
 _LOCAL_FILE_SYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
 _WAY_OUT = (
     'Give each worker a path of its own: `data.cache(path + "-" + os.environ.get("TFDIST_SLOT", "0"))`, and let one '
@@ -24,15 +24,15 @@ _WAY_OUT = (
 
 
 def is_left_behind(lock: pathlib.Path, run_start: float, attempt_start: float) -> bool:
-    """Whether a worker of an earlier attempt of this run made a lock, and is gone.
+    """Returns whether a lock was made by a worker of an earlier attempt of this run that has ended.
 
-    The file must be of this user, of that time, on a disk of this machine, and written by TensorFlow. No process may
-    have a file of the cache open: an iterator that fills a cache has one open all the time.
+    The file must belong to this user, date from that time, be on a local disk, and be written by TensorFlow. No process
+    may have a file of the cache open, because an iterator that fills a cache always has a file of the cache open.
 
     Args:
-      lock: The lock file.
-      run_start: When the run began, in seconds since the epoch.
-      attempt_start: When the newest attempt began, in seconds since the epoch; its workers may hold locks.
+      lock: Path of the lock file.
+      run_start: Start of the run, in seconds since the epoch.
+      attempt_start: Start of the newest attempt, in seconds since the epoch. Its workers may hold locks.
     """
     try:
         found = lock.lstat()
@@ -49,14 +49,14 @@ def is_left_behind(lock: pathlib.Path, run_start: float, attempt_start: float) -
 
 
 def remove(lock: pathlib.Path) -> bool:
-    """Removes a lock; whether it is gone."""
+    """Removes a lock. Returns whether the lock no longer exists."""
     with contextlib.suppress(OSError):
         lock.unlink(missing_ok=True)
     return not lock.exists()
 
 
 def locks_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    """All files in a folder that are named like a lock."""
+    """Returns all files in a folder that are named like a lock."""
     try:
         return sorted(folder.glob(f"*{_SUFFIX}"))
     except OSError:
@@ -64,7 +64,7 @@ def locks_in(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def describe(lock: pathlib.Path, attempt_start: float) -> str:
-    """The words for a lock that is not removed: its holder, as far as that is known, and the remedy."""
+    """Describes a lock that is not removed, with its holder, if known, and the remedy."""
     try:
         made = lock.lstat().st_mtime
     except OSError:
@@ -78,20 +78,20 @@ def describe(lock: pathlib.Path, attempt_start: float) -> str:
 
 
 def lock_named_in(message: str) -> pathlib.Path | None:
-    """The lock file that an exception of TensorFlow names; None if it names none on this machine's file systems."""
+    """Returns the lock file named in a message of TensorFlow, or None if there is none or it is on remote storage."""
     found = _LOCK.search(message)
     return pathlib.Path(found["path"]) if found and "://" not in found["path"] else None
 
 
 def _open_files() -> Iterator[str]:
-    """The paths of all files that the processes of this user have open."""
+    """Yields the paths of all files that processes of this user have open."""
     for link in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
             yield os.readlink(link)
 
 
 def _file_system_of(path: pathlib.Path) -> str:
-    """The type of the file system that holds a path, as /proc/self/mountinfo names it; empty if that is not known."""
+    """Returns the type of a path's file system, as in /proc/self/mountinfo, or an empty string if unknown."""
     place, best, kind = os.path.realpath(path), "", ""
     with contextlib.suppress(OSError, ValueError):
         for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines():

@@ -42,20 +42,20 @@ class _Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Runs the command `tfdist`.
 
     Args:
-      argv: The arguments, those of this process if None.
+      argv: Arguments of the command, by default the arguments of this process.
 
     Returns:
       The exit code.
 
     Raises:
-      SystemExit: With code 2 if the command line is wrong, with 0 after `--help` and `--version`.
+      SystemExit: With code 2 for a wrong command line, with code 0 after `--help` and `--version`.
     """
     _open_standard_streams()
     argv = sys.argv[1:] if argv is None else list(argv)
-    flags.FLAGS(["tfdist"])  # absl's logging wants its flags parsed; the command line is argparse's
+    flags.FLAGS(["tfdist"])  # absl's logging needs parsed flags; argparse parses the command line.
     logging.use_absl_handler()
     logging.get_absl_handler().setFormatter(std_logging.Formatter("tfdist: %(message)s"))
     logging.set_verbosity(logging.INFO)
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Lets nothing else have the descriptors 0 to 2, if they came closed: what is printed would go there."""
+    """Opens the descriptors 0 to 2 if closed. Otherwise a file opened later could get them and receive printed text."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -185,7 +185,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _own_place(args: argparse.Namespace) -> ClusterSpec | None:
-    """The place of the worker to start in the cluster of several hosts; None if all workers are started here."""
+    """Returns the cluster spec of the worker to start in a cluster of several hosts; None to start all workers here."""
     is_told = args.slurm or args.mpi is not None
     if args.base_port and not is_told:
         args.parser.error("--base-port needs --slurm or --mpi: under TF_CONFIG ports are given, else found")
@@ -237,9 +237,9 @@ def _run_options(args: argparse.Namespace) -> SupervisorOptions:
 
 
 def _worker_command(args: argparse.Namespace) -> list[str]:
-    """The command of a worker, checked here so that a slip is told once and not by every worker."""
+    """Returns the command of a worker. Checks it here, so that a mistake is reported once and not by every worker."""
     if args.is_module:
-        # Only the outermost package: finding an inner module would import those around it.
+        # Checks only the outermost package: finding an inner module would import its parent packages.
         package = args.script.partition(".")[0]
         found = importlib.machinery.PathFinder.find_spec(package, [os.getcwd()]) or importlib.util.find_spec(package)
         if not found:
@@ -256,11 +256,11 @@ def _worker_command(args: argparse.Namespace) -> list[str]:
 
 
 def _check_syntax(args: argparse.Namespace) -> None:
-    """Refuses a script that Python cannot compile, before workers are started that all fail by it."""
+    """Refuses a script that Python cannot compile, before all workers start and fail because of it."""
     path = pathlib.Path(args.script)
     if path.suffix != ".py" or not path.is_file():
         return
-    with contextlib.suppress(OSError, ValueError):  # Python itself says more.
+    with contextlib.suppress(OSError, ValueError):  # Python's own error says more.
         try:
             compile(path.read_bytes(), args.script, "exec", dont_inherit=True)
         except SyntaxError as error:
@@ -268,7 +268,7 @@ def _check_syntax(args: argparse.Namespace) -> None:
 
 
 def _script_args(args: argparse.Namespace) -> list[str]:
-    """All that stands after the script, also a `--` next to it, which argparse may take for its own."""
+    """Returns all arguments after the script, including a `--` next to the script, which argparse may remove."""
     before = args.argv[: len(args.argv) - len(args.script_args)]
     return [*(["--"] if before[-1] == "--" else []), *args.script_args]
 
@@ -277,7 +277,7 @@ def _script_args(args: argparse.Namespace) -> list[str]:
 def _caught_signals() -> Iterator[list[int]]:
     """Collects the signals that ask this process to stop, instead of stopping.
 
-    What comes within a second of the first is the same request: sent to this process and to its group, say.
+    Signals within a second of the first are the same request, for example sent to this process and to its group.
     """
     caught: list[int] = []
     first = 0.0

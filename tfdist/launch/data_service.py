@@ -1,4 +1,4 @@
-"""`tfdist data-service`: the servers of a tf.data service, for `BalancedSharding(..., service=...)`."""
+"""The command `tfdist data-service`: starts the servers of a tf.data service for `BalancedSharding(service=...)`."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ _START_SECONDS = 40.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Adds the arguments of the command."""
     parser.add_argument(
         "--port", type=int, default=5050, metavar="P", help="of the dispatcher that is started (default: 5050)"
     )
@@ -47,11 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until the process is asked to stop.
+    """Serves until a signal asks the process to stop.
 
     Raises:
-      ClusterError: If a server cannot start: a port in use, a dispatcher that does not answer, a folder that cannot be
-        written.
+      ClusterError: If a server cannot start: the port is in use, the dispatcher does not answer, or the folder is not
+        writable.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
@@ -82,17 +82,17 @@ def run(args: argparse.Namespace) -> int:
                 "firewall, or start the service and the job in one network namespace (docs/security.md).",
                 args.host,
             )
-        while not stopped.wait(1.0):  # In short waits, in which signals are heard.
+        while not stopped.wait(1.0):  # Short waits, so that signals are handled.
             pass
         logging.info("tf.data service stopped, of %d servers", len(servers))
     logging.flush()
-    os._exit(0)  # The servers' own farewell may wait for clients, who need none: they make the batches themselves.
+    os._exit(0)  # A normal exit may wait for clients, which can go on without servers: they make batches themselves.
 
 
 def _check(args: argparse.Namespace, work_dir: pathlib.Path) -> None:
-    """Tries what the servers will need, which takes less time than to load TensorFlow."""
+    """Checks the port, folder or dispatcher that the servers need, before the slow import of TensorFlow."""
     if args.dispatcher is None:
-        with socket.socket() as probe:  # TensorFlow would share the port with the process that has it.
+        with socket.socket() as probe:  # TensorFlow would share a port that is in use.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", checked_port(args.port)))
         work_dir.mkdir(parents=True, exist_ok=True)
@@ -103,9 +103,9 @@ def _check(args: argparse.Namespace, work_dir: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _deadline(what: str) -> Iterator[None]:
-    """Ends this process if the block takes longer: TensorFlow seeks a dispatcher for ever, and holds Python's lock.
+    """Ends this process if the block takes too long, since TensorFlow tries to reach a dispatcher forever.
 
-    For the same reason Ctrl-C ends it without Python.
+    TensorFlow holds the GIL meanwhile, so Ctrl-C must end the process without a Python handler.
     """
     if signal.SIGINT in stop_signals():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -113,7 +113,7 @@ def _deadline(what: str) -> Iterator[None]:
         "starting %s; gives up after %g s with exit code 1, say if another server than a dispatcher is at its address",
         *(what, _START_SECONDS),
     )
-    with open(os.devnull, "w") as nowhere:  # The line above says it; where TensorFlow waits is of no use.
+    with open(os.devnull, "w") as nowhere:  # The line above explains the exit; a stack would not help.
         faulthandler.dump_traceback_later(_START_SECONDS, exit=True, file=nowhere)
         try:
             yield
@@ -134,7 +134,7 @@ def _start(args: argparse.Namespace, work_dir: pathlib.Path) -> list[object]:
         except tf.errors.OpError as error:
             raise OSError(error.message) from error
         dispatcher = f"localhost:{args.port}"
-    # TensorFlow puts the port in.
+    # TensorFlow replaces `%port%` by the port.
     worker = service.WorkerConfig(dispatcher_address=dispatcher, worker_address=f"{args.host}:%port%")
     servers.append(service.WorkerServer(worker))
     return servers

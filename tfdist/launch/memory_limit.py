@@ -1,10 +1,10 @@
-"""How much memory is left."""
+"""Measures the free memory."""
 
 import contextlib
 import pathlib
 
-# Of control groups version 2 and 1: their folder, the limit, what is used, and how much of that is files the kernel can
-# forget.
+# Control groups version 2 and 1: folder, file with the limit, file with the used memory. The last column names the
+# entry for cached files, which the kernel can free.
 _VERSIONS = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -14,11 +14,11 @@ _VERSIONS = (
 def free_memory(
     groups: pathlib.Path = pathlib.Path("/sys/fs/cgroup"), own: pathlib.Path = pathlib.Path("/proc/self/cgroup")
 ) -> int:
-    """Bytes that are left on this machine, or to the container or job around this process.
+    """Returns the free bytes on this machine, or in the container or job of this process if it has fewer.
 
     Args:
-      groups: Where the kernel shows control groups.
-      own: Where it says which this process is in; each within others, which may be limited, too.
+      groups: Folder of the control groups.
+      own: File with the control groups of this process. The limits of their parent groups count too.
     """
     lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
     (available,) = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
@@ -27,7 +27,7 @@ def free_memory(
         inside = pathlib.PurePosixPath(places.get(controller, "/").lstrip("/"))
         for path in (inside, *inside.parents):
             group = groups / controller / path
-            with contextlib.suppress(OSError, ValueError):  # no such group, or one without a limit: "max"
+            with contextlib.suppress(OSError, ValueError):  # No such group, or no limit: "max".
                 room = int((group / limit).read_text()) - int((group / used).read_text())
                 counts = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
                 available = min(available, room + int(counts.get(cached, 0)))

@@ -1,4 +1,4 @@
-"""A network of this job alone: a Linux network namespace with nothing but loopback in it."""
+"""A private network for one job: a Linux network namespace that contains only loopback."""
 
 import ctypes
 import errno
@@ -12,7 +12,7 @@ from tfdist.errors import ClusterError
 
 __all__ = ["enter"]
 
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # From sched.h. `os.unshare` comes with Python 3.12.
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # From sched.h. `os.unshare` needs Python 3.12.
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -20,16 +20,16 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 def enter() -> None:
     """Moves this process and its later children to a network that nothing outside can reach.
 
-    Needs no privileges where the kernel lets users make namespaces. Call it before any thread is started.
+    Needs no privileges if the kernel lets users create namespaces. Call it before any thread is started.
 
     Raises:
-      ClusterError: If the kernel does not allow it.
+      ClusterError: If the kernel does not allow the move.
     """
     uid, gid = os.getuid(), os.getgid()
     try:
         try:
             _unshare(_CLONE_NEWNET)
-        except PermissionError:  # A user who is not root can, as the root of a user namespace of its own.
+        except PermissionError:  # Without root, works as root of an own user namespace.
             _unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
             _map_to_itself(uid, gid)
         _set_loopback_up()
@@ -50,7 +50,7 @@ def _unshare(flags: int) -> None:
 
 
 def _map_to_itself(uid: int, gid: int) -> None:
-    """Lets the user and the group be the same inside the user namespace as outside."""
+    """Maps the user and the group to the same ids inside the user namespace as outside."""
     here = pathlib.Path("/proc/self")
     (here / "setgroups").write_text("deny")
     (here / "uid_map").write_text(f"{uid} {uid} 1")
