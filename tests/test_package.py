@@ -1,4 +1,4 @@
-"""The package is complete, starts without TensorFlow, and has exactly the documented public names."""
+"""The package is complete, starts without TensorFlow, and has the public names that this test lists."""
 
 import ast
 import json
