@@ -272,7 +272,7 @@ class ReplacedLosses:
 
 
 def layers_of(model: keras.Model) -> list[Any]:
-    """Returns all layers of a model, also nested. Without it: unequal layers are not named before the first step."""
+    """Returns all layers, also nested layers. Without it: unequal layers are not named before the first step."""
     return list(model._flatten_layers(include_self=False))
 
 
@@ -461,7 +461,7 @@ def epochs_of_beginning_fit() -> keras_epoch_iterator.EpochIterator | None:
 
 
 def keras_makes_for_comparison() -> bool:
-    """Returns whether Keras creates an object only to list its attributes, which it does while it saves another."""
+    """Returns whether Keras creates an object only to list its attributes, while Keras saves another object."""
     return _frame_of(get_attr_skipset) is not None
 
 
@@ -502,8 +502,8 @@ def _counted(name: str) -> Callable[..., "CountedDataset"]:
 class CountedDataset(UnaryUnchangedStructureDataset):
     """A dataset with a declared number of elements, which `map` and similar methods keep.
 
-    `assert_cardinality` would raise for fewer elements. Without it: when Keras maps a dataset for `class_weight`, it
-    loses the length of an epoch and takes a step too many.
+    TensorFlow's `assert_cardinality` would raise for fewer elements. Without it: when Keras maps a dataset for
+    `class_weight`, Keras loses the length of an epoch and takes a step too many.
 
     Args:
       dataset: A dataset of unknown cardinality.
@@ -545,7 +545,7 @@ class CountingIterator(DistributedIterator):
         )
 
     def get_next(self, name: str | None = None) -> Any:
-        """The next batches, one for each replica."""
+        """Returns the next batches, one for each replica."""
         if not context.executing_eagerly():
             self._on_graph()
             return super().get_next(name)
@@ -554,7 +554,7 @@ class CountingIterator(DistributedIterator):
         return batch
 
     def get_next_as_optional(self) -> Any:
-        """The same as an Optional."""
+        """Returns the next batches as an Optional."""
         self._on_graph()
         return super().get_next_as_optional()
 
@@ -586,12 +586,12 @@ class NotedIterator(DistributedIterator):
         )
 
     def get_next(self, name: str | None = None) -> Any:
-        """The next batches, one for each replica."""
+        """Returns the next batches, one for each replica."""
         with self._strategy.reports.reading():
             return super().get_next(name)
 
     def get_next_as_optional(self) -> Any:
-        """The same as an Optional."""
+        """Returns the next batches as an Optional."""
         with self._strategy.reports.reading():
             return super().get_next_as_optional()
 
@@ -835,7 +835,7 @@ def graphs_of_dataset_functions(dataset: tf.data.Dataset) -> list[Any]:
 
 
 def maps_elements(dataset: tf.data.Dataset) -> bool:
-    """Returns whether a stage of a dataset is a `map`: its function maps one element to one. See above."""
+    """Returns whether a dataset stage maps each element to one element; see `graphs_of_dataset_functions`."""
     return type(dataset).__name__ in ("_MapDataset", "_ParallelMapDataset")
 
 

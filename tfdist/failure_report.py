@@ -146,7 +146,7 @@ def report_path(run_dir: pathlib.Path, attempt: int, worker: int) -> pathlib.Pat
 
 
 def room_path(run_dir: pathlib.Path, attempt: int | str) -> pathlib.Path:
-    """Returns the path of the file with which the supervisor asks workers to save and leave for a larger restart."""
+    """Returns the path of the file with which the supervisor asks workers to save and leave, to restart with more."""
     return run_dir / f"attempt-{attempt}" / "make-room"
 
 

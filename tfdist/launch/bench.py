@@ -275,7 +275,7 @@ def _time_exchanges(size: int, name: str, seconds: float, strategy: tf.distribut
 
 
 def _shape(size: int) -> list[int]:
-    """Returns a shape for a float32 tensor of `size` bytes, as close to square as possible, since PowerSGD needs it."""
+    """Returns a float32 shape of `size` bytes, as close to square as possible, because PowerSGD compresses matrices."""
     elements = size // tf.float32.size
     rows = next(rows for rows in range(math.isqrt(elements), 0, -1) if elements % rows == 0)
     return [rows, elements // rows]

@@ -165,7 +165,7 @@ def first_failure(
     for each in asked:
         report = _report(run_dir, attempt, each.index, each.pid)
         if report and report["time"] <= since:
-            # The exit code that the worker would have had without the supervisor.
+            # The exit code that the worker would have had if the supervisor had not ended the worker first.
             returncode = STALLED if report.get("kind") == "stall" else 1
             failures.append(_failure(run_dir, attempt, each, returncode, report))
     return min(failures, key=lambda failure: (failure.doubt, failure.time))

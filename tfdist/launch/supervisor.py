@@ -270,7 +270,7 @@ class Supervisor:
             return ended("stopped" if exit_code else "done", exit_code)
         if codes <= {0} and not stuck:
             return ended("done")
-        if PREEMPTED in codes and codes <= {0, PREEMPTED}:  # Workers save and leave together.
+        if PREEMPTED in codes and codes <= {0, PREEMPTED}:  # All leave together, so the rest follow soon.
             group.stop(None, grace_seconds=options.grace_seconds, hurry=lambda: len(caught) > 1)
             return ended("resized" if wants_room else "preempted", PREEMPTED)
         if stuck:

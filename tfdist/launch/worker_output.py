@@ -121,7 +121,7 @@ class WorkerOutput:
 
 
 class _View(Protocol):
-    """A filter for the bytes of a stream that are shown."""
+    """A filter that selects the bytes of a stream to show."""
 
     @property
     def has_rest(self) -> bool:

@@ -61,5 +61,5 @@ def doubt(failure: Raised | Died) -> int:
     """Returns a rank: the higher, the more likely the failure is only a consequence of another failure."""
     if isinstance(failure, Raised) and is_consequence(failure.kind, failure.summary):
         return 2
-    # TensorFlow aborts a process that receives the loss of a peer outside any call that could raise an error.
+    # TensorFlow aborts a process that learns of a lost peer while no call can raise the error.
     return 1 if isinstance(failure, Died) and failure.returncode == -signal.SIGABRT else 0
