@@ -1,4 +1,4 @@
-"""Detects stopped workers (SIGSTOP). Peers do not notice one soon if it still starts or trains alone."""
+"""Detects stopped workers (SIGSTOP). Peers do not notice a stop soon if the worker still starts or trains alone."""
 
 import math
 import pathlib
