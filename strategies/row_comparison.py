@@ -286,8 +286,10 @@ class RowComparison:
         a, b = one["tensors"][place], other["tensors"][place]
         if isinstance(difference, str):
             return f"{name} of type {a['dtype']}, shape {a['shape']}", f"type {b['dtype']}, shape {b['shape']}"
-        row = f"row {difference} of {name}"
-        return f"{row} as {a['shown'][difference]}", b["shown"][difference]
+        size, first = a["group_size"], a["group_size"] * difference
+        rows = f"row {first}" if size == 1 else f"rows {first} to {first + size - 1}, which begin"
+        as_ = "as" if size == 1 else "with"
+        return f"{rows} of {name} {as_} {a['shown'][difference]}", b["shown"][difference]
 
     def _refuse(self, which: str, workers: list[int], words: tuple[str, str]) -> None:
         raise ClusterError(

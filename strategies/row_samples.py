@@ -11,7 +11,7 @@ __all__ = ["Sample", "digest", "sample"]
 
 _ELEMENTS = 1 << 16  # Number of sampled elements of a tensor, spread evenly over its rows.
 _LEAST = 16  # Smallest number of sampled elements of a row, if it has that many.
-_DESCRIBED_ROWS = 1024
+_MOST_GROUPS = 1024  # Groups of neighbouring rows that one worker describes to another.
 _SHOWN = 4  # Number of elements of a row that a message shows.
 _SHOWN_CHARACTERS = 40  # Largest length of a shown element: a string may be a whole image.
 _ROUNDING = 1e-3  # Relative tolerance. Rounding differs between processors; other rows differ by more.
@@ -32,29 +32,42 @@ class Sample:
     values: np.ndarray
 
     @property
-    def distinct(self) -> int:
-        """The number of different rows among the rows that `described` includes."""
-        return len({repr(row) for row in self.rows()})
+    def group_size(self) -> int:
+        """Number of neighbouring rows that are described together: 1 up to 1,024 rows."""
+        return max(1, -(-len(self.values) // _MOST_GROUPS))
 
-    def rows(self) -> list[Any]:
-        """Returns a value of each row, which workers compare exactly, or within rounding for floats."""
-        values = self.values[:_DESCRIBED_ROWS]
+    @property
+    def distinct(self) -> int:
+        """Number of groups of rows that differ from each other."""
+        return len({repr(group) for group in self.groups()})
+
+    def groups(self) -> list[Any]:
+        """Describes each group of rows, for a comparison with another worker: exact, or within rounding for floats."""
+        size, values = self.group_size, self.values
         if values.dtype.kind not in "fc":
-            return [zlib.crc32(_bytes(row)) for row in values]
+            return [zlib.crc32(_bytes(values[first : first + size])) for first in range(0, len(values), size)]
         wide = np.abs(values).astype(np.float64) if values.dtype.kind == "c" else values.astype(np.float64)
         if not wide.size:
-            return [[0.0, 0.0]] * len(wide)
-        # A projection on fixed signs: rounding errors stay small in it, while different rows are far apart.
-        signs = np.random.RandomState(0).choice([-1.0, 1.0], wide.shape[1])
+            return [[0.0, 0.0]] * -(-len(wide) // size)
+        # A projection on fixed weights: an error of rounding stays small, and other rows, or another order, are far.
+        random = np.random.RandomState(0)
+        weights = random.choice([-1.0, 1.0], size * wide.shape[1]) * random.uniform(0.5, 1, size * wide.shape[1])
+        whole = np.zeros((-(-len(wide) // size), size * wide.shape[1]))
+        whole.reshape(-1)[: wide.size] = wide.reshape(-1)
         with np.errstate(all="ignore"):
-            return np.stack([wide @ signs, np.sqrt(np.sum(wide * wide, axis=1))], axis=1).tolist()
+            return np.stack([whole @ weights, np.sqrt(np.sum(whole * whole, axis=1))], axis=1).tolist()
 
     def described(self) -> dict[str, Any]:
-        """Returns a description of the sample for other workers, in types that JSON can hold."""
-        shown = [
-            " ".join(str(each)[:_SHOWN_CHARACTERS] for each in row[:_SHOWN]) for row in self.values[:_DESCRIBED_ROWS]
-        ]
-        return {"shape": list(self.shape), "dtype": self.dtype, "rows": self.rows(), "shown": shown}
+        """Returns what another worker needs for a comparison, in types of JSON."""
+        firsts = self.values[:: self.group_size]
+        shown = [" ".join(str(each)[:_SHOWN_CHARACTERS] for each in row[:_SHOWN]) for row in firsts]
+        return {
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "group_size": self.group_size,
+            "groups": self.groups(),
+            "shown": shown,
+        }
 
 
 def sample(array: Any) -> Sample:
@@ -80,8 +93,8 @@ def difference(own: dict[str, Any], other: dict[str, Any]) -> str | int | None:
     """Returns the first difference of two `Sample.described`: a shape or dtype in words, a row's number, or `None`."""
     if own["dtype"] != other["dtype"] or own["shape"] != other["shape"]:
         return f"is {own['dtype']}{own['shape']}"
-    unlike = (place for place, rows in enumerate(zip(own["rows"], other["rows"], strict=True)) if _are_unlike(*rows))
-    return next(unlike, None)
+    pairs = enumerate(zip(own["groups"], other["groups"], strict=True))
+    return next((number for number, pair in pairs if _are_unlike(*pair)), None)
 
 
 def _are_unlike(own: Any, other: Any) -> bool:

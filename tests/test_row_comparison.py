@@ -112,5 +112,18 @@ def test_samples_tell_rows_apart_but_not_rounding(array):
         assert difference(one.described(), sample(np.where(array == 4.0, np.nan, array)).described()) == 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int64", "complex64"])
+def test_rows_of_a_large_batch_are_compared_to_its_end(dtype):
+    rows = (np.arange(5000) * 1999 % 5000).astype(dtype)
+    swapped = rows.copy()
+    swapped[[4998, 4999]] = swapped[[4999, 4998]]
+
+    one, other = sample(rows).described(), sample(swapped).described()
+
+    assert len(one["groups"]) == len(one["shown"]) <= 1024
+    assert difference(one, sample(rows.copy()).described()) is None
+    assert difference(one, other) == 4998 // one["group_size"]
+
+
 def test_a_sample_of_large_rows_is_small():
     assert sample(np.zeros((8, 100_000), "float32")).values.size <= 1 << 17
