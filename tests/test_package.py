@@ -12,6 +12,7 @@ import sysconfig
 import textwrap
 import time
 import zipfile
+from collections import Counter
 
 import pytest
 
@@ -337,6 +338,14 @@ def test_every_file_has_its_place_in_the_house(architecture, modules):
     assert {name for name in named if not (ROOT / name).exists()} == set()
     files = {file for file in modules if not file.endswith("/__init__.py") and not file.startswith(told_whole)}
     assert files - named == set()
+
+
+def test_names_of_files_and_classes_occur_once(modules):
+    files = [file.rpartition("/")[2] for file in modules if not file.endswith(("/__init__.py", "/__main__.py"))]
+    classes = [node.name for module in modules.values() for node in ast.walk(module) if isinstance(node, ast.ClassDef)]
+    public = [name for name in classes if not name.startswith("_")]
+
+    assert [name for name, count in Counter([*files, *public]).items() if count > 1] == []
 
 
 def test_wrong_tf_config_ends_the_program_before_tensorflow_is_loaded(tmp_path):
