@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import dataset_internals
 from tfdist.data.batch_assignment import BatchAssignment
 from tfdist.data.batch_coalescing import Asked, When
 from tfdist.data.batch_plan import BatchPlan
@@ -212,7 +212,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         made.context = context  # A strategy compares it with the context of the worker that reads.
         steps = self.cardinality if training else self.evaluation_steps
         # The count of a whole epoch. For a continued epoch, which is shorter, `assert_cardinality` would raise.
-        counted = _tf.CountedDataset(made, steps * len(place.own) if steps > 0 else steps)
+        counted = dataset_internals.CountedDataset(made, steps * len(place.own) if steps > 0 else steps)
         counted.sharding, counted.context = made.sharding, context
         return counted
 

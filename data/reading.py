@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import tf_internals
 from tfdist.data.sources import Source
 from tfdist.data.weak_callbacks import weakly
 
@@ -114,7 +114,7 @@ def drawing_afresh(map_fn: Callable[..., Any], replica: int = 0) -> Callable[...
 
     def draw(*example: Any) -> Any:
         graph = tf.compat.v1.get_default_graph()
-        if not _tf.is_op_determinism_enabled():
+        if not tf_internals.is_op_determinism_enabled():
             graph.seed = None
         elif graph.seed is not None:
             graph.seed = (graph.seed + replica) % _SEEDS

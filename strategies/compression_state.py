@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdist import _tf
+from tfdist._compat import keras_internals
 from tfdist.strategies.collectives.collective_launcher import is_added_up
 from tfdist.strategies.collectives.gradient_groups import Gradient
 from tfdist.strategies.collectives.gradient_reducer import RAW_BYTES, SENT_BYTES, STEPS, GradientReducer
@@ -127,7 +127,7 @@ class CompressionState(tf.Module):
           ValueError: If collectives cannot sum gradients of this type, if the policy chooses a codec that cannot encode
             a gradient, or if the checkpoint restored before does not fit this worker.
         """
-        anchor = _tf.counter_of(optimizer)
+        anchor = keras_internals.counter_of(optimizer)
         signature = _signature(gradients, places)
         key = (id(anchor), signature)
         if key not in self._known.exchanges and signature in self._known.signatures():
@@ -168,7 +168,7 @@ class CompressionState(tf.Module):
 
     def exchanges_of(self, optimizer: Any) -> dict[str, GradientReducer]:
         """The exchanges of an optimizer's gradients, by names that are equal in each run of the program."""
-        anchor = id(_tf.counter_of(optimizer))
+        anchor = id(keras_internals.counter_of(optimizer))
         with self._known.lock:
             return {name: exchange for (owner, name), exchange in self._known.exchanges.items() if owner == anchor}
 
@@ -176,7 +176,7 @@ class CompressionState(tf.Module):
         """Calls `fill` with the exchange of that name (see `exchanges_of`), now or once the first step has made it."""
         exchange = self.exchanges_of(optimizer).get(name)
         if exchange is None:
-            anchor = _tf.counter_of(optimizer)
+            anchor = keras_internals.counter_of(optimizer)
             self._known.awaited[id(anchor), name] = (fill, anchor)  # Holding the anchor keeps its id unique.
         else:
             fill(exchange)

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tfdist import _tf
+from tfdist._compat import dataset_internals, keras_stack
 from tfdist.errors import ScopeError
 from tfdist.strategies import keras_calls
 from tfdist.strategies.row_comparison import RowComparison
@@ -127,8 +127,8 @@ def end_for_all(distributed: Any, dataset: tf.data.Dataset, batches: int) -> Non
       batches: The largest number of batches of a worker; see `batches_of_own`.
     """
     if _policy_of(dataset) == tf.data.experimental.AutoShardPolicy.HINT:
-        _tf.end_when_all_have_ended(distributed)
-    _tf.set_cardinality(distributed, batches)
+        dataset_internals.end_when_all_have_ended(distributed)
+    dataset_internals.set_cardinality(distributed, batches)
 
 
 def unordered(dataset: tf.data.Dataset) -> ValueError:
@@ -150,7 +150,7 @@ def made_by(dataset_fn: Callable[[Any], Any], context: tf.distribute.InputContex
         context than `context`.
     """
     dataset = dataset_fn(context)
-    read = [each for each in _tf.datasets_read_by(dataset) if _is_of_sharding(each)]
+    read = [each for each in dataset_internals.datasets_read_by(dataset) if _is_of_sharding(each)]
     if any(each is dataset for each in read):
         raise ValueError(
             "A strategy hands out the batches of a BalancedSharding itself, but the dataset function calls one: nobody "
@@ -189,7 +189,7 @@ def check_reads_no_sharding(dataset: Any) -> None:
     Raises:
       ValueError: If `dataset` reads from a dataset of a sharding.
     """
-    if any(map(_is_of_sharding, _tf.datasets_read_by(dataset))):
+    if any(map(_is_of_sharding, dataset_internals.datasets_read_by(dataset))):
         raise ValueError(
             "A strategy hands out the batches of a BalancedSharding itself, but was given a dataset that a call of the "
             "sharding made: each worker would read all of it. Give `fit`, `evaluate` and `predict` what "
@@ -211,7 +211,7 @@ def _untuned_on_devices(iterator: Any, reads_at_once: bool = False) -> Any:
         return untuned(dataset.with_options(options))
 
     if tf.executing_eagerly():  # No pipeline has anything to tune in these parts.
-        _tf.make_iterators_on_devices_anew(iterator, changed)
+        dataset_internals.make_iterators_on_devices_anew(iterator, changed)
     return iterator
 
 
@@ -232,13 +232,13 @@ class FirstPass:
 
     def begin(self, distributed: Any) -> None:
         """Prepares `distributed` for a new iterator. Does nothing in a custom loop, which needs no row."""
-        model = _tf.keras_reader()
+        model = keras_stack.reader()
         if model is None:
             return
         if not self._is_noted_before:
             if self._datasets is None:
-                self._datasets = _tf.datasets_of_worker(distributed)
-            _tf.set_datasets_of_worker(distributed, [self._noting(dataset) for dataset in self._datasets])
+                self._datasets = dataset_internals.datasets_of_worker(distributed)
+            dataset_internals.set_datasets_of_worker(distributed, [self._noting(dataset) for dataset in self._datasets])
         self._examples.put(model, self._row)
 
     def _noting(self, dataset):
@@ -262,10 +262,10 @@ class _Noted:
         keras_calls.note_call(self._strategy.reports.activity)
         if self._first_pass is not None:
             self._first_pass.begin(self)
-        return _tf.NotedIterator(super().__iter__())
+        return dataset_internals.NotedIterator(super().__iter__())
 
 
-class NotedDataset(_Noted, _tf.DistributedDataset):
+class NotedDataset(_Noted, dataset_internals.DistributedDataset):
     """A `_Noted` dataset made of a `tf.data.Dataset`."""
 
 
@@ -284,12 +284,12 @@ class DatasetOfEachWorker(NotedDataset):
         end_for_all(self, dataset, tf.data.UNKNOWN_CARDINALITY)
 
     def __iter__(self):
-        if _tf.keras_is_predicting():
+        if keras_stack.is_predicting():
             raise unordered(self._given)
         return super().__iter__()
 
 
-class NotedDatasetsFromFunction(_Noted, _tf.DistributedDatasetsFromFunction):
+class NotedDatasetsFromFunction(_Noted, dataset_internals.DistributedDatasetsFromFunction):
     """A `_Noted` dataset made of a dataset function."""
 
 
@@ -315,16 +315,16 @@ class PeekableDataset(tf.distribute.DistributedDataset):
 
     def __iter__(self):
         keras_calls.note_call(self._dataset._strategy.reports.activity)
-        if _tf.keras_is_peeking() and _has_ranks(self):
+        if keras_stack.is_peeking() and _has_ranks(self):
             return iter([_example(self)])
         if self._first_pass is not None:
             self._first_pass.begin(self._dataset)
         if self._comparison is None:
-            return _tf.NotedIterator(_untuned_on_devices(iter(self._dataset)))
-        if _tf.keras_is_peeking():  # Keras drops the iterator before its end; until then it may read on.
+            return dataset_internals.NotedIterator(_untuned_on_devices(iter(self._dataset)))
+        if keras_stack.is_peeking():  # Keras drops the iterator before its end; until then it may read on.
             self._comparison.compare_no_more()
         with self._comparison.beginning() as is_first:
-            iterator = _tf.NotedIterator(_untuned_on_devices(iter(self._dataset), reads_at_once=is_first))
+            iterator = dataset_internals.NotedIterator(_untuned_on_devices(iter(self._dataset), reads_at_once=is_first))
             self._comparison.begins(iterator)
         return iterator
 
@@ -334,7 +334,7 @@ class PeekableDataset(tf.distribute.DistributedDataset):
         return self._dataset.element_spec
 
 
-class BalancedDataset(_tf.DistributedDatasetsFromFunction):
+class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
     """The distributed batches of a `BalancedSharding`, for training or evaluation. Keras can inspect it without loss.
 
     Args:
@@ -360,14 +360,14 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
 
     def __iter__(self):
         keras_calls.note_call(self._strategy.reports.activity)
-        fitting, epochs = _tf.keras_fitting_models(), _tf.keras_epochs_of_iterator()
-        if epochs and fitting and not _tf.keras_is_evaluating():
+        fitting, epochs = keras_stack.fitting_models(), keras_stack.epochs_of_iterator()
+        if epochs and fitting and not keras_stack.is_evaluating():
             _check_strategy(fitting[0])
-        if _tf.keras_is_peeking() and _has_ranks(self):
+        if keras_stack.is_peeking() and _has_ranks(self):
             return iter([_example(self)])
-        training = not (epochs and _tf.keras_is_evaluating())
+        training = not (epochs and keras_stack.is_evaluating())
         if epochs and self._example is not None:
-            self._examples.put(_tf.keras_reader(), self._example)
+            self._examples.put(keras_stack.reader(), self._example)
         if epochs:
             # Keras takes `steps_per_epoch` batches of an iterator, wherever in the epoch that iterator begins.
             goes_on = epochs.steps_per_epoch is not None
@@ -377,13 +377,13 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
             handout = self.sharding.start(training=True, counts=counts, is_seen=counts and tf.executing_eagerly())
         iterator = _untuned_on_devices(super().__iter__() if training else iter(self._for_evaluation))
         if handout.is_seen:
-            iterator = _tf.CountingIterator(
+            iterator = dataset_internals.CountingIterator(
                 iterator,
                 functools.partial(self.sharding.has_given, handout),
                 functools.partial(self.sharding.gives_unseen, handout),
             )
         else:
-            iterator = _tf.NotedIterator(iterator)
+            iterator = dataset_internals.NotedIterator(iterator)
         weakref.finalize(iterator, handout.close)  # Otherwise TensorFlow would wait for its next assignment.
         return iterator
 
@@ -403,7 +403,7 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
     @property
     def cardinality(self) -> int:
         """Number of steps in an epoch, of evaluation while Keras evaluates and otherwise of training."""
-        return self.sharding.evaluation_steps if _tf.keras_is_evaluating() else self.sharding.cardinality
+        return self.sharding.evaluation_steps if keras_stack.is_evaluating() else self.sharding.cardinality
 
     @functools.cached_property
     def _example(self) -> ExampleRow | None:
@@ -417,7 +417,7 @@ class BalancedDataset(_tf.DistributedDatasetsFromFunction):
         return self._made(training=False)
 
     def _made(self, *, training: bool) -> Any:
-        return _tf.end_together(self._distribute(functools.partial(self._make, training)))
+        return dataset_internals.end_together(self._distribute(functools.partial(self._make, training)))
 
     def _make(self, training: bool, context: tf.distribute.InputContext) -> tf.data.Dataset:
         return self._mapped(self.sharding.for_strategy(context, training=training))
@@ -465,7 +465,7 @@ def _example(dataset):
 
 
 def _of_first_replica(spec):
-    spec = _tf.spec_on_a_replica(spec)
+    spec = dataset_internals.spec_on_a_replica(spec)
     return spec if hasattr(spec, "shape") else None  # An empty Optional and `None` have no shape.
 
 

@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import keras_internals, keras_stack, tf_internals
 from tfdist.strategies.graph_analysis import may_differ
 from tfdist.strategies.step import current_step, replicas
 
@@ -40,7 +40,7 @@ class _Scalar:
         return int(self.numpy())
 
 
-class OptimizerVariable(_Scalar, _tf.MirroredVariable):
+class OptimizerVariable(_Scalar, tf_internals.MirroredVariable):
     """Optimizer state, including counters. TensorFlow would leave the step and copy the first replica's value."""
 
     def _update_replica(self, update_fn, value, **kwargs):
@@ -73,7 +73,7 @@ class _KeptWithoutRows(_Scalar):
         return tf.where(step.has_rows, value, otherwise)
 
 
-class StatisticVariable(_KeptWithoutRows, _tf.MirroredVariable):
+class StatisticVariable(_KeptWithoutRows, tf_internals.MirroredVariable):
     """Statistics of a layer, such as BatchNormalization's moving mean."""
 
     def _update_replica(self, update_fn, value, **kwargs):
@@ -87,12 +87,12 @@ class WeightVariable(StatisticVariable):
     """A weight. Values that a step assigns without an optimizer are averaged if replicas may differ."""
 
     def _is_of_rows(self, value):
-        by_optimizer = any(isinstance(caller, keras.optimizers.Optimizer) for caller in _tf.keras_callers())
+        by_optimizer = any(isinstance(caller, keras.optimizers.Optimizer) for caller in keras_internals.open_scopes())
         unlike = [known._get_on_device_or_primary() for known in current_step().statistics]
         return not by_optimizer and may_differ(value, unlike)
 
 
-class RandomStateVariable(_Scalar, _tf.MirroredVariable):
+class RandomStateVariable(_Scalar, tf_internals.MirroredVariable):
     """The state of a seed generator: [seed, draws], int64.
 
     The stored value is equal on all replicas, so that any replica can save it and a restored run continues exactly. A
@@ -122,7 +122,7 @@ class RandomStateVariable(_Scalar, _tf.MirroredVariable):
         return update_fn(self._get_on_device_or_primary(), value, **kwargs)
 
 
-class MetricVariable(_KeptWithoutRows, _tf.SyncOnReadVariable):
+class MetricVariable(_KeptWithoutRows, tf_internals.SyncOnReadVariable):
     """State of a metric."""
 
 
@@ -186,10 +186,10 @@ def refine(variable, *, trainable: bool, colocated: bool):
 
 
 def _kind(variable, trainable, colocated):
-    if isinstance(variable, _tf.SyncOnReadVariable):
+    if isinstance(variable, tf_internals.SyncOnReadVariable):
         return MetricVariable
-    late = _tf.keras_variable_made_late()  # Made by a layer after its name scope was closed.
-    maker = None if late is not None else next(iter(_tf.keras_callers()), None)
+    late = keras_stack.variable_made_late()  # Made by a layer after its name scope was closed.
+    maker = None if late is not None else next(iter(keras_internals.open_scopes()), None)
     if isinstance(maker, keras.optimizers.Optimizer) or colocated:
         return OptimizerVariable
     if isinstance(maker, keras.random.SeedGenerator) or (late is not None and late.name == _RANDOM_STATE):

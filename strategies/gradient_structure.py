@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import keras_internals
 from tfdist.strategies.step import Step, replicas
 
 # Dense, or sparse with this type of indices. If replicas differ, all use the first of these that any replica has.
@@ -39,7 +39,7 @@ def check_of_one_kind(step: Step, optimizer: Any, gradients: Sequence[Any], vari
     if _are_alike_anyway():
         return
     everyone: list[Any] = [None] * len(optimizer._trainable_variables)
-    for place, gradient in zip(_tf.places_in_optimizer(optimizer, variables), gradients, strict=False):
+    for place, gradient in zip(keras_internals.places_in_optimizer(optimizer, variables), gradients, strict=False):
         everyone[place] = gradient
     unlike = np.flatnonzero(np.any(_replicas_by_kind(step, everyone, True) % replicas(), axis=1))
     if len(unlike):

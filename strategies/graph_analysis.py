@@ -5,6 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist._compat import tf_internals
+
 _VARIABLE_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
 _EXCHANGES = {"CollectiveReduceV2", "CollectiveReduceV3", "CollectiveGatherV2"}
 _LOOKUPS = {"LookupTableFind", "LookupTableFindV2"}  # Tables are equal on all replicas.
@@ -95,6 +97,6 @@ def _is_length(tensor: tf.Tensor, of_any_batch: bool) -> bool:
 
 def captured(operation: tf.Operation) -> tf.Tensor | None:
     """The outer tensor that a function or branch has captured as this placeholder; `None` if there is none."""
-    if operation.type != "Placeholder" or not isinstance(operation.graph, tf.__internal__.FuncGraph):
+    if operation.type != "Placeholder" or not isinstance(operation.graph, tf_internals.FuncGraph):
         return None
     return next((outside for outside, inside in operation.graph.captures if inside is operation.outputs[0]), None)

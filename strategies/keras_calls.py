@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import keras_stack
 from tfdist.errors import ClusterError
 from tfdist.faults.activity import BUILDING, TRAIN, Activity, Call
 from tfdist.strategies.distributed_variables import level_counters, variables_of
@@ -23,7 +23,7 @@ def note_call(activity: Activity) -> None:
 
     Costs a look at the stack of this thread.
     """
-    under_way = _tf.keras_calls()
+    under_way = keras_stack.running_calls()
     activity.begin(under_way)
     if not under_way:
         return
@@ -78,7 +78,7 @@ def exchanging(activity: Activity) -> Iterator[None]:
     Raises:
       ClusterError: Instead of the error of a collective, if other workers are in another call.
     """
-    name = _tf.keras_call_name() if tf.executing_eagerly() else None
+    name = keras_stack.call_name() if tf.executing_eagerly() else None
     if name is None or (activity.call is not None and activity.call.execution is not None):
         yield
         return

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdist import _tf
+from tfdist._compat import keras_internals, tf_internals
 from tfdist.errors import TfdistError
 from tfdist.strategies import distributed_optimizer as optimizers
 from tfdist.strategies import metrics
@@ -47,7 +47,7 @@ def building(model: keras.Model, scope: Any) -> Iterator[None]:
     fail if a model reads values (`run_eagerly=True`), behaves differently in training, or has a step of the user's.
     The first step then builds the model as on one device, or fails as on one device, on all workers alike.
     """
-    unmatched = _tf.unmatched_compiled(model)
+    unmatched = keras_internals.unmatched_compiled(model)
     with scope:
         try:
             yield
@@ -56,7 +56,7 @@ def building(model: keras.Model, scope: Any) -> Iterator[None]:
         except Exception as error:
             if not model.run_eagerly and all(steps.is_keras_own(model, name) for name in _KERAS_STEPS):
                 logging.warning("Model %r is left to its first step to build. Before it: %s", model.name, error)
-            _tf.match_anew(unmatched)
+            keras_internals.match_anew(unmatched)
 
 
 def keras_step_of(fn, args, kwargs, trainer):
@@ -65,8 +65,8 @@ def keras_step_of(fn, args, kwargs, trainer):
     if len(args) != 1 or kwargs or not isinstance(model, keras.Model) or not getattr(model, "compiled", False):
         return None
     name = next((name for name in _KERAS_STEPS if fn == getattr(model, name)), None)
-    if name and isinstance(fn, _tf.Function):  # each replica traces the function separately
-        fn = _tf.python_function_of(fn, model)
+    if name and isinstance(fn, tf_internals.Function):  # each replica traces the function separately
+        fn = tf_internals.python_function_of(fn, model)
     if name is None:
         return None
     # Checked now, since the model has tfdist's `compute_loss` while the step is traced.
@@ -82,7 +82,7 @@ def in_step(fn, args, kwargs, seed_generator):
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(*args, **kwargs):
-        _tf.set_global_seed_generator(seed_generator)  # A replica may have a thread of its own.
+        keras_internals.set_global_seed_generator(seed_generator)  # A replica may have a thread of its own.
         own = tf.nest.flatten((args, kwargs))
         with steps.running(steps.any_rows([own[i] for i in parts])) as step:
             result = fn(*args, **kwargs)
@@ -106,7 +106,7 @@ def on_one_of_many(called, reports, example):
     def on_replica(data):
         around = tf.distribute.get_replica_context()
         with steps.running(steps.count_rows(data), model, is_plain) as step, StepContext(around, step):
-            local = _tf.get_current_replica_id_as_int()
+            local = tf_internals.get_current_replica_id_as_int()
             if name != "train_step":
                 reports.clock(local).evaluates(data)
                 logs = fn(at_least_one_row(data, step.rows, example))
@@ -165,7 +165,7 @@ def predict_step(fn, reports, example, spec):
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(data):
-        clock = reports.clock(_tf.get_current_replica_id_as_int())
+        clock = reports.clock(tf_internals.get_current_replica_id_as_int())
         clock.evaluates(data)
         data = steps.of_shapes_in(data, spec)
         rows = steps.count_rows(data)
@@ -187,7 +187,7 @@ def _average_statistics(step: steps.Step, logs: Any = None, report: tf.Tensor | 
     values = [statistic.read_value() for statistic in step.statistics] + [leaves[i] for i in floats]
     averages, total = _averages(values, step, report)
     for statistic, average in zip(step.statistics, averages, strict=False):
-        statistic.values[_tf.get_current_replica_id_as_int()].assign(average)
+        statistic.values[tf_internals.get_current_replica_id_as_int()].assign(average)
     for i, average in zip(floats, averages[len(step.statistics) :], strict=True):
         leaves[i] = average
     logs = tf.nest.pack_sequence_as(logs, leaves)

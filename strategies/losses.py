@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import keras_internals
 from tfdist.strategies.step import Step, current_step, replicas
 
 _MEAN, _SUM, _WEIGHTED_MEAN = "mean", "sum", "mean_with_sample_weight"
@@ -27,7 +27,7 @@ def global_losses(model: keras.Model, is_plain: bool) -> Iterator[None]:
       model: The model.
       is_plain: See `Step.is_plain`.
     """
-    losses = _tf.ReplacedLosses(model, _GlobalLoss, _weighted_by_rows)
+    losses = keras_internals.ReplacedLosses(model, _GlobalLoss, _weighted_by_rows)
     compute_loss = model.compute_loss
 
     def compute(x=None, y=None, y_pred=None, sample_weight=None, training=True):
@@ -64,7 +64,7 @@ class _GlobalLoss:
         if step is None or reduction is None:
             return self._loss(y_true, y_pred, sample_weight)
         if type(self._loss).__call__ is not keras.losses.Loss.__call__:
-            loss, masked = self._loss(y_true, y_pred, sample_weight), _tf.get_keras_mask(y_pred)
+            loss, masked = self._loss(y_true, y_pred, sample_weight), keras_internals.get_keras_mask(y_pred)
             return loss * tf.cast(_factor(step, reduction, masked, sample_weight), loss.dtype)
         values, mask = self._values(y_true, y_pred)
         if reduction == _SUM:
@@ -84,14 +84,14 @@ class _GlobalLoss:
 
     def _values(self, y_true: Any, y_pred: Any) -> tuple[tf.Tensor, Any]:
         """The loss before its reduction, and the mask of the places that count; `None` if all count."""
-        loss, masks = self._loss, [_tf.get_keras_mask(y_pred)]
+        loss, masks = self._loss, [keras_internals.get_keras_mask(y_pred)]
         y_true, y_pred = (
             keras.tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype), each)
             for each in (y_true, y_pred)
         )
         with keras.name_scope(loss.name):
             values = loss.call(y_true, y_pred)
-        masks.append(_tf.get_keras_mask(values))
+        masks.append(keras_internals.get_keras_mask(values))
         given = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
         values = tf.identity(keras.ops.convert_to_tensor(values, dtype=loss.dtype))  # without its mask
         return values, functools.reduce(tf.logical_and, given) if given else None

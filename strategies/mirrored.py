@@ -4,7 +4,7 @@ import functools
 
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import tf_internals
 from tfdist.cluster.launch_check import warn_if_one_of_many
 from tfdist.faults import FaultTolerance, watchdog
 from tfdist.strategies.collectives import Collectives
@@ -50,14 +50,14 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         watchdog.start_alone(self)
 
 
-class _MirroredExtended(ReplicatedExtended, _tf.MirroredExtended):
+class _MirroredExtended(ReplicatedExtended, tf_internals.MirroredExtended):
     @property
     def _crosses_border(self):
         return self._num_replicas_in_sync > 1
 
     def _make_collective_ops_with_fallbacks(self):
         ops = super()._make_collective_ops_with_fallbacks()
-        if not isinstance(ops, _tf.CollectiveAllReduce):
+        if not isinstance(ops, tf_internals.CollectiveAllReduce):
             return ops
         return Collectives(self._devices, len(self._devices), self._communication_options, self._collective_keys)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfdist import _tf
+from tfdist._compat import keras_internals
 
 __all__ = ["described_compile", "described_layers"]
 
@@ -19,7 +19,7 @@ _LONG = 64
 def described_layers(model: keras.Model) -> list[str]:
     """The layers of a model, with the settings of Keras' own layers. Costs the configuration of each layer."""
     lines = []
-    for number, layer in enumerate(_tf.layers_of(model)):
+    for number, layer in enumerate(keras_internals.layers_of(model)):
         where = f"layer {number}, {type(layer).__name__}"
         # Settings of a user's layer may rightly differ, such as the number of its worker.
         is_keras_own = type(layer).__module__.startswith("keras.") and not isinstance(layer, keras.Model)

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdist import _tf
+from tfdist._compat import dataset_internals, keras_internals, keras_stack, tf_internals
 from tfdist.cluster import ClusterSpec, check_bindable
 from tfdist.cluster.launch_check import warn_if_one_of_many
 from tfdist.errors import ClusterError, TFConfigError
@@ -123,7 +123,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             cluster_resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
         make_virtual_devices()
         self._take_collective_keys()
-        options = communication_options or _tf.CommunicationOptions()
+        options = communication_options or tf_internals.CommunicationOptions()
         extended = _MultiWorkerExtended(self, cluster_resolver=cluster_resolver, communication_options=options)
         tf.distribute.Strategy.__init__(self, extended)
         extended.compress(compression)
@@ -148,7 +148,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         if self.extended._num_workers > 1 and isinstance(dataset, BalancedDataset):
             self.extended.agreement.on_sharding(dataset_fn.described(), dataset_fn.shown())
         elif self.extended._num_workers > 1:
-            _tf.set_cardinality(dataset, self._longest(int(dataset.cardinality)))
+            dataset_internals.set_cardinality(dataset, self._longest(int(dataset.cardinality)))
         return dataset
 
     def _check_scope(self, step):
@@ -187,7 +187,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             self.extended.agreement.on_description(compiled)
         if self.extended.agreement.has_compared(model):
             self._check_still_alike(model)
-        sharding = getattr(_tf.dataset_of(_tf.epochs_of_beginning_fit()), "sharding", None)
+        sharding = getattr(keras_internals.dataset_of(keras_stack.epochs_of_beginning_fit()), "sharding", None)
         if sharding is not None and not self._is_alike(sharding.serialize()):
             self.extended.agreement.on_position(sharding.described_state())
 
@@ -210,7 +210,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
 
     def _check_batches(self, epochs, dataset):
         adapter = epochs.data_adapter
-        last = adapter.partial_batch_size if _tf.keras_source(epochs) == "arrays" else None
+        last = adapter.partial_batch_size if keras_internals.source_of(epochs) == "arrays" else None
         batches, described_data = adapter.num_batches or 0, _described_data(dataset, last)
         call = self.reports.activity.call
         own = [batches, _crc(described_data), _CALLS.index(call.name) if call and call.name in _CALLS else 0]
@@ -231,8 +231,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             self.extended.agreement.on_data(described_data)
 
     def _compare_rows(self, dataset, epochs):
-        purpose = _tf.keras_purpose() if epochs else CUSTOM_LOOP
-        source = _tf.keras_source(epochs) if epochs else "dataset"
+        purpose = keras_stack.purpose() if epochs else CUSTOM_LOOP
+        source = keras_internals.source_of(epochs) if epochs else "dataset"
         if source == "dataset":
             origins = origins_of(dataset)
         else:
@@ -262,7 +262,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         return min(everyone) if min(everyone) < 0 else max(everyone)  # Negative: unknown or infinite.
 
 
-class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
+class _MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceExtended):
     # A process joins its cluster once. TensorFlow would join again for a second strategy, at another moment on each
     # worker, and lose the collectives between these moments.
     _has_joined = False
@@ -339,7 +339,7 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
         return watchdog.Creations()
 
     def _create_variable(self, next_creator, **kwargs):
-        if _tf.keras_makes_for_comparison():  # Only the worker that saves makes this temporary object.
+        if keras_stack.makes_for_comparison():  # Only the worker that saves makes this temporary object.
             return next_creator(**kwargs)
         self.check_in_company()
         compared = contextlib.nullcontext()
@@ -362,11 +362,11 @@ class _MultiWorkerExtended(ReplicatedExtended, _tf.CollectiveAllReduceExtended):
 
         Records the value in `given_to_optimizers` if an optimizer makes the variable from a float number.
         """
-        value, maker = kwargs.get("initial_value"), next(iter(_tf.keras_callers()), None)
-        made = _tf.keras_variable_being_made()
+        value, maker = kwargs.get("initial_value"), next(iter(keras_internals.open_scopes()), None)
+        made = keras_stack.variable_being_made()
         shape = tf.TensorShape(getattr(value, "shape", None) if made is None else made.shape)
         dtype = tf.as_dtype(kwargs.get("dtype") or getattr(value, "dtype", None) or tf.float32).name
-        is_number = isinstance(value, tf.__internal__.EagerTensor) and value.shape.rank == 0
+        is_number = isinstance(value, tf_internals.EagerTensor) and value.shape.rank == 0
         if isinstance(maker, keras.optimizers.Optimizer) and is_number and value.dtype.is_floating:
             numbers = self.given_to_optimizers.setdefault(maker, [])
             name = re.sub(r"_\d+$", "", str(kwargs.get("name")))  # Without the number that makes names unique.
@@ -470,19 +470,19 @@ def _join(cluster_resolver, options, connect):
     if cluster_resolver.task_type not in ("chief", "worker"):
         connect(cluster_resolver)
         return
-    jobs = _tf.multi_worker_util.normalize_cluster_spec(cluster_resolver.cluster_spec()).as_dict()
+    jobs = tf_internals.multi_worker_util.normalize_cluster_spec(cluster_resolver.cluster_spec()).as_dict()
     cluster = ClusterSpec(jobs, cluster_resolver.task_type, cluster_resolver.task_id)
     named = ClusterSpec.from_env()
     if named is not None:
         _check_alike(named, cluster)
-    if _tf.runtime_has_started() and _tf.context.context().coordination_service is None:
+    if tf_internals.runtime_has_started() and tf_internals.context.context().coordination_service is None:
         raise ClusterError(
             "A strategy of many workers must be made before TensorFlow's runtime starts, which joins the cluster then, "
             f"but it has started: a tensor, a variable, a layer or a dataset was made before. This is "
             f"{cluster.describe()} on {socket.gethostname()}. Move `tfdist.MultiWorkerMirroredStrategy()` to the top, "
             "right after the imports."
         )
-    if _tf.context.context().coordination_service is None:
+    if tf_internals.context.context().coordination_service is None:
         check_bindable(cluster, pod_seconds=options.start_timeout_seconds)
     if named is None:
         os.environ["TF_CONFIG"] = cluster.to_json()
@@ -520,18 +520,18 @@ def _check_alike(named, cluster):
 
 def _set_deadlines(cluster_resolver, options, register_seconds):
     """Sets TensorFlow's deadlines for workers that do not register, and for missing heartbeats."""
-    context = _tf.context.context()
+    context = tf_internals.context.context()
     if context.coordination_service is not None:
         return
-    spec = _tf.multi_worker_util.normalize_cluster_spec(cluster_resolver.cluster_spec())
+    spec = tf_internals.multi_worker_util.normalize_cluster_spec(cluster_resolver.cluster_spec())
     jobs = [
-        _tf.coordination_config_pb2.CoordinatedJob(name=job, num_tasks=spec.num_tasks(job))
+        tf_internals.coordination_config_pb2.CoordinatedJob(name=job, num_tasks=spec.num_tasks(job))
         for job in ("chief", "worker")
         if job in spec.jobs
     ]
     context.configure_coordination_service(
         service_type="standalone",
-        service_leader=_tf.multi_worker_util.coordination_leader(spec),
+        service_leader=tf_internals.multi_worker_util.coordination_leader(spec),
         cluster_register_timeout_in_ms=round(register_seconds * 1000),
         heartbeat_timeout_in_ms=round(options.heartbeat_timeout_seconds * 1000),
         coordinated_jobs=jobs,

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdist import _tf
+from tfdist._compat import keras_internals, keras_stack, tf_internals
 from tfdist.errors import ScopeError
 
 _GUARDED = "train_step"
@@ -52,7 +52,9 @@ def watch_models_outside(workers: int) -> None:
       workers: Number of workers that train together.
     """
     _Guard.workers = max(_Guard.workers, workers)
-    if _Guard.watching is None and not _tf.is_in_creator_scope():  # TensorFlow raises if an outer scope is left first.
+    if (
+        _Guard.watching is None and not tf_internals.is_in_creator_scope()
+    ):  # TensorFlow raises if an outer scope is left first.
         _Guard.watching = tf.variable_creator_scope(_look)
         _Guard.watching.__enter__()
 
@@ -63,8 +65,10 @@ def note_training() -> None:
 
 
 def _look(next_creator: Any, **kwargs: Any) -> Any:
-    model = _tf.keras_model_in_compile()
-    if model is not None and _tf.is_made_in_scope(model):  # Its strategy trains it and checks its variables.
+    model = keras_stack.model_in_compile()
+    if model is not None and keras_internals.is_made_in_scope(
+        model
+    ):  # Its strategy trains it and checks its variables.
         return next_creator(**kwargs)
     if model is not None and tf.distribute.has_strategy() and isinstance(vars(model).get(_GUARDED), _Outside):
         object.__delattr__(model, _GUARDED)

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import tf_internals
 
 
 class PaddedRows(tf.experimental.ExtensionType):
@@ -75,10 +75,10 @@ def gathered(local: Sequence[PaddedRows], gather: Callable[[Any, int], tf.Tensor
       local: Rows of this worker's replicas.
       gather: Gathers a value of each replica along an axis; see `tf.distribute.Strategy.gather`.
     """
-    shapes = gather(_tf.regroup([tf.shape(rows.values)[None, 1:] for rows in local]), 0)
+    shapes = gather(tf_internals.regroup([tf.shape(rows.values)[None, 1:] for rows in local]), 0)
     most = tf.reduce_max(shapes, axis=0)
-    values = gather(_tf.regroup([rows.padded_to(most) for rows in local]), 0)
-    return PaddedRows(values, gather(_tf.regroup([rows.sizes for rows in local]), 0))
+    values = gather(tf_internals.regroup([rows.padded_to(most) for rows in local]), 0)
+    return PaddedRows(values, gather(tf_internals.regroup([rows.sizes for rows in local]), 0))
 
 
 @tf.experimental.dispatch_for_api(tf.shape)

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import call_stack, tf_internals
 from tfdist.strategies.loss_weight import times
 from tfdist.strategies.step import Step
 
@@ -43,11 +43,11 @@ class StepContext(tf.distribute.ReplicaContext):
     @property
     def num_replicas_in_sync(self):
         """See `tf.distribute.ReplicaContext.num_replicas_in_sync`."""
-        return self._step.shown_replicas(self.strategy, by_user=not _tf.is_called_by_library())
+        return self._step.shown_replicas(self.strategy, by_user=not call_stack.is_called_by_library())
 
     def all_reduce(self, reduce_op, value, options=None):
         """See `tf.distribute.ReplicaContext.all_reduce`."""
-        if not _tf.is_called_by_library():
+        if not call_stack.is_called_by_library():
             self._step.note_user_exchange()
         leaves, reduce_all = tf.nest.flatten(value), super().all_reduce
         if not self._weighs or any(isinstance(leaf, tf.IndexedSlices) for leaf in leaves):
@@ -64,7 +64,7 @@ class StepContext(tf.distribute.ReplicaContext):
 
     def all_gather(self, value, axis, options=None):
         """See `tf.distribute.ReplicaContext.all_gather`. A replica without rows contributes no rows along axis 0."""
-        if not _tf.is_called_by_library():
+        if not call_stack.is_called_by_library():
             self._step.note_user_exchange()
         gather_all = super().all_gather
 
@@ -91,7 +91,7 @@ class StepContext(tf.distribute.ReplicaContext):
     def _of_global_loss(self, upstream: Sequence[Any], exchange: Callable[[list[Any]], Any]) -> list[Any]:
         """Returns gradients of the loss over the global batch, divided by the weight that they get at the end."""
         upstream = [tf.convert_to_tensor(leaf) for leaf in upstream]
-        if not self._weighs or _tf.is_recorded():  # An inner gradient has no weight.
+        if not self._weighs or tf_internals.is_recorded():  # An inner gradient has no weight.
             return tf.nest.flatten(exchange(upstream))
         share = self._step.share
         totals = tf.nest.flatten(exchange([times(leaf, share) for leaf in upstream]))

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import call_stack, keras_internals, keras_stack, tf_internals
 from tfdist.errors import CompiledCollectivesError, ScopeError
 from tfdist.strategies import distributed_optimizer as optimizers
 from tfdist.strategies import keras_calls, keras_steps, losses, metrics, padded_rows
@@ -72,12 +72,12 @@ class ReplicatedStrategy:
         """Makes this strategy the current one; see `tf.distribute.Strategy.scope`."""
         self._use.began = True
         self._check_opted_out_inside()
-        model = _tf.keras_model_to_build()
+        model = keras_stack.model_to_build()
         if model is None:
             return super().scope()
         keras_calls.note_call(self.reports.activity)
         self._compare_model(model)
-        fit = _tf.beginning_fit()
+        fit = keras_stack.beginning_fit()
         if fit is not None:
             self._begin_fit(model, fit)
         return keras_calls.building(self.reports.activity, model, keras_steps.building(model, super().scope()))
@@ -98,7 +98,7 @@ class ReplicatedStrategy:
         self.extended.check_in_company()
         self.extended.check_compiled()
         args = () if args is None else args
-        trainer, whole = _tf.calling_trainer(), args
+        trainer, whole = keras_stack.calling_trainer(), args
         step = keras_steps.keras_step_of(fn, args, kwargs, trainer)
         if step is None:
             self._check_nobody_waits_for_steps(fn)
@@ -115,16 +115,16 @@ class ReplicatedStrategy:
             if step.name == "train_step":
                 self.reports.tells = True
                 note_training()
-            if _tf.called_by_keras_trainer():
+            if keras_stack.called_by_trainer():
                 args = self._split_plain_batch(args, _among_devices)
             example = self._stand_in(step.model, whole, args)
             views = optimizers.viewed_optimizers(step.model, optimizers.distributed)
             with views, losses.global_losses(step.model, step.is_plain), metrics.noted_results(step.model):
                 return super().run(keras_steps.on_one_of_many(step, self.reports, example), args, kwargs, options)
-        if self.num_replicas_in_sync > 1 and _tf.called_by_keras_trainer() and fn.__name__ == _KERAS_PREDICT_STEP:
+        if self.num_replicas_in_sync > 1 and keras_stack.called_by_trainer() and fn.__name__ == _KERAS_PREDICT_STEP:
             args = self._split_plain_batch(args, _as_outputs_are_joined)
             example = self._stand_in(trainer, whole, args)
-            fn = keras_steps.predict_step(fn, self.reports, example, _tf.keras_spec_to_predict())
+            fn = keras_steps.predict_step(fn, self.reports, example, keras_stack.spec_to_predict())
             keras_calls.note_functions(self.reports.activity, trainer)
         return super().run(fn, args, kwargs, options)
 
@@ -140,7 +140,7 @@ class ReplicatedStrategy:
             check_reads_no_sharding(dataset)
         is_own = self.extended._num_workers > 1 and is_own_of_each(dataset)
         dataset = owning_memory(dataset)
-        if not _tf.called_by_keras_trainer():
+        if not keras_stack.called_by_trainer():
             row = None
             if self.extended._num_workers > 1 and is_split_by_rows(dataset):
                 row = ExampleRow()
@@ -150,29 +150,29 @@ class ReplicatedStrategy:
             if is_own:
                 return DatasetOfEachWorker(distributed, dataset, first_pass)
             return NotedDataset(distributed, first_pass)
-        if is_own and _tf.keras_loop_to_distribute() == "predict":
+        if is_own and keras_stack.loop_to_distribute() == "predict":
             raise unordered(dataset)
         comparison = None
         keras_calls.note_call(self.reports.activity)
-        if _tf.keras_made_dataset():
+        if keras_stack.made_dataset():
             dataset = untuned(dataset)
         if self.extended._num_workers > 1 and is_read_by_all(dataset):
-            epochs = _tf.keras_epochs_to_distribute()
-            self._compare_model(_tf.keras_reader())
+            epochs = keras_stack.epochs_to_distribute()
+            self._compare_model(keras_stack.reader())
             self._check_batches(epochs, dataset)
             dataset = alike_on_workers(dataset)
             comparison = self._compare_rows(dataset, epochs)
             row = ExampleRow()
             dataset = comparison.watch(dataset, functools.partial(note_row, row=row))
-            self._examples.put(_tf.keras_reader(), row)
+            self._examples.put(keras_stack.reader(), row)
         if is_own:
             dataset = divided_one_by_one(dataset)
         distributed = super().experimental_distribute_dataset(dataset, options)
         if is_own:
             end_for_all(distributed, dataset, self._longest(batches_of_own(dataset, self.extended._num_workers)))
-            _tf.count_steps_of(_tf.keras_epochs_to_distribute(), distributed)
-        if not _tf.keras_is_evaluating():
-            self.reports.feed(_tf.keras_fitting_models(), None)
+            keras_internals.count_steps_of(keras_stack.epochs_to_distribute(), distributed)
+        if not keras_stack.is_evaluating():
+            self.reports.feed(keras_stack.fitting_models(), None)
         return PeekableDataset(distributed, comparison, self._first_pass() if is_own else None)
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
@@ -208,9 +208,9 @@ class ReplicatedStrategy:
         Keras' `fit` also calls this method for two values that need no reduction: the shapes of the first batch, and
         logs that `run` has already averaged. For both it returns this worker's value, without traffic.
         """
-        if axis is None and self.reports.is_reading and _tf.called_by_iterator():
+        if axis is None and self.reports.is_reading and tf_internals.called_by_iterator():
             self.reports.agrees(value)
-        if _tf.called_by_keras_trainer():
+        if keras_stack.called_by_trainer():
             if axis is None:
                 return tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
             local = self.experimental_local_results(value)[0]
@@ -242,7 +242,7 @@ class ReplicatedStrategy:
         step = current_step()
         if step is None:
             return self.extended.replicas
-        return step.shown_replicas(self, by_user=not _tf.is_called_by_library())
+        return step.shown_replicas(self, by_user=not call_stack.is_called_by_library())
 
     @property
     def shardings(self) -> list[Any]:
@@ -355,7 +355,7 @@ class ReplicatedStrategy:
         self._collective_key_base = next(_strategies_made) * _KEYS_PER_STRATEGY
 
     def _check_nobody_waits_for_steps(self, fn):
-        model = _tf.keras_model_in_step()
+        model = keras_stack.model_in_step()
         self.reports.tells &= model is None
         if model is not None and model in self.reports.feeders:
             raise ValueError(

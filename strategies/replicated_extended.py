@@ -8,7 +8,7 @@ import weakref
 import keras
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import keras_internals, keras_stack, tf_internals
 from tfdist.errors import CompiledCollectivesError, LossScaleError, ScopeError
 from tfdist.strategies import batch_independent_rows, keras_steps
 from tfdist.strategies import distributed_optimizer as optimizers
@@ -75,13 +75,15 @@ class ReplicatedExtended:
         if not self._compresses or is_uncompressed():
             return steps.current_step().all_reduce(tf.distribute.ReduceOp.SUM, gradients)
         self.check_compiled()
-        exchange = self.communication.exchange_of(optimizer, gradients, _tf.places_in_optimizer(optimizer, of or ()))
+        exchange = self.communication.exchange_of(
+            optimizer, gradients, keras_internals.places_in_optimizer(optimizer, of or ())
+        )
         done, step = tf.convert_to_tensor(optimizer.iterations), steps.current_step()
         gradients, without_heads = batch_independent_rows.with_heads(gradients, step)
         if tf.executing_eagerly():
             with _losses_kept(step):
                 return tf.distribute.get_replica_context().merge_call(_exchange_eagerly, (exchange, gradients, done))
-        exchange = functools.partial(exchange, _tf.get_current_replica_id_as_int())
+        exchange = functools.partial(exchange, tf_internals.get_current_replica_id_as_int())
         return without_heads(_in_one_frame(step, exchange, gradients, done))
 
     @property
@@ -118,10 +120,10 @@ class ReplicatedExtended:
         return super().update(var, fn, args, kwargs, group)
 
     def _call_for_each_replica(self, fn, args, kwargs):
-        if isinstance(fn, _tf.Function):
+        if isinstance(fn, tf_internals.Function):
             return self._traced(fn)(*args, **kwargs)
         if not tf.executing_eagerly():
-            fn = _tf.tf_convert(fn, _tf.control_status_ctx())
+            fn = tf_internals.tf_convert(fn, tf_internals.control_status_ctx())
             if isinstance(self._cross_device_ops, Collectives):
                 local = [self._local_results(leaf) for leaf in tf.nest.flatten((args, kwargs))]
                 self._cross_device_ops.count_alike(symbolic_tensors(local))
@@ -137,15 +139,15 @@ class ReplicatedExtended:
     def seed_generator(self):
         """Returns the generator of Keras' unseeded random operations, made outside of steps, where variables fail."""
         strategy = self._container_strategy()
-        known = _tf.global_seed_generator() if _tf.has_global_seed_generator() else None
+        known = keras_internals.global_seed_generator() if keras_internals.has_global_seed_generator() else None
         if known is None or getattr(known.state.value, "distribute_strategy", None) is not strategy:
             if known is None or self._own_seed_generator is None:
                 before = random.getstate()
                 with tf.init_scope(), strategy.scope():
                     self._own_seed_generator = keras.random.SeedGenerator()
                 random.setstate(before)  # Undoes the draw of Keras' seed.
-            _tf.set_global_seed_generator(self._own_seed_generator)
-        return _tf.global_seed_generator()
+            keras_internals.set_global_seed_generator(self._own_seed_generator)
+        return keras_internals.global_seed_generator()
 
     def _traced(self, fn):
         """Returns `fn`, a `tf.function`, with the same arguments and options, but traced once for all replicas."""
@@ -154,9 +156,11 @@ class ReplicatedExtended:
             python_function = fn.python_function  # A reference to `fn` would keep it alive for ever.
 
             def on_all_replicas(*args, **kwargs):
-                return replicate(_tf.tf_convert(python_function, _tf.control_status_ctx()), args, kwargs)
+                return replicate(
+                    tf_internals.tf_convert(python_function, tf_internals.control_status_ctx()), args, kwargs
+                )
 
-            self._traced_functions[fn] = _tf.clone_function(fn, on_all_replicas)
+            self._traced_functions[fn] = tf_internals.clone_function(fn, on_all_replicas)
         return self._traced_functions[fn]
 
     @functools.cached_property
@@ -170,19 +174,19 @@ class ReplicatedExtended:
             _check_loss_scaling()
         if step is not None and not step.in_own_exchange:
             step.exchanges += 1
-        of = [] if step is not None and step.in_own_exchange else _tf.variables_of_summed_gradients()
+        of = [] if step is not None and step.in_own_exchange else keras_stack.variables_of_summed_gradients()
         # The model does not hold this optimizer, so its gradients are not weighted by rows yet.
         if of and step is not None and step.share is not None and not step.weighs and not step.weights_loss:
-            value = weighted(step, value, next(iter(_tf.keras_callers()), None))
+            value = weighted(step, value, next(iter(keras_internals.open_scopes()), None))
         if step is not None and reduce_op == tf.distribute.ReduceOp.SUM:
             value = tf.nest.pack_sequence_as(value, step.or_zeros(tf.nest.flatten(value)))
-        optimizer = next(iter(_tf.keras_callers()), None)
+        optimizer = next(iter(keras_internals.open_scopes()), None)
         if of and step is not None and isinstance(optimizer, keras.optimizers.Optimizer):
             check_of_one_kind(step, optimizer, value, of)
         if self._is_compressed(optimizer, reduce_op, step):
             totals = self.exchange_gradients(optimizer, tf.nest.flatten(value), of)
             return tf.nest.pack_sequence_as(value, self._scattered(optimizer, totals))
-        if self._compresses and _tf.tf_keras_exchanges_gradients() and not is_uncompressed():
+        if self._compresses and keras_stack.tf_keras_exchanges_gradients() and not is_uncompressed():
             raise ValueError(
                 "`compression` is for optimizers of `keras`, but gradients of an optimizer of tf_keras are exchanged. "
                 "Build the model with `import keras`, and unset TF_USE_LEGACY_KERAS, by which `tf.keras` is tf_keras; "
@@ -197,8 +201,8 @@ class ReplicatedExtended:
                 merge = functools.partial(_all_reduce_merged, reduce_op, options)
                 totals = tf.distribute.get_replica_context().merge_call(merge, (tf.nest.flatten(value),))
             return without_heads(tf.nest.pack_sequence_as(value, totals))
-        replica = _tf.get_current_replica_id_as_int()
-        options = options or _tf.CommunicationOptions()
+        replica = tf_internals.get_current_replica_id_as_int()
+        options = options or tf_internals.CommunicationOptions()
         total = _in_one_frame(
             step, lambda value: self._cross_device_ops._all_reduce(reduce_op, value, replica, options), value
         )
@@ -244,7 +248,7 @@ class ReplicatedExtended:
 
 def is_compiled() -> bool:
     """Whether XLA compiles the operations traced now."""
-    return not tf.executing_eagerly() and _tf.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    return not tf.executing_eagerly() and tf_internals.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 @contextlib.contextmanager
@@ -309,12 +313,12 @@ def _exchange_eagerly(strategy, exchange, gradients, done):
     of_each = strategy.extended.of_each_replica
     local = [strategy.experimental_local_results(of_each(gradient)) for gradient in gradients]
     done = strategy.experimental_local_results(done)[0]
-    return _tf.regroup(exchange.eagerly([list(own) for own in zip(*local, strict=True)], done))
+    return tf_internals.regroup(exchange.eagerly([list(own) for own in zip(*local, strict=True)], done))
 
 
 def _check_loss_scaling():
     """Refuses an exchange that each replica enters or skips by its own gradients: replicas would wait for ever."""
-    scaler = _tf.deciding_loss_scaler()
+    scaler = keras_stack.deciding_loss_scaler()
     if scaler is not None and not optimizers.decides_for_all(scaler):
         raise LossScaleError(
             f"LossScaleOptimizer {scaler.name!r} looks at one replica's gradients to decide whether all of them are "

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import tf_internals
 from tfdist.strategies.graph_analysis import captured
 
 Degree = float | None
@@ -149,7 +149,7 @@ class RowDegrees:
         """Returns the degrees of the outputs of a function, or of both branches, by the degrees of the inputs."""
         given = list(operation.inputs)[1 if operation.type in _BRANCHES else 0 :]
         found = []
-        for body in _tf.bodies_of_call(operation):
+        for body in tf_internals.bodies_of_call(operation):
             within = RowDegrees(
                 self._exchanged, self._grown
             )  # Only for this call: another call may pass other degrees.

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import dataset_internals
 
 __all__ = ["Origin", "origins_of", "reads_files", "sizes_of"]
 
@@ -45,7 +45,7 @@ def origins_of(dataset: tf.data.Dataset) -> list[Origin]:
 def sizes_of(dataset: tf.data.Dataset) -> list[int]:
     """Returns the known numbers of elements along a pipeline, last stage first, without stages that keep the number."""
     sizes: list[int] = []
-    for stage in _tf.datasets_read_by(dataset):
+    for stage in dataset_internals.datasets_read_by(dataset):
         size = int(stage.cardinality())
         if size >= 0 and sizes[-1:] != [size]:
             sizes.append(size)
@@ -55,8 +55,8 @@ def sizes_of(dataset: tf.data.Dataset) -> list[int]:
 def reads_files(dataset: tf.data.Dataset) -> bool:
     """Whether TensorFlow's AutoShardPolicy.AUTO gives each worker its own files."""
     readers = (tf.data.TFRecordDataset, tf.data.TextLineDataset, tf.data.FixedLengthRecordDataset)
-    stages = _tf.datasets_read_by(dataset)
-    graphs = [graph for stage in stages for graph in _tf.graphs_of_dataset_functions(stage)]
+    stages = dataset_internals.datasets_read_by(dataset)
+    graphs = [graph for stage in stages for graph in dataset_internals.graphs_of_dataset_functions(stage)]
     kinds = (kind for graph in graphs for kind in _kinds_in(graph))
     return any(isinstance(stage, readers) for stage in stages) or any(map(_READERS.match, kinds))
 
@@ -70,8 +70,8 @@ def _kinds_in(graph: Any) -> list[str]:
 
 def _origins(dataset: Any, known: dict[int, list[Origin]]) -> list[Origin]:
     if id(dataset) not in known:
-        incoming = [_origins(each, known) for each in dataset._inputs()]
-        graphs = _tf.graphs_of_dataset_functions(dataset)
+        incoming = [_origins(each, known) for each in dataset_internals.inputs_of(dataset)]
+        graphs = dataset_internals.graphs_of_dataset_functions(dataset)
         count = len(tf.nest.flatten(dataset.element_spec))
         known[id(dataset)] = _of_stage(dataset, count, incoming, graphs)
     return known[id(dataset)]
@@ -79,7 +79,7 @@ def _origins(dataset: Any, known: dict[int, list[Origin]]) -> list[Origin]:
 
 def _of_stage(dataset: Any, count: int, incoming: list[list[Origin]], graphs: list[Any]) -> list[Origin]:
     flat = [origin for each in incoming for origin in each]
-    if _tf.maps_elements(dataset) and len(incoming) == 1 and len(graphs) == 1:
+    if dataset_internals.maps_elements(dataset) and len(incoming) == 1 and len(graphs) == 1:
         outputs = _through(graphs[0], incoming[0])
         if len(outputs) == count:
             return outputs

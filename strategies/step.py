@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import keras_internals, tf_internals
 from tfdist.errors import LossReductionError, TfdistError
 from tfdist.strategies import not_finite
 from tfdist.strategies.collectives.buckets import bucket_bytes, fill_buckets
@@ -82,7 +82,7 @@ class Step:
         """Whether the operations traced now belong to a `tf.while_loop` in the step."""
         graph = None if self._graph is None else tf.compat.v1.get_default_graph()
         while graph is not None and graph is not self._graph:
-            if isinstance(graph, _tf.WhileBodyFuncGraph | _tf.WhileCondFuncGraph):
+            if isinstance(graph, tf_internals.WhileBodyFuncGraph | tf_internals.WhileCondFuncGraph):
                 return True
             graph = getattr(graph, "outer_graph", None)
         return False
@@ -115,11 +115,11 @@ class Step:
         Keras collects these losses in lists of the layers, and replicas share the layers. Where replicas run one after
         another, the next replica runs while this one waits.
         """
-        kept = [] if self.model is None else _tf.kept_losses(self.model)
+        kept = [] if self.model is None else keras_internals.kept_losses(self.model)
         try:
             yield
         finally:
-            _tf.put_losses_back(kept)
+            keras_internals.put_losses_back(kept)
 
     @property
     def weight(self) -> tf.Tensor:

@@ -17,7 +17,7 @@ from keras import layers
 
 import tfdist
 from keras_features import strategy_of as strategy
-from tfdist import _tf
+from tfdist._compat import keras_stack
 from tfdist.strategies import outside_scope
 
 
@@ -145,7 +145,7 @@ def is_tuned(kind):
     arrays = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
     given = tf.data.Dataset.from_tensor_slices(arrays).batch(4) if kind == "dataset" else arrays[0]
     more = {} if kind == "dataset" else {"y": arrays[1], "batch_size": 4}
-    taken = _tf.keras_trainer.TFEpochIterator(x=given, distribute_strategy=strategy("1x2"), **more)
+    taken = keras_stack.keras_trainer.TFEpochIterator(x=given, distribute_strategy=strategy("1x2"), **more)
     distributed = taken._distributed_dataset
     (of_worker,) = iter(distributed)._iterators
     on_devices = [part._dataset.options().autotune.enabled for part in of_worker._iterator._device_iterators]

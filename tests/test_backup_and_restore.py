@@ -757,8 +757,8 @@ class Service:
 
 def test_the_chief_does_not_wait_for_the_word_of_a_worker_that_is_gone(monkeypatch):
     service = Service()
-    monkeypatch.setattr(coordination_store, "_tf", types.SimpleNamespace(context=service))
-    monkeypatch.setattr(peer_health, "_tf", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(coordination_store, "tf_internals", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(peer_health, "tf_internals", types.SimpleNamespace(context=service))
     with pytest.raises(BackupError, match=r"Worker 0 on .* of worker 2 .* does not answer .*Connection refused"):
         agreement.CommitAgreement(strategy_of_workers(3), 600).settle("fit", None, any)
     assert set(service.asked) == {"/job:worker/replica:0/task:1"}
@@ -768,8 +768,8 @@ def test_the_chief_does_not_wait_for_the_word_of_a_worker_that_is_gone(monkeypat
 
 def test_a_worker_that_begins_no_backup_is_named_when_all_should_have_come(monkeypatch):
     service = Service(answers=float("inf"))
-    monkeypatch.setattr(coordination_store, "_tf", types.SimpleNamespace(context=service))
-    monkeypatch.setattr(peer_health, "_tf", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(coordination_store, "tf_internals", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(peer_health, "tf_internals", types.SimpleNamespace(context=service))
     strategy = strategy_of_workers(3)
     strategy.fault_tolerance = tfdist.FaultTolerance(start_timeout_seconds=0.05)
     with pytest.raises(
@@ -781,14 +781,14 @@ def test_a_worker_that_begins_no_backup_is_named_when_all_should_have_come(monke
 def test_workers_that_were_told_otherwise_are_named_with_what_they_were_told(monkeypatch):
     words = {"1": {"save_freq": "2", "keep": "2"}, "2": {"save_freq": "3", "keep": "2"}}
     service = Service(words=words)
-    monkeypatch.setattr(coordination_store, "_tf", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(coordination_store, "tf_internals", types.SimpleNamespace(context=service))
     with pytest.raises(BackupError, match="save_freq=2 on worker 0 and save_freq=3 on worker 2"):
         agreement.CommitAgreement(strategy_of_workers(3), 600).begin(words["1"])
 
 
 def test_a_fit_of_the_chief_alone_leaves_the_next_of_all_their_words(monkeypatch):
     service = Service()
-    monkeypatch.setattr(coordination_store, "_tf", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(coordination_store, "tf_internals", types.SimpleNamespace(context=service))
     topics = []
     for alone in (0, 1):
         for _ in range(alone):
@@ -837,7 +837,7 @@ def test_who_begins_no_backup_is_named_by_all_once_its_time_is_over(meeting, mon
     own, comes, named, latest = MEETINGS[meeting]
     service = Clocked(comes)
     for module in (coordination_store, peer_health):
-        monkeypatch.setattr(module, "_tf", types.SimpleNamespace(context=service))
+        monkeypatch.setattr(module, "tf_internals", types.SimpleNamespace(context=service))
     monkeypatch.setattr(agreement, "time", service)
     of_worker = agreement.CommitAgreement(strategy_of_workers(3, own), 600)
     with pytest.raises(BackupError, match=named) if named else contextlib.nullcontext():

@@ -593,7 +593,7 @@ def test_random_operations_draw_afresh_in_each_batch_epoch_and_worker(pools):
 
 
 def test_where_operations_are_deterministic_workers_draw_apart(monkeypatch):
-    monkeypatch.setattr(reading._tf, "is_op_determinism_enabled", lambda: True)
+    monkeypatch.setattr(reading.tf_internals, "is_op_determinism_enabled", lambda: True)
     draws = []
     for replica in (0, 1):
         with tf.Graph().as_default() as graph:

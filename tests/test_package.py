@@ -108,6 +108,7 @@ PUBLIC = {
 }
 
 PRIVATE = ("tensorflow.python", "tensorflow.compiler", "tensorflow.core", "keras.src")
+FRAMES = ("__internal__", "_getframe", "_current_frames", "currentframe", "f_locals", "walk_stack")
 
 
 def run_python(code, *options, cwd, **environ):
@@ -261,28 +262,32 @@ def imported(node):
     return []
 
 
-def test_private_names_are_imported_in_one_file_alone():
-    private = {
-        f"{path.relative_to(ROOT)}:{node.lineno} {name}"
-        for path, module in parse([*HOUSE, "examples", "benchmarks"]).items()
-        for node in ast.walk(module)
-        for name in imported(node)
-        if name.startswith(PRIVATE) and path != ROOT / "tfdist/_tf.py"
-    }
+COMPAT = ROOT / "tfdist/_compat"
+
+
+def test_private_names_and_frames_are_used_in_the_compatibility_modules_alone():
+    private = set()
+    for path, module in parse([*HOUSE, "examples", "benchmarks"]).items():
+        for node in ast.walk(module):
+            names = [name for name in imported(node) if name.startswith(PRIVATE)]
+            if isinstance(node, ast.Attribute) and node.attr in FRAMES:
+                names.append(node.attr)
+            private |= {
+                f"{path.relative_to(ROOT)}:{node.lineno} {name}" for name in names if COMPAT not in path.parents
+            }
     assert private == set()
 
 
-def test_every_private_name_is_used():
+@pytest.mark.parametrize("file", sorted(path.stem for path in COMPAT.glob("[!_]*.py")))
+def test_every_private_name_is_used(file):
     nodes = [node for module in parse(HOUSE).values() for node in ast.walk(module)]
-    used = {node.attr for node in nodes if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == "_tf"}
-    here = ast.parse((ROOT / "tfdist/_tf.py").read_text())
-    assigned = {node.targets[0].id: node.value for node in here.body if isinstance(node, ast.Assign)}
-    exported = ast.literal_eval(assigned["__all__"])
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == file}
+    here = ast.parse((COMPAT / f"{file}.py").read_text())
+    lists = [node.value for node in here.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"]
+    exported = ast.literal_eval(lists[0])
     bound = {alias.asname or alias.name for node in here.body if imported(node) for alias in node.names}
-    defined = {node.name for node in here.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     used_here = {node.id for node in ast.walk(here) if isinstance(node, ast.Name)}
-    assert sorted(exported) == sorted(used), "what _tf.py hands on is what the rest of the tree uses"
-    assert set(exported) <= bound | defined
+    assert sorted(exported) == sorted(used), "`__all__` lists what the rest of the tree uses"
     assert bound - set(exported) <= used_here
 
 

@@ -126,7 +126,7 @@ def drawn_by_workers(files, service):
     tf.random.set_seed(1)
     served = Service(service, as_source(files), lambda record: tf.random.uniform([], dtype=tf.float64))
     asked = [("a", np.arange(1))]
-    with mock.patch.object(reading._tf, "is_op_determinism_enabled", lambda: True):
+    with mock.patch.object(reading.tf_internals, "is_op_determinism_enabled", lambda: True):
         there = [
             float(batch[0])
             for replica in (0, 1)

@@ -15,12 +15,12 @@ WORKERS = """
 import os, socket, sys, threading, time
 import numpy as np, tensorflow as tf
 from tensorflow.python.distribute.cross_device_utils import CollectiveKeys
-from tfdist import _tf
+from tfdist._compat import tf_internals
 from tfdist.strategies.collectives import tcp_transport as module
 from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher
 from tfdist.network.tls import Tls, TlsFiles
 
-options = _tf.CommunicationOptions()
+options = tf_internals.CommunicationOptions()
 names = ["worker 0 at a:1", "worker 1 at b:1"]
 with socket.create_server(("127.0.0.1", 0)) as listener:
     ends = [socket.create_connection(listener.getsockname()), listener.accept()[0]]
@@ -152,7 +152,7 @@ for sizes in ([50_000], [1000, 60_000, 3], [64_000, 64_000]):
     assert both(sizes=sizes) == [[2 * size for size in sizes]] * 2, ended
 """,
     "an exchange after a failure raises at once": """
-context, begun = _tf.context.context(), threading.Event()
+context, begun = tf_internals.context.context(), threading.Event()
 abort = context.abort_collective_ops
 
 def slowly(*args):

@@ -410,7 +410,7 @@ def test_who_looks_for_the_absent_asks_once_however_many_workers_there_are(monke
 
     service = Service()
     monkeypatch.setattr(
-        board_module, "_tf", types.SimpleNamespace(context=types.SimpleNamespace(context=lambda: service))
+        board_module, "tf_internals", types.SimpleNamespace(context=types.SimpleNamespace(context=lambda: service))
     )
     boards = [CoordinationStore(worker, 100) for worker in range(100)]
     assert boards[0].absent() is None and service.asked == 1

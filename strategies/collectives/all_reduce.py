@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import tf_internals
 from tfdist.strategies.collectives.buckets import BUCKET_BYTES, bucket_bytes, fill_buckets, join, part_bytes, separate
 from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher, added_up, sum_in_order, to_add_up
 from tfdist.strategies.collectives.sparse import all_reduce_sparse
@@ -15,7 +15,7 @@ from tfdist.strategies.collectives.tcp_transport import TcpTransport
 _HIERARCHY_KEYS = 1 << 10
 
 
-class Collectives(_tf.CollectiveAllReduce):
+class Collectives(tf_internals.CollectiveAllReduce):
     """`CollectiveAllReduce` with run-time instance keys, buckets by dtype and a deterministic sparse exchange.
 
     Args:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import tf_internals
 from tfdist.strategies.collectives.tcp_transport import TcpTransport
 
 # Far above TensorFlow's keys for broadcasts of initial values, which count up from 100.
@@ -59,7 +59,7 @@ def sum_in_order(terms: Sequence[tf.Tensor]) -> tf.Tensor:
     return total
 
 
-class CollectiveLauncher(_tf.CollectiveReplicaLauncher):
+class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
     """A collective launcher that computes instance keys while the step runs.
 
     Every collective needs an instance key that is equal on all replicas and that no other running collective has.

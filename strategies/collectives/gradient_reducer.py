@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import tf_internals
 from tfdist.strategies.collectives.gradient_groups import CodecGroup, Gradient, PowerSGDGroup
 from tfdist.strategies.collectives.sparse import sparse_row_bytes
 from tfdist.strategies.collectives.stopwatch import Stopwatch
@@ -149,7 +149,7 @@ class GradientReducer(tf.Module):
           options: Communication options.
         """
         collectives = self._collectives
-        options = options or _tf.CommunicationOptions()
+        options = options or tf_internals.CommunicationOptions()
         totals: list[Any] = list(gradients)
         old = list(self.states[replica])
         new: list[tf.Tensor] = []

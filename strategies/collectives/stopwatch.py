@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import tf_internals
 from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher
 
 
@@ -100,6 +100,6 @@ def _timestamp(apart):
 
 def present_time() -> tf.Tensor:
     """Seconds since the epoch at which the graph runs this operation, float64 []."""
-    if _tf.is_op_determinism_enabled():  # It forbids `tf.timestamp`.
+    if tf_internals.is_op_determinism_enabled():  # It forbids `tf.timestamp`.
         return tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])
     return tf.timestamp()

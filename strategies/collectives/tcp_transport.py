@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import tf_internals
 from tfdist.strategies.collectives.socket_streams import stream_of
 
 __all__ = ["TcpTransport"]
@@ -202,7 +202,7 @@ class TcpTransport:
             self._has_aborted.wait()  # Before the abort, `_probe` in a failed step would not raise.
             return
         try:
-            _tf.context.context().abort_collective_ops(tf.errors.UNAVAILABLE, why)
+            tf_internals.context.context().abort_collective_ops(tf.errors.UNAVAILABLE, why)
         finally:
             self._has_aborted.set()
             for current in rounds:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from absl import logging
 
-from tfdist import _tf
+from tfdist._compat import keras_internals
 from tfdist.backup import backup_cleanup, random_states, resume_policy, variable_states
 from tfdist.backup.callback_states import CallbackStates
 from tfdist.backup.checkpoint_state import CheckpointState, load, take
@@ -307,7 +307,7 @@ class FitBackup(keras.callbacks.Callback):
         if present is not None and not self._passing_over:
             random_states.restore(present, self._undrawn())
         if self._input.epochs is not None:
-            _tf.count_as_seen(self._input.epochs, batches)
+            keras_internals.count_as_seen(self._input.epochs, batches)
 
     def _undrawn(self) -> frozenset[str]:
         """Returns the names of the global random states from which the repeated reading of the input has not drawn.
@@ -442,7 +442,7 @@ class FitBackup(keras.callbacks.Callback):
 
     def _begins_anew(self, counted: CountedSteps) -> bool:
         """Whether an epoch that begins now reads from a new iterator. Keras makes a new one at the end of the input."""
-        return self._input.epochs is None or not _tf.goes_on_with(self._input.epochs, counted.iterator)
+        return self._input.epochs is None or not keras_internals.goes_on_with(self._input.epochs, counted.iterator)
 
     def _position(self) -> dict[str, Any]:
         function, consumed = self.model.train_function, 0

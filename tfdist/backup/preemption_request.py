@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfdist import _tf
+from tfdist._compat import keras_stack
 from tfdist.backup.commit_agreement import CommitAgreement
 from tfdist.backup.commit_writer import CommitWriter
 from tfdist.faults import preemption
@@ -90,7 +90,7 @@ class PreemptionRequest:
 
 def _is_fitting(model: weakref.ref[Any]) -> bool:
     """Whether a Keras `fit` of this model is under way in this thread."""
-    return any(fitting is model() for fitting in _tf.keras_fitting_models())
+    return any(fitting is model() for fitting in keras_stack.fitting_models())
 
 
 def _always() -> bool:

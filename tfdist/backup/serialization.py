@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import tf_internals
 
 _PLAIN = (type(None), bool, int, float, str)
 _OPERATIONS = {"keras.ops": keras.ops, "numpy": np}  # callbacks with `monitor` hold a comparison
@@ -126,7 +126,7 @@ def _put(value: Any, arrays: list[np.ndarray]) -> int:
 
 def _value_of(variable: tf.Variable | keras.Variable) -> np.ndarray:
     held = variable.value if isinstance(variable, keras.Variable) else variable
-    if isinstance(held, _tf.SyncOnReadVariable):  # All workers would have to read it together.
+    if isinstance(held, tf_internals.SyncOnReadVariable):  # All workers would have to read it together.
         raise TypeError("a variable of which each replica has its own part cannot be saved")
     return variable.numpy()
 

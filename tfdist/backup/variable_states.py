@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdist import _tf
+from tfdist._compat import keras_internals
 from tfdist.errors import BackupError
 from tfdist.strategies.distributed_optimizer import optimizers_of
 from tfdist.strategies.distributed_variables import OptimizerVariable, RandomStateVariable, StatisticVariable
@@ -54,7 +54,9 @@ def slots_of(model: keras.Model) -> list[Slot]:
         "weight": [variable for variable in model.variables if id(variable) not in metrics],
         "optimizer": [variable for optimizer in optimizers_of(model) for variable in optimizer.variables],
         "metric": model.metrics_variables,
-        "random": [_tf.global_seed_generator().state] if _tf.has_global_seed_generator() else [],
+        "random": [keras_internals.global_seed_generator().state]
+        if keras_internals.has_global_seed_generator()
+        else [],
     }
     return [
         # The path of the global generator contains the layer that first drew from it, so the name is used instead.
@@ -88,7 +90,7 @@ class Identities:
 def make_random(described: Mapping[str, Sequence[Any]], strategy: tf.distribute.Strategy) -> None:
     """Makes Keras' global seed generator if the saved run had one, as its first step or unseeded operation would."""
     if any(key.startswith("random/") for key in described):
-        getattr(strategy.extended, "seed_generator", _tf.global_seed_generator)()
+        getattr(strategy.extended, "seed_generator", keras_internals.global_seed_generator)()
 
 
 def build_optimizers(model: keras.Model) -> None:

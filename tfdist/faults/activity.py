@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import keras_stack
 
 __all__ = [
     "BUILDING",
@@ -148,7 +148,7 @@ class Activity:
         """The innermost call that is under way."""
         return next((call for call in reversed(self._calls) if call.is_under_way), None)
 
-    def begin(self, under_way: Sequence[_tf.KerasCall]) -> None:
+    def begin(self, under_way: Sequence[keras_stack.KerasCall]) -> None:
         """Notes the beginning of a call, unless the call is already noted.
 
         Args:

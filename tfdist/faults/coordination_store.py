@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tfdist import _tf
+from tfdist._compat import tf_internals
 from tfdist.errors import ClusterError
 
 __all__ = ["DONE", "OVER", "CoordinationStore"]
@@ -65,7 +65,7 @@ class CoordinationStore:
           tf.errors.OpError: If an earlier value exists, or the coordination service is out of reach.
         """
         key = _key(subject, self.worker if worker is None else worker)
-        _tf.context.context().set_config_key_value(key, json.dumps(what))
+        tf_internals.context.context().set_config_key_value(key, json.dumps(what))
 
     def forget(self, subject: str, worker: int | None = None) -> None:
         """Removes the value of this worker, or of `worker`, for a subject.
@@ -74,7 +74,9 @@ class CoordinationStore:
           tf.errors.OpError: If the coordination service is out of reach.
         """
         with contextlib.suppress(tf.errors.NotFoundError):
-            _tf.context.context().delete_config_key_value(_key(subject, self.worker if worker is None else worker))
+            tf_internals.context.context().delete_config_key_value(
+                _key(subject, self.worker if worker is None else worker)
+            )
 
     def hear(self, subject: str, worker: int, timeout_seconds: float) -> Any:
         """Waits for a worker's value for a subject, and returns it.
@@ -83,7 +85,7 @@ class CoordinationStore:
           tf.errors.OpError: If no value comes in time, or the coordination service is out of reach.
         """
         milliseconds = max(1, round(timeout_seconds * 1000))  # 0 would wait forever.
-        return json.loads(_tf.context.context().get_config_key_value(_key(subject, worker), milliseconds))
+        return json.loads(tf_internals.context.context().get_config_key_value(_key(subject, worker), milliseconds))
 
     def report_error(self, message: str) -> None:
         """Makes all present and future collectives of all workers fail.
@@ -91,7 +93,7 @@ class CoordinationStore:
         Raises:
           tf.errors.OpError: If the coordination service is out of reach.
         """
-        _tf.context.context().report_error_to_cluster(tf.errors.UNAVAILABLE, message)
+        tf_internals.context.context().report_error_to_cluster(tf.errors.UNAVAILABLE, message)
 
     def report_loss(self, worker: int, address: str) -> None:
         """Makes all workers' collectives fail after a worker has ended; only this worker's, if worker 0 has ended."""
@@ -188,7 +190,7 @@ class CoordinationStore:
 
     def _abort(self, message: str) -> None:
         logging.error(message)
-        _tf.context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+        tf_internals.context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 
     def _await(self, subject: str, worker: int, deadline: float) -> Any:
         while (left := deadline - time.monotonic()) > _ASK_SECONDS:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdist import _tf
+from tfdist._compat import tf_internals
 from tfdist.errors import WorkerLostError
 from tfdist.faults.fault_tolerance import options_of
 
@@ -43,7 +43,7 @@ class PeerHealth:
         while True:
             left = max(deadline - time.monotonic(), 0.1)
             try:
-                _tf.context.context().check_collective_ops_peer_health(self._tasks[worker], round(left * 1000))
+                tf_internals.context.context().check_collective_ops_peer_health(self._tasks[worker], round(left * 1000))
                 return
             except tf.errors.OpError as error:
                 if time.monotonic() >= deadline:

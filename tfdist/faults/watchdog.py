@@ -47,7 +47,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tfdist import _tf
+from tfdist._compat import call_stack, keras_stack
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
 from tfdist.exit_codes import STALLED
@@ -478,8 +478,10 @@ class Watchdog:
         return None
 
     def _end(self, positions: Positions) -> None:
-        calls = _tf.calls_of_threads()
-        if not any(_tf.is_call_of_keras(file, function) for thread in calls.values() for file, _, function in thread):
+        calls = call_stack.calls_of_threads()
+        if not any(
+            keras_stack.is_keras_call(file, function) for thread in calls.values() for file, _, function in thread
+        ):
             self._forget_call()  # The call has failed, but its exception is still referenced.
             return
         suspect = suspect_of(positions)

@@ -14,7 +14,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-_PARTLY_LOADED = ("tfdist._tf", "tfdist.data", "tfdist.strategies")
+_PARTLY_LOADED = ("tfdist._compat.keras_internals", "tfdist.data", "tfdist.strategies")
 
 
 class _AfterKeras(importlib.abc.MetaPathFinder):

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from tfdist import _tf
+from tfdist._compat import keras_internals
 from tfdist.cluster import ClusterSpec
 from tfdist.failure_report import ATTEMPT
 from tfdist.testing import faults
@@ -103,7 +103,7 @@ class Fault(keras.callbacks.Callback):
 
     def _steps(self) -> int:
         optimizer = getattr(self.model, "optimizer", None)
-        if optimizer is None or not int(_tf.counter_of(optimizer).numpy()):
+        if optimizer is None or not int(keras_internals.counter_of(optimizer).numpy()):
             return self._seen
         return int(optimizer.iterations.numpy())
 

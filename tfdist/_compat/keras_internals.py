@@ -1,0 +1,218 @@
+"""Private attributes and names of Keras.
+
+Each function states what breaks without it. `setup.cfg` allows only tested versions.
+"""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+# The name scopes of Keras, which show the object that creates a variable (an optimizer, a seed generator). Without it:
+# optimizer state is averaged needlessly like layer statistics, and random layers are equal on all replicas.
+from keras.src.backend.common import global_state
+
+# The generator of unseeded random operations. Without it: random numbers start anew after a restore.
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+
+# The types of models and of what reads their input, for annotations; see `keras_stack`.
+from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.trainers import epoch_iterator as keras_epoch_iterator
+
+# Keras' adapters of input data, to distinguish a user's dataset from a dataset that Keras creates. Without them: `fit`
+# on arrays returns a minute late, or a user's pipeline is not autotuned.
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+
+# The mask that layers attach to an output. Without it: a masked loss is a mean over one replica's unmasked positions.
+from keras.src.backend.common.masking import get_keras_mask
+
+__all__ = [
+    "ReplacedLosses",
+    "call_in_step",
+    "count_as_seen",
+    "count_steps_of",
+    "counter_of",
+    "dataset_of",
+    "get_keras_mask",
+    "global_seed_generator",
+    "goes_on_with",
+    "has_global_seed_generator",
+    "is_made_in_scope",
+    "kept_losses",
+    "layers_of",
+    "match_anew",
+    "open_scopes",
+    "places_in_optimizer",
+    "put_losses_back",
+    "set_global_seed_generator",
+    "source_of",
+    "unmatched_compiled",
+]
+
+
+def unmatched_compiled(model: keras_trainer.TensorFlowTrainer) -> list[Any]:
+    """Returns the compiled metrics and losses that Keras has not matched with outputs yet."""
+    compiled = (model._compile_metrics, model._compile_loss)
+    return [each for each in compiled if each is not None and not each.built]
+
+
+def match_anew(compiled: list[Any]) -> None:
+    """Makes Keras match metrics and losses with the outputs of the next call.
+
+    Without it: metrics and losses that Keras has tried without targets are missing in the logs, or fail.
+    """
+    for each in compiled:
+        each.built = False
+        each.metrics.clear()  # A loss has its own list; unmatched metrics have an empty list.
+
+
+class ReplacedLosses:
+    """Replaces each loss `one` given to `compile` by `loss(one)`, until `put_back`.
+
+    Each metric that logs the mean of a single loss gets `update(metric.update_state)` as its `update_state`. Without
+    it: losses that are masked, summed, weighted or scalar differ from the losses on one device.
+    """
+
+    def __init__(self, model: keras.Model, loss: Any, update: Any):
+        self._compiled, self._loss, self._update = model._compile_loss, loss, update
+        self._before: list[Any] | None = None
+        if self._compiled is None:
+            return
+        if self._compiled.built:
+            self._replace()
+        else:  # Keras matches losses with outputs at the first call.
+            self._build, self._compiled.build = self._compiled.build, self._build_and_replace
+
+    def put_back(self) -> None:
+        """Puts the original losses back."""
+        if self._compiled is not None:
+            vars(self._compiled).pop("build", None)
+        if self._before is not None:
+            self._compiled._flat_losses = self._before
+            for metric in self._compiled.metrics:
+                object.__delattr__(metric, "update_state")
+
+    def _build_and_replace(self, *args: Any) -> None:
+        self._build(*args)
+        self._replace()
+
+    def _replace(self) -> None:
+        self._before = self._compiled._flat_losses
+        self._compiled._flat_losses = [each._replace(loss=self._loss(each.loss)) for each in self._before]
+        for metric in self._compiled.metrics:
+            object.__setattr__(metric, "update_state", self._update(metric.update_state))
+
+
+def layers_of(model: keras.Model) -> list[Any]:
+    """Returns all layers, also nested layers. Without it: unequal layers are not named before the first step."""
+    return list(model._flatten_layers(include_self=False))
+
+
+def kept_losses(model: keras_trainer.TensorFlowTrainer) -> list[tuple[Any, list]]:
+    """Returns each layer with its `add_loss` losses. Without it: a regularizer is lost, or counted twice."""
+    return [(layer, layer._losses[:]) for layer in model._flatten_layers()]
+
+
+def put_losses_back(kept: list[tuple[Any, list]]) -> None:
+    """Restores the losses that `kept_losses` returned, without later additions and removals."""
+    for layer, losses in kept:
+        layer._losses[:] = losses
+
+
+def open_scopes() -> list:
+    """Returns the Keras objects that have open name scopes, innermost first."""
+    stack = global_state.get_global_attribute("name_scope_stack") or []
+    return [scope.caller for scope in reversed(stack) if scope.caller is not None]
+
+
+def counter_of(optimizer: Any) -> Any:
+    """Returns the variable in which an optimizer counts its calls. Wrappers share the inner optimizer's variable.
+
+    Without it: `iterations` of an optimizer that accumulates gradients is a new tensor each time; residuals are lost.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    counter = optimizer.iterations
+    return counter if isinstance(counter, keras.Variable | tf.Variable) else optimizer._iterations
+
+
+def has_global_seed_generator() -> bool:
+    """Returns whether an unseeded random operation of Keras has been called, which creates the generator."""
+    return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is not None
+
+
+def set_global_seed_generator(generator) -> None:
+    """Sets the generator of unseeded random operations in this thread. Keras has one generator per thread."""
+    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
+
+
+def count_steps_of(epochs: keras_epoch_iterator.EpochIterator, dataset: Any) -> None:
+    """Makes a Keras `EpochIterator` take as many steps as a distributed dataset has batches.
+
+    Keras counts the batches before the strategy distributes them. Without it: if each worker reads its own data, an
+    epoch ends before the data ends.
+    """
+    epochs.data_adapter = TFDatasetAdapter(dataset)
+    epochs._num_batches = epochs.data_adapter.num_batches
+
+
+def is_made_in_scope(model: keras_trainer.TensorFlowTrainer) -> bool:
+    """Returns whether a model was created in a strategy's scope. That strategy trains it, wherever it is compiled.
+
+    Without it: a model created in a `OneDeviceStrategy` scope and compiled outside that scope is refused.
+    """
+    return model._distribute_strategy is not None
+
+
+def call_in_step(callbacks) -> None:
+    """Makes a Keras `CallbackList` call its callbacks within the step.
+
+    If `fit` gets a single callback and no list, Keras does not see that the callback needs this, and calls the callback
+    in another thread. Without it: such a BackupAndRestore saves variables of a later step, or of half a step.
+    """
+    callbacks._async_train = False
+
+
+def goes_on_with(epochs, iterator) -> bool:
+    """Returns whether the next epoch of a Keras `EpochIterator` continues `iterator`, not a new iterator.
+
+    Without it: a backup made at the end of the input records that all input was read, and a new `fit` finds none left.
+    """
+    return epochs._current_iterator is iterator
+
+
+def dataset_of(epochs):
+    """Returns the distributed dataset of a Keras `EpochIterator`, or `None`.
+
+    Without it: two shardings with equal global batches in one `fit` may receive each other's position.
+    """
+    return getattr(epochs, "_distributed_dataset", None)
+
+
+def source_of(epochs: keras_epoch_iterator.EpochIterator) -> str:
+    """Returns the source of a Keras `EpochIterator`: "arrays", a user's "dataset", or a user's "python" code.
+
+    Without it: see `graphs_of_dataset_functions`.
+    """
+    if isinstance(epochs.data_adapter, TFDatasetAdapter):
+        return "dataset"
+    return "arrays" if isinstance(epochs.data_adapter, ArrayDataAdapter) else "python"
+
+
+def count_as_seen(epochs, batches: int) -> None:
+    """Adds batches that other code read from a Keras `EpochIterator`'s iterator to its count.
+
+    Without it: a `fit` that resumes in the middle of its input does not start the input again at its end.
+    """
+    epochs._steps_seen += batches
+
+
+def places_in_optimizer(optimizer: Any, variables: Any) -> list[int]:
+    """Returns the indices of variables in an optimizer, or an empty list if it only wraps the optimizer that owns them.
+
+    Without it: lists of variables with equal shapes would share residuals.
+    """
+    try:
+        return [optimizer._get_variable_index(variable) for variable in variables]
+    except KeyError:
+        return []

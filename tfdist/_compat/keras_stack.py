@@ -1,0 +1,372 @@
+"""Looks up what Keras is doing on the call stack of this thread, where no public hook tells it.
+
+Each function states what breaks without it. `setup.cfg` allows only tested versions.
+"""
+
+import inspect
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdist._compat import call_stack, dataset_internals, keras_internals
+
+# Keras' exchange of gradients, to find the variables of the gradients. Without it: in custom loops, replicas that trace
+# batches with differently known shapes exchange different buckets, and abort or wait forever.
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+
+# Keras' loss scaler, which exchanges gradients in one of its branches. We recognize the scaler by its code. Without it:
+# a custom loop in which one replica overflows waits forever instead of failing.
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+
+# The module of Keras' `fit`, to distinguish its calls of the strategy from a user's. Without it: each `fit` and
+# `evaluate` sends a batch over the network, generators lose batches, and batch logs collapse vector metrics.
+from keras.src.backend.tensorflow import trainer as keras_trainer
+
+# The module that creates the iterators of `fit`, to distinguish them from a user's. Without it: a BalancedSharding
+# treats all iterators as a user's, so shares never change, and an evaluation moves the position in the data.
+from keras.src.trainers import epoch_iterator as keras_epoch_iterator
+
+# Keras' adapters of input data, to distinguish a user's dataset from a dataset that Keras creates. Without them: `fit`
+# on arrays returns a minute late, or a user's pipeline is not autotuned.
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+
+# Creates an optimizer on each save, to find the attributes that all optimizers have. Without it: a save inside the
+# scope on the chief alone waits for the other workers, which create no such optimizer.
+from keras.src.saving.saving_lib import get_attr_skipset
+
+# The module that runs all callbacks. Without it: a callback that takes minutes, say to save, looks like a stuck step.
+from keras.src.callbacks import callback_list as keras_callback_list
+
+__all__ = [
+    "KerasCall",
+    "RunningFit",
+    "beginning_fit",
+    "call_name",
+    "called_by_trainer",
+    "calling_trainer",
+    "deciding_loss_scaler",
+    "epochs_of_beginning_fit",
+    "epochs_of_iterator",
+    "epochs_to_distribute",
+    "fitting_models",
+    "is_evaluating",
+    "is_keras_call",
+    "is_peeking",
+    "is_predicting",
+    "loop_to_distribute",
+    "made_dataset",
+    "makes_for_comparison",
+    "model_in_compile",
+    "model_in_step",
+    "model_to_build",
+    "purpose",
+    "reader",
+    "running_calls",
+    "running_fit",
+    "spec_to_predict",
+    "tf_keras_exchanges_gradients",
+    "variable_being_made",
+    "variable_made_late",
+    "variables_of_summed_gradients",
+]
+
+_LOOPS = (
+    keras_trainer.TensorFlowTrainer.fit,
+    keras_trainer.TensorFlowTrainer.evaluate,
+    keras_trainer.TensorFlowTrainer.predict,
+)
+
+
+def _owner_of(*methods: Any) -> Any:
+    """Returns the object whose method is the innermost running call of `methods` in this thread, or `None`."""
+    frame = call_stack.frame_of(*methods)
+    return None if frame is None else frame.f_locals["self"]
+
+
+def _owner_in(module: Any) -> Any:
+    """Returns the object whose method in `module` called the caller of the calling function, or `None`."""
+    frame = call_stack.caller(1)
+    return frame.f_locals.get("self") if frame.f_globals.get("__name__") == module.__name__ else None
+
+
+def called_by_trainer() -> bool:
+    """Returns whether the caller was called from the module of Keras' `fit`."""
+    return call_stack.caller().f_globals.get("__name__") == keras_trainer.__name__
+
+
+def calling_trainer() -> keras_trainer.TensorFlowTrainer | None:
+    """Returns the model that runs a step, if the module of Keras' `fit` called the caller."""
+    return _owner_in(keras_trainer)
+
+
+def variable_made_late() -> keras.Variable | None:
+    """Returns the Keras variable that is creating its `tf.Variable` late, since it was requested while tracing shapes.
+
+    Without it: we cannot tell the layers of models that `fit` builds apart, so statistics are not averaged.
+    """
+    return _owner_of(keras.Variable._deferred_initialize)
+
+
+def variable_being_made() -> keras.Variable | None:
+    """Returns the Keras variable that is creating its `tf.Variable`. Without it: no error names unequal shapes."""
+    return _owner_of(keras.Variable._initialize)
+
+
+def is_peeking() -> bool:
+    """Returns whether Keras is building a model from the first batch."""
+    return call_stack.frame_of(keras_trainer.TensorFlowTrainer._maybe_symbolic_build) is not None
+
+
+def epochs_to_distribute() -> keras_epoch_iterator.EpochIterator | None:
+    """Returns the Keras `EpochIterator` that is being created and distributes its dataset, for `fit` or another loop.
+
+    Without it: workers with unequal numbers of batches fail within an epoch, with an error of TensorFlow's collectives.
+    """
+    return _owner_of(keras_trainer.TFEpochIterator.__init__)
+
+
+def loop_to_distribute() -> str | None:
+    """Returns the Keras loop that distributes a dataset: "fit", "evaluate" or "predict".
+
+    Without it: `predict` on data that workers do not share returns rows in an unknown order.
+    """
+    frame = call_stack.frame_of(keras_trainer.TFEpochIterator.__init__)
+    return frame.f_back.f_code.co_name if frame and frame.f_back else None
+
+
+def made_dataset() -> bool:
+    """Returns whether Keras distributes a dataset that it created from arrays or a generator, not a user's dataset."""
+    adapter = getattr(epochs_to_distribute(), "data_adapter", None)
+    return adapter is not None and not isinstance(adapter, TFDatasetAdapter)
+
+
+def epochs_of_iterator() -> keras_epoch_iterator.EpochIterator | None:
+    """Returns the Keras `EpochIterator` that called the calling `__iter__`; `None` if a user did, as in a callback."""
+    return _owner_in(keras_epoch_iterator)
+
+
+def model_to_build() -> keras_trainer.TensorFlowTrainer | None:
+    """Returns the model that Keras builds before its first step, if Keras called the caller to get the scope for that.
+
+    Keras does this under strategies only. Without it: models without a `call`, and losses that get their targets only
+    in a step, train on one device but fail here.
+    """
+    frame = call_stack.caller()
+    builds = frame.f_code is keras_trainer.TensorFlowTrainer._maybe_symbolic_build.__code__
+    return frame.f_locals["self"] if builds else None
+
+
+class BeginningFit(NamedTuple):
+    """Arguments of a `fit`.
+
+    Attributes:
+      callbacks: List of its callbacks.
+      arguments: Arguments that set its length and its validation, each as "name=value".
+    """
+
+    callbacks: list[keras.callbacks.Callback]
+    arguments: list[str]
+
+
+_LENGTHS = ("epochs", "initial_epoch", "steps_per_epoch", "validation_freq", "validation_steps")
+
+
+def beginning_fit() -> BeginningFit | None:
+    """Returns the arguments of a starting `fit`, if Keras asks for the scope to build a model in; else `None`.
+
+    Without it: workers with models that diverged between two fits train different models. Workers with unequal numbers
+    of epochs wait for each other. And no warning names callbacks that overwrite each other's files.
+    """
+    frame = call_stack.frame_of(keras_trainer.TensorFlowTrainer._maybe_symbolic_build)
+    caller = frame and frame.f_back
+    if caller is None or caller.f_code is not inspect.unwrap(keras_trainer.TensorFlowTrainer.fit).__code__:
+        return None
+    given = caller.f_locals
+    callbacks = tf.nest.flatten(getattr(given.get("callbacks"), "callbacks", given.get("callbacks")) or [])
+    validates = "no validation_data" if given.get("validation_data") is None else "validation_data"
+    return BeginningFit(list(callbacks), [*(f"{name}={given.get(name)}" for name in _LENGTHS), validates])
+
+
+def epochs_of_beginning_fit() -> keras_epoch_iterator.EpochIterator | None:
+    """Returns the `EpochIterator` of a starting `fit`; see `beginning_fit`.
+
+    Without it: workers at different positions in the data train on, and read examples twice or never.
+    """
+    frame = call_stack.frame_of(keras_trainer.TensorFlowTrainer._maybe_symbolic_build)
+    return frame.f_locals.get("iterator") if frame else None
+
+
+def makes_for_comparison() -> bool:
+    """Returns whether Keras creates an object only to list its attributes, while Keras saves another object."""
+    return call_stack.frame_of(get_attr_skipset) is not None
+
+
+def model_in_compile() -> keras_trainer.TensorFlowTrainer | None:
+    """Returns the model that runs Keras' `compile` in this thread.
+
+    Without it: workers train different models, created outside the scope, and no error appears before the end.
+    """
+    return _owner_of(keras_trainer.TensorFlowTrainer.compile)
+
+
+def model_in_step() -> keras_trainer.TensorFlowTrainer | None:
+    """Returns the model that `fit` trains in this thread; `None` in its callbacks and validation."""
+    fit, *others = (inspect.unwrap(method).__code__ for method in _LOOPS)
+    for frame in call_stack.frames():
+        if frame.f_code is fit:
+            return frame.f_locals["self"]
+        if frame.f_code in others or frame.f_globals.get("__name__") == keras_callback_list.__name__:
+            break
+    return None
+
+
+class KerasCall(NamedTuple):
+    """A running `fit`, `evaluate` or `predict`.
+
+    Attributes:
+      name: Name of the method.
+      model: Model that runs the method.
+      epochs: `EpochIterator` that the call reads. Only the call keeps a reference to it.
+      callbacks: Callback list of the call, once it exists.
+    """
+
+    name: str
+    model: keras_trainer.TensorFlowTrainer
+    epochs: keras_epoch_iterator.EpochIterator
+    callbacks: keras.callbacks.CallbackList | None
+
+
+def running_calls() -> list[KerasCall]:
+    """Returns the running calls of Keras in this thread, innermost first. A `fit` includes its validation.
+
+    Without it: the watchdog does not know which call a worker is in.
+    """
+    codes = {inspect.unwrap(method).__code__: method.__name__ for method in _LOOPS}
+    calls: list[KerasCall] = []
+    made = epochs_to_distribute()
+    for frame in call_stack.frames():
+        name, given = codes.get(frame.f_code), frame.f_locals if frame.f_code in codes else {}
+        epochs = given.get("epoch_iterator", made)
+        if name is not None and epochs is not None and not given.get("use_cached_eval_dataset"):
+            callbacks = given.get("callbacks")
+            has_list = isinstance(callbacks, keras.callbacks.CallbackList)
+            calls.append(KerasCall(name, given["self"], epochs, callbacks if has_list else None))
+    return calls
+
+
+def is_evaluating() -> bool:
+    """Returns whether Keras' `evaluate` or `predict` runs in this thread, also inside a `fit`."""
+    return call_stack.frame_of(*_LOOPS[1:]) is not None
+
+
+def is_predicting() -> bool:
+    """Returns whether Keras' `predict` runs in this thread."""
+    return call_stack.frame_of(keras_trainer.TensorFlowTrainer.predict) is not None
+
+
+def spec_to_predict() -> Any:
+    """Returns the element spec on one replica of the dataset of Keras' `predict`; `None` if there is no dataset.
+
+    Without it: workers trace `predict` on batches of different lengths, and only some workers exchange the lengths.
+    """
+    frame = call_stack.frame_of(keras_trainer.TensorFlowTrainer.predict)
+    dataset = keras_internals.dataset_of(frame and frame.f_locals.get("epoch_iterator"))
+    return tf.nest.map_structure(dataset_internals.spec_on_a_replica, getattr(dataset, "element_spec", None))
+
+
+def call_name() -> str | None:
+    """Returns the name of the innermost call of Keras in this thread that runs a model.
+
+    Without it: a worker that waits for peers in `train_on_batch`, outside its step, seems to be in no call.
+    """
+    codes = (frame.f_code for frame in call_stack.frames())
+    return next((code.co_name for code in codes if is_keras_call(code.co_filename, code.co_name)), None)
+
+
+def is_keras_call(file: str, function: str) -> bool:
+    """Returns whether a function is Keras' `fit` or another call that runs a model; see `calls_of_threads`."""
+    return file == keras_trainer.__file__ and function in _KERAS_CALLS
+
+
+_KERAS_CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+
+
+def fitting_models() -> list[keras_trainer.TensorFlowTrainer]:
+    """Returns the models that run Keras' `fit` in this thread, innermost first."""
+    code = inspect.unwrap(keras_trainer.TensorFlowTrainer.fit).__code__
+    return [frame.f_locals["self"] for frame in call_stack.frames() if frame.f_code is code]
+
+
+def purpose() -> str:
+    """Returns the purpose of a dataset that Keras distributes: "fit", "validation", "evaluate" or "predict".
+
+    Without it: errors about unequal data do not name the call, and validation data is compared in each epoch.
+    """
+    frame = call_stack.frame_of(*_LOOPS)
+    if frame is None:
+        return "fit"
+    name = frame.f_code.co_name
+    return "validation" if name == "fit" and "epoch_iterator" in frame.f_locals else name
+
+
+def reader() -> keras_trainer.TensorFlowTrainer | None:
+    """Returns the model that runs the `fit`, `evaluate` or `predict` that distributes a dataset.
+
+    Without it: for unequal models on workers, `predict` raises an error of TensorFlow, or no error at all.
+    """
+    return _owner_of(*_LOOPS)
+
+
+def deciding_loss_scaler():
+    """Returns the loss scaler that found this replica's gradients finite and now applies them, or `None`."""
+    return _owner_of(LossScaleOptimizer._stateful_handle_finite_grads)
+
+
+def variables_of_summed_gradients() -> list[Any]:
+    """Returns the variables of the gradients that a plain Keras optimizer exchanges now, in order, or an empty list."""
+    frame = call_stack.frame_of(TFOptimizer._all_reduce_sum_gradients)
+    return [] if frame is None else [variable for _, variable in frame.f_locals["filtered_grads_and_vars"]]
+
+
+def tf_keras_exchanges_gradients() -> bool:
+    """Returns whether an optimizer of tf_keras sums up its gradients now.
+
+    Without it: `compression` has no effect on models of tf_keras, and no error says so.
+    """
+    return any(
+        frame.f_code.co_name == "all_reduce_sum_gradients" and frame.f_globals["__name__"].startswith("tf_keras.")
+        for frame in call_stack.frames()
+    )
+
+
+class RunningFit(NamedTuple):
+    """The call that runs a list of callbacks.
+
+    Attributes:
+      callbacks: List of callbacks that calls the caller.
+      site: Call site: hash of the code and instruction offset of each caller, outermost first. Line numbers would be
+        ambiguous: after a line is inserted, another `fit` may be at the line of this one.
+      epochs: `EpochIterator` of the `fit`; `None` in a loop of the user's own.
+      arguments: Arguments of the `fit`; empty in a loop of the user's own.
+    """
+
+    callbacks: keras.callbacks.CallbackList
+    site: str
+    epochs: keras_epoch_iterator.EpochIterator | None
+    arguments: dict[str, Any]
+
+
+def running_fit(model: keras.Model) -> RunningFit | None:
+    """Returns the call whose list of callbacks calls the caller, or `None` if there is no such list.
+
+    Without it: a callback cannot save the state of the other callbacks, nor tell two calls of `fit` apart.
+    """
+    callbacks, site = None, ""
+    for frame in call_stack.frames():
+        owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
+        if callbacks is None and isinstance(owner, keras.callbacks.CallbackList):
+            callbacks, site = owner, call_stack.site_of(frame)
+        elif callbacks is not None and owner is model and "steps_per_epoch" in frame.f_code.co_varnames:
+            return RunningFit(callbacks, site, frame.f_locals.get("epoch_iterator"), dict(frame.f_locals))
+    return None if callbacks is None else RunningFit(callbacks, site, None, {})
