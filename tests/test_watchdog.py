@@ -305,6 +305,11 @@ def test_the_suspect_is_who_the_others_wait_for(name):
     assert suspect_of(positions) == expected
 
 
+def test_a_worker_that_waits_for_no_peer_suspects_itself_and_not_a_silent_peer():
+    assert suspect_of({0: None, 1: at(4, CALLBACK)}, own=1) == 1
+    assert suspect_of({0: None, 1: at(4, "exchange")}, own=1) == 0
+
+
 def test_a_watchdog_that_failed_or_may_never_judge_still_refuses_another_model(caplog, monkeypatch):
     class Reports:
         number, tells, has_stopped, activity = 0, True, False, Activity()

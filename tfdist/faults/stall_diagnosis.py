@@ -29,20 +29,23 @@ UNLIKE_CALLS = "All workers must make the same calls in the same order"
 _WAITS = {COMPUTE: 1, INPUT: 2, MEETING: 3, EXCHANGE: 3, WAITING: 3}
 
 
-def suspect_of(positions: Positions) -> int | None:
+def suspect_of(positions: Positions, own: int | None = None) -> int | None:
     """Returns the worker that holds up its peers.
 
     Args:
       positions: The positions of all workers.
+      own: The worker that asks, if it makes no progress itself.
 
     Returns:
-      The worker that does not answer. Otherwise the worker with an ended program, or with the only model that was told
-      to stop. Otherwise the worker in a different call than its peers. Otherwise the worker that is behind. Otherwise
-      the worker in the section where waiting is least likely. `None` if nothing distinguishes the workers.
+      The worker that asks, if a peer does not answer but the asking worker waits for no peer, as in a callback.
+      Otherwise the worker that does not answer. Otherwise the worker with an ended program, or with the only model that
+      was told to stop. Otherwise the worker in a different call than its peers. Otherwise the worker that is behind.
+      Otherwise the worker in the section where waiting is least likely. `None` if nothing distinguishes the workers.
     """
     silent = [worker for worker, position in positions.items() if position is None]
     if silent:
-        return silent[0]
+        section = (positions.get(own) or {}).get("section") if own is not None else None
+        return own if section is not None and section not in _WAITS and section != ITS_END else silent[0]
     known = {worker: position for worker, position in positions.items() if position}
     over = [worker for worker, position in known.items() if position["section"] == ITS_END]
     if over:

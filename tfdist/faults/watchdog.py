@@ -404,7 +404,12 @@ class Watchdog:
         if waited < min(_WARN_SECONDS, self._patience.limit_seconds / 2):
             return
         self._warned_at = waited
-        logging.warning("No progress for %.0f s: %s; %s.", waited, describe(positions), _blamed(suspect_of(positions)))
+        logging.warning(
+            "No progress for %.0f s: %s; %s.",
+            waited,
+            describe(positions),
+            _blamed(suspect_of(positions, self._board.worker)),
+        )
 
     def _fail_call(self, fault: str) -> None:
         strategy = self._strategy()
@@ -431,9 +436,10 @@ class Watchdog:
 
     def _missed(self, positions: Positions) -> str:
         """Returns the error for the beginning of a call that peers do not join."""
+        blamed = _blamed(suspect_of(positions, self._board.worker))
         return (
             f"{UNLIKE_CALLS}, and come to each within {self._start_timeout_seconds:g} s of each other, but "
-            f"{describe(positions)}; {_blamed(suspect_of(positions))}. This is worker {self._board.worker} on "
+            f"{describe(positions)}; {blamed}. This is worker {self._board.worker} on "
             f"{socket.gethostname()}. Make the call on all workers alike, or raise start_timeout_seconds of "
             "tfdist.FaultTolerance."
         )
@@ -484,7 +490,7 @@ class Watchdog:
         ):
             self._forget_call()  # The call has failed, but its exception is still referenced.
             return
-        suspect = suspect_of(positions)
+        suspect = suspect_of(positions, self._board.worker)
         blamed = _blamed(suspect)
         limit = f" (limit {self._patience.limit_seconds:.0f} s)" if self._patience.is_over else ""
         message = (
