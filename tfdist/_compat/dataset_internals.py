@@ -117,17 +117,10 @@ class CountedDataset(UnaryUnchangedStructureDataset):
     cache, enumerate, scan, shuffle = _counted("cache"), _counted("enumerate"), _counted("scan"), _counted("shuffle")
 
 
-class CountingIterator(DistributedIterator):
-    """A distributed iterator that reports each batch read. Without it: a look at the data counts as a whole epoch.
+class _ReplacingIterator(DistributedIterator):
+    """A distributed iterator that reads what another one would read."""
 
-    Args:
-      iterator: The iterator to replace.
-      on_batch: Called after each batch that Python code has read.
-      on_graph: Called when a graph receives the iterator. The batches that a graph reads are not reported.
-    """
-
-    def __init__(self, iterator: DistributedIterator, on_batch: Callable[[], None], on_graph: Callable[[], None]):
-        self._on_batch, self._on_graph = on_batch, on_graph
+    def __init__(self, iterator: DistributedIterator):
         super().__init__(
             iterator._input_workers,
             strategy=iterator._strategy,
@@ -138,6 +131,20 @@ class CountingIterator(DistributedIterator):
             options=iterator._options,
             replica_order=iterator._replica_order,
         )
+
+
+class CountingIterator(_ReplacingIterator):
+    """A distributed iterator that reports each batch read. Without it: a look at the data counts as a whole epoch.
+
+    Args:
+      iterator: The iterator to replace.
+      on_batch: Called after each batch that Python code has read.
+      on_graph: Called when a graph receives the iterator. The batches that a graph reads are not reported.
+    """
+
+    def __init__(self, iterator: DistributedIterator, on_batch: Callable[[], None], on_graph: Callable[[], None]):
+        self._on_batch, self._on_graph = on_batch, on_graph
+        super().__init__(iterator)
 
     def get_next(self, name: str | None = None) -> Any:
         """Returns the next batches, one for each replica."""
@@ -159,7 +166,7 @@ class CountingIterator(DistributedIterator):
         return super()._type_spec
 
 
-class NotedIterator(DistributedIterator):
+class NotedIterator(_ReplacingIterator):
     """A distributed iterator that tells its strategy when a batch is requested, in Python or in a graph.
 
     Without it: a worker that waits for its input looks like a worker that traces its step.
@@ -167,18 +174,6 @@ class NotedIterator(DistributedIterator):
     Args:
       iterator: The iterator to replace.
     """
-
-    def __init__(self, iterator: DistributedIterator):
-        super().__init__(
-            iterator._input_workers,
-            strategy=iterator._strategy,
-            components=iterator._iterators,
-            element_spec=iterator._element_spec,
-            cardinality=iterator._cardinality,
-            enable_get_next_as_optional=iterator._enable_get_next_as_optional,
-            options=iterator._options,
-            replica_order=iterator._replica_order,
-        )
 
     def get_next(self, name: str | None = None) -> Any:
         """Returns the next batches, one for each replica."""
