@@ -438,7 +438,7 @@ def test_all_leave_with_a_worker_that_is_asked_also_where_steps_do_not_report(tm
         raise SystemExit
 
     left, directory = [], str(tmp_path / "backup")
-    monkeypatch.setattr(backed_up_fit, "Agreement", OfTwo)
+    monkeypatch.setattr(backed_up_fit, "CommitAgreement", OfTwo)
     monkeypatch.setattr(preemption, "leave", leave)
     backup = tfdist.callbacks.BackupAndRestore(directory, save_freq=3)
     loop = keras.callbacks.CallbackList([backup], model=checks.build(None))
