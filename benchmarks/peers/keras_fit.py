@@ -27,7 +27,7 @@ class _Ticks(keras.callbacks.Callback):
 def prepare(model, alone, codec=None):
     # Make the strategy even if it is not used, so that training alone runs under the same conditions.
     strategy = _strategy(codec)
-    strategy = tf.distribute.get_strategy() if alone else strategy
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0") if alone else strategy
     keras.utils.set_random_seed(0)
     with strategy.scope():
         network = models.keras_model(model, keras)

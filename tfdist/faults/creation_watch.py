@@ -14,6 +14,7 @@ from tfdist.faults.coordination_store import CoordinationStore
 
 __all__ = ["CreationWatch"]
 
+_RULE = "All workers must make the same variables in the same order"
 _POLL_SECONDS = 1.0
 _WAIT_SECONDS = 2.0  # Before a waiting worker sends the description of its variable.
 _ANSWER_SECONDS = 6.0  # For the descriptions of waiting workers.
@@ -54,7 +55,7 @@ class CreationWatch:
         try:
             yield
         except tf.errors.OpError as error:
-            message = self._difference(described, _ANSWER_SECONDS)
+            message = _reported_in(error) or self._difference(described, _ANSWER_SECONDS)
             if message is not None:
                 raise ClusterError(message) from error
             raise
@@ -82,6 +83,12 @@ class CreationWatch:
         return unlike(self._number, said, f"worker {self._board.worker} on {socket.gethostname()}")
 
 
+def _reported_in(error: Exception) -> str | None:
+    """Returns the difference that a peer has reported, if this report made the broadcast fail."""
+    _, rule, rest = str(error).partition(_RULE)
+    return f"{rule}{rest}".splitlines()[0] if rule else None
+
+
 def unlike(number: int, said: Mapping[int, Sequence[str]], here: str) -> str | None:
     """Describes how the workers' variables at the same point differ; `None` if the variables are equal.
 
@@ -97,6 +104,6 @@ def unlike(number: int, said: Mapping[int, Sequence[str]], here: str) -> str | N
         return None
     named = ", ".join(f"worker {worker} makes {shown}" for worker, shown in firsts.values())
     return (
-        f"All workers must make the same variables in the same order, but as number {number} {named}. This is {here}. "
+        f"{_RULE}, but as number {number} {named}. This is {here}. "
         "Build the same layers, of the same widths, and the same optimizer on each."
     )
