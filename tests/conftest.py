@@ -34,12 +34,21 @@ LONGEST = (
     *("test_examples", "test_readme", "test_backup_and_restore", "test_balanced", "test_strategies"),
     "test_compression",
 )
+# Tests in these files need neither other processes nor a training step, except tests with the marker `slow`.
+UNIT = {
+    *("test_backup_store", "test_batch_assignment", "test_batch_plan", "test_buckets", "test_cache_locks"),
+    *("test_cluster", "test_compression", "test_failure_kinds", "test_output", "test_replica_speed", "test_run_words"),
+    *("test_sources", "test_symlink_safe_files", "test_traffic"),
+}
 
 
 def pytest_collection_modifyitems(items):
-    """Puts the longest files first, so that short files keep all processes busy until the end."""
+    """Puts the longest files first, so that short files keep all processes busy until the end; marks unit tests."""
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    for item in items:
+        if item.path.stem in UNIT and not any(item.get_closest_marker(name) for name in ("slow", "exhaustive")):
+            item.add_marker(pytest.mark.unit)
 
 
 class QuickPool(WorkerPool):

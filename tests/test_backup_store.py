@@ -411,6 +411,7 @@ def test_two_jobs_do_not_share_a_directory_and_a_killed_one_frees_it_at_once(tmp
         holder.communicate(timeout=DEADLINE_SECONDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["another", "own"])
 def test_a_holder_on_another_host_is_waited_for_longer_as_that_may_be_gone(who, tmp_path, warnings):
     # In the second case, a container has the same host name, and process numbers may be equal too.
@@ -488,6 +489,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_any_moment_loses_nothing_that_it_has_committed(tmp_path):
     rng = np.random.default_rng(0)
     said = 0

@@ -359,6 +359,7 @@ def test_a_pod_waits_for_its_name_or_leaves_it_to_who_does(monkeypatch):
     assert len(asked) == 3
 
 
+@pytest.mark.slow
 def test_a_name_server_that_answers_after_seconds_is_waited_for(monkeypatch):
     """The system's resolver waits 5 s if the first of two name servers is dead."""
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(3))
@@ -389,6 +390,7 @@ def warned(environ, **more):
     return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=True).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STARTED)
 def test_one_process_of_many_that_would_train_alone_is_told_so_once(name):
     environ, words = STARTED[name]

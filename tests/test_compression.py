@@ -118,6 +118,7 @@ def run(codec: WordCodec, mode: str, elements: int) -> Outcome:
     return Outcome(cases, words.numpy(), by_case[0], by_case[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", BLOCKS)
 def test_conformance(row, mode, blocks):
     codec, elements = row.codec, row.codec.granule * blocks
@@ -203,6 +204,7 @@ def test_the_bound_shows_values_that_are_not_finite(name, bad):
     assert not np.all(np.isfinite(bound))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIGHT)
 def test_residuals_do_not_drift(name):
     codec, steps = TABLE[name].codec, 2000
@@ -287,6 +289,7 @@ def power_step(codec, mode):
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e30])
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
 def test_power_sgd_is_exact_up_to_its_rank(mode, scale, rank):
@@ -299,6 +302,7 @@ def test_power_sgd_is_exact_up_to_its_rank(mode, scale, rank):
         np.testing.assert_allclose(decoded / scale, matrix / scale, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_power_sgd_orthonormalises(mode):
     orthonormalise = MODES[mode](PowerSGD(5).orthonormalise)
     for seed, rank in itertools.product(range(10), [1, 2, 5]):
@@ -309,6 +313,7 @@ def test_power_sgd_orthonormalises(mode):
         np.testing.assert_allclose(gram, np.diag(lengths), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_power_sgd_improves_from_step_to_step(mode):
     codec = PowerSGD(2)
     matrix = tf.constant(np.random.default_rng(0).standard_normal([50, 30]) @ np.diag(0.8 ** np.arange(30)), tf.float32)
@@ -339,6 +344,7 @@ def test_power_sgd_shows_values_that_are_not_finite(mode, bad):
     assert not np.all(np.isfinite(decoded))
 
 
+@pytest.mark.slow
 def test_power_sgd_sums_the_largest_numbers_of_several_replicas(mode):
     codec, rng = PowerSGD(2), np.random.default_rng(0)
     signs = [np.sign(rng.standard_normal([size, 1])) for size in (200, 300)]
@@ -355,6 +361,7 @@ def test_power_sgd_sums_the_largest_numbers_of_several_replicas(mode):
     assert np.all(np.abs(rest) < 1e-5 * 8e37)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eager", "graph"])  # XLA ignores numeric checks
 def test_a_gradient_of_zeros_divides_by_nothing(mode):
     words = [row.codec for row in TABLE.values()]
@@ -465,6 +472,7 @@ def test_power_sgd_starts_equal_on_workers_and_different_for_matrices(mode):
     assert np.linalg.matrix_rank(first) == 4
 
 
+@pytest.mark.slow
 def test_power_sgd_residuals_of_two_workers_do_not_drift():
     codec, shape, steps = PowerSGD(2), [24, 16], 1000
 

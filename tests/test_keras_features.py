@@ -26,6 +26,13 @@ ROWS_ADDED_UP = (
     "embedding_of_each_token_once",
     "embedding_of_places_counted_from_the_last_row",
 )
+# One row of each kind of decision runs on two devices by default.
+ROWS_ADDED_UP_BY_DEFAULT = (
+    "embedding_of_positions_in_texts_of_any_length",
+    "embedding_of_positions_for_each_row",
+    "embedding_of_one_kind_for_all",
+    "embedding_of_all_items_beside_those_of_the_batch",
+)
 # Rows that run differently when replicas share a graph or take turns in one process; on two devices all other rows are
 # `exhaustive`.
 IN_ONE_PROCESS = (
@@ -60,7 +67,7 @@ IN_ONE_PROCESS = (
     "input_words",
     "input_that_is_parsed_and_checked",
     "input_that_is_parsed_and_checked_eagerly",
-    *ROWS_ADDED_UP,
+    *ROWS_ADDED_UP_BY_DEFAULT,
 )
 # Replicas exchange gradients before the optimizer's own update, so the other optimizers are `exhaustive`.
 OPTIMIZERS = (
@@ -110,6 +117,23 @@ ALIKE_ON_WORKERS = (
     "input_that_is_parsed_and_checked_eagerly",
     "parts_for_some_rows_eagerly",
     *ROWS_ADDED_UP,
+    # Two devices run these by default, and workers only carry what these exchange.
+    "input_that_is_parsed_and_checked",
+    "means_of_steps_as_on_one_device",
+    "autoencoder_with_losses_of_its_input",
+    "sums_by_the_global_batch",
+    "custom_loop_with_a_traced_step",
+    "an_output_more_in_training",
+    "a_mean_in_compute_loss",
+    "updates_in_a_loop",
+    "adversarial_models_without_a_call",
+    "parts_of_unlike_kinds_for_some_rows_eagerly",
+    "run_eagerly",
+    # Workers act in these as in rows of nearly the same name, which run by default.
+    "input_that_a_step_parses_and_checks",
+    "input_that_is_parsed_and_ends_early",
+    "batch_normalization_synchronized",
+    "float8_layers",
 )
 assert {*HIERARCHY, *IN_ONE_PROCESS, *OPTIMIZERS, *ALIKE_ON_WORKERS} <= ROWS.keys()
 WORKERS = [

@@ -194,6 +194,7 @@ def kind(request):
     return request.param
 
 
+@pytest.mark.slow
 def test_any_order_and_repeats_give_the_plain_data(kind, tmp_path):
     given = GIVEN[kind](tmp_path, COUNT)
     source = as_source(given)
@@ -557,6 +558,7 @@ def test_damaged_index_is_made_anew(content, tmp_path, caplog):
     assert index.read_bytes() == sound
 
 
+@pytest.mark.slow
 def test_processes_may_index_at_once(tmp_path):
     path = write_tfrecord(tmp_path / "a.tfrecord", RECORDS * 50)
     environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
@@ -611,6 +613,7 @@ def test_files_of_other_file_systems_are_read(tmp_path):
         tf.io.gfile.rmtree("ram://test_sources")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("map_fn", [None, lambda record: (record, tf.strings.length(record))], ids=["as is", "mapped"])
 @pytest.mark.parametrize("files_together", [True, False], ids=["together", "by batches"])
 @pytest.mark.parametrize("last_rows", [0, 1, 3])
