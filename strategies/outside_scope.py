@@ -52,11 +52,16 @@ def watch_models_outside(workers: int) -> None:
       workers: Number of workers that train together.
     """
     _Guard.workers = max(_Guard.workers, workers)
-    if (
-        _Guard.watching is None and not tf_internals.is_in_creator_scope()
-    ):  # TensorFlow raises if an outer scope is left first.
+    # TensorFlow raises if an outer scope is left first. Inside the watching scope itself this does nothing.
+    if not tf_internals.is_in_creator_scope():
         _Guard.watching = tf.variable_creator_scope(_look)
         _Guard.watching.__enter__()
+
+
+def keep_watching() -> None:
+    """Watches models again after `keras.backend.clear_session`, which drops the scope that watches them."""
+    if _Guard.watching is not None and not tf.inside_function():
+        watch_models_outside(_Guard.workers)
 
 
 def note_training() -> None:
@@ -66,9 +71,8 @@ def note_training() -> None:
 
 def _look(next_creator: Any, **kwargs: Any) -> Any:
     model = keras_stack.model_in_compile()
-    if model is not None and keras_internals.is_made_in_scope(
-        model
-    ):  # Its strategy trains it and checks its variables.
+    if model is not None and keras_internals.is_made_in_scope(model):
+        # Its strategy trains it and checks its variables.
         return next_creator(**kwargs)
     if model is not None and tf.distribute.has_strategy() and isinstance(vars(model).get(_GUARDED), _Outside):
         object.__delattr__(model, _GUARDED)

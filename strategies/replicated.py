@@ -36,7 +36,7 @@ from tfdist.strategies.datasets import (
     untuned,
 )
 from tfdist.strategies.distributed_variables import optimizer_variables, variables_of
-from tfdist.strategies.outside_scope import note_training
+from tfdist.strategies.outside_scope import keep_watching, note_training
 from tfdist.strategies.replicated_extended import is_compiled
 from tfdist.strategies.stand_in_rows import ExampleRow, ExampleRows, note_row, row_of
 from tfdist.strategies.step import current_step
@@ -72,6 +72,7 @@ class ReplicatedStrategy:
         """Makes this strategy the current one; see `tf.distribute.Strategy.scope`."""
         self._use.began = True
         self._check_opted_out_inside()
+        keep_watching()
         model = keras_stack.model_to_build()
         if model is None:
             return super().scope()

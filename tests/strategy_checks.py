@@ -391,6 +391,9 @@ def trains_outside(placement):
     """Returns the errors and logs of training outside a strategy, and under a strategy for one device of its own."""
     strategy(placement)
     outside_scope._Guard.has_trained = False  # Earlier tests have trained in this process.
+    keras.backend.clear_session()
+    with strategy(placement).scope():
+        pass
     said, handler = [], pylogging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.get_absl_logger().addHandler(handler)
