@@ -82,8 +82,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
       repeat: Whether epochs follow each other without end, for `fit(steps_per_epoch=...)`.
       num_parallel_calls: Number of batches read and decoded at the same time; `tf.data.AUTOTUNE` for one per core.
       service: Address of a tf.data service, such as "node0:5050". Its servers read, decode and map the examples if that
-        is too much work for the workers; see `tfdist.data.service`. Batches stay the same. Workers request them long
-        before training on them, so shares cannot follow the speed: use another policy than "speed".
+        is too much work for the workers; see `tfdist.data.service_client`. Batches stay the same. Workers request them
+        long before training on them, so shares cannot follow the speed: use another policy than "speed".
 
     Attributes:
       source: The source of the examples.

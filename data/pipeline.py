@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist.data.batch_assignment import BatchAssignment
 from tfdist.data.batch_coalescing import EXAMPLES_TOGETHER, Asked, Made, When, together
 from tfdist.data.reading import Reader
-from tfdist.data.service import Service
+from tfdist.data.service_client import Service
 from tfdist.data.sources import Source
 from tfdist.data.topology import ReplicaTopology
 from tfdist.data.validation import checked_count

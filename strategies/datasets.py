@@ -12,9 +12,9 @@ from tfdist._compat import dataset_internals, keras_stack
 from tfdist.errors import ScopeError
 from tfdist.strategies import keras_calls
 from tfdist.strategies.row_comparison import RowComparison
-from tfdist.strategies.row_origin import Origin, origins_of, reads_files
 from tfdist.strategies.stand_in_rows import ExampleRow, ExampleRows, noting
 from tfdist.strategies.step import count_rows
+from tfdist.strategies.tensor_origin import Origin, origins_of, reads_files
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:

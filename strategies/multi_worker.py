@@ -42,8 +42,8 @@ from tfdist.strategies.outside_scope import watch_models_outside
 from tfdist.strategies.replicated import ReplicatedStrategy, StrategyUse
 from tfdist.strategies.replicated_extended import ReplicatedExtended
 from tfdist.strategies.row_comparison import CUSTOM_LOOP, RowComparison, RowsRead
-from tfdist.strategies.row_origin import Origin, origins_of, sizes_of
 from tfdist.strategies.step_report import host_of
+from tfdist.strategies.tensor_origin import Origin, origins_of, sizes_of
 from tfdist.strategies.virtual_devices import make_virtual_devices
 
 # Different processors round equal steps with smaller differences; another file or epoch makes larger ones.

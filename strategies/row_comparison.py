@@ -1,6 +1,6 @@
 """Compares the first batch of data that all workers read, since each worker keeps only its own rows of every batch.
 
-The rule depends on the origin of a tensor in the batch (`row_origin`):
+The rule depends on the origin of a tensor in the batch (`tensor_origin`):
 
 | origin | if two workers differ |
 |---|---|
@@ -28,7 +28,7 @@ from absl import logging
 from tfdist.errors import ClusterError
 from tfdist.faults.worker_agreement import WorkerAgreement
 from tfdist.strategies import row_samples
-from tfdist.strategies.row_origin import Origin
+from tfdist.strategies.tensor_origin import Origin
 
 __all__ = ["CUSTOM_LOOP", "RowComparison", "RowsRead"]
 

@@ -18,7 +18,7 @@ from tfdist.failure_kinds import (
     told_kind,
     user_line,
 )
-from tfdist.launch.restarts import Chance, chance_of
+from tfdist.launch.restart_policy import Chance, chance_of
 
 
 def op_error(name, text="said by TensorFlow"):

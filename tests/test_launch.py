@@ -18,7 +18,7 @@ from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
 from tfdist.launch import WorkerGroup
 from tfdist.launch.terminal_filter import LIBRARY_LINES
-from tfdist.launch.worker_limits import WorkerLimits, refusal
+from tfdist.launch.worker_count_limit import WorkerLimits, refusal
 
 TENSORFLOW_SECONDS = 180
 

@@ -4,7 +4,7 @@ import itertools
 
 from tfdist.exit_codes import STALLED
 from tfdist.launch.first_failure import Failure
-from tfdist.launch.restarts import Chance, Commits, Restarts, Size
+from tfdist.launch.restart_policy import Chance, Commits, Restarts, Size
 
 
 def test_pauses_double_and_end_with_the_limit():

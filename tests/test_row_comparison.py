@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 import row_checks as checks
-from tfdist.strategies.row_origin import origins_of, reads_files, sizes_of
 from tfdist.strategies.row_samples import difference, digest, sample
+from tfdist.strategies.tensor_origin import origins_of, reads_files, sizes_of
 
 MISTAKES = (
     *("a part of the arrays", "arrays in another order", "fewer rows", "a shard", "fewer rows in a pipeline"),

@@ -18,7 +18,7 @@ import tensorflow as tf
 from launched import eventually
 from tfdist.cluster import address, free_ports
 from tfdist.data import BalancedSharding, reading
-from tfdist.data.service import Service
+from tfdist.data.service_client import Service
 from tfdist.data.sources import as_source
 from tfdist.data.sources.tfrecord import TFRecordSource
 from tfdist.errors import SourceError

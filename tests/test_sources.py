@@ -19,7 +19,7 @@ import tensorflow_datasets as tfds
 from array_record.python import array_record_module
 
 from tfdist.data import BalancedSharding
-from tfdist.data.sources import ArrayRecordSource, TfdsSource, TFRecordSource, as_source, files
+from tfdist.data.sources import ArrayRecordSource, TfdsSource, TFRecordSource, as_source, file_access
 from tfdist.data.sources.items import ItemsSource
 from tfdist.data.sources.tfrecord_index import INDEX_SUFFIX
 from tfdist.errors import SourceError
@@ -498,12 +498,12 @@ def test_file_that_changes_while_it_is_read_is_named(write, change, tmp_path):
 @pytest.mark.parametrize("ours", [True, False], ids=["may write", "may not"])
 def test_a_file_that_is_read_often_is_mapped_if_it_is_known_to_be_in_memory(ours, monkeypatch, tmp_path):
     path = write_tfrecord(tmp_path / "a.tfrecord")
-    monkeypatch.setattr(files.os, "access", lambda *_: ours)
+    monkeypatch.setattr(file_access.os, "access", lambda *_: ours)
     source = as_source(path)
     for _ in range(5):
         assert read(source, [7, 2, 3, 7]) == [RECORDS[i] for i in (7, 2, 3, 7)]
     (found,) = source._indices
-    assert (files.open_to_read(path, (found.size, found.mtime)).mapped is not None) == ours
+    assert (file_access.open_to_read(path, (found.size, found.mtime)).mapped is not None) == ours
     os.truncate(path, offset_of(5) + 3)
     assert_told(failure_of(source, [4, 7]), f"Example 4 (record 4 of {path})")
 
@@ -518,8 +518,8 @@ def test_a_file_of_which_a_little_is_not_in_memory_is_mapped(tmp_path):
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 1 << 17, os.POSIX_FADV_DONTNEED)
-        mapped = files._map(file.fileno())
-        assert files._is_in_memory(mapped)
+        mapped = file_access._map(file.fileno())
+        assert file_access._is_in_memory(mapped)
     for _ in range(5):
         assert read(source, [70, 2, 3, 7]) == [records[i] for i in (70, 2, 3, 7)]
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfdist.data.sources.arrays import ArraysSource
-from tfdist.data.sources.files import is_index
+from tfdist.data.sources.file_access import is_index
 from tfdist.data.sources.items import ItemsSource
 from tfdist.data.sources.source import Source
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.data.sources.files import expand, is_local, several, stat
+from tfdist.data.sources.file_access import expand, is_local, several, stat
 from tfdist.data.sources.items import ItemsSource
 from tfdist.data.sources.source import digest, files_named, this_worker
 from tfdist.errors import SourceError

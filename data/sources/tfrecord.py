@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.sources.files import LocalFile, RemoteFile, expand, is_local, open_to_read, several
+from tfdist.data.sources.file_access import LocalFile, RemoteFile, expand, is_local, open_to_read, several
 from tfdist.data.sources.source import Source, digest, files_named
 from tfdist.data.sources.tfrecord_index import FOOTER_BYTES, HEADER_BYTES, load_index
 from tfdist.errors import SourceError

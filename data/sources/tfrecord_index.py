@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdist.data.sources.files import INDEX_SUFFIX, is_local, open_to_scan, stat
+from tfdist.data.sources.file_access import INDEX_SUFFIX, is_local, open_to_scan, stat
 from tfdist.data.sources.source import this_worker
 from tfdist.errors import SourceError
 

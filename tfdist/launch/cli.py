@@ -22,9 +22,9 @@ from tfdist.cluster.launch_check import warn_if_one_of_many
 from tfdist.errors import TfdistError
 from tfdist.launch import arguments, bench_command, data_service, private_network, worker_script
 from tfdist.launch.run_dir import KEPT_RUNS, folder_of_run
-from tfdist.launch.signals import stop_signals
+from tfdist.launch.stop_signals import stop_signals
 from tfdist.launch.supervisor import Supervisor, SupervisorOptions
-from tfdist.launch.worker_limits import WorkerLimits, refusal
+from tfdist.launch.worker_count_limit import WorkerLimits, refusal
 
 __all__ = ["main"]
 

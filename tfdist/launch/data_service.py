@@ -16,7 +16,7 @@ from absl import logging
 
 from tfdist.cluster.address import check_answers, checked_port, is_loopback
 from tfdist.errors import ClusterError
-from tfdist.launch.signals import stop_signals
+from tfdist.launch.stop_signals import stop_signals
 
 _START_SECONDS = 40.0
 

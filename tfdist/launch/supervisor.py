@@ -28,7 +28,7 @@ from tfdist.launch.first_failure import (
     reported_since,
     reported_stack,
 )
-from tfdist.launch.restarts import Chance, Commits, Restarts, Size, chance_of
+from tfdist.launch.restart_policy import Chance, Commits, Restarts, Size, chance_of
 from tfdist.launch.run_summary import details_of, outcome_line
 from tfdist.launch.stopped_workers import SECONDS, StoppedWorkers
 from tfdist.launch.worker_group import WorkerExit, WorkerGroup

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
 from tfdist.launch.process_guard import ProcessGuard
-from tfdist.launch.signals import hear_of_children
+from tfdist.launch.stop_signals import hear_of_children
 from tfdist.launch.worker_output import WorkerOutput
 
 __all__ = ["WorkerExit", "WorkerGroup", "describe_exit", "log_path"]

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from tfdist.cluster import ClusterSpec
 from tfdist.cluster.ports import HeldPorts, hold_ports
 from tfdist.errors import WorkerError, WorkerTimeoutError
-from tfdist.launch.signals import hear_of_children
+from tfdist.launch.stop_signals import hear_of_children
 from tfdist.launch.worker_group import describe_exit
 from tfdist.network.secret import SECRET, new_secret, secret_is_given
 from tfdist.testing.serving import is_importing_main
