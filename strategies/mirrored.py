@@ -18,7 +18,7 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
     """`tf.distribute.MirroredStrategy` under which every feature of Keras 3 gives the results of one device.
 
     Args:
-      devices: Device strings, such as `["GPU:0", "GPU:1"]`. By default all GPUs or, without GPUs, all logical CPUs.
+      devices: Device strings, such as `["GPU:0", "GPU:1"]`. By default all GPUs, or all logical CPU devices.
       cross_device_ops: As in TensorFlow. The default reduces by collectives. Other ops cannot exchange gradients inside
         a branch: `gradient_accumulation_steps` and `LossScaleOptimizer` fail as they do in TensorFlow.
       compression: How to compress gradients: `None`, a codec of `tfdist.compression` or its name, such as `"int8"` or

@@ -76,7 +76,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     """`tf.distribute.MultiWorkerMirroredStrategy` under which Keras 3 works and gives the results of one device.
 
     Create it before anything else in the program: TensorFlow joins the cluster when its runtime starts. Each worker
-    uses all its GPUs or, without GPUs, all its logical CPUs. All workers must have the same number of devices.
+    uses all its GPUs or, without GPUs, its logical CPU devices (one by default). All workers must have the same number
+    of devices.
 
     Args:
       cluster_resolver: As in TensorFlow. By default TF_CONFIG describes the cluster and this worker; without TF_CONFIG

@@ -25,7 +25,10 @@ from tfdist.strategies.loss_weight import weighted
 
 
 class ReplicatedExtended:
-    """Mixin for subclasses of `tf.distribute.StrategyExtended`."""
+    """The `extended` half of both strategies, as a mixin for TensorFlow's classes.
+
+    Exchanges gradients with or without compression, makes variables by kind, and refuses exchanges that cannot work.
+    """
 
     communication: CompressionState | None = None
     _num_workers = 1

@@ -78,7 +78,11 @@ class RowsRead:
         self.numbers.assign([self._passes, checksum])
 
     def check(self, passes: np.ndarray, checksums: np.ndarray) -> None:
-        """Compares the numbers of all replicas. Only the first replica of each worker sends numbers other than 0.
+        """Compares the checksums of the rows that workers read. Does nothing while workers are in different passes.
+
+        Args:
+          passes: Number of the pass over the data, by replica; 0 except for the first replica of each worker.
+          checksums: Checksum of the first batch of that pass, by replica.
 
         Raises:
           ClusterError: If workers read different rows in the same pass.

@@ -481,7 +481,7 @@ class FitBackup(keras.callbacks.Callback):
 
 
 def _encoded_logs(logs: Any) -> Any:
-    """Returns the logs of a step as JSON, with `None` for values that cannot be saved, since logs are only shown."""
+    """Returns the logs of a step for `json.dump`; values that cannot be saved become `None`, as logs are only shown."""
     arrays: list[np.ndarray] = []
     known = dict(logs) if logs else logs
     for name in known or ():
