@@ -14,7 +14,7 @@ from tfdist.strategies import keras_calls
 from tfdist.strategies.row_comparison import RowComparison
 from tfdist.strategies.stand_in_rows import ExampleRow, ExampleRows, noting
 from tfdist.strategies.step import count_rows
-from tfdist.strategies.tensor_origin import Origin, origins_of, reads_files
+from tfdist.strategies.tensor_origin import calls_python, reads_files
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -38,7 +38,7 @@ def owning_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
     if not isinstance(dataset, tf.data.Dataset) or not tf.executing_eagerly():
         return dataset
     batch_size = tf.raw_ops.ComputeBatchSize(input_dataset=tf.data.experimental.to_variant(dataset))
-    if int(batch_size) > 0 or all(origin == Origin.GRAPH for origin in origins_of(dataset)):
+    if int(batch_size) > 0 or not calls_python(dataset):
         return dataset
     is_tuple = type(dataset.element_spec) is tuple
 

@@ -7,6 +7,7 @@ several workers, then train a loaded model on each worker.
 """
 
 import functools
+import threading
 from typing import Any
 
 import keras
@@ -33,11 +34,13 @@ class _Guard:
       watching: The creator scope that checks models as they are compiled; never left. `None` until a strategy is made
         outside of all such scopes.
       workers: The largest number of workers of a strategy in this process. More than one makes such training an error.
+      thread: The thread of `watching`.
       has_trained: Whether a model was trained with a strategy of several replicas.
     """
 
     watching: Any = None
     workers = 1
+    thread: int | None = None
     has_trained = False
 
 
@@ -56,11 +59,13 @@ def watch_models_outside(workers: int) -> None:
     if not tf_internals.is_in_creator_scope():
         _Guard.watching = tf.variable_creator_scope(_look)
         _Guard.watching.__enter__()
+        _Guard.thread = threading.get_ident()
 
 
 def keep_watching() -> None:
     """Watches models again after `keras.backend.clear_session`, which drops the scope that watches them."""
-    if _Guard.watching is not None and not tf.inside_function():
+    # Creator scopes are kept for each thread and graph, and a new one would end the present watch.
+    if _Guard.watching is not None and tf.executing_eagerly() and threading.get_ident() == _Guard.thread:
         watch_models_outside(_Guard.workers)
 
 

@@ -140,7 +140,8 @@ class ReplicatedStrategy:
         if self.extended._num_workers > 1:
             check_reads_no_sharding(dataset)
         is_own = self.extended._num_workers > 1 and is_own_of_each(dataset)
-        dataset = owning_memory(dataset)
+        if self.num_replicas_in_sync > 1:
+            dataset = owning_memory(dataset)
         if not keras_stack.called_by_trainer():
             row = None
             if self.extended._num_workers > 1 and is_split_by_rows(dataset):
@@ -231,7 +232,8 @@ class ReplicatedStrategy:
         local = self.experimental_local_results(value)
         if isinstance(local[0], padded_rows.PaddedRows):
             return padded_rows.gathered(local, super().gather)
-        return super().gather(value, axis)
+        with keras_calls.exchanging(self.reports.activity):
+            return super().gather(value, axis)
 
     @property
     def num_replicas_in_sync(self):

@@ -26,6 +26,9 @@ Example = Callable[[list[tf.Tensor], int | tf.Tensor | None], list[tf.Tensor]]
 _Kind = tuple[tuple[str, int | None], ...]  # Types and ranks of the tensors of a batch.
 
 
+_MOST_ROWS = 4  # Pipelines of one model and kind whose rows are kept.
+
+
 class ExampleRow:
     """One row of an input pipeline, once it has been read.
 
@@ -46,34 +49,42 @@ class ExampleRow:
         row.note(*[tensor.numpy() for tensor in tensors])
         return row
 
+    def fits(self, shapes: list[tf.TensorShape]) -> bool:
+        """Returns whether a row is known that agrees with `shapes`, the static shapes beside the rows."""
+        pairs = zip(self.tensors or (), shapes, strict=False)
+        return self.tensors is not None and all(shape.is_compatible_with(each.shape[1:]) for each, shape in pairs)
+
     def note(self, *tensors: np.ndarray) -> None:
         """Stores the tensors of the row."""
-        self.tensors = list(tensors)
+        # Copies, since TensorFlow's arrays share the memory of a whole batch, which it uses again.
+        self.tensors = [np.array(tensor) for tensor in tensors]
 
 
 class ExampleRows:
     """Stores one row for each model and each kind of batch."""
 
     def __init__(self):
-        self._of_models: weakref.WeakKeyDictionary[Any, dict[_Kind, ExampleRow]] = weakref.WeakKeyDictionary()
+        self._of_models: weakref.WeakKeyDictionary[Any, dict[_Kind, list[ExampleRow]]] = weakref.WeakKeyDictionary()
 
     def put(self, model: Any, row: ExampleRow) -> None:
-        """Stores `row` for the model that reads its pipeline, unless that is unknown (`None`) or has such a row."""
-        rows = {} if model is None else self._of_models.setdefault(model, {})
-        if row.kind not in rows or rows[row.kind].tensors is None:
-            rows[row.kind] = row
+        """Stores `row` for the model that reads its pipeline, unless that is unknown (`None`)."""
+        if model is not None:
+            rows = self._of_models.setdefault(model, {})
+            rows[row.kind] = [row, *rows.get(row.kind, [])][:_MOST_ROWS]
 
     def of(self, model: Any) -> Example:
         """Returns a function that looks up a row for a model when the graph runs."""
         owner, known = weakref.ref(self), weakref.ref(model)  # TensorFlow may keep the function for ever.
 
         def give(row: list[tf.Tensor], count: int | tf.Tensor | None) -> list[tf.Tensor]:
-            kind = _kind_of(row)
+            kind, shapes = _kind_of(row), [tensor.shape[1:] for tensor in row]
 
             def fetch(_: np.ndarray, *zeros: np.ndarray) -> list[np.ndarray]:
                 rows, of_model = owner(), known()
-                found = None if rows is None or of_model is None else rows._of_models.get(of_model, {}).get(kind)
-                return list(zeros) if found is None or found.tensors is None else found.tensors
+                own = {} if rows is None or of_model is None else rows._of_models.get(of_model, {})
+                fitting = (each.tensors for each in own.get(kind, []) if each.fits(shapes))
+                # Copies, since the step may compute in the memory of what it gets.
+                return [tensor.copy() for tensor in next(fitting, None) or zeros]
 
             # Not stateful: TensorFlow would run it after the whole step of the replica that was traced before. The
             # number of rows is an input, since TensorFlow folds an operation on constants before the first step.
@@ -236,4 +247,6 @@ def _row_of_zeros(leaf: Any) -> Any:
     # On a worker without data left, TensorFlow sets unknown dimensions to 0.
     least = [int(size is None) for size in leaf.shape[1:]]
     like = tf.maximum(tf.shape(leaf)[1:], tf.constant(least, tf.int32))
-    return tf.zeros(tf.concat([[1], like], 0), leaf.dtype)
+    zero = tf.zeros(tf.concat([[1], like], 0), leaf.dtype)
+    zero.set_shape([1, *leaf.shape[1:]])
+    return zero

@@ -240,6 +240,7 @@ class StepReports:
 
     def _take(self, model: weakref.ref, totals: np.ndarray) -> None:
         rows, compute, own, not_finite, *read = np.split(totals[:-1], (len(totals) - 1) // self.num_replicas)
+        not_finite = np.rint(not_finite).astype(np.int64)  # A sum of float32 may be a little less than the number.
         number = self.number + 1
         self._trained = model
         self.activity.stepped()

@@ -2,14 +2,14 @@
 
 import enum
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist._compat import dataset_internals
 
-__all__ = ["Origin", "origins_of", "reads_files", "sizes_of"]
+__all__ = ["Origin", "calls_python", "origins_of", "reads_files", "sizes_of"]
 
 _DRAWS = re.compile(
     "Random|Rng|Multinomial|TruncatedNormal|SampleDistorted|StatelessGamma|NonDeterministic|Stateful[A-Z]"
@@ -56,9 +56,19 @@ def reads_files(dataset: tf.data.Dataset) -> bool:
     """Whether TensorFlow's AutoShardPolicy.AUTO gives each worker its own files."""
     readers = (tf.data.TFRecordDataset, tf.data.TextLineDataset, tf.data.FixedLengthRecordDataset)
     stages = dataset_internals.datasets_read_by(dataset)
-    graphs = [graph for stage in stages for graph in dataset_internals.graphs_of_dataset_functions(stage)]
-    kinds = (kind for graph in graphs for kind in _kinds_in(graph))
-    return any(isinstance(stage, readers) for stage in stages) or any(map(_READERS.match, kinds))
+    return any(isinstance(stage, readers) for stage in stages) or any(map(_READERS.match, _kinds_of(dataset)))
+
+
+def calls_python(dataset: tf.data.Dataset) -> bool:
+    """Returns whether Python code makes any part of a dataset's batches."""
+    return any(kind in _PYTHON for kind in _kinds_of(dataset))
+
+
+def _kinds_of(dataset: tf.data.Dataset) -> Iterator[str]:
+    """Yields the kind of each operation in the functions of a pipeline."""
+    for stage in dataset_internals.datasets_read_by(dataset):
+        for graph in dataset_internals.graphs_of_dataset_functions(stage):
+            yield from _kinds_in(graph)
 
 
 def _kinds_in(graph: Any) -> list[str]:

@@ -132,3 +132,15 @@ def test_a_model_that_is_gone_leaves_no_row():
     gc.collect()
     assert known() is None
     assert example([tf.zeros([1, 2])], tf.constant(0))[0].numpy().tolist() == [[0.0, 0.0]]
+
+
+def test_a_row_stands_in_only_where_its_static_shape_fits():
+    model, rows = Model(), ExampleRows()
+    for width in (2, 3):
+        rows.put(model, ExampleRow.of(tf.fill([4, width], float(width))))
+
+    def row(width):
+        (tensor,) = rows.of(model)([tf.zeros([1, width])], 0)
+        return tensor.numpy()
+
+    assert [row(width).tolist() for width in (2, 3, 4)] == [[[2.0] * 2], [[3.0] * 3], [[0.0] * 4]]

@@ -85,8 +85,8 @@ class CreationWatch:
 
 def _reported_in(error: Exception) -> str | None:
     """Returns the difference that a peer has reported, if this report made the broadcast fail."""
-    _, rule, rest = str(error).partition(_RULE)
-    return f"{rule}{rest}".splitlines()[0] if rule else None
+    _, begun, rest = str(error).partition(f"{_RULE}, but as number")
+    return f"{begun}{rest}".split(" [type.googleapis.com")[0].splitlines()[0] if begun else None
 
 
 def unlike(number: int, said: Mapping[int, Sequence[str]], here: str) -> str | None:
