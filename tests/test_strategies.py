@@ -307,7 +307,7 @@ def test_arrays_that_python_code_gives_parts_of_are_not_written_to(source, pools
 
 
 def test_devices_count_alike_where_data_ends_by_surprise(pools):
-    ((iterations, draws),) = pools("1x2").run(checks.counters_after_data_of_unknown_length, "1x2", 40)
+    ((iterations, draws),) = pools("1x2").run(checks.counters_after_data_of_unknown_length, "1x2", 15)
 
     assert iterations[0] == iterations[1] and draws[0] == draws[1]
 
