@@ -15,7 +15,7 @@ unit: venv
 	$(BIN)/python -m pytest -m unit -n 2
 
 test: venv
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --instafail
 
 lint: venv
 	$(BIN)/ruff check .

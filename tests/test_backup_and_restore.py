@@ -91,11 +91,8 @@ ROWS = {
 SOME_ROWS = [
     *(
         "steps",
-        "monitors, steps",
-        "PyDataset",
         "PyDataset that draws",
         "endless dataset that draws",
-        "epochs shorter than the data",
         "metric that is a vector",
     ),
 ]

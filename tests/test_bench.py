@@ -97,6 +97,7 @@ def test_two_workers_on_this_machine_are_measured(tmp_path):
         assert word in out
 
 
+@pytest.mark.exhaustive
 def test_hosts_with_their_own_tf_config_are_measured_and_the_chief_reports(tmp_path):
     arguments = ("--sizes", "1KiB,1MiB,1000000GiB", "--compression", "none,int8", "--seconds", 0.1, "--json")
     chief, other = finish(*on_two_hosts(tmp_path, (*arguments, "chief.json"), (*arguments, "other.json")))

@@ -103,6 +103,7 @@ def data_dir(tmp_path_factory):
     return str(tmp_path_factory.mktemp("data"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", by_default(by_hand))
 def test_digits_learns(run, way, data_dir):
     text = run(way, "digits.py", "--epochs", "3", "--data_dir", data_dir)

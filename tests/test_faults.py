@@ -298,6 +298,7 @@ def test_a_process_that_leaves_unsaved_says_so():
     assert "NOT saved: worker 1: the disk is full" in output and "Saved" not in output
 
 
+@pytest.mark.exhaustive
 def test_a_program_that_does_not_end_after_the_save_is_ended():
     code, output, seconds = preempted(
         """
@@ -545,6 +546,7 @@ def test_a_killed_worker_ends_the_others_who_wait_for_its_encoded_gradients(kill
     assert all(codes[index] == 1 for index in others), [job.output(index) for index in others]
 
 
+@pytest.mark.exhaustive
 def test_a_frozen_worker_ends_who_waits_for_its_encoded_gradients(job):
     job.train(ENCODED + "fit(build())", TFDIST_HEARTBEAT_TIMEOUT_SECONDS="3")
     tfdist.testing.faults.freeze(job.processes[1].pid)
@@ -552,6 +554,7 @@ def test_a_frozen_worker_ends_who_waits_for_its_encoded_gradients(job):
     assert "UnavailableError" in job.output(0) and "task:1" in job.output(0), job.output(0)
 
 
+@pytest.mark.exhaustive
 def test_workers_that_cannot_connect_at_other_ports_exchange_encoded_gradients_as_all_else(job):
     blocked = """
 from tfdist.strategies.collectives import peer_connections
@@ -781,6 +784,7 @@ model.fit(x, x[:, :1], batch_size=8, epochs=1000, verbose=0, callbacks=[backup, 
     assert len(list((job.directory / "backup").glob("step-*"))) == 1
 
 
+@pytest.mark.exhaustive
 def test_who_is_asked_after_the_last_step_saves_and_leaves_too_and_is_done_when_started_again(job):
     script = (
         TRAIN
@@ -845,6 +849,7 @@ model.make_train_function = make_train_function
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "own",
     [
@@ -902,6 +907,7 @@ model.fit(x, x[:, :1], batch_size=8, epochs=25, verbose=0, callbacks=[backup, as
     assert {path.name for path in (job.directory / "backup").glob("step-*")} == {"step-40", "step-60"}
 
 
+@pytest.mark.exhaustive
 def test_who_is_asked_in_a_validation_that_is_too_long_has_saved_the_epoch_before(job):
     script = (
         """

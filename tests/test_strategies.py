@@ -318,7 +318,7 @@ def test_workers_that_read_unlike_numbers_of_batches_are_named(kind, batches, po
         assert "worker 0 has {}, worker 1 has {}".format(*batches) in message
 
 
-@pytest.mark.parametrize("policy", ["OFF", "HINT"])
+@pytest.mark.parametrize("policy", ["OFF", pytest.param("HINT", marks=pytest.mark.exhaustive)])
 def test_what_each_worker_reads_for_itself_is_read_to_the_end(policy, pools):
     workers = pools("2x1").run(checks.own_data_of_each, policy)
 
