@@ -113,7 +113,7 @@ def test_hosts_with_their_own_tf_config_are_measured_and_the_chief_reports(tmp_p
     assert "free memory" in chief[1]
     assert rows[1]["sent_bytes"] == KIB**2 and 3.5 < rows[1]["sent_bytes"] / rows[4]["sent_bytes"] < 4.1
     check_row(rows[0], KIB)
-    assert rows[3]["skipped"] == "int8 sends a tensor of 16 x 16 as it is" and "seconds" not in rows[3]
+    assert rows[3]["skipped"] == "int8 does not compress a tensor of 16 x 16" and "seconds" not in rows[3]
 
 
 @pytest.mark.exhaustive
@@ -240,7 +240,7 @@ def test_after_the_rendezvous_the_deadline_of_the_chief_counts(pools):
 TWO = ("--workers", "2")
 REFUSALS = {
     "no cluster": ((), ("TF_CONFIG", "--workers 2")),
-    "one worker": (("--workers", "1"), ("two workers or more", "--workers 2")),
+    "one worker": (("--workers", "1"), ("at least two workers", "--workers 2")),
     "no number": ((*TWO, "--sizes", "1KiB,big"), ("--sizes", "'big'", "KiB, MiB, GiB")),
     "unknown unit": ((*TWO, "--sizes", "1Kb"), ("--sizes", "'1Kb'", "KiB, MiB, GiB")),
     "nothing": ((*TWO, "--sizes", "0"), ("--sizes", "'0'")),

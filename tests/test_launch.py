@@ -541,7 +541,7 @@ def test_without_a_temporary_directory_a_log_dir_is_asked_for(run):
     program = "import sys, tempfile; tempfile.tempdir = '/proc/here'; from tfdist.launch.cli import main; main()"
     command = [sys.executable, "-c", program, "run", "--workers", "1", run.script("")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
-    assert done.returncode == 2 and "no temporary directory can be written" in done.stderr
+    assert done.returncode == 2 and "the temporary directory is not writable" in done.stderr
     assert done.stderr.endswith("give --log-dir\n") and "Traceback" not in done.stderr
 
 
@@ -549,16 +549,16 @@ def test_without_a_temporary_directory_a_log_dir_is_asked_for(run):
 WRONG = {
     "no script": (["--workers", 2], "script.py"),
     "no workers": (["script.py"], "--workers"),
-    "zero workers": (["--workers", 0, "script.py"], "from 1 up, got 0"),
+    "zero workers": (["--workers", 0, "script.py"], "at least 1, got 0"),
     "half a worker": (["--workers", 1.5, "script.py"], "1.5"),
-    "zero devices": (["--workers", 1, "--devices-per-worker", 0, "script.py"], "from 1 up, got 0"),
-    "negative grace": (["--workers", 1, "--grace-seconds", -1, "script.py"], "from 0 up, got -1"),
+    "zero devices": (["--workers", 1, "--devices-per-worker", 0, "script.py"], "at least 1, got 0"),
+    "negative grace": (["--workers", 1, "--grace-seconds", -1, "script.py"], "at least 0, got -1"),
     "grace without end": (["--workers", 1, "--grace-seconds", "nan", "script.py"], "got nan"),
     "more workers than any machine has": (["--workers", "9" * 20, "script.py"], "a number of 20 digits"),
-    "more workers than this machine can start": (["--workers", 10**6, "script.py"], "workers at most, got 1000000"),
-    "fewer than none": (["--workers", 2, "--min-workers", 0, "script.py"], "from 1 up, got 0"),
+    "more workers than this machine can start": (["--workers", 10**6, "script.py"], " workers, got 1000000"),
+    "fewer than none": (["--workers", 2, "--min-workers", 0, "script.py"], "at least 1, got 0"),
     "more than all": (["--workers", 2, "--min-workers", 3, "script.py"], "--min-workers needs a number from 1 to"),
-    "restarts": (["--workers", 2, "--max-restarts", -1, "script.py"], "from 0 up, got -1"),
+    "restarts": (["--workers", 2, "--max-restarts", -1, "script.py"], "at least 0, got -1"),
     "missing script": (["--workers", 2, "nowhere.py"], "no script 'nowhere.py'"),
     "missing module": (["--workers", 2, "-m", "nowhere.train"], "no module 'nowhere.train'"),
     "log dir is a file": (["--workers", 2, "--log-dir", "script.py", "script.py"], "--log-dir script.py"),
@@ -566,11 +566,11 @@ WRONG = {
     "two ways": (["--workers", 2, "--slurm", "script.py"], "not allowed with"),
     "port of nobody": (["--workers", 2, "--base-port", 5000, "script.py"], "--slurm or --mpi"),
     "unknown option": (["--worker", 2, "script.py"], "unrecognized arguments: --worker; did you mean --workers"),
-    "unknown option alone": (["--worker=2"], "did you mean --workers by --worker?"),
+    "unknown option alone": (["--worker=2"], "did you mean --workers instead of --worker?"),
     "far from any option": (["-n", 2, "--xyz", "script.py"], "unrecognized arguments: --xyz\n"),
-    "workers in words": (["--workers", "two", "script.py"], "needs a whole number from 1 up, got two"),
-    "seconds in words": (["-n", 1, "--grace-seconds", "soon", "script.py"], "needs seconds from 0 up, got soon"),
-    "after the script": (["script.py", "--workers", 2], "come before it: tfdist run --workers 2 script.py"),
+    "workers in words": (["--workers", "two", "script.py"], "needs a whole number of at least 1, got two"),
+    "seconds in words": (["-n", 1, "--grace-seconds", "soon", "script.py"], "seconds of at least 0, got soon"),
+    "after the script": (["script.py", "--workers", 2], "before the script: tfdist run --workers 2 script.py"),
     "short, after it": (["script.py", "--lr", 1, "-n", 2, "--x"], "tfdist run -n 2 script.py"),
     "in one, after it": (["script.py", "--workers=2", "x"], "tfdist run --workers=2 script.py"),
     "flag, after it": (["script.py", "--slurm", "--x"], "tfdist run --slurm script.py"),
@@ -611,7 +611,7 @@ def test_a_tf_config_that_python_cannot_read_is_refused_in_a_few_words(run, text
 )
 def test_no_more_workers_are_started_than_a_machine_can_have(limits, most, why):
     assert most == 0 or refusal(most, limits) is None
-    assert why in refusal(most + 1, limits) and f"{most} workers at most" in refusal(most + 1, limits)
+    assert why in refusal(most + 1, limits) and f"at most {most} workers" in refusal(most + 1, limits)
 
 
 @pytest.mark.parametrize("name", ["run", "bench", "data-service"])

@@ -24,10 +24,10 @@ def test_a_duration_is_in_units_for_reading(seconds, text):
     ("outcome", "exit_code", "text"),
     [
         ("done", 0, "done in 72 s, 1 attempt"),
-        ("failed", 1, "failed for good after 72 s, 1 attempt"),
+        ("failed", 1, "failed after 72 s, 1 attempt"),
         ("preempted", PREEMPTED, "gave up after 72 s, 1 attempt, the last ones without a commit"),
-        ("stopped", PREEMPTED, "saved and stopped; start again to go on, after 72 s, 1 attempt"),
-        ("stopped", 130, "stopped, not saved, after 72 s, 1 attempt"),
+        ("stopped", PREEMPTED, "saved and stopped after 72 s, 1 attempt; start the same command again to continue"),
+        ("stopped", 130, "stopped without saving after 72 s, 1 attempt"),
     ],
 )
 def test_the_last_line_says_how_it_went(outcome, exit_code, text):

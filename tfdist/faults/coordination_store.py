@@ -97,7 +97,7 @@ class CoordinationStore:
 
     def report_loss(self, worker: int, address: str) -> None:
         """Makes all workers' collectives fail after a worker has ended; only this worker's, if worker 0 has ended."""
-        message = f"worker {worker} at {address} is gone: its process has ended. Its log may say why."
+        message = f"worker {worker} at {address} is gone: its process ended. See its log for the reason."
         if worker == 0:
             self._abort(message)
         else:

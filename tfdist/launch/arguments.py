@@ -40,7 +40,7 @@ class CommandParser(argparse.ArgumentParser):
             name for name in dict.fromkeys(named) if re.fullmatch(r"--?[a-z][a-z-]*", name) and name not in known
         ]
         near = [(name, difflib.get_close_matches(name, known, 1)) for name in unknown]
-        return "".join(f"; did you mean {found[0]} by {name}?" for name, found in near if found)
+        return "".join(f"; did you mean {found[0]} instead of {name}?" for name, found in near if found)
 
 
 def stray_option(arguments: Sequence[str], names: Sequence[str]) -> str | None:
@@ -68,7 +68,7 @@ def _whole_number(text: str, least: int) -> int:
     except ValueError:
         value = least - 1
     if value < least:
-        raise argparse.ArgumentTypeError(f"needs a whole number from {least} up, got {text}")
+        raise argparse.ArgumentTypeError(f"needs a whole number of at least {least}, got {text}")
     return value
 
 
@@ -79,7 +79,7 @@ def seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"needs seconds from 0 up, got {text}")
+        raise argparse.ArgumentTypeError(f"needs a number of seconds of at least 0, got {text}")
     return value
 
 
@@ -90,7 +90,7 @@ def _quantity(text: str, units: Mapping[str, int]) -> int:
         value = float(match[1]) * units.get(match[2], 1)
         if value >= 1 and value.is_integer():
             return int(value)
-    raise argparse.ArgumentTypeError(f"needs a whole number, alone or with {', '.join(units)} after it, got {text!r}")
+    raise argparse.ArgumentTypeError(f"needs a whole number, with or without a unit ({', '.join(units)}), got {text!r}")
 
 
 def sizes(text: str) -> tuple[int, ...]:

@@ -211,8 +211,8 @@ def _check_equal(plan: BenchPlan, strategy: tf.distribute.Strategy) -> None:
     others = [worker for worker, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise ClusterError(
-            f"All workers need the same --sizes and --compression, but those of {_workers(others)} differ from the "
-            f"chief's. Start the same command on every host."
+            f"All workers need the same --sizes and --compression, but {_workers(others)} got other values than the "
+            f"chief. Start the same command on every host."
         )
 
 
@@ -222,15 +222,15 @@ def _reason_to_skip(
     """Returns why all workers skip this size, or an empty string if they measure it."""
     policy = policy_of(None if name == "none" else name)
     if policy and policy(tf.TensorShape(_shape(size)), tf.float32, 0) is None:
-        return f"{name} sends a tensor of {' x '.join(map(str, _shape(size)))} as it is"
+        return f"{name} does not compress a tensor of {' x '.join(map(str, _shape(size)))}"
     rooms = strategy.extended.of_all_workers(_room(strategy, spec))
     small = [worker for worker, room in enumerate(rooms) if size > room]
     if small:
-        return f"an eighth of the free memory of {_workers(small)} is {_show_bytes(min(rooms))} a replica"
+        return f"it exceeds an eighth of the free memory of {_workers(small)}, {_show_bytes(min(rooms))} a replica"
     known = [row for row in rows if row.times]
     seconds = predict(known, size) * (_LEAST_REPETITIONS + 1) + plan.seconds if len(known) > 1 else 0.0
     is_late = time.monotonic() + seconds > plan.deadline
-    return "--timeout leaves no time for it" if strategy.extended.of_all_workers(int(is_late))[0] else ""
+    return "--timeout does not leave enough time for it" if strategy.extended.of_all_workers(int(is_late))[0] else ""
 
 
 def _room(strategy: tf.distribute.Strategy, spec: ClusterSpec) -> int:
@@ -296,8 +296,8 @@ def check_sum(total: tf.Tensor, replicas: int, *, exact: bool) -> None:
     low, high, right = float(tf.reduce_min(total)), float(tf.reduce_max(total)), replicas * (replicas + 1) / 2
     if not (math.isfinite(low) and math.isfinite(high)) or (exact and (low, high) != (right, right)):
         raise ClusterError(
-            f"Summed over {replicas} replicas, every one of {tf.size(total).numpy()} elements must be {right:g}, "
-            f"but they came as {low:g} to {high:g}. Check that all workers run the same versions of TensorFlow and "
+            f"The sum over {replicas} replicas must be {right:g} in each of {tf.size(total).numpy()} elements, but "
+            f"its elements are {low:g} to {high:g}. Check that all workers run the same versions of TensorFlow and "
             f"tfdist, and that no other job uses the addresses in TF_CONFIG."
         )
 
@@ -414,8 +414,8 @@ def print_tables(rows: Sequence[Row], expectations: Sequence[Mapping]) -> None:
             cells += [_ms(middle), f"{_ms(low)} to {_ms(high)}", *rates, str(len(row.times))]
         table.add_row(*map(rich.text.Text, cells))
     table.caption = (
-        "algorithm: bytes of the tensor by the median time; bus: what a link carries in each direction, 2(N-1)/N of "
-        "that; times: how many exchanges were timed."
+        "algorithm: bytes of the tensor divided by the median time; bus: rate on a link in each direction, 2(N-1)/N "
+        "of the algorithm's; times: number of timed exchanges."
     )
     console.print(table)
     for row in rows:
@@ -426,19 +426,19 @@ def print_tables(rows: Sequence[Row], expectations: Sequence[Mapping]) -> None:
     if name := recommendation(expectations):
         advice = "no compression" if name == "none" else f"compression={name!r}"
         rate = _show_rate(expectations[0]["link_bits_per_second"])
-        console.print(rich.text.Text(f"For workers on links of {rate}: {advice}."))
+        console.print(rich.text.Text(f"Recommended for workers on links of {rate}: {advice}."))
 
 
 def _expectation_table(expectations: Sequence[Mapping]) -> rich.table.Table:
     first = expectations[0]
     columns = ["codec", "latency,\nms (of)", "exchange\nms", "MB sent"]
-    notes = ["latency: the time of the smallest tensor; exchange: of all gradients, on this network"]
+    notes = ["latency: time of the smallest tensor; exchange: time of all gradients, on this network"]
     if "link_exchange_seconds" in first:
         columns += [f"ms on\n{_show_rate(first['link_bits_per_second'])}"]
         notes += ["on the link: that, and the time of what is sent there"]
     if "step_seconds" in first:
         columns += ["step ms,\nall overlapped", "step ms,\nnone overlapped"]
-        notes += ["step: with --compute-ms, and all or nothing of the exchange behind it"]
+        notes += ["step: time with --compute-ms, if all or nothing of the exchange overlaps with it"]
     table = _table(f"Expected for {first['parameters'] / 1e6:g} M parameters", columns)
     for expectation in expectations:
         step = expectation.get("step_seconds", {})
@@ -448,7 +448,7 @@ def _expectation_table(expectations: Sequence[Mapping]) -> rich.table.Table:
         cells = (expectation["compression"], latency, here, sent, *map(_ms, (*on_link, *step.values())))
         table.add_row(*map(rich.text.Text, cells))
     if any(expectation["beyond_largest_size"] for expectation in expectations):
-        notes += ["more than the largest size measured: a guess"]
+        notes += ["the gradients exceed the largest measured size, so the times are extrapolated"]
     table.caption = "; ".join(notes) + "."
     return table
 
@@ -470,7 +470,7 @@ def measure_aloud(
     """
     tf.get_logger().setLevel("WARNING")  # Otherwise each strategy logs its devices.
     if not spec.is_chief:
-        logging.info("%s takes part; the chief prints the results", spec.describe())
+        logging.info("%s takes part in the measurement; the chief prints the results", spec.describe())
     try:
         for row in measure(plan, spec, end_in):
             keep(row)
@@ -479,8 +479,8 @@ def measure_aloud(
     except tf.errors.OpError as error:
         reason = error.message.rpartition("\n\n")[2]  # The text after the source locations.
         raise ClusterError(
-            f"An exchange failed on {spec.describe()}. See the output of the others: a worker that ended or cannot be "
-            f"reached makes all fail. TensorFlow says: {reason}"
+            f"An exchange failed on {spec.describe()}. It fails on all workers if one has ended or cannot be reached, "
+            f"so see the output of the other workers. TensorFlow's error: {reason}"
         ) from error
 
 

@@ -26,64 +26,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=arguments.positive_int,
         metavar="N",
-        help="start N workers on this machine (default: take part in the cluster of TF_CONFIG, where every host starts "
-        "the same command)",
+        help="number of workers to start on this machine (default: join the cluster in TF_CONFIG; start the same "
+        "command on every host)",
     )
     parser.add_argument(
         "--sizes",
         type=arguments.sizes,
         default="1KiB,16KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB",
         metavar="S,...",
-        help="bytes of the tensors that are summed (default: %(default)s)",
+        help="sizes of the summed tensors, in bytes (default: %(default)s)",
     )
     parser.add_argument(
         "--compression",
         "--codecs",
         type=arguments.names,
         metavar="NAME,...",
-        help="codecs, `none` for the plain exchange (default: that and all codecs)",
+        help="codecs to measure; `none` is the exchange without a codec (default: `none` and all codecs)",
     )
     parser.add_argument(
         "--parameters",
         type=arguments.parameters,
         default="25M",
         metavar="P",
-        help="float32 parameters of the model whose exchange is predicted (default: %(default)s)",
+        help="number of float32 parameters of the model, to predict its exchange (default: %(default)s)",
     )
     parser.add_argument(
         "--compute-ms",
         type=arguments.seconds,
         metavar="MS",
-        help="milliseconds of its step without an exchange, to predict the step",
+        help="milliseconds of the model's step without the exchange, to predict the step",
     )
     parser.add_argument(
         "--link",
         type=arguments.bit_rate,
         metavar="RATE",
-        help="a rate such as 100mbit, for which a codec is recommended: from what coding takes here and what each "
-        "codec sends. Measure on one machine, or where the network is faster than that",
+        help="rate of the links for which to recommend a codec, such as 100mbit. The measured time of coding and the "
+        "bytes that each codec sends decide. Measure on one machine, or on a network that is faster than RATE",
     )
     parser.add_argument(
         "--seconds",
         type=arguments.seconds,
         default=1.0,
         metavar="S",
-        help="how long one size and codec may take, 3 to 50 times (default: 1)",
+        help="time limit for each size and codec, in seconds; each is measured 3 to 50 times (default: 1)",
     )
     parser.add_argument(
         "--devices-per-worker",
         type=arguments.positive_int,
         metavar="D",
-        help="logical devices of each worker (default: all GPUs, or all logical CPUs)",
+        help="number of logical devices of each worker (default: all GPUs, or all logical CPUs)",
     )
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="where the chief writes the results")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="file to which the chief writes the results")
     parser.add_argument(
         "--timeout",
         type=arguments.seconds,
         default=600.0,
         metavar="S",
-        help="seconds after which all ends, with what was measured by then; the chief's, once all have met (default: "
-        "600)",
+        help="seconds after which the command ends and prints the results so far; after all workers have joined, the "
+        "chief's value holds for all (default: 600)",
     )
 
 
@@ -189,7 +189,7 @@ def _cluster_of(args: argparse.Namespace) -> ClusterSpec | None:
         )
     if workers < 2:
         where = "--workers is" if spec is None else "TF_CONFIG names"
-        args.parser.error(f"an exchange needs two workers or more, but {where} 1; on one machine give --workers 2")
+        args.parser.error(f"an exchange needs at least two workers, but {where} 1; on one machine give --workers 2")
     return spec
 
 
@@ -225,6 +225,6 @@ class _Timeout:
 
     def _why(self) -> str:
         return (
-            f"not done after --timeout {self._seconds:g} s; see that every worker runs and can be reached, or give "
-            f"more --timeout or smaller --sizes"
+            f"the measurement did not finish within --timeout {self._seconds:g} s; check that every worker runs and "
+            f"can be reached, or give a longer --timeout or smaller --sizes"
         )

@@ -18,8 +18,8 @@ _LOCK = re.compile(r"cache lockfile already exists \('(?P<path>[^']+\.lockfile)'
 # Other hosts cannot write to these file systems, so a process of this machine made any lock there.
 _LOCAL_FILE_SYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
 _WAY_OUT = (
-    'Give each worker a path of its own: `data.cache(path + "-" + os.environ.get("TFDIST_SLOT", "0"))`, and let one '
-    "iterator at a time read it"
+    'Give each worker its own path: `data.cache(path + "-" + os.environ.get("TFDIST_SLOT", "0"))`, and read it with '
+    "one iterator at a time"
 )
 
 
@@ -68,12 +68,12 @@ def describe(lock: pathlib.Path, attempt_start: float) -> str:
     try:
         made = lock.lstat().st_mtime
     except OSError:
-        return f"the lock {lock} of a data cache was in the way, and is gone now. {_WAY_OUT}."
+        return f"the lock file {lock} blocked a data cache, but no longer exists. {_WAY_OUT}."
     if made >= attempt_start:
-        return f"two iterators fill one data cache: {lock} was made in this attempt. {_WAY_OUT}."
+        return f"two iterators fill one data cache: the lock file {lock} was made in this attempt. {_WAY_OUT}."
     return (
-        f"the lock {lock} of a data cache is in the way. A process that was killed has left it, or one that still runs "
-        f"holds it. If none fills that cache, remove it: `rm '{lock}'`. {_WAY_OUT}."
+        f"the lock file {lock} blocks a data cache. A killed process has left it behind, or a running process holds "
+        f"it. If no process fills that cache, remove it: `rm '{lock}'`. {_WAY_OUT}."
     )
 
 

@@ -97,81 +97,82 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "-n",
         type=arguments.positive_int,
         metavar="N",
-        help="how many processes to start (default: the one that TF_CONFIG names, where every host starts the same "
-        "command)",
+        help="number of workers to start on this machine (default: only the worker that TF_CONFIG names; start the "
+        "same command on every host)",
     )
-    who.add_argument("--slurm", action="store_true", help="start the worker of this task, under `srun`")
+    who.add_argument("--slurm", action="store_true", help="start the worker of this Slurm task, under `srun`")
     who.add_argument(
         "--mpi",
         metavar="HOST[:N],...",
-        help="start the worker of this process, under `mpirun` on these hosts: those of `mpirun -H`, in its order",
+        help="start the worker of this MPI process, under `mpirun`; give the hosts of `mpirun -H` in the same order",
     )
     parser.add_argument(
         "--base-port",
         type=arguments.positive_int,
         metavar="P",
-        help="under --slurm and --mpi the port of the first worker on each host, the next have the next (default: "
-        "12345; for --slurm more, by the number of the job)",
+        help="with --slurm and --mpi: port of the first worker on each host; the next workers get the next ports "
+        "(default: 12345; with --slurm plus an offset that depends on the number of the job)",
     )
     parser.add_argument(
         "--min-workers",
         type=arguments.positive_int,
         metavar="M",
-        help="go on with fewer workers, M at least, when some cannot come back (default: as many as --workers)",
+        help="continue with fewer workers, but at least M, if some cannot come back (default: the value of --workers)",
     )
     parser.add_argument(
         "--max-restarts",
         type=arguments.count,
         default=3,
         metavar="R",
-        help="how many restarts without a commit in between, before the job has failed for good (default: 3)",
+        help="largest number of restarts without a commit in between; then the job ends (default: 3)",
     )
     parser.add_argument(
         "--restart-window-seconds",
         type=arguments.seconds,
         default=600.0,
         metavar="S",
-        help="after which time a restart counts no more (default: 600)",
+        help="seconds after which a restart no longer counts (default: 600)",
     )
     parser.add_argument(
         "--regrow-seconds",
         type=arguments.seconds,
         default=300.0,
         metavar="S",
-        help="how long a job with fewer workers runs before all are tried again, after its next commit (default: 300)",
+        help="seconds that a job with fewer workers runs before it tries all workers again, after its next commit "
+        "(default: 300)",
     )
     parser.add_argument(
         "--devices-per-worker",
         type=arguments.positive_int,
         metavar="D",
-        help="logical devices that the strategy makes in each worker",
+        help="number of logical devices that the strategy makes in each worker",
     )
     parser.add_argument(
         "--log-dir",
         type=pathlib.Path,
         metavar="DIR",
-        help="the folder of this run: attempt-0/worker-0.log and so on, and failure.json; earlier/ has those of the "
-        f"run before (default: a new folder in the temporary directory, where those of the last {KEPT_RUNS} runs stay)",
+        help="folder for the files of this run: attempt-0/worker-0.log and so on, and failure.json; earlier/ keeps the "
+        f"files of the run before (default: a new folder in the temporary directory, which keeps {KEPT_RUNS} runs)",
     )
     parser.add_argument(
-        "--tee", action="store_true", help="print every worker's lines, with the worker's name in front"
+        "--tee", action="store_true", help="print the lines of all workers, each after the worker's name"
     )
     parser.add_argument(
         "--grace-seconds",
         type=arguments.seconds,
         default=30.0,
         metavar="S",
-        help="how long workers may take to save and leave when asked to, before they are killed (default: 30)",
+        help="seconds that workers have to save and leave before they are killed (default: 30)",
     )
     parser.add_argument(
         "--private-network",
         action="store_true",
-        help="with --workers: let the workers have a network of their own, which nothing outside can reach and from "
-        "which they can reach nothing",
+        help="with --workers: give the workers a network of their own; nothing outside can reach them, and they can "
+        "reach nothing outside",
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as `python -m` does")
-    parser.add_argument("script", metavar="script.py", help="what each worker runs")
-    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    parser.add_argument("script", metavar="script.py", help="script that each worker runs")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -188,7 +189,7 @@ def _own_place(args: argparse.Namespace) -> ClusterSpec | None:
     """Returns the cluster spec of the worker to start in a cluster of several hosts; None to start all workers here."""
     is_told = args.slurm or args.mpi is not None
     if args.base_port and not is_told:
-        args.parser.error("--base-port needs --slurm or --mpi: under TF_CONFIG ports are given, else found")
+        args.parser.error("--base-port needs --slurm or --mpi: TF_CONFIG has its ports, and --workers finds free ones")
     text = os.environ.get("TF_CONFIG", "")
     if text.strip() and (is_told or args.workers is not None):
         logging.info("TF_CONFIG is set; each worker gets its own instead")
@@ -203,12 +204,12 @@ def _own_place(args: argparse.Namespace) -> ClusterSpec | None:
         if stray := arguments.stray_option(args.script_args, _STARTING_OPTIONS):
             name = " ".join(["-m", args.script] if args.is_module else [args.script])
             args.parser.error(
-                f"{stray} stands after the script, so it is an argument of the script; options of tfdist come before "
-                f"it: tfdist run {stray} {name}"
+                f"{stray} comes after the script, so it is an argument of the script; put options of tfdist before "
+                f"the script: tfdist run {stray} {name}"
             )
         args.parser.error(
-            "give --workers 2 to start two workers on this machine; or, to start one worker on each host, set "
-            "TF_CONFIG, or give --slurm or --mpi"
+            "give --workers 2 to start two workers on this machine; to start one worker on each host, set TF_CONFIG, "
+            "or give --slurm or --mpi"
         )
     return ClusterSpec.from_json(text)
 
@@ -219,7 +220,7 @@ def _run_options(args: argparse.Namespace) -> SupervisorOptions:
     if args.private_network and args.workers is None:
         args.parser.error("--private-network needs --workers: workers of several hosts need a network between them")
     if args.min_workers and args.workers is None:
-        args.parser.error("--min-workers needs --workers: otherwise the number of workers is given")
+        args.parser.error("--min-workers needs --workers: otherwise the number of workers is fixed")
     if args.workers is not None and (why := refusal(workers, WorkerLimits.of_this_machine())):
         args.parser.error(f"--workers: {why}")
     if least > workers:
@@ -244,7 +245,7 @@ def _worker_command(args: argparse.Namespace) -> list[str]:
         found = importlib.machinery.PathFinder.find_spec(package, [os.getcwd()]) or importlib.util.find_spec(package)
         if not found:
             args.parser.error(
-                f"there is no module {args.script!r} to run; is it in the current directory or installed?"
+                f"there is no module {args.script!r} to run; install it, or change to the directory that holds it"
             )
         return [sys.executable, "-m", args.script, *_script_args(args)]
     if not os.path.exists(args.script):
@@ -264,7 +265,7 @@ def _check_syntax(args: argparse.Namespace) -> None:
         try:
             compile(path.read_bytes(), args.script, "exec", dont_inherit=True)
         except SyntaxError as error:
-            args.parser.error(f"{args.script} has a mistake of syntax at line {error.lineno}: {error.msg}. Correct it.")
+            args.parser.error(f"{args.script} has a syntax error at line {error.lineno}: {error.msg}. Correct it.")
 
 
 def _script_args(args: argparse.Namespace) -> list[str]:
@@ -300,11 +301,11 @@ def _caught_signals() -> Iterator[list[int]]:
 _COMMANDS = (
     _Command(
         "run",
-        "start a script in several workers, and again after a failure",
+        "run a script in several workers, and restart it after a failure",
         """
         tfdist run -n 4 train.py --epochs 10           four workers on this machine; --epochs is the script's
         tfdist run -n 4 --log-dir logs -m package.train    a module; logs in a folder of your choice
-        tfdist run --workers 4 --min-workers 3 train.py    go on with three if one cannot come back
+        tfdist run --workers 4 --min-workers 3 train.py    continue with three if one cannot come back
         TF_CONFIG=... tfdist run train.py              this host's worker of a cluster of several hosts
         srun --ntasks-per-node=1 tfdist run --slurm train.py
         """,
@@ -313,10 +314,10 @@ _COMMANDS = (
     ),
     _Command(
         "bench",
-        "measure the exchange between workers, by size",
+        "measure the exchange of tensors between workers, by size",
         """
         tfdist bench --workers 2                       two workers on this machine
-        tfdist bench --workers 2 --link 100mbit        which codec to take on such a link
+        tfdist bench --workers 2 --link 100mbit        recommend a codec for such a link
         tfdist bench --workers 2 --compression none,int8 --parameters 60M --compute-ms 120
         TF_CONFIG=... tfdist bench --json result.json  on each host of a cluster
         """,

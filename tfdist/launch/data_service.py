@@ -24,25 +24,25 @@ _START_SECONDS = 40.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     parser.add_argument(
-        "--port", type=int, default=5050, metavar="P", help="of the dispatcher that is started (default: 5050)"
+        "--port", type=int, default=5050, metavar="P", help="port of the new dispatcher (default: 5050)"
     )
     parser.add_argument(
         "--dispatcher",
         metavar="HOST:PORT",
-        help="start no dispatcher but one more server, for the one there (default: a dispatcher and a server)",
+        help="start one more server for the dispatcher at this address (default: start a dispatcher and a server)",
     )
     parser.add_argument(
         "--host",
         default=socket.gethostname(),
         metavar="NAME",
-        help="the name or address under which others reach this host; TensorFlow's servers listen at all addresses "
-        "of the host whatever this says, see docs/security.md (default: %(default)s)",
+        help="name or address by which other hosts reach this host; TensorFlow's servers listen at all addresses of "
+        "the host, whatever NAME is, see docs/security.md (default: %(default)s)",
     )
     parser.add_argument(
         "--work-dir",
         type=pathlib.Path,
         metavar="DIR",
-        help="where the dispatcher keeps what it is asked for (default: a temporary directory)",
+        help="folder where the dispatcher stores the requested datasets (default: a temporary directory)",
     )
 
 
@@ -66,14 +66,14 @@ def run(args: argparse.Namespace) -> int:
         except (OSError, ValueError) as error:
             problem = str(error).partition("\n")[0]
             raise ClusterError(
-                f"A tf.data service needs a free port, a folder to write to and a dispatcher that answers, but on "
+                f"A tf.data service needs a free port, a writable folder and a dispatcher that answers, but on "
                 f"{args.host} it cannot start {what}: {problem}. Give another --port, --work-dir or --dispatcher."
             ) from error
         stopped = threading.Event()
         for signum in stop_signals():
             signal.signal(signum, lambda *_: stopped.set())
         if args.dispatcher:
-            logging.info("one more server, on %s, for the tf.data service at %s", args.host, args.dispatcher)
+            logging.info("started one more server on %s for the tf.data service at %s", args.host, args.dispatcher)
         else:
             logging.info("tf.data service at %s:%d, with one server", args.host, args.port)
         if is_loopback(args.host):
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             )
         while not stopped.wait(1.0):  # Short waits, so that signals are handled.
             pass
-        logging.info("tf.data service stopped, of %d servers", len(servers))
+        logging.info("tf.data service stopped; it had %d servers here", len(servers))
     logging.flush()
     os._exit(0)  # A normal exit may wait for clients, which can go on without servers: they make batches themselves.
 
@@ -110,7 +110,8 @@ def _deadline(what: str) -> Iterator[None]:
     if signal.SIGINT in stop_signals():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     logging.info(
-        "starting %s; gives up after %g s with exit code 1, say if another server than a dispatcher is at its address",
+        "starting %s; if it does not start within %g s, for example because no dispatcher is at its address, this "
+        "process ends with exit code 1",
         *(what, _START_SECONDS),
     )
     with open(os.devnull, "w") as nowhere:  # The line above explains the exit; a stack would not help.

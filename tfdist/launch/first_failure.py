@@ -134,7 +134,7 @@ class Failure:
         if self.kind == "exit":
             return f"worker {self.worker} {describe_exit(self.exit_code)}"
         if self.kind == LEFT:
-            return f"worker {self.worker} was done, but another had failed"
+            return f"worker {self.worker} was done, but another worker had failed"
         if self.signal:
             return f"worker {self.worker} was killed by {self.signal}"
         because = "" if self.suspect is None else f", probably because of worker {self.suspect}"

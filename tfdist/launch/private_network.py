@@ -35,8 +35,8 @@ def enter() -> None:
         _set_loopback_up()
     except OSError as error:
         raise ClusterError(
-            f"--private-network needs a kernel that lets this user make network namespaces, but: {error}. Ask the "
-            "administrator for user namespaces (`sysctl user.max_user_namespaces`, "
+            f"--private-network needs a kernel that lets this user make network namespaces, but it refuses: {error}. "
+            "Ask the administrator to allow user namespaces (`sysctl user.max_user_namespaces`, "
             "`kernel.apparmor_restrict_unprivileged_userns`, the seccomp profile of a container), or leave the option "
             "out and close the ports in a firewall."
         ) from error

@@ -33,7 +33,7 @@ def folder_of_run(args: argparse.Namespace, spec: ClusterSpec | None) -> Iterato
                 temporary = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
                 stack.enter_context(held(temporary / _LOCK))
             except OSError as error:
-                args.parser.error(f"no temporary directory can be written ({error}): give --log-dir")
+                args.parser.error(f"the temporary directory is not writable ({error}); give --log-dir")
             _remove_old(temporary.parent)
             yield temporary
         return
@@ -47,11 +47,11 @@ def folder_of_run(args: argparse.Namespace, spec: ClusterSpec | None) -> Iterato
             tempfile.TemporaryFile(dir=run_dir).close()
         except BlockingIOError as error:
             args.parser.error(
-                f"--log-dir {args.log_dir} serves one run at a time, and {error.strerror} is using {run_dir}; let it "
-                f"finish or end it, or give another --log-dir.{way_out(error)}"
+                f"--log-dir {args.log_dir} serves one run at a time, but {error.strerror} is using {run_dir}; wait for "
+                f"it or end it, or give another --log-dir.{way_out(error)}"
             )
         except OSError as error:
-            args.parser.error(f"--log-dir {args.log_dir} cannot be written to: {error}")
+            args.parser.error(f"--log-dir {args.log_dir} must be writable: {error}")
         yield run_dir
 
 

@@ -34,9 +34,10 @@ def outcome_line(outcome: str, exit_code: int, seconds: float, attempts: int) ->
     if outcome == "preempted":
         return f"gave up after {took}, the last ones without a commit"
     if outcome == "stopped":
-        saved = "saved and stopped; start again to go on" if exit_code == PREEMPTED else "stopped, not saved"
-        return f"{saved}, after {took}"
-    return f"failed for good after {took}"
+        if exit_code == PREEMPTED:
+            return f"saved and stopped after {took}; start the same command again to continue"
+        return f"stopped without saving after {took}"
+    return f"failed after {took}"
 
 
 def details_of(failure: Failure, *, is_shown: bool, is_reported: bool) -> str:

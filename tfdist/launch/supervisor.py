@@ -274,7 +274,7 @@ class Supervisor:
             group.stop(None, grace_seconds=options.grace_seconds, hurry=lambda: len(caught) > 1)
             return ended("resized" if wants_room else "preempted", PREEMPTED)
         if stuck:
-            logging.error("%s said why it ends %g s ago, but does not", _named(stuck), options.grace_seconds)
+            logging.error("%s reported a failure %g s ago, but still runs", _named(stuck), options.grace_seconds)
         else:
             self._wait_for_the_cause(group, number)
         by_themselves, others, since = group.exits, group.running, time.time()
@@ -297,7 +297,7 @@ class Supervisor:
         }
         removed = self._remove_cache_locks(start)
         if path in removed:
-            reason = f"the lock {path} of a data cache was left by a worker that was killed, and is removed"
+            reason = f"a killed worker had left the lock file {path} of a data cache behind; tfdist has removed it"
             return dataclasses.replace(failure, reason=reason, category=FailureKind.ENVIRONMENT)
         return dataclasses.replace(failure, reason=describe(path, start), category=FailureKind.CONFIGURATION)
 
@@ -313,7 +313,7 @@ class Supervisor:
 
     def _kill_stopped(self, group: WorkerGroup, stopped: Sequence[int]) -> None:
         for worker in stopped:
-            logging.error("worker %d is stopped (SIGSTOP) for %g s, and is killed", worker, SECONDS)
+            logging.error("worker %d has been stopped (SIGSTOP) for %g s; killing it", worker, SECONDS)
             os.kill(group.pids[worker], signal.SIGKILL)
 
     def _ask_for_room(self, number: int) -> None:
@@ -322,7 +322,7 @@ class Supervisor:
         Uses a file, because a signal may arrive when no `fit` handles it, say in an evaluation after a `fit`. By then
         the `fit` has removed its backups if they are on remote storage.
         """
-        logging.info("a try with all %d workers again: the others leave after their next commit", self._options.workers)
+        logging.info("trying all %d workers again: workers leave after their next commit", self._options.workers)
         with contextlib.suppress(OSError):  # Without the file, the workers just continue.
             write_whole(room_path(self._run_dir, number), "")
 
@@ -345,7 +345,7 @@ class Supervisor:
         """Asks the workers to end, waits for them to save, and returns the exit code."""
         signum, seen = self._caught[0], len(self._caught)
         name = signal.Signals(signum).name
-        logging.info("%s: ending the workers; once more, a second from now or later, to kill them at once", name)
+        logging.info("%s: ending the workers; to kill them at once, send it again after a second or later", name)
         # In a `fit` with backups, workers save at SIGINT and SIGTERM. Elsewhere Ctrl-C interrupts workers as usual.
         asks = signum if signum == signal.SIGINT else signal.SIGTERM
         group.stop(asks, grace_seconds=self._options.grace_seconds, hurry=lambda: len(self._caught) > seen)
@@ -433,7 +433,7 @@ class Supervisor:
             logging.error("%s%s", attempt.failure.describe(), log)
         if is_smaller and attempt.failure:
             logging.warning(
-                "worker %d does not come back; going on with %d workers, TFDIST_SLOT %s",
+                "worker %d does not come back; continuing with %d workers, TFDIST_SLOT %s",
                 attempt.failure.culprit,
                 self._size.current,
                 ", ".join(map(str, self._size.slots)),
@@ -444,8 +444,8 @@ class Supervisor:
         if not is_start and not self._has_backup(attempt) and not self._has_told_of_backups:
             self._has_told_of_backups = True
             logging.warning(
-                "this job has no backup yet, so training begins anew at epoch 1, unless the script itself restores it. "
-                "Give `fit` tfdist.callbacks.BackupAndRestore; its save_freq says how often to save."
+                "this job has no backup yet, so training starts over at epoch 1, unless the script restores it. "
+                "Give `fit` the callback tfdist.callbacks.BackupAndRestore; its save_freq sets how often to save."
             )
 
     def _finish(self, exit_code: int) -> int:
@@ -482,14 +482,14 @@ class Supervisor:
         if failure is None:
             return ""
         if failure.category in (FailureKind.CONFIGURATION, FailureKind.PROGRAM):
-            return f". A restart does not heal a {failure.category} error."
+            return f". A restart does not fix a {failure.category} error."
         if failure.category != FailureKind.DATA:
             return ""
         if not self._has_backup(last):
-            return ". Wrong data come again, and there is no backup to go on from."
+            return ". A restart would read the same data again, and there is no backup to continue from."
         before = self._attempts[-2].failure if len(self._attempts) > 1 else None
         is_same = before is not None and before.place == failure.place
-        return ". Wrong data come again: they failed again after a restart." if is_same else ""
+        return ". A restart read the same data again and failed again." if is_same else ""
 
     def _write_failures(self, outcome: str, exit_code: int | None) -> None:
         """Writes `failure.json` after a failure, with the failure of the last failed attempt and all attempts."""

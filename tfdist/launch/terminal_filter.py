@@ -118,9 +118,9 @@ LIBRARY_LINES = (
         "  self.data_adapter = data_adapters.get_data_adapter(",
     ),
     LibraryLine(
-        "tfdist, of a peer that has ended, which `tfdist run` tells itself",
-        r"(?:ERROR:absl:|E\d{4} \S+ +\d+ board\.py:\d+\] )worker \d+ at \S+ is gone: its process has ended",
-        "ERROR:absl:worker 1 at 127.0.0.1:61882 is gone: its process has ended. Its log may say why.",
+        "tfdist, about a peer that has ended, which `tfdist run` reports itself",
+        r"(?:ERROR:absl:|E\d{4} \S+ +\d+ coordination_store\.py:\d+\] )worker \d+ at \S+ is gone: its process ended",
+        "ERROR:absl:worker 1 at 127.0.0.1:61882 is gone: its process ended. See its log for the reason.",
     ),
 )
 _AT_START = re.compile("|".join(f"(?:{each.pattern})" for each in LIBRARY_LINES).encode())

@@ -48,10 +48,10 @@ def refusal(workers: int, limits: WorkerLimits) -> str | None:
         ((limits.files - _FILES_OF_OWN) // _FILES_A_WORKER, f"a process may open {limits.files} files (`ulimit -n`)"),
         (limits.processes // _PROCESSES_A_WORKER, f"there may be {limits.processes} processes (`ulimit -u`)"),
         (limits.memory // _BYTES_A_WORKER, f"{limits.memory >> 20} MiB of memory are free"),
-        (_PORTS, "each needs a TCP port of its own"),
+        (_PORTS, "each needs its own TCP port"),
     )
     return (
-        f"this machine can start {max(most, 0)} workers at most, got {_shown(workers)}: {why}"
+        f"this machine can start at most {max(most, 0)} workers, got {_shown(workers)}: {why}"
         if workers > most
         else None
     )

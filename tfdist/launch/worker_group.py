@@ -213,7 +213,7 @@ class WorkerGroup:
         except subprocess.TimeoutExpired as error:
             raise ClusterError(
                 f"Worker {index}, process {process.pid}, did not end within {_KILL_SECONDS:g} s of SIGKILL. The kernel "
-                f"holds it, often in a file system that does not answer: `cat /proc/{process.pid}/stack` says where."
+                f"holds it, often in a file system that does not answer: `cat /proc/{process.pid}/stack` shows where."
             ) from error
         if self._guard:
             self._guard.watch(each.pid for each in self._running.values())
