@@ -756,11 +756,11 @@ def test_the_chief_does_not_wait_for_the_word_of_a_worker_that_is_gone(monkeypat
     service = Service()
     monkeypatch.setattr(coordination_store, "tf_internals", types.SimpleNamespace(context=service))
     monkeypatch.setattr(peer_health, "tf_internals", types.SimpleNamespace(context=service))
-    with pytest.raises(BackupError, match=r"Worker 0 on .* of worker 2 .* does not answer .*Connection refused"):
+    with pytest.raises(BackupError, match=r"Worker 0 on .* of worker 2 .* has not answered .*Connection refused"):
         agreement.CommitAgreement(strategy_of_workers(3), 600).settle("fit", None, any)
     assert set(service.asked) == {"/job:worker/replica:0/task:1"}
     decided = next(value for key, value in service.said.items() if key.endswith("/decided/0"))
-    assert "does not answer" in json.loads(decided)["error"], "the others hear of it"
+    assert "has not answered" in json.loads(decided)["error"], "the others hear of it"
 
 
 def test_a_worker_that_begins_no_backup_is_named_when_all_should_have_come(monkeypatch):
@@ -821,7 +821,7 @@ MEETINGS = {
     "the chief comes late, and waits for others": (1, {"/waits/0": 250, "/decided/0": 545}, None, 545),
     "the chief comes not": (1, {}, "for worker 0", 312),
     "the chief is heard no more": (1, {"/waits/0": 250}, "for worker 0", 622),
-    "a program is over": (0, {"/fit/0/1": 0, "done/2": 7}, "the program of worker 2 is over, and worker 0 ", 15),
+    "a program is over": (0, {"/fit/0/1": 0, "done/2": 7}, "the program of worker 2 has ended while worker 0 ", 15),
     "a program is over that has said its word": (
         *(0, {"/fit/0/1": 7, "/fit/0/2": 12.2, "done/2": 6, "/decided/0": 12.3}),
         *(None, 12.3),

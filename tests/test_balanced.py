@@ -522,7 +522,7 @@ def test_what_goes_around_the_strategy_or_begins_elsewhere_is_told_on_every_work
     for *around, elsewhere in pools("2x1").run(checks.beside_the_strategy):
         assert around == ["strategy.distribute_datasets_from_function(sharding)"] * 4
         assert "worker 0 has position (0, 5), worker 1 has position (0, 0)" in elsewhere
-        assert "A loop in a graph counts what was read ahead" in elsewhere
+        assert "A loop in a graph also counts batches read ahead" in elsewhere
 
 
 @pytest.mark.parametrize(

@@ -116,8 +116,8 @@ KINDS = {
         op_error("DeadlineExceededError"),
         op_error("InternalError"),
         op_error("InvalidArgumentError", "Coordination service agent is in error state"),
-        errors.WorkerLostError("All workers must come within 300 s"),
-        *(op_error("UnknownError", quoted("WorkerLostError: All workers must come")) for quoted in QUOTED),
+        errors.WorkerLostError("All workers must join within 300 s"),
+        *(op_error("UnknownError", quoted("WorkerLostError: All workers must join")) for quoted in QUOTED),
     ],
     FailureKind.UNKNOWN: [
         RuntimeError("of a kind that nobody knows"),
@@ -274,7 +274,7 @@ def test_a_mistake_of_syntax_is_found_in_a_log_and_what_threads_print_is_none():
     assert exception_in_log("Epoch 1/2\nAll is well\n") is None
 
 
-@pytest.mark.parametrize("after", ["Epoch 1/2\n", "tfdist: All 2 workers have come\nTimeout (0:01:00)!\n"])
+@pytest.mark.parametrize("after", ["Epoch 1/2\n", "tfdist: All 2 workers have joined\nTimeout (0:01:00)!\n"])
 def test_an_exception_that_the_script_has_handled_is_not_the_cause_of_its_end(after):
     assert (
         exception_in_log(TRACEBACK.format(error="ImportError: no wandb", library="/lib/site-packages") + after) is None

@@ -205,7 +205,7 @@ def test_a_signal_asks_at_once_while_the_main_thread_is_in_native_code():
         libc.pthread_mutex_lock(lock)  # for ever, and no signal breaks in
         """
     )
-    assert code == PREEMPTED and "asked" in output and "no save in answer" in output
+    assert code == PREEMPTED and "asked" in output and "No save within" in output
     assert f"earlier {int(signal.SIGTERM)}" in output
     assert seconds > 2
 
@@ -225,7 +225,7 @@ def test_after_the_save_the_process_leaves_with_its_code_and_runs_what_was_regis
         """,
         signum,
     )
-    assert code == PREEMPTED and "no save in answer" not in output
+    assert code == PREEMPTED and "No save within" not in output
     assert all(word in output for word in ("asked", "finally", "atexit"))
     assert ("earlier" in output) == (signum == signal.SIGTERM)
 
@@ -252,7 +252,7 @@ def test_under_a_supervisor_sigterm_asks_whatever_other_signals_do(is_supervised
 def test_ctrl_c_saves_and_says_how_to_resume():
     code, output, _ = preempted("print('ready'); was_asked.wait(30); preemption.leave([], '/backup')", signal.SIGINT)
     assert code == PREEMPTED and "asked" in output and "Traceback" not in output
-    assert "Saved to /backup, and leaving with exit code 75. To go on, start the same command again." in output
+    assert "Saved to /backup, and leaving with exit code 75. To continue, start the same command again." in output
 
 
 def test_a_second_ctrl_c_ends_at_once():
@@ -516,7 +516,7 @@ def test_who_is_waited_for_is_logged(job):
     assert job.wait() == [1, 1]
     for index in (0, 1):
         waiting, error = job.output(index).splitlines()[0], job.output(index).splitlines()[-1]
-        assert "2 of 3 workers have come" in waiting and "worker 2 at 127.0.0.1:" in waiting
+        assert "2 of 3 workers have joined" in waiting and "worker 2 at 127.0.0.1:" in waiting
         assert error.startswith("tfdist.errors.WorkerLostError") and "worker 2 at 127.0.0.1:" in error
 
 
@@ -632,7 +632,7 @@ def test_a_frozen_chief_is_named_and_ends_the_other(job):
     job.train(TRAIN + "fit(build())", TFDIST_HEARTBEAT_TIMEOUT_SECONDS="3")
     tfdist.testing.faults.freeze(job.processes[0].pid)
     assert job.processes[1].wait(DEADLINE_SECONDS / 3) == 1
-    assert re.search(r"worker 0 at 127\.0\.0\.1:\d+ does not answer for .* is frozen", job.output(1)), job.output(1)
+    assert re.search(r"worker 0 at 127\.0\.0\.1:\d+ has not answered for .* is frozen", job.output(1)), job.output(1)
 
 
 @pytest.mark.exhaustive
@@ -655,7 +655,7 @@ def test_who_waits_for_a_frozen_worker_in_an_agreement_names_it_soon(frozen, job
         TFDIST_HEARTBEAT_TIMEOUT_SECONDS="3",
     )
     settled = job.wait_for(1 - frozen, "settled")
-    assert job.wait_for(1 - frozen, "does not answer for") - settled < DEADLINE_SECONDS / 3
+    assert job.wait_for(1 - frozen, "has not answered for") - settled < DEADLINE_SECONDS / 3
     assert f"worker {frozen} at 127.0.0.1" in job.output(1 - frozen)
 
 
@@ -705,7 +705,7 @@ fit(build(), Stops(), epochs={epochs})
     job.start(TRAIN + body)
     assert job.wait() == [1, 1], job.output(0) + job.output(1)
     assert "ClusterError: A fit ends after the same step on all workers, but the callback 'Stops'" in job.output(0)
-    waits = "All workers wait for what the chief does alone, here the callback 'Stops'" in job.output(1)
+    waits = "All workers wait while the chief works alone, here in the callback 'Stops'" in job.output(1)
     assert waits == (epochs == 1)
 
 
@@ -732,7 +732,7 @@ fit(build(), Backup(), tfdist.testing.Fault("preempt", worker=1, step=15))
 """
     )
     assert job.wait() == [PREEMPTED, PREEMPTED], job.output(0) + job.output(1)
-    assert "no save in answer" not in job.output(0) + job.output(1)
+    assert "No save within" not in job.output(0) + job.output(1)
     steps = {(job.directory / f"saved-{index}").read_text() for index in range(2)}
     assert len(steps) == 1 and 15 <= int(steps.pop()) < 20
 
@@ -780,7 +780,7 @@ model.fit(x, x[:, :1], batch_size=8, epochs=1000, verbose=0, callbacks=[backup, 
         **{DEVICES_PER_WORKER: str(devices)},
     )
     assert job.wait() == [PREEMPTED], job.output(0)
-    assert "no save in answer" not in job.output(0)
+    assert "No save within" not in job.output(0)
     assert len(list((job.directory / "backup").glob("step-*"))) == 1
 
 
@@ -998,7 +998,7 @@ def test_a_worker_that_is_done_does_not_end_as_if_all_were_when_another_fails(fa
     )
     codes = job.wait()
     assert codes[1 - failing] == 1 and codes[failing] != 0, job.output(1 - failing)
-    assert "is done, but another has failed" in job.output(1 - failing)
+    assert "is done, but another worker has failed" in job.output(1 - failing)
     if how == RAISES or failing == 1:  # Only the chief reports an unused strategy.
         assert "scope() was never entered" in job.output(0) and "never entered" not in job.output(1)
 
@@ -1020,7 +1020,7 @@ fit(build(), keras.callbacks.LambdaCallback(on_train_batch_end=leave))
     [
         pytest.param(EVALUATES, "`evaluate`", 1, id="evaluates"),
         pytest.param(TRAINS, "each step of a `fit`", STALLED, id="trains", marks=pytest.mark.exhaustive),
-        pytest.param(BUILDS, "the making of variables", 1, id="builds", marks=pytest.mark.exhaustive),
+        pytest.param(BUILDS, "the creation of variables", 1, id="builds", marks=pytest.mark.exhaustive),
         pytest.param(COMPARES, "a comparison (sharding", 1, id="compares", marks=pytest.mark.exhaustive),
     ],
 )
@@ -1028,7 +1028,7 @@ def test_who_does_alone_what_all_have_a_part_in_is_told_so_once_the_others_are_d
     job.start(TRAIN + body)
     assert job.wait()[0] == expected, job.output(0)
     assert re.search(
-        f"All workers have a part in .*{re.escape(what)}.* but the program of worker 1 is over", job.output(0)
+        f"All workers must take part in .*{re.escape(what)}.* but the program of worker 1 has ended", job.output(0)
     )
 
 

@@ -87,6 +87,7 @@ def test_variables_are_compared_without_the_names_that_keras_counts_up():
     assert unlike(3, counted, "here") is None
     message = unlike(3, {**counted, 2: [other, f"'dense_kernel_momentum', {other}"]}, "here")
     said = (
-        f"as number 3 worker 0 makes 'dense_kernel_momentum', {kernel}, worker 2 makes 'dense_kernel_momentum', {other}"
+        f"number 3 differs: worker 0 makes 'dense_kernel_momentum', {kernel}, "
+        f"worker 2 makes 'dense_kernel_momentum', {other}"
     )
     assert said in message

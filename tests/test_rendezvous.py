@@ -115,7 +115,7 @@ def test_why_worker_0_cannot_be_reached_is_told(host, why):
 def test_a_port_that_worker_0_cannot_open_is_named():
     spec, _ = clusters(2)
     with socket.create_server(("", int(spec.address.rpartition(":")[2]))):
-        with pytest.raises(ClusterError, match=f"worker 0 of 2 at {spec.address}(.|\n)*cannot be opened"):
+        with pytest.raises(ClusterError, match=f"worker 0 of 2 at {spec.address}(.|\n)*cannot open it"):
             rendezvous.meet(spec, START_SECONDS)
 
 
@@ -275,7 +275,7 @@ def test_other_versions_and_two_of_one_index_are_named_soon(secret, monkeypatch)
     monkeypatch.setattr(admission, "PLAIN_SECONDS", 1.5)
     if secret:
         monkeypatch.setenv(SECRET, secret)
-    for change, words in (({"versions": "tfdist 0.0.1"}, "tfdist 0.0.1"), ({"worker": 1}, "they are worker 1")):
+    for change, words in (({"versions": "tfdist 0.0.1"}, "tfdist 0.0.1"), ({"worker": 1}, "have index 1")):
         group, specs = Meeting(), clusters(3)
         group.add(0, specs[0])
         group.add(1, specs[1])

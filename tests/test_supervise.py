@@ -314,7 +314,7 @@ FIRST = {
         (1, 1, "raised KeyError: 'later'"),
     ),
     "raises, and another repeats it": (
-        ["time.sleep(0.4); raise ValueError('the cause')", "raise ValueError('The chief says: ValueError: the cause')"],
+        ["time.sleep(0.4); raise ValueError('the cause')", "raise ValueError('The chief reports: the cause')"],
         (0, 1, "raised ValueError: the cause"),
     ),
     "exits without a word": (["time.sleep(0.5); raise UnavailableError()", "sys.exit(9)"], (1, 9, "exit code 9")),
@@ -774,7 +774,7 @@ def test_ctrl_c_in_a_fit_that_is_backed_up_saves_and_says_how_to_resume(run):
         process.send_signal(signal.SIGINT)
         codes, errors = finished([process], TENSORFLOW_SECONDS)
     assert codes == [PREEMPTED] and attempts(run) == [2] and len(list((run.directory / "backup").glob("step-*"))) == 1
-    assert "To go on, start the same command again." in errors and "Traceback" not in errors, errors
+    assert "To continue, start the same command again." in errors and "Traceback" not in errors, errors
 
 
 def test_an_error_after_fit_costs_what_comes_after_it_and_no_training(run):

@@ -37,10 +37,10 @@ class BackupError(TfdistError, RuntimeError):
     """A backup cannot be saved or restored because of its path, another job, another model or another version."""
 
 
-WAIT_FOR_CHIEF = "All workers wait for what the chief does alone"
+WAIT_FOR_CHIEF = "All workers wait while the chief works alone"
 """First words of the error of a worker that waited for a failing chief. The chief's failure is the cause."""
 
-CHIEF_SAYS = "The chief says"
+CHIEF_SAYS = "The chief reports"
 """First words of the error of a worker that repeats the chief's error."""
 
 

@@ -114,18 +114,17 @@ class Admission:
         if own.addresses != guest.addresses:
             return "cluster", (
                 f"All workers need the same cluster in TF_CONFIG, but worker 0 has {_counted(own.addresses)}, and "
-                f"{name} has {_counted(guest.addresses)}. Give all the same addresses in the same order."
+                f"{name} has {_counted(guest.addresses)}. Give all workers the same addresses in the same order."
             )
         if own.versions != guest.versions:
             return "versions", (
                 f"All workers need the same versions, but worker 0 has {own.versions}, and {name} has "
-                f"{printable(guest.versions)}. Install the same everywhere."
+                f"{printable(guest.versions)}. Install the same versions on all workers."
             )
         if present is not None:
             return "index", (
-                f"Each worker must have an index of its own in TF_CONFIG, but two processes say that they are worker "
-                f"{guest.worker}: one on {printable(present[1])}, one on {printable(guest.host)}. End one, or give it "
-                "another index."
+                f"Each worker must have its own index in TF_CONFIG, but two processes have index {guest.worker}: one "
+                f"on {printable(present[1])}, one on {printable(guest.host)}. End one, or give it another index."
             )
         return None
 

@@ -146,9 +146,9 @@ class CoordinationStore:
     def in_vain(self, what: str, absent: int) -> str:
         """Returns the error that this worker waits in vain in `what`, since the program of `absent` has ended."""
         return (
-            f"All workers have a part in {what}, but the program of worker {absent} is over, and worker {self.worker} "
-            f"on {socket.gethostname()} waits for it. Do it on all workers alike, and only write files `if "
-            f"tfdist.cluster.is_chief():`. The log of worker {absent} may say why it ended."
+            f"All workers must take part in {what}, but the program of worker {absent} has ended while worker "
+            f"{self.worker} on {socket.gethostname()} waits for it. Make the same calls on all workers, and put only "
+            f"code that writes files under `if tfdist.cluster.is_chief():`. See the log of worker {absent}."
         )
 
     def last_word(self, subject: str, worker: int, what: str, absent: int) -> Any:

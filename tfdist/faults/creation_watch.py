@@ -85,7 +85,7 @@ class CreationWatch:
 
 def _reported_in(error: Exception) -> str | None:
     """Returns the difference that a peer has reported, if this report made the broadcast fail."""
-    _, begun, rest = str(error).partition(f"{_RULE}, but as number")
+    _, begun, rest = str(error).partition(f"{_RULE}, but number")
     return f"{begun}{rest}".split(" [type.googleapis.com")[0].splitlines()[0] if begun else None
 
 
@@ -104,6 +104,6 @@ def unlike(number: int, said: Mapping[int, Sequence[str]], here: str) -> str | N
         return None
     named = ", ".join(f"worker {worker} makes {shown}" for worker, shown in firsts.values())
     return (
-        f"{_RULE}, but as number {number} {named}. This is {here}. "
-        "Build the same layers, of the same widths, and the same optimizer on each."
+        f"{_RULE}, but number {number} differs: {named}. This is {here}. "
+        "Build the same layers, of the same sizes, and the same optimizer on all workers."
     )

@@ -55,8 +55,8 @@ class FaultTolerance:
                 )
         if not isinstance(self.preemption_signals, tuple | list | set | frozenset):
             raise ValueError(
-                "FaultTolerance needs preemption_signals as a tuple, such as (signal.SIGTERM,), got "
-                f"{self.preemption_signals!r}. Put a comma and parentheses around a single one."
+                f"FaultTolerance needs preemption_signals as a tuple, got {self.preemption_signals!r}. "
+                "Give a single signal as a tuple too, such as (signal.SIGTERM,)."
             )
         for signum in self.preemption_signals:
             if (
@@ -65,8 +65,8 @@ class FaultTolerance:
                 or signum in (signal.SIGKILL, signal.SIGSTOP)
             ):
                 raise ValueError(
-                    f"FaultTolerance needs preemption_signals that a process can catch, got {signum!r}. Give numbers "
-                    "as the module `signal` has them."
+                    f"FaultTolerance needs preemption_signals that a process can catch, got {signum!r}. Give signals "
+                    "of the module `signal` other than SIGKILL and SIGSTOP."
                 )
 
     def with_environment(self, environ: Mapping[str, str] | None = None) -> "FaultTolerance":

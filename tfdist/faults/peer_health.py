@@ -49,7 +49,7 @@ class PeerHealth:
                 if time.monotonic() >= deadline:
                     said = (error.message.strip().splitlines() or [""])[0]
                     raise WorkerLostError(
-                        f"{self._names[worker]} does not answer for {self._silence_seconds:g} s: it has ended, is "
-                        f"frozen, or the network between is cut ({said}). See its log"
+                        f"{self._names[worker]} has not answered for {self._silence_seconds:g} s: it has ended, is "
+                        f"frozen, or cannot be reached over the network ({said}). See its log"
                     ) from error
             time.sleep(min(_PAUSE_SECONDS, left))

@@ -139,15 +139,15 @@ def leave(refusals: Sequence[str] = (), place: str = "") -> NoReturn:
     _after(_LEAVE_SECONDS, lambda: os._exit(PREEMPTED))
     if refusals:
         logging.error(
-            "Leaving with exit code %d, and NOT saved: %s. Started again, training goes on from the newest backup "
-            "before; what was done since is lost.",
+            "Leaving with exit code %d and WITHOUT a save: %s. The next start continues from the newest backup before; "
+            "the work since then is lost.",
             PREEMPTED,
             "; ".join(refusals),
         )
     else:
         to = f" to {place}" if place else ""
         logging.warning(
-            "Saved%s, and leaving with exit code %d. To go on, start the same command again.", to, PREEMPTED
+            "Saved%s, and leaving with exit code %d. To continue, start the same command again.", to, PREEMPTED
         )
     if _installed is not None:
         _installed.saved()
@@ -265,10 +265,10 @@ class _Preemption:
             return
         seconds = self._options.preemption_timeout_seconds
         name = signal.Signals(signum).name
-        again = "; Ctrl-C once more ends this process at once" if signum == signal.SIGINT else ""
+        again = "; press Ctrl-C again to end this process at once" if signum == signal.SIGINT else ""
         logging.warning(
-            "%s: all workers save after the next step (in a loop of your own on several workers: with the second save "
-            "from now) and leave, in %g s at most%s.",
+            "%s: all workers save after the next step (in a custom loop on several workers: at the second save from "
+            "now) and leave within %g s%s.",
             *(name, seconds, again),
         )
         self._start_clock()
@@ -291,8 +291,7 @@ class _Preemption:
     def _give_up(self) -> None:
         _after(1.0, lambda: os._exit(PREEMPTED))  # A handler may take long.
         logging.error(
-            "Asked to go %g s ago, and no save in answer: leaving with exit code %d. What was done after the newest "
-            "backup is lost.",
+            "No save within %g s after the signal: leaving with exit code %d. Work since the newest backup is lost.",
             self._options.preemption_timeout_seconds,
             PREEMPTED,
         )
@@ -305,7 +304,7 @@ class _Preemption:
             try:
                 handler(self._signum, None)
             except BaseException as error:  # Also SystemExit: this process is leaving already.
-                logging.info("The handler of signal %s ended by %r.", self._signum, error)
+                logging.info("The handler of signal %s raised %r.", self._signum, error)
         _flush()
 
 

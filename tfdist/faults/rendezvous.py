@@ -93,7 +93,7 @@ def connecting(cluster: ClusterSpec, timeout_seconds: float) -> Iterator[None]:
     Works for calls that hold the interpreter's lock, during which no Python thread can run. Another process therefore
     writes the message. That process ends early when this process has finished the block or has ended.
     """
-    words = f"tfdist: {unconnected(cluster, timeout_seconds)} It ends with exit code 1, here:\n"
+    words = f"tfdist: {unconnected(cluster, timeout_seconds)} It ends with exit code 1 at this point:\n"
     moment = str(time.monotonic() + timeout_seconds - _HERALD_SECONDS)  # A clock that all processes share.
     command = [sys.executable, "-I", "-S", "-c", _HERALD, moment, words]
     with contextlib.ExitStack() as stack:
@@ -111,9 +111,9 @@ def unconnected(cluster: ClusterSpec, seconds: float) -> str:
     workers = enumerate(addresses_of(cluster))
     others = ", ".join(f"worker {worker} at {address}" for worker, address in workers if worker != cluster.worker_id)
     return (
-        f"All {cluster.num_workers} workers have come, and TensorFlow must connect them within {seconds:.0f} s, but "
-        f"this is {cluster.describe()} on {socket.gethostname()}, and one of {others} was not there. See their logs, "
-        f"or set start_timeout_seconds of tfdist.FaultTolerance to more than {5 * seconds:.0f}."
+        f"TensorFlow must connect all {cluster.num_workers} workers within {seconds:.0f} s after they have joined, but "
+        f"{cluster.describe()} on {socket.gethostname()} got no connection to one of {others}. See their logs, or set "
+        f"start_timeout_seconds of tfdist.FaultTolerance to more than {5 * seconds:.0f}."
     )
 
 
@@ -134,16 +134,16 @@ class _Wait:
         names += f" ({why})" if why else ""
         if now - self._start > self._timeout_seconds:
             raise WorkerLostError(
-                f"All {self._cluster.num_workers} workers must come within {self._timeout_seconds:g} s, but {come} "
-                f"came; missing: {names}, or two processes have the same index in TF_CONFIG. This is "
-                f"{self._cluster.describe()} on {socket.gethostname()}. Start the missing, see their logs, check that "
-                "worker 0's port is open to them, or raise start_timeout_seconds of tfdist.FaultTolerance."
+                f"All {self._cluster.num_workers} workers must join within {self._timeout_seconds:g} s, but {come} "
+                f"joined; missing: {names}, or two processes have the same index in TF_CONFIG. This is "
+                f"{self._cluster.describe()} on {socket.gethostname()}. Start the missing workers, see their logs, let "
+                "them reach worker 0's port, or raise start_timeout_seconds of tfdist.FaultTolerance."
             )
         if now - self._said > _LOG_SECONDS:
             self._said = now
             left = self._timeout_seconds - (now - self._start)
             total = self._cluster.num_workers
-            logging.warning("%d of %d workers have come; waiting %.0f s more for %s", come, total, left, names)
+            logging.warning("%d of %d workers have joined; waiting %.0f s more for %s", come, total, left, names)
 
 
 # Worker 0.
@@ -230,7 +230,7 @@ class _Desk:
         """Performs the handshake with a new connection."""
         introduction = Introduction.read(receive(connection, self._secret, self._line_bytes))
         if introduction is None:
-            raise NotOursError("it is no worker of a tfdist job")
+            raise NotOursError("it is not a worker of a tfdist job")
         connection.settimeout(_STATUS_SECONDS)
         return introduction
 
@@ -241,7 +241,7 @@ class _Desk:
         verdict = self._admission.judge(guest, source, earlier, time.monotonic())
         if verdict.refused is None:
             if verdict.problem:
-                self._warnings.say(f"{verdict.problem} The one at {source} is taken, where TF_CONFIG has it.")
+                self._warnings.say(f"{verdict.problem} Worker 0 admits the one at {source}, its host in TF_CONFIG.")
                 self._dismiss(guest.worker)
             self._come[guest.worker] = _Come(connection, source, guest)
             return
@@ -251,7 +251,7 @@ class _Desk:
         if verdict.is_plain:
             raise ClusterError(verdict.problem)
         self._misfit = f"{guest.describe()} was refused: {verdict.problem}"
-        self._warnings.say(f"A worker at {source} is refused: {verdict.problem}")
+        self._warnings.say(f"Worker 0 refuses a worker at {source}: {verdict.problem}")
 
     def _dismiss_gone(self) -> None:
         """Forgets workers that have closed their connection. Waiting workers send nothing, so any event is a close."""
@@ -293,9 +293,9 @@ def _listen(cluster: ClusterSpec) -> list[socket.socket]:
         return listening.listen(host, port, backlog=1024, reuse_port=is_held(port))
     except OSError as error:
         raise ClusterError(
-            f"Worker 0 needs its port to receive the others, but this is {cluster.describe()} on "
-            f"{socket.gethostname()}, where it cannot be opened: {error}. `ss -ltnp 'sport = :{port}'` shows who holds "
-            "it: end that, or give worker 0 another port in every worker's TF_CONFIG."
+            f"Worker 0 needs its port to receive its peers, but {cluster.describe()} on {socket.gethostname()} cannot "
+            f"open it: {error}. `ss -ltnp 'sport = :{port}'` shows which process holds the port: end that process, or "
+            "give worker 0 another port in every worker's TF_CONFIG."
         ) from error
 
 
@@ -315,7 +315,7 @@ def _report(cluster: ClusterSpec, secret: Secret | None, wait: _Wait) -> Mapping
                     stack.pop_all()
                     return {0: connection}
         except RefusedError as error:
-            refusals.note(f"worker 0 and it refuse each other, by what it sees of worker 0: {error}")
+            refusals.note(f"the handshake with worker 0 failed ({error})")
         except NotOursError as error:
             why = str(error)
         except socket.gaierror as error:
@@ -348,7 +348,7 @@ def _is_let_go(connection: socket.socket, cluster: ClusterSpec, wait: _Wait, ref
                 return True
             if "error" in message:
                 kind = WorkerLostError if message.get("lost") else ClusterError
-                raise kind(f"{message['error']} (So says worker 0 to {cluster.describe()}.)")
+                raise kind(f"{message['error']} (Worker 0 reports this to {cluster.describe()}.)")
             if message.get("refused") in _REMEDIES:
                 refusals.note(_REMEDIES[message["refused"]])
                 return False
@@ -360,9 +360,9 @@ def _is_let_go(connection: socket.socket, cluster: ClusterSpec, wait: _Wait, ref
 
 
 _REMEDIES = {
-    "cluster": "worker 0 has another cluster in its TF_CONFIG. Give all the same addresses in the same order",
-    "versions": f"worker 0 has other versions of {', '.join(_PACKAGES)}. Install the same everywhere",
-    "index": "worker 0 knows another process with this index. End one, or give it another index in TF_CONFIG",
+    "cluster": "worker 0 has another cluster in its TF_CONFIG. Give all workers the same addresses in the same order",
+    "versions": f"worker 0 has other versions of {', '.join(_PACKAGES)}. Install the same versions on all workers",
+    "index": "another process has the same index. End one of them, or give it another index in TF_CONFIG",
 }
 
 
@@ -394,9 +394,9 @@ class _Refusals:
         if self.last is not None and time.monotonic() - self._since > _REFUSED_SECONDS:
             own = _introduction(self._cluster)
             raise ClusterError(
-                f"This is {self._cluster.describe()} on {own.host}, and {self.last}. Here the addresses are "
-                f"{', '.join(own.addresses)}, and the versions {own.versions}; the log of worker 0 at "
-                f"{own.addresses[0]} has its own."
+                f"Worker 0 must admit each worker, but refuses {self._cluster.describe()} on {own.host}: {self.last}. "
+                f"This worker has the addresses {', '.join(own.addresses)} and the versions {own.versions}. See the "
+                f"log of worker 0 at {own.addresses[0]} for its addresses and versions."
             )
 
 

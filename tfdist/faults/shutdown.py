@@ -57,11 +57,11 @@ def hear_aloud(board: CoordinationStore, subject: str, worker: int, timeout_seco
     with contextlib.suppress(tf.errors.DeadlineExceededError):
         return board.hear(subject, worker, soon)
     left = timeout_seconds - soon
-    logging.warning("worker %d is done, and waits %.0f s more for worker %d, which is not", board.worker, left, worker)
+    logging.warning("worker %d is done, and waits up to %.0f s more for worker %d", board.worker, left, worker)
     try:
         return board.hear(subject, worker, left)
     except tf.errors.DeadlineExceededError:
-        logging.warning("worker %d leaves without worker %d, which did not come to its end", board.worker, worker)
+        logging.warning("worker %d leaves before worker %d, which was not done in time", board.worker, worker)
         raise
 
 
@@ -109,7 +109,7 @@ def _leave(board: CoordinationStore, lifelines: PeerLiveness, timeout_seconds: f
     if not done:
         end_with(1)
     elif not may_leave:
-        logging.error("worker %d is done, but another has failed: it ends with exit code 1", board.worker)
+        logging.error("worker %d is done, but another worker has failed: it ends with exit code 1", board.worker)
         with contextlib.suppress(OSError):
             write_report(LEFT, message="done, but another worker has failed")
         end_with(1, if_none=True)

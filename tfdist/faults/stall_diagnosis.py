@@ -21,7 +21,7 @@ __all__ = [
 Positions = Mapping[int, Mapping[str, Any] | None]
 """The position of each worker: its "step", "section", "call" and "begun"; `None` if the worker does not answer."""
 
-ITS_END = "its program is over"
+ITS_END = "its program has ended"
 WAITING = "waiting for the chief"
 UNLIKE_CALLS = "All workers must make the same calls in the same order"
 
@@ -87,7 +87,7 @@ def _place(position: Mapping[str, Any] | None) -> str:
     if position.get("call"):
         return f"{place} of {_named(position['call'])}"
     if position["section"] is None and "begun" in position:
-        return f"is in no call of the strategy, after {position['begun']} of them and {position['step']} steps"
+        return f"is in no call of the strategy, after {position['begun']} calls and {position['step']} steps"
     return place
 
 
@@ -116,9 +116,9 @@ def unlike_calls(positions: Positions) -> str | None:
         return None
     said = ", ".join(f"worker {worker} is in {_named(call)} of its program" for worker, call in waiting.items())
     return (
-        f"{UNLIKE_CALLS}, since each waits in its call for all others, but {said}. "
-        "Call `fit`, `evaluate`, `predict` and the like on all workers, and only write files `if "
-        "tfdist.cluster.is_chief():`."
+        f"{UNLIKE_CALLS}, since each call waits for all workers, but {said}. "
+        "Call `fit`, `evaluate`, `predict` and similar methods on all workers, and put only code that writes files "
+        "under `if tfdist.cluster.is_chief():`."
     )
 
 

@@ -160,7 +160,7 @@ class Creations:
         """Notes the creation of one variable in the block."""
         self.since = time.monotonic()
         try:
-            with waiting_for_all("the making of variables in the scope"):
+            with waiting_for_all("the creation of variables in the scope"):
                 yield
             self.count += 1
         finally:
@@ -276,7 +276,7 @@ class Watchdog:
         except Exception as error:
             if (kind := repr(error)) not in self._failed:
                 self._failed.add(kind)
-                logging.exception("The watchdog failed at one of its looks, and goes on:")
+                logging.exception("A check of the watchdog failed; the watchdog continues:")
 
     def _watch_creations(self, now: float) -> None:
         since = self._creations.since
@@ -291,9 +291,9 @@ class Watchdog:
         """Makes the broadcast of the variable fail, together with all other collectives."""
         message = (
             "All workers must make the same variables in the same order, but after "
-            f"{self._start_timeout_seconds:g} s worker {self._board.worker} still waits for others to make number "
-            f"{self._creations.count + 1} ({self._variables()}). Build the same model with the same optimizer on each, "
-            "or raise start_timeout_seconds of tfdist.FaultTolerance."
+            f"{self._start_timeout_seconds:g} s worker {self._board.worker} still waits for its peers to make number "
+            f"{self._creations.count + 1} ({self._variables()}). Build the same model with the same optimizer on all "
+            "workers, or raise start_timeout_seconds of tfdist.FaultTolerance."
         )
         logging.error(message)
         with contextlib.suppress(tf.errors.OpError):
@@ -301,8 +301,8 @@ class Watchdog:
 
     def _tell_of_variable(self) -> None:
         logging.warning(
-            "worker %d waits for others to make variable number %d in the scope (%s): all must build, or load, the "
-            "same model. It gives up after %g s.",
+            "worker %d waits for its peers to make variable number %d in the scope (%s): all workers must build, or "
+            "load, the same model. The wait ends after %g s.",
             *(self._board.worker, self._creations.count + 1, self._variables(), self._start_timeout_seconds),
         )
 
@@ -438,9 +438,9 @@ class Watchdog:
         """Returns the error for the beginning of a call that peers do not join."""
         blamed = _blamed(suspect_of(positions, self._board.worker))
         return (
-            f"{UNLIKE_CALLS}, and come to each within {self._start_timeout_seconds:g} s of each other, but "
+            f"{UNLIKE_CALLS}, and begin each call within {self._start_timeout_seconds:g} s of each other, but "
             f"{describe(positions)}; {blamed}. This is worker {self._board.worker} on "
-            f"{socket.gethostname()}. Make the call on all workers alike, or raise start_timeout_seconds of "
+            f"{socket.gethostname()}. Make the call on all workers, or raise start_timeout_seconds of "
             "tfdist.FaultTolerance."
         )
 
@@ -518,18 +518,18 @@ class Watchdog:
         stopped = [str(worker) for worker, word in sorted(words.items()) if word and word.get("has_stopped")]
         if 0 < len(stopped) < len(words):
             return (
-                f"A fit ends after the same step on all workers, but `model.stop_training` was set on worker "
-                f"{', '.join(stopped)} and not on the others. Set it by what all know, as the logs, or together, as by "
-                '`strategy.reduce("SUM", tf.constant(float(late)), axis=None) > 0`.'
+                f"A fit must end after the same step on all workers, but `model.stop_training` was set only on worker "
+                f"{', '.join(stopped)}. Set it by values that all workers know, such as the logs, or that they agree "
+                'on, such as `strategy.reduce("SUM", tf.constant(float(late)), axis=None) > 0`.'
             )
         for worker, position in positions.items():
             if position and position["section"] == ITS_END:
                 return self._board.in_vain("each step of a `fit`", worker)
-        return "If this was healthy, raise stall_timeout_seconds of tfdist.FaultTolerance."
+        return "If the job was healthy, raise stall_timeout_seconds of tfdist.FaultTolerance."
 
 
 def _blamed(suspect: int | None) -> str:
-    return "nothing tells who holds it up" if suspect is None else f"worker {suspect} holds it up"
+    return "the cause is unknown" if suspect is None else f"worker {suspect} is the probable cause"
 
 
 def _written(calls: Mapping[int, list[tuple[str, int, str]]]) -> str:

@@ -46,11 +46,11 @@ class WorkerAgreement:
           ClusterError: If the workers differ, or a worker does not come.
         """
         said = self._exchange("setup", [str(devices), compression, transport])
-        hint = "Hide devices by CUDA_VISIBLE_DEVICES, or make as many logical CPUs on each."
+        hint = "Hide devices by CUDA_VISIBLE_DEVICES, or make equally many logical CPUs on all workers."
         self._compare({worker: own[:1] for worker, own in said.items()}, "the same number of devices", hint)
         for place, what in ((1, "compression"), (2, "transport")):
             said_of_it = {worker: own[place : place + 1] for worker, own in said.items()}
-            self._compare(said_of_it, f"the same {what}", "Change the scripts.")
+            self._compare(said_of_it, f"the same {what}", "Give the same in all scripts.")
 
     def on_model(self, model: Any, checksums: Callable[[], Iterable[tuple[str, str]]]) -> None:
         """Compares the variables of a model at its first run: shapes and types, then values of replicated variables.
@@ -74,7 +74,7 @@ class WorkerAgreement:
             for number, variable in enumerate(model.variables)
         ]
         said = self._exchange("model", [f"the optimizer {optimizer}", *variables])
-        self._compare(said, "the same model", "Build it from the same code and settings on each.")
+        self._compare(said, "the same model", "Build it from the same code and settings on all workers.")
         self.on_values(checksums())
 
     def has_compared(self, model: Any) -> bool:
@@ -97,7 +97,7 @@ class WorkerAgreement:
             for worker, values in said.items()
         }
         hint = (
-            "Load, set or adapt them on all workers alike, not on the chief alone; or load on all what one has adapted."
+            "Load, set or adapt them on all workers, not on the chief alone; or save them on one and load them on all."
         )
         self._compare(named, "the same values in a model", hint)
 
@@ -107,7 +107,7 @@ class WorkerAgreement:
         Raises:
           ClusterError: If the arguments differ, or a worker does not come.
         """
-        hint = "Call it alike on all workers; what only the chief does is for tfdist.callbacks.ChiefOnly."
+        hint = "Give the same arguments on all workers; use tfdist.callbacks.ChiefOnly for work of the chief alone."
         self._compare(self._exchange("fit", described), "the same arguments of `fit`", hint)
 
     def on_description(self, described: list[str]) -> None:
@@ -116,7 +116,7 @@ class WorkerAgreement:
         Raises:
           ClusterError: If these descriptions differ, or a worker does not come.
         """
-        hint = "Build and compile it by the same code and settings on each."
+        hint = "Build and compile it by the same code and settings on all workers."
         self._compare(self._exchange("description", described), "the same model", hint)
 
     def on_data(self, described: list[str]) -> None:
@@ -126,8 +126,8 @@ class WorkerAgreement:
           ClusterError: If the data differ, or a worker does not come.
         """
         hint = (
-            "Each reads the whole data and keeps its part of every batch: give all the same data and batch_size. To "
-            "let each read data of its own, see `distribute_datasets_from_function`."
+            "Each worker reads the whole data and keeps its part of every batch: give all workers the same data and "
+            "batch_size. If each worker shall read its own data, use `distribute_datasets_from_function`."
         )
         self._compare(self._exchange("data", described), "the same data", hint)
 
@@ -144,7 +144,7 @@ class WorkerAgreement:
         said, count = self._exchange("sharding", [*described, *shown]), len(described)
         compared = {worker: own[:count] for worker, own in said.items()}
         named = {worker: own[count:] for worker, own in said.items()}
-        hint = "Give all the same data in the same order, and the same seed and arguments; paths may differ."
+        hint = "Give all workers the same data, order, seed and arguments; paths may differ."
         self._compare(compared, "the same BalancedSharding", hint, named)
 
     def on_position(self, described: list[str]) -> None:
@@ -155,9 +155,9 @@ class WorkerAgreement:
         """
         hint = (
             "Restore it from the same checkpoint on all workers, and read from it on all or on none. A loop in a graph "
-            "counts what was read ahead: where it ends amid repeated epochs, take its batches by next() outside."
+            "also counts batches read ahead: if it ends within repeated epochs, call next() outside of the graph."
         )
-        self._compare(self._exchange("position", described), "a BalancedSharding in the same place", hint)
+        self._compare(self._exchange("position", described), "a BalancedSharding at the same position", hint)
 
     @property
     def here(self) -> str:
@@ -263,7 +263,9 @@ class WorkerAgreement:
                 try:
                     said = self._hear_chief(subject, what, check)
                 except tf.errors.OpError as error:
-                    raise self._without_chief(what, f"the chief is gone: {error.message}") from error
+                    raise self._without_chief(
+                        what, f"the chief has ended or cannot be reached: {error.message}"
+                    ) from error
         if said["failure"] is not None:
             raise self._without_chief(what, f"it failed there: {said['failure']}")
 
@@ -276,7 +278,7 @@ class WorkerAgreement:
 
     def _without_chief(self, what: str, why: str) -> WorkerLostError:
         return WorkerLostError(
-            f"{WAIT_FOR_CHIEF}, here {what}, but {why}. This is worker "
+            f"{WAIT_FOR_CHIEF}, here in {what}, but {why}. This is worker "
             f"{self._board.worker} on {socket.gethostname()}. See the log of worker 0."
         )
 
@@ -288,7 +290,7 @@ class WorkerAgreement:
         missing = [str(worker) for worker in range(self._board.workers) if worker not in said]
         if missing:
             raise WorkerLostError(
-                f"All workers must come to the same point within {self._timeout_seconds:g} s, but worker "
+                f"All workers must join a comparison within {self._timeout_seconds:g} s, but worker "
                 f"{', '.join(missing)} did not ({subject}). This is worker {self._board.worker} on "
                 f"{socket.gethostname()}. See their logs, or raise start_timeout_seconds of tfdist.FaultTolerance."
             )

@@ -83,7 +83,7 @@ def receive(connection: socket.socket, secret: Secret | None, most_bytes: int = 
     """
     hello = parse(receive_line(connection))
     if hello is None or not _is_challenge(hello):
-        raise NotOursError("it is no worker of a tfdist job")
+        raise NotOursError("it is not a worker of a tfdist job")
     own, other = secrets.token_hex(_NONCE_BYTES), hello["nonce"]
     proof = secret.proof(_ACCEPTS, other, own) if secret else None
     send(connection, {"nonce": own, "proves": secret is not None, "proof": proof})
@@ -96,7 +96,7 @@ def receive(connection: socket.socket, secret: Secret | None, most_bytes: int = 
         raise RefusedError(f"it has another {SECRET} than this worker")
     message = parse(text.encode(errors="replace")) if isinstance(text, str) else None
     if message is None:
-        raise NotOursError("it is no worker of a tfdist job")
+        raise NotOursError("it is not a worker of a tfdist job")
     if secret and not secret.accepts(answer.get("proof"), _CONNECTS, other, own, str(text)):
         raise RefusedError(f"it does not prove the {SECRET} of this job")
     return message
