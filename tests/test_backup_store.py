@@ -421,7 +421,7 @@ def test_a_holder_on_another_host_is_waited_for_longer_as_that_may_be_gone(who, 
     try:
         assert holder.stdout.readline() == b"held\n"
         (tmp_path / LOCK).write_text(elsewhere)
-        with pytest.raises(BackupError, match=f"{elsewhere} is using .* is gone.* remove {tmp_path / LOCK}"):
+        with pytest.raises(BackupError, match=f"{elsewhere} is using .* has failed.* remove {tmp_path / LOCK}"):
             CommitStore(str(tmp_path)).claim(wait_seconds=0.1, other_host_seconds=0.3)
         assert "waiting up to 0 s" in warnings[0]
         end = threading.Timer(0.5, holder.kill)

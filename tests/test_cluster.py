@@ -239,7 +239,7 @@ NO_STEP = {
     "other number": (lambda: ClusterSpec.from_slurm(slurm(0, SLURM_STEP_NUM_TASKS="8")), ["is 8", "has 5", "`srun`"]),
     "components": (
         lambda: ClusterSpec.from_slurm(slurm(0, SLURM_HET_SIZE="2")),
-        ["several components", "SLURM_HET_SIZE", "TF_CONFIG", "--het-group"],
+        ["one component", "SLURM_HET_SIZE", "TF_CONFIG", "--het-group"],
     ),
     "in turn": (
         lambda: ClusterSpec.from_slurm(slurm(1, SLURM_NODEID="1")),
@@ -276,7 +276,7 @@ def test_a_large_cluster_gives_a_readable_error():
 
 def test_local_cluster_has_one_port_a_worker():
     assert ClusterSpec.local(2, 1, [5001, 5002]).address == "127.0.0.1:5002"
-    with pytest.raises(TFConfigError, match="one port a worker"):
+    with pytest.raises(TFConfigError, match="one port per worker"):
         ClusterSpec.local(3, 0, [5001, 5002])
 
 

@@ -704,7 +704,7 @@ fit(build(), Stops(), epochs={epochs})
 """
     job.start(TRAIN + body)
     assert job.wait() == [1, 1], job.output(0) + job.output(1)
-    assert "ClusterError: A fit ends after the same step on all workers, but the callback 'Stops'" in job.output(0)
+    assert "A fit must end after the same step on all workers, but the callback 'Stops'" in job.output(0)
     waits = "All workers wait while the chief works alone, here in the callback 'Stops'" in job.output(1)
     assert waits == (epochs == 1)
 

@@ -464,13 +464,13 @@ def test_with_tls_workers_meet_and_nobody_reads_along(monkeypatch, tmp_path):
 def test_workers_that_differ_in_tls_are_told_so_and_do_not_end_the_job(monkeypatch, tmp_path):
     monkeypatch.setattr(rendezvous, "_REFUSED_SECONDS", 1.5)
     ours, theirs = Authority(tmp_path), Authority(tmp_path, "another")
-    own = Tls(ours.worker())
+    own, failed = Tls(ours.worker()), "the TLS handshake failed"
     cases = {
-        "worker without": (own, None, "TFDIST_TLS_CERT is not set here", "it has no TLS"),
-        "chief without": (None, own, "TFDIST_TLS_CERT, TFDIST_TLS_KEY, TFDIST_TLS_CA for all", "it speaks TLS"),
-        "another authority": (own, Tls(theirs.worker("w1")), "certificate is not valid for 127.0.0.1", "no TLS"),
-        "refused": (own, Tls(theirs.worker("w2", authority=ours)), "does not accept this worker's", "no TLS"),
-        "another host": (Tls(ours.worker("w3", "DNS:a")), own, "certificate is not valid for 127.0.0.1", "no TLS"),
+        "worker without": (own, None, "TFDIST_TLS_CERT is not set here", "it does not use TLS"),
+        "chief without": (None, own, "TFDIST_TLS_CERT, TFDIST_TLS_KEY, TFDIST_TLS_CA for all", "it uses TLS"),
+        "another authority": (own, Tls(theirs.worker("w1")), "certificate is not valid for 127.0.0.1", failed),
+        "refused": (own, Tls(theirs.worker("w2", authority=ours)), "does not accept this worker's", failed),
+        "another host": (Tls(ours.worker("w3", "DNS:a")), own, "certificate is not valid for 127.0.0.1", failed),
     }
     given, groups = {}, {}
     monkeypatch.setattr(rendezvous.Tls, "from_env", lambda: given[threading.current_thread().name])

@@ -217,7 +217,7 @@ def test_a_function_that_cannot_be_sent_is_refused_at_once(fn):
 def test_arguments_and_values_that_cannot_be_sent_are_named():
     with pytest.raises(TypeError, match="arguments of pid_and_arguments"):
         run_workers(pid_and_arguments, args=(lambda: None,))
-    with pytest.raises(WorkerError, match="must return what can be pickled, got function"):
+    with pytest.raises(WorkerError, match="must return a value that can be pickled, got function"):
         run_workers(return_unpicklable, 1)
 
 

@@ -67,7 +67,7 @@ def way_out(error: BlockingIOError) -> str:
     """Returns advice to end a message with if the holder is on another host, otherwise an empty string."""
     if not _is_elsewhere(error):
         return ""
-    return f" If its host is gone, which storage may learn late, remove {error.filename}."
+    return f" If its host has failed, storage may notice it late: then remove {error.filename}."
 
 
 def _opened(path: str | os.PathLike[str], wait_seconds: float, other_host_seconds: float) -> IO[str]:
@@ -86,7 +86,7 @@ def _opened(path: str | os.PathLike[str], wait_seconds: float, other_host_second
             if _is_elsewhere(error) and (told == began or now - told >= _TELL_SECONDS):
                 told = now
                 logging.warning(
-                    "%s is held by %s, not here: waiting up to %.0f s, as storage learns late that a host is gone.",
+                    "%s is locked by %s: waiting up to %.0f s, since storage may notice late that a host has failed.",
                     *(path, error.strerror, max(wait_seconds, other_host_seconds) - (now - began)),
                 )
             time.sleep(_POLL_SECONDS)
@@ -138,7 +138,7 @@ def _lock(file: IO[str]) -> None:
         _lock_as_opened(file)
     except OSError as error:
         if error.errno in _NO_LOCKS:
-            logging.warning("%s cannot be locked (%s): let nobody else use its folder.", file.name, error.strerror)
+            logging.warning("%s cannot be locked (%s): let no other job use its folder.", file.name, error.strerror)
         elif error.errno in (errno.EACCES, errno.EAGAIN):
             file.seek(0)
             raise BlockingIOError(errno.EAGAIN, file.read(1000) or "another process", file.name) from error

@@ -142,8 +142,8 @@ def _checked_frequency(save_freq: Any) -> Any:
         elif not isinstance(given, bool) and operator.index(given) > 0:
             return operator.index(given)
     raise ValueError(
-        "`save_freq` is 'epoch', a positive whole number of steps, a positive number of seconds (a float or a "
-        f"datetime.timedelta), or False, not {save_freq!r}."
+        "`save_freq` must be 'epoch', a positive whole number of steps, a positive number of seconds (a float or a "
+        f"datetime.timedelta), or False, got {save_freq!r}."
     )
 
 
@@ -151,24 +151,24 @@ def _checked_keep(keep: Any) -> int:
     with contextlib.suppress(TypeError):
         if operator.index(keep) >= 1:
             return operator.index(keep)
-    raise ValueError(f"`keep` is how many commits stay, a whole number of at least 1, not {keep!r}.")
+    raise ValueError(f"`keep` must be a number of commits, a whole number of at least 1, got {keep!r}.")
 
 
 def _checked_seconds(timeout_seconds: Any) -> float:
     is_number = isinstance(timeout_seconds, numbers.Real) and not isinstance(timeout_seconds, bool)
     if not is_number or not timeout_seconds > 0:
-        raise ValueError(f"`timeout_seconds` is a positive number, not {timeout_seconds!r}.")
+        raise ValueError(f"`timeout_seconds` must be a positive number, got {timeout_seconds!r}.")
     return float(timeout_seconds)
 
 
 def _checked_directory(backup_dir: str | os.PathLike) -> str:
     directory = os.fsdecode(backup_dir)
     if not directory:
-        raise ValueError("`backup_dir` is a folder for this job alone, and may not be empty.")
+        raise ValueError("`backup_dir` must be a folder for this job alone, got an empty path.")
     if _LOST_SLASH.match(directory):
         raise ValueError(
-            f"`backup_dir` is {directory!r}, a folder here named after a scheme: pathlib makes one slash of two. "
-            "Give such a path as a string with '://', or the folder as the string './…'."
+            f"`backup_dir` must not look like a URL that pathlib has shortened to one slash, got {directory!r}. "
+            "Give a URL as a string with '://', or a local folder as the string './…'."
         )
     # An absolute path, because the working directory may change during training.
     return directory if is_remote(directory) else os.path.abspath(os.path.expanduser(directory))

@@ -104,9 +104,9 @@ def _training_on(callback: Any) -> Iterator[None]:
     yield
     if not before and getattr(callback.model, "stop_training", False) and _agreement_of(callback) is not None:
         raise ClusterError(
-            f"A fit ends after the same step on all workers, but the callback {type(callback).__name__!r}, which runs "
-            "on the chief alone, set `model.stop_training`. Set it in a callback that is not `ChiefOnly`, by what all "
-            "know: logs are equal on all."
+            f"A fit must end after the same step on all workers, but the callback {type(callback).__name__!r}, which "
+            "runs on the chief alone, set `model.stop_training`. Set it in a callback that is not `ChiefOnly`, by "
+            "values that all workers know, such as the logs."
         )
 
 

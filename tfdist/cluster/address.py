@@ -26,12 +26,12 @@ def split_address(address: str) -> tuple[str, int]:
         )
     if ":" in bare and bare == host:
         raise ValueError(
-            f"an IPv6 address stands in brackets, got {json.dumps(address)}. Write it as "
+            f"an IPv6 address must be in brackets, got {json.dumps(address)}. Write it as "
             f"{json.dumps(f'[{host}]:{port}')}."
         )
     if bare != host and not _is_ipv6(bare):
         raise ValueError(
-            f"only an IPv6 address stands in brackets, got {json.dumps(address)}. "
+            f"only an IPv6 address may be in brackets, got {json.dumps(address)}. "
             f'Write "[::1]:2222", or a host name without brackets.'
         )
     try:
@@ -72,9 +72,9 @@ def check_answers(address: str) -> None:
         try:
             answer = connection.recv(_HTTP2_HEADER_BYTES)
         except TimeoutError as error:
-            raise TimeoutError(f"{address} takes connections, but says nothing for {_CONNECT_SECONDS:g} s") from error
+            raise TimeoutError(f"{address} accepts connections, but sent nothing for {_CONNECT_SECONDS:g} s") from error
         if answer[3:4] != _HTTP2_SETTINGS:  # The frame's type.
-            raise ConnectionError(f"{address} does not answer as a server of TensorFlow does")
+            raise ConnectionError(f"{address} does not answer as a TensorFlow server")
 
 
 def is_digits(text: str) -> bool:

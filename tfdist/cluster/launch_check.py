@@ -33,13 +33,13 @@ def warn_if_one_of_many(
         many = environ.get(count, "")
         if is_digits(many) and int(many) > 1:
             start = _SLURM if count.startswith("SLURM") else _MPI
-            why = "--workers starts a whole job in each: " if starts_workers else "TF_CONFIG is unset: "
+            why = "--workers starts a whole job in each process: " if starts_workers else "TF_CONFIG is unset: "
             instead = (
-                f"To train together, start {start}; or give each a TF_CONFIG with the addresses of all, and {rank} as "
-                f"its task's index, before the strategy is made, or the strategy a cluster_resolver."
+                f"To train together, start {start}; or, before the strategy is made, give each process a TF_CONFIG "
+                f"with all addresses and {rank} as the task's index; or give the strategy a cluster_resolver."
             )
             if never_joins:
-                why, instead = "", f"For one training take MultiWorkerMirroredStrategy, under {start}."
+                why, instead = "", f"To train together, use MultiWorkerMirroredStrategy under {start}."
             what = f"{why}each of the {many} {'jobs' if starts_workers else 'processes'} trains alone"
             logging.log_first_n(logging.WARNING, "%s is %s, but %s. %s", 1, count, many, what, instead)
             return

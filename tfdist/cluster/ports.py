@@ -113,11 +113,11 @@ def _bind_free(n: int) -> list[socket.socket]:
             except OSError as error:
                 if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                     raise ClusterError(
-                        f"Looking for {n} free TCP ports, this process could hold {len(held)}: {error}. "
+                        f"{n} free TCP ports are needed, but this process can hold only {len(held)}: {error}. "
                         f"Ask for fewer workers, or raise the limit of open files (`ulimit -n`)."
                     ) from error
         if len(held) < n:
-            raise ClusterError(f"{n} free TCP ports are needed, this machine has {len(held)}. Ask for fewer workers.")
+            raise ClusterError(f"{n} free TCP ports are needed, but only {len(held)} are free. Ask for fewer workers.")
     except BaseException:
         for each in held:
             each.close()
@@ -156,8 +156,8 @@ def check_bindable(spec: ClusterSpec, *, pod_seconds: float = 0.0) -> None:
         if error.errno == errno.EADDRINUSE:
             raise TFConfigError(
                 f"TF_CONFIG gives this process ({spec.describe()}) port {port}, but that port is already taken on this "
-                f"machine. `ss -ltnp 'sport = :{port}'` shows who holds it, often a worker left from an earlier run: "
-                f"end it, or give this process another port in every worker's TF_CONFIG."
+                f"machine. `ss -ltnp 'sport = :{port}'` shows which process holds it, often a worker of an earlier "
+                f"run: end it, or give this process another port in every worker's TF_CONFIG."
             ) from error
         if error.errno == errno.EACCES:
             raise TFConfigError(
@@ -179,7 +179,7 @@ def _wait_for_name(host: str, spec: ClusterSpec, seconds: float) -> None:
         except TFConfigError as error:
             if time.monotonic() + _RETRY_SECONDS > deadline:
                 raise
-            logging.log_every_n_seconds(logging.WARNING, "waiting until Kubernetes knows %s: %s", 10, host, error)
+            logging.log_every_n_seconds(logging.WARNING, "waiting until Kubernetes resolves %s: %s", 10, host, error)
         time.sleep(_RETRY_SECONDS)
 
 

@@ -37,27 +37,27 @@ def slurm_place(environ: Mapping[str, str]) -> tuple[int, list[str]]:
     missing = [name for name in names if not environ.get(name, "").strip()]
     if missing:
         raise TFConfigError(
-            f"Slurm tells each task of a step of the others, but {', '.join(missing)} is not set here. Start the tasks "
-            f"by `srun`, also from a batch script."
+            f"Each task needs Slurm's description of its step, but {', '.join(missing)} is not set here. Start the "
+            f"tasks by `srun`, also from a batch script."
         )
     if environ.get("SLURM_HET_SIZE", "").strip():
         raise TFConfigError(
-            f"A step of several components does not tell where each task is, and this job has "
-            f"{environ['SLURM_HET_SIZE']} (SLURM_HET_SIZE). Give each a TF_CONFIG; or start them in one component, "
+            f"A step must have one component, since Slurm does not tell the hosts of several, but this job has "
+            f"{environ['SLURM_HET_SIZE']} (SLURM_HET_SIZE). Give each task a TF_CONFIG; or start all in one component, "
             f"by `srun --het-group=0 env -u SLURM_HET_SIZE tfdist run --slurm train.py`."
         )
     nodes = _read("SLURM_STEP_NODELIST", environ, expand_hosts)
     counts = _read("SLURM_STEP_TASKS_PER_NODE", environ, expand_counts)
     if len(nodes) != len(counts):
         raise TFConfigError(
-            f"Slurm names as many hosts as numbers of tasks, but SLURM_STEP_NODELIST {environ[names[0]]} has "
+            f"Slurm must give a number of tasks for each host, but SLURM_STEP_NODELIST {environ[names[0]]} has "
             f"{len(nodes)} and SLURM_STEP_TASKS_PER_NODE {environ[names[1]]} has {len(counts)}. Leave both as `srun` "
             f"sets them."
         )
     hosts = [node for node, count in zip(nodes, counts, strict=True) for _ in range(count)]
     if _as_number(environ.get("SLURM_STEP_NUM_TASKS", "")) not in (None, len(hosts)):
         raise TFConfigError(
-            f"A step has the tasks of its hosts, but SLURM_STEP_NUM_TASKS is {environ['SLURM_STEP_NUM_TASKS']} and "
+            f"The numbers of tasks must agree, but SLURM_STEP_NUM_TASKS is {environ['SLURM_STEP_NUM_TASKS']} and "
             f"SLURM_STEP_TASKS_PER_NODE {environ[names[1]]} has {len(hosts)}. Leave both as `srun` sets them."
         )
     rank = _rank("SLURM_PROCID", environ, len(hosts))
@@ -74,8 +74,8 @@ def slurm_port(environ: Mapping[str, str], hosts: Sequence[str]) -> int:
     host = max(dict.fromkeys(hosts), key=hosts.count)
     if hosts.count(host) > _PORTS_A_STEP:
         raise TFConfigError(
-            f"A step has {_PORTS_A_STEP} ports on a host, but {host} has {hosts.count(host)} tasks. Give a base port, "
-            f"another to each step that runs at once: `--base-port 20000`."
+            f"A step has {_PORTS_A_STEP} ports on a host, but {host} has {hosts.count(host)} tasks. Give each step "
+            f"that runs at the same time its own base port, such as `--base-port 20000`."
         )
     job, step = (_as_number(environ.get(name, "")) or 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return BASE_PORT + _PORTS_A_STEP * ((job * _STEPS_A_JOB + step) % _STEPS)
@@ -88,9 +88,9 @@ def _check_by_host(environ: Mapping[str, str], rank: int, nodes: Sequence[int]) 
     node = _as_number(environ.get("SLURM_NODEID", ""))
     if node not in (None, nodes[rank]) or (None not in told and set(told) != set(here)):
         raise TFConfigError(
-            f"Workers are numbered host by host: {environ['SLURM_STEP_NODELIST']} has "
-            f"{environ['SLURM_STEP_TASKS_PER_NODE']} tasks. But task {rank} is on host number "
-            f"{environ.get('SLURM_NODEID', '?')}, with tasks {environ.get('SLURM_GTIDS', '?')}. Start them by "
+            f"Tasks must be numbered host by host, and {environ['SLURM_STEP_NODELIST']} has "
+            f"{environ['SLURM_STEP_TASKS_PER_NODE']} tasks, but task {rank} is on host number "
+            f"{environ.get('SLURM_NODEID', '?')}, with tasks {environ.get('SLURM_GTIDS', '?')}. Start the tasks by "
             f"`srun --distribution=block`."
         )
 
@@ -109,7 +109,7 @@ def mpi_place(environ: Mapping[str, str], hosts: Sequence[str] | str) -> tuple[i
     size = next((name for name in MPI_RANKS if environ.get(name, "").strip()), None)
     if size is None:
         raise TFConfigError(
-            f"MPI tells a process its rank, but none of {', '.join(MPI_RANKS)} is set here. Start it by `mpirun`."
+            f"A process of MPI needs its rank, but none of {', '.join(MPI_RANKS)} is set. Start it by `mpirun`."
         )
     hosts = hosts.split(",") if isinstance(hosts, str) else hosts
     expanded = []
@@ -117,14 +117,14 @@ def mpi_place(environ: Mapping[str, str], hosts: Sequence[str] | str) -> tuple[i
         name, colon, count = host.partition(":")
         if not name or (colon and not _as_number(count)):
             raise TFConfigError(
-                f'MPI\'s hosts are given as "node1" or, for four processes, "node1:4", got {host!r}. Give those of '
-                f"`mpirun -H`, in its order."
+                f'A host of MPI must be like "node1" or, for four processes, "node1:4", got {host!r}. Give the hosts '
+                f"of `mpirun -H` in the same order."
             )
         expanded += [name] * int(count or 1)
     if _as_number(environ[size]) != len(expanded):
         raise TFConfigError(
             f"MPI has started {environ[size]} processes ({size}), but the hosts {','.join(hosts)} have "
-            f"{len(expanded)}. Give those of `mpirun -H`, in its order."
+            f"{len(expanded)}. Give the hosts of `mpirun -H` in the same order."
         )
     return _rank(MPI_RANKS[size], environ, len(expanded)), expanded
 
@@ -139,7 +139,9 @@ def addresses_on(hosts: Sequence[str], base_port: int) -> list[str]:
         places = [hosts[:index].count(host) for index, host in enumerate(hosts)]
         return [f"{host}:{checked_port(base_port + place)}" for host, place in zip(hosts, places, strict=True)]
     except ValueError as error:
-        raise TFConfigError(f"Workers of one host have ports from {base_port} on, but {error}. Lower it.") from error
+        raise TFConfigError(
+            f"Workers of a host get ports from {base_port} on, but {error}. Lower the base port."
+        ) from error
 
 
 def _rank(name: str, environ: Mapping[str, str], size: int) -> int:
@@ -147,7 +149,7 @@ def _rank(name: str, environ: Mapping[str, str], size: int) -> int:
     rank = _as_number(environ.get(name, ""))
     if rank is None or rank >= size:
         raise TFConfigError(
-            f"{name} is a number from 0 to {size - 1}, got {environ.get(name)!r}. Leave it as the scheduler sets it."
+            f"{name} must be from 0 to {size - 1}, got {environ.get(name)!r}. Leave it as the scheduler sets it."
         )
     return rank
 
@@ -160,7 +162,7 @@ def expand_hosts(text: str) -> list[str]:
     """
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if ",".join(parts) != text:
-        raise ValueError(f"its commas or brackets do not pair: {text!r}")
+        raise ValueError(f"its commas or brackets do not match: {text!r}")
     return [name for part in parts for name in _expand(part)]
 
 
@@ -173,7 +175,7 @@ def _expand(part: str) -> list[str]:
     for each in ranges.split(","):
         first, dash, last = each.partition("-")
         if not is_digits(first) or (dash and not is_digits(last)):
-            raise ValueError(f"[{ranges}] has {each!r}, which is no number or range")
+            raise ValueError(f"[{ranges}] has {each!r}, which is neither a number nor a range")
         if dash and int(last) < int(first):
             raise ValueError(f"[{ranges}] has {each!r}, which ends before it begins")
         numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
@@ -190,7 +192,7 @@ def expand_counts(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
         if not match:
-            raise ValueError(f"{part!r} is no number of tasks such as 2 or 2(x3)")
+            raise ValueError(f"{part!r} is not a number of tasks such as 2 or 2(x3)")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -199,7 +201,7 @@ def _read(name: str, environ: Mapping[str, str], expand: Callable[[str], list[An
     try:
         return expand(environ[name].strip())
     except ValueError as error:
-        raise TFConfigError(f"{name} cannot be read, as {error}. Leave it as `srun` sets it.") from error
+        raise TFConfigError(f"{name} cannot be read: {error}. Leave it as `srun` sets it.") from error
 
 
 def _as_number(text: str) -> int | None:

@@ -100,7 +100,7 @@ class ClusterSpec:
         """
         if len(ports) != num_workers:
             raise TFConfigError(
-                f"A local cluster needs one port a worker, but {num_workers} workers got {len(ports)} ports "
+                f"A local cluster needs one port per worker, but {num_workers} workers got {len(ports)} ports "
                 f"({_listed(ports)}). Use `free_ports({num_workers})`."
             )
         return cls({"worker": tuple(f"127.0.0.1:{port}" for port in ports)}, "worker", task_index)
@@ -349,7 +349,7 @@ def _check_addresses(jobs: Mapping[str, tuple[Any, ...]]) -> None:
             if (host, port) in seen:
                 raise TFConfigError(
                     f"TF_CONFIG needs a different address for each task, but {seen[host, port]} and {name} ({address}) "
-                    f"are one. Give each process on one machine its own port."
+                    f"are the same. Give each process on a machine its own port."
                 )
             seen[host, port] = f"{name} ({address})"
             loopback[address] = host == "localhost"

@@ -263,9 +263,7 @@ class WorkerAgreement:
                 try:
                     said = self._hear_chief(subject, what, check)
                 except tf.errors.OpError as error:
-                    raise self._without_chief(
-                        what, f"the chief has ended or cannot be reached: {error.message}"
-                    ) from error
+                    raise self._without_chief(what, f"the chief is lost: {error.message}") from error
         if said["failure"] is not None:
             raise self._without_chief(what, f"it failed there: {said['failure']}")
 

@@ -42,7 +42,7 @@ class Warnings:
                 self._held += 1
                 return
             held, self._held, self._next = self._held, 0, time.monotonic() + _WARN_SECONDS
-        logging.warning("%s%s", text, f" ({held} more warnings of this kind were held back.)" if held else "")
+        logging.warning("%s%s", text, f" ({held} more warnings of this kind were not shown.)" if held else "")
 
 
 @dataclasses.dataclass(eq=False)

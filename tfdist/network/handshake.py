@@ -54,13 +54,13 @@ def introduce(connection: socket.socket, secret: Secret | None, message: dict[st
     except ssl.SSLError as error:  # Under TLS 1.3 a rejection arrives when the first bytes are read.
         raise RefusedError(f"it does not accept this worker's certificate ({error.reason or error})") from error
     if challenge is not None and challenge.get("refused") == "tls":
-        raise RefusedError("it has TLS, and this worker has none: TFDIST_TLS_CERT is not set here")
+        raise RefusedError("it uses TLS, but this worker does not: TFDIST_TLS_CERT is not set here")
     if challenge is None or not _is_challenge(challenge):
-        raise NotOursError("what answers there is not worker 0 of a tfdist job")
+        raise NotOursError("the program that answers there is not worker 0 of a tfdist job")
     other = challenge["nonce"]
     problem = _unlike(secret, challenge["proves"])
     if secret and not problem and not secret.accepts(challenge.get("proof"), _ACCEPTS, own, other):
-        problem = f"it has another {SECRET} than this worker"
+        problem = f"its {SECRET} differs from this worker's"
     if problem:
         send(connection, {"refused": "secret"})
         raise RefusedError(problem)
@@ -93,7 +93,7 @@ def receive(connection: socket.socket, secret: Secret | None, most_bytes: int = 
     answer = parse(receive_line(connection, most_bytes)) or {}
     text = answer.get("message")
     if answer.get("refused") == "secret":
-        raise RefusedError(f"it has another {SECRET} than this worker")
+        raise RefusedError(f"its {SECRET} differs from this worker's")
     message = parse(text.encode(errors="replace")) if isinstance(text, str) else None
     if message is None:
         raise NotOursError("it is not a worker of a tfdist job")
@@ -125,7 +125,7 @@ def receive_line(connection: socket.socket, most_bytes: int = LINE_BYTES) -> byt
             raise ConnectionError("the connection was closed")
         line += received
         if len(line) > most_bytes or b"\n" in line[:-1]:
-            raise NotOursError("it sends something else than short lines")
+            raise NotOursError("it does not send short lines")
     return bytes(line)
 
 
@@ -146,7 +146,7 @@ def _is_challenge(message: dict[str, Any]) -> bool:
 def _unlike(secret: Secret | None, other_proves: bool) -> str | None:
     """Returns an error text if only one end has a secret; `None` otherwise."""
     if secret and not other_proves:
-        return f"it has no {SECRET}, and this worker has one"
+        return f"it has no {SECRET}, but this worker has one"
     if other_proves and not secret:
-        return f"it has a {SECRET}, and this worker has none"
+        return f"it has a {SECRET}, but this worker has none"
     return None

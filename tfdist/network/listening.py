@@ -43,8 +43,8 @@ def listen(host: str, port: int, backlog: int, *, reuse_port: bool = False) -> l
     if found:
         return found
     logging.info(
-        "%s is no address of this machine, so this worker listens at all its addresses. Where that is not wanted, give "
-        "an address of this machine in TF_CONFIG, or close the port in a firewall.",
+        "%s is not an address of this machine, so this worker listens at all its addresses. To prevent this, give an "
+        "address of this machine in TF_CONFIG, or close the port in a firewall.",
         host,
     )
     with contextlib.suppress(OSError, ValueError):  # A machine without IPv6.

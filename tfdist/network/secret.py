@@ -20,7 +20,7 @@ SECRET_FILE = "TFDIST_SECRET_FILE"
 
 _LEAST_BYTES = 16
 _MOST_BYTES = 1 << 16
-_REMEDY = "Make one with `openssl rand -hex 32`, and give the same to every worker."
+_REMEDY = "Make one with `openssl rand -hex 32`, and give the same secret to every worker."
 
 
 def new_secret() -> str:

@@ -90,7 +90,7 @@ class Tls:
             problem = f"its certificate is not valid for {host}: {error.verify_message}"
             raise RefusedError(f"{problem}. See docs/security.md on certificates") from error
         except ssl.SSLError as error:
-            raise RefusedError(f"no TLS connection comes about ({_reason(error)}). {_FOR_ALL}") from error
+            raise RefusedError(f"the TLS handshake failed ({_reason(error)}). {_FOR_ALL}") from error
 
     def accept(self, connection: socket.socket) -> ssl.SSLSocket:
         """Wraps a connection that another worker has opened; `handshake` must follow."""
@@ -117,9 +117,9 @@ def accept(tls: Tls | None, connection: socket.socket) -> socket.socket:
     first = connection.recv(1, socket.MSG_PEEK)
     if tls and first == _FIRST_OF_A_WORKER:
         send(connection, {"refused": "tls"})
-        raise RefusedError(f"it has no TLS, and this worker has it. {_FOR_ALL}")
+        raise RefusedError(f"it does not use TLS, but this worker does. {_FOR_ALL}")
     if not tls and first == _FIRST_OF_TLS:
-        raise RefusedError(f"it speaks TLS, and this worker does not. {_FOR_ALL}")
+        raise RefusedError(f"it uses TLS, but this worker does not. {_FOR_ALL}")
     return tls.accept(connection) if tls else connection
 
 
@@ -134,7 +134,7 @@ def handshake(connection: socket.socket) -> None:
         try:
             connection.do_handshake()
         except ssl.SSLError as error:
-            raise RefusedError(f"no TLS connection comes about ({_reason(error)})") from error
+            raise RefusedError(f"the TLS handshake failed ({_reason(error)})") from error
 
 
 def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:

@@ -67,7 +67,7 @@ class Fault(keras.callbacks.Callback):
         if kind not in _KINDS:
             raise ValueError(f"Fault needs a kind out of {', '.join(_KINDS)}, got {kind!r}.")
         if kind == "corrupt" and path is None:
-            raise ValueError('Fault("corrupt") needs a path: of a file, or of a backup_dir.')
+            raise ValueError('Fault("corrupt") needs the `path` of a file or of a backup_dir.')
         self._kind = kind
         self._step = step
         self._factor = factor
@@ -117,7 +117,7 @@ def _is_here(worker: int, attempt: int | None) -> bool:
     spec, present = ClusterSpec.from_env(), int(os.environ.get(ATTEMPT, "0"))
     own, workers = (spec.worker_id, spec.num_workers) if spec else (0, 1)
     if not 0 <= worker < workers and present == (attempt or 0):
-        raise ValueError(f"Fault needs a worker from 0 to {workers - 1}, as there are {workers}, got {worker}.")
+        raise ValueError(f"Fault needs a worker from 0 to {workers - 1}, since there are {workers}, got {worker}.")
     return own == worker and attempt in (None, present)
 
 
@@ -150,7 +150,7 @@ def _file_at(path: pathlib.Path, seed: int) -> pathlib.Path:
         return path
     backups = [each for each in path.iterdir() if re.fullmatch("step-[0-9]+", each.name)]
     if not backups:
-        raise FileNotFoundError(f'Fault("corrupt") needs a backup in {path}, and there is none yet.')
+        raise FileNotFoundError(f'Fault("corrupt") needs a backup in {path}, but there is none yet.')
     newest = max(backups, key=lambda each: int(each.name.partition("-")[2]))
     return random.Random(seed).choice(sorted(each for each in newest.rglob("*") if each.is_file()))
 

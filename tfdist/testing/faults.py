@@ -107,7 +107,7 @@ class Slowdown:
 
 def _checked(factor: float) -> float:
     if not factor >= 1:
-        raise ValueError(f"A slowdown needs a factor from 1 up, got {factor}.")
+        raise ValueError(f"A slowdown needs a factor of at least 1, got {factor}.")
     return float(factor)
 
 
@@ -178,7 +178,7 @@ def corrupt(path: str | os.PathLike[str], seed: int, how: str | None = None) -> 
     path = pathlib.Path(path)
     content = bytearray(path.read_bytes())
     if how not in (None, "truncate", "flip", "remove"):
-        raise ValueError(f'corrupt knows "truncate", "flip" and "remove", got {how!r}.')
+        raise ValueError(f'corrupt needs "truncate", "flip" or "remove" as `how`, got {how!r}.')
     if not content:
         raise ValueError(f"corrupt needs a file with content, but {path} is empty.")
     how = how or choose.choice(["truncate", "flip", "remove"])

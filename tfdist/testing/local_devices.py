@@ -34,7 +34,7 @@ def virtual_devices(n: int) -> list[str]:
         if existing != n:
             raise ClusterError(
                 f"{n} virtual devices must be made before TensorFlow runs its first operation, but it already runs "
-                f"with {existing} CPU device(s). Call virtual_devices({n}) first thing in the program, or in a new "
-                f"process."
+                f"with {existing} CPU device(s). Call virtual_devices({n}) at the beginning of the program, or in a "
+                f"new process."
             ) from error
     return [f"CPU:{index}" for index in range(n)]

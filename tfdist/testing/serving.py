@@ -124,6 +124,6 @@ def _pickled_value(value: Any) -> bytes:
         return pickle.dumps(value)
     except Exception as error:
         raise TypeError(
-            f"A worker's function must return what can be pickled, got {type(value).__name__}: {error}. "
+            f"A worker's function must return a value that can be pickled, got {type(value).__name__}: {error}. "
             f"Return plain values or arrays."
         ) from error

@@ -22,7 +22,7 @@ class Returned:
             return pickle.loads(self.value)
         except Exception as error:
             raise WorkerError(
-                f"What worker {self.index} returned cannot be rebuilt in this process: {error!r}. "
+                f"The value that worker {self.index} returned cannot be rebuilt in this process: {error!r}. "
                 f"Return plain values or arrays."
             ) from error
 

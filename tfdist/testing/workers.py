@@ -171,8 +171,8 @@ class WorkerPool:
     def _start(self) -> None:
         if is_importing_main():
             raise WorkerError(
-                "A worker may not start workers while it imports the main module. In the script that was started, put "
-                'the call under `if __name__ == "__main__":`, as every worker imports that script.'
+                "A worker must not start workers while it imports the main module. In the script that was started, put "
+                'the call under `if __name__ == "__main__":`, since every worker imports that script.'
             )
         hear_of_children()
         ports = self._ports = hold_ports(self._num_workers)
@@ -215,7 +215,7 @@ class WorkerPool:
             what = f"raised {first.summary}\n\n--- traceback of worker {first.index}\n{first.trace.rstrip()}"
             cause = first.load()
         else:
-            what = f"{describe_exit(first.returncode)} without an exception. Its output may say why."
+            what = f"{describe_exit(first.returncode)} without an exception. See its output."
         error = WorkerError(f"Worker {first.index} of {self._num_workers} {what}\n{self._outputs()}")
         error.__cause__ = cause
         return error
@@ -227,8 +227,8 @@ class WorkerPool:
         time.sleep(_DUMP_SECONDS)
         names = ", ".join(f"worker {worker.index}" for worker in late)
         return WorkerTimeoutError(
-            f"After {self._timeout_seconds:g} s, of {self._num_workers} workers still running: {names}. The stacks at "
-            f"the end of their output say where; raise timeout_seconds if they only need longer.\n{self._outputs()}"
+            f"{self._num_workers} workers must end within {self._timeout_seconds:g} s, still running: {names}. See the "
+            f"stacks in their output, or raise timeout_seconds if they need more time.\n{self._outputs()}"
         )
 
     def _outputs(self) -> str:
@@ -251,6 +251,6 @@ def _pickled_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         return pickle.dumps((fn_alone, args, kwargs))
     except Exception as error:
         raise TypeError(
-            f"The arguments of {name} cannot be sent to a worker: {error}. Hand over plain values or arrays, and make "
-            f"the rest inside the function."
+            f"The arguments of {name} cannot be sent to a worker: {error}. Pass plain values or arrays, and make all "
+            f"other objects inside the function."
         ) from error
