@@ -34,8 +34,8 @@ def check_in_company() -> None:
     what = getattr(_local, "what", None)
     if what is not None:
         raise ClusterError(
-            "All workers have to take part in `predict`, `evaluate`, results of metrics and variables made in the "
-            f"scope, but {what} runs on the chief alone, which would wait for the others. Do it in a callback that is "
-            "not `ChiefOnly`, and only write `if tfdist.cluster.is_chief():`; or call `self.model(x)`, which needs "
-            "nobody else."
+            "All workers must take part in `predict`, `evaluate`, results of metrics and the creation of variables in "
+            f"the scope, but {what} runs on the chief alone, which would wait for its peers. Use a callback that is "
+            "not `ChiefOnly`, and put only code that writes files under `if tfdist.cluster.is_chief():`; or call "
+            "`self.model(x)`, which needs no peer."
         )

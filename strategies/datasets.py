@@ -137,8 +137,8 @@ def unordered(dataset: tf.data.Dataset) -> ValueError:
     return ValueError(
         "`predict` returns rows in the order of the data, so all workers must read the same data, but under "
         f"AutoShardPolicy.{policy} each worker reads its own. Leave the policy out, or set AutoShardPolicy.DATA in the "
-        "tf.data.Options of what `predict` is given: each worker then predicts its part of each batch. Or let each "
-        "worker call `model(x)` on its own rows."
+        "tf.data.Options of the dataset: each worker then predicts its part of each batch. Or call `model(x)` on each "
+        "worker with its own rows."
     )
 
 
@@ -153,23 +153,23 @@ def made_by(dataset_fn: Callable[[Any], Any], context: tf.distribute.InputContex
     read = [each for each in dataset_internals.datasets_read_by(dataset) if _is_of_sharding(each)]
     if any(each is dataset for each in read):
         raise ValueError(
-            "A strategy hands out the batches of a BalancedSharding itself, but the dataset function calls one: nobody "
-            "would know what is trained on. Pass the sharding itself, with no function around it: "
+            "A strategy must read a BalancedSharding itself, to know which rows are trained on, but the dataset "
+            "function calls the sharding. Pass the sharding itself, without a function around it: "
             "strategy.distribute_datasets_from_function(sharding)."
         )
     if any(_who_reads(getattr(each, "context", None)) != _who_reads(context) for each in read):
         raise ValueError(
-            "A dataset function calls a BalancedSharding without the context that it was given, so that each worker "
-            "would read rows of others. Call `sharding(context)`; or pass the sharding itself: "
-            "strategy.distribute_datasets_from_function(sharding)."
+            "A dataset function must call a BalancedSharding with its own input context, but this one calls it without "
+            "that context, so that each worker would read rows of its peers. Call `sharding(context)`; or pass the "
+            "sharding itself: strategy.distribute_datasets_from_function(sharding)."
         )
     if read:
         logging.log_first_n(
             logging.WARN,
-            "A dataset function composes datasets of a BalancedSharding, of which nobody says what is trained on: "
-            "shares stay as they are, its position counts epochs that were read, and `predict` reads in the order of "
-            "training, unless it is called with training=False. Where the sharding alone will do, pass it to "
-            "strategy.distribute_datasets_from_function(sharding).",
+            "A dataset function composes datasets of a BalancedSharding, so the sharding cannot know which rows are "
+            "trained on: shares stay as they are, its position counts epochs that were read, and `predict` reads in "
+            "the order of training, unless it is called with training=False. If no other dataset is needed, pass the "
+            "sharding itself: strategy.distribute_datasets_from_function(sharding).",
             1,
         )
     return dataset
@@ -191,9 +191,9 @@ def check_reads_no_sharding(dataset: Any) -> None:
     """
     if any(map(_is_of_sharding, dataset_internals.datasets_read_by(dataset))):
         raise ValueError(
-            "A strategy hands out the batches of a BalancedSharding itself, but was given a dataset that a call of the "
-            "sharding made: each worker would read all of it. Give `fit`, `evaluate` and `predict` what "
-            "strategy.distribute_datasets_from_function(sharding) makes."
+            "A strategy must read a BalancedSharding itself, but got a dataset that a call of the sharding made: each "
+            "worker would read all of it. Give `fit`, `evaluate` and `predict` the result of "
+            "strategy.distribute_datasets_from_function(sharding)."
         )
 
 
@@ -439,8 +439,8 @@ def _keeping_rows(fn):
         kept = tf.debugging.assert_equal(
             after,
             before,
-            "A map of what a BalancedSharding hands out must keep the rows of a batch, by which it knows what was "
-            "trained on, but gave other than it was given. Make more or fewer examples of one in the source.",
+            "A map of a BalancedSharding's batches must keep their number of rows, by which the sharding counts "
+            "trained rows, but it changed the number. Make more or fewer examples of one in the source.",
         )
         with tf.control_dependencies([kept]):
             return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), result)
@@ -451,8 +451,8 @@ def _keeping_rows(fn):
 def _check_strategy(model):
     if not hasattr(model.distribute_strategy, "shardings"):
         raise ScopeError(
-            f"Model {model.name!r} must be made inside `with strategy.scope():` to train on what a BalancedSharding "
-            "hands out, but was made outside. Move the lines that build and compile the model there."
+            f"Model {model.name!r} must be made inside `with strategy.scope():` to train on a BalancedSharding, but "
+            "was made outside. Move the lines that build and compile the model there."
         )
 
 

@@ -29,5 +29,5 @@ def check_is_keras_model(callback: Any, model: Any) -> None:
         raise TypeError(
             f"The callbacks of tfdist are for models of `keras` {keras.__version__}, but {type(callback).__name__} was "
             f"given to a model of tf_keras. Build the model with `import keras`, and unset "
-            "TF_USE_LEGACY_KERAS, by which `tf.keras` is tf_keras; or leave the callback out."
+            "TF_USE_LEGACY_KERAS, which makes `tf.keras` tf_keras; or leave the callback out."
         )

@@ -45,8 +45,8 @@ def check_of_one_kind(step: Step, optimizer: Any, gradients: Sequence[Any], vari
     if len(unlike):
         paths = ", ".join(repr(optimizer._trainable_variables[place].path) for place in unlike)
         raise ValueError(
-            f"All replicas must give optimizer {optimizer.name!r} gradients of the same variables, but those of "
-            f"{paths} are None on some replicas, or sparse on some only. Call `apply` on "
+            f"All replicas must give optimizer {optimizer.name!r} gradients of the same variables, but the gradients "
+            f"of {paths} are None, or sparse, on some replicas only. Call `apply` on "
             "`strategy.distributed_optimizer(optimizer)` instead, which replaces None by zeros."
         )
 

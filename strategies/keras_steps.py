@@ -55,7 +55,7 @@ def building(model: keras.Model, scope: Any) -> Iterator[None]:
             raise
         except Exception as error:
             if not model.run_eagerly and all(steps.is_keras_own(model, name) for name in _KERAS_STEPS):
-                logging.warning("Model %r is left to its first step to build. Before it: %s", model.name, error)
+                logging.warning("Model %r is built in its first step, since it failed before: %s", model.name, error)
             keras_internals.match_anew(unmatched)
 
 

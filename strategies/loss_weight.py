@@ -25,11 +25,11 @@ from tfdist.strategies.step import Step, current_step
 Reduction = Literal["mean", "sum"]
 
 _REMEDY = (
-    "Take each loss as on one device: as a mean over the rows of the batch, such as `tf.reduce_mean(losses)` in place "
-    "of `tf.reduce_sum(losses) / BATCH`, or `tf.nn.compute_average_loss(losses)` without `global_batch_size`, with "
-    "penalties that do not depend on rows added to it, and without all-reduces of your own. If that is so and was not "
-    "recognized, say so where the step begins: `tfdist.step_losses_are('mean')`. If all losses are sums over rows, "
-    "divided by the size of the global batch, say `tfdist.step_losses_are('sum')`."
+    "Compute each loss as on one device: as a mean over the rows of the batch, such as `tf.reduce_mean(losses)` "
+    "instead of `tf.reduce_sum(losses) / BATCH`, or `tf.nn.compute_average_loss(losses)` without `global_batch_size`. "
+    "Add only penalties that do not depend on rows, and use no all-reduce. If the losses are such means but were not "
+    "recognized, call `tfdist.step_losses_are('mean')` at the beginning of the step. If all losses are sums over rows, "
+    "divided by the size of the global batch, call `tfdist.step_losses_are('sum')`."
 )
 
 
@@ -47,7 +47,7 @@ def step_losses_are(reduction: Reduction) -> None:
       ValueError: If `reduction` is neither.
     """
     if reduction not in ("mean", "sum"):
-        raise ValueError(f"The losses of a step are 'mean' or 'sum', but got {reduction!r}.")
+        raise ValueError(f"The losses of a step must be 'mean' or 'sum', got {reduction!r}.")
     step = current_step()
     if step is not None:
         step.reduction = reduction
@@ -86,24 +86,24 @@ def _reduction_of(step: Step, gradients: Sequence[Any], optimizer: Any) -> Reduc
     if not present:
         return "mean"
     if not all(tf.is_symbolic_tensor(leaf) for leaf in tf.nest.flatten(present, expand_composites=True)):
-        _warn_of_guess("nothing is traced (`run_eagerly`), so that")
+        _warn_of_guess("nothing is traced (`run_eagerly`)")
         return "mean"
     _check_not_summed(step, present, optimizer)
     if step.has_static_rows:
-        _warn_of_guess(f"the number of rows is static, so that for {_described(step, optimizer)}")
+        _warn_of_guess(f"the number of rows is static for {_described(step, optimizer)}")
         return "mean"
     degrees = step.degrees.of_gradients(present)
     told = reduction_told_by(degrees)
     if told == "mixed":
         raise LossReductionError(
             "The loss of a training step must be a mean over the rows of its batch, or a sum over them divided by a "
-            f"number that is the same on all replicas. But of those whose gradients {_described(step, optimizer)} was "
-            f"given, some are sums and others are none, or they were added. {_REMEDY}"
+            f"number that is the same on all replicas, but {_described(step, optimizer)} got gradients of sums and of "
+            f"other losses, or of their total. {_REMEDY}"
         )
     if told == "sum":
         return "sum"
     if any(degree != 0.0 for degree in degrees):
-        _warn_of_guess(f"the graph of the gradients does not tell enough: for {_described(step, optimizer)}")
+        _warn_of_guess(f"the graph of the gradients does not show the reduction for {_described(step, optimizer)}")
     return "mean"
 
 
@@ -126,18 +126,18 @@ def reduction_told_by(degrees: Collection[Degree]) -> Literal["mean", "sum", "mi
 def _check_not_summed(step: Step, gradients: Sequence[Any], optimizer: Any) -> None:
     if step.user_exchanges and not any(may_differ(each, alike=step.exchanged) for each in gradients):
         raise LossReductionError(
-            "An optimizer sums gradients over all replicas by itself, but those that "
-            f"{_described(step, optimizer)} was given were exchanged before, and would count as often as there are "
-            "replicas. Leave out the all-reduce: `apply` weighs gradients by rows and sums them."
+            "An optimizer sums gradients over all replicas by itself, but the gradients that "
+            f"{_described(step, optimizer)} got were exchanged before, so each would count once for each replica. "
+            "Leave out the all-reduce: `apply` weights gradients by rows and sums them."
         )
 
 
 def _warn_of_guess(why: str) -> None:
     logging.log_first_n(
         logging.WARNING,
-        "In a training step of your own %s losses are taken for means over the rows of the batch. If they are, say so "
-        "where the step begins: `tfdist.step_losses_are('mean')`; if they are sums divided by the size of the global "
-        "batch: `tfdist.step_losses_are('sum')`.",
+        "In a custom training step, %s: tfdist assumes that losses are means over the rows of the batch. If they are, "
+        "call `tfdist.step_losses_are('mean')` at the beginning of the step; if they are sums divided by the size of "
+        "the global batch, call `tfdist.step_losses_are('sum')`.",
         1,
         why,
     )

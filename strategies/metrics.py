@@ -37,8 +37,8 @@ def check_states(model: keras.Model) -> None:
         for variable in [*(variable.value for variable in metric.variables), *held]:
             if variable.synchronization != tf.VariableSynchronization.ON_READ:
                 raise ValueError(
-                    f"The variables of a metric must be summed over replicas when they are read, but metric "
-                    f"{metric.name!r} holds {variable.name!r}, which is not, so workers would log different results. "
+                    f"The variables of a metric must be summed over replicas when they are read, but the variable "
+                    f"{variable.name!r} of metric {metric.name!r} is not, so workers would log different results. "
                     "Make it by `self.add_variable(shape, initializer)`, or use a NumPy array for a constant."
                 )
 

@@ -65,7 +65,7 @@ _CHUNK_BYTES = 1 << 16
 _CONNECT_SECONDS, _REGISTER_PART = (10.0, 60.0), 0.7
 _TRANSPORTS = ("auto", "tensorflow")
 _TLS_ERROR = (
-    "TLS needs the workers' own connections, but {why}. Give every worker a certificate for its host in TF_CONFIG, of "
+    "TLS needs the workers' own connections, but {why}. Give each worker a certificate for its host in TF_CONFIG, from "
     "the authority in TFDIST_TLS_CA, and open the hosts' ports to each other; or unset the variables TFDIST_TLS_*, and "
     "protect the network by other means."
 )
@@ -181,7 +181,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         if self.extended.should_checkpoint:
             _warn_of_writers(fit.callbacks)
         on_all = [type(each).__name__ for each in fit.callbacks if getattr(each, "runs_on_all_workers", False)]
-        arguments = [*fit.arguments, f"{', '.join(on_all) or 'none'} of the callbacks that all need"]
+        arguments = [*fit.arguments, f"{', '.join(on_all) or 'none'} of the callbacks that run on all workers"]
         compiled = self._described_compile(model)  # Not cached, since a model may be compiled again.
         if not self._is_alike([arguments, compiled]):
             self.extended.agreement.on_fit(arguments)
@@ -207,7 +207,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         if far:
             self.extended.agreement.on_values([checksums[unlike[place]] for place in far])
         if self.extended.should_checkpoint:
-            logging.warning("Workers round in unlike ways: what they hold of model %r is no longer equal.", model.name)
+            logging.warning("The workers round differently: their values of model %r are no longer equal.", model.name)
 
     def _check_batches(self, epochs, dataset):
         adapter = epochs.data_adapter
@@ -223,10 +223,10 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 f"worker {worker} has {batches or 'an unknown number'}" for worker, (batches, *_) in enumerate(everyone)
             )
             raise ClusterError(
-                f"All workers read the same data and take their rows of each batch, so all must have as many batches, "
-                f"but {described}. This is worker {self.extended._id_in_cluster} on {socket.gethostname()}. Give all "
-                "the same data and `batch_size`, which counts the rows of all workers; or steps_per_epoch. To let each "
-                "read data of its own, see `distribute_datasets_from_function`."
+                f"All workers read the same data and take their rows of each batch, so they must have equally many "
+                f"batches, but {described}. This is worker {self.extended._id_in_cluster} on {socket.gethostname()}. "
+                "Give all workers the same data and `batch_size`, which counts the rows of all workers; or set "
+                "steps_per_epoch. If each worker shall read its own data, use `distribute_datasets_from_function`."
             )
         if len({rest for _, rest, _ in everyone}) > 1:
             self.extended.agreement.on_data(described_data)
@@ -296,8 +296,8 @@ class _MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceE
             cls._wire, cls._problem = self._connect_workers()
             if cls._wire is None and tls is None:
                 logging.warning(
-                    "The exchanges of a step go over gRPC, which takes more processor time, since the workers could "
-                    "not connect at other ports than those of TF_CONFIG: %s. Open the hosts' ports to each other.",
+                    "The exchanges of a step go over gRPC, which takes more processor time, since the workers can "
+                    "connect only at the ports of TF_CONFIG: %s. Open the hosts' other ports to each other.",
                     cls._problem,
                 )
         if tls and why is None and len(self._devices) > 1:
@@ -312,7 +312,7 @@ class _MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceE
     def _why_not_own_connections(self, transport):
         """The reason why TensorFlow's collectives must carry this strategy's exchanges, or `None`."""
         if transport == "tensorflow":
-            return "transport='tensorflow' does without them"
+            return "transport='tensorflow' does not use them"
         if "CPU" not in self._devices[0]:
             return "GPUs exchange over TensorFlow's collectives"
         if self._communication_options.timeout_seconds:
@@ -323,7 +323,7 @@ class _MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceE
         """Connects all workers with each other. Returns the transport, or `None` and the reason of the failure."""
         addresses = rendezvous.addresses_of(ClusterSpec.from_env())
         names = [f"worker {worker} at {address}" for worker, address in enumerate(addresses)]
-        lines, problem = {}, "see the logs of the others"
+        lines, problem = {}, "see the logs of its peers"
         try:
             lines = connect(self.board, addresses, _LINES_SECONDS)
         except (OSError, ClusterError) as error:
@@ -332,7 +332,7 @@ class _MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceE
             return TcpTransport(self._id_in_cluster, lines, names), ""
         for line in lines.values():
             line.close()
-        return None, f"{names[self._id_in_cluster]} on {socket.gethostname()} cannot make them all: {problem}"
+        return None, f"{names[self._id_in_cluster]} on {socket.gethostname()} cannot connect to all peers: {problem}"
 
     @functools.cached_property
     def creations(self):
@@ -478,10 +478,10 @@ def _join(cluster_resolver, options, connect):
         _check_alike(named, cluster)
     if tf_internals.runtime_has_started() and tf_internals.context.context().coordination_service is None:
         raise ClusterError(
-            "A strategy of many workers must be made before TensorFlow's runtime starts, which joins the cluster then, "
-            f"but it has started: a tensor, a variable, a layer or a dataset was made before. This is "
-            f"{cluster.describe()} on {socket.gethostname()}. Move `tfdist.MultiWorkerMirroredStrategy()` to the top, "
-            "right after the imports."
+            "A strategy of many workers must be made before TensorFlow's runtime starts, since the runtime joins the "
+            "cluster when it starts, but a tensor, a variable, a layer or a dataset was made before. This is "
+            f"{cluster.describe()} on {socket.gethostname()}. Move `tfdist.MultiWorkerMirroredStrategy()` to the top "
+            "of the program, right after the imports."
         )
     if tf_internals.context.context().coordination_service is None:
         check_bindable(cluster, pod_seconds=options.start_timeout_seconds)
@@ -514,8 +514,8 @@ def _check_alike(named, cluster):
     if places[0] != places[1]:
         said, resolved = (f"{place} (of {addresses})" for place, addresses in places)
         raise TFConfigError(
-            f"TF_CONFIG and the strategy's cluster_resolver must name the same place in one cluster, but TF_CONFIG "
-            f"has {said}, and the resolver {resolved}. Unset TF_CONFIG, or give no cluster_resolver."
+            f"TF_CONFIG and the strategy's cluster_resolver must name the same worker of the same cluster, but "
+            f"TF_CONFIG has {said}, and the resolver has {resolved}. Unset TF_CONFIG, or give no cluster_resolver."
         )
 
 
@@ -548,24 +548,24 @@ def _first_exchange():
         cluster = ClusterSpec.from_env()
         addresses = ", ".join(rendezvous.addresses_of(cluster))
         raise ClusterError(
-            f"The workers have met, but their first exchange failed: each must be reachable by all others at its "
-            f"address of TF_CONFIG ({addresses}). This is {cluster.describe()}, on {socket.gethostname()}. Correct the "
-            f"addresses, or open these ports between the hosts. TensorFlow says: {error.message}"
+            f"All workers must be able to connect to each other at their addresses in TF_CONFIG ({addresses}), but "
+            f"their first exchange failed. This is {cluster.describe()}, on {socket.gethostname()}. Correct the "
+            f"addresses, or open these ports between the hosts. TensorFlow's error: {error.message}"
         ) from error
 
 
 def _warn_of_writers(callbacks):
     names = ", ".join(sorted({type(each).__name__ for each in callbacks if type(each) in _WRITERS}))
     if names:
-        logging.warning("Keras' own %s on all workers: they write the same files. Take tfdist.callbacks'.", names)
+        logging.warning("Keras' own %s writes the same files on all workers. Use the one of tfdist.callbacks.", names)
 
 
 def _warn_if_unused(use, workers, name):
     """Warns of a forgotten `with strategy.scope():`, since otherwise nothing shows that each worker trained alone."""
     if not use.began:
         logging.warning(
-            "%d workers have met in a %s whose scope() was never entered: whatever they trained, each trained by "
-            "itself. Make and compile the model inside `with strategy.scope():`.",
+            "%d workers have made a %s whose scope() was never entered, so each worker trained by itself. Make and "
+            "compile the model inside `with strategy.scope():`.",
             workers,
             name,
         )

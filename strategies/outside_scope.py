@@ -103,6 +103,6 @@ class _Outside:
         if not self._has_warned:
             self._has_warned = True
             many = _Guard.workers > 1
-            effect = "each worker trains it by itself" if many else "one device trains it, the others do nothing"
+            effect = "each worker trains it by itself" if many else "only one device trains it"
             logging.warning("Model %r was compiled outside of a strategy's scope: %s. %s", self._name, effect, _REMEDY)
         return self._step(data)

@@ -362,16 +362,16 @@ class ReplicatedStrategy:
         self.reports.tells &= model is None
         if model is not None and model in self.reports.feeders:
             raise ValueError(
-                "BalancedSharding hands out by what is reported of each training step, and the strategy knows such a "
-                f"step as `model.train_step`, but was given {getattr(fn, '__name__', fn)!r}. Override `train_step`, or "
-                "let `make_train_function` call `strategy.run(self.train_step, args=(data,))`."
+                "BalancedSharding needs a report of each training step, and only `model.train_step` makes reports, but "
+                f"the strategy runs {getattr(fn, '__name__', fn)!r}. Override `train_step`, or let "
+                "`make_train_function` call `strategy.run(self.train_step, args=(data,))`."
             )
 
     def _check_nobody_waits_for_reports(self, model):
         if model in self.reports.feeders:
             raise CompiledCollectivesError(
-                "jit_compile=True compiles the whole step, which then cannot report that it is done, and "
-                "BalancedSharding hands out by these reports. Pass jit_compile=False to `compile`."
+                "BalancedSharding needs a report of each training step, but jit_compile=True compiles the whole step, "
+                "which then cannot report. Pass jit_compile=False to `compile`."
             )
 
 

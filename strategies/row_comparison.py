@@ -45,10 +45,10 @@ _LABELS = 1
 _FIRST_BATCH_SECONDS = 2.0  # Longest wait for a first batch, which may fail or never come.
 _PASSES = 1 << 20  # Numbers of passes start again here: float32 holds them exactly.
 _REMEDIES = (
-    "Each worker reads the whole data and keeps its part of every batch. Remove `.shard(n, i)`, `x[i::n]` and the "
-    "like; give a seed to what shuffles, as `image_dataset_from_directory` or a generator of NumPy's; load the same "
-    "files and arrays on all. To let each worker read data of its own, use strategy.distribute_datasets_from_function "
-    "with a function of its input context, a tfdist.data.BalancedSharding, or AutoShardPolicy.OFF."
+    "Each worker reads the whole data and keeps its part of every batch. Remove `.shard(n, i)`, `x[i::n]` and similar "
+    "code; give a seed to code that shuffles, such as `image_dataset_from_directory` or a NumPy generator; load the "
+    "same files and arrays on all workers. If each worker shall read its own data, use a tfdist.data.BalancedSharding, "
+    "AutoShardPolicy.OFF, or strategy.distribute_datasets_from_function with a function of its input context."
 )
 
 
@@ -291,8 +291,8 @@ class RowComparison:
         if isinstance(difference, str):
             return f"{name} of type {a['dtype']}, shape {a['shape']}", f"type {b['dtype']}, shape {b['shape']}"
         size, first = a["group_size"], a["group_size"] * difference
-        rows = f"row {first}" if size == 1 else f"rows {first} to {first + size - 1}, which begin"
-        as_ = "as" if size == 1 else "with"
+        rows = f"row {first}" if size == 1 else f"rows {first} to {first + size - 1}"
+        as_ = "as" if size == 1 else "that begin with"
         return f"{rows} of {name} {as_} {a['shown'][difference]}", b["shown"][difference]
 
     def _refuse(self, which: str, workers: list[int], words: tuple[str, str]) -> None:
@@ -305,8 +305,8 @@ class RowComparison:
     def _warn(self, which: str, workers: list[int], words: tuple[str, str]) -> None:
         if self._agreement.speaks:
             logging.warning(
-                "Workers may read unlike rows: in %s of `%s` worker %d has %s, worker %d has %s. That is right if "
-                "random augmentation, or drawing from endless data, makes them unlike. If not: %s",
+                "Workers may read different rows: in %s of `%s` worker %d has %s, worker %d has %s. This is right if "
+                "random augmentation, or draws from endless data, make the rows differ. If not: %s",
                 *(which, self._purpose, workers[0], words[0], workers[1], words[1], _REMEDIES),
             )
 

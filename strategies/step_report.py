@@ -120,8 +120,9 @@ class StepReports:
         model = models[0]
         if any(outer is model for outer in models[1:]) and model in self.feeders:
             raise ValueError(
-                f"A fit of model {model.name!r} was called within its own fit, which trains on a BalancedSharding and "
-                "would wait for what the inner one is told. Call the inner fit with another model, or after the outer."
+                f"A fit on a BalancedSharding must end before the model's next fit begins, but a fit of model "
+                f"{model.name!r} was called within its own fit. Call the inner fit with another model, or after the "
+                "outer fit."
             )
         self.feeders.pop(model, None)
         if feeder is not None:
@@ -269,7 +270,7 @@ class StepReports:
         logging.warning(
             "In training step %d model %r got an Inf or NaN: %s%s. Gradients are summed over all replicas, so the "
             "weights of all may hold Inf or NaN from this step on. Look for such values in the rows of the replica; if "
-            "there are none, lower the learning rate or clip gradients. This is told once for each model.",
+            "there are none, lower the learning rate or clip gradients. This warning appears once for each model.",
             *(self.number, model, ", ".join(named), others),
         )
 

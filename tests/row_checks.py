@@ -115,7 +115,7 @@ def outcome(case, method="fit"):
         except Exception as error:
             moved = any((weight.numpy() != old).any() for weight, old in zip(model.weights, before, strict=True))
             return type(error).__name__, str(error), moved
-    return "nothing", "".join(text for text in said if "unlike rows" in text), True
+    return "nothing", "".join(text for text in said if "different rows" in text), True
 
 
 def outcome_of_directory(folder):

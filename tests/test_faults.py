@@ -565,7 +565,7 @@ if worker:
     job.start(head + blocked + "strategy = " + tail + "assert strategy.extended._wire is None\nfit(build(), epochs=2)")
     assert job.wait() == [0, 0], job.output(0) + job.output(1)
     assert "cannot connect to worker 0 at 192.0.2.1" in job.output(1)
-    assert "Open the hosts' ports to each other" in job.output(0)
+    assert "Open the hosts' other ports to each other" in job.output(0)
 
 
 def tls_environment(directory):
@@ -602,7 +602,7 @@ TIMEOUT = "communication_options=tf.distribute.experimental.CommunicationOptions
 @pytest.mark.parametrize(
     ("options", "devices", "why"),
     [
-        ("transport='tensorflow'", 1, "transport='tensorflow' does without them"),
+        ("transport='tensorflow'", 1, "transport='tensorflow' does not use them"),
         (TIMEOUT, 1, "`communication_options` has a `timeout_seconds`"),
         ("", 2, "several devices each"),
     ],

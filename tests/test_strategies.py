@@ -266,7 +266,7 @@ def test_deterministic_operations_alone_suffice():
         ("outside scope", "ScopeError", "strategy.scope()"),
         ("all outside scope", "ScopeError", "strategy.scope()"),
         ("compiled alone in scope", "ScopeError", "Make the model inside"),
-        ("sum and penalty in a step", "LossReductionError", "`tf.reduce_mean(losses)` in place of"),
+        ("sum and penalty in a step", "LossReductionError", "`tf.reduce_mean(losses)` instead of"),
         ("gradients summed by hand", "LossReductionError", "Leave out the all-reduce"),
         ("mean over replicas by hand", "LossReductionError", "all_reduce('MEAN', value)"),
         ("metric outside scope", "ScopeError", "its metrics must be made inside"),
@@ -275,7 +275,7 @@ def test_deterministic_operations_alone_suffice():
         ("compression", "ValueError", "'powersgd'"),
         ("loss scaling", "LossScaleError", "strategy.distributed_optimizer"),
         ("optimizer that exchanges nothing", "ValueError", "`update_step`"),
-        ("gradients of other variables", "ValueError", "those of 'even', 'odd' are None on some"),
+        ("gradients of other variables", "ValueError", "gradients of 'even', 'odd' are None, or sparse, on some"),
     ],
 )
 def test_a_mistake_is_named_on_every_worker(placement, mistake, error, words, pools):
@@ -339,7 +339,7 @@ def test_what_each_worker_reads_for_itself_is_read_to_the_end(policy, pools):
     [
         ("epochs", "worker 0 has epochs=2, worker 1 has epochs=3"),
         ("validation", "worker 0 has no validation_data, worker 1 has validation_data"),
-        ("backup", "worker 0 has BackupAndRestore of the callbacks that all need, worker 1 has none"),
+        ("backup", "worker 0 has BackupAndRestore of the callbacks that run on all workers, worker 1 has none"),
     ],
 )
 def test_workers_that_fit_unlike_others_are_named(kind, words, pools, tmp_path):
