@@ -131,11 +131,11 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("kind", "error"), [(kind, error) for kind, all_of in KINDS.items() for error in all_of])
-def test_an_exception_is_of_a_kind(kind, error):
+def test_each_exception_has_its_failure_kind(kind, error):
     assert kind_of_exception(causes_of(error)) == kind, error
 
 
-def test_the_others_learn_the_kind_of_a_failure_by_its_words():
+def test_peers_read_the_failure_kind_from_the_message():
     words = tell_kind("worker 1 ended by KeyError: 'x'", KeyError("x"))
     assert told_kind(f"Collective ops is aborted by: {words}. More") == FailureKind.PROGRAM
     # If a worker fails because of a peer's failure, it reports the peer's kind.
@@ -157,7 +157,7 @@ def test_the_others_learn_the_kind_of_a_failure_by_its_words():
         (FailureKind.MACHINE, False, True, Chance.OFTEN),
     ],
 )
-def test_the_kind_decides_how_often_to_try_again(kind, is_exception, has_commit, chance):
+def test_the_failure_kind_decides_how_often_to_restart(kind, is_exception, has_commit, chance):
     assert chance_of(kind, is_exception=is_exception, has_commit=has_commit) == chance
 
 
@@ -208,7 +208,7 @@ TOLD = [
 
 
 @pytest.mark.parametrize(("fails", "line"), TOLD)
-def test_the_line_that_tells_is_found_in_what_keras_says(fails, line):
+def test_the_cause_is_found_in_messages_of_keras(fails, line):
     with pytest.raises(Exception) as caught:
         fails()
     assert line in telling_line(str(caught.value))
@@ -226,7 +226,7 @@ def test_the_line_that_tells_is_found_in_what_keras_says(fails, line):
         ("in user code:", "in user code:"),
     ],
 )
-def test_the_line_that_tells(text, line):
+def test_the_cause_is_found_in_other_messages(text, line):
     assert telling_line(text) == line
 
 
@@ -257,13 +257,13 @@ tfdist: said while Python ends
         ("mine.OddError: 'x'", "OddError", FailureKind.UNKNOWN),
     ],
 )
-def test_the_log_tells_of_an_exception_before_tfdist_is_imported(error, name, kind):
+def test_an_exception_before_the_import_of_tfdist_is_found_in_the_log(error, name, kind):
     cause, stack = exception_in_log(TRACEBACK.format(error=error, library=tf.__path__[0] + "/site-packages"))
     assert cause.names[0] == name and kind_of_exception([cause]) == kind
     assert user_line(stack) == "train.py:12 in load"
 
 
-def test_a_mistake_of_syntax_is_found_in_a_log_and_what_threads_print_is_none():
+def test_a_syntax_error_is_found_in_a_log_and_exceptions_of_threads_are_ignored():
     cause, _ = exception_in_log(
         '  File "/home/me/train.py", line 3\n    x = = 1\n        ^\nSyntaxError: invalid syntax\n'
     )
@@ -275,13 +275,13 @@ def test_a_mistake_of_syntax_is_found_in_a_log_and_what_threads_print_is_none():
 
 
 @pytest.mark.parametrize("after", ["Epoch 1/2\n", "tfdist: All 2 workers have joined\nTimeout (0:01:00)!\n"])
-def test_an_exception_that_the_script_has_handled_is_not_the_cause_of_its_end(after):
+def test_a_handled_exception_is_not_the_cause_of_the_exit(after):
     assert (
         exception_in_log(TRACEBACK.format(error="ImportError: no wandb", library="/lib/site-packages") + after) is None
     )
 
 
-def test_what_another_worker_has_told_of_an_unknown_kind_tells_nothing():
+def test_a_message_of_a_peer_with_unknown_kind_is_ignored():
     assert told_kind("worker 3 ended by ValueError: x [data error]") == FailureKind.DATA
     assert told_kind("worker 3 ended by ValueError: x [timeout error]") is None
 
@@ -296,5 +296,5 @@ def test_what_another_worker_has_told_of_an_unknown_kind_tells_nothing():
         ("", False),
     ],
 )
-def test_a_refused_command_line_is_seen_in_the_log(log, refused):
+def test_a_command_line_error_is_found_in_the_log(log, refused):
     assert is_refusal(log) == refused

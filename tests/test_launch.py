@@ -29,7 +29,7 @@ def run(tmp_path):
         yield run
 
 
-def test_each_worker_gets_its_own_place_in_one_cluster(run):
+def test_each_worker_gets_its_own_index_in_one_cluster(run):
     script = run.script('(here / f"config-{worker}").write_text(os.environ["TF_CONFIG"])' + "\n" + ARRIVE)
     code, out, err = run.finish("--workers", 3, script)
     assert code == 0, err
@@ -85,7 +85,7 @@ def test_as_the_first_process_of_a_container_it_reaps_the_orphans_and_keeps_the_
     assert done.returncode == 7 and done.stdout == "zombies 0 more than workers and guard False\n", done.stderr
 
 
-def test_an_outer_tf_config_is_replaced_and_told(run):
+def test_an_outer_tf_config_is_replaced_and_logged(run):
     outer = ClusterSpec.local(1, 0, [1]).to_json()
     script = run.script('print(os.environ["TF_CONFIG"])')
     code, out, err = run.finish("--workers", 1, script, env={"TF_CONFIG": outer})
@@ -141,7 +141,7 @@ def test_processes_of_a_scheduler_are_workers_of_one_cluster(run, arguments, env
     assert [int(spec.address.rpartition(":")[2]) for spec in specs] == [port, port + 1]
 
 
-def test_many_that_start_a_whole_job_each_are_told_so(run):
+def test_a_scheduler_that_starts_many_whole_jobs_gets_a_warning(run):
     environ = {"SLURM_STEP_NUM_TASKS": "2", "TF_CONFIG": ClusterSpec.local(1, 0, [1]).to_json()}
     code, _, err = run.finish("--workers", 2, run.script(""), env=environ)
     assert code == 0 and "each of the 2 jobs trains alone" in err and "--slurm" in err
@@ -196,7 +196,7 @@ def test_a_module_runs_by_name(run):
     assert (code, out) == (0, "__main__ ['--epochs', '2']\n"), err
 
 
-def test_the_chief_speaks_here_and_the_others_in_their_logs(run):
+def test_the_chief_prints_and_its_peers_only_log(run):
     # Each line is one write, since pieces of two streams may arrive in any order.
     script = run.script(r'sys.stdout.write(f"I am {worker}\n"); sys.stderr.write(f"complaint {worker}\n")')
     logs = run.directory / "new" / "logs"
@@ -207,7 +207,7 @@ def test_the_chief_speaks_here_and_the_others_in_their_logs(run):
     }
 
 
-def test_the_bytes_of_the_chief_arrive_as_they_are(run):
+def test_the_bytes_of_the_chief_arrive_unchanged(run):
     script = run.script(r"""os.write(1, b"50 %\rdone \xff\n" * 30000)""")
     logs = run.directory / "logs"
     with (run.directory / "out").open("wb") as out:
@@ -227,7 +227,7 @@ def test_tee_prints_every_line_with_the_name_of_its_worker(run):
         assert (run.directory / "logs" / "attempt-0" / f"worker-{index}.log").read_text() == "\n".join(lines)
 
 
-def test_a_line_that_has_not_ended_is_in_the_log_and_a_progress_bar_on_the_screen(run):
+def test_an_unfinished_line_is_logged_and_a_progress_bar_is_shown(run):
     script = run.script(
         r"""
         sys.stdout.write("10 %\r20 %")
@@ -241,7 +241,7 @@ def test_a_line_that_has_not_ended_is_in_the_log_and_a_progress_bar_on_the_scree
         assert process.communicate(timeout=DEADLINE_SECONDS)[0] == "[worker 0] 20 %\n"  # the last state of the bar
 
 
-def test_a_disk_that_is_full_for_logs_is_no_error_of_a_worker(run):
+def test_a_full_disk_for_logs_does_not_fail_a_worker(run):
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
 
@@ -252,7 +252,7 @@ def test_a_disk_that_is_full_for_logs_is_no_error_of_a_worker(run):
 
 
 @pytest.mark.parametrize("tee", [(), ("--tee",)], ids=["plain", "tee"])
-def test_workers_survive_a_reader_that_leaves(run, tee):
+def test_workers_survive_a_closed_output_pipe(run, tee):
     script = run.script('for i in range(20000): print("line", i)\nleave(f"done-{worker}", 0)')
     with run.start("--workers", 2, *tee, script) as process:
         process.stdout.readline()
@@ -314,7 +314,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_the_first_failure_is_told_and_ends_the_others(run, name):
+def test_the_first_failure_is_logged_and_ends_its_peers(run, name):
     fault, expected, words = FAILURES[name]
     script = run.script(
         ARRIVE
@@ -334,12 +334,12 @@ time.sleep(60)
     assert str(log_dir) in err and "line 0\n" in (log_dir / "attempt-0" / "worker-1.log").read_text()
 
 
-def test_a_failing_chief_is_told_too(run):
+def test_a_failing_chief_is_logged_too(run):
     code, _, err = run.finish("--workers", 2, run.script("sys.exit(4 if worker == 0 else time.sleep(60))"))
     assert code == 4 and "worker 0 ended with exit code 4" in err.splitlines()[-1]
 
 
-def test_a_killed_worker_is_the_first_though_its_peers_fail_after_it(run):
+def test_a_killed_worker_is_the_first_failure_although_its_peers_fail_too(run):
     script = run.script(
         ARRIVE
         + """
@@ -355,7 +355,7 @@ sys.exit(1)
     assert code == 137 and "worker 2 was killed by SIGKILL" in err
 
 
-def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(run):
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_period(run):
     script = run.script(
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         + ARRIVE
@@ -371,7 +371,7 @@ time.sleep(60)
     assert code == 5 and run.gone() and 1 < time.monotonic() - start < 15
 
 
-def test_a_worker_may_use_its_grace(run):
+def test_a_worker_may_use_its_grace_period(run):
     script = run.script(
         "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), leave('saved', 0), sys.exit(0)))\n"
         + ARRIVE
@@ -386,7 +386,7 @@ time.sleep(60)
     assert (run.directory / "saved").exists()
 
 
-def test_what_a_worker_started_ends_with_it(run):
+def test_child_processes_of_a_worker_end_with_it(run):
     script = run.script(
         """
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -398,7 +398,7 @@ def test_what_a_worker_started_ends_with_it(run):
     assert len(run.pids()) == 2 and run.gone()
 
 
-def test_what_a_worker_started_is_left_alone_while_it_saves(run):
+def test_child_processes_of_a_worker_live_while_it_saves(run):
     script = run.script(
         """
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -429,7 +429,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_asked_to_end_it_asks_its_workers_and_gives_the_exit_code(run, name):
+def test_a_signal_is_forwarded_to_the_workers_and_sets_the_exit_code(run, name):
     signum, asks, exit_code, expected = ASKED[name]
     script = run.script(
         f"signal.signal({asks:d}, lambda *_: (leave(f'heard-{{worker}}', 0), sys.exit({exit_code})))\n"
@@ -447,7 +447,7 @@ def test_asked_to_end_it_asks_its_workers_and_gives_the_exit_code(run, name):
 DEAF = "for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, signal.SIG_IGN)\n" + ARRIVE + "time.sleep(60)"
 
 
-def test_a_deaf_worker_is_killed_after_the_grace_of_a_signal(run):
+def test_a_worker_that_ignores_a_forwarded_signal_is_killed(run):
     with run.start("--workers", 2, "--grace-seconds", 0.5, run.script(DEAF)) as process:
         run.wait_for_pids(2)
         process.send_signal(signal.SIGTERM)
@@ -455,7 +455,7 @@ def test_a_deaf_worker_is_killed_after_the_grace_of_a_signal(run):
     assert process.returncode == 143 and run.gone()
 
 
-def test_a_second_ctrl_c_kills_at_once_if_it_is_a_request_of_its_own(run):
+def test_a_second_separate_ctrl_c_kills_at_once(run):
     with run.start("--workers", 2, "--grace-seconds", 600, run.script(DEAF)) as process:
         run.wait_for_pids(2)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):  # a single request
@@ -478,7 +478,7 @@ def test_workers_end_with_a_killed_launcher(run, tee):
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
-def test_what_workers_print_goes_nowhere_if_the_streams_are_closed(run, closed):
+def test_output_is_dropped_if_the_streams_are_closed(run, closed):
     """The guard must not read the output either, or it would kill the process groups of the printed numbers."""
     bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
     script = run.script(
@@ -504,7 +504,7 @@ def test_what_workers_print_goes_nowhere_if_the_streams_are_closed(run, closed):
         bystander.wait()
 
 
-def test_a_log_dir_serves_one_run_at_a_time_and_the_next_once_that_is_gone(run):
+def test_a_log_dir_serves_one_run_at_a_time(run):
     command = ["--workers", 1, "--log-dir", run.directory / "logs", run.script(ARRIVE + "time.sleep(60)")]
     with run.start(*command) as first:
         run.wait_for_pids(1)
@@ -528,7 +528,7 @@ def test_hosts_may_share_a_log_dir(run):
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_the_end_of_workers_is_noticed_where_it_was_ignored(run, code):
+def test_ended_workers_of_a_run_are_noticed_although_sigchld_is_ignored(run, code):
     def ignore():
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
@@ -537,7 +537,7 @@ def test_the_end_of_workers_is_noticed_where_it_was_ignored(run, code):
     assert found == code and "Traceback" not in err, err
 
 
-def test_without_a_temporary_directory_a_log_dir_is_asked_for(run):
+def test_without_a_temporary_directory_a_log_dir_is_required(run):
     program = "import sys, tempfile; tempfile.tempdir = '/proc/here'; from tfdist.launch.cli import main; main()"
     command = [sys.executable, "-c", program, "run", "--workers", "1", run.script("")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
@@ -578,7 +578,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_command_is_refused_before_any_start(run, name):
+def test_a_wrong_command_is_refused_before_workers_start(run, name):
     arguments, words = WRONG[name]
     run.script(ARRIVE)
     code, out, err = run.finish(*arguments)
@@ -586,14 +586,14 @@ def test_a_wrong_command_is_refused_before_any_start(run, name):
     assert run.pids() == {} and run.log_dirs() == []
 
 
-def test_a_tf_config_without_a_cluster_is_named(run):
+def test_a_tf_config_without_a_cluster_is_refused(run):
     alone = '{"task": {"type": "worker", "index": 0}}'
     code, _, err = run.finish(run.script(ARRIVE), env={"TF_CONFIG": alone})
     assert code == 1 and "TF_CONFIG names no cluster" in err and run.pids() == {}
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"cluster": ' + "9" * 9000 + "}"], ids=["brackets", "digits"])
-def test_a_tf_config_that_python_cannot_read_is_refused_in_a_few_words(run, text):
+def test_an_unreadable_tf_config_is_refused_with_a_short_error(run, text):
     code, _, err = run.finish(run.script(ARRIVE), env={"TF_CONFIG": text})
     assert code == 1 and "TF_CONFIG must be JSON" in err and len(err) < 1000 and "Traceback" not in err
     assert run.pids() == {}
@@ -609,7 +609,7 @@ def test_a_tf_config_that_python_cannot_read_is_refused_in_a_few_words(run, text
         (WorkerLimits(10, 1 << 20, 1 << 40), 0, "ulimit -n"),
     ],
 )
-def test_no_more_workers_are_started_than_a_machine_can_have(limits, most, why):
+def test_the_number_of_workers_is_limited_by_the_machine(limits, most, why):
     assert most == 0 or refusal(most, limits) is None
     assert why in refusal(most + 1, limits) and f"at most {most} workers" in refusal(most + 1, limits)
 

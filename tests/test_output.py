@@ -64,20 +64,20 @@ def cut(data, random_numbers):
 
 
 @pytest.mark.parametrize("line", OF_LIBRARIES)
-def test_a_line_of_a_library_is_for_the_log(line):
+def test_a_library_line_is_only_in_the_log(line):
     assert is_library_line(line)
     assert shown([f"before\n{line}\nafter\n".encode()]) == b"before\nafter\n"
 
 
 @pytest.mark.parametrize("line", OF_USERS)
-def test_every_other_line_is_for_the_terminal(line):
+def test_every_other_line_is_on_the_terminal(line):
     assert not is_library_line(line)
     for end in ("\n", "\r", ""):
         assert shown([(line + end).encode()]) == (line + end).encode()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_pieces_in_which_output_comes_do_not_matter(seed):
+def test_output_may_arrive_in_any_pieces(seed):
     numbers = random.Random(seed)
     mixed = [(line, True) for line in OF_USERS] + [(line, False) for line in OF_LIBRARIES]
     numbers.shuffle(mixed)
@@ -88,12 +88,12 @@ def test_the_pieces_in_which_output_comes_do_not_matter(seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_moments_of_silence_lose_nothing_that_is_not_of_a_library(seed):
+def test_pauses_lose_only_library_lines(seed):
     data = "".join(line + end for line in OF_USERS for end in "\n\r").encode()
     assert shown(cut(data, random.Random(seed))) == data
 
 
-def test_the_beginning_of_a_line_is_shown_after_a_moment_and_a_line_of_a_library_never():
+def test_an_unfinished_line_is_shown_after_a_pause_unless_it_is_a_library_line():
     screen = TerminalFilter()
     assert screen.feed(b"\r 10 %|#") == b"\r" and screen.has_rest
     assert screen.flush() == b" 10 %|#" and not screen.has_rest
@@ -102,12 +102,12 @@ def test_the_beginning_of_a_line_is_shown_after_a_moment_and_a_line_of_a_library
     assert screen.feed(b"\n\r 20 %|##\n") == b"\r 20 %|##\n"
 
 
-def test_a_line_of_a_library_within_a_bar_leaves_the_bar():
+def test_a_library_line_within_a_progress_bar_keeps_the_bar():
     library = OF_LIBRARIES[0].encode()
     assert shown([b"\r 50 %|##  |" + library + b"\n\r100 %|####|\n"]) == b"\r 50 %|##  |\r100 %|####|\n"
 
 
-def test_what_has_no_end_is_shown_when_it_is_long():
+def test_a_long_line_without_end_is_shown():
     screen = TerminalFilter()
     assert screen.feed(b"x" * 200_000) == b"x" * 200_000
 
@@ -121,7 +121,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_the_traceback_that_a_worker_has_reported_is_for_the_log(name):
+def test_a_reported_traceback_is_only_in_the_log(name):
     hook = (
         "import sys, traceback\n"
         "def hook(*error):\n"
@@ -140,7 +140,7 @@ def test_the_traceback_that_a_worker_has_reported_is_for_the_log(name):
     assert shown([printed]) == printed  # Nothing was reported: the script has caught and printed the error.
 
 
-def test_a_crash_dump_is_for_the_log():
+def test_a_crash_dump_is_only_in_the_log():
     crash = "import faulthandler; faulthandler.enable(); faulthandler._sigsegv()"
     done = subprocess.run([sys.executable, "-c", crash], stderr=subprocess.PIPE, timeout=60)
     assert done.stderr.startswith(b"Fatal Python error: Segmentation fault")
@@ -162,14 +162,14 @@ PIECES = {
 
 
 @pytest.mark.parametrize("name", PIECES)
-def test_output_is_cut_into_lines(name):
+def test_output_is_split_into_lines(name):
     chunks, expected = PIECES[name]
     lines = LineSplitter()
     found = [line for chunk in chunks for line in lines.split(chunk.encode())] + lines.rest()
     assert [line.decode() for line in found] == expected
 
 
-def test_a_bar_that_takes_long_is_shown_as_it_stands():
+def test_a_slow_progress_bar_is_shown_in_its_current_state():
     now = 0.0
     lines = LineSplitter(lambda: now)
     found = []

@@ -7,12 +7,12 @@ from tfdist.launch.first_failure import Failure
 from tfdist.launch.restart_policy import Chance, Commits, Restarts, Size
 
 
-def test_pauses_double_and_end_with_the_limit():
+def test_pauses_double_up_to_the_limit():
     restarts = Restarts(8, 600)
     assert [restarts.pause(now=0) for _ in range(10)] == [0, 1, 2, 4, 8, 16, 30, 30, None, None]
 
 
-def test_progress_forgets():
+def test_progress_resets_the_restart_count():
     restarts = Restarts(1, 600)
     for now in range(20):
         assert restarts.pause(now) == 0
@@ -24,7 +24,7 @@ def test_only_restarts_in_the_window_count():
     assert [restarts.pause(now) for now in (0, 100, 650, 660, 1300)] == [0, 1, 1, None, 0]
 
 
-def test_the_same_exception_from_the_same_line_counts_for_ever():
+def test_a_repeated_exception_at_the_same_line_is_never_forgotten():
     restarts = Restarts(2, 600)
     assert [restarts.pause(now, "line 3") for now in (0, 1000, 2000)] == [0, 1, None]
     restarts = Restarts(2, 600)
@@ -38,7 +38,7 @@ def test_the_same_exception_from_the_same_line_counts_for_ever():
     ]
 
 
-def test_what_was_trained_again_in_vain_is_not_trained_again():
+def test_training_that_only_repeated_committed_steps_is_not_restarted():
     restarts = Restarts(9, 600)
     assert [restarts.pause(0, place, chance=Chance.ELSEWHERE) for place in (None, None, "a", "b", "b")] == [
         0,
@@ -53,7 +53,7 @@ def failed(worker, kind, **more):
     return Failure(0, worker, "host", 0.0, kind, **{"exit_code": 1, **more})
 
 
-def test_failures_have_a_place_unless_others_may_be_the_cause():
+def test_a_failure_has_a_place_unless_a_peer_may_be_the_cause():
     alike = [
         (failed(0, "exit", exit_code=3), failed(1, "exit", exit_code=3)),
         (failed(1, "signal", signal="SIGKILL", exit_code=137), failed(1, "signal", signal="SIGKILL", exit_code=137)),
@@ -71,7 +71,7 @@ def test_failures_have_a_place_unless_others_may_be_the_cause():
     assert failed(0, "exception", exception="UnavailableError", stack='  File "a", line 1\n').place is None
 
 
-def test_commits_of_the_same_steps_do_not_forget_what_fails_at_the_same_place():
+def test_repeated_commits_do_not_reset_a_failure_at_the_same_place():
     def seen(before, *steps):
         """Returns flags of the last of two attempts, for (step, folder) pairs, or steps in one folder."""
         attempt = None
@@ -95,7 +95,7 @@ def test_commits_of_the_same_steps_do_not_forget_what_fails_at_the_same_place():
     assert restarts.pause(0, "a") is None
 
 
-def test_size_follows_who_fails():
+def test_the_number_of_workers_follows_the_failing_worker():
     size = Size(4, 2, regrow_seconds=300)
     assert not size.failed(3, started=True, progressed=False)
     assert not size.failed(1, started=True, progressed=False)  # another worker fails
@@ -108,7 +108,7 @@ def test_size_follows_who_fails():
     assert not any(size.failed(9, started=True, progressed=False) for _ in range(3))  # no such worker
 
 
-def test_each_vain_try_with_all_workers_makes_the_next_come_later():
+def test_each_failed_try_with_all_workers_delays_the_next_try():
     size = Size(2, 1, regrow_seconds=300)
     waits = []
     for _ in range(3):
@@ -119,7 +119,7 @@ def test_each_vain_try_with_all_workers_makes_the_next_come_later():
     assert waits == [300, 600, 1200]
 
 
-def test_what_another_worker_told_is_at_the_same_place_for_all_supervisors():
+def test_a_failure_told_by_a_peer_has_the_same_place_for_all_supervisors():
     def place(message, step):
         told = Failure(0, 0, "host", 0.0, "exception", 1, exception="UnavailableError", message=message, step=step)
         return told.place

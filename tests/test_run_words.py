@@ -16,7 +16,7 @@ from tfdist.launch.run_summary import details_of, duration, outcome_line
     ("seconds", "text"),
     [(0.04, "0.0 s"), (7.24, "7.2 s"), (9.96, "10 s"), (99, "99 s"), (725, "12 min 5 s"), (11520, "3 h 12 min")],
 )
-def test_a_duration_is_in_units_for_reading(seconds, text):
+def test_a_duration_is_shown_in_readable_units(seconds, text):
     assert duration(seconds) == text
 
 
@@ -30,7 +30,7 @@ def test_a_duration_is_in_units_for_reading(seconds, text):
         ("stopped", 130, "stopped without saving after 72 s, 1 attempt"),
     ],
 )
-def test_the_last_line_says_how_it_went(outcome, exit_code, text):
+def test_the_last_line_shows_the_outcome(outcome, exit_code, text):
     assert outcome_line(outcome, exit_code, 72, 1) == text
     assert outcome_line(outcome, exit_code, 72, 3) == text.replace("1 attempt", "3 attempts")
 
@@ -61,7 +61,7 @@ def test_a_failure_is_shown_once(failure, shown_elsewhere, reported_here, printe
     assert details_of(failure, is_shown=True, is_reported=False) == printed_here
 
 
-def test_the_newest_folders_of_runs_stay(tmp_path, monkeypatch):
+def test_the_newest_run_folders_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def make(name, age):

@@ -100,7 +100,7 @@ def test_without_a_commit_there_are_no_more_restarts_than_allowed(run, restarts)
     assert failure(run)["outcome"] == "failed" and failure(run)["run_exit_code"] == 3
 
 
-def test_a_job_that_commits_goes_on_however_often_it_is_killed(run):
+def test_a_job_that_commits_is_restarted_without_limit(run):
     body = "commit(attempt * 10)\nif attempt < 8: die()"
     code, err = finish(run, 1, body, restarts=1)
     assert code == 0 and attempts(run) == [1] * 9
@@ -108,12 +108,12 @@ def test_a_job_that_commits_goes_on_however_often_it_is_killed(run):
     assert " in " not in "".join(line for line in err.splitlines() if "starting again" in line)  # no pauses
 
 
-def test_an_old_commit_is_no_progress(run):
+def test_an_old_commit_does_not_count_as_progress(run):
     code, _ = finish(run, 1, "commit(10)\nsys.exit(4)", restarts=1)
     assert code == 4 and attempts(run) == [1] * 2
 
 
-def test_what_fails_at_the_same_place_is_given_up_however_long_it_takes(run):
+def test_a_repeated_failure_at_the_same_place_ends_the_job_after_any_time(run):
     code, _ = finish(run, 1, "sys.exit(4)", "--restart-window-seconds", 0, restarts=2)
     assert code == 4 and attempts(run) == [1] * 3
 
@@ -140,7 +140,7 @@ NAN = "RuntimeError('NaN or Inf loss encountered at batch 3. Loss value: nan.')"
         ("sys.exit(7)", 3, ""),
     ],
 )
-def test_a_failure_is_retried_only_if_a_restart_may_heal_it(run, fails, tries, words):
+def test_a_failure_is_retried_only_if_a_restart_may_help(run, fails, tries, words):
     _, err = finish(run, 2, f"meet()\n{fails}", restarts=2)
     assert attempts(run) == [2] * tries, err
     last = err.strip().splitlines()[-1]
@@ -149,7 +149,7 @@ def test_a_failure_is_retried_only_if_a_restart_may_heal_it(run, fails, tries, w
     assert sum(described in line for line in err.splitlines() if line.startswith("tfdist: ")) <= 2 * tries - 1, err
 
 
-def test_wrong_data_at_another_step_are_not_the_same_and_a_commit_before_the_same_step_is_no_progress(run):
+def test_data_errors_are_compared_by_step_and_earlier_commits_do_not_count(run):
     body = f"""
         import tfdist
         from tfdist.failure_report import note_step
@@ -163,7 +163,7 @@ def test_wrong_data_at_another_step_are_not_the_same_and_a_commit_before_the_sam
     assert failure(run)["step"] == 8 and failure(run)["category"] == "data"
 
 
-def test_the_reason_is_the_line_that_tells_and_where_it_is_in_the_script(run):
+def test_the_reason_has_the_cause_and_the_line_of_the_script(run):
     body = """
         import tfdist
         lines = ["in user code:", "", '    File "a.py", line 3, in f', "", "    it is here"]
@@ -184,7 +184,7 @@ def test_a_script_that_python_cannot_compile_starts_no_worker(run):
     ("commits", "times"),
     [("", 1), ("if attempt == 1: commit(1)", 1), ("commit(1)", 0), ("(run_dir / 'restored').touch()", 0)],
 )
-def test_the_first_restart_without_a_backup_says_that_training_begins_anew(run, commits, times):
+def test_the_first_restart_without_a_backup_warns_that_training_starts_over(run, commits, times):
     code, err = finish(run, 1, f"{commits}\nif attempt < 3: die()")
     assert code == 0 and attempts(run) == [1] * 4, err
     assert err.count("training starts over at epoch 1") == err.count("BackupAndRestore") == times
@@ -200,7 +200,7 @@ CACHES = """
 """
 
 
-def test_locks_of_data_caches_that_killed_workers_have_left_are_removed(run):
+def test_cache_locks_of_killed_workers_are_removed(run):
     code, err = finish(
         run,
         2,
@@ -210,14 +210,14 @@ def test_locks_of_data_caches_that_killed_workers_have_left_are_removed(run):
     assert "a killed worker had left the lock file" in err
 
 
-def test_workers_that_fill_one_data_cache_are_told_so_at_once(run):
+def test_workers_that_fill_one_data_cache_get_an_error_at_once(run):
     code, err = finish(run, 2, CACHES + "    fill('cache')\n    meet()\n    time.sleep(60)")
     assert code == 1 and attempts(run) == [2], err
     assert "two iterators fill one data cache" in err.splitlines()[-1] and "TFDIST_SLOT" in err.splitlines()[-1]
     assert "cache_0.lockfile" in err.splitlines()[-1]
 
 
-def test_training_anew_what_was_committed_is_no_progress_and_not_done_a_third_time(run):
+def test_repeated_training_of_committed_steps_is_no_progress_and_tried_only_twice(run):
     body = """
         commit(5)
         time.sleep(3)
@@ -228,7 +228,7 @@ def test_training_anew_what_was_committed_is_no_progress_and_not_done_a_third_ti
     assert code == 4 and attempts(run) == [1] * 2
 
 
-def test_a_stage_with_a_folder_of_its_own_that_counts_from_zero_is_not_trained_anew(run):
+def test_a_stage_with_its_own_backup_folder_counts_as_progress(run):
     body = """
         commit(*[(1000, "first"), (50, "second"), (100, "second")][attempt])
         time.sleep(0.5)
@@ -240,7 +240,7 @@ def test_a_stage_with_a_folder_of_its_own_that_counts_from_zero_is_not_trained_a
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_backups_that_a_worker_is_done_with_are_removed_when_the_job_is_done(code, run):
+def test_finished_backups_are_removed_at_the_end_of_the_job(code, run):
     body = f"""
         from tfdist.backup import backup_cleanup
         from tfdist.backup.commit_store import CommitStore, Draft
@@ -258,7 +258,7 @@ def test_backups_that_a_worker_is_done_with_are_removed_when_the_job_is_done(cod
     assert code or not list(run.logs.glob("done-with-*"))
 
 
-def test_what_the_run_before_left_in_the_log_dir_is_set_aside(run):
+def test_files_of_the_previous_run_are_moved_aside(run):
     def files():
         return sorted(str(path.relative_to(run.logs)) for path in run.logs.rglob("*") if path.is_file())
 
@@ -276,14 +276,14 @@ def test_what_the_run_before_left_in_the_log_dir_is_set_aside(run):
     assert (run.logs / "earlier" / "attempt-0" / "worker-0.log").read_text() == "False\n"
 
 
-def test_a_stopped_worker_does_not_hold_up_the_restart(run):
+def test_a_stopped_worker_does_not_delay_the_restart(run):
     body = "meet()\nif attempt == 0: os.kill(os.getpid(), signal.SIGSTOP) if worker == 0 else die()"
     code, _ = finish(run, 2, body, "--grace-seconds", 600)
     assert code == 0 and attempts(run) == [2, 2]
     assert failure(run)["attempts"][0]["seconds"] < 10
 
 
-def test_a_run_folder_that_vanishes_does_not_end_the_job(run):
+def test_a_deleted_run_folder_does_not_end_the_job(run):
     code, _ = finish(run, 1, "import shutil\nif attempt == 0: shutil.rmtree(run_dir); die()")
     assert code == 0
 
@@ -326,7 +326,7 @@ FIRST = {
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_the_first_failure_is_the_cause_of_the_others(run, name):
+def test_the_first_failure_is_found_among_its_consequences(run, name):
     faults, (worker, exit_code, words) = FIRST[name]
     cases = "\n".join(f"elif worker == {i}: {fault}" for i, fault in enumerate(faults))
     code, err = finish(run, len(faults), f"import tfdist\n{NAMED}\nmeet()\nif False: pass\n{cases}", restarts=0)
@@ -335,7 +335,7 @@ def test_the_first_failure_is_the_cause_of_the_others(run, name):
     assert f"worker {worker} " in err and words in err
 
 
-def test_an_exception_is_reported_whole(run):
+def test_an_exception_is_reported_completely(run):
     code, err = finish(
         run,
         2,
@@ -359,7 +359,7 @@ def test_an_exception_is_reported_whole(run):
     assert code == 1 and first["attempts"][0]["failure"]["stack"] == first["stack"]
 
 
-def test_only_the_end_of_the_worker_itself_is_reported(run):
+def test_failures_of_child_processes_and_threads_are_not_reported_for_the_worker(run):
     code, _ = finish(
         run,
         1,
@@ -376,7 +376,7 @@ def test_only_the_end_of_the_worker_itself_is_reported(run):
     assert code == 6 and (failure(run)["kind"], failure(run)["exception"]) == ("exit", None)
 
 
-def test_a_worker_that_reports_a_failure_and_does_not_end_has_failed(run):
+def test_a_worker_that_reports_a_failure_but_still_runs_has_failed(run):
     body = """
         import tfdist, threading
         meet()
@@ -390,7 +390,7 @@ def test_a_worker_that_reports_a_failure_and_does_not_end_has_failed(run):
     assert failure(run)["worker"] == 1 and failure(run)["attempts"][0]["seconds"] < 20
 
 
-def test_workers_that_run_on_while_others_are_done_are_named():
+def test_workers_that_still_run_after_others_ended_are_named():
     stragglers, exits = Stragglers(), [WorkerExit(1, 0, 5, 100.0)]
     assert stragglers.tell([], [0, 1, 2], 200.0) is None
     told = [now for now in range(100, 260) if stragglers.tell(exits, [0, 2], now)]
@@ -399,7 +399,7 @@ def test_workers_that_run_on_while_others_are_done_are_named():
     assert words == "worker 1 ended with exit code 0; still running: worker 0, worker 2"
 
 
-def test_a_worker_that_is_stopped_for_long_is_seen_and_one_that_goes_on_or_was_stopped_with_its_supervisor_is_not():
+def test_only_workers_stopped_for_long_without_their_supervisor_are_detected():
     asleep = {1}
     stopped = StoppedWorkers(lambda pid: pid in asleep)
     pids = {0: 1, 1: 2}
@@ -412,7 +412,7 @@ def test_a_worker_that_is_stopped_for_long_is_seen_and_one_that_goes_on_or_was_s
     assert stopped.see(pids, 10_010) == [] and [stopped.see(pids, 10_010 + i) for i in (1, 2, 3)][-1] == [1]
 
 
-def test_what_is_stopped_says_the_kernel():
+def test_stopped_processes_are_detected_by_their_kernel_state():
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
         try:
             states = []
@@ -436,7 +436,7 @@ def test_a_worker_that_is_stopped_while_it_starts_is_killed_and_started_again(ru
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1, "time": 0}', '{"pid": PID, "time": "now"}'])
-def test_a_report_that_makes_no_sense_is_passed_over(run, text):
+def test_an_invalid_report_is_ignored(run, text):
     body = f"""
         text = {text!r}.replace("PID", str(os.getpid()))
         (run_dir / f"attempt-{{attempt}}" / "failure-0.json").write_text(text)
@@ -469,7 +469,7 @@ def test_a_worker_that_reports_does_not_load_tensorflow(run):
 # Preemption.
 
 
-def test_a_group_that_saved_and_left_is_started_again_without_counting(run):
+def test_a_preempted_group_is_restarted_without_counting(run):
     body = """
         meet()
         if attempt < 2:
@@ -483,7 +483,7 @@ def test_a_group_that_saved_and_left_is_started_again_without_counting(run):
     assert not (run.logs / "failure.json").exists()
 
 
-def test_one_that_leaves_again_and_again_without_saving_is_given_up(run):
+def test_a_group_that_is_preempted_repeatedly_without_a_commit_ends_the_job(run):
     code, err = finish(run, 1, "sys.exit(75)", restarts=1)
     assert code == PREEMPTED and attempts(run) == [1, 1] and "without a commit" in err
 
@@ -500,7 +500,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_asked_to_end_it_waits_for_all_to_save_and_says_whether_they_did(run, name):
+def test_a_stop_signal_waits_for_the_save_and_reports_it(run, name):
     act, expected = ENDS[name]
     body = f"if worker == 1: {act}\nelse: {SAVES}"
     options = ["--workers", 2, "--grace-seconds", 1, "--log-dir", run.logs]
@@ -512,7 +512,7 @@ def test_asked_to_end_it_waits_for_all_to_save_and_says_whether_they_did(run, na
     assert process.returncode == expected and run.gone() and attempts(run) == [2]
 
 
-def test_a_job_of_which_every_process_gets_a_signal_saves_and_is_not_started_again(run):
+def test_a_signal_to_every_process_saves_without_a_restart(run):
     """Slurm signals the guard too; the guard survives, and ends processes that workers started."""
     body = """
         for signum in (signal.SIGUSR1, signal.SIGTERM):
@@ -534,7 +534,7 @@ def test_a_job_of_which_every_process_gets_a_signal_saves_and_is_not_started_aga
     assert process.returncode == PREEMPTED and attempts(run) == [2]
 
 
-def test_asked_to_end_in_a_pause_it_ends(run):
+def test_a_stop_signal_in_a_restart_pause_ends_the_job(run):
     with run.start("--workers", 1, "--log-dir", run.logs, script(run, "sys.exit(1)"), restarts=20) as process:
         assert eventually(lambda: len(attempts(run)) == 4)  # then comes a pause of 4 s
         time.sleep(1)
@@ -546,7 +546,7 @@ def test_asked_to_end_in_a_pause_it_ends(run):
 # Fewer workers, and more.
 
 
-def test_it_goes_on_with_fewer_workers_and_then_with_all_again(run):
+def test_a_job_continues_with_fewer_workers_and_later_with_all(run):
     body = """
         (here / f"slot-{attempt}-{worker}").write_text(os.environ["TFDIST_SLOT"])
         meet()
@@ -565,7 +565,7 @@ def test_it_goes_on_with_fewer_workers_and_then_with_all_again(run):
     assert not list(run.logs.rglob("make-room"))
 
 
-def test_a_job_with_fewer_workers_that_saves_no_more_comes_to_its_end(run):
+def test_a_job_with_fewer_workers_that_saves_no_more_finishes(run):
     """If a `fit` has removed its backups from storage other than a disk, a restart would lose all progress."""
     body = """
         meet()
@@ -579,13 +579,13 @@ def test_a_job_with_fewer_workers_that_saves_no_more_comes_to_its_end(run):
     assert len(list(run.directory.glob("done-2-*"))) == 2 and "after their next commit" in err
 
 
-def test_it_does_not_go_below_the_least(run):
+def test_a_job_does_not_shrink_below_min_workers(run):
     body = "meet()\ndie() if worker == 0 else time.sleep(60)"
     assert finish(run, 3, body, "--min-workers", 2, restarts=2)[0] == 137
     assert attempts(run)[:3] == [3, 3, 2] and min(attempts(run)) == 2
 
 
-def test_all_workers_stay_unless_it_may_do_with_fewer(run):
+def test_a_job_does_not_shrink_without_min_workers(run):
     assert finish(run, 2, "meet()\ndie() if worker == 1 else time.sleep(60)", restarts=2)[0] == 137
     assert attempts(run) == [2, 2, 2]
 
@@ -644,7 +644,7 @@ if attempt == 0:
         assert f"worker {worker}" in errors and words in errors
 
 
-def test_a_port_that_is_taken_is_waited_for(run):
+def test_a_port_in_use_is_waited_for(run):
     (port,) = free_ports(1)
     with socket.create_server(("127.0.0.1", port)) as other:
         threading.Timer(1, other.close).start()
@@ -652,7 +652,7 @@ def test_a_port_that_is_taken_is_waited_for(run):
     assert code == 0, err
 
 
-def test_an_address_that_cannot_be_served_is_not_tried_again(run):
+def test_an_address_that_cannot_be_bound_is_not_retried(run):
     cluster = {"cluster": {"worker": ["no-such-host.invalid:2222", "no-such-host.invalid:2223"]}}
     config = json.dumps({**cluster, "task": {"type": "worker", "index": 0}})
     code, _, err = run.finish(script(run, ""), env={"TF_CONFIG": config}, restarts=3)
@@ -668,7 +668,7 @@ def test_without_a_number_of_workers_there_must_be_a_cluster(run, text):
 # Death of the supervisor.
 
 
-def test_workers_and_what_they_started_end_with_a_killed_supervisor(run):
+def test_workers_and_their_children_end_with_a_killed_supervisor(run):
     body = """
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(signum, signal.SIG_IGN)
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -685,7 +685,7 @@ def test_workers_and_what_they_started_end_with_a_killed_supervisor(run):
         assert run.gone()
 
 
-def test_the_guard_forgets_a_worker_that_is_gone(run):
+def test_the_guard_forgets_an_ended_worker(run):
     """The process number of a dead worker may be reused."""
     sleepers = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2)]
     gone, here = (sleeper.pid for sleeper in sleepers)
@@ -719,7 +719,7 @@ def total(): return float(strategy.reduce("SUM", strategy.run(lambda: tf.ones([]
 
 
 @pytest.mark.exhaustive
-def test_a_killed_worker_of_tensorflow_is_the_first_failure_and_the_job_goes_on(run):
+def test_a_killed_worker_is_the_first_failure_and_the_job_continues(run):
     body = (
         TRAINS
         + """
@@ -735,7 +735,7 @@ for step in range(20):
     assert (failure(run)["worker"], failure(run)["signal"]) == (1, "SIGKILL")
 
 
-def test_two_hosts_with_tensorflow_meet_again(run):
+def test_two_hosts_restart_together(run):
     body = (
         TRAINS + "for step in range(20):\n    assert total() == 2\n    if (attempt, worker, step) == (0, 0, 5): die()"
     )
@@ -754,7 +754,7 @@ def test_workers_in_a_collective_end_with_a_killed_supervisor(run):
         assert run.gone()
 
 
-def test_ctrl_c_in_a_fit_that_is_backed_up_saves_and_says_how_to_resume(run):
+def test_ctrl_c_in_a_fit_with_backups_saves_and_tells_how_to_resume(run):
     body = """
         os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", CUDA_VISIBLE_DEVICES="-1")
         import keras, numpy as np, tfdist
@@ -777,7 +777,7 @@ def test_ctrl_c_in_a_fit_that_is_backed_up_saves_and_says_how_to_resume(run):
     assert "To continue, start the same command again." in errors and "Traceback" not in errors, errors
 
 
-def test_an_error_after_fit_costs_what_comes_after_it_and_no_training(run):
+def test_an_error_after_fit_repeats_no_training(run):
     body = """
         os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", CUDA_VISIBLE_DEVICES="-1")
         import keras, numpy as np, tfdist
@@ -804,7 +804,7 @@ def test_an_error_after_fit_costs_what_comes_after_it_and_no_training(run):
     assert not (run.directory / "backup").exists()
 
 
-def test_the_example_ends_with_the_weights_of_an_unbroken_run(run):
+def test_the_example_ends_with_the_weights_of_an_uninterrupted_run(run):
     example = pathlib.Path(__file__).parent.parent / "examples" / "survive_kill.py"
     env = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     data = ("--data_dir", run.directory / "data")
