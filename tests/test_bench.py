@@ -129,7 +129,7 @@ def test_an_unknown_codec_raises_before_workers_wait(tmp_path):
     assert (code, out) == (2, "") and "'int9'" in err and "int8" in err
 
 
-def test_a_worker_that_never_comes_is_waited_for_until_the_timeout(tmp_path):
+def test_the_bench_waits_for_a_missing_worker_until_the_timeout(tmp_path):
     lonely = start(tmp_path, "--timeout", 3, "--json", "new.json", tf_config=ClusterSpec.local(2, 0, free_ports(2)))
     ((code, out, err),) = finish(lonely)
     assert (code, out) == (1, "") and "--timeout 3 s" in err
@@ -191,7 +191,7 @@ def test_measured_rows_are_reported_if_the_chief_is_ended(tmp_path):
         ("64kbitps", 64e3),
     ],
 )
-def test_the_rate_of_a_link_is_read(text, rate):
+def test_the_rate_of_a_link_is_parsed(text, rate):
     if rate is None:
         with pytest.raises(argparse.ArgumentTypeError, match="such as 100mbit"):
             bit_rate(text)
@@ -208,7 +208,7 @@ def test_the_rate_of_a_link_is_read(text, rate):
         ({"float16": 0.2, "of one's own": 0.1}, "of one's own"),
     ],
 )
-def test_the_codec_is_recommended_that_loses_least_of_the_fastest(costs, name):
+def test_the_recommended_codec_is_the_most_exact_of_the_fastest(costs, name):
     from tfdist.launch import bench
 
     expectations = [{"compression": codec, "link_exchange_seconds": cost} for codec, cost in costs.items()]
@@ -331,7 +331,7 @@ def test_tensors_are_nearly_square():
     assert {size: bench._shape(size) for size in shapes} == shapes
 
 
-def test_bytes_are_shown_in_units_in_which_they_are_round():
+def test_bytes_are_shown_in_round_units():
     from tfdist.launch.bench import _show_bytes
 
     shown = {12: "12 B", 1000: "1 KB", 1 << 10: "1 KiB", 10**6: "1 MB", 3 << 19: "1.5 MiB", 12345678: "11.77 MiB"}

@@ -18,14 +18,14 @@ def begun_cache(path):
     return first, lock_named_in(str(refused.value)), str(refused.value)
 
 
-def test_a_lock_is_found_in_what_tensorflow_says_and_is_not_removed_while_the_cache_is_filled(tmp_path):
+def test_a_lock_is_found_in_the_error_and_kept_while_the_cache_is_filled(tmp_path):
     first, path, _ = begun_cache(tmp_path / "cache")
     now = time.time()
     assert locks_in(tmp_path) == [path] and not is_left_behind(path, run_start=now - 60, attempt_start=now + 60)
     del first
 
 
-def test_a_lock_is_removed_if_a_worker_of_an_attempt_before_has_left_it(tmp_path):
+def test_a_lock_left_by_an_earlier_attempt_is_removed(tmp_path):
     path = tmp_path / "cache_0.lockfile"
     path.write_text("Created at: 1")
     made = path.stat().st_mtime
@@ -49,13 +49,13 @@ def test_a_lock_is_removed_if_a_worker_of_an_attempt_before_has_left_it(tmp_path
     ("attempt_start", "words"),
     [(-1, "two iterators fill one data cache"), (1, "remove it: `rm '")],
 )
-def test_what_is_said_of_a_lock_names_the_file_and_the_remedy(tmp_path, attempt_start, words):
+def test_the_description_of_a_lock_names_the_file_and_the_remedy(tmp_path, attempt_start, words):
     path = tmp_path / "cache_0.lockfile"
     path.touch()
     said = describe(path, path.stat().st_mtime + attempt_start)
     assert words in said and str(path) in said and "TFDIST_SLOT" in said
 
 
-def test_a_lock_on_other_storage_is_not_looked_for():
+def test_a_lock_on_remote_storage_is_ignored():
     assert lock_named_in("cache lockfile already exists ('gs://bucket/cache_0.lockfile').") is None
     assert lock_named_in("[Errno 17] File exists") is None

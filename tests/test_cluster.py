@@ -103,7 +103,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_tf_config_is_refused_with_rule_and_way_out(name):
+def test_wrong_tf_config_is_refused_with_rule_and_remedy(name):
     text, words = WRONG[name]
     with pytest.raises(TFConfigError) as caught:
         ClusterSpec.from_env({"TF_CONFIG": text})
@@ -133,7 +133,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_right_tf_config_is_understood_and_survives_a_round_trip(name):
+def test_valid_tf_config_is_parsed_and_survives_a_round_trip(name):
     task, expected = RIGHT[name]
     spec = ClusterSpec.from_json(config(*task, environment="cloud", rpc_layer="grpc"))
     assert (spec.worker_id, spec.num_workers, spec.is_chief, spec.address) == expected
@@ -145,7 +145,7 @@ def test_right_tf_config_is_understood_and_survives_a_round_trip(name):
     "text",
     ["", "  ", "{}", '{"cluster": {}}', '{"task": {"type": "worker", "index": 0}}', '{"environment": "cloud"}'],
 )
-def test_no_cluster_is_a_process_that_trains_alone(text, monkeypatch):
+def test_a_process_without_a_cluster_trains_alone(text, monkeypatch):
     assert ClusterSpec.from_env({"TF_CONFIG": text}) is None
     monkeypatch.setenv("TF_CONFIG", text)
     assert is_chief()
@@ -162,13 +162,13 @@ def test_is_chief_follows_the_environment(monkeypatch):
     assert not is_chief()
 
 
-def test_describe_says_who_this_process_is():
+def test_describe_names_the_worker():
     assert ClusterSpec.from_json(config(TWO, index=1)).describe() == "worker 1 of 2 at 10.0.0.2:2222"
     with_chief = ClusterSpec.from_json(config({"chief": ["a:1"], "worker": ["b:1"]}))
     assert with_chief.describe() == "worker 1 of 2 (task worker 0) at b:1"
 
 
-def test_slots_tell_workers_of_a_host_apart():
+def test_slots_differ_between_workers_of_a_host():
     jobs = {"chief": ["a:1"], "worker": ["b:1", "A:2", "b:2", "a:3"]}
     specs = [ClusterSpec(jobs, "chief", 0), *(ClusterSpec(jobs, "worker", index) for index in range(4))]
     assert [spec.slot for spec in specs] == [0, 0, 1, 1, 2]
@@ -208,7 +208,7 @@ def test_tasks_of_slurm_are_workers_of_one_cluster():
     assert ClusterSpec.from_slurm(slurm(3), base_port=5000).address == "node2:5001"
 
 
-def test_jobs_and_steps_that_run_at_once_have_other_ports():
+def test_slurm_jobs_and_steps_that_run_at_once_have_different_ports():
     steps = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(7003, 7013) for step in range(10)]
     specs = [ClusterSpec.from_slurm(slurm(0, "node", "64", **own)) for own in steps]
     addresses = [address for spec in specs for address in spec.jobs["worker"]]
@@ -221,7 +221,7 @@ def mpi(rank, size, hosts=("a:2", "b"), names=("OMPI_COMM_WORLD_RANK", "OMPI_COM
     return ClusterSpec.from_mpi(hosts, dict(zip(names, (str(rank), str(size)), strict=True)))
 
 
-def test_processes_of_mpi_are_workers_on_the_hosts_that_are_given():
+def test_processes_of_mpi_are_workers_on_the_given_hosts():
     assert [mpi(rank, 3).address for rank in range(3)] == ["a:12345", "a:12346", "b:12345"]
     assert mpi(2, 3, "a:2,b").address == "b:12345"
     assert mpi(1, 2, ("a", "b"), ("PMI_RANK", "PMI_SIZE")).describe() == "worker 1 of 2 at b:12345"
@@ -259,7 +259,7 @@ NO_STEP = {
 
 
 @pytest.mark.parametrize("name", NO_STEP)
-def test_what_a_scheduler_does_not_say_is_named(name):
+def test_missing_scheduler_variables_are_named(name):
     make, words = NO_STEP[name]
     with pytest.raises(TFConfigError) as caught:
         make()
@@ -291,7 +291,7 @@ def test_free_ports_are_distinct_and_free():
         free_ports(-1)
 
 
-def test_ports_are_held_for_the_workers_alone_until_they_are_closed(monkeypatch):
+def test_held_ports_are_open_only_to_the_workers(monkeypatch):
     held = ports.hold_ports(2)
     first, second = held.numbers
     for name, value in held.env.items():
@@ -315,7 +315,7 @@ def test_ports_are_held_for_the_workers_alone_until_they_are_closed(monkeypatch)
         assert not ports.is_held(free_ports(1)[0])
 
 
-def test_own_port_is_bindable_until_someone_takes_it():
+def test_own_port_is_bindable_until_another_process_takes_it():
     (port,) = free_ports(1)
     spec = ClusterSpec.local(1, 0, [port])
     check_bindable(spec)
@@ -329,13 +329,13 @@ def test_own_port_is_bindable_until_someone_takes_it():
     check_bindable(spec)
 
 
-def test_unknown_host_is_named():
+def test_an_unknown_host_is_named():
     spec = ClusterSpec.from_json(config({"worker": ["no-such-host.invalid:2222"]}))
     with pytest.raises(TFConfigError, match=r"no-such-host\.invalid' does not resolve"):
         check_bindable(spec)
 
 
-def test_a_pod_waits_for_its_name_or_leaves_it_to_who_does(monkeypatch):
+def test_a_pod_waits_until_its_name_resolves(monkeypatch):
     (port,) = free_ports(1)
     spec = ClusterSpec.from_json(config({"worker": [f"train-0.train:{port}"]}))
     asked = []
@@ -392,14 +392,14 @@ def warned(environ, **more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STARTED)
-def test_one_process_of_many_that_would_train_alone_is_told_so_once(name):
+def test_one_process_of_many_that_would_train_alone_is_warned_once(name):
     environ, words = STARTED[name]
     err = warned(environ)
     assert err.count("trains alone") == (words is not None)
     assert [word for word in words or () if word not in err] == [], err
 
 
-def test_many_that_may_be_meant_to_train_alone_hear_of_the_strategy_that_joins_them():
+def test_many_mirrored_strategies_get_a_hint_to_the_multi_worker_strategy():
     err = warned({"SLURM_STEP_NUM_TASKS": "8"}, never_joins=True)
     assert err.count("each of the 8 processes trains alone") == 1, err
     assert "MultiWorkerMirroredStrategy" in err and "--slurm" in err and "cluster_resolver" not in err, err

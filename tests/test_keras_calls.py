@@ -33,7 +33,7 @@ def in_creator_scope():
 
 
 @pytest.mark.parametrize("sets", [True, False])
-def test_a_function_that_is_only_returned_is_run_too(sets):
+def test_a_function_that_is_only_returned_runs_too(sets):
     class Own(keras.Model):
         def make_train_function(self, force=False):
             if sets:
@@ -48,7 +48,7 @@ def test_a_function_that_is_only_returned_is_run_too(sets):
 
 
 @pytest.mark.parametrize("around", [in_creator_scope, lambda: tf.distribute.OneDeviceStrategy("CPU:0").scope()])
-def test_a_scope_around_the_making_of_a_strategy_can_be_left(around, unwatched):
+def test_a_scope_around_the_creation_of_a_strategy_can_be_left(around, unwatched):
     with around():
         outside_scope.watch_models_outside(2)
     outside_scope.watch_models_outside(2)

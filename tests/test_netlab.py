@@ -174,7 +174,7 @@ def test_a_transfer_of_known_size_is_counted_and_not_faster_than_the_rate(lab, r
 
 
 @skips_on_a_busy_machine
-def test_a_link_that_is_off_is_told(lab):
+def test_a_link_that_is_off_is_reported(lab):
     lab.shape("100mbit")
     host = lab.hosts[0]
     slower = ["tc", "-n", host.name, "qdisc", "replace", "dev", host.interface, "root", "tbf"]
@@ -184,7 +184,7 @@ def test_a_link_that_is_off_is_told(lab):
 
 
 @skips_on_a_busy_machine
-def test_two_labs_stand_side_by_side_unconnected(lab):
+def test_two_labs_are_not_connected(lab):
     with Netlab(hosts=3, rate="100mbit") as other:
         assert not owned_by(lab) & owned_by(other)
         for sender, receiver in [*itertools.permutations(other.hosts, 2), lab.hosts]:
@@ -194,7 +194,7 @@ def test_two_labs_stand_side_by_side_unconnected(lab):
     assert owned_by(lab) <= set(namespaces())
 
 
-def test_up_exec_and_down_leave_the_labs_of_others_alone(lab):
+def test_up_exec_and_down_do_not_touch_other_labs(lab):
     first = run(*COMMAND, "up", "--hosts", "3", "--rate", "none").splitlines()
     name, address = first[2].split()
     with Netlab(hosts=2, rate=None):
@@ -206,7 +206,7 @@ def test_up_exec_and_down_leave_the_labs_of_others_alone(lab):
     assert owned_by(lab) <= set(namespaces())
 
 
-def test_an_error_inside_takes_the_lab_and_its_processes_down():
+def test_an_error_inside_removes_the_lab_and_its_processes():
     with pytest.raises(KeyboardInterrupt):
         with Netlab(hosts=2, rate=None) as lab:
             sleeper = subprocess.Popen(lab.hosts[1].command(["sleep", "1000"]))
@@ -230,7 +230,7 @@ with netlab.Netlab(2, None) as lab:
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_who_is_asked_to_end_leaves_nothing_and_says_nothing(signum, code):
+def test_a_terminated_lab_leaves_nothing_and_prints_nothing(signum, code):
     for command in (UP_FOR_LONG, [*COMMAND, "up", "--hosts=4"]):
         before = set(namespaces())
         with started(command) as process:
@@ -263,7 +263,7 @@ def test_without_tools_a_command_is_refused():
 
 
 @pytest.mark.parametrize("rate", ["0mbit", "99kbit", "101gbit", "fast", "1mbps", ""])
-def test_what_is_no_rate_is_refused(rate):
+def test_an_invalid_rate_is_refused(rate):
     with pytest.raises(ValueError, match="rate"):
         parse_rate(rate)
 

@@ -35,14 +35,14 @@ def run(tmp_path):
         ("no-such-host.invalid", {"::", "0.0.0.0"}),
     ],
 )
-def test_a_listener_is_at_the_addresses_of_its_host_alone(host, addresses):
+def test_a_listener_uses_only_the_addresses_of_its_host(host, addresses):
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(each) for each in listening.listen(host, 0, backlog=1)]
         found = [each.getsockname()[:2] for each in listeners]
     assert {address for address, _ in found} <= addresses and len({port for _, port in found}) == 1
 
 
-def test_a_name_that_means_this_machine_to_itself_alone_is_no_reason_to_listen_at_loopback(monkeypatch):
+def test_a_name_that_resolves_to_loopback_only_here_does_not_limit_the_listener(monkeypatch):
     """Debian's /etc/hosts maps a machine's own name to 127.0.1.1, where peers on other machines cannot connect."""
     monkeypatch.setattr(listening, "addresses_of", lambda host: ["127.0.1.1"])
     (listener,) = listening.listen("node0", 0, backlog=1)
@@ -106,7 +106,7 @@ print(socket.if_nameindex(), os.getuid() == os.geteuid() != 0)
     assert done.stdout == "[(1, 'lo')] True\n", done.stderr
 
 
-def test_a_kernel_that_refuses_is_told_with_the_remedy(monkeypatch):
+def test_a_kernel_without_namespaces_gets_an_error_with_a_remedy(monkeypatch):
     def refuse(flags):
         ctypes.set_errno(1)
         return -1

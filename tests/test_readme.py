@@ -102,7 +102,7 @@ def test_the_test_helper_runs(tmp_path):
     run([sys.executable, "check.py"], tmp_path)
 
 
-def test_the_error_is_as_shown():
+def test_the_error_equals_the_readme():
     shown = " ".join(re.search(r"```\n(TFConfigError: .*?)```", README, re.DOTALL)[1].split())
     cluster = '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 3}}'
 

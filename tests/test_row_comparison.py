@@ -20,7 +20,7 @@ RIGHT = (
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_workers_that_read_unlike_rows_are_told_before_the_first_update(case, pools):
+def test_different_rows_are_refused_before_the_first_update(case, pools):
     told = pools("2x1").run(checks.outcome, case)
     for kind, message, moved in told:
         assert kind == "ClusterError" and not moved, message
@@ -31,27 +31,27 @@ def test_workers_that_read_unlike_rows_are_told_before_the_first_update(case, po
 
 @pytest.mark.parametrize("method", ["evaluate", "predict"])
 @pytest.mark.parametrize("case", ["a part of the arrays", "a part of a generator"])
-def test_evaluate_and_predict_refuse_unlike_rows(case, method, pools):
+def test_evaluate_and_predict_refuse_different_rows(case, method, pools):
     for kind, message, _ in pools("2x1").run(checks.outcome, case, method):
         assert kind == "ClusterError" and f"`{method}`" in message
 
 
-def test_rows_that_become_unlike_in_a_later_epoch_are_named_on_all_workers(pools):
+def test_different_rows_in_a_later_epoch_are_named_on_all_workers(pools):
     for _, message, _ in pools("2x1").run(checks.outcome, "from the third pass on"):
         assert "the first batch of pass" in message and "row 0 of the labels" in message
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_right_programs_are_not_refused(case, pools):
+def test_correct_programs_are_not_refused(case, pools):
     assert pools("2x1").run(checks.outcome, case) == [("nothing", "", True)] * 2
 
 
-def test_unlike_rows_of_endless_data_are_warned_of(pools):
+def test_different_rows_of_endless_data_get_a_warning(pools):
     (_, said, _), (_, of_other, _) = pools("2x1").run(checks.outcome, "a part of endless data")
     assert "worker 0 has row 0" in said and "worker 1 has" in said and of_other == ""
 
 
-def test_a_folder_of_images_that_is_read_without_a_seed_is_read_in_one_order(pools, tmp_path):
+def test_a_folder_of_images_without_a_seed_has_one_order_on_all_workers(pools, tmp_path):
     (tmp_path / "kind").mkdir()
     for number in range(32):
         keras.utils.save_img(tmp_path / "kind" / f"{number}.png", np.full((2, 2, 3), number), scale=False)
@@ -59,7 +59,7 @@ def test_a_folder_of_images_that_is_read_without_a_seed_is_read_in_one_order(poo
     assert first == second and len(first) == checks.BATCH
 
 
-def test_a_custom_loop_notices_unlike_rows_too(pools):
+def test_a_custom_loop_notices_different_rows(pools):
     assert pools("2x1").run(checks.outcome_of_loop, False) == [("", checks.ROWS // 2)] * 2
     for message, seen in pools("2x1").run(checks.outcome_of_loop, True):
         assert "first batch of `a custom loop`" in message and seen == 0
@@ -86,7 +86,7 @@ def _draw_in_branch(x):
         (lambda base: tf.data.Dataset.from_generator(lambda: [1], output_types=tf.int32), "PYTHON"),
     ],
 )
-def test_the_graph_of_a_pipeline_tells_what_random_numbers_reach(made, expected):
+def test_random_numbers_are_traced_through_the_graph_of_a_pipeline(made, expected):
     dataset = made(tf.data.Dataset.range(8).map(lambda x: tf.cast(x, tf.float32)))
     assert [origin.name for origin in origins_of(dataset)] == expected.split()
 
@@ -101,7 +101,7 @@ def test_sizes_and_readers_of_a_pipeline():
 @pytest.mark.parametrize(
     "array", [np.arange(12.0).reshape(4, 3), np.arange(4), np.array([b"a", b"b", b"c", b"dd"], "O")]
 )
-def test_samples_tell_rows_apart_but_not_rounding(array):
+def test_samples_differ_between_rows_but_not_by_rounding(array):
     one, same, swapped = sample(array), sample(array.copy()), sample(array[[0, 2, 1, 3]])
     assert digest([one]) == digest([same]) != digest([swapped])
     assert difference(one.described(), same.described()) is None

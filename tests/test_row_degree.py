@@ -278,7 +278,7 @@ def test_gradients_of_sums_grow_with_the_rows():
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_the_layers_between_make_no_difference(make):
+def test_layers_between_do_not_change_the_degree(make):
     if make is sequence:  # The analysis understands the graph of a loop only in part.
         assert reduction_told_by(degrees_of(make, plain_mean)) == "mean"
         assert reduction_told_by(degrees_of(make, sum_by_the_global_batch)) != "mean"
@@ -288,7 +288,7 @@ def test_the_layers_between_make_no_difference(make):
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_gradients_of_sums_and_means_are_told_from_both(name):
+def test_mixed_gradients_of_sums_and_means_are_recognized(name):
     assert any(math.isnan(degree) for degree in degrees_of(dense, MIXED[name]))
 
 
@@ -306,5 +306,5 @@ def test_gradients_of_sums_and_means_are_told_from_both(name):
         ([None, 0.5], None),
     ],
 )
-def test_sure_degrees_tell_of_the_loss(degrees, told):
+def test_certain_degrees_describe_the_loss(degrees, told):
     assert reduction_told_by(degrees) == told

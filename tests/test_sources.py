@@ -212,7 +212,7 @@ def test_any_order_and_repeats_give_the_plain_data(kind, tmp_path):
             assert_same(got, examples[index])
 
 
-def test_element_spec_is_what_is_read(kind, tmp_path):
+def test_element_spec_matches_the_examples(kind, tmp_path):
     source = as_source(GIVEN[kind](tmp_path, COUNT))
     dataset = pipeline(source, [1, 0, 2])
     assert dataset.unbatch().element_spec == source.element_spec
@@ -235,7 +235,7 @@ def test_fingerprint_stays_and_changes_with_the_number_of_examples(kind, tmp_pat
     assert len(one) <= 16
 
 
-def test_arrays_on_disk_and_computed_of_them_are_the_same_source_as_in_memory(tmp_path):
+def test_arrays_on_disk_are_the_same_source_as_in_memory(tmp_path):
     memory, datasets = on_disk(tmp_path, COUNT)
     strings = datasets["again"].file.create_dataset("text", data=[b"a", b"", b"ccc"])
     sources = [as_source(array) for array in (memory, datasets["again"], ROWS, memory.copy(), memory.astype("f4"))]
@@ -253,7 +253,7 @@ def operations_of(source):
     return {operation.type for operation in graph.get_operations()}
 
 
-def test_fingerprint_of_records_changes_with_what_is_in_them(tmp_path):
+def test_fingerprint_of_records_changes_with_their_content(tmp_path):
     paths = [
         write_tfrecord(tmp_path / "a", [b"one", b"two"]),
         write_tfrecord(tmp_path / "b", [b"one", b"too"]),
@@ -293,13 +293,13 @@ class OutOfOrder:
         ([os.path.dirname(__file__)], ValueError, ["is a folder"]),
     ],
 )
-def test_what_is_no_source_is_refused_with_the_reason(given, error, said):
+def test_an_unsuitable_source_is_refused_with_the_reason(given, error, said):
     with pytest.raises(error) as caught:
         as_source(given)
     assert [words for words in said if words not in str(caught.value)] == []
 
 
-def test_source_is_taken_as_it_is():
+def test_a_source_is_used_unchanged():
     source = as_source(ROWS)
     assert as_source(source) is source
 
@@ -318,7 +318,7 @@ def test_parts_of_a_split_have_each_example_once_and_may_keep_all_features(tmp_p
     assert read(TfdsSource(builder, "train", as_supervised=False), [2])[0].keys() == {"row", "number"}
 
 
-def test_one_file_is_taken_by_its_path_and_of_another_format_told(tmp_path):
+def test_one_file_is_read_by_its_path_and_another_format_is_refused(tmp_path):
     paths = write_tfrecord(tmp_path / "records"), write_array_record(tmp_path / "train.ar")
     assert [len(make(path)) for make, path in zip((TFRecordSource, ArrayRecordSource), paths, strict=True)] == [
         COUNT
@@ -335,7 +335,7 @@ def test_builder_without_split_or_files_is_refused(tmp_path):
         as_source((builder, "train"))
 
 
-def test_arrays_stay_out_of_graphs():
+def test_arrays_are_not_stored_in_graphs():
     big = as_source(np.zeros((1000, 1000), np.float32))
     graph = tf.function(big.read).get_concrete_function(tf.TensorSpec([None], tf.int64)).graph
     assert graph.as_graph_def().ByteSize() < 10_000
@@ -372,7 +372,7 @@ class Unlike(list):
     ],
     ids=["raises", "type", "shape", "keys", "tuple", "together", "none"],
 )
-def test_example_that_is_wrong_is_named(examples, said):
+def test_a_wrong_example_is_named(examples, said):
     assert_told(failure_of(as_source(examples), range(8)), *said)
 
 
@@ -387,7 +387,7 @@ def test_items_may_share_a_buffer():
     assert [list(each) for each in read(as_source(Reused([0] * 4)), range(4))] == [[i, i] for i in range(4)]
 
 
-def test_items_asked_for_together_are_named_one_by_one():
+def test_the_broken_one_of_several_items_is_named():
     class Broken(Together):
         def __getitem__(self, index):
             return {3: 1}.__getitem__(3) if index != 3 else {}["three"]
@@ -398,7 +398,7 @@ def test_items_asked_for_together_are_named_one_by_one():
     assert_told(failure_of(as_source(Broken([1] * 5)), range(5)), "Example 3 (item 3 of Broken)", "KeyError")
 
 
-def test_length_that_changes_is_noticed():
+def test_a_changed_length_is_noticed():
     examples = list(range(5))
     source = as_source(examples)
     examples.append(5)
@@ -411,7 +411,7 @@ def test_worker_of_tf_config_is_named(monkeypatch):
     assert_told(failure_of(as_source([1, "x"]), range(2)), "worker 1 of 2 at 10.0.0.2:2")
 
 
-def test_items_are_asked_by_one_thread_at_a_time():
+def test_items_are_read_by_one_thread_at_a_time():
     class Alone(list):
         busy = False
 
@@ -445,7 +445,7 @@ def test_broken_record_is_named_by_file_and_number(byte, what, tmp_path):
         as_source(path)
 
 
-def test_data_are_not_checked_where_that_is_not_wanted_and_are_afterwards(tmp_path):
+def test_data_checksums_can_be_switched_off(tmp_path):
     path = write_tfrecord(tmp_path / "a.tfrecord")
     damage(path, offset_of(6) + 12)
     assert len(TFRecordSource([path], check_data=False)) == COUNT
@@ -454,7 +454,7 @@ def test_data_are_not_checked_where_that_is_not_wanted_and_are_afterwards(tmp_pa
 
 
 @pytest.mark.parametrize("write", [write_tfrecord, write_array_record])
-def test_no_records_are_none(write, tmp_path):
+def test_reading_no_records_gives_none(write, tmp_path):
     source = as_source(write(tmp_path / ("a.tfrecord" if write is write_tfrecord else "a.array_record")))
     assert tf.function(source.read)(tf.zeros([0], tf.int64)).shape == [0]
 
@@ -474,7 +474,7 @@ def test_truncated_array_record_is_named(tmp_path):
         as_source(path)
 
 
-def test_file_of_something_else_is_named(tmp_path):
+def test_a_file_of_another_format_is_named(tmp_path):
     path = tmp_path / "a.tfrecord"
     path.write_text("This is a text, and no records are in it.")
     with pytest.raises(SourceError, match="Is it a TFRecord file"):
@@ -524,7 +524,7 @@ def test_a_file_of_which_a_little_is_not_in_memory_is_mapped(tmp_path):
         assert read(source, [70, 2, 3, 7]) == [records[i] for i in (70, 2, 3, 7)]
 
 
-def test_index_is_made_once_and_anew_for_a_changed_file(tmp_path, caplog):
+def test_an_index_is_made_once_and_again_for_a_changed_file(tmp_path, caplog):
     path = write_tfrecord(tmp_path / "a.tfrecord")
     index = tmp_path / f".a.tfrecord{INDEX_SUFFIX}"
     as_source(path)
@@ -536,7 +536,7 @@ def test_index_is_made_once_and_anew_for_a_changed_file(tmp_path, caplog):
     assert "older" in caplog.text
 
 
-def test_a_file_that_took_the_place_of_another_is_read(tmp_path):
+def test_a_replaced_file_is_read(tmp_path):
     path = write_tfrecord(tmp_path / "a.tfrecord")
     assert read(as_source(path), range(4)) == RECORDS[:4]
     os.replace(write_tfrecord(tmp_path / "b.tfrecord", RECORDS[3:]), path)
@@ -544,7 +544,7 @@ def test_a_file_that_took_the_place_of_another_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", None, "encrypted"])
-def test_damaged_index_is_made_anew(content, tmp_path, caplog):
+def test_a_damaged_index_is_made_again(content, tmp_path, caplog):
     path = write_tfrecord(tmp_path / "a.tfrecord")
     as_source(path)
     index = tmp_path / f".a.tfrecord{INDEX_SUFFIX}"
@@ -581,7 +581,7 @@ def test_processes_may_index_at_once(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [index.name, "a.tfrecord"]
 
 
-def test_index_is_kept_in_a_cache_where_it_cannot_be_beside_the_file(tmp_path, monkeypatch):
+def test_an_index_is_cached_if_it_cannot_be_beside_the_file(tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     monkeypatch.setenv("TFDIST_CACHE", str(cache))
     with open(write_tfrecord(tmp_path / "a.tfrecord"), "rb") as file:
@@ -594,7 +594,7 @@ def test_index_is_kept_in_a_cache_where_it_cannot_be_beside_the_file(tmp_path, m
     assert index.stat().st_mtime_ns == made
 
 
-def test_indices_are_not_taken_for_data(tmp_path):
+def test_indices_are_not_read_as_data(tmp_path):
     path = write_tfrecord(tmp_path / "train-0")
     for _ in range(2):
         for pattern in ("train*", "*"):
@@ -635,7 +635,7 @@ def test_parts_of_records_make_up_the_global_batches(last_rows, files_together, 
     assert got == [[RECORDS[i] for i in batch] for batch in wanted]
 
 
-def test_an_epoch_of_records_that_are_read_together_is_over_when_its_last_batch_is_taken(tmp_path):
+def test_an_epoch_of_coalesced_records_ends_with_its_last_batch(tmp_path):
     source = as_source(write_tfrecord(tmp_path / "a.tfrecord", RECORDS[:8]))
     sharding = BalancedSharding(source, 2, seed=3)
     read = iter(sharding())

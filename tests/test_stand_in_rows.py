@@ -81,7 +81,7 @@ ZEROS = {
 }
 
 
-def test_the_first_row_that_is_read_stands_in_whatever_its_types():
+def test_the_first_row_stands_in_with_any_types():
     rows, model, row = ExampleRows(), Model(), ExampleRow()
     dataset = noting(batches(), row)
     rows.put(model, row)
@@ -94,7 +94,7 @@ def test_the_first_row_that_is_read_stands_in_whatever_its_types():
     assert as_lists(run(last, rows.of(Model()))) == ZEROS, "rows of another model say nothing"
 
 
-def test_zeros_stand_in_until_a_row_is_read_and_a_function_traced_before_takes_it_then():
+def test_zeros_stand_in_until_a_row_is_read_also_in_traced_functions():
     rows, model, row = ExampleRows(), Model(), ExampleRow()
     dataset = noting(tf.data.Dataset.from_tensor_slices(np.full([4, 2], 7.0)).batch(2), row)
     rows.put(model, row)
@@ -116,7 +116,7 @@ def test_a_dataset_keeps_its_structure(element):
     assert noting(dataset, ExampleRow()).element_spec == dataset.element_spec
 
 
-def test_a_batch_that_is_at_hand_gives_its_own_first_row():
+def test_a_batch_with_rows_gives_its_own_first_row():
     batch = np.array([[3, 4], [5, 6]]), None
     given = row_of(batch)([tf.zeros([1, 2], tf.int64)], 0)
     assert [tensor.numpy().tolist() for tensor in given] == [[[3, 4]]]
@@ -124,7 +124,7 @@ def test_a_batch_that_is_at_hand_gives_its_own_first_row():
     assert [tensor.numpy().tolist() for tensor in given] == [[[1, 1]]]
 
 
-def test_a_model_that_is_gone_leaves_no_row():
+def test_a_deleted_model_leaves_no_row():
     rows, model, row = ExampleRows(), Model(), ExampleRow.of(tf.ones([2, 2]))
     rows.put(model, row)
     known, example = weakref.ref(row), rows.of(model)

@@ -147,7 +147,7 @@ def test_values_come_back_in_the_order_of_workers(num_workers):
     assert all(result[2:] == ((1, "two"), {"three": [3]}) for result in results)
 
 
-def test_a_large_value_makes_the_way_there_and_back():
+def test_a_large_value_is_sent_and_returned():
     data = os.urandom(5_000_000)
     assert all(args == (data,) for _, _, args, _ in run_workers(pid_and_arguments, 2, args=(data,)))
 
@@ -169,7 +169,7 @@ def test_the_cause_is_reported_rather_than_its_consequence():
         run_workers(raise_consequence_first, 2)
 
 
-def test_an_exception_that_cannot_travel_is_told_as_text():
+def test_an_exception_that_cannot_be_pickled_is_reported_as_text():
     with pytest.raises(WorkerError, match="UnpicklableError: one and two") as caught:
         run_workers(raise_unpicklable, 1)
     assert caught.value.__cause__ is None
@@ -196,12 +196,12 @@ def test_deadline_names_the_worker_and_where_it_hangs():
         (0, "ended with exit code 7"),
     ],
 )
-def test_a_worker_that_dies_without_a_word_is_named_with_its_signal_or_code(how, words):
+def test_a_worker_that_dies_silently_is_named_with_its_signal_or_code(how, words):
     with pytest.raises(WorkerError, match=f"Worker 1 of 2 {words}(.|\n)*last words"):
         run_workers(die_in, 2, args=(1, how))
 
 
-def test_a_killed_worker_takes_its_own_children_along(tmp_path):
+def test_the_children_of_a_killed_worker_end(tmp_path):
     pid_file = tmp_path / "kept"
     with pytest.raises(WorkerError, match="Worker 0 of 2 was killed by SIGKILL"):
         run_workers(fork_and_die, 2, args=(pid_file,), timeout_seconds=30)
@@ -284,7 +284,7 @@ def test_functions_of_a_script_run_in_workers(tmp_path):
     assert done.stdout == "['here', 'here']\n", done.stderr
 
 
-def test_the_end_of_workers_is_noticed_where_it_was_ignored(tmp_path):
+def test_ended_workers_of_a_pool_are_noticed_although_sigchld_is_ignored(tmp_path):
     path = script(
         tmp_path,
         """
@@ -299,7 +299,7 @@ def test_the_end_of_workers_is_noticed_where_it_was_ignored(tmp_path):
     assert "of 2 ended with exit code 7" in done.stderr, done.stderr
 
 
-def test_a_script_without_a_main_guard_is_told_so(tmp_path):
+def test_a_script_without_a_main_guard_gets_an_error(tmp_path):
     path = script(
         tmp_path,
         """
@@ -341,7 +341,7 @@ def test_tensorflow_sees_the_cluster_and_the_devices():
     assert run_workers(tensorflow_view, 2, devices_per_worker=3) == [(0, 2, 3), (1, 2, 3)]
 
 
-def test_virtual_devices_may_be_asked_for_again_but_not_changed():
+def test_virtual_devices_may_be_requested_again_but_not_changed():
     ((names, message),) = run_workers(virtual_devices_twice, 1)
     assert names == ["CPU:0", "CPU:1", "CPU:2"]
     assert "already runs" in message and "3 CPU device(s)" in message
