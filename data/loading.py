@@ -91,8 +91,8 @@ def _open(path: pathlib.Path, name: str) -> IO[str]:
     except OSError as error:
         raise OSError(
             error.errno,
-            f"Dataset {name!r} is not in {path.parent} and cannot be prepared there ({error.strerror}). Name a "
-            "data_dir that holds the dataset or can be written to, or set TFDS_DATA_DIR.",
+            f"Dataset {name!r} is not in {path.parent} and cannot be prepared there ({error.strerror}). Give a "
+            "data_dir that holds the dataset or is writable, or set TFDS_DATA_DIR.",
         ) from error
 
 
@@ -108,7 +108,7 @@ def _wait_for_lock(file, name, timeout_seconds):
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"Waited {timeout_seconds:g} s for {holder}, which prepares dataset {name!r} and holds {file.name}. "
-                "Let it finish or end it, then start again."
+                "Wait until it finishes or end it, then start again."
             )
         if not told:
             logging.warning("Waiting for %s, which prepares dataset %r.", holder, name)
@@ -127,6 +127,6 @@ def _check_network(builder):
         except OSError as error:
             raise ConnectionError(
                 f"Dataset {builder.name!r} is not in {builder.data_dir_root} and must be downloaded from {host}, which "
-                f"cannot be found ({error}): this machine seems to have no network. Name a data_dir that holds the "
-                "dataset, or take the one that needs no download: --dataset digits."
+                f"cannot be found ({error}): this machine seems to have no network. Give a data_dir that holds the "
+                "dataset, or use the dataset that needs no download: --dataset digits."
             ) from error

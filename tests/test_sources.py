@@ -329,7 +329,7 @@ def test_one_file_is_read_by_its_path_and_another_format_is_refused(tmp_path):
 
 def test_builder_without_split_or_files_is_refused(tmp_path):
     builder = Numbers(data_dir=tmp_path)
-    with pytest.raises(TypeError, match="splits"):
+    with pytest.raises(TypeError, match="needs a split"):
         as_source(builder)
     with pytest.raises(ValueError, match="download_and_prepare"):
         as_source((builder, "train"))
@@ -363,8 +363,8 @@ class Unlike(list):
     ("examples", "said"),
     [
         (Unlike(ROWS), ["Example 7 (item 7 of Unlike)", "StopIteration: seven is gone"]),
-        ([*ROWS[:7], ROWS[7].astype(np.float64), *ROWS[8:]], ["Example 7", "float32 of shape [2, 3], and is float64"]),
-        ([*ROWS[:7], ROWS[7][:1], *ROWS[8:]], ["Example 7", "shape [1, 3]", "unlike example 0"]),
+        ([*ROWS[:7], ROWS[7].astype(np.float64), *ROWS[8:]], ["Example 7", "float32 of shape [2, 3], but is float64"]),
+        ([*ROWS[:7], ROWS[7][:1], *ROWS[8:]], ["Example 7", "shape [1, 3]", "differs from example 0"]),
         ([{"a": 1}] * 7 + [{"b": 1}] * 2, ["Example 7", "['a']", "['b']"]),
         ([(1, 2)] * 7 + [(1,)] * 2, ["Example 7", "tuple of 2"]),
         (Together([1] * 7 + ["x"]), ["Example 7 (item 7 of Together)", "int64"]),
@@ -477,7 +477,7 @@ def test_truncated_array_record_is_named(tmp_path):
 def test_a_file_of_another_format_is_named(tmp_path):
     path = tmp_path / "a.tfrecord"
     path.write_text("This is a text, and no records are in it.")
-    with pytest.raises(SourceError, match="Is it a TFRecord file"):
+    with pytest.raises(SourceError, match="A TFRecord file must not be compressed"):
         as_source(path)
 
 

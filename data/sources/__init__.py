@@ -70,7 +70,7 @@ def as_source(examples: Any) -> Source:
     if isinstance(examples, list) and examples and isinstance(examples[0], str | os.PathLike):
         return _files(examples)
     if isinstance(examples, tuple) and examples and all(map(_is_path, examples)):
-        raise TypeError(f"Several files are given as a list, and these as a tuple: list({examples!r}).")
+        raise TypeError(f"Several files must be in a list, got a tuple. Give list({examples!r}).")
     if _is_split(examples):
         from tfdist.data.sources.tfds import TfdsSource  # TensorFlow Datasets takes a second to load.
 
@@ -81,8 +81,8 @@ def as_source(examples: Any) -> Source:
     if hasattr(examples, "__len__") and hasattr(examples, "__getitem__"):
         return ItemsSource(examples)
     raise TypeError(
-        f"Examples are read by their number, and {type(examples).__name__} has not both __len__ and __getitem__. Give "
-        'arrays, files, (TFDS builder, "train"), or an object that has them, such as a list.'
+        f"A source needs __len__ and __getitem__, to read examples by number, but {type(examples).__name__} does not "
+        'have both. Give arrays, files, (TFDS builder, "train"), or an object with both methods, such as a list.'
     )
 
 
@@ -90,12 +90,12 @@ def _files(paths: list[Any]) -> Source:
     strange = [path for path in paths if not isinstance(path, str | os.PathLike)]
     if strange:
         raise TypeError(
-            f"A list that starts with a path holds paths only, got {strange[0]!r} among them. Where these are "
-            "examples, give tuples that hold them."
+            f"A list that starts with a path must hold only paths, got {strange[0]!r} among them. If the entries are "
+            "examples, put each in a tuple."
         )
     given, paths = paths, [path for path in paths if not is_index(os.fspath(path))]  # Listings contain them.
     if not paths:
-        raise ValueError(f"A source needs at least one file, but {given} are indices. Name the files beside them.")
+        raise ValueError(f"A source needs at least one file, but {given} are indices. Give the files themselves.")
     names = [os.path.basename(os.fspath(path)) for path in paths]
     of_array_records = ["array_record" in name or "arrayrecord" in name for name in names]
     if all(of_array_records):
@@ -104,8 +104,8 @@ def _files(paths: list[Any]) -> Source:
         return ArrayRecordSource(paths)
     if any(of_array_records):
         raise ValueError(
-            f"Files of one source have one format, but {names[of_array_records.index(True)]} is an ArrayRecord file by "
-            f"its name and {names[of_array_records.index(False)]} is not. Give them one kind at a time."
+            f"Files of one source must have one format, but {names[of_array_records.index(True)]} is an ArrayRecord "
+            f"file by its name and {names[of_array_records.index(False)]} is not. Make one source for each format."
         )
     from tfdist.data.sources.tfrecord import TFRecordSource
 
@@ -144,20 +144,19 @@ def _refuse(examples: Any) -> None:
     """Raises an error for objects that have a length and items but are no sequence of examples."""
     if isinstance(examples, tf.data.Dataset):
         raise TypeError(
-            "A tf.data.Dataset is read in its own order, and balanced shares need each example by its number. Give "
-            "what the dataset was made of (arrays, files, a TFDS builder and a split), and what it does to each "
+            "Balanced shares need each example by its number, but a tf.data.Dataset is read in its own order. Give "
+            "the source of the dataset (arrays, files, a TFDS builder and a split), and its operations on each "
             "example as `map_fn`."
         )
     if _is_of(_BUILDER, examples):
-        raise TypeError(
-            f'A TFDS builder has several splits ({", ".join(examples.info.splits)}): give (builder, "train").'
-        )
+        raise TypeError(f'A TFDS builder needs a split ({", ".join(examples.info.splits)}): give (builder, "train").')
     if _is_of(_PY_DATASET, examples):
         raise TypeError(
-            "The items of a PyDataset are batches, and balanced shares need each example by its number. Give what it "
-            "reads from, or an object whose items are examples."
+            "Balanced shares need each example by its number, but the items of a PyDataset are batches. Give the data "
+            "that it reads, or an object whose items are examples."
         )
     if hasattr(examples, "iloc"):
         raise TypeError(
-            f"The items of a {type(examples).__name__} are its columns. Give dict(table), or table.to_numpy()."
+            f"A source needs rows as items, but the items of a {type(examples).__name__} are its columns. Give "
+            "dict(table), or table.to_numpy()."
         )

@@ -67,7 +67,7 @@ class ArrayRecordSource(ItemsSource):
                 raise self.failure(
                     int(indices[first]),
                     f"cannot be trusted: its file has changed since it was opened, when it had {self._stats[file][0]} "
-                    "bytes. Leave files as they are while they are read, and start again.",
+                    "bytes. Do not change files while they are read, and start again.",
                 )
 
 
@@ -83,8 +83,8 @@ def _array_record() -> Any:
         from array_record.python import array_record_data_source
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "ArrayRecord files are read by the package array_record, which is not installed. Install it with: pip "
-            "install array_record",
+            "ArrayRecord files need the package array_record, which is not installed. Install it with: pip install "
+            "array_record",
             name=error.name,
         ) from error
     return array_record_data_source
@@ -102,5 +102,5 @@ def _count(path: str, module: Any) -> int:
         return len(module.ArrayRecordDataSource(path))
     except Exception as error:  # The type of the error depends on the problem of the file.
         raise SourceError(
-            f"{path} cannot be read by {this_worker()}: {error}. Is it a whole ArrayRecord file? Write it again."
+            f"{path} cannot be read by {this_worker()}: {error}. If it is an ArrayRecord file, write it again."
         ) from error

@@ -98,14 +98,14 @@ def _as_tensor(name: str, array: Any) -> tf.Tensor:
     dense = "to_tensor" if isinstance(array, tf.RaggedTensor | tf.SparseTensor) else "toarray"
     if hasattr(array, dense):  # `toarray` is SciPy's method.
         raise TypeError(
-            f"Rows are read from dense arrays, but {name} is a {type(array).__name__}. Give {name}.{dense}(), or an "
+            f"Rows must be in dense arrays, but {name} is a {type(array).__name__}. Give {name}.{dense}(), or an "
             "object with __len__ and __getitem__ that gives one example at a time."
         )
     if array is None:
-        raise TypeError(f"Rows are read from arrays of numbers or strings, but {name} is None. Leave it out.")
+        raise TypeError(f"Rows must be in arrays of numbers or strings, but {name} is None. Leave it out.")
     if np.ma.is_masked(array):
         raise TypeError(
-            f"Rows are read whole, but some elements of {name} are masked, which no tensor can say. Give "
+            f"Rows must be complete, but some elements of {name} are masked, and tensors have no masks. Give "
             f"{name}.filled(...), or the mask as another array beside it."
         )
     try:
@@ -115,8 +115,8 @@ def _as_tensor(name: str, array: Any) -> tf.Tensor:
             return tf.convert_to_tensor(np.asarray(array))
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"Rows are read from arrays of numbers or strings, but {name} is a {type(array).__name__} that TensorFlow "
-            f"makes no tensor of: {error}"
+            f"Rows must be in arrays of numbers or strings, but {name} is a {type(array).__name__} that TensorFlow "
+            f"cannot convert to a tensor: {error}"
         ) from error
 
 
@@ -125,7 +125,7 @@ def _common_length(arrays: Any, columns: Any) -> int:
 
     def note(name: str, column: Any) -> None:
         if not column.shape.rank:
-            raise ValueError(f"Each array holds one example a row, but {name} is a single value, {column.numpy()!r}.")
+            raise ValueError(f"Arrays must hold one example per row, but {name} is a single value, {column.numpy()!r}.")
         lengths[name] = column.shape[0]
 
     map_leaves(note, columns, "arrays")

@@ -47,7 +47,7 @@ def expand(paths: Iterable[str | os.PathLike]) -> list[str]:
 
 def _expand_one(path: str) -> list[str]:
     if tf.io.gfile.isdir(path):
-        raise ValueError(f"Examples are read from files, and {path} is a folder. Name its files: {path}/*.tfrecord*")
+        raise ValueError(f"Examples are read from files, but {path} is a folder. Name its files: {path}/*.tfrecord*")
     if tf.io.gfile.exists(path):
         return [path]
     if not set("*?[") & set(path):

@@ -68,7 +68,7 @@ class ItemsSource(Source):
                     leaves = list(_leaves(self.element_spec, example, "example"))
                 except (TypeError, ValueError) as error:
                     raise self.failure(
-                        index, f"is unlike example 0: {error} All examples need the same structure, shapes and types."
+                        index, f"differs from example 0: {error} All examples need equal structure, shapes and types."
                     ) from None
                 for column, leaf in zip(columns, leaves, strict=True):
                     column[row] = leaf[()]  # `[()]` turns a string array of rank 0 into a string.
@@ -80,8 +80,8 @@ class ItemsSource(Source):
         if len(self._items) != self._length:
             raise self.failure(
                 indices[0],
-                f"is not what it was: {type(self._items).__name__} had {self._length} examples when training "
-                f"began and has {len(self._items)} now. Leave it as it is while it is read.",
+                f"cannot be trusted: {type(self._items).__name__} had {self._length} examples when training "
+                f"began and has {len(self._items)} now. Do not change it while it is read.",
             )
         if hasattr(self._items, "__getitems__"):
             return iter(self._get_together(indices))
@@ -103,7 +103,7 @@ class ItemsSource(Source):
             ) from error
         if len(examples) != len(indices):
             raise self.failure(
-                indices[0], f"was asked for with {len(indices) - 1} others; __getitems__ gave {len(examples)} examples."
+                indices[0], f"and {len(indices) - 1} others were requested, but __getitems__ returned {len(examples)}."
             )
         return examples
 
@@ -128,8 +128,8 @@ def _spec(name: str, value: Any) -> tf.TensorSpec:
         dtype = None
     if dtype in (None, tf.variant, tf.resource) or (dtype == tf.string and not _are_strings(array)):
         raise TypeError(
-            f"An example is made of arrays, numbers and strings, in tuples and dicts, but {name} of example 0 is a "
-            f"{type(value).__name__}, {str(value)[:60]}. A list is taken for one array; of several things make a tuple."
+            f"An example must consist of arrays, numbers and strings, in tuples and dicts, but {name} of example 0 is "
+            f"a {type(value).__name__}, {str(value)[:60]}. A list counts as one array; put several values in a tuple."
         )
     return tf.TensorSpec(array.shape, dtype)
 
@@ -142,12 +142,12 @@ def _leaves(spec: Any, example: Any, name: str) -> Iterator[np.ndarray]:
     """Yields the arrays of `example` in the order of `tf.nest.flatten(spec)`. ValueError if they differ from `spec`."""
     if isinstance(spec, Mapping):
         if not isinstance(example, Mapping) or example.keys() != spec.keys():
-            raise ValueError(f"{name} has to be a dict with the keys {sorted(spec)}, and is {_shown(example)}.")
+            raise ValueError(f"{name} must be a dict with the keys {sorted(spec)}, but is {_shown(example)}.")
         for key in sorted(spec):
             yield from _leaves(spec[key], example[key], f"{name}[{key!r}]")
     elif isinstance(spec, tuple):
         if not isinstance(example, tuple) or len(example) != len(spec):
-            raise ValueError(f"{name} has to be a tuple of {len(spec)}, and is {_shown(example)}.")
+            raise ValueError(f"{name} must be a tuple of {len(spec)}, but is {_shown(example)}.")
         for i, part in enumerate(spec):
             yield from _leaves(part, example[i], f"{name}[{i}]")
     else:
@@ -156,7 +156,7 @@ def _leaves(spec: Any, example: Any, name: str) -> Iterator[np.ndarray]:
         if array.shape != tuple(spec.shape) or not of_type:
             kind = array.dtype if array.dtype != object else f"{_shown(example)} of objects"
             raise ValueError(
-                f"{name} has to be {spec.dtype.name} of shape {list(spec.shape)}, and is {kind} of shape "
+                f"{name} must be {spec.dtype.name} of shape {list(spec.shape)}, but is {kind} of shape "
                 f"{list(array.shape)}."
             )
         yield array

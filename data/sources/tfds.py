@@ -99,7 +99,7 @@ def _records(builder: tfds.core.DatasetBuilder, split: tfds.typing.SplitArg) -> 
     if file_format == tfds.core.FileFormat.TFRECORD:
         return TFRecordSource(parts)
     raise ValueError(
-        f"Examples are read by their number from files of ArrayRecord or TFRecord, but {builder.info.full_name} is in "
-        f"files of {file_format and file_format.value}. Prepare it again, in another data_dir, with file_format="
-        '"array_record".'
+        f"A dataset must be in files of ArrayRecord or TFRecord, to read examples by number, but "
+        f"{builder.info.full_name} is in files of {file_format and file_format.value}. Prepare it again, in another "
+        'data_dir, with file_format="array_record".'
     )

@@ -138,7 +138,7 @@ class TFRecordSource(Source):
             wrong = [wanted[i] for i, header in enumerate(opened.read(spans)) if header != lengths[i].tobytes()]
             raise self.failure(
                 wrong[0] if wrong else wanted[-1],
-                "is not where the index says: its file has changed. Leave files as they are while they are read.",
+                "is not where the index has it: its file has changed. Do not change files while they are read.",
             )
         return records
 
@@ -152,7 +152,7 @@ class TFRecordSource(Source):
             raise self.failure(
                 index,
                 f"cannot be trusted: its file has changed since it was indexed, from {made.size} bytes to "
-                f"{opened.stat()[0]}, or in place. Leave files as they are while they are read, and start again.",
+                f"{opened.stat()[0]}, or in place. Do not change files while they are read, and start again.",
             )
         return opened
 

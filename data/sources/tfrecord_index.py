@@ -19,8 +19,8 @@ HEADER_BYTES = 12  # The length of the data, and the CRC of the length.
 FOOTER_BYTES = 4  # The CRC of the data.
 
 _OTHER_FILES = (
-    "Is it a TFRecord file, and not compressed? ArrayRecord files are known by array_record in their names; others are "
-    "given as tfdist.data.sources.ArrayRecordSource(path)."
+    "A TFRecord file must not be compressed. An ArrayRecord file must have array_record in its name, or be given as "
+    "tfdist.data.sources.ArrayRecordSource(path)."
 )
 _BATCH = 1024
 _POLYNOMIAL = 0x82F63B78  # CRC32C, reflected
@@ -80,7 +80,7 @@ def load_index(path: str, check_data: bool) -> TFRecordIndex:
         index = dataclasses.replace(index, checked=True)
     if stat(path) != (size, mtime):
         raise SourceError(
-            f"{path} was changed while its records were counted, by {this_worker()}. Start when it is written."
+            f"{path} changed while {this_worker()} counted its records. Start again when the file is complete."
         )
     _keep(index)
     return index
@@ -113,10 +113,10 @@ def _read(place: str, path: str, size: int, mtime: int) -> TFRecordIndex | None:
                 checked=bool(kept["checked"]),
             )
     except Exception as error:  # A flipped bit can cause many errors: encryption, another version, another type.
-        logging.warning("%s is damaged (%s) and made anew.", place, error)
+        logging.warning("%s is damaged (%s), so it is made again.", place, error)
         return None
     if (index.size, index.mtime) != (size, mtime):
-        logging.warning("%s is older than its file, which has changed since, and is made anew.", place)
+        logging.warning("%s is older than the last change of its file, so it is made again.", place)
         return None
     return index
 
@@ -132,10 +132,10 @@ def _keep(index: TFRecordIndex) -> None:
             tf.io.gfile.makedirs(os.path.dirname(place) or ".")
             _write(place, content.getvalue())
         except tf.errors.OpError as error:
-            logging.info("The index of %s cannot be kept in %s: %s", index.path, place, error.message)
+            logging.info("The index of %s cannot be stored in %s: %s", index.path, place, error.message)
         else:
             return
-    logging.warning("The index of %s can be kept nowhere, and is made at each start. Set $TFDIST_CACHE.", index.path)
+    logging.warning("The index of %s cannot be stored, so it is made at each start. Set $TFDIST_CACHE.", index.path)
 
 
 def _write(place: str, content: bytes) -> None:
@@ -159,7 +159,7 @@ def _make(path: str, size: int, mtime: int) -> TFRecordIndex:
         raise _fault(path, lengths, int(broken[0]), f"has a broken header. {hint}")
     if end != size:
         record = len(lengths) - 1 if end > size else len(lengths)
-        raise _fault(path, lengths, record, f"is cut off by the end of the file at byte {size}. Copy it again.")
+        raise _fault(path, lengths, record, f"is cut off by the end of the file at byte {size}. Copy the file again.")
     digest = hashlib.sha256(headers["length"].tobytes() + data_crcs.tobytes()).hexdigest()[:16]
     return TFRecordIndex(path, size, mtime, lengths, digest, checked=False)
 
@@ -173,7 +173,7 @@ def _check_data(index: TFRecordIndex) -> None:
     except tf.errors.DataLossError:
         good = records.ignore_errors().reduce(np.int64(0), lambda count, _: count + 1)
         raise _fault(
-            index.path, index.lengths, int(good), "is broken: its data do not have the CRC beside them. Copy it again."
+            index.path, index.lengths, int(good), "is broken: its data do not match their CRC. Copy the file again."
         ) from None
 
 
