@@ -99,7 +99,7 @@ SOME_ROWS = [
 
 
 @pytest.mark.parametrize("row", by_default(ROWS, SOME_ROWS))
-def test_broken_off_and_resumed_in_a_process_without_a_strategy(row, pools, tmp_path):
+def test_a_fit_interrupted_and_resumed_without_a_strategy_equals_one_fit(row, pools, tmp_path):
     resumed, unbroken = pools("single").run(
         checks.broken_off_and_unbroken, "plain", str(tmp_path / "backup"), **ROWS[row]
     )[0]
@@ -124,7 +124,7 @@ REPLICATED = {
 
 
 @pytest.mark.parametrize("row", by_default(REPLICATED, ["balanced"]))
-def test_broken_off_and_resumed_on_two_devices(row, pools, tmp_path):
+def test_a_fit_interrupted_and_resumed_on_two_devices_equals_one_fit(row, pools, tmp_path):
     resumed, unbroken = pools("1x2").run(
         checks.broken_off_and_unbroken, "1x2", str(tmp_path / "backup"), **REPLICATED[row]
     )[0]
@@ -152,7 +152,7 @@ KILLED = {
 
 
 @pytest.mark.parametrize("where", by_default(KILLED, ["two workers"]))
-def test_killed_and_started_again(where, tmp_path):
+def test_killed_workers_resume_with_equal_results(where, tmp_path):
     """SIGKILL ends the workers; each start runs in new processes."""
     placement, workers, devices, kills, options = KILLED[where]
     directory = str(tmp_path / "backup")
@@ -170,7 +170,7 @@ def test_killed_and_started_again(where, tmp_path):
 
 
 @pytest.mark.parametrize("position", ["first", "last"])
-def test_a_fit_that_is_done_is_passed_over_with_the_state_of_its_end(position, pools, tmp_path):
+def test_a_finished_fit_is_skipped_with_the_state_of_its_end(position, pools, tmp_path):
     check, directory = checks.broken_off_in_the_second_fit, str(tmp_path / "backup")
     resumed, unbroken = pools("single").run(check, directory, delete_checkpoint=False, position=position)[0]
     assert_equal(resumed, unbroken)
@@ -186,7 +186,7 @@ def test_a_fit_that_is_done_is_passed_over_with_the_state_of_its_end(position, p
     ],
     ids=["compiled once", "compiled anew", "averages of weights"],
 )
-def test_a_fit_whose_end_was_not_kept_is_passed_over_with_the_state_of_the_next(options, pools, tmp_path):
+def test_a_finished_fit_without_a_backup_of_its_end_is_skipped_with_later_state(options, pools, tmp_path):
     check, directory = checks.broken_off_in_the_second_fit, str(tmp_path / "backup")
     resumed, unbroken = pools("single").run(check, directory, **options)[0]
     assert resumed["between"][0] != unbroken["between"][0]
@@ -203,7 +203,7 @@ SKIPPED = {
 
 
 @pytest.mark.parametrize("moment", SKIPPED)
-def test_a_script_that_skips_a_fit_that_is_done_goes_on_with_the_next(moment, pools, tmp_path):
+def test_a_script_that_skips_a_finished_fit_continues_with_the_next(moment, pools, tmp_path):
     breaks, options, expected = SKIPPED[moment]
     check, directory = checks.skipped_in_later_starts, str(tmp_path / "backup")
     trained, resumed, unbroken = pools("single").run(check, directory, breaks, **options)[0]
@@ -213,7 +213,7 @@ def test_a_script_that_skips_a_fit_that_is_done_goes_on_with_the_next(moment, po
             np.testing.assert_array_equal(mine, other, strict=True)
 
 
-def test_a_fit_that_a_callback_has_stopped_is_done_and_said_to_be(tmp_path, caplog):
+def test_a_fit_that_a_callback_stopped_is_logged_as_done(tmp_path, caplog):
     directory = str(tmp_path / "backup")
     for _ in range(2):
         model = checks.build(None)
@@ -229,7 +229,7 @@ def test_a_fit_that_a_callback_has_stopped_is_done_and_said_to_be(tmp_path, capl
     assert "goes on" not in told[0]
 
 
-def test_a_fit_has_the_signals_for_as_long_as_it_runs_also_if_another_runs_within_or_it_is_interrupted(tmp_path):
+def test_a_fit_handles_signals_only_while_it_runs(tmp_path):
     heard, handlers = [], []
 
     def train(name, *others):
@@ -258,7 +258,7 @@ def test_a_fit_has_the_signals_for_as_long_as_it_runs_also_if_another_runs_withi
         signal.signal(signal.SIGTERM, before)
 
 
-def test_what_cannot_be_restored_is_said_before_training_and_stays_as_it_was(pools, tmp_path):
+def test_an_unsuitable_backup_is_refused_before_training_and_kept(pools, tmp_path):
     said, untouched = pools("single").run(checks.refusals, str(tmp_path / "backup"))[0]
     assert "dense/kernel of shape (9, 16)" in said["another shape"] and "(9, 17)" in said["another shape"]
     assert "another model or optimizer" in said["another optimizer"]
@@ -268,29 +268,29 @@ def test_what_cannot_be_restored_is_said_before_training_and_stays_as_it_was(poo
     assert untouched
 
 
-def test_epochs_of_fewer_batches_than_were_trained_on_are_refused_and_nothing_is_lost(pools, tmp_path):
+def test_shorter_epochs_than_the_backup_are_refused_and_nothing_is_lost(pools, tmp_path):
     said, untouched = pools("single").run(checks.fewer_batches, str(tmp_path / "backup"))[0]
     assert len(said) == 2 and all("after batch 5 of 6 of an epoch, but an epoch has 2 now" in each for each in said)
     assert untouched
 
 
-def test_a_backup_of_other_data_is_refused_before_anything_is_given_back(pools, tmp_path):
+def test_a_backup_of_other_data_is_refused_before_any_restore(pools, tmp_path):
     said, *untouched = pools("single").run(checks.other_data, str(tmp_path / "backup"))[0]
     assert "seed was 0, is 1" in said and "another backup_dir" in said
     assert untouched == [True, True]
 
 
-def test_what_each_replica_has_its_part_of_is_not_read_for_a_callback(pools):
+def test_variables_with_parts_on_each_replica_are_not_read_for_a_callback(pools):
     assert pools("1x2").run(checks.refused_parts_of_replicas, "1x2") == [[True, False]]
 
 
-def test_a_full_disk_costs_a_save_and_nothing_else(pools, tmp_path):
+def test_a_full_disk_costs_one_save_only(pools, tmp_path):
     meanwhile, in_the_end = pools("single").run(checks.full_disk, str(tmp_path / "backup"))[0]
     assert meanwhile == [4]
     assert in_the_end == [16, 18]
 
 
-def test_sums_are_not_taken_once_for_each_replica_that_there_is_more(pools, tmp_path):
+def test_restored_sums_do_not_grow_with_the_number_of_replicas(pools, tmp_path):
     resumed, alone = pools("1x2").run(checks.resumed_with_more, str(tmp_path / "backup"))[0]
     for mine, other in zip(resumed, alone, strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
@@ -304,7 +304,7 @@ PACES = {
 
 
 @pytest.mark.parametrize("pace", PACES)
-def test_time_is_looked_at_also_where_steps_are_long_or_become_slower(pace, monkeypatch):
+def test_saves_by_time_follow_long_and_slower_steps(pace, monkeypatch):
     minutes, seconds, longest_minutes = PACES[pace]
     clock = types.SimpleNamespace(now=0.0)
     monkeypatch.setattr(save_schedule, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
@@ -318,7 +318,7 @@ def test_time_is_looked_at_also_where_steps_are_long_or_become_slower(pace, monk
     assert np.all(np.diff([0, *saves, clock.now / 60]) < longest_minutes), saves
 
 
-def test_what_a_broken_off_fit_had_to_pass_over_is_trained_on_by_the_next():
+def test_batches_to_skip_do_not_carry_over_to_the_next_fit():
     counted = step_counter.CountedSteps(lambda iterator: next(iterator), 1)
     counted.pass_over(3, 0, lambda _: None, reads=True, runs_last=False, logs=None)
     first = iter(range(9))
@@ -326,7 +326,7 @@ def test_what_a_broken_off_fit_had_to_pass_over_is_trained_on_by_the_next():
     assert counted(iter(range(9))) == 0
 
 
-def test_a_train_on_batch_of_a_callback_is_no_step_of_the_input():
+def test_a_train_on_batch_of_a_callback_does_not_count_as_a_step():
     model = checks.build(None)
     model.make_train_function()
     x, y = checks.data()
@@ -362,7 +362,7 @@ def fit_on(directory, *others, epochs=1, initial_epoch=0, **options):
     return model.fit(*checks.data(), callbacks=[*others, backup], **rows)
 
 
-def test_a_backup_of_another_epoch_or_of_other_versions_is_named_and_stays(tmp_path, caplog, monkeypatch):
+def test_a_backup_beyond_the_fit_or_of_other_versions_is_logged_and_kept(tmp_path, caplog, monkeypatch):
     directory = str(tmp_path / "backup")
     with monkeypatch.context() as patched:
         patched.setattr(commit_writer, "versions", lambda: {"tfdist": "0.0.1", "keras": "3.99"})
@@ -376,7 +376,7 @@ def test_a_backup_of_another_epoch_or_of_other_versions_is_named_and_stays(tmp_p
 
 
 @pytest.mark.parametrize("step", [3, checks.STEPS + 3])
-def test_the_epoch_of_a_backup_counts_also_if_fit_is_told_to_begin_later(step, tmp_path, caplog):
+def test_the_epoch_of_a_backup_overrides_a_later_initial_epoch(step, tmp_path, caplog):
     broken_off(str(tmp_path / "backup"), step)
     seen = []
     note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
@@ -387,7 +387,7 @@ def test_the_epoch_of_a_backup_counts_also_if_fit_is_told_to_begin_later(step, t
     assert len(told) == 1 and f"of epoch {step // checks.STEPS + 1}, not with initial_epoch=2" in told[0], told
 
 
-def test_where_commits_go_and_how_many_stay_is_as_each_fit_was_told(tmp_path, monkeypatch, caplog):
+def test_each_fit_uses_its_own_backup_dir_and_keep(tmp_path, monkeypatch, caplog):
     (tmp_path / "backup").mkdir()
     (tmp_path / "backup" / "latest.weights.h5").write_bytes(b"of Keras")
     monkeypatch.chdir(tmp_path)
@@ -400,7 +400,7 @@ def test_where_commits_go_and_how_many_stay_is_as_each_fit_was_told(tmp_path, mo
     assert sum("Keras' own BackupAndRestore" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_model_that_was_backed_up_is_let_go(tmp_path):
+def test_a_model_is_freed_after_a_fit_with_backups(tmp_path):
     model, stop = checks.build(None), keras.callbacks.EarlyStopping(monitor="loss")
     model.run_eagerly = True
     backup = tfdist.callbacks.BackupAndRestore(tmp_path / "backup")
@@ -429,7 +429,7 @@ class OfTwo:
         return decide([said, {"files": {}, "asked": True} if topic == "save" else said])
 
 
-def test_all_leave_with_a_worker_that_is_asked_also_where_steps_do_not_report(tmp_path, monkeypatch):
+def test_all_workers_leave_with_a_preempted_worker_without_step_reports(tmp_path, monkeypatch):
     def leave(refusals, directory):
         left.append(batch)
         raise SystemExit
@@ -458,13 +458,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_callback_cannot_be_told_is_refused_by_name(name):
+def test_invalid_arguments_are_refused_by_name(name):
     for value in REFUSED[name]:
         with pytest.raises(ValueError, match=f"`{name}` must .*got "):
             tfdist.callbacks.BackupAndRestore(**{"backup_dir": "x", name: value})
 
 
-def test_a_path_is_whole_and_a_number_of_seconds_is_a_time(monkeypatch):
+def test_a_path_is_made_absolute_and_a_float_is_a_time(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.chdir("/tmp")
     made = tfdist.callbacks.BackupAndRestore
@@ -535,7 +535,7 @@ class Collects(keras.callbacks.Callback):
         self.future, self.started = concurrent.futures.Future(), datetime.datetime.now()
 
 
-def test_collections_of_callbacks_are_saved_and_a_warning_tells_what_cannot_be(caplog):
+def test_collections_of_callbacks_are_saved_and_unsuitable_values_get_a_warning(caplog):
     callback, again = Collects(), Collects()
     states = states_of(callback)
     held, restored = again.last, states_of(again)
@@ -567,7 +567,7 @@ class Speaks(keras.callbacks.Callback):
         self.state = state
 
 
-def test_of_a_callback_that_says_its_state_nothing_else_is_missed(caplog):
+def test_a_callback_with_get_state_gets_no_warning_about_other_attributes(caplog):
     callback, again = Speaks(), Speaks()
     callback.made = None
     states, restored = (states_of(each) for each in (callback, again))
@@ -577,7 +577,7 @@ def test_of_a_callback_that_says_its_state_nothing_else_is_missed(caplog):
 
 
 @pytest.mark.parametrize("make", [keras.metrics.Mean, lambda: {"mean": keras.metrics.Mean(), "best": 1}])
-def test_a_state_that_nothing_could_take_is_told_when_it_is_saved(make, caplog):
+def test_a_state_that_cannot_be_saved_gets_a_warning(make, caplog):
     callback = Speaks()
     callback.state = make()
     states = states_of(callback)
@@ -618,7 +618,7 @@ class HoldsInPlace(keras.callbacks.Callback):
         return [*drawn, np.asarray(keras.random.normal((1,), seed=self.seeds["seeds"])).tolist()]
 
 
-def test_variables_metrics_and_generators_of_callbacks_are_given_back_in_place():
+def test_variables_metrics_and_generators_of_callbacks_are_restored_in_place():
     model = checks.build(None)
     kernels = model.trainable_variables
     callback, again = HoldsInPlace(kernels), HoldsInPlace(kernels)
@@ -643,7 +643,7 @@ def test_variables_metrics_and_generators_of_callbacks_are_given_back_in_place()
     assert again.kernels[1]["both"][0] is kernels[0]
 
 
-def test_what_is_to_be_given_back_in_place_and_is_not_there_begins_anew_with_a_warning(caplog):
+def test_a_missing_object_to_restore_in_place_gets_a_warning(caplog):
     callback, again = HoldsInPlace([]), HoldsInPlace([])
     states, restored = states_of(callback), states_of(again)
     callback.mean.update_state(5.0)
@@ -659,7 +659,7 @@ def test_what_is_to_be_given_back_in_place_and_is_not_there_begins_anew_with_a_w
     [np.longdouble(1), np.zeros(2, np.clongdouble), np.ma.masked_array([1.0], [True]), np.array(["a"]), object()],
     ids=lambda value: type(value).__name__,
 )
-def test_what_could_not_be_read_again_is_not_saved(value):
+def test_values_that_could_not_be_restored_are_not_saved(value):
     with pytest.raises(TypeError, match="cannot be saved"):
         serialization.encode([value], [])
 
@@ -677,7 +677,7 @@ class InPlace(keras.callbacks.Callback):
             array[-1] += 1
 
 
-def test_arrays_that_a_callback_changes_in_place_are_saved_and_no_others():
+def test_only_changed_arrays_of_a_callback_are_saved():
     callback, again = InPlace(), InPlace()
     states, restored = states_of(callback), states_of(again)
     at_start = states.capture()
@@ -694,7 +694,7 @@ def test_arrays_that_a_callback_changes_in_place_are_saved_and_no_others():
     assert again.seen[-1] == again.many[1]["a"][-1] == 0
 
 
-def test_for_callbacks_that_hold_no_variables_those_of_the_model_are_not_looked_up(monkeypatch):
+def test_callbacks_without_variables_do_not_search_the_model(monkeypatch):
     def fail(model):
         raise AssertionError
 
@@ -704,7 +704,7 @@ def test_for_callbacks_that_hold_no_variables_those_of_the_model_are_not_looked_
         states.restore(as_saved(states.capture()))
 
 
-def test_random_numbers_that_reading_has_not_drawn_are_told_from_those_it_has():
+def test_random_states_that_reading_has_not_changed_are_recognized():
     for draw, undrawn in (
         (lambda: None, {"python", "numpy"}),
         (lambda: random.shuffle(list(range(6))), {"python", "numpy"}),  # a single draw, as Keras does
@@ -752,7 +752,7 @@ class Service:
             raise tf.errors.UnavailableError(None, None, "Connection refused")
 
 
-def test_the_chief_does_not_wait_for_the_word_of_a_worker_that_is_gone(monkeypatch):
+def test_the_chief_does_not_wait_for_a_lost_worker(monkeypatch):
     service = Service()
     monkeypatch.setattr(coordination_store, "tf_internals", types.SimpleNamespace(context=service))
     monkeypatch.setattr(peer_health, "tf_internals", types.SimpleNamespace(context=service))
@@ -763,7 +763,7 @@ def test_the_chief_does_not_wait_for_the_word_of_a_worker_that_is_gone(monkeypat
     assert "has not answered" in json.loads(decided)["error"], "the others hear of it"
 
 
-def test_a_worker_that_begins_no_backup_is_named_when_all_should_have_come(monkeypatch):
+def test_a_worker_without_the_backup_callback_is_named_after_the_timeout(monkeypatch):
     service = Service(answers=float("inf"))
     monkeypatch.setattr(coordination_store, "tf_internals", types.SimpleNamespace(context=service))
     monkeypatch.setattr(peer_health, "tf_internals", types.SimpleNamespace(context=service))
@@ -775,7 +775,7 @@ def test_a_worker_that_begins_no_backup_is_named_when_all_should_have_come(monke
         agreement.CommitAgreement(strategy, 600).begin({"keep": "2"})
 
 
-def test_workers_that_were_told_otherwise_are_named_with_what_they_were_told(monkeypatch):
+def test_workers_with_different_arguments_are_named_with_their_values(monkeypatch):
     words = {"1": {"save_freq": "2", "keep": "2"}, "2": {"save_freq": "3", "keep": "2"}}
     service = Service(words=words)
     monkeypatch.setattr(coordination_store, "tf_internals", types.SimpleNamespace(context=service))
@@ -783,7 +783,7 @@ def test_workers_that_were_told_otherwise_are_named_with_what_they_were_told(mon
         agreement.CommitAgreement(strategy_of_workers(3), 600).begin(words["1"])
 
 
-def test_a_fit_of_the_chief_alone_leaves_the_next_of_all_their_words(monkeypatch):
+def test_a_fit_of_the_chief_alone_does_not_shift_later_agreements(monkeypatch):
     service = Service()
     monkeypatch.setattr(coordination_store, "tf_internals", types.SimpleNamespace(context=service))
     topics = []
@@ -817,12 +817,12 @@ class Clocked(Service):
 
 
 MEETINGS = {
-    "who comes late leaves the next no time of its own": (0, {"/fit/0/1": 290}, "for worker 2", 301),
-    "the chief comes late, and waits for others": (1, {"/waits/0": 250, "/decided/0": 545}, None, 545),
-    "the chief comes not": (1, {}, "for worker 0", 312),
-    "the chief is heard no more": (1, {"/waits/0": 250}, "for worker 0", 622),
-    "a program is over": (0, {"/fit/0/1": 0, "done/2": 7}, "the program of worker 2 has ended while worker 0 ", 15),
-    "a program is over that has said its word": (
+    "a late worker does not extend the time of the next": (0, {"/fit/0/1": 290}, "for worker 2", 301),
+    "the chief joins late and waits for others": (1, {"/waits/0": 250, "/decided/0": 545}, None, 545),
+    "the chief is missing": (1, {}, "for worker 0", 312),
+    "the chief falls silent": (1, {"/waits/0": 250}, "for worker 0", 622),
+    "a program has ended": (0, {"/fit/0/1": 0, "done/2": 7}, "the program of worker 2 has ended while worker 0 ", 15),
+    "a program ended after its message": (
         *(0, {"/fit/0/1": 7, "/fit/0/2": 12.2, "done/2": 6, "/decided/0": 12.3}),
         *(None, 12.3),
     ),
@@ -830,7 +830,7 @@ MEETINGS = {
 
 
 @pytest.mark.parametrize("meeting", MEETINGS)
-def test_who_begins_no_backup_is_named_by_all_once_its_time_is_over(meeting, monkeypatch):
+def test_a_missing_worker_is_named_at_the_deadline(meeting, monkeypatch):
     own, comes, named, latest = MEETINGS[meeting]
     service = Clocked(comes)
     for module in (coordination_store, peer_health):
@@ -860,7 +860,7 @@ def captured(begins, own, ends):
     return positions.capture()
 
 
-def test_positions_find_their_shardings_whatever_else_there_was_or_is():
+def test_positions_are_restored_to_the_right_shardings():
     train = sharding_at(0)
     saved = captured([train, sharding_at(0, seed=1)], train, [sharding_at(6), sharding_at(0, seed=1)])
     cases = {
@@ -878,7 +878,7 @@ def test_positions_find_their_shardings_whatever_else_there_was_or_is():
         assert positions.capture()["at_epoch"][shardings(own).index(own)] == saved["at_epoch"][0], case
 
 
-def test_batches_are_read_again_of_what_nobody_follows_in_the_order_of_their_epoch():
+def test_an_unfollowed_sharding_reads_the_batches_of_its_epoch_again():
     train = sharding_at(0, followed=False)
     saved = captured([train], train, [sharding_at(0, epoch=4)])  # read ahead to its end
     own = sharding_at(0, epoch=0, followed=False)
@@ -887,14 +887,14 @@ def test_batches_are_read_again_of_what_nobody_follows_in_the_order_of_their_epo
     assert own.position == (3, 0) and not positions.continues(saved)
 
 
-def test_arrays_are_read_again_whatever_else_has_moved():
+def test_arrays_are_read_again_even_if_a_sharding_has_moved():
     probe = sharding_at(0)
     saved = captured([probe], None, [sharding_at(6)])
     assert ShardingPositions([probe]).continues(saved), "a loop of the user's"
     assert not ShardingPositions([probe], is_other=True).continues(saved)
 
 
-def test_a_position_in_other_batches_than_are_trained_on_is_refused():
+def test_a_position_in_other_batches_is_refused():
     train, other = sharding_at(0), sharding_at(0, seed=1)
     with pytest.raises(PositionError, match="seed was 0, is 1"):
         ShardingPositions([other], other).restore(captured([train], train, [sharding_at(6)]))
@@ -903,7 +903,7 @@ def test_a_position_in_other_batches_than_are_trained_on_is_refused():
     assert not ShardingPositions([]).continues(captured([train], train, [sharding_at(8)])), "arrays now"
 
 
-def test_another_number_of_replicas_goes_on_with_the_next_global_batch(pools, tmp_path):
+def test_another_number_of_replicas_continues_with_the_next_global_batch(pools, tmp_path):
     epochs, history, iterations = pools("1x2").run(checks.resumed_with_fewer, str(tmp_path / "backup"))[0]
     assert epochs == list(range(checks.EPOCHS))
     assert iterations == checks.EPOCHS * checks.STEPS
@@ -913,7 +913,7 @@ def test_another_number_of_replicas_goes_on_with_the_next_global_batch(pools, tm
 @pytest.mark.parametrize(
     ("note", "expected"), [("3\n/b", "7\n/b"), ("9\n/b", "9\n/b"), ("3\n/a", "3\n/a"), (None, None)]
 )
-def test_a_commit_that_its_maker_could_not_tell_of_is_told_when_it_is_restored(note, expected, tmp_path, monkeypatch):
+def test_an_unreported_commit_is_reported_when_it_is_restored(note, expected, tmp_path, monkeypatch):
     """Otherwise a run that is killed right after each commit would stop. The commit may belong to an earlier run."""
     monkeypatch.setenv("TFDIST_RUN_DIR", str(tmp_path))
     if note is not None:
