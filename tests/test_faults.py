@@ -295,7 +295,7 @@ def test_ctrl_c_is_left_alone(before, expected):
 def test_a_process_that_leaves_unsaved_says_so():
     code, output, _ = preempted("print('ready'); was_asked.wait(30); preemption.leave(['worker 1: the disk is full'])")
     assert code == PREEMPTED
-    assert "NOT saved: worker 1: the disk is full" in output and "Saved" not in output
+    assert "WITHOUT a save: worker 1: the disk is full" in output and "Saved" not in output
 
 
 @pytest.mark.exhaustive
