@@ -69,13 +69,13 @@ def test_unequal_shares_equal_one_device(placement, case, pools, one_device):
 
 
 @pytest.mark.parametrize("placement", ["2x1", "1x2", pytest.param("2x2", marks=pytest.mark.exhaustive)])
-def test_evaluate_and_predict_take_each_example_once_in_its_order(placement, pools):
+def test_evaluate_and_predict_read_each_example_once_in_order(placement, pools):
     for evaluated, predicted, expected in pools(placement).run(checks.evaluate_and_predict, placement):
         np.testing.assert_allclose(*evaluated, rtol=1e-5)
         np.testing.assert_allclose(predicted, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_stopped_in_mid_epoch_and_continued_elsewhere_equals_one_device(pools, one_device, tmp_path):
+def test_training_stopped_in_mid_epoch_and_continued_elsewhere_equals_one_device(pools, one_device, tmp_path):
     folder = str(tmp_path)
     parts = [
         pools("2x1").run(checks.stop_or_continue, "2x1", folder, 11),
@@ -99,7 +99,7 @@ def test_compressed_gradients_of_unequal_shares(pools, one_device):
 
 
 @pytest.mark.parametrize("placement", ["2x1", pytest.param("1x2", marks=pytest.mark.exhaustive)])
-def test_only_training_on_a_sharding_moves_it(placement, pools):
+def test_only_training_moves_the_position(placement, pools):
     for history, expected, positions in pools(placement).run(checks.together, placement):
         np.testing.assert_allclose([history["val_loss"][-1], history["val_accuracy"][-1]], expected, rtol=1e-5)
         assert positions == [(2, 0), (0, 0), (2, 0), (3, 0)]
@@ -112,7 +112,7 @@ def test_one_sharding_for_training_and_validation(pools):
 
 
 @pytest.mark.parametrize("placement", [pytest.param("1x2", marks=pytest.mark.exhaustive), "2x1"])
-def test_a_fit_within_a_fit_leaves_the_outer_one_its_shares_and_position(placement, pools, one_device):
+def test_a_fit_within_a_fit_does_not_change_the_outer_shares_and_position(placement, pools, one_device):
     for result in pools(placement).run(checks.one_fit_within_another, placement):
         assert_same(result, one_device("plain"), 1e-5)
         assert result["positions"] == [(checks.EPOCHS, 0), (0, 2)]
@@ -120,12 +120,12 @@ def test_a_fit_within_a_fit_leaves_the_outer_one_its_shares_and_position(placeme
         assert "'run_step'" in result["unknown_step"]
 
 
-def test_epochs_without_end_go_on_where_fit_left_them(pools, one_device):
+def test_endless_epochs_continue_where_fit_stopped(pools, one_device):
     for result in pools("2x1").run(checks.without_end, "2x1"):
         assert result["positions"] == [(0, 5), (1, 1), (1, 6)]
 
 
-def test_all_workers_give_a_slow_one_less_at_the_same_step(pools):
+def test_all_workers_reduce_a_slow_share_at_the_same_step(pools):
     (first, state, statistics), (second, other_state, _) = pools("2x1").run(checks.slowed, "2x1")
 
     assert first == second
@@ -137,7 +137,7 @@ def test_all_workers_give_a_slow_one_less_at_the_same_step(pools):
     assert statistics.changes >= 1 and statistics.rows_per_second > 0 and statistics.imbalance >= 1
 
 
-def test_a_worker_that_is_slow_between_steps_gets_less(pools):
+def test_a_worker_that_is_slow_between_steps_gets_a_smaller_share(pools):
     (first, *_), (second, *_) = pools("2x1").run(checks.slowed, "2x1", by_callback=True)
 
     assert first == second
@@ -155,19 +155,19 @@ def test_a_custom_loop_reads_each_example_once_and_counts_epochs(placement, pool
 
 
 @pytest.mark.parametrize("placement", ["2x1", "1x2"])
-def test_a_look_at_the_data_is_no_epoch_of_it(placement, pools):
+def test_reading_without_training_counts_no_epoch(placement, pools):
     for positions in pools(placement).run(checks.look_and_train, placement):
         assert positions == [(0, 0), (1, 0), (2, 0)]
 
 
-def test_an_audit_of_what_is_not_trained_on_raises(pools):
+def test_an_audit_of_untrained_data_raises(pools):
     for said in pools("1x2").run(checks.audit_of_another, "1x2"):
         assert len(said) == 2
         assert "Nothing of this sharding" in said[0] and "without one" in said[1]
 
 
 @pytest.mark.parametrize("placement", ["2x1", pytest.param("1x2", marks=pytest.mark.exhaustive)])
-def test_an_audit_of_whole_and_continued_epochs_passes(placement, pools):
+def test_an_audit_of_complete_and_continued_epochs_passes(placement, pools):
     for error, history, position in pools(placement).run(checks.audited, placement):
         assert error is None
         assert position == (2, 0)
@@ -186,7 +186,7 @@ def test_an_epoch_of_one_step_has_its_balance_in_the_logs():
         assert seconds > 0 and rows == pytest.approx(4 / seconds)
 
 
-def test_a_fit_that_is_broken_off_leaves_nobody_who_listens():
+def test_an_interrupted_fit_leaves_no_listeners():
     strategy = tfdist.MirroredStrategy(["CPU:0"])
     with strategy.scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -214,7 +214,7 @@ def test_a_fit_that_is_broken_off_leaves_nobody_who_listens():
 
 
 @pytest.mark.parametrize("placement", ["2x1", "1x2"])
-def test_an_audit_names_what_was_repeated_and_missed_on_every_worker(placement, pools):
+def test_an_audit_names_repeated_and_missed_examples_on_every_worker(placement, pools):
     errors = [error for error, _, _ in pools(placement).run(checks.audited, placement, broken=True)]
 
     assert len(set(errors)) == 1
@@ -223,7 +223,7 @@ def test_an_audit_names_what_was_repeated_and_missed_on_every_worker(placement, 
 
 
 @pytest.mark.parametrize("placement", ["2x1", pytest.param("1x2", marks=pytest.mark.exhaustive)])
-def test_who_looks_beside_training_disturbs_it_in_nothing(placement, pools):
+def test_reading_beside_training_does_not_disturb_it(placement, pools):
     chief, *others = pools(placement).run(checks.look_beside_training, placement)
     assert chief[-1] == [checks.BATCH, checks.ROWS]
     for rows, position, looked_at in [chief, *others]:
@@ -253,7 +253,7 @@ def test_one_process_can_ask_for_the_batches_of_each_worker(one_after_another):
     assert sharding.position == (1, 0)
 
 
-def test_without_a_strategy_the_next_call_goes_on_where_the_last_was_read_to():
+def test_without_a_strategy_the_next_call_continues_where_the_last_stopped():
     sharding = BalancedSharding(np.arange(20), 8)
     epochs = [rows_read(sharding()) for _ in range(2)]
     data = sharding()
@@ -302,7 +302,7 @@ class Asked:
         return row
 
 
-def test_what_is_read_ahead_without_a_strategy_is_no_epoch():
+def test_rows_read_ahead_without_a_strategy_count_no_epoch():
     source = Asked()
     sharding = BalancedSharding(source, 2)
     iterator = iter(sharding())
@@ -322,7 +322,7 @@ def sharding_of(replicas, size=8, source=None, **options):
     return sharding
 
 
-def test_counts_of_other_numbers_of_workers_are_not_taken_for_this_ones():
+def test_an_audit_ignores_counts_of_other_numbers_of_workers():
     def audit_of(workers):
         audit = tfdist.data.Audit(sharding)
         extended = types.SimpleNamespace(worker_devices=["CPU:0"])
@@ -345,7 +345,7 @@ def test_counts_of_other_numbers_of_workers_are_not_taken_for_this_ones():
     assert [each.get_state()["first_epoch"] for each in (same, other)] == [0, 1]
 
 
-def test_a_fit_of_shorter_epochs_that_begins_amid_the_data_goes_on_at_its_end():
+def test_a_fit_of_shorter_epochs_continues_beyond_the_end_of_the_data():
     strategy = tfdist.MirroredStrategy(["CPU:0"])
     with strategy.scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -362,7 +362,7 @@ def test_a_fit_of_shorter_epochs_that_begins_amid_the_data_goes_on_at_its_end():
 
 
 @pytest.mark.parametrize("options", [{"drop_remainder": True}, {"repeat": True}], ids=str)
-def test_evaluate_and_predict_take_what_training_leaves_out_or_repeats_once(options):
+def test_evaluate_and_predict_read_left_out_and_repeated_examples_once(options):
     strategy = tfdist.MirroredStrategy(["CPU:0"])
     with strategy.scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Rescaling(1.0)])
@@ -375,13 +375,13 @@ def test_evaluate_and_predict_take_what_training_leaves_out_or_repeats_once(opti
     assert int(data.cardinality) == sharding.cardinality
 
 
-def test_numbers_that_are_whole_are_taken_and_any_number_of_calls():
+def test_integral_numbers_of_any_type_are_accepted():
     for calls in (2.0, tf.data.AUTOTUNE):
         sharding = BalancedSharding(np.arange(20), 8.0, block_size=4.0, num_parallel_calls=calls, max_rows=8.0)
         assert sorted(itertools.chain(*rows_read(sharding()))) == list(range(20))
 
 
-def test_weights_and_limits_of_numpy_are_taken():
+def test_weights_and_limits_of_numpy_are_accepted():
     sharding = sharding_of(2, policy=np.array([3.0, 1.0]), max_rows=np.int64(6))
     assert sharding.start(training=True).latest_shares == (6, 2)
     with pytest.raises(ValueError, match=r"Call for_strategy\(context, training=\.\.\.\) first"):
@@ -475,7 +475,7 @@ def assert_refused(one, other, words):
     assert [word for word in words if word not in str(raised.value)] == []
 
 
-def test_a_position_before_a_batch_that_is_left_out_is_the_end_of_the_epoch():
+def test_a_position_before_a_dropped_batch_is_the_end_of_the_epoch():
     saved = sharding_of(2).serialize().replace('"step":0', '"step":2')
     sharding = sharding_of(2, drop_remainder=True)
 
@@ -484,7 +484,7 @@ def test_a_position_before_a_batch_that_is_left_out_is_the_end_of_the_epoch():
     assert sharding.position == (1, 0)
 
 
-def test_workers_of_unlike_shardings_are_told_at_once(pools, tmp_path):
+def test_workers_with_different_shardings_raise_at_once(pools, tmp_path):
     for fewer, seeds, alike, moved, changed in pools("2x1").run(checks.unlike_shardings, str(tmp_path)):
         assert "worker 0 has examples 20, worker 1 has examples 19" in fewer
         assert "worker 0 has seed 0, worker 1 has seed 1" in seeds
@@ -492,7 +492,7 @@ def test_workers_of_unlike_shardings_are_told_at_once(pools, tmp_path):
         assert all(str(tmp_path / f"of_{worker}") in changed for worker in (0, 1))
 
 
-def test_what_is_mapped_of_a_sharding_has_its_length():
+def test_a_mapped_sharding_keeps_its_length():
     """Keras maps the dataset for class weights, and takes a step too many if the length is unknown."""
     x = np.arange(20, dtype="float32")[:, None]
     sharding = BalancedSharding((x, np.arange(20) % 2), 8, shuffle=False)
@@ -509,7 +509,7 @@ def test_what_is_mapped_of_a_sharding_has_its_length():
     assert int(model.optimizer.iterations) == 6
 
 
-def test_keras_says_how_to_give_it_a_sharding():
+def test_the_error_of_keras_tells_how_to_pass_a_sharding():
     model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(2)])
     model.compile("sgd", "mse")
     sharding = BalancedSharding(np.zeros((20, 1)), 8)
@@ -518,7 +518,7 @@ def test_keras_says_how_to_give_it_a_sharding():
             call(sharding, verbose=0)
 
 
-def test_what_goes_around_the_strategy_or_begins_elsewhere_is_told_on_every_worker(pools):
+def test_datasets_that_bypass_the_strategy_and_different_positions_raise_on_every_worker(pools):
     for *around, elsewhere in pools("2x1").run(checks.beside_the_strategy):
         assert around == ["strategy.distribute_datasets_from_function(sharding)"] * 4
         assert "worker 0 has position (0, 5), worker 1 has position (0, 0)" in elsewhere
@@ -534,21 +534,21 @@ def test_what_goes_around_the_strategy_or_begins_elsewhere_is_told_on_every_work
     ],
     ids=["take", "concatenate", "zip"],
 )
-def test_what_is_composed_of_shardings_with_their_context_is_read(compose):
+def test_datasets_composed_of_shardings_with_their_context_are_read(compose):
     strategy = tfdist.MirroredStrategy(["CPU:0"])
     one, other = (BalancedSharding(np.arange(20), 8, seed) for seed in (0, 1))
     data = strategy.distribute_datasets_from_function(lambda context: compose(one(context), other(context)))
     assert len(next(iter(data))) == 8
 
 
-def test_a_sharding_that_is_called_without_the_context_is_refused_on_several_devices():
+def test_a_sharding_called_without_the_context_is_refused_on_several_devices():
     strategy = tfdist.MirroredStrategy(["CPU:0", "CPU:1"])
     sharding = BalancedSharding(np.arange(20), 8)
     with pytest.raises(ValueError, match="without that context"):
         strategy.distribute_datasets_from_function(lambda context: sharding().take(2))
 
 
-def test_an_attribute_of_another_kind_is_no_sharding():
+def test_an_unrelated_attribute_named_sharding_is_ignored():
     strategy = tfdist.MirroredStrategy(["CPU:0"])
     dataset = tf.data.Dataset.range(4)
     dataset.sharding = "by rows"
@@ -567,12 +567,12 @@ def test_devices_of_one_worker_share_the_batches_of_a_plain_dataset(pools, one_d
     assert result["position"] == (checks.EPOCHS, 0)
 
 
-def test_the_data_of_a_dataset_that_nobody_has_any_more_is_let_go(pools):
+def test_the_data_of_a_deleted_dataset_is_freed(pools):
     alive, only_the_last_is_known = pools("1x2").run(checks.let_go, "1x2")[0]
     assert not any(alive) and only_the_last_is_known
 
 
-def test_what_cannot_be_batched_is_named():
+def test_examples_that_cannot_be_batched_are_named():
     def of_unknown_rank(x):
         return tf.numpy_function(lambda x: x, [x], tf.int64)
 
@@ -587,12 +587,12 @@ def test_an_example_of_another_shape_is_named():
         list(data)
 
 
-def test_random_operations_draw_afresh_in_each_batch_epoch_and_worker(pools):
+def test_random_operations_draw_new_numbers_in_each_batch_epoch_and_worker(pools):
     (drawn,) = pools("single").run(checks.drawn_by_workers)
     assert len(drawn) == 2 * 2 * 32 and len(set(drawn)) == len(drawn)
 
 
-def test_where_operations_are_deterministic_workers_draw_apart(monkeypatch):
+def test_under_op_determinism_each_worker_draws_its_own_numbers(monkeypatch):
     monkeypatch.setattr(reading.tf_internals, "is_op_determinism_enabled", lambda: True)
     draws = []
     for replica in (0, 1):
@@ -604,7 +604,7 @@ def test_where_operations_are_deterministic_workers_draw_apart(monkeypatch):
 
 
 @pytest.mark.parametrize("state", ["", "{}", "[]", '{"epoch": "x"}', '{"epoch": 0, "step": 0, "of": 3}'])
-def test_what_is_no_position_is_refused(state):
+def test_an_invalid_position_is_refused(state):
     with pytest.raises(tfdist.errors.PositionError, match="Not a position"):
         sharding_of(1).deserialize(state)
 
@@ -652,7 +652,7 @@ def start(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["file", pytest.param("map_fn", marks=pytest.mark.exhaustive)])
-def test_a_bad_example_is_named_by_its_worker_and_ends_the_other(kind, start, tmp_path):
+def test_a_bad_example_is_named_by_its_worker_and_ends_its_peer(kind, start, tmp_path):
     path = tmp_path / "rows.tfrecord"
     checks.write_records(str(path))
 

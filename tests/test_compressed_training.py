@@ -45,7 +45,7 @@ def assert_learns(workers):
 
 @pytest.mark.exhaustive  # Mixtures of all codecs are tested below.
 @pytest.mark.parametrize("codec", ["float16", "sign", "topk_momentum", "powersgd"])
-def test_it_learns(codec, pools):
+def test_compressed_training_learns(codec, pools):
     workers = pools("1x2").run(checks.train, "1x2", codec)
 
     assert_agree(workers)
@@ -110,7 +110,7 @@ def test_virtual_devices_give_the_results_of_workers(workers, devices, mixture, 
         ),
     ],
 )
-def test_modes_of_keras(placement, codec, mode, pools):
+def test_compression_works_in_all_modes_of_keras(placement, codec, mode, pools):
     workers = pools(placement).run(checks.train, placement, codec, mode, 2)
 
     assert_agree(workers)
@@ -124,7 +124,7 @@ def test_modes_of_keras(placement, codec, mode, pools):
         *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("1x2", "words"), ("2x2", "late"))),
     ],
 )
-def test_a_resumed_run_has_the_bits_of_an_unbroken_one(placement, mixture, pools, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one_in_all_bits(placement, mixture, pools, tmp_path):
     for unbroken, resumed in pools(placement).run(checks.unbroken_and_resumed, placement, mixture, str(tmp_path)):
         for one, other in zip(unbroken, resumed, strict=True):
             np.testing.assert_array_equal(one, other)
@@ -154,7 +154,7 @@ MORE_ROWS = (("1x2", "int8"), ("1x2", "sign"), ("2x2", "bfloat16"))
     ("placement", "codec"),
     [("2x1", "int4"), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE_ROWS)],
 )
-def test_embeddings_agree(placement, codec, pools):
+def test_embeddings_of_replicas_agree(placement, codec, pools):
     workers = pools(placement).run(checks.sparse, placement, codec)
 
     assert_agree(workers)
@@ -346,7 +346,7 @@ def test_only_gradients_are_compressed(placement, pools):
         assert reduction_is_exact
 
 
-def test_lists_of_equal_shapes_under_one_optimizer_keep_residuals_of_their_own(pools):
+def test_gradient_lists_of_equal_shapes_keep_separate_residuals(pools):
     for moved, still in pools("1x2").run(checks.updates_of_unlike_lists, "1x2"):
         assert moved > 0 and still == 0
 

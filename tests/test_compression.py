@@ -503,7 +503,7 @@ def test_power_sgd_knows_when_it_saves():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names(name):
+def test_codec_names_are_resolved(name):
     codec = from_name(name)
     assert isinstance(codec, NAMES[name]) and codec.name == name
     assert from_name(codec) is codec and from_name(None) is None
@@ -514,7 +514,7 @@ def test_names(name):
 @pytest.mark.parametrize(
     ("name", "codec"), [("powersgd(16)", PowerSGD(16)), ("topk(0.001)", TopK(0.001)), ("topk(.5)", TopK(0.5))]
 )
-def test_names_with_a_number(name, codec):
+def test_codec_names_with_a_number_are_resolved(name, codec):
     assert from_name(name) == codec
 
 

@@ -127,7 +127,7 @@ def test_a_wrong_environment_is_refused_by_name(text):
 # The end of a process.
 
 
-def test_a_closed_line_is_a_loss_only_if_its_process_is_gone():
+def test_a_closed_connection_is_a_loss_only_if_its_process_has_ended():
     gone, *_ = free_ports(1)
     with socket.create_server(("127.0.0.1", 0)) as serving:
         addresses = [f"127.0.0.1:{gone}", f"127.0.0.1:{serving.getsockname()[1]}", f"127.0.0.1:{gone}"]
@@ -193,7 +193,7 @@ def preempted(body, signum=signal.SIGTERM):
     return process.returncode, before + output, time.monotonic() - start
 
 
-def test_a_signal_asks_at_once_while_the_main_thread_is_in_native_code():
+def test_a_signal_requests_a_save_even_while_native_code_runs():
     code, output, seconds = preempted(
         """
         import ctypes
@@ -211,7 +211,7 @@ def test_a_signal_asks_at_once_while_the_main_thread_is_in_native_code():
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
-def test_after_the_save_the_process_leaves_with_its_code_and_runs_what_was_registered(signum):
+def test_after_the_save_the_process_runs_exit_handlers_and_exits_with_75(signum):
     code, output, _ = preempted(
         """
         import atexit
@@ -231,7 +231,7 @@ def test_after_the_save_the_process_leaves_with_its_code_and_runs_what_was_regis
 
 
 @pytest.mark.parametrize(("is_supervised", "expected"), [(True, PREEMPTED), (False, -signal.SIGTERM)])
-def test_under_a_supervisor_sigterm_asks_whatever_other_signals_do(is_supervised, expected):
+def test_under_a_supervisor_sigterm_always_requests_a_save(is_supervised, expected):
     code, output, _ = preempted(
         f"""
         preemption.uninstall()
@@ -249,7 +249,7 @@ def test_under_a_supervisor_sigterm_asks_whatever_other_signals_do(is_supervised
     assert code == expected and ("asked" in output) == is_supervised
 
 
-def test_ctrl_c_saves_and_says_how_to_resume():
+def test_ctrl_c_saves_and_tells_how_to_resume():
     code, output, _ = preempted("print('ready'); was_asked.wait(30); preemption.leave([], '/backup')", signal.SIGINT)
     assert code == PREEMPTED and "asked" in output and "Traceback" not in output
     assert "Saved to /backup, and leaving with exit code 75. To continue, start the same command again." in output
@@ -287,12 +287,12 @@ def test_a_second_ctrl_c_ends_at_once():
     ],
     ids=["no training", "no training under way", "interactive", "own handler"],
 )
-def test_ctrl_c_is_left_alone(before, expected):
+def test_ctrl_c_keeps_its_usual_handler(before, expected):
     code, output, _ = preempted(f"{before}\nprint('ready')\ntime.sleep(30)", signal.SIGINT)
     assert code == expected and "asked" not in output
 
 
-def test_a_process_that_leaves_unsaved_says_so():
+def test_a_process_that_leaves_without_a_save_logs_it():
     code, output, _ = preempted("print('ready'); was_asked.wait(30); preemption.leave(['worker 1: the disk is full'])")
     assert code == PREEMPTED
     assert "WITHOUT a save: worker 1: the disk is full" in output and "Saved" not in output
@@ -313,7 +313,7 @@ def test_a_program_that_does_not_end_after_the_save_is_ended():
     assert code == PREEMPTED and seconds > 9, output
 
 
-def test_a_forked_child_ends_by_its_own_signal_and_its_parent_does_not_hear_it():
+def test_a_signal_to_a_forked_child_does_not_reach_its_parent():
     code, output, _ = preempted(
         """
         import multiprocessing
@@ -331,7 +331,7 @@ def test_a_forked_child_ends_by_its_own_signal_and_its_parent_does_not_hear_it()
     assert code == 0 and f"child {-signal.SIGUSR1}" in output and "asked" not in output
 
 
-def test_a_forked_child_whose_training_ends_leaves_its_parent_the_signals():
+def test_a_forked_child_does_not_remove_the_handlers_of_its_parent():
     code, output, _ = preempted(
         """
         ours = preemption._installed
@@ -355,14 +355,14 @@ def test_a_forked_child_whose_training_ends_leaves_its_parent_the_signals():
 
 
 @pytest.mark.parametrize(("reports", "warns"), [(preemption.LoneReports(), False), (None, True)])
-def test_that_another_than_the_main_thread_hears_no_signals_is_said_where_there_is_a_strategy(reports, warns, caplog):
+def test_training_outside_the_main_thread_warns_that_signals_are_not_handled(reports, warns, caplog):
     strategy = types.SimpleNamespace(reports=None)
     with caplog.at_level("WARNING", logger="absl"), ThreadPoolExecutor(1) as pool:
         assert pool.submit(preemption.install, strategy, reports).result() is None
     assert ("Preemption is not handled" in caplog.text) == warns
 
 
-def test_after_uninstall_earlier_handlers_and_defaults_hold_again():
+def test_uninstall_restores_earlier_handlers_and_defaults():
     body = """
         preemption.uninstall()
         print("ready")
@@ -387,7 +387,7 @@ def test_a_signal_that_comes_after_the_last_step_is_not_lost(signum, expected):
     assert code == expected and "went on" not in output
 
 
-def test_a_training_within_another_leaves_it_the_signals():
+def test_an_inner_training_leaves_the_signals_to_the_outer_one():
     code, output, _ = preempted(
         """
         for _ in range(2):
@@ -401,7 +401,7 @@ def test_a_training_within_another_leaves_it_the_signals():
 
 
 @pytest.mark.parametrize(("is_under_way", "expected"), [(True, PREEMPTED), (False, 3)])
-def test_a_signal_after_a_training_that_was_interrupted_is_not_taken_for_its(is_under_way, expected):
+def test_a_signal_after_an_interrupted_training_reaches_the_earlier_handler(is_under_way, expected):
     code, output, _ = preempted(
         f"""
         preemption.uninstall()
@@ -414,7 +414,7 @@ def test_a_signal_after_a_training_that_was_interrupted_is_not_taken_for_its(is_
     assert code == expected and ("asked" in output) == is_under_way
 
 
-def test_a_signal_that_was_answered_is_not_raised_again():
+def test_a_handled_signal_is_not_raised_again():
     code, output, _ = preempted(
         """
         print("ready")
@@ -459,7 +459,7 @@ def fit(model, *callbacks, epochs=1000):
 """
 
 
-def test_a_resolver_stands_in_for_tf_config_and_an_empty_one_trains_alone(job):
+def test_a_resolver_replaces_tf_config_and_an_empty_one_trains_alone(job):
     job.start(
         """
         import os, socket
@@ -495,14 +495,14 @@ def test_a_resolver_stands_in_for_tf_config_and_an_empty_one_trains_alone(job):
     assert "trains alone" not in job.output(1)  # this worker's resolver names its peers
 
 
-def test_a_strategy_that_is_made_too_late_is_told_so_before_it_waits_for_others(job):
+def test_a_strategy_that_is_made_too_late_is_refused_before_the_rendezvous(job):
     job.start("import tensorflow as tf, tfdist\ntf.ones([])\ntfdist.MultiWorkerMirroredStrategy()")
     assert job.wait() == [1, 1]
     for worker in range(2):
         assert f"This is worker {worker} of 2" in job.output(worker) and "right after the imports" in job.output(worker)
 
 
-def test_who_is_waited_for_is_logged(job):
+def test_a_missing_worker_is_logged_during_the_wait(job):
     job.start(
         """
         import os
@@ -520,14 +520,14 @@ def test_who_is_waited_for_is_logged(job):
         assert error.startswith("tfdist.errors.WorkerLostError") and "worker 2 at 127.0.0.1:" in error
 
 
-def test_a_strategy_waits_no_longer_than_it_is_told(job):
+def test_a_strategy_waits_no_longer_than_start_timeout_seconds(job):
     job.start(TRAIN, workers=2, which=[1], TFDIST_START_TIMEOUT_SECONDS=str(START_SECONDS))
     assert job.wait() == [1]
     assert "WorkerLostError" in job.output(1) and "worker 0 at 127.0.0.1:" in job.output(1)
 
 
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_a_killed_worker_ends_the_others(job, killed):
+def test_a_killed_worker_ends_its_peers(job, killed):
     job.train(TRAIN + "assert strategy.extended._wire is not None\nfit(build())")
     job.processes[killed].kill()
     codes = job.wait()
@@ -538,7 +538,7 @@ ENCODED = TRAIN.replace("Strategy()", "Strategy(compression=tfdist.compression.I
 
 
 @pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
-def test_a_killed_worker_ends_the_others_who_wait_for_its_encoded_gradients(killed, job):
+def test_a_killed_worker_ends_peers_that_wait_for_its_encoded_gradients(killed, job):
     job.train(ENCODED + "assert strategy.extended._wire is not None\nfit(build())", workers=3)
     job.processes[killed].kill()
     codes = job.wait()
@@ -547,7 +547,7 @@ def test_a_killed_worker_ends_the_others_who_wait_for_its_encoded_gradients(kill
 
 
 @pytest.mark.exhaustive
-def test_a_frozen_worker_ends_who_waits_for_its_encoded_gradients(job):
+def test_a_frozen_worker_ends_peers_that_wait_for_its_encoded_gradients(job):
     job.train(ENCODED + "fit(build())", TFDIST_HEARTBEAT_TIMEOUT_SECONDS="3")
     tfdist.testing.faults.freeze(job.processes[1].pid)
     assert job.processes[0].wait(DEADLINE_SECONDS / 3) == 1
@@ -555,7 +555,7 @@ def test_a_frozen_worker_ends_who_waits_for_its_encoded_gradients(job):
 
 
 @pytest.mark.exhaustive
-def test_workers_that_cannot_connect_at_other_ports_exchange_encoded_gradients_as_all_else(job):
+def test_workers_that_cannot_connect_use_collectives_for_encoded_gradients(job):
     blocked = """
 from tfdist.strategies.collectives import peer_connections
 if worker:
@@ -582,7 +582,7 @@ assert all(isinstance(each, TlsStream) for each in strategy.extended._wire._line
 
 
 @pytest.mark.exhaustive
-def test_with_tls_nothing_is_exchanged_in_clear_where_workers_cannot_connect(job):
+def test_with_tls_workers_that_cannot_connect_raise_instead_of_plain_text(job):
     head, tail = ENCODED.split("strategy = ", 1)
     blocked = """
 from tfdist.strategies.collectives import peer_connections
@@ -607,7 +607,7 @@ TIMEOUT = "communication_options=tf.distribute.experimental.CommunicationOptions
         ("", 2, "several devices each"),
     ],
 )
-def test_with_tls_what_tensorflow_would_carry_is_refused(job, options, devices, why):
+def test_with_tls_exchanges_over_tensorflow_are_refused(job, options, devices, why):
     script = "import tensorflow as tf\n" + TRAIN.replace("Strategy()", f"Strategy({options})")
     job.start(script, **tls_environment(job.directory), **{DEVICES_PER_WORKER: str(devices)})
     assert job.wait() == [1, 1], job.output(0) + job.output(1)
@@ -615,7 +615,7 @@ def test_with_tls_what_tensorflow_would_carry_is_refused(job, options, devices, 
         assert "TLS needs the workers' own connections" in job.output(worker) and why in job.output(worker)
 
 
-def test_workers_with_unlike_transports_are_told_so(job):
+def test_workers_with_different_transports_raise(job):
     unlike = TRAIN.replace("Strategy()", "Strategy(transport=('auto', 'tensorflow')[worker])")
     job.start(unlike + "fit(build(), epochs=1)")
     assert job.wait() == [1, 1], job.output(0) + job.output(1)
@@ -623,12 +623,12 @@ def test_workers_with_unlike_transports_are_told_so(job):
         assert "the same transport" in job.output(worker) and "tensorflow" in job.output(worker), job.output(worker)
 
 
-def test_a_transport_of_no_name_is_refused():
+def test_an_unknown_transport_is_refused():
     with pytest.raises(ValueError, match=r"`transport` must be one of 'auto', 'tensorflow', got 'tcp'"):
         tfdist.MultiWorkerMirroredStrategy(transport="tcp")
 
 
-def test_a_frozen_chief_is_named_and_ends_the_other(job):
+def test_a_frozen_chief_is_named_and_ends_its_peer(job):
     job.train(TRAIN + "fit(build())", TFDIST_HEARTBEAT_TIMEOUT_SECONDS="3")
     tfdist.testing.faults.freeze(job.processes[0].pid)
     assert job.processes[1].wait(DEADLINE_SECONDS / 3) == 1
@@ -637,7 +637,7 @@ def test_a_frozen_chief_is_named_and_ends_the_other(job):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_who_waits_for_a_frozen_worker_in_an_agreement_names_it_soon(frozen, job):
+def test_a_worker_frozen_in_an_agreement_is_named_soon(frozen, job):
     job.start(
         f"""
         import os, signal, time
@@ -667,7 +667,7 @@ def test_sigterm_ends_a_worker_that_waits_in_a_collective(job):
     assert job.processes[0].wait(5) == -signal.SIGTERM
 
 
-def test_others_hear_of_an_exception_at_once_and_of_what_it_says_whatever_else_runs(job):
+def test_peers_get_an_exception_with_its_message_at_once(job):
     job.start(
         TRAIN
         + """
@@ -694,7 +694,7 @@ fit(build(), tfdist.testing.Fault("raise", worker=1, step=12))
         pytest.param(1000, id="who trains on", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_chief_that_stops_alone_is_told_so_and_ends_the_others(job, epochs):
+def test_a_chief_only_callback_that_stops_training_raises(job, epochs):
     body = f"""
 class Stops(tfdist.callbacks.ChiefOnly, keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
@@ -709,7 +709,7 @@ fit(build(), Stops(), epochs={epochs})
     assert waits == (epochs == 1)
 
 
-def test_all_leave_after_the_same_step_when_one_is_asked_to_go(job):
+def test_all_workers_leave_after_the_same_step_if_one_is_preempted(job):
     job.start(
         TRAIN
         + """
@@ -767,7 +767,7 @@ model.make_train_function = make_train_function
         pytest.param(ON_TWO_DEVICES, 2, id="own train function", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_lone_worker_saves_and_leaves_whatever_its_step_is(job, made, devices):
+def test_a_lone_worker_saves_and_leaves_after_any_step(job, made, devices):
     job.start(
         TRAIN
         + made
@@ -785,7 +785,7 @@ model.fit(x, x[:, :1], batch_size=8, epochs=1000, verbose=0, callbacks=[backup, 
 
 
 @pytest.mark.exhaustive
-def test_who_is_asked_after_the_last_step_saves_and_leaves_too_and_is_done_when_started_again(job):
+def test_a_preemption_after_the_last_step_saves_and_the_next_start_is_done(job):
     script = (
         TRAIN
         + """
@@ -858,7 +858,7 @@ model.make_train_function = make_train_function
         pytest.param(OWN_LOOP, id="own loop", marks=pytest.mark.exhaustive),
     ],
 )
-def test_who_is_to_make_room_for_more_workers_leaves_after_a_commit(own, job):
+def test_workers_that_make_room_for_more_leave_after_a_commit(own, job):
     room = job.directory / "run" / "attempt-0" / "make-room"
     room.parent.mkdir(parents=True)
     room.touch()
@@ -884,7 +884,7 @@ print("trained", flush=True)
 
 
 @pytest.mark.exhaustive
-def test_all_leave_with_one_that_is_asked_in_a_loop_that_reports_no_steps(job):
+def test_all_workers_leave_with_a_preempted_one_in_a_custom_loop(job):
     job.start(
         "import os, signal\n"
         + TRAIN
@@ -908,7 +908,7 @@ model.fit(x, x[:, :1], batch_size=8, epochs=25, verbose=0, callbacks=[backup, as
 
 
 @pytest.mark.exhaustive
-def test_who_is_asked_in_a_validation_that_is_too_long_has_saved_the_epoch_before(job):
+def test_a_preemption_in_a_long_validation_keeps_the_epoch_before(job):
     script = (
         """
 os.environ["TFDIST_PREEMPTION_TIMEOUT_SECONDS"] = "2"
@@ -950,7 +950,7 @@ print("trained", len(trained), "equal", train() == resumed, "epochs", len(resume
     assert told and int(told[1]) == 8 * (int(told[2]) - 2), job.output(0)
 
 
-def test_workers_that_are_done_leave_together(job):
+def test_workers_that_are_done_end_together(job):
     job.start(
         TRAIN
         + """
@@ -981,7 +981,7 @@ RAISES, KILLED = "raise OSError('the disk is full')", "os.kill(os.getpid(), sign
         *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in ((0, KILLED), (1, RAISES), (1, KILLED))),
     ],
 )
-def test_a_worker_that_is_done_does_not_end_as_if_all_were_when_another_fails(failing, how, job):
+def test_a_worker_that_is_done_exits_with_1_if_a_peer_fails(failing, how, job):
     job.start(
         f"""
         import os, pathlib, signal, time
@@ -1024,7 +1024,7 @@ fit(build(), keras.callbacks.LambdaCallback(on_train_batch_end=leave))
         pytest.param(COMPARES, "a comparison (sharding", 1, id="compares", marks=pytest.mark.exhaustive),
     ],
 )
-def test_who_does_alone_what_all_have_a_part_in_is_told_so_once_the_others_are_done(body, what, expected, job):
+def test_a_call_on_one_worker_alone_raises_once_its_peers_have_ended(body, what, expected, job):
     job.start(TRAIN + body)
     assert job.wait()[0] == expected, job.output(0)
     assert re.search(
@@ -1032,7 +1032,7 @@ def test_who_does_alone_what_all_have_a_part_in_is_told_so_once_the_others_are_d
     )
 
 
-def test_another_model_is_named_on_all_workers(job):
+def test_different_models_are_named_on_all_workers(job):
     both_are_there = """
 import os, pathlib, time
 import keras, tensorflow, tfdist

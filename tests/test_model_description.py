@@ -23,7 +23,7 @@ from tfdist.strategies.model_description import described_compile, described_lay
         ("steps per execution", ("steps_per_execution=1", "steps_per_execution=2")),
     ],
 )
-def test_unlike_models_are_named_on_all_workers_before_they_are_used(case, words, pools):
+def test_different_models_are_named_on_all_workers_before_use(case, words, pools):
     for method in ("fit", "evaluate", "predict", "train_on_batch") if case == "activation" else ("fit",):
         for kind, message in pools("2x1").run(checks.outcome_of_model, case, method):
             assert kind == "ClusterError" and "the same model" in message, message
@@ -39,13 +39,13 @@ def own_pool():
 
 
 @pytest.mark.parametrize(("case", "words"), [("width", ("[4, 3]", "[5, 3]")), ("one layer more", ("Dense", "Batch"))])
-def test_unlike_variables_are_named_on_all_workers_in_seconds(case, words, own_pool):
+def test_different_variables_are_named_on_all_workers_in_seconds(case, words, own_pool):
     for kind, message in own_pool.run(checks.outcome_of_variables, case):
         assert kind == "ClusterError" and "the same variables" in message, message
         assert all(word in message for word in words), message
 
 
-def test_a_description_holds_nothing_that_is_counted_or_drawn():
+def test_a_description_holds_no_counters_and_no_random_numbers():
     def described():
         model = keras.Sequential(
             [
@@ -69,7 +69,7 @@ def test_a_dtype_policy_is_part_of_a_description():
     assert one != other
 
 
-def test_what_cannot_be_described_is_left_out():
+def test_settings_that_cannot_be_described_are_left_out():
     class Own(keras.layers.Layer):
         def __init__(self, given):
             super().__init__()
@@ -80,7 +80,7 @@ def test_what_cannot_be_described_is_left_out():
     assert described_layers(model)[0] == "Own as layer 0" and described_compile(model)[0] == "the optimizer SGD"
 
 
-def test_variables_are_compared_without_the_names_that_keras_counts_up():
+def test_variables_are_compared_without_the_numbered_names_of_keras():
     kernel, other = "float32[4, 3], made by Dense", "float32[5, 3], made by Dense"
     assert unlike(3, {0: [kernel, f"'kernel', {kernel}"], 1: [kernel, f"'kernel', {kernel}"]}, "here") is None
     counted = {0: [kernel, f"'dense_kernel_momentum', {kernel}"], 1: [kernel, f"'dense_3_kernel_momentum', {kernel}"]}

@@ -216,7 +216,7 @@ def test_command_line_answers_without_loading_tensorflow(arguments, tmp_path):
 @pytest.mark.parametrize(
     "module", ["tfdist.cluster", "tfdist.data", "tfdist.errors", "tfdist.launch", "tfdist.testing"]
 )
-def test_what_a_parent_of_workers_needs_does_not_load_tensorflow(module, tmp_path):
+def test_modules_that_start_workers_do_not_load_tensorflow(module, tmp_path):
     assert answer(f"import {module}, json, sys; print(json.dumps('tensorflow' in sys.modules))", cwd=tmp_path) is False
 
 
@@ -236,13 +236,13 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("module", PUBLIC)
-def test_public_names_are_those_promised_and_documented(module, found):
+def test_public_names_are_documented_and_listed(module, found):
     assert sorted(found[module]) == sorted(PUBLIC[module])
     assert [name for name, documented in found[module].items() if not documented] == []
 
 
 @pytest.mark.parametrize("module", ["tfdist", "tfdist.data"])
-def test_unknown_name_is_refused_with_those_there_are(module, tmp_path):
+def test_an_unknown_name_is_refused_with_the_known_names(module, tmp_path):
     done = run_python(f"import {module}; {module}.ParameterServerStrategy", cwd=tmp_path)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and last.startswith("AttributeError")
@@ -265,7 +265,7 @@ def imported(node):
 COMPAT = ROOT / "tfdist/_compat"
 
 
-def test_private_names_and_frames_are_used_in_the_compatibility_modules_alone():
+def test_private_names_and_frames_are_used_only_in_compatibility_modules():
     private = set()
     for path, module in parse([*HOUSE, "examples", "benchmarks"]).items():
         for node in ast.walk(module):
@@ -279,7 +279,7 @@ def test_private_names_and_frames_are_used_in_the_compatibility_modules_alone():
 
 
 @pytest.mark.parametrize("file", sorted(path.stem for path in COMPAT.glob("[!_]*.py")))
-def test_every_private_name_is_used(file):
+def test_every_private_name_of_the_compatibility_modules_is_used(file):
     nodes = [node for module in parse(HOUSE).values() for node in ast.walk(module)]
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == file}
     here = ast.parse((COMPAT / f"{file}.py").read_text())
@@ -313,7 +313,7 @@ def file_of(name, modules):
         path = path.rpartition("/")[0]
 
 
-def test_nobody_imports_from_a_higher_floor(architecture, modules):
+def test_no_module_imports_from_a_higher_layer(architecture, modules):
     table = re.findall(r"^\| (\d) \| (.*?) \|", architecture, re.MULTILINE)
     floors = {room: int(floor) for floor, rooms in table for room in re.findall(r"`([\w./]+)`", rooms)}
 
@@ -331,7 +331,7 @@ def test_nobody_imports_from_a_higher_floor(architecture, modules):
     assert [each for each in imports if floor_of(each[0]) < floor_of(each[2])] == []
 
 
-def test_every_file_has_its_place_in_the_house(architecture, modules):
+def test_every_file_is_in_the_tree_of_the_documentation(architecture, modules):
     named, folders = set(), []
     for line in architecture.split("```")[1].strip().splitlines():
         depth, names = (len(line) - len(line.lstrip())) // 2, re.split(r"  +", line.strip())[0].split(", ")

@@ -94,13 +94,13 @@ def test_served_batches_equal_local_batches(parts, files, service):
     assert_same(read(sharding(source, service=service)), read(sharding(source)))
 
 
-def test_each_worker_gets_its_own(files, service):
+def test_each_worker_gets_its_own_served_batches(files, service):
     for worker in range(2):
         expected = read(sharding(files, policy=(1, 3)), 1, worker, 2, 2)
         assert_same(read(sharding(files, policy=(1, 3), service=f"grpc://{service}"), 1, worker, 2, 2), expected)
 
 
-def test_a_restored_position_goes_on_with_the_next_batch(files, service):
+def test_a_restored_position_continues_with_the_next_served_batch(files, service):
     first = sharding(files)
     state = first.serialize().replace('"step":0', '"step":4')
     continued, served = sharding(files), sharding(files, service=service)
@@ -157,7 +157,7 @@ def weights_after_fit(files, service):
     return model.get_weights(), history.history, model.predict(data, verbose=0)
 
 
-def test_fit_and_predict_have_the_same_bits(files, service, pools):
+def test_fit_and_predict_with_a_service_have_equal_bits(files, service, pools):
     ((weights, history, outputs),) = pools("1x2").run(weights_after_fit, files, service)
     ((expected, expected_history, expected_outputs),) = pools("1x2").run(weights_after_fit, files, None)
 
@@ -168,7 +168,7 @@ def test_fit_and_predict_have_the_same_bits(files, service, pools):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive)])
-def test_without_its_servers_a_worker_makes_the_batches_itself(signum, files, tmp_path, caplog):
+def test_a_worker_without_servers_makes_the_batches_itself(signum, files, tmp_path, caplog):
     (port,) = free_ports(1)
     asked = [(number, np.arange(number % 60, number % 60 + 40)) for number in range(150)]  # more than `_HELD`
     with started(tmp_path, "--port", str(port)) as process:
@@ -223,7 +223,7 @@ def test_a_broken_record_is_named(files, service, tmp_path):
             pass
 
 
-def test_in_a_later_attempt_a_service_may_be_gone(files, monkeypatch, caplog):
+def test_in_a_later_attempt_a_missing_service_is_tolerated(files, monkeypatch, caplog):
     (port,) = free_ports(1)
     monkeypatch.setenv("TFDIST_ATTEMPT", "1")
 
@@ -244,7 +244,7 @@ def test_sources_that_cannot_be_served_raise_at_once(files, service):
 
 
 @pytest.mark.parametrize("arguments", [["--port", "{port}"], ["--dispatcher", "localhost:1"], ["--work-dir", "{file}"]])
-def test_a_service_that_cannot_start_says_why(arguments, service, tmp_path):
+def test_a_service_that_cannot_start_logs_the_reason(arguments, service, tmp_path):
     names = {"port": service.rpartition(":")[2], "file": tmp_path / "file"}
     names["file"].touch()
     command = [sys.executable, "-m", "tfdist.launch.cli", "data-service", *(each.format(**names) for each in arguments)]
@@ -256,7 +256,7 @@ def test_a_service_that_cannot_start_says_why(arguments, service, tmp_path):
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["silent", "web server"])
-def test_what_takes_connections_and_is_no_dispatcher_is_refused_within_seconds(answer, monkeypatch):
+def test_a_server_that_is_no_dispatcher_is_refused_within_seconds(answer, monkeypatch):
     monkeypatch.setattr(address, "_CONNECT_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         if answer:

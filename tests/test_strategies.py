@@ -43,7 +43,7 @@ def test_unseeded_shuffled_epochs_have_each_row_once(placement):
         np.testing.assert_array_equal(seen, np.full(24, 2))
 
 
-def test_saved_files_are_the_same_whichever_worker_saves(pools, tmp_path):
+def test_saved_files_are_equal_on_all_workers(pools, tmp_path):
     first, second = pools("2x1").run(checks.saved_weights, "2x1", str(tmp_path))
 
     for one, other in zip(first, second, strict=True):
@@ -59,14 +59,14 @@ def test_the_chief_may_save_alone(in_scope, pools, tmp_path):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_checkpoint_continues_as_if_unbroken(placement, pools, tmp_path):
+def test_a_checkpoint_continues_without_a_difference(placement, pools, tmp_path):
     for unbroken, resumed in pools(placement).run(checks.checkpoint_round_trip, placement, str(tmp_path)):
         for one, other in zip(unbroken, resumed, strict=True):
             np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_reductions_of_users_are_exact(placement, pools):
+def test_custom_reductions_are_exact(placement, pools):
     for result in pools(placement).run(checks.reductions, placement):
         np.testing.assert_array_equal(result["sum"], [10, 12])
         np.testing.assert_array_equal(result["mean"], [5, 6])
@@ -81,12 +81,12 @@ def test_reductions_of_users_are_exact(placement, pools):
         np.testing.assert_array_equal(gathered, [0, 1, 10, 11])
 
 
-def test_variables_of_one_number_are_numbers_to_python(pools):
+def test_scalar_variables_convert_to_python_numbers(pools):
     assert pools("1x2").run(checks.numbers_of_variables, "1x2") == [[0.25, 0, 3.0]]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_small_whole_numbers_and_complex_ones_are_added_up(placement, pools):
+def test_small_integers_and_complex_numbers_are_summed(placement, pools):
     for own, in_replicas, across in pools(placement).run(checks.reductions_of_types, placement):
         for value, *totals in zip(own, in_replicas, across, strict=True):
             for total in totals:
@@ -99,7 +99,7 @@ def test_all_devices_of_a_worker_are_used(placement, devices, pools):
     assert set(pools(placement).run(checks.number_of_devices, placement)) == {devices}
 
 
-def test_workers_may_hand_their_own_rows_to_train_on_batch(pools):
+def test_workers_may_pass_their_own_rows_to_train_on_batch(pools):
     expected = pools("single").run(checks.one_device_on_batch)[0]
     for weights in pools("2x1").run(checks.train_with_bounds, "2x1"):
         for one, other in zip(weights, expected, strict=True):
@@ -110,27 +110,27 @@ def test_workers_may_hand_their_own_rows_to_train_on_batch(pools):
     ("placement", "replicas"),
     [("1x2", 2), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("2x1", 2), ("2x2", 4)))],
 )
-def test_custom_loops_and_fit_take_turns(placement, replicas, pools):
+def test_custom_loops_and_fit_may_alternate(placement, replicas, pools):
     for totals in pools(placement).run(checks.loop_and_fit_in_turns, placement):
         assert totals == [replicas] * 4
 
 
 @pytest.mark.parametrize("placement", ["1x2", "2x1"])
-def test_a_custom_loop_is_taken_by_autograph_without_a_word(placement, pools):
+def test_autograph_converts_a_custom_loop_without_warnings(placement, pools):
     for said, total in pools(placement).run(checks.said_of_a_loop, placement):
         assert said == [] and total == 2, "the branch on data was taken on each replica"
 
 
 @pytest.mark.parametrize("kind", ["run", "reduce"])
 @pytest.mark.parametrize("placement", ["1x2", "2x1", "2x2"])
-def test_a_step_that_finds_no_data_counts_no_collectives(placement, kind, pools):
+def test_a_step_without_data_counts_no_collectives(placement, kind, pools):
     for before, after in pools(placement).run(checks.counts_around_the_end_of_data, placement, kind):
         assert len(set(before)) == len(set(after)) == 1
         assert after == before, "all workers' data end in the same step: nobody asks who has any"
 
 
 @pytest.mark.parametrize(("placement", "replicas"), [("1x2", 2), ("2x2", 4)])
-def test_replicas_meet_again_after_a_step_that_failed_halfway(placement, replicas, pools):
+def test_replicas_exchange_again_after_a_step_failed_halfway(placement, replicas, pools):
     for totals in pools(placement).run(checks.reductions_after_unequal_counts, placement):
         assert totals == [replicas] * 4
 
@@ -146,7 +146,7 @@ def test_the_states_of_rows_stay_on_their_replica(placement, pools):
     assert not np.allclose(states[0], states[1])
 
 
-def test_a_lone_replica_may_be_compiled_unless_its_data_need_reports(pools):
+def test_a_lone_replica_may_be_compiled_unless_its_data_needs_reports(pools):
     ((alone, under_strategy), error) = pools("single").run(checks.compiled_alone)[0]
 
     for one, other in zip(alone, under_strategy, strict=True):
@@ -155,12 +155,12 @@ def test_a_lone_replica_may_be_compiled_unless_its_data_need_reports(pools):
 
 
 @pytest.mark.parametrize(("kind", "tuned"), [("arrays", False), ("dataset", None)])
-def test_pipelines_that_keras_makes_are_not_tuned_and_those_of_users_as_they_say(kind, tuned, pools):
+def test_only_pipelines_of_users_are_tuned(kind, tuned, pools):
     assert pools("1x2").run(checks.is_tuned, kind) == [(tuned, [False, False])]
 
 
 @pytest.mark.parametrize("placement", ["single", "2x1"])
-def test_a_replica_reports_what_it_took_forward_and_back_and_not_its_waiting(placement, pools):
+def test_a_replica_reports_compute_time_without_waiting(placement, pools):
     for compute, own, delay in pools(placement).run(checks.seconds_of_replicas, placement):
         assert np.all(compute[:, -1] >= delay)
         assert np.all(compute[1:, :-1] < delay), "waiting for the last replica is not computing"
@@ -170,7 +170,7 @@ def test_a_replica_reports_what_it_took_forward_and_back_and_not_its_waiting(pla
         assert np.all(own[1:, :-1] < delay), "nor is that waiting anything of one's own"
 
 
-def test_what_lies_before_a_step_is_of_all_replicas_of_the_process(pools):
+def test_time_before_a_step_counts_for_all_replicas_of_the_process(pools):
     ((compute, own, delay),) = pools("1x2").run(checks.seconds_of_replicas, "1x2")
     assert np.all(own[1:] >= compute[1:] + delay)
 
@@ -186,7 +186,7 @@ def test_what_lies_before_a_step_is_of_all_replicas_of_the_process(pools):
         ((3, 4, 5, 6, 7), "input"),
     ],
 )
-def test_a_step_that_waits_for_others_says_so(moments, section):
+def test_a_step_that_waits_for_peers_reports_it(moments, section):
     reports = StepReports(["/device:CPU:0"], 1)
     execution = Execution(TRAIN, reads=True)
     execution.since = 3 - 0.5
@@ -199,13 +199,13 @@ def test_only_the_chief_runs_the_hooks_of_a_callback(pools):
 
 
 @pytest.mark.parametrize("placement", ["1x2", "2x1"])
-def test_a_model_predicts_that_was_never_compiled(placement, pools):
+def test_a_model_that_was_never_compiled_predicts(placement, pools):
     for predicted, called in pools(placement).run(checks.predicted_without_compile, placement):
         np.testing.assert_allclose(predicted, called, rtol=1e-5)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_the_chief_writes_is_there_when_fit_returns_or_all_are_told(fails, pools, tmp_path):
+def test_files_of_the_chief_exist_when_fit_returns_or_all_workers_raise(fails, pools, tmp_path):
     (_, of_chief), (is_there, of_other) = pools("2x1").run(checks.found_after_fit, "2x1", str(tmp_path), fails)
 
     assert is_there
@@ -216,7 +216,7 @@ def test_what_the_chief_writes_is_there_when_fit_returns_or_all_are_told(fails, 
         assert of_other[0] == "WorkerLostError" and "'Slow'" in of_other[1] and of_chief[1] in of_other[1]
 
 
-def test_a_callback_of_the_chief_alone_that_asks_for_what_all_compute_is_told_so_at_once(pools):
+def test_a_chief_only_callback_that_needs_all_workers_raises_at_once(pools):
     chief, other = pools("2x1").run(checks.asked_for_on_the_chief_alone, "2x1")
 
     assert chief[0] == 1 and len(chief[1]) == 5
@@ -232,7 +232,7 @@ def test_a_callback_of_the_chief_alone_that_asks_for_what_all_compute_is_told_so
         ("2x1", "MultiWorkerMirroredStrategy"),
     ],
 )
-def test_two_strategies_in_a_process_keep_apart(placement, kind, pools):
+def test_two_strategies_in_a_process_are_independent(placement, kind, pools):
     for totals in pools(placement).run(checks.two_strategies, kind):
         assert totals == [2.0, 2.0, 2.0]
 
@@ -247,7 +247,7 @@ def test_whole_numbers_on_gpus_are_reduced_on_the_host(pools):
     assert pools("1x2").run(checks.on_gpus) == [["Collectives", "Collectives", "ReductionToOneDevice"]]
 
 
-def test_unequal_numbers_of_devices_are_named():
+def test_different_numbers_of_devices_are_named():
     for message in run_workers(checks.unequal_devices, num_workers=2, timeout_seconds=90):
         assert "worker 0 has 1, worker 1 has 2" in message
 
@@ -285,7 +285,7 @@ def test_a_mistake_is_named_on_every_worker(placement, mistake, error, words, po
 
 
 @pytest.mark.parametrize("placement", [pytest.param("1x2", marks=pytest.mark.exhaustive), "2x1"])
-def test_what_is_not_for_tf_keras_says_so_before_the_first_update(placement, pools):
+def test_features_without_tf_keras_support_raise_before_the_first_update(placement, pools):
     for untrained, trained, said in pools(placement).run(checks.uses_tf_keras, placement):
         np.testing.assert_array_equal(untrained[0], np.ones((4, 1)))
         np.testing.assert_allclose(trained[0], np.full((4, 1), 0.2), rtol=1e-5)  # 1 - 0.1 * 2 * 4
@@ -293,7 +293,7 @@ def test_what_is_not_for_tf_keras_says_so_before_the_first_update(placement, poo
         assert all("TypeError" in each and "tf_keras" in each for each in said[1:])
 
 
-def test_a_model_that_knows_no_strategy_is_refused_on_workers_and_named_on_devices(pools):
+def test_a_model_outside_the_scope_is_refused_on_workers_and_gets_a_warning_on_devices(pools):
     for (refused, alone), _ in pools("2x1").run(checks.trains_outside, "2x1"):
         assert "'sequential" in refused and "OneDeviceStrategy" in refused
         assert alone == "trained"
@@ -302,24 +302,24 @@ def test_a_model_that_knows_no_strategy_is_refused_on_workers_and_named_on_devic
 
 
 @pytest.mark.parametrize("source", ["generator", "PyDataset", "dataset"])
-def test_arrays_that_python_code_gives_parts_of_are_not_written_to(source, pools):
+def test_array_views_from_python_code_are_not_written_to(source, pools):
     assert pools("1x2").run(checks.labels_after_training, "1x2", source) == [list(range(48))]
 
 
-def test_devices_count_alike_where_data_ends_by_surprise(pools):
+def test_devices_count_equally_if_data_ends_unexpectedly(pools):
     ((iterations, draws),) = pools("1x2").run(checks.counters_after_data_of_unknown_length, "1x2", 15)
 
     assert iterations[0] == iterations[1] and draws[0] == draws[1]
 
 
 @pytest.mark.parametrize(("kind", "batches"), [("rows", (2, 1)), ("batch_size", (2, 4))])
-def test_workers_that_read_unlike_numbers_of_batches_are_named(kind, batches, pools):
+def test_workers_with_different_numbers_of_batches_are_named(kind, batches, pools):
     for message in pools("2x1").run(checks.reads_other_batches_than_others, "2x1", kind):
         assert "worker 0 has {}, worker 1 has {}".format(*batches) in message
 
 
 @pytest.mark.parametrize("policy", ["OFF", pytest.param("HINT", marks=pytest.mark.exhaustive)])
-def test_what_each_worker_reads_for_itself_is_read_to_the_end(policy, pools):
+def test_separate_data_of_each_worker_is_read_to_the_end(policy, pools):
     workers = pools("2x1").run(checks.own_data_of_each, policy)
 
     for results, errors, _ in workers:
@@ -342,7 +342,7 @@ def test_what_each_worker_reads_for_itself_is_read_to_the_end(policy, pools):
         ("backup", "worker 0 has BackupAndRestore of the callbacks that run on all workers, worker 1 has none"),
     ],
 )
-def test_workers_that_fit_unlike_others_are_named(kind, words, pools, tmp_path):
+def test_workers_with_different_arguments_of_fit_are_named(kind, words, pools, tmp_path):
     for message in pools("2x1").run(checks.fits_unlike_others, "2x1", str(tmp_path / "backup"), kind):
         assert words in message
 
@@ -361,7 +361,7 @@ def test_the_chief_warns_of_callbacks_that_write_the_same_file_on_all_workers(po
         ("fit again", float("nan"), "bias"),
     ],
 )
-def test_weights_that_the_chief_alone_has_set_are_named_on_every_worker(used, bias, named, pools):
+def test_weights_that_only_the_chief_has_set_are_named_on_every_worker(used, bias, named, pools):
     for kind, message in pools("2x1").run(checks.chief_loads_alone, "2x1", used, bias):
         assert kind == "ClusterError"
         assert "the same values in a model" in message and f"/{named}'" in message
@@ -404,12 +404,12 @@ def test_all_workers_log_a_loss_or_gradient_that_is_not_finite_on_one(placement,
 
 @pytest.mark.parametrize("case", ["a replica without rows", "a step that is skipped"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_nothing_is_said_of_values_that_are_not_used(placement, case, pools):
+def test_unused_values_that_are_not_finite_get_no_warning(placement, case, pools):
     assert not any(pools(placement).run(checks.told_of_not_finite, placement, case))
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (1, 9), (6, 4), (4, 6), (8, 8), (3, 3, 4, 10), (1000, 3)])
-def test_of_a_matrix_each_row_and_column_is_looked_at(shape):
+def test_each_row_and_column_of_a_matrix_is_sampled(shape):
     columns = shape[-1] if shape else 1
     (places,) = sampled([tf.reshape(tf.range(np.prod(shape), dtype=tf.float32), shape)])
     rows, seen = np.divmod(places.numpy().astype(int), columns)

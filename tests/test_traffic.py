@@ -40,7 +40,7 @@ def logged(callback, epoch):
 
 @pytest.mark.parametrize("timed", [False, True])
 @pytest.mark.parametrize("before", [0, 1, 5])
-def test_an_epoch_that_goes_on_in_another_process_is_logged_whole(before, timed):
+def test_an_epoch_continued_in_another_process_is_logged_completely(before, timed):
     unbroken, communication = process(timed)
     unbroken.on_epoch_begin(1)
     communication.train(5)
@@ -63,7 +63,7 @@ def test_an_epoch_that_goes_on_in_another_process_is_logged_whole(before, timed)
     assert logged(second, 2)["sent_bytes"] == 100
 
 
-def test_sums_of_an_epoch_that_is_over_are_not_those_of_the_next():
+def test_sums_of_an_epoch_do_not_count_for_the_next():
     first, communication = process(False)
     first.on_epoch_begin(1)
     communication.train(5)
