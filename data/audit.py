@@ -54,8 +54,8 @@ class Audit(ForKerasModels, keras.callbacks.Callback):
         """Starts to count."""
         if not self._sharding.is_followed:
             raise AuditError(
-                "An Audit counts what a strategy of tfdist trains on, and this sharding is read without one. Give "
-                "`fit` what strategy.distribute_datasets_from_function(sharding) makes of it."
+                "An Audit counts the examples that a strategy of tfdist trains on, but this sharding is read without "
+                "a strategy. Give `fit` the result of strategy.distribute_datasets_from_function(sharding)."
             )
         self._begin()
         Audit.on_train_end(self)  # An earlier `fit` that failed still counts.
@@ -83,8 +83,8 @@ class Audit(ForKerasModels, keras.callbacks.Callback):
         """Checks the counts of all workers together."""
         if not self._is_trained_on and self._sharding.reported_steps > self._steps_before:
             raise AuditError(
-                f"Nothing of this sharding was trained on in epoch {epoch + 1} of `fit`. Give the Audit the sharding "
-                "that `fit` trains on."
+                f"`fit` must train on the sharding of its Audit, but trained on no example of it in epoch {epoch + 1}. "
+                "Give the Audit the sharding that `fit` trains on."
             )
         for of_epoch in sorted(self._visits):
             over = of_epoch < self._sharding.position[0]
@@ -117,11 +117,11 @@ class Audit(ForKerasModels, keras.callbacks.Callback):
             times = ", ".join(f"{example} ({visits[example]} times)" for example in repeated[:_SHOWN])
             found.append(f"{len(repeated)} were trained on more than once: {times}{_more(repeated)}")
         if whole and len(missed) != left_out:
-            found.append(f"{len(missed)} and not {left_out} were missed: {_first(missed)}{_more(missed)}")
+            found.append(f"{len(missed)} instead of {left_out} were missed: {_first(missed)}{_more(missed)}")
         if found:
             raise AuditError(
-                f"Each of the {plan.num_examples} examples is trained on once an epoch, but in epoch {epoch} "
-                f"{'; '.join(found)}. Read them with this sharding alone; if you do, this is a bug of tfdist."
+                f"Each of the {plan.num_examples} examples must be trained on once an epoch, but in epoch {epoch} "
+                f"{'; '.join(found)}. Read them only with this sharding; if you do, this is a bug of tfdist."
             )
 
 

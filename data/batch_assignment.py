@@ -111,8 +111,8 @@ class BatchAssignment:
                 self._wait_for(number)
                 if number < self._trained and not self.closed:
                     raise PositionError(
-                        f"{self._trained} training steps were reported to this BalancedSharding, but it handed out "
-                        f"only {number}. The model was also trained on other data of as many rows during `fit`, for "
+                        f"{self._trained} training steps were reported to this BalancedSharding, but it assigned only "
+                        f"{number}. The model was also trained on other data with equally many rows during `fit`, for "
                         "example by train_on_batch in a callback. Do that at the end of an epoch, or with another "
                         "number of rows."
                     )
@@ -127,10 +127,10 @@ class BatchAssignment:
             silent = silent + 1 if is_suspect else 0
             if silent >= _LOOKS:
                 raise PositionError(
-                    "A BalancedSharding waits for reports of the steps trained on before it hands out more. It handed "
-                    f"out {number} steps, of which {self._trained} were reported, then {self._unlike} of other rows, "
-                    f"the last of {self._unlike_rows} by replica, and nothing for {_SILENT_SECONDS:g} s. Train on the "
-                    "batches as they are handed out, without changing their rows."
+                    "A BalancedSharding assigns further steps only after reports of trained steps. It assigned "
+                    f"{number} steps, of which {self._trained} were reported, then {self._unlike} with other rows, the "
+                    f"last with {self._unlike_rows} by replica, and nothing for {_SILENT_SECONDS:g} s. Train on the "
+                    "batches without changing their rows."
                 )
 
     def _split(self, number: int, step: int) -> tuple[int, ...]:

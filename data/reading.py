@@ -86,7 +86,7 @@ class Reader:
                 (mapped,) = self._mapped(self._source.read(tf.constant([index], tf.int64)))
             except Exception as error:
                 problem = str(getattr(error, "message", error)).partition("\n")[0].rpartition("}} ")[2]
-                raise self._source.failure(index, f"could not be mapped: {problem}. Fix it, or map_fn.") from error
+                raise self._source.failure(index, f"could not be mapped: {problem}. Correct it or map_fn.") from error
             shapes = [leaf.shape.as_list() for leaf in tf.nest.flatten(mapped)]
             expected = shapes if expected is None else expected
             if shapes != expected:
@@ -97,7 +97,7 @@ class Reader:
                 )
         raise self._source.failure(
             indices[0],
-            "or a later one failed in map_fn, or had another shape, at the first try only. Make map_fn deterministic.",
+            "or a later one failed in map_fn, or got another shape, but only once. Make map_fn deterministic.",
         )
 
 
@@ -130,7 +130,7 @@ def _check_whole(mapped: Any) -> None:
     if not leaves or any(leaf is None for leaf in leaves):
         raise ValueError(
             f"map_fn must return tensors, possibly in tuples and dicts, but it returned {mapped!r}. Return at least "
-            "one tensor, and leave out what is None."
+            "one tensor, and leave out values that are None."
         )
 
 

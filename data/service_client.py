@@ -131,8 +131,8 @@ class Service:
             if batch is None and len(indices) and patience:
                 problem = delivery.problem or f"sent nothing for {patience:g} s"
                 logging.warning(
-                    "%s %s. %s makes up to %d equal batches itself, more slowly, before it asks again. Check that the "
-                    "service runs, or restart it on the same port.",
+                    "%s %s. %s makes up to %d equal batches itself, more slowly, before it tries again. Check that "
+                    "the service runs, or restart it on the same port.",
                     *(self._name, problem, this_worker(), len(requests) - number),
                 )
                 self._is_silent, patience = True, 0.0  # From here on take only batches that have arrived.
@@ -264,7 +264,7 @@ def _answers(address: str) -> bool:
         way_out = f"Start one there, with `tfdist data-service --port {port}`, or leave service out."
         if address not in _answered and os.environ.get(ATTEMPT, "0") == "0":
             raise SourceError(f"No tf.data service answers {this_worker()} at {address}: {error}. {way_out}") from error
-        logging.warning("The tf.data service at %s is gone: %s. This worker makes batches itself.", address, error)
+        logging.warning("The tf.data service at %s does not answer: %s. Batches are made here.", address, error)
         return False
     _answered.add(address)
     return True

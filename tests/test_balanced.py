@@ -163,7 +163,7 @@ def test_reading_without_training_counts_no_epoch(placement, pools):
 def test_an_audit_of_untrained_data_raises(pools):
     for said in pools("1x2").run(checks.audit_of_another, "1x2"):
         assert len(said) == 2
-        assert "Nothing of this sharding" in said[0] and "without one" in said[1]
+        assert "trained on no example of it" in said[0] and "without a strategy" in said[1]
 
 
 @pytest.mark.parametrize("placement", ["2x1", pytest.param("1x2", marks=pytest.mark.exhaustive)])
@@ -219,7 +219,7 @@ def test_an_audit_names_repeated_and_missed_examples_on_every_worker(placement, 
 
     assert len(set(errors)) == 1
     assert re.search(r"258 examples .* epoch 0 9 were trained on more than once: \d+ \(2 times\)", errors[0])
-    assert "9 and not 0 were missed" in errors[0]
+    assert "9 instead of 0 were missed" in errors[0]
 
 
 @pytest.mark.parametrize("placement", ["2x1", pytest.param("1x2", marks=pytest.mark.exhaustive)])
@@ -425,7 +425,7 @@ def test_weights_and_limits_of_numpy_are_accepted():
         (lambda: sharding_of(1, map_fn=3), ["map_fn", "3"]),
         (lambda: sharding_of(1, map_fn=lambda x: None)(), ["map_fn", "returned None"]),
         (lambda: sharding_of(1, map_fn=lambda x: ())(), ["map_fn", "returned ()"]),
-        (lambda: sharding_of(1, map_fn=lambda x: (x, None))(), ["map_fn", "leave out what is None"]),
+        (lambda: sharding_of(1, map_fn=lambda x: (x, None))(), ["map_fn", "leave out values that are None"]),
         (lambda: copy.deepcopy(sharding_of(1)), ["BalancedSharding", "serialize()"]),
         (lambda: pickle.dumps(sharding_of(1)), ["BalancedSharding", "serialize()"]),
     ],
