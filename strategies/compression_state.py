@@ -344,7 +344,7 @@ def sum_of(states: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
         if missing:
             raise ValueError(
                 f"`states` must hold the results of `state` of all workers at the same step of one run, but entry "
-                f"{worker} lacks {', '.join(missing)}, which others have. Save all of them after the same step."
+                f"{worker} lacks {', '.join(missing)}, unlike others. Save all of them after the same step."
             )
     return {name: np.sum([state[name] for state in states], axis=0) for name in names}
 

@@ -256,7 +256,7 @@ def _check_alike(optimizer: Any, gradients: list[Any]) -> None:
         return
     raise ValueError(
         f"An optimizer must exchange gradients with the other replicas, but `apply` of {optimizer.name!r} updated the "
-        "weights by those of its own replica, so that replicas would drift apart. Override `update_step` instead, or "
+        "weights with the gradients of one replica, so replicas would drift apart. Override `update_step` instead, or "
         "sum gradients in `apply` by `tf.distribute.get_replica_context().all_reduce('SUM', grads)`."
     )
 

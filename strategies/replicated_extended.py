@@ -192,7 +192,7 @@ class ReplicatedExtended:
         if self._compresses and keras_stack.tf_keras_exchanges_gradients() and not is_uncompressed():
             raise ValueError(
                 "`compression` is for optimizers of `keras`, but gradients of an optimizer of tf_keras are exchanged. "
-                "Build the model with `import keras`, and unset TF_USE_LEGACY_KERAS, by which `tf.keras` is tf_keras; "
+                "Build the model with `import keras`, and unset TF_USE_LEGACY_KERAS, which makes `tf.keras` tf_keras; "
                 "or leave `compression` out."
             )
         if of:
@@ -324,7 +324,7 @@ def _check_loss_scaling():
     scaler = keras_stack.deciding_loss_scaler()
     if scaler is not None and not optimizers.decides_for_all(scaler):
         raise LossScaleError(
-            f"LossScaleOptimizer {scaler.name!r} looks at one replica's gradients to decide whether all of them are "
-            "exchanged. In a custom loop, call `apply` on `strategy.distributed_optimizer(optimizer)` instead, inside "
-            "strategy.run; it decides on the gradients of all replicas."
+            f"LossScaleOptimizer {scaler.name!r} must decide from the gradients of all replicas whether to exchange "
+            "them, but sees only those of one replica. In a custom loop, call `apply` on "
+            "`strategy.distributed_optimizer(optimizer)` instead, inside strategy.run."
         )

@@ -149,9 +149,9 @@ class Step:
     def _check_means_by_hand(self) -> None:
         if self.is_plain and self.user_exchanges and self._shown_to_user:
             raise LossReductionError(
-                "In a training or test step of your own `num_replicas_in_sync` is 1, since losses there are those of "
-                "one device. This one reads it and also exchanges something, which it may want to divide by the number "
-                "of replicas. Use `all_reduce('MEAN', value)`, or read the number outside of the step."
+                "In a custom training or test step `num_replicas_in_sync` is 1, since its losses are those of one "
+                "device, but this step reads it and also exchanges a value, perhaps to divide it by the number of "
+                "replicas. Use `all_reduce('MEAN', value)`, or read the number outside of the step."
             )
 
     @property

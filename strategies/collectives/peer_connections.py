@@ -91,7 +91,7 @@ def _call(
     """Connects to a worker of lower number."""
     host = split_address(address)[0]
     if said is None:
-        raise OSError(f"worker {peer} on {host} says no port")
+        raise OSError(f"worker {peer} on {host} reported no port")
     port, token = said
     try:
         connection = socket.create_connection((host, port), timeout=min(_TRY_SECONDS, timeout_seconds))
@@ -107,7 +107,7 @@ def _admit(board: CoordinationStore, key: Secret, connection: socket.socket) -> 
     """Performs the handshake on an accepted connection. Returns the number of the worker that connected."""
     peer = receive(connection, key).get("worker")
     if type(peer) is not int or not board.worker < peer < board.workers:
-        raise NotOursError("it is no worker that connects to this one")
+        raise NotOursError("it is not a worker that connects to this worker")
     return peer
 
 
