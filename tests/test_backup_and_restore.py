@@ -548,7 +548,7 @@ def test_collections_of_callbacks_are_saved_and_unsuitable_values_get_a_warning(
         assert type(mine) is type(other) and mine == other, name
     assert again.last is held and held.maxlen == 3 and again.by_name["new"] == []
     assert list(again.in_order) == ["b", "a"] and type(again.in_order["b"]) is collections.deque
-    told = [record.getMessage() for record in caplog.records if "not saved whole" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "not saved completely" in record.getMessage()]
     assert len(told) == 3, "once; what is of this process is no state"
     assert all(
         "Collects" in each and f"'{name}'" in each for each, name in zip(told, ("events", "best", "phase"), strict=True)
@@ -583,7 +583,7 @@ def test_a_state_that_cannot_be_saved_gets_a_warning(make, caplog):
     states = states_of(callback)
     assert states.capture() == states.capture() == {next(iter(states.capture())): {}}
     (told,) = [record.getMessage() for record in caplog.records]
-    assert "Speaks is not saved whole: what its get_state() gives" in told
+    assert "Speaks is not saved completely: the result of its get_state()" in told
     with pytest.raises(TypeError, match="Mean cannot be saved"):
         serialization.encode({keras.metrics.Mean()}, [], ())
 
@@ -651,7 +651,7 @@ def test_a_missing_object_to_restore_in_place_gets_a_warning(caplog):
     for _ in range(2):
         restored.restore(as_saved(states.capture()))
     (told,) = [record.getMessage() for record in caplog.records]
-    assert "HoldsInPlace begins anew with its attribute 'mean'" in told
+    assert "HoldsInPlace starts over with its attribute 'mean'" in told
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def test_a_warning_tells_of_many_ends_of_fits_before_they_fill_the_disk(keep, tm
             for step in (3 * fit, 3 * fit + 1):
                 write(store, step, keep, fit=fit, is_done=True)
     (told,) = warnings
-    assert f"{tmp_path} keeps a backup of the end of each fit" in told and "20 by now" in told
+    assert f"{tmp_path} keeps a backup of the end of each fit" in told and "20 so far" in told
 
 
 def test_a_damaged_commit_is_set_aside_not_deleted(two):
@@ -286,7 +286,7 @@ def test_storage_that_refuses_is_named_and_not_taken_for_empty(operation, call, 
             getattr(store, call)()
 
 
-@pytest.mark.parametrize(("number", "way_out"), [(99, "Update tfdist"), (5, "Go on with that version")])
+@pytest.mark.parametrize(("number", "way_out"), [(99, "Update tfdist"), (5, "Use that version")])
 def test_another_format_is_an_error_and_nothing_is_touched(number, way_out, two):
     path = two / "step-12" / MANIFEST
     manifest = {**json.loads(path.read_bytes())["manifest"], "format": number, "versions": {"tfdist": "9.9"}}
@@ -300,7 +300,7 @@ def test_another_format_is_an_error_and_nothing_is_touched(number, way_out, two)
 @pytest.mark.parametrize("place", ["/proc/tfdist-backup", "{file}/backup"])
 def test_a_place_that_cannot_be_written_is_named_at_once(place, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(BackupError, match=r"cannot be done.*or give another backup_dir"):
+    with pytest.raises(BackupError, match=r"must be writable.*or give another backup_dir"):
         CommitStore(place.format(file=tmp_path / "file")).claim()
 
 
@@ -363,7 +363,7 @@ def test_on_a_full_disk_a_run_goes_on_that_has_a_whole_commit_and_none_begins(tw
     store = CommitStore(str(two))
     store.claim(goes_on=True)
     store.release()
-    assert "training goes on from the newest" in warnings[-1] and found(two) == 12
+    assert "training continues from the newest" in warnings[-1] and found(two) == 12
     assert not [name for name in os.listdir(two) if name.startswith(".")]
     backup_cleanup.remove(tmp_path)  # removes the backups of a finished run
     assert not two.exists()

@@ -100,11 +100,11 @@ class CallbackStates:
             is_there = key == "state" or key in vars(callback)
             if is_there and (name, key) not in self._told:
                 self._told.add((name, key))
-                what = "what its get_state() gives" if _speaks_for_itself(callback) else f"its attribute {key!r}"
+                what = "the result of its get_state()" if _speaks_for_itself(callback) else f"its attribute {key!r}"
                 logging.warning(
-                    "The callback %s is not saved whole: %s holds what a backup cannot. Saved are numbers, text, "
-                    "arrays, variables, metrics, layers, generators of random numbers, and lists, tuples, sets, deques "
-                    "and dicts of them; a callback with get_state and set_state says itself.",
+                    "The callback %s is not saved completely: %s holds a value that a backup cannot hold. A backup can "
+                    "hold numbers, text, arrays, variables, metrics, layers, generators of random numbers, and lists, "
+                    "tuples, sets, deques and dicts of them. get_state and set_state choose the saved state.",
                     *(type(callback).__name__, what),
                 )
 
@@ -134,8 +134,8 @@ class CallbackStates:
             if (name, key) not in self._told:
                 self._told.add((name, key))
                 logging.warning(
-                    "The callback %s begins anew with its attribute %r: there is not %s, when it is to be given back. "
-                    "Make it in __init__ or on_train_begin.",
+                    "The callback %s starts over with its attribute %r: %s does not exist when it is restored. Make it "
+                    "in __init__ or on_train_begin.",
                     *(type(callback).__name__, key, error),
                 )
 

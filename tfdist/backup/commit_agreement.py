@@ -20,12 +20,12 @@ from tfdist.faults.peer_health import PeerHealth
 _ASK_SECONDS = 5.0  # Interval of the checks whether a silent worker is alive.
 _LOOK_SECONDS = 0.5  # Timeout for reading a value that exists.
 _LATE = (
-    "{who} waited up to {seconds:g} s for worker {worker} to say how its part of a backup went. See the log of worker "
+    "{who} waited up to {seconds:g} s for worker {worker} to report on its part of a backup. See the log of worker "
     "{worker}."
 )
 _NOT_COME = (
-    "{who} waited up to {seconds:g} s for worker {worker} to begin a `fit` with BackupAndRestore, as all do. See the "
-    "log of worker {worker}. Give BackupAndRestore on every worker, not on the chief alone; "
+    "{who} waited up to {seconds:g} s for worker {worker} to begin a `fit` with BackupAndRestore, as all workers must. "
+    "See the log of worker {worker}. Give BackupAndRestore on every worker, not on the chief alone; "
     "if all have it, and `on_train_begin` of other callbacks takes longer on worker {worker}, raise "
     "start_timeout_seconds of tfdist.FaultTolerance and timeout_seconds of BackupAndRestore."
 )
@@ -158,8 +158,8 @@ class CommitAgreement:
             self._health.check(worker)
         except ClusterError as error:
             raise BackupError(
-                f"{self.who} cannot learn how the part of worker {worker} of a backup went: {error}. Start again: "
-                "training goes on from the newest backup."
+                f"{self.who} cannot learn the result of worker {worker} in a backup: {error}. Start again: training "
+                "continues from the newest backup."
             ) from error
 
     def _forget(self, topic: str, subject: str) -> None:
@@ -171,7 +171,7 @@ class CommitAgreement:
                 try:
                     self._board.forget(said, worker)
                 except tf.errors.OpError as error:
-                    logging.debug("A word of a former agreement stays: %s", error.message)
+                    logging.debug("A message of an earlier agreement stays: %s", error.message)
 
 
 def _decided(subject: str) -> str:
@@ -188,6 +188,6 @@ def _compare(told: list[Mapping[str, str]]) -> None:
         for name, value in own.items():
             if value != told[0][name]:
                 raise BackupError(
-                    f"BackupAndRestore is the same on all workers, but got {name}={told[0][name]} on worker 0 and "
-                    f"{name}={value} on worker {worker}. Give all the same."
+                    f"BackupAndRestore must be the same on all workers, but got {name}={told[0][name]} on worker 0 and "
+                    f"{name}={value} on worker {worker}. Give the same value on all workers."
                 )

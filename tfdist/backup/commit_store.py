@@ -67,11 +67,11 @@ class Commit:
         try:
             content = files_of(self.path).read(os.path.join(self.path, name))
         except OSError as error:
-            raise BackupError(f"Cannot read {name} of backup {self.path} ({error}), which was whole before.") from error
+            raise BackupError(f"{name} of backup {self.path} can no longer be read: {error}.") from error
         if hashlib.sha256(content).hexdigest() != self.manifest["files"][name]["sha256"]:
             raise BackupError(
-                f"{name} of backup {self.path} is not what was written. If the storage is sound, start again: an older "
-                "backup will be taken."
+                f"{name} of backup {self.path} differs from what was written. If the storage works, start again: an "
+                "older backup will be restored."
             )
         return content
 
@@ -161,8 +161,8 @@ class CommitStore:
             holding.enter_context(folder_lock.held(lock, wait_seconds, other_host_seconds, make_room=self._clear))
         except BlockingIOError as error:
             raise BackupError(
-                f"One backup_dir serves one job at a time, and {error.strerror} is using {self.directory}. Let it "
-                f"finish or end it, or give this job a backup_dir of its own.{folder_lock.way_out(error)}"
+                f"One backup_dir serves one job at a time, but {error.strerror} is using {self.directory}. Wait for it "
+                f"or end it, or give this job its own backup_dir.{folder_lock.way_out(error)}"
             ) from None
         return holding
 
@@ -176,9 +176,9 @@ class CommitStore:
         if held:
             name, others = next(iter(held.items()))
             raise BackupError(
-                f"backup_dir is a folder for the backups of one job, but {self.directory} has {', '.join(held)}, and "
-                f"{name} holds {others[0]}, which no backup has. Move away what is not of tfdist, or give another "
-                "backup_dir. Nothing was touched."
+                f"backup_dir must be a folder for the backups of one job, but {self.directory} has {', '.join(held)}, "
+                f"and {name} holds {others[0]}, which no backup has. Move files away that are not from tfdist, or give "
+                "another backup_dir. Nothing was changed."
             )
 
     def _files_of_others(self, step: int) -> list[str]:
@@ -223,8 +223,8 @@ class CommitStore:
         with contextlib.suppress(OSError):
             if _OF_KERAS in self._files.names(self.directory):
                 logging.warning(
-                    "%s has a backup of Keras' own BackupAndRestore, which that of tfdist does not restore: training "
-                    "begins anew. Load the weights of %s into the model first, or give another backup_dir.",
+                    "%s has a backup of Keras' own BackupAndRestore, which tfdist cannot restore: training starts "
+                    "over. Load the weights of %s into the model first, or give another backup_dir.",
                     *(self.directory, _OF_KERAS),
                 )
 
@@ -254,8 +254,8 @@ class CommitStore:
                 self._files.move(path, os.path.join(self.directory, free))
             except OSError as error:
                 raise BackupError(
-                    f"The damaged backup {path} would count as the newest, and cannot be renamed ({error}). Move it "
-                    "away, or let this user do so."
+                    f"The damaged backup {path} would count as the newest, but cannot be renamed ({error}). Move it "
+                    "away, or give this user the permission."
                 ) from error
         self._faulty = []
 
@@ -329,9 +329,7 @@ class CommitStore:
         try:
             return self._steps()
         except OSError as error:
-            raise BackupError(
-                f"Which backups are in {self.directory} cannot be seen ({error}). Start again."
-            ) from error
+            raise BackupError(f"The backups in {self.directory} cannot be listed ({error}). Start again.") from error
 
     def _remove(self, step: int) -> None:
         self._files.remove(os.path.join(self.directory, f"step-{step}"))
@@ -358,8 +356,8 @@ class CommitStore:
         if count in _MANY and ended.count(newest["fit"]) == 1:
             size = sum(described["bytes"] for described in newest["files"].values())
             logging.warning(
-                "%s keeps a backup of the end of each fit, for a restart to pass over each with its own state: %d by "
-                "now, the last of %.1f MB. Train by fewer fits of more epochs if the disk is too small for that.",
+                "%s keeps a backup of the end of each fit, so that a restart can skip each with its own state: %d so "
+                "far, the last of %.1f MB. If the disk is too small, train in fewer fits of more epochs.",
                 *(self.directory, count, size / 1e6),
             )
 
@@ -399,8 +397,8 @@ def probe_writing(directory: str, *, may_be_full: Callable[[], bool]) -> None:
         if error.errno not in _FULL or not may_be_full():
             raise
         logging.warning(
-            "No backup can be written to %s (%s): training goes on from the newest there, and comes back to it until "
-            "there is room.",
+            "No backup can be written to %s (%s): training continues from the newest one there, and returns to it "
+            "after a failure, until there is room.",
             *(directory, error),
         )
     else:
@@ -410,8 +408,8 @@ def probe_writing(directory: str, *, may_be_full: Callable[[], bool]) -> None:
 def _cannot_write(directory: str, error: OSError) -> str:
     full = error.errno in _FULL
     return (
-        f"Backups are to be written to {directory}, but {'the disk is full' if full else 'that cannot be done'} "
-        f"({error}). {'Make room' if full else 'Let this user write there'}, or give another backup_dir."
+        f"{directory} must be writable for backups, but {'the disk is full' if full else 'is not'} ({error}). "
+        f"{'Make room' if full else 'Let this user write there'}, or give another backup_dir."
     )
 
 
@@ -427,10 +425,10 @@ def _fault_of(path: str, step: int) -> Commit | str:
         if manifest["step"] != step:
             return f"its manifest is of step {manifest['step']}"
         if manifest["format"] != FORMAT:
-            update = "Update tfdist" if manifest["format"] > FORMAT else "Go on with that version"
+            update = "Update tfdist" if manifest["format"] > FORMAT else "Use that version"
             raise BackupError(
                 f"{path} was written by tfdist {manifest.get('versions', {}).get('tfdist')} in format "
-                f"{manifest['format']}; this version knows format {FORMAT}. {update}, or give another backup_dir."
+                f"{manifest['format']}; this version reads format {FORMAT}. {update}, or give another backup_dir."
             )
         for name, described in manifest["files"].items():
             file = os.path.join(path, name)
@@ -452,7 +450,7 @@ def _checked_manifest(files: Any, path: str) -> dict[str, Any]:
     envelope = json.loads(files.read(path))
     content = envelope["manifest"]
     if _digest(content) != envelope["sha256"]:
-        raise ValueError("its checksum is another")
+        raise ValueError("its checksum is wrong")
     for key, least, default in (("format", 1, None), ("step", 0, None), ("workers", 1, None), ("fit", 0, 0)):
         value = content.get(key, default)
         if type(value) is not int or value < least:
@@ -464,7 +462,7 @@ def _checked_manifest(files: Any, path: str) -> dict[str, Any]:
         raise ValueError(f"its versions are {_in_short(content['versions'])}")
     for name, described in content["files"].items():
         if os.path.basename(name) != name:
-            raise ValueError(f"{_in_short(name)} is no name of a file in it")
+            raise ValueError(f"{_in_short(name)} is not the name of a file in it")
         if type(described["bytes"]) is not int or not isinstance(described["sha256"], str):
             raise ValueError(f"its {name} is described by {_in_short(described)}")
     return content

@@ -18,8 +18,8 @@ def of_running_fit(options: BackupOptions, model: keras.Model) -> FitBackup:
     running = keras_stack.running_fit(model)
     if running is None:
         raise BackupError(
-            "BackupAndRestore saves the state of all callbacks, and is called by none that holds them. Use `fit`, or, "
-            "in a loop of your own, keras.callbacks.CallbackList."
+            "BackupAndRestore needs a list of callbacks, since it saves the state of all of them, but was called "
+            "without one. Use `fit`, or, in a custom loop, keras.callbacks.CallbackList."
         )
     callbacks = running.callbacks
     former = [callback for callback in callbacks.callbacks if isinstance(callback, FitBackup)]

@@ -127,7 +127,7 @@ def _put(value: Any, arrays: list[np.ndarray]) -> int:
 def _value_of(variable: tf.Variable | keras.Variable) -> np.ndarray:
     held = variable.value if isinstance(variable, keras.Variable) else variable
     if isinstance(held, tf_internals.SyncOnReadVariable):  # All workers would have to read it together.
-        raise TypeError("a variable of which each replica has its own part cannot be saved")
+        raise TypeError("a variable with a separate part on each replica cannot be saved")
     return variable.numpy()
 
 

@@ -87,8 +87,8 @@ class CountedSteps:
                 if may_end and number:  # An epoch's last execution may have fewer steps.
                     return
                 raise BackupError(
-                    f"The backup was made further on in the input, which now ends after {self.consumed} batches. Give "
-                    "`fit` the data it had, or another backup_dir."
+                    f"The backup was made later in the input, which now ends after {self.consumed} batches. Give `fit` "
+                    "the same data as before, or another backup_dir."
                 ) from None
             self.consumed += 1
             watchdog.moved()

@@ -34,7 +34,7 @@ class LocalFiles:
         """Returns the size of a regular file in bytes. Raises for other files: reading a pipe would wait forever."""
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(f"{path} is no regular file")
+            raise OSError(f"{path} is not a regular file")
         return status.st_size
 
     def write(self, path: str, pieces: Iterable[Buffer]) -> dict[str, Any]:
