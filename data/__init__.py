@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tfdist.data import sources
-    from tfdist.data.audit import Audit
     from tfdist.data.balanced import BalancedSharding
     from tfdist.data.digits import Digits
     from tfdist.data.loading import load
 
-__all__ = ["Audit", "BalancedSharding", "Digits", "load", "sources"]
+__all__ = ["BalancedSharding", "Digits", "load", "sources"]
 
 _HOMES = {
-    "Audit": "tfdist.data.audit:Audit",
     "BalancedSharding": "tfdist.data.balanced:BalancedSharding",
     "Digits": "tfdist.data.digits:Digits",
     "load": "tfdist.data.loading:load",

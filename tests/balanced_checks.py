@@ -211,7 +211,7 @@ def with_itself_as_validation(placement):
     sharding, data = distributed(strategy, (x, y))
     positions = []
     note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: positions.append(sharding.position))
-    callbacks = [note, tfdist.data.Audit(sharding)]
+    callbacks = [note, tfdist.callbacks.Audit(sharding)]
     history = model.fit(data, steps_per_epoch=3, epochs=4, validation_data=data, verbose=0, callbacks=callbacks).history
     return history, model.evaluate(x, y, verbose=0), positions
 
@@ -344,7 +344,7 @@ def look_and_train(placement):
     assert wait_until(lambda: sharding._unreported.finished), "all was read ahead"
     positions = [sharding.position]
     del iterator
-    model.fit(data, epochs=1, verbose=0, callbacks=[tfdist.data.Audit(sharding)])
+    model.fit(data, epochs=1, verbose=0, callbacks=[tfdist.callbacks.Audit(sharding)])
     positions.append(sharding.position)
 
     @tf.function
@@ -368,7 +368,7 @@ def look_beside_training(placement):
         looked_at = [len(x), sum(len(x) for x, _ in sharding(training=False))]
     listener = lambda report: rows.append(int(report.rows.sum()))  # noqa: E731
     strategy.reports.listeners.append(listener)
-    model.fit(data, verbose=0, callbacks=[tfdist.data.Audit(sharding)])
+    model.fit(data, verbose=0, callbacks=[tfdist.callbacks.Audit(sharding)])
     strategy.reports.listeners.remove(listener)
     return rows, sharding.position, looked_at
 
@@ -435,7 +435,7 @@ def audit_of_another(placement):
     said = []
     for sharding in (other, tfdist.data.BalancedSharding(arrays(), 16)):
         try:
-            model.fit(data, epochs=1, verbose=0, callbacks=[tfdist.data.Audit(sharding)])
+            model.fit(data, epochs=1, verbose=0, callbacks=[tfdist.callbacks.Audit(sharding)])
         except tfdist.errors.AuditError as error:
             said.append(str(error))
     return said
@@ -456,7 +456,7 @@ def audited(placement, broken=False):
     sharding, data = distributed(strategy, arrays(), policy="speed")
     if broken:
         sharding.plan = Repeating(**vars(sharding.plan))
-    callbacks = [tfdist.data.Audit(sharding), tfdist.callbacks.Balance()]
+    callbacks = [tfdist.callbacks.Audit(sharding), tfdist.callbacks.Balance()]
     try:
         history = model.fit(data, epochs=1, verbose=0, callbacks=callbacks).history
         for step in (3, 6):

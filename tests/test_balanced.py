@@ -204,10 +204,10 @@ def test_an_interrupted_fit_leaves_no_listeners():
 
     before = listening()
     for _ in range(2):
-        break_off([tfdist.callbacks.Balance(), tfdist.data.Audit(sharding)])
+        break_off([tfdist.callbacks.Balance(), tfdist.callbacks.Audit(sharding)])
         gc.collect()
         assert listening() == before
-    kept = [tfdist.callbacks.Balance(), tfdist.data.Audit(sharding)]
+    kept = [tfdist.callbacks.Balance(), tfdist.callbacks.Audit(sharding)]
     break_off(kept)
     model.fit(data, verbose=0, callbacks=kept)
     assert listening() == before
@@ -324,7 +324,7 @@ def sharding_of(replicas, size=8, source=None, **options):
 
 def test_an_audit_ignores_counts_of_other_numbers_of_workers():
     def audit_of(workers):
-        audit = tfdist.data.Audit(sharding)
+        audit = tfdist.callbacks.Audit(sharding)
         extended = types.SimpleNamespace(worker_devices=["CPU:0"])
         strategy = types.SimpleNamespace(num_replicas_in_sync=workers, extended=extended)
         audit.set_model(types.SimpleNamespace(distribute_strategy=strategy))

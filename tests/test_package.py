@@ -40,6 +40,7 @@ PUBLIC = {
         "testing",
     ],
     "tfdist.callbacks": [
+        "Audit",
         "BackupAndRestore",
         "Balance",
         "CSVLogger",
@@ -61,7 +62,7 @@ PUBLIC = {
         "WordCodec",
         "uncompressed",
     ],
-    "tfdist.data": ["Audit", "BalancedSharding", "Digits", "load", "sources"],
+    "tfdist.data": ["BalancedSharding", "Digits", "load", "sources"],
     "tfdist.errors": [
         "AuditError",
         "BackupError",

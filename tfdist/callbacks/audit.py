@@ -18,7 +18,7 @@ _SHOWN = 5
 class Audit(ForKerasModels, keras.callbacks.Callback):
     """Raises at the end of an epoch if an example was not trained on exactly once, over all workers.
 
-        model.fit(train, callbacks=[tfdist.data.Audit(sharding)])
+        model.fit(train, callbacks=[tfdist.callbacks.Audit(sharding)])
 
     In an epoch that was trained on only in part, or continued in the middle, the audit finds repeated examples only.
     Costs 4 bytes per example on each worker, and one sum of as many bytes over the workers per epoch of `fit`.
