@@ -81,31 +81,8 @@ PUBLIC = {
     ],
     "tfdist.exit_codes": ["PREEMPTED", "STALLED"],
     "tfdist.strategies": ["MirroredStrategy", "MultiWorkerMirroredStrategy", "step_losses_are"],
-    "tfdist.testing": [
-        "Fault",
-        "Slowdown",
-        "WorkerPool",
-        "corrupt",
-        "cut_network",
-        "faults",
-        "fill_disk",
-        "freeze",
-        "kill",
-        "run_workers",
-        "small_disk",
-        "thaw",
-        "virtual_devices",
-    ],
-    "tfdist.testing.faults": [
-        "Slowdown",
-        "corrupt",
-        "cut_network",
-        "fill_disk",
-        "freeze",
-        "kill",
-        "small_disk",
-        "thaw",
-    ],
+    "tfdist.testing": ["Fault", "WorkerPool", "faults", "run_workers", "virtual_devices"],
+    "tfdist.testing.faults": ["Slowdown", "corrupt", "cut_network", "fill_disk", "freeze", "small_disk", "thaw"],
 }
 
 PRIVATE = ("tensorflow.python", "tensorflow.compiler", "tensorflow.core", "keras.src")

@@ -4,28 +4,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tfdist.testing import faults
-from tfdist.testing.faults import Slowdown, corrupt, cut_network, fill_disk, freeze, kill, small_disk, thaw
 from tfdist.testing.local_devices import virtual_devices
 from tfdist.testing.workers import WorkerPool, run_workers
 
 if TYPE_CHECKING:
     from tfdist.testing.drills import Fault
 
-__all__ = [
-    "Fault",
-    "Slowdown",
-    "WorkerPool",
-    "corrupt",
-    "cut_network",
-    "faults",
-    "fill_disk",
-    "freeze",
-    "kill",
-    "run_workers",
-    "small_disk",
-    "thaw",
-    "virtual_devices",
-]
+__all__ = ["Fault", "WorkerPool", "faults", "run_workers", "virtual_devices"]
 
 
 def __getattr__(name: str) -> Any:

@@ -31,8 +31,8 @@ class Fault(keras.callbacks.Callback):
     Args:
       kind: The fault:
 
-        - "kill": the worker dies at once; "freeze": the worker stops, but does not end (SIGSTOP); "preempt": the worker
-          receives SIGTERM;
+        - "kill": the worker dies at once (SIGKILL); "freeze": the worker stops, but does not end (SIGSTOP); "preempt":
+          the worker receives SIGTERM;
         - "raise": this callback raises `RuntimeError`; "hang": this callback never returns, and the watchdog ends the
           job after the time limit of a callback, 30 minutes unless `stall_timeout_seconds` is set;
         - "slow": the worker computes `factor` times slower from then on;
@@ -156,7 +156,7 @@ def _file_at(path: pathlib.Path, seed: int) -> pathlib.Path:
 
 
 _KINDS: dict[str, Callable[[Fault], Any]] = {
-    "kill": lambda fault: faults.kill(os.getpid()),
+    "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
     "freeze": lambda fault: faults.freeze(os.getpid()),
     "preempt": lambda fault: os.kill(os.getpid(), signal.SIGTERM),
     "raise": _raise,

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from types import TracebackType
 
-__all__ = ["Slowdown", "corrupt", "cut_network", "fill_disk", "freeze", "kill", "small_disk", "thaw"]
+__all__ = ["Slowdown", "corrupt", "cut_network", "fill_disk", "freeze", "small_disk", "thaw"]
 
 _PERIOD_SECONDS = 0.1
 # Reads new factors from standard input. When standard input closes, the slowed process continues at full speed.
@@ -41,11 +41,6 @@ finally:
     except ProcessLookupError:
         pass
 """
-
-
-def kill(pid: int) -> None:
-    """Kills a process at once (SIGKILL), as the kernel does when memory runs out."""
-    os.kill(pid, signal.SIGKILL)
 
 
 def freeze(pid: int) -> None:
