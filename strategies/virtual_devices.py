@@ -4,7 +4,7 @@ import os
 
 import tensorflow as tf
 
-from tfdist.cluster import DEVICES_PER_WORKER
+from tfdist.cluster import DEVICES_PER_WORKER_VARIABLE
 
 
 def local_devices() -> list[str]:
@@ -19,11 +19,11 @@ def make_virtual_devices() -> None:
     Raises:
       ValueError: If the variable is not a positive integer.
     """
-    asked = os.environ.get(DEVICES_PER_WORKER)
+    asked = os.environ.get(DEVICES_PER_WORKER_VARIABLE)
     if not asked:
         return
     if not asked.isdigit() or int(asked) < 1:
-        raise ValueError(f"{DEVICES_PER_WORKER} must be an integer of at least 1, got {asked!r}.")
+        raise ValueError(f"{DEVICES_PER_WORKER_VARIABLE} must be an integer of at least 1, got {asked!r}.")
     cpu = tf.config.list_physical_devices("CPU")[0]
     if tf.config.get_logical_device_configuration(cpu) is None and int(asked) > 1:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * int(asked))

@@ -19,7 +19,7 @@ import pytest
 import tfdist
 from certificates import Authority
 from launched import eventually
-from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec, free_ports
+from tfdist.cluster import DEVICES_PER_WORKER_VARIABLE, ClusterSpec, free_ports
 from tfdist.exit_codes import PREEMPTED, STALLED
 from tfdist.faults import FaultTolerance, preemption
 from tfdist.faults.peer_liveness import PeerLiveness
@@ -609,7 +609,7 @@ TIMEOUT = "communication_options=tf.distribute.experimental.CommunicationOptions
 )
 def test_with_tls_exchanges_over_tensorflow_are_refused(job, options, devices, why):
     script = "import tensorflow as tf\n" + TRAIN.replace("Strategy()", f"Strategy({options})")
-    job.start(script, **tls_environment(job.directory), **{DEVICES_PER_WORKER: str(devices)})
+    job.start(script, **tls_environment(job.directory), **{DEVICES_PER_WORKER_VARIABLE: str(devices)})
     assert job.wait() == [1, 1], job.output(0) + job.output(1)
     for worker in range(2):
         assert "TLS needs the workers' own connections" in job.output(worker) and why in job.output(worker)
@@ -777,7 +777,7 @@ preempt = tfdist.testing.Fault("preempt", worker=0, step=15)
 model.fit(x, x[:, :1], batch_size=8, epochs=1000, verbose=0, callbacks=[backup, preempt])
 """,
         workers=1,
-        **{DEVICES_PER_WORKER: str(devices)},
+        **{DEVICES_PER_WORKER_VARIABLE: str(devices)},
     )
     assert job.wait() == [PREEMPTED], job.output(0)
     assert "No save within" not in job.output(0)

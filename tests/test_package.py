@@ -49,7 +49,7 @@ PUBLIC = {
         "TensorBoard",
         "Traffic",
     ],
-    "tfdist.cluster": ["DEVICES_PER_WORKER", "ClusterSpec", "check_bindable", "free_ports", "is_chief"],
+    "tfdist.cluster": ["DEVICES_PER_WORKER_VARIABLE", "ClusterSpec", "check_bindable", "free_ports", "is_chief"],
     "tfdist.compression": [
         "BFloat16",
         "Codec",

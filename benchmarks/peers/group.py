@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from benchmarks.peers.messages import Answer, Failure, Order
-from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec
+from tfdist.cluster import DEVICES_PER_WORKER_VARIABLE, ClusterSpec
 from tfdist.launch.worker_group import describe_exit
 
 # A worker computes on one thread, so that the other worker has a core too.
@@ -66,7 +66,7 @@ class _Worker:
             "GLOO_SOCKET_IFNAME": host.interface,
             "BENCHMARK_INTERFACE": host.interface,
         }
-        environ.pop(DEVICES_PER_WORKER, None)
+        environ.pop(DEVICES_PER_WORKER_VARIABLE, None)
         with remote:
             self.process = subprocess.Popen(
                 host.command([sys.executable, "-u", "-m", "benchmarks.peers.worker", str(remote.fileno())]),

@@ -15,7 +15,7 @@ from typing import Any
 
 from absl import logging
 
-from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec
+from tfdist.cluster import DEVICES_PER_WORKER_VARIABLE, ClusterSpec
 from tfdist.failure_report import write_whole
 from tfdist.launch import arguments
 
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         in_workers = ["-m", "tfdist.launch.cli", *args.argv]
         return args.main(["run", "--workers", str(args.workers), "--max-restarts", "0", *in_workers])
     if args.devices_per_worker:
-        os.environ[DEVICES_PER_WORKER] = str(args.devices_per_worker)
+        os.environ[DEVICES_PER_WORKER_VARIABLE] = str(args.devices_per_worker)
     deadline = time.monotonic() + args.timeout
     results = _Results(args, spec)
     failure: BaseException | None = None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from absl import logging
 
 from tfdist.backup import backup_cleanup
-from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec, check_bindable
+from tfdist.cluster import DEVICES_PER_WORKER_VARIABLE, ClusterSpec, check_bindable
 from tfdist.cluster.ports import HeldPorts, hold_ports
 from tfdist.errors import TFConfigError, TfdistError
 from tfdist.exit_codes import PREEMPTED
@@ -410,7 +410,7 @@ class Supervisor:
         held = self._ports.env if self._ports else {}
         env = {RUN_DIR: str(self._run_dir), ATTEMPT: str(number), **self._secret, **held}
         if self._options.devices_per_worker is not None:
-            env[DEVICES_PER_WORKER] = str(self._options.devices_per_worker)
+            env[DEVICES_PER_WORKER_VARIABLE] = str(self._options.devices_per_worker)
         return env
 
     def _committed(self) -> tuple[int, str] | None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Pipe
 from typing import IO
 
-from tfdist.cluster import DEVICES_PER_WORKER, ClusterSpec
+from tfdist.cluster import DEVICES_PER_WORKER_VARIABLE, ClusterSpec
 from tfdist.testing.worker_replies import Died, Reply
 
 GRACE_SECONDS = 1.0  # Time for a process to end by itself with its own exit code.
@@ -92,9 +92,9 @@ class WorkerProcess:
 
 def _worker_env(spec: ClusterSpec, num_devices: int, more: Mapping[str, str]) -> dict[str, str]:
     env = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", **os.environ}
-    env.pop(DEVICES_PER_WORKER, None)  # This variable is meant for this process, not for its children.
+    env.pop(DEVICES_PER_WORKER_VARIABLE, None)  # This variable is meant for this process, not for its children.
     if num_devices > 1:
-        env[DEVICES_PER_WORKER] = str(num_devices)
+        env[DEVICES_PER_WORKER_VARIABLE] = str(num_devices)
     return {**env, **more, "TF_CONFIG": spec.to_json()}
 
 
