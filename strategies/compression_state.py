@@ -33,7 +33,7 @@ class TrafficTotals:
       sent_bytes: Bytes sent: values, scales, indices and padding.
       encode_seconds: Seconds spent on encoding, decoding, sums and residuals: the mean over this worker's replicas, and
         the sum over buckets. Several buckets may run at once. Counts encoded buckets only, from each codec's
-        `start_step` on. None unless `CompressionState.timed`.
+        `start_step` on. None unless the strategy was made with `time_exchanges=True`.
       exchange_seconds: Seconds spent in collectives, from launch to arrival, which includes the time spent waiting for
         other replicas. Counted like `encode_seconds`.
     """
@@ -85,30 +85,12 @@ class CompressionState(tf.Module):
     number of workers use `state` and `redistribute`.
     """
 
-    def __init__(self, policy: Policy, collectives: Callable[[], Any]):
+    def __init__(self, policy: Policy, collectives: Callable[[], Any], time_exchanges: bool):
         super().__init__(name="communication")
-        self._timed = False
-        self._policy = policy
+        self._policy, self._time_exchanges = policy, time_exchanges
         self._make_collectives = collectives
         self._known = _Known()
         self._has_warned = False
-
-    @property
-    def timed(self) -> bool:
-        """Whether `traffic` measures the time of coding and of collectives. Set it before the first step.
-
-        Measuring slows steps down, most of all with fast codecs, so use it only to find out where time is spent.
-
-        Raises:
-          RuntimeError: If it is changed after a step was traced.
-        """
-        return self._timed
-
-    @timed.setter
-    def timed(self, timed: bool) -> None:
-        if timed != self._timed and self._known.exchanges:
-            raise RuntimeError("`timed` cannot change after a step was traced. Set it before the first step.")
-        self._timed = timed
 
     @property
     def exchanges(self) -> list[GradientReducer]:
@@ -143,7 +125,7 @@ class CompressionState(tf.Module):
         _check_summed(gradients)
         codecs = [self._codec_of(gradient, position) for position, gradient in enumerate(gradients)]
         seed = int(key[1][:6], 16)
-        made = GradientReducer(gradients, codecs, self._make_collectives(), seed, self.timed)
+        made = GradientReducer(gradients, codecs, self._make_collectives(), seed, self._time_exchanges)
         _warn_of_unfit(made.dense_codecs, optimizer)
         if not made.encodes:
             self._warn_of_none(gradients, codecs)

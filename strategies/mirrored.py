@@ -24,6 +24,7 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
       compression: How to compress gradients: `None`, a codec of `tfdist.compression` or its name, such as `"int8"` or
         `"powersgd(8)"`. A function of (shape, dtype, position) may choose one of these for each gradient, regardless
         of `min_elements`. The result equals, bit for bit, the result of as many workers with one device each.
+      time_exchanges: Whether to measure how long compressed exchanges take; see `MultiWorkerMirroredStrategy`.
       fault_tolerance: Deadlines, by default `tfdist.FaultTolerance()`; the environment overrides them. A single process
         uses only the deadlines for preemption and, under `tfdist run`, for the watchdog.
 
@@ -36,14 +37,16 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
       TypeError: If `compression` is a function with other arguments.
     """
 
-    def __init__(self, devices=None, cross_device_ops=None, *, compression=None, fault_tolerance=None):
+    def __init__(
+        self, devices=None, cross_device_ops=None, *, compression=None, time_exchanges=False, fault_tolerance=None
+    ):
         self.fault_tolerance = (fault_tolerance or FaultTolerance()).with_environment()
         warn_if_one_of_many(never_joins=True)
         devices = devices or local_devices()
         self._take_collective_keys()
         extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)
         tf.distribute.Strategy.__init__(self, extended)
-        extended.compress(compression)
+        extended.compress(compression, time_exchanges)
         self._make_reports()
         if self.num_replicas_in_sync > 1:
             watch_models_outside(workers=1)

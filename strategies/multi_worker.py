@@ -86,6 +86,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
       compression: How to compress gradients between workers: `None`, a codec of `tfdist.compression` or its name, such
         as `"int8"` or `"powersgd(8)"`. A function of (shape, dtype, position) may choose one of these for each
         gradient, regardless of `min_elements`.
+      time_exchanges: Whether `communication.traffic()` has the seconds of coding and exchanging compressed gradients.
+        Measuring them slows steps down, most of all with fast codecs. Without `compression` it has no effect.
       transport: How CPU workers exchange the tensors of a step; equal on all workers. `"auto"`: over their own
         connections if possible, with TLS if TFDIST_TLS_CERT, TFDIST_TLS_KEY and TFDIST_TLS_CA are set.
         `"tensorflow"`: only over TensorFlow's collectives, which need no ports beside those of TF_CONFIG.
@@ -109,6 +111,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         communication_options=None,
         *,
         compression=None,
+        time_exchanges=False,
         transport="auto",
         fault_tolerance=None,
     ):
@@ -127,7 +130,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         options = communication_options or tf_internals.CommunicationOptions()
         extended = _MultiWorkerExtended(self, cluster_resolver=cluster_resolver, communication_options=options)
         tf.distribute.Strategy.__init__(self, extended)
-        extended.compress(compression)
+        extended.compress(compression, time_exchanges)
         self._make_reports()
         if extended._num_workers > 1:
             with _first_exchange():

@@ -34,8 +34,8 @@ class ReplicatedExtended:
     _num_workers = 1
     _own_seed_generator: keras.random.SeedGenerator | None = None
 
-    def compress(self, compression):
-        """Sets the compression of gradients from now on; see `policy_of`."""
+    def compress(self, compression, time_exchanges):
+        """Sets the compression of gradients; see `MultiWorkerMirroredStrategy`."""
         policy = policy_of(compression)
         if policy is None:
             return
@@ -44,7 +44,7 @@ class ReplicatedExtended:
                 f"compression={compression!r} exchanges gradients by collectives, but cross_device_ops is "
                 f"{type(self._cross_device_ops).__name__}. Leave cross_device_ops out."
             )
-        self.communication = CompressionState(policy, lambda: self._cross_device_ops)
+        self.communication = CompressionState(policy, lambda: self._cross_device_ops, time_exchanges)
 
     @property
     def replicas(self):

@@ -5,7 +5,7 @@ import types
 import pytest
 
 from tfdist.callbacks import Traffic
-from tfdist.strategies.compression_state import TrafficTotals as Sent
+from tfdist.strategies.compression_state import TrafficTotals
 
 
 class Communication:
@@ -20,7 +20,7 @@ class Communication:
 
     def traffic(self):
         seconds = 0.5 * self.steps if self.timed and self.steps else None
-        return Sent(self.steps, 400 * self.steps, 100 * self.steps, seconds, seconds)
+        return TrafficTotals(self.steps, 400 * self.steps, 100 * self.steps, seconds, seconds)
 
     def residual_norm(self):
         return self.norm

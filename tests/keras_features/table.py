@@ -60,12 +60,12 @@ def row(**arguments):
 
 
 @functools.cache
-def strategy_of(placement: str, compression: Any = None):
+def strategy_of(placement: str, compression: Any = None, **options: Any):
     if placement == "single":
         return None
     if placement.startswith("1x"):
-        return tfdist.MirroredStrategy(compression=compression)
-    return tfdist.MultiWorkerMirroredStrategy(compression=compression)
+        return tfdist.MirroredStrategy(compression=compression, **options)
+    return tfdist.MultiWorkerMirroredStrategy(compression=compression, **options)
 
 
 def start_anew(seed: int = 1) -> None:

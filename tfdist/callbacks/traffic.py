@@ -14,7 +14,7 @@ class Traffic(ForKerasModels, keras.callbacks.Callback):
     - `sent_bytes`: bytes of gradients that this worker sends per step, as the mean of the epoch
     - `compression_ratio`: bytes without compression divided by bytes sent
     - `encode_seconds`, `exchange_seconds`: seconds per step that a replica spends on coding and on exchanging, the mean
-      of the epoch summed over buckets. Logged only if `strategy.communication.timed` was set before the first step
+      of the epoch summed over buckets. Logged only under a strategy with `time_exchanges=True`
     - `residual_norm`: the Euclidean norm of this worker's residuals; costs one pass over the residuals
 
     If `BackupAndRestore` restarts within an epoch, the sums of that epoch continue.
