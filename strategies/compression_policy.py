@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist.strategies.compression import Codec, PowerSGD, from_name
 from tfdist.strategies.compression.codec import ENCODED
 
-Policy = Callable[[tf.TensorShape, tf.DType, int], Codec | str | None]
+Policy = Callable[[tf.TensorShape, tf.DType, str], Codec | str | None]
 
 _local = threading.local()
 _OPENED_AROUND = (
@@ -65,7 +65,7 @@ def policy_of(compression: Any) -> Policy | None:
     """The policy for the `compression` argument of a strategy; None for no compression.
 
     Args:
-      compression: None, a codec, its name, or a function `(shape, dtype, position)` that returns one of these.
+      compression: None, a codec, its name, or a function `(shape, dtype, path)` that returns one of these.
 
     Raises:
       ValueError: If `compression` is an unknown name or another object.
@@ -84,10 +84,10 @@ def _check_arguments(policy: Callable[..., Any]) -> None:
     except ValueError:  # A function that is not written in Python has no signature.
         return
     try:
-        signature.bind(tf.TensorShape([]), tf.float32, 0)
+        signature.bind(tf.TensorShape([]), tf.float32, "")
     except TypeError as error:
         raise TypeError(
-            f"A `compression` function must take a gradient's (shape, dtype, position), but {policy!r} takes "
+            f"A `compression` function must take a gradient's (shape, dtype, path), but {policy!r} takes "
             f"{signature}: {error}. Change its arguments."
         ) from None
 
@@ -107,9 +107,9 @@ class OneCodec:
 
     codec: Codec
 
-    def __call__(self, shape: tf.TensorShape, dtype: tf.DType, position: int) -> Codec | None:
+    def __call__(self, shape: tf.TensorShape, dtype: tf.DType, path: str) -> Codec | None:
         """The codec of a gradient, or None to leave it uncompressed."""
-        del position
+        del path
         return None if self.objection(shape, dtype) else self.codec
 
     def objection(self, shape: tf.TensorShape, dtype: tf.DType) -> str | None:

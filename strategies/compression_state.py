@@ -97,33 +97,35 @@ class CompressionState(tf.Module):
         """All exchanges in the order in which they were made, including those of deleted optimizers."""
         return self._known.made
 
-    def exchange_of(self, optimizer: Any, gradients: Sequence[Gradient], places: Sequence[int] = ()) -> GradientReducer:
+    def exchange_of(self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]) -> GradientReducer:
         """Returns the exchange of these gradients, and makes it at the first call.
 
         Args:
           optimizer: The optimizer that applies the gradients.
           gradients: The gradients of one replica.
-          places: The indices of their variables in the optimizer, if known.
+          variables: The variables of the gradients; empty if they are not known.
 
         Raises:
           ValueError: If collectives cannot sum gradients of this type, if the policy chooses a codec that cannot encode
             a gradient, or if the checkpoint restored before does not fit this worker.
         """
         anchor = keras_internals.counter_of(optimizer)
+        places = keras_internals.places_in_optimizer(optimizer, variables)
         signature = _signature(gradients, places)
         key = (id(anchor), signature)
         if key not in self._known.exchanges and signature in self._known.signatures():
             gc.collect()  # Free the names of deleted optimizers. Not under the lock, which `_forget` may need.
         with self._known.lock:
             if key not in self._known.exchanges:
-                self._known.exchanges[key] = self._make(gradients, key, optimizer)
+                self._known.exchanges[key] = self._make(gradients, key, optimizer, places)
                 weakref.finalize(anchor, _forget, weakref.ref(self), key).atexit = False
             self._known.exchanges[key].layout.check()
             return self._known.exchanges[key]
 
-    def _make(self, gradients: Sequence[Gradient], key: "_Key", optimizer: Any) -> GradientReducer:
+    def _make(self, gradients: Sequence[Gradient], key: "_Key", optimizer: Any, places: list[int]) -> GradientReducer:
         _check_summed(gradients)
-        codecs = [self._codec_of(gradient, position) for position, gradient in enumerate(gradients)]
+        paths = keras_internals.paths_in_optimizer(optimizer, places) or [""] * len(gradients)
+        codecs = list(map(self._codec_of, gradients, paths, itertools.count()))
         seed = int(key[1][:6], 16)
         made = GradientReducer(gradients, codecs, self._make_collectives(), seed, self._time_exchanges)
         _warn_of_unfit(made.dense_codecs, optimizer)
@@ -256,9 +258,16 @@ class CompressionState(tf.Module):
             reason,
         )
 
-    def _codec_of(self, gradient: Gradient, position: int) -> Codec | None:
+    def described_codecs(self, model: keras.Model) -> list[str]:
+        """The user's choices for the variables of a model, without paths, since Keras may number layers differently."""
+        if isinstance(self._policy, OneCodec):
+            return []
+        choices = [self._policy(each.value.shape, each.value.dtype, each.path) for each in model.trainable_variables]
+        return [f"{choice!r} as the codec of trainable variable {number}" for number, choice in enumerate(choices)]
+
+    def _codec_of(self, gradient: Gradient, path: str, position: int) -> Codec | None:
         shape, dtype = gradient.shape, gradient.dtype
-        chosen = self._policy(shape, dtype, position) if shape.is_fully_defined() and shape.num_elements() else None
+        chosen = self._policy(shape, dtype, path) if shape.is_fully_defined() and shape.num_elements() else None
         if not isinstance(chosen, Codec | str | None):
             raise TypeError(
                 "A `compression` function must return a codec of tfdist.compression, its name, or None for each "
@@ -269,8 +278,8 @@ class CompressionState(tf.Module):
             return None
         if why_not := unfit(codec, shape, dtype):
             raise ValueError(
-                f"The `compression` function returns {codec!r} for gradient {position} of dtype {dtype.name} and shape "
-                f"{shape}, but {why_not}. Return None for this gradient."
+                f"The `compression` function returns {codec!r} for gradient {position} of dtype {dtype.name}, shape "
+                f"{shape} and path {path!r}, but {why_not}. Return None for this gradient."
             )
         return codec
 

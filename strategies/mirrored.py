@@ -22,8 +22,8 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
       cross_device_ops: As in TensorFlow. The default reduces by collectives. Other ops cannot exchange gradients inside
         a branch: `gradient_accumulation_steps` and `LossScaleOptimizer` fail as they do in TensorFlow.
       compression: How to compress gradients: `None`, a codec of `tfdist.compression` or its name, such as `"int8"` or
-        `"powersgd(8)"`. A function of (shape, dtype, position) may choose one of these for each gradient, regardless
-        of `min_elements`. The result equals, bit for bit, the result of as many workers with one device each.
+        `"powersgd(8)"`, or a function that chooses for each gradient; see `MultiWorkerMirroredStrategy`. The result
+        equals, bit for bit, the result of as many workers with one device each.
       time_exchanges: Whether to measure how long compressed exchanges take; see `MultiWorkerMirroredStrategy`.
       fault_tolerance: Deadlines, by default `tfdist.FaultTolerance()`; the environment overrides them. A single process
         uses only the deadlines for preemption and, under `tfdist run`, for the watchdog.

@@ -84,8 +84,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         there is one worker. A given resolver sets TF_CONFIG if unset, for code that reads the chief there.
       communication_options: As in TensorFlow.
       compression: How to compress gradients between workers: `None`, a codec of `tfdist.compression` or its name, such
-        as `"int8"` or `"powersgd(8)"`. A function of (shape, dtype, position) may choose one of these for each
-        gradient, regardless of `min_elements`.
+        as `"int8"` or `"powersgd(8)"`. A function of (shape, dtype, path) may choose one of these for each
+        gradient, alike on all workers and regardless of `min_elements`. The path is that of the Keras variable, such as
+        "sequential/dense/kernel", the name of a `tf.Variable`, or empty if the variable is not known.
       time_exchanges: Whether `communication.traffic()` has the seconds of coding and exchanging compressed gradients.
         Measuring them slows steps down, most of all with fast codecs. Without `compression` it has no effect.
       transport: How CPU workers exchange the tensors of a step; equal on all workers. `"auto"`: over their own
@@ -159,7 +160,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         super()._check_scope(step)
         if self.extended._num_workers > 1:
             held = functools.partial(distributed_variables.checksums, distributed_variables.variables_of(step.model))
-            self.extended.agreement.on_model(step.model, held)
+            codecs = self.communication.described_codecs(step.model) if self.communication else []
+            self.extended.agreement.on_model(step.model, held, codecs)
 
     def _compare_model(self, model):
         if self.extended._num_workers == 1 or model is None or model in self._described:

@@ -78,9 +78,7 @@ class ReplicatedExtended:
         if not self._compresses or is_uncompressed():
             return steps.current_step().all_reduce(tf.distribute.ReduceOp.SUM, gradients)
         self.check_compiled()
-        exchange = self.communication.exchange_of(
-            optimizer, gradients, keras_internals.places_in_optimizer(optimizer, of or ())
-        )
+        exchange = self.communication.exchange_of(optimizer, gradients, of or ())
         done, step = tf.convert_to_tensor(optimizer.iterations), steps.current_step()
         gradients, without_heads = batch_independent_rows.with_heads(gradients, step)
         if tf.executing_eagerly():

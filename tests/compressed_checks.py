@@ -3,6 +3,7 @@
 import functools
 import gc
 import logging
+import re
 import time
 
 import keras
@@ -77,7 +78,12 @@ def policy(name):
     """Returns the named codec, or a policy that gives each kernel the next codec of a mixture."""
     if name in CODECS:
         return CODECS[name]
-    return lambda shape, dtype, position: MIXTURES[name][position // 2] if shape.rank == 2 else None
+
+    def codec_of(shape, dtype, path):
+        kernel = re.fullmatch(r"sequential/dense_?(\d*)/kernel", path)
+        return kernel and MIXTURES[name][int(kernel[1] or 0)]
+
+    return codec_of
 
 
 def train(placement, codec, mode="plain", epochs=5):
@@ -299,6 +305,46 @@ def sent_under_named_codecs():
     strategy = tfdist.MirroredStrategy(compression=lambda shape, *_: "powersgd(1)" if shape.rank == 2 else None)
     build(strategy).fit(*data(BATCH), batch_size=BATCH, verbose=0)
     return strategy.communication.traffic().ratio
+
+
+def paths_given_to_a_policy(placement):
+    """Returns the paths that a policy gets of a model in `fit`, of another in a custom loop, and of a `tf.Variable`."""
+    paths, results = [], []
+    strategy = strategy_of(placement, lambda shape, dtype, path: paths.append(path))
+    start_anew()
+    with strategy.scope():
+        first, second = (
+            keras.Sequential(
+                [layers.Input((5,)), layers.Embedding(50, 8, name="words"), layers.Flatten(), layers.Dense(3)]
+            )
+            for _ in range(2)
+        )
+        first.compile("adam", "mse")
+        optimizers = [keras.optimizers.SGD(), keras.optimizers.SGD()]
+        weight = tf.Variable(tf.ones([40, 30]), name="weight")
+        optimizers[0].build(second.trainable_variables)
+        optimizers[1].build([weight])
+    first.fit(np.ones((BATCH, 5)), np.ones((BATCH, 3)), batch_size=BATCH, verbose=0)
+    results.append(sorted(set(paths)))
+    for optimizer, variables in zip(optimizers, (second.trainable_variables, [weight]), strict=True):
+        paths.clear()
+        gradients = [tf.ones(variable.shape) for variable in variables]
+        strategy.run(tf.function(functools.partial(optimizer.apply, gradients, variables)))
+        results.append(sorted(set(paths)))
+    return results
+
+
+def refusal_of_unlike_choices():
+    """Returns the error of `fit` if layers have other names on worker 1, so that the policy chooses other codecs."""
+    policy = lambda shape, dtype, path: "int8" if "dense_1" in path else None  # noqa: E731
+    strategy = tfdist.MultiWorkerMirroredStrategy(compression=policy)
+    start_anew()
+    with strategy.scope():
+        for _ in range(strategy.cluster_resolver.task_id):
+            layers.Dense(1)
+        model = keras.Sequential([layers.Input((9,)), layers.Dense(3)])
+        model.compile("sgd", "mse")
+    return refusal_of(lambda: model.fit(np.ones((BATCH, 9)), np.ones((BATCH, 3)), batch_size=BATCH, verbose=0))
 
 
 def residuals_of_the_second_of_two_models(folder, collected):

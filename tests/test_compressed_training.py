@@ -291,6 +291,23 @@ def test_policies_may_return_names(pools):
     assert min(pools("1x2").run(checks.sent_under_named_codecs)) > 2
 
 
+@pytest.mark.parametrize("placement", ["1x2", "2x1"])
+def test_a_policy_gets_the_paths_of_variables(placement, pools):
+    for in_fit, in_a_loop, of_a_variable in pools(placement).run(checks.paths_given_to_a_policy, placement):
+        assert in_fit == ["sequential/dense/bias", "sequential/dense/kernel", "sequential/words/embeddings"]
+        assert in_a_loop == [
+            "sequential_1/dense_1/bias",
+            "sequential_1/dense_1/kernel",
+            "sequential_1/words/embeddings",
+        ]
+        assert of_a_variable == ["weight:0"]
+
+
+def test_policies_that_choose_other_codecs_on_another_worker_raise(pools):
+    for said in pools("2x1").run(checks.refusal_of_unlike_choices):
+        assert "worker 0 has None as the codec of trainable variable 0, worker 1 has 'int8' as the codec" in said
+
+
 @pytest.mark.parametrize("collected", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_residuals_are_restored_to_the_right_one_of_equal_models(collected, pools, tmp_path):
     for left, resumed, of_first in pools("1x2").run(

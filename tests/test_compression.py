@@ -526,8 +526,8 @@ def test_codec_names_with_a_number_are_resolved(name, codec):
         ("powersgd(0)", "`rank` of PowerSGD"),
         ("int8(4)", "'powersgd(4)'"),
         ("topk(1e-3)", "powersgd also with a number"),
-        (lambda shape: None, "(shape, dtype, position)"),
-        (lambda shape, dtype, position, more: None, "(shape, dtype, position)"),
+        (lambda shape: None, "(shape, dtype, path)"),
+        (lambda shape, dtype, path, more: None, "(shape, dtype, path)"),
     ],
 )
 def test_a_wrong_compression_argument_raises_with_a_remedy(compression, words):
@@ -537,7 +537,7 @@ def test_a_wrong_compression_argument_raises_with_a_remedy(compression, words):
 
 
 def test_policies_with_optional_arguments():
-    for policy in (lambda *gradient: None, lambda shape, dtype, position=0: None, functools.partial(max, key=str)):
+    for policy in (lambda *gradient: None, lambda shape, dtype, path="": None, functools.partial(max, key=str)):
         assert policy_of(policy) is policy
 
 

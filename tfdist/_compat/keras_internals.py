@@ -43,6 +43,7 @@ __all__ = [
     "layers_of",
     "match_anew",
     "open_scopes",
+    "paths_in_optimizer",
     "places_in_optimizer",
     "put_losses_back",
     "set_global_seed_generator",
@@ -216,3 +217,12 @@ def places_in_optimizer(optimizer: Any, variables: Any) -> list[int]:
         return [optimizer._get_variable_index(variable) for variable in variables]
     except KeyError:
         return []
+
+
+def paths_in_optimizer(optimizer: Any, places: list[int]) -> list[str]:
+    """Returns the paths of an optimizer's variables at `places`; of variables that are not Keras' own, the names.
+
+    Without it: a compression policy does not know the variables, since Keras passes on the variables inside of its own.
+    """
+    variables = [optimizer._trainable_variables[place] for place in places]
+    return [getattr(variable, "path", variable.name) for variable in variables]

@@ -52,14 +52,15 @@ class WorkerAgreement:
             said_of_it = {worker: own[place : place + 1] for worker, own in said.items()}
             self._compare(said_of_it, f"the same {what}", "Give the same in all scripts.")
 
-    def on_model(self, model: Any, checksums: Callable[[], Iterable[tuple[str, str]]]) -> None:
-        """Compares the variables of a model at its first run: shapes and types, then values of replicated variables.
+    def on_model(self, model: Any, checksums: Callable[[], Iterable[tuple[str, str]]], codecs: list[str]) -> None:
+        """Compares a model at its first run: shapes, types and codecs of variables, then values of replicated ones.
 
         Costs two messages to worker 0, and two for each worker.
 
         Args:
           model: The model.
           checksums: Returns the names of the replicated variables with checksums of their values.
+          codecs: The codecs that the user's function chooses for the variables.
 
         Raises:
           ClusterError: If the variables differ, or a worker does not come.
@@ -73,7 +74,7 @@ class WorkerAgreement:
             f"variable {number} as {variable.dtype}{list(variable.shape)}"
             for number, variable in enumerate(model.variables)
         ]
-        said = self._exchange("model", [f"the optimizer {optimizer}", *variables])
+        said = self._exchange("model", [f"the optimizer {optimizer}", *variables, *codecs])
         self._compare(said, "the same model", "Build it from the same code and settings on all workers.")
         self.on_values(checksums())
 

@@ -221,7 +221,7 @@ def _reason_to_skip(
 ) -> str:
     """Returns why all workers skip this size, or an empty string if they measure it."""
     policy = policy_of(None if name == "none" else name)
-    if policy and policy(tf.TensorShape(_shape(size)), tf.float32, 0) is None:
+    if policy and policy(tf.TensorShape(_shape(size)), tf.float32, "") is None:
         return f"{name} does not compress a tensor of {' x '.join(map(str, _shape(size)))}"
     rooms = strategy.extended.of_all_workers(_room(strategy, spec))
     small = [worker for worker, room in enumerate(rooms) if size > room]
