@@ -41,14 +41,14 @@ class Permutation:
         """Returns the positions of `elements`, int64 [k] -> int64 [k]."""
         return self._walk(elements, None, self._keys[::-1], 1)
 
-    def _walk(self, values, variants, keys, first):
+    def _walk(self, values: np.ndarray, variants: np.ndarray | None, keys: np.ndarray, first: int) -> np.ndarray:
         tweaks = np.zeros(1, np.uint64) if variants is None else hashed(variants, keys[0])
         values = self._mix(np.asarray(values).astype(np.uint64), tweaks, keys, first)
         while np.any(outside := values >= self.n):
             values[outside] = self._mix(values[outside], tweaks if variants is None else tweaks[outside], keys, first)
         return values.astype(np.int64)
 
-    def _mix(self, values, tweaks, keys, first):
+    def _mix(self, values: np.ndarray, tweaks: np.ndarray, keys: np.ndarray, first: int) -> np.ndarray:
         low_bits, high_bits = self._low_bits, self._high_bits
         low_mask, high_mask = _mask(low_bits), _mask(high_bits)
         low, high = values & low_mask, values >> low_bits

@@ -142,7 +142,7 @@ class _Speed:
         return cls(weight, noise, b, t, variance + b * b, covariance + b * t)
 
 
-def _slowest(lines, shares):
+def _slowest(lines: list[tuple[float, float]], shares: Sequence[float]) -> float:
     return max(alpha + beta * b for (alpha, beta), b in zip(lines, shares, strict=True))
 
 

@@ -93,7 +93,7 @@ class RemoteFiles:
 
     renames_at_once = False
 
-    def __init__(self):
+    def __init__(self) -> None:
         import tensorflow as tf  # imported here, because a local disk does not need TensorFlow
 
         self._gfile, self._error, self._not_found = tf.io.gfile, tf.errors.OpError, tf.errors.NotFoundError
@@ -113,7 +113,7 @@ class RemoteFiles:
     def write(self, path: str, pieces: Iterable[Buffer]) -> dict[str, Any]:
         """See `LocalFiles`."""
 
-        def write():
+        def write() -> dict[str, Any]:
             with self._gfile.GFile(path, "wb") as file:
                 file.write(b"")  # otherwise an empty file is never made
                 return _write_hashed(lambda piece: file.write(piece.tobytes()), pieces)
@@ -123,7 +123,7 @@ class RemoteFiles:
     def read(self, path: str) -> bytearray:
         """See `LocalFiles`."""
 
-        def read():
+        def read() -> bytearray:
             with self._gfile.GFile(path, "rb") as file:
                 return bytearray(file.read())
 

@@ -4,7 +4,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 BINARY = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -17,7 +17,7 @@ class CommandParser(argparse.ArgumentParser):
 
     _given: Sequence[str] = ()
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace=None):  # type: ignore[override]
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parses like the base class, and stores the arguments for `error`."""
         self._given = list(args or ())
         return super().parse_known_args(args, namespace)
