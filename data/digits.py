@@ -1,5 +1,8 @@
 """A TFDS dataset of handwritten digits that needs no download."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import tensorflow_datasets as tfds
 
@@ -33,7 +36,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
             homepage="https://doi.org/10.24432/C50P49",
         )
 
-    def _split_generators(self, dl_manager: tfds.download.DownloadManager):
+    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
         del dl_manager
         images, labels = _read_digits()
         in_test = np.zeros(len(labels), bool)
@@ -44,13 +47,13 @@ class Digits(tfds.core.GeneratorBasedBuilder):
             "test": self._generate_examples(images, labels, np.flatnonzero(in_test)),
         }
 
-    def _generate_examples(self, images, labels, rows):
+    def _generate_examples(self, images: np.ndarray, labels: np.ndarray, rows: np.ndarray) -> Iterator[Any]:
         # The row number is the key that TFDS orders examples by, so every machine writes the same files.
         for row in rows.tolist():
             yield row, {"image": images[row], "label": int(labels[row])}
 
 
-def _read_digits():
+def _read_digits() -> tuple[np.ndarray, np.ndarray]:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:

@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.2
 
 
 def load(
-    name: str, split: str, data_dir: str | os.PathLike | None = None, *, timeout_seconds: float = 3600
+    name: str, split: str, data_dir: str | os.PathLike[str] | None = None, *, timeout_seconds: float = 3600
 ) -> tf.data.Dataset:
     """Reads a split of a TFDS dataset. Prepares its files first if they are missing.
 
@@ -48,7 +48,7 @@ def load(
 
 
 def prepare(
-    name: str, data_dir: str | os.PathLike | None = None, *, timeout_seconds: float = 3600
+    name: str, data_dir: str | os.PathLike[str] | None = None, *, timeout_seconds: float = 3600
 ) -> tfds.core.DatasetBuilder:
     """Returns the builder of a TFDS dataset, after preparing its files if they are missing; see `load`."""
     builder = _make_builder(name, data_dir)
@@ -62,7 +62,7 @@ def prepare(
     return builder
 
 
-def _make_builder(name, data_dir):
+def _make_builder(name: str, data_dir: str | os.PathLike[str] | None) -> tfds.core.DatasetBuilder:
     if name == Digits.name:
         return Digits(data_dir=data_dir)
     return tfds.builder(name, data_dir=data_dir)
@@ -96,7 +96,7 @@ def _open(path: pathlib.Path, name: str) -> IO[str]:
         ) from error
 
 
-def _wait_for_lock(file, name, timeout_seconds):
+def _wait_for_lock(file: IO[str], name: str, timeout_seconds: float) -> None:
     deadline = time.monotonic() + timeout_seconds
     told = False
     while True:
@@ -116,7 +116,7 @@ def _wait_for_lock(file, name, timeout_seconds):
         time.sleep(_POLL_SECONDS)
 
 
-def _check_network(builder):
+def _check_network(builder: tfds.core.DatasetBuilder) -> None:
     """Raises an error at once if servers cannot be found; the downloads of TFDS would retry for three minutes."""
     if urllib.request.getproxies():
         return  # The proxy resolves the names.

@@ -25,8 +25,9 @@ __all__ = [
 class TfdistError(Exception):
     """Base class of all errors of tfdist."""
 
-    # Autograph raises errors of converted code again. It keeps the type of an error only with this `__init__`.
-    __init__ = Exception.__init__
+
+# Autograph raises errors of converted code again. It keeps the type of an error only with this `__init__`.
+TfdistError.__init__ = Exception.__init__  # type: ignore[method-assign]  # in the class it would have no type
 
 
 class AuditError(TfdistError, RuntimeError):

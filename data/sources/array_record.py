@@ -27,7 +27,7 @@ class ArrayRecordSource(ItemsSource):
       SourceError: If a file is no ArrayRecord file, or is truncated.
     """
 
-    def __init__(self, paths: str | os.PathLike | Iterable[str | os.PathLike | tuple[str, int, int]]):
+    def __init__(self, paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str] | tuple[str, int, int]]):
         module = _array_record()
         parts = [part for path in several(paths) for part in _parts(path, module)]
         self._ends = np.cumsum([take for _, _, take in parts])
@@ -90,7 +90,7 @@ def _array_record() -> Any:
     return array_record_data_source
 
 
-def _parts(path: str | os.PathLike | tuple[str, int, int], module: Any) -> list[tuple[str, int, int]]:
+def _parts(path: str | os.PathLike[str] | tuple[str, int, int], module: Any) -> list[tuple[str, int, int]]:
     if isinstance(path, tuple):
         expand([path[0]])
         return [path]

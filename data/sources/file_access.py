@@ -33,7 +33,7 @@ def several(paths: Any) -> Any:
     return [paths] if isinstance(paths, str | os.PathLike) else paths
 
 
-def expand(paths: Iterable[str | os.PathLike]) -> list[str]:
+def expand(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
     """Returns the files of paths and glob patterns. The files of a pattern are in the order of their names.
 
     Raises:

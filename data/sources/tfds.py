@@ -38,7 +38,7 @@ class TfdsSource(Source):
         self,
         dataset: str | tfds.core.DatasetBuilder,
         split: tfds.typing.SplitArg,
-        data_dir: str | os.PathLike | None = None,
+        data_dir: str | os.PathLike[str] | None = None,
         *,
         as_supervised: bool = True,
     ):
@@ -75,7 +75,7 @@ class TfdsSource(Source):
 
 
 def _prepared(
-    dataset: str | tfds.core.DatasetBuilder, split: tfds.typing.SplitArg, data_dir: str | os.PathLike | None
+    dataset: str | tfds.core.DatasetBuilder, split: tfds.typing.SplitArg, data_dir: str | os.PathLike[str] | None
 ) -> tfds.core.DatasetBuilder:
     if isinstance(dataset, str):
         return prepare(dataset, data_dir)

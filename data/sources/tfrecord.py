@@ -41,7 +41,7 @@ class TFRecordSource(Source):
 
     def __init__(
         self,
-        paths: str | os.PathLike | Iterable[str | os.PathLike | tuple[str, int, int]],
+        paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str] | tuple[str, int, int]],
         *,
         check_data: bool = True,
     ):
@@ -181,7 +181,7 @@ def _read_spans(opened: LocalFile | RemoteFile, offsets: np.ndarray, lengths: np
     return headers, [contents[span][start + HEADER_BYTES : end] for span, start, end in places]
 
 
-def _parts(path: str | os.PathLike | tuple[str, int, int]) -> list[tuple[str, int, int | None]]:
+def _parts(path: str | os.PathLike[str] | tuple[str, int, int]) -> list[tuple[str, int, int | None]]:
     if isinstance(path, tuple):
         return [path]
     return [(file, 0, None) for file in expand([path])]

@@ -182,7 +182,7 @@ def goes_on_with(epochs, iterator) -> bool:
     return epochs._current_iterator is iterator
 
 
-def dataset_of(epochs):
+def dataset_of(epochs: Any) -> Any:
     """Returns the distributed dataset of a Keras `EpochIterator`, or `None`.
 
     Without it: two shardings with equal global batches in one `fit` may receive each other's position.

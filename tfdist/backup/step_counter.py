@@ -24,7 +24,7 @@ class CountedSteps:
 
     notes = True
 
-    def __init__(self, function: Callable[[Iterator], Any], steps_per_execution: int):
+    def __init__(self, function: Callable[[Iterator[Any]], Any], steps_per_execution: int):
         self.function = function
         self.consumed = 0
         self.left = 0
@@ -74,12 +74,12 @@ class CountedSteps:
             self.consumed += self._steps
         return self._logs
 
-    def _train(self, iterator):
+    def _train(self, iterator: Iterator[Any]) -> Any:
         logs = self.function(iterator)
         self.consumed += self._steps
         return logs
 
-    def _read(self, iterator, batches, may_end=False):
+    def _read(self, iterator: Iterator[Any], batches: int, may_end: bool = False) -> None:
         for number in range(batches):
             try:
                 next(iterator)

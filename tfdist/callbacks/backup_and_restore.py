@@ -95,7 +95,7 @@ class BackupAndRestore(ForKerasModels, keras.callbacks.BackupAndRestore):
 
     def __init__(
         self,
-        backup_dir: str | os.PathLike,
+        backup_dir: str | os.PathLike[str],
         save_freq: Any = "epoch",
         double_checkpoint: bool = False,
         delete_checkpoint: bool = True,
@@ -161,7 +161,7 @@ def _checked_seconds(timeout_seconds: Any) -> float:
     return float(timeout_seconds)
 
 
-def _checked_directory(backup_dir: str | os.PathLike) -> str:
+def _checked_directory(backup_dir: str | os.PathLike[str]) -> str:
     directory = os.fsdecode(backup_dir)
     if not directory:
         raise ValueError("`backup_dir` must be a folder for this job alone, got an empty path.")

@@ -123,7 +123,7 @@ def _wait_for_others(board: CoordinationStore, timeout_seconds: float) -> bool:
       tf.errors.OpError: If worker 0 has failed.
     """
     if board.worker:
-        together = hear_aloud(board, "leave", 0, timeout_seconds)
+        together = bool(hear_aloud(board, "leave", 0, timeout_seconds))
         with contextlib.suppress(tf.errors.OpError):  # Worker 0 waits only 2 s for this message.
             board.say("left", True)
         return together

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
             args.parser.error(f"--json {args.json} cannot be written: {error}")
     if spec is None:
         in_workers = ["-m", "tfdist.launch.cli", *args.argv]
-        return args.main(["run", "--workers", str(args.workers), "--max-restarts", "0", *in_workers])
+        return int(args.main(["run", "--workers", str(args.workers), "--max-restarts", "0", *in_workers]))
     if args.devices_per_worker:
         os.environ[DEVICES_PER_WORKER_VARIABLE] = str(args.devices_per_worker)
     deadline = time.monotonic() + args.timeout

@@ -12,7 +12,6 @@ import os
 import sys
 import types
 from collections.abc import Sequence
-from typing import Any
 
 _PARTLY_LOADED = ("tfdist._compat.keras_internals", "tfdist.data", "tfdist.strategies")
 
@@ -38,7 +37,7 @@ class _AfterKeras(importlib.abc.MetaPathFinder):
 class _GuardingLoader(importlib.abc.Loader):
     """Loads a module with another loader, which stays the module's `__loader__`, then sets the guard."""
 
-    def __init__(self, loader: Any, workers: int):
+    def __init__(self, loader: importlib.abc.Loader, workers: int):
         self._loader, self._workers = loader, workers
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
@@ -64,7 +63,7 @@ def _number_of_workers() -> int:
         return 1  # The code that needs TF_CONFIG reports the mistake.
 
 
-def _print_without_this_file(kind: Any, error: BaseException, trace: types.TracebackType | None) -> None:
+def _print_without_this_file(kind: type, error: BaseException, trace: types.TracebackType | None) -> None:
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     sys.__excepthook__(kind, error.with_traceback(trace), trace)

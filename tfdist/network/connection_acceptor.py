@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from absl import logging
 
@@ -202,7 +202,7 @@ class ConnectionAcceptor(Generic[T]):
             self._forget(guest)
 
 
-def remote_host(address: tuple) -> str:
+def remote_host(address: tuple[Any, ...]) -> str:
     """Returns the address of the peer without its port; an IPv4 address in its usual form."""
     return str(address[0]).partition("%")[0].removeprefix("::ffff:")
 
