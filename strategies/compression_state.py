@@ -17,8 +17,8 @@ from absl import logging
 
 from tfdist._compat import keras_internals
 from tfdist.strategies.collectives.collective_launcher import is_added_up
-from tfdist.strategies.collectives.gradient_groups import Gradient
-from tfdist.strategies.collectives.gradient_reducer import RAW_BYTES, SENT_BYTES, STEPS, GradientReducer
+from tfdist.strategies.collectives.encoded_reducer import RAW_BYTES, SENT_BYTES, STEPS, EncodedReducer
+from tfdist.strategies.collectives.transport import Gradient
 from tfdist.strategies.compression import Codec, TopK, from_name
 from tfdist.strategies.compression_policy import OneCodec, Policy, unfit
 
@@ -93,11 +93,11 @@ class CompressionState(tf.Module):
         self._has_warned = False
 
     @property
-    def exchanges(self) -> list[GradientReducer]:
+    def exchanges(self) -> list[EncodedReducer]:
         """All exchanges in the order in which they were made, including those of deleted optimizers."""
         return self._known.made
 
-    def exchange_of(self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]) -> GradientReducer:
+    def exchange_of(self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]) -> EncodedReducer:
         """Returns the exchange of these gradients, and makes it at the first call.
 
         Args:
@@ -122,12 +122,12 @@ class CompressionState(tf.Module):
             self._known.exchanges[key].layout.check()
             return self._known.exchanges[key]
 
-    def _make(self, gradients: Sequence[Gradient], key: "_Key", optimizer: Any, places: list[int]) -> GradientReducer:
+    def _make(self, gradients: Sequence[Gradient], key: "_Key", optimizer: Any, places: list[int]) -> EncodedReducer:
         _check_summed(gradients)
         paths = keras_internals.paths_in_optimizer(optimizer, places) or [""] * len(gradients)
         codecs = list(map(self._codec_of, gradients, paths, itertools.count()))
         seed = int(key[1][:6], 16)
-        made = GradientReducer(gradients, codecs, self._make_collectives(), seed, self._time_exchanges)
+        made = EncodedReducer(gradients, codecs, self._make_collectives(), seed, self._time_exchanges)
         _warn_of_unfit(made.dense_codecs, optimizer)
         if not made.encodes:
             self._warn_of_none(gradients, codecs)
@@ -150,13 +150,13 @@ class CompressionState(tf.Module):
         del self._known.names[key]  # After the attribute is gone, since another exchange may take the name now.
         self._known.exchanges.pop(key).release()
 
-    def exchanges_of(self, optimizer: Any) -> dict[str, GradientReducer]:
+    def exchanges_of(self, optimizer: Any) -> dict[str, EncodedReducer]:
         """The exchanges of an optimizer's gradients, by names that are equal in each run of the program."""
         anchor = id(keras_internals.counter_of(optimizer))
         with self._known.lock:
             return {name: exchange for (owner, name), exchange in self._known.exchanges.items() if owner == anchor}
 
-    def hand_over(self, optimizer: Any, name: str, fill: Callable[[GradientReducer], None]) -> None:
+    def hand_over(self, optimizer: Any, name: str, fill: Callable[[EncodedReducer], None]) -> None:
         """Calls `fill` with the exchange of that name (see `exchanges_of`), now or once the first step has made it."""
         exchange = self.exchanges_of(optimizer).get(name)
         if exchange is None:
@@ -199,14 +199,14 @@ class CompressionState(tf.Module):
         for key, exchange in self._known.exchanges.items():
             self._inherit(exchange, self._known.names[key])
 
-    def _fill(self, made: GradientReducer, key: Any, name: str) -> None:
+    def _fill(self, made: EncodedReducer, key: Any, name: str) -> None:
         """Sets the states of a new exchange from an earlier `redistribute` or `hand_over`."""
         self._inherit(made, name)
         fill, _ = self._known.awaited.pop(key, (None, None))
         if fill is not None:
             fill(made)
 
-    def _inherit(self, exchange: GradientReducer, name: str) -> None:
+    def _inherit(self, exchange: EncodedReducer, name: str) -> None:
         kinds = [kind for kind in self._known.inherited if kind.startswith(f"{name}/")]
         own = {kind: self._known.inherited.pop(kind) for kind in kinds}
         if not own:
@@ -354,11 +354,11 @@ class _Known:
 
     def __init__(self):
         self.lock = threading.Lock()
-        self.exchanges: dict[_Key, GradientReducer] = {}
+        self.exchanges: dict[_Key, EncodedReducer] = {}
         self.names: dict[_Key, str] = {}
-        self.made: list[GradientReducer] = []
+        self.made: list[EncodedReducer] = []
         self.inherited: dict[str, np.ndarray] = {}
-        self.awaited: dict[Any, tuple[Callable[[GradientReducer], None], Any]] = {}
+        self.awaited: dict[Any, tuple[Callable[[EncodedReducer], None], Any]] = {}
 
     def signatures(self) -> set[str]:
         """Signatures of the gradients exchanged so far."""

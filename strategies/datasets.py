@@ -11,9 +11,9 @@ from absl import logging
 from tfdist._compat import dataset_internals, keras_stack
 from tfdist.errors import ScopeError
 from tfdist.strategies import keras_calls
+from tfdist.strategies.batch_rows import count_rows
 from tfdist.strategies.row_comparison import RowComparison
 from tfdist.strategies.stand_in_rows import ExampleRow, ExampleRows, noting
-from tfdist.strategies.step import count_rows
 from tfdist.strategies.tensor_origin import calls_python, reads_files
 
 

@@ -16,6 +16,7 @@ from tfdist.strategies.gradient_structure import of_one_kind
 from tfdist.strategies.graph_analysis import may_differ
 from tfdist.strategies.loss_weight import weighted
 from tfdist.strategies.not_finite import sampled
+from tfdist.strategies.reduction_request import ReductionRequest
 from tfdist.strategies.step import current_step, replicas
 
 
@@ -148,7 +149,7 @@ class _Weigh:
     def scale_loss(self, loss, *args, **kwargs):
         step = current_step()
         if step is not None:
-            step.losses.append(loss)
+            step.observed.losses.append(loss)
         loss = super().scale_loss(loss, *args, **kwargs)
         if step is None or step.share is None:
             return loss
@@ -176,12 +177,12 @@ class _Weigh:
         if step is None:
             return super().apply(grads, *args, **kwargs)
         before, step.weighs = step.weighs, True
-        exchanges = step.exchanges
+        exchanges = step.exchanges.count
         try:
             result = super().apply(grads, *args, **kwargs)
         finally:
             step.weighs = before
-        if step.exchanges == exchanges:
+        if step.exchanges.count == exchanges:
             _check_alike(self, [grad for i, grad in enumerate(given) if grad is not None and i not in scales])
         return result
 
@@ -240,12 +241,12 @@ def _exchange(optimizer: Any, grads: list[Any]) -> list[Any]:
     step = current_step()
     if step is None:  # Outside `strategy.run` there is one copy of everything.
         return grads
-    step.exchanges += 1
-    step.samples += sampled(grads)
-    extended = tf.distribute.get_strategy().extended
+    step.exchanges.count += 1
+    step.observed.gradient_samples += sampled(grads)
+    reduce, op = tf.distribute.get_strategy().extended.reducer.reduce, tf.distribute.ReduceOp.SUM
     of = [variable for variable, grad in zip(step.variables, grads, strict=True) if grad is not None]
-    summed = _to_present(lambda present: extended.exchange_gradients(optimizer, present, of), grads)
-    step.summed += [grad for grad in summed if grad is not None]
+    summed = _to_present(lambda present: reduce(ReductionRequest(op, present, optimizer, of)), grads)
+    step.observed.summed_gradients += [grad for grad in summed if grad is not None]
     return summed
 
 

@@ -78,8 +78,12 @@ class StatisticVariable(_KeptWithoutRows, tf_internals.MirroredVariable):
 
     def _update_replica(self, update_fn, value, **kwargs):
         step = current_step()
-        if step is not None and self._is_of_rows(value) and not any(known is self for known in step.statistics):
-            step.statistics.append(self)
+        if (
+            step is not None
+            and self._is_of_rows(value)
+            and not any(known is self for known in step.observed.statistics)
+        ):
+            step.observed.statistics.append(self)
         return update_fn(self._get_on_device_or_primary(), value, **kwargs)
 
 

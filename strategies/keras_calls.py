@@ -13,7 +13,7 @@ from tfdist._compat import keras_stack
 from tfdist.errors import ClusterError
 from tfdist.faults.activity import BUILDING, TRAIN, Activity, Call
 from tfdist.strategies.distributed_variables import level_counters, variables_of
-from tfdist.strategies.step import needs_static_rows
+from tfdist.strategies.static_rows import needs_static_rows
 
 _FUNCTIONS = {"train_function": TRAIN, "test_function": "test", "predict_function": "predict"}
 

@@ -11,13 +11,14 @@ from absl import logging
 
 from tfdist._compat import keras_internals, tf_internals
 from tfdist.errors import TfdistError
+from tfdist.strategies import batch_rows, metrics
 from tfdist.strategies import distributed_optimizer as optimizers
-from tfdist.strategies import metrics
 from tfdist.strategies import step as steps
 from tfdist.strategies.collectives.buckets import Bucket, fill_buckets, join, separate
 from tfdist.strategies.padded_rows import with_own_shapes
 from tfdist.strategies.replica_context import StepContext
 from tfdist.strategies.stand_in_rows import at_least_one_row
+from tfdist.strategies.static_rows import trace_for_any_rows
 from tfdist.strategies.step_report import GRADIENTS
 
 _KERAS_STEPS = ("train_step", "test_step")
@@ -84,7 +85,7 @@ def in_step(fn, args, kwargs, seed_generator):
     def on_replica(*args, **kwargs):
         keras_internals.set_global_seed_generator(seed_generator)  # A replica may have a thread of its own.
         own = tf.nest.flatten((args, kwargs))
-        with steps.running(steps.any_rows([own[i] for i in parts])) as step:
+        with steps.running(batch_rows.any_rows([own[i] for i in parts])) as step:
             result = fn(*args, **kwargs)
             _average_statistics(step)
         return result
@@ -105,7 +106,7 @@ def on_one_of_many(called, reports, example):
     @tf.autograph.experimental.do_not_convert
     def on_replica(data):
         around = tf.distribute.get_replica_context()
-        with steps.running(steps.count_rows(data), model, is_plain) as step, StepContext(around, step):
+        with steps.running(batch_rows.count_rows(data), model, is_plain) as step, StepContext(around, step):
             local = tf_internals.get_current_replica_id_as_int()
             if name != "train_step":
                 reports.clock(local).evaluates(data)
@@ -117,7 +118,7 @@ def on_one_of_many(called, reports, example):
             data = step.clock.begin(data)
             step.exchange_rows()
             data = at_least_one_row(data, step.rows, example)
-            logs = steps.trace_for_any_rows(step, fn, data) if is_plain else fn(data)
+            logs = trace_for_any_rows(step, fn, data) if is_plain else fn(data)
             step.mark(GRADIENTS, logs)  # In case no optimizer has marked its gradients.
             logs = metrics.global_results(model, logs, step)
             arrived = step.arrived
@@ -147,7 +148,7 @@ def on_the_only(called, reports):
             step.clock = clock
             logs = fn(data)
         clock.mark(GRADIENTS, logs)  # Marks again: marks of one clock run in order, so this mark is the last.
-        reports.tell(0, reports.of_replica(clock, 0, steps.count_rows(data)), model)
+        reports.tell(0, reports.of_replica(clock, 0, batch_rows.count_rows(data)), model)
         return logs
 
     return on_replica
@@ -167,9 +168,9 @@ def predict_step(fn, reports, example, spec):
     def on_replica(data):
         clock = reports.clock(tf_internals.get_current_replica_id_as_int())
         clock.evaluates(data)
-        data = steps.of_shapes_in(data, spec)
-        rows = steps.count_rows(data)
-        outputs = steps.only_rows(fn(at_least_one_row(data, rows, example)), rows)
+        data = batch_rows.of_shapes_in(data, spec)
+        rows = batch_rows.count_rows(data)
+        outputs = batch_rows.only_rows(fn(at_least_one_row(data, rows, example)), rows)
         clock.has_evaluated(outputs)
         return with_own_shapes(outputs)
 
@@ -184,11 +185,11 @@ def _average_statistics(step: steps.Step, logs: Any = None, report: tf.Tensor | 
     """
     leaves = [_as_tensor(leaf) for leaf in tf.nest.flatten(logs)]
     floats = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
-    values = [statistic.read_value() for statistic in step.statistics] + [leaves[i] for i in floats]
+    values = [statistic.read_value() for statistic in step.observed.statistics] + [leaves[i] for i in floats]
     averages, total = _averages(values, step, report)
-    for statistic, average in zip(step.statistics, averages, strict=False):
+    for statistic, average in zip(step.observed.statistics, averages, strict=False):
         statistic.values[tf_internals.get_current_replica_id_as_int()].assign(average)
-    for i, average in zip(floats, averages[len(step.statistics) :], strict=True):
+    for i, average in zip(floats, averages[len(step.observed.statistics) :], strict=True):
         leaves[i] = average
     logs = tf.nest.pack_sequence_as(logs, leaves)
     return logs if report is None else (logs, total)

@@ -124,7 +124,7 @@ def reduction_told_by(degrees: Collection[Degree]) -> Literal["mean", "sum", "mi
 
 
 def _check_not_summed(step: Step, gradients: Sequence[Any], optimizer: Any) -> None:
-    if step.user_exchanges and not any(may_differ(each, alike=step.exchanged) for each in gradients):
+    if step.exchanges.by_user and not any(may_differ(each, alike=step.exchanges.results) for each in gradients):
         raise LossReductionError(
             "An optimizer sums gradients over all replicas by itself, but the gradients that "
             f"{_described(step, optimizer)} got were exchanged before, so each would count once for each replica. "

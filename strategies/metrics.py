@@ -71,12 +71,12 @@ def global_results(model: keras.Model, logs: Any, step: Step) -> Any:
     At the end of an epoch Keras reads the metrics, unless their keys differ from those of the step's logs. Only then it
     reports the logs of the last step, so only then this function costs an exchange of the metrics' variables.
     """
-    if not isinstance(logs, dict) or not step.results or logs.keys() == model.get_metrics_result().keys():
+    if not isinstance(logs, dict) or not step.observed.results or logs.keys() == model.get_metrics_result().keys():
         return logs
     merged: dict[int, dict[str, Any]] = {}
 
     def of_all(leaf: Any) -> Any:
-        for result in step.results:
+        for result in step.observed.results:
             for place, own in result.leaves.items():
                 if own is leaf:
                     if id(result) not in merged:
@@ -94,7 +94,7 @@ def _noted(metric: keras.Metric) -> Any:
         value, step = result(*args, **kwargs), current_step()
         if step is not None:
             variables = [tf.convert_to_tensor(variable) for variable in metric.variables]
-            step.results.append(Result(metric, variables, _leaves(value)))
+            step.observed.results.append(Result(metric, variables, _leaves(value)))
         return value
 
     return noted_result

@@ -33,7 +33,7 @@ from tfdist.strategies import distributed_variables
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.collective_launcher import carrier_of
 from tfdist.strategies.collectives.peer_connections import connect
-from tfdist.strategies.collectives.tcp_transport import TcpTransport
+from tfdist.strategies.collectives.peer_exchange import PeerExchange
 from tfdist.strategies.compression import Codec
 from tfdist.strategies.compression_policy import policy_of
 from tfdist.strategies.datasets import BalancedDataset
@@ -137,7 +137,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             with _first_exchange():
                 self.reduce("SUM", tf.ones([]), axis=None)  # Each worker receives from a peer, unlike in a broadcast.
                 _share_seed(self)
-            extended.lay_wire(transport)
+            extended.connect_peers(transport)
             watchdog.start(self, extended.board, extended.creations, extended.carried_bytes)
             self.reports.rows_read = RowsRead(host_of(extended.worker_devices[0]))
             watch_models_outside(extended._num_workers)
@@ -273,7 +273,7 @@ class _MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceE
     # worker, and lose the collectives between these moments.
     _has_joined = False
     # Whether this process has tried to connect to its peers; the transport; the reason for the failure.
-    _has_tried, _wire, _problem = False, None, ""
+    _has_tried, _peers, _problem = False, None, ""
     # Function that returns the bytes that steps exchanged over the workers' own connections; None without these.
     carried_bytes = None
 
@@ -288,7 +288,7 @@ class _MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceE
         with watchdog.waiting_for_all("`fit`, `evaluate`, `predict` and the distribution of datasets"):
             return self._container_strategy().reduce("SUM", said, axis=None).numpy().tolist()
 
-    def lay_wire(self, transport):
+    def connect_peers(self, transport):
         """Sends the exchanges of a step over the workers' own connections if all can connect; not from GPUs.
 
         Raises:
@@ -298,8 +298,8 @@ class _MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceE
         why = self._why_not_own_connections(transport)
         if why is None and not cls._has_tried:
             cls._has_tried = True
-            cls._wire, cls._problem = self._connect_workers()
-            if cls._wire is None and tls is None:
+            cls._peers, cls._problem = self._connect_workers()
+            if cls._peers is None and tls is None:
                 logging.warning(
                     "The exchanges of a step go over gRPC, which takes more processor time, since the workers can "
                     "connect only at the ports of TF_CONFIG: %s. Open the hosts' other ports to each other.",
@@ -307,12 +307,12 @@ class _MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceE
                 )
         if tls and why is None and len(self._devices) > 1:
             why = "workers with several devices each exchange sums over TensorFlow's collectives"
-        if tls and (why or cls._wire is None):
+        if tls and (why or cls._peers is None):
             raise ClusterError(_TLS_ERROR.format(why=why or cls._problem))
-        if why is None and cls._wire is not None:
-            self._cross_device_ops.use(cls._wire)
+        if why is None and cls._peers is not None:
+            self._cross_device_ops.use(cls._peers)
             if len(self._devices) == 1:  # Otherwise TensorFlow's collectives carry all sums.
-                self.carried_bytes = cls._wire.carried_bytes
+                self.carried_bytes = cls._peers.carried_bytes
 
     def _why_not_own_connections(self, transport):
         """The reason why TensorFlow's collectives must carry this strategy's exchanges, or `None`."""
@@ -334,7 +334,7 @@ class _MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceE
         except (OSError, ClusterError) as error:
             problem = str(error)
         if all(self.of_all_workers(int(bool(lines)))):
-            return TcpTransport(self._id_in_cluster, lines, names), ""
+            return PeerExchange(self._id_in_cluster, lines, names), ""
         for line in lines.values():
             line.close()
         return None, f"{names[self._id_in_cluster]} on {socket.gethostname()} cannot connect to all peers: {problem}"

@@ -86,7 +86,7 @@ class StepContext(tf.distribute.ReplicaContext):
     def _weighs(self) -> bool:
         """Whether the step weights gradients by rows, after a tape has computed them, and not the loss."""
         step = self._step
-        return step.share is not None and not step.weights_loss and not step.in_own_exchange
+        return step.share is not None and not step.weights_loss
 
     def _of_global_loss(self, upstream: Sequence[Any], exchange: Callable[[list[Any]], Any]) -> list[Any]:
         """Returns gradients of the loss over the global batch, divided by the weight that they get at the end."""
@@ -113,5 +113,5 @@ class StepContext(tf.distribute.ReplicaContext):
     def _noted(self, exchanged):
         """Notes in the step that the rows of one replica do not change `exchanged`."""
         leaves = tf.nest.flatten(exchanged, expand_composites=True)
-        self._step.exchanged |= {leaf.ref() for leaf in leaves if tf.is_symbolic_tensor(leaf)}
+        self._step.exchanges.results |= {leaf.ref() for leaf in leaves if tf.is_symbolic_tensor(leaf)}
         return exchanged

@@ -36,8 +36,8 @@ from tfdist.strategies.datasets import (
     untuned,
 )
 from tfdist.strategies.distributed_variables import optimizer_variables, variables_of
+from tfdist.strategies.gradient_reducer import is_compiled
 from tfdist.strategies.outside_scope import keep_watching, note_training
-from tfdist.strategies.replicated_extended import is_compiled
 from tfdist.strategies.stand_in_rows import ExampleRow, ExampleRows, note_row, row_of
 from tfdist.strategies.step import current_step
 from tfdist.strategies.step_report import StepReports
@@ -97,7 +97,7 @@ class ReplicatedStrategy:
         """
         self._check_opted_out_inside()
         self.extended.check_in_company()
-        self.extended.check_compiled()
+        self.extended.reducer.check_compiled()
         args = () if args is None else args
         trainer, whole = keras_stack.calling_trainer(), args
         step = keras_steps.keras_step_of(fn, args, kwargs, trainer)

@@ -9,10 +9,10 @@ import keras
 import tensorflow as tf
 
 from tfdist._compat import keras_internals, keras_stack, tf_internals
-from tfdist.errors import CompiledCollectivesError, LossScaleError, ScopeError
-from tfdist.strategies import batch_independent_rows, keras_steps
+from tfdist.errors import LossScaleError, ScopeError
 from tfdist.strategies import distributed_optimizer as optimizers
 from tfdist.strategies import distributed_variables as variables
+from tfdist.strategies import keras_steps
 from tfdist.strategies import step as steps
 from tfdist.strategies.chief_only_guard import check_in_company
 from tfdist.strategies.collectives import Collectives
@@ -20,8 +20,10 @@ from tfdist.strategies.collectives.all_reduce import symbolic_tensors
 from tfdist.strategies.collectives.sparse import sum_duplicates
 from tfdist.strategies.compression_policy import is_uncompressed, policy_of
 from tfdist.strategies.compression_state import CompressionState
+from tfdist.strategies.gradient_reducer import GradientReducer
 from tfdist.strategies.gradient_structure import check_of_one_kind
 from tfdist.strategies.loss_weight import weighted
+from tfdist.strategies.reduction_request import ReductionRequest
 
 
 class ReplicatedExtended:
@@ -32,6 +34,7 @@ class ReplicatedExtended:
 
     communication: CompressionState | None = None
     _num_workers = 1
+    _crosses_border: bool
     _own_seed_generator: keras.random.SeedGenerator | None = None
 
     def compress(self, compression, time_exchanges):
@@ -56,39 +59,18 @@ class ReplicatedExtended:
         if self._num_workers > 1:
             check_in_company()
 
-    def check_compiled(self):
-        """Refuses exchanges in code that XLA compiles for devices without compiled collectives."""
-        devices = self.worker_devices
-        if is_compiled() and self._num_replicas_in_sync > 1 and not all("GPU" in device for device in devices):
-            raise CompiledCollectivesError(
-                "jit_compile=True compiles the whole step, and XLA has no collectives for CPU devices. Got "
-                f"{self._num_replicas_in_sync} replicas, here on {', '.join(devices)}. "
-                "Pass jit_compile=False to `compile` (or `tf.function`); `predict` and single layers may stay compiled."
-            )
-
-    def exchange_gradients(self, optimizer, gradients, of=None):
-        """Sums an optimizer's gradients over all replicas, compressed if the strategy has codecs.
-
-        Args:
-          optimizer: Optimizer that applies the gradients.
-          gradients: Tensors and `IndexedSlices`.
-          of: Variables of the gradients, if known.
-        """
-        gradients = _shaped(gradients, of)
-        if not self._compresses or is_uncompressed():
-            return steps.current_step().all_reduce(tf.distribute.ReduceOp.SUM, gradients)
-        self.check_compiled()
-        exchange = self.communication.exchange_of(optimizer, gradients, of or ())
-        done, step = tf.convert_to_tensor(optimizer.iterations), steps.current_step()
-        gradients, without_heads = batch_independent_rows.with_heads(gradients, step)
-        if tf.executing_eagerly():
-            with _losses_kept(step):
-                return tf.distribute.get_replica_context().merge_call(_exchange_eagerly, (exchange, gradients, done))
-        exchange = functools.partial(exchange, tf_internals.get_current_replica_id_as_int())
-        return without_heads(_in_one_frame(step, exchange, gradients, done))
+    @functools.cached_property
+    def reducer(self) -> GradientReducer:
+        """Reduces the values of steps over all replicas."""
+        return GradientReducer(self)
 
     @property
-    def _compresses(self):
+    def collectives(self):
+        """The collectives between replicas, or the `cross_device_ops` of the user."""
+        return self._cross_device_ops
+
+    @property
+    def compresses(self) -> bool:
         """Whether the strategy has codecs, and its gradients leave a worker or device."""
         return self.communication is not None and self._crosses_border
 
@@ -169,55 +151,33 @@ class ReplicatedExtended:
         return weakref.WeakKeyDictionary()
 
     def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
-        step = steps.current_step()
-        self.check_compiled()  # A replica may have XLA compile a part of its step.
+        """Reduces values of the user's code, or gradients of an optimizer of Keras without a view of tfdist."""
+        step, optimizer = steps.current_step(), next(iter(keras_internals.open_scopes()), None)
         if self._num_replicas_in_sync > 1:
             _check_loss_scaling()
-        if step is not None and not step.in_own_exchange:
-            step.exchanges += 1
-        of = [] if step is not None and step.in_own_exchange else keras_stack.variables_of_summed_gradients()
+        if step is not None:
+            step.exchanges.count += 1
+        variables = keras_stack.variables_of_summed_gradients()
         # The model does not hold this optimizer, so its gradients are not weighted by rows yet.
-        if of and step is not None and step.share is not None and not step.weighs and not step.weights_loss:
-            value = weighted(step, value, next(iter(keras_internals.open_scopes()), None))
+        if variables and step is not None and step.share is not None and not step.weighs and not step.weights_loss:
+            value = weighted(step, value, optimizer)
+        values = tf.nest.flatten(value)
         if step is not None and reduce_op == tf.distribute.ReduceOp.SUM:
-            value = tf.nest.pack_sequence_as(value, step.or_zeros(tf.nest.flatten(value)))
-        optimizer = next(iter(keras_internals.open_scopes()), None)
-        if of and step is not None and isinstance(optimizer, keras.optimizers.Optimizer):
-            check_of_one_kind(step, optimizer, value, of)
-        if self._is_compressed(optimizer, reduce_op, step):
-            totals = self.exchange_gradients(optimizer, tf.nest.flatten(value), of)
-            return tf.nest.pack_sequence_as(value, self._scattered(optimizer, totals))
-        if self._compresses and keras_stack.tf_keras_exchanges_gradients() and not is_uncompressed():
+            values = step.or_zeros(values)
+        if variables and step is not None and isinstance(optimizer, keras.optimizers.Optimizer):
+            check_of_one_kind(step, optimizer, values, variables)
+        applies = optimizer if isinstance(optimizer, keras.optimizers.Optimizer) else None
+        request = ReductionRequest(reduce_op, values, applies, variables, options)
+        if applies is None and self.compresses and keras_stack.tf_keras_exchanges_gradients() and not is_uncompressed():
             raise ValueError(
                 "`compression` is for optimizers of `keras`, but gradients of an optimizer of tf_keras are exchanged. "
                 "Build the model with `import keras`, and unset TF_USE_LEGACY_KERAS, which makes `tf.keras` tf_keras; "
                 "or leave `compression` out."
             )
-        if of:
-            value = _shaped(value, of)
-        value, without_heads = batch_independent_rows.with_heads(value, step)
-        if tf.executing_eagerly() or not isinstance(self._cross_device_ops, Collectives):
-            # Replicas run one after another, or other `cross_device_ops` need the values of all: leave the step.
-            with _losses_kept(step):
-                merge = functools.partial(_all_reduce_merged, reduce_op, options)
-                totals = tf.distribute.get_replica_context().merge_call(merge, (tf.nest.flatten(value),))
-            return without_heads(tf.nest.pack_sequence_as(value, totals))
-        replica = tf_internals.get_current_replica_id_as_int()
-        options = options or tf_internals.CommunicationOptions()
-        total = _in_one_frame(
-            step, lambda value: self._cross_device_ops._all_reduce(reduce_op, value, replica, options), value
-        )
-        return self._scattered(optimizer, without_heads(total))
-
-    def _is_compressed(self, optimizer, reduce_op, step):
-        """Whether codecs apply to an all-reduce: an optimizer sums gradients in it, and it is not the step's own."""
-        of_gradients = isinstance(optimizer, keras.optimizers.Optimizer) and reduce_op == tf.distribute.ReduceOp.SUM
-        own = step is not None and step.in_own_exchange
-        return self._compresses and of_gradients and not own and not is_uncompressed()
-
-    def _scattered(self, optimizer, totals):
-        """Sums duplicate rows in `totals` for optimizers that scatter rows into the weights, in any order."""
-        return tf.nest.map_structure(sum_duplicates, totals) if optimizers.sums_rows_in_place(optimizer) else totals
+        totals = self.reducer.reduce(request)
+        if optimizers.sums_rows_in_place(optimizer):
+            totals = [sum_duplicates(total) for total in totals]
+        return tf.nest.pack_sequence_as(value, totals)
 
     def _reduce_to(self, reduce_op, value, destinations, options):
         reduce_one = super()._reduce_to
@@ -247,11 +207,6 @@ class ReplicatedExtended:
         return self._experimental_distribute_values_from_function(lambda context: tf.convert_to_tensor(next(numbers)))
 
 
-def is_compiled() -> bool:
-    """Whether XLA compiles the operations traced now."""
-    return not tf.executing_eagerly() and tf_internals.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
-
-
 @contextlib.contextmanager
 def _seeded_apart(worker):
     """Changes the graph's `tf.random` seed by worker, since all workers have the same seed and trace alike.
@@ -267,54 +222,6 @@ def _seeded_apart(worker):
         yield
     finally:
         graph.seed = before
-
-
-def _shaped(gradients, variables):
-    """Gives `gradients` the static shapes of their variables, if these are known.
-
-    The static shapes of gradients may differ between replicas: Keras may trace one replica for a known number of rows
-    and another replica for any number. Buckets and codecs must be the same on all replicas.
-    """
-    if not variables:
-        return gradients
-    return [_of_shape(grad, variable.shape) for grad, variable in zip(gradients, variables, strict=True)]
-
-
-def _of_shape(gradient, shape):
-    if not isinstance(gradient, tf.IndexedSlices):
-        gradient = tf.convert_to_tensor(gradient)
-        return gradient if gradient.shape.is_fully_defined() else tf.ensure_shape(gradient, shape)
-    values = tf.ensure_shape(gradient.values, [None, *shape[1:]])
-    return tf.IndexedSlices(values, gradient.indices, tf.constant(list(shape), gradient.indices.dtype))
-
-
-def _losses_kept(step):
-    return contextlib.nullcontext() if step is None else step.losses_kept()
-
-
-def _in_one_frame(step, exchange, *values):
-    """Calls `exchange` so that TensorFlow matches its collectives with the collectives of other replicas.
-
-    TensorFlow identifies a collective of a process also by the loop that it runs in, and each replica has its own
-    loop. Inside a function that is not inlined, a collective belongs to no loop.
-    """
-    if step is None or not step.in_loop:
-        return exchange(*values)
-    return tf.function(exchange, autograph=False, experimental_attributes={"_noinline": True})(*values)
-
-
-def _all_reduce_merged(reduce_op, options, strategy, values):
-    """All-reduces the `values` of all replicas in the cross-replica context of `merge_call`."""
-    of_each = [strategy.extended.of_each_replica(value) for value in values]
-    return strategy.extended.batch_reduce_to(reduce_op, [(value, value) for value in of_each], options)
-
-
-def _exchange_eagerly(strategy, exchange, gradients, done):
-    """Exchanges gradients in the cross-replica context of `merge_call`, for replicas that run one after another."""
-    of_each = strategy.extended.of_each_replica
-    local = [strategy.experimental_local_results(of_each(gradient)) for gradient in gradients]
-    done = strategy.experimental_local_results(done)[0]
-    return tf_internals.regroup(exchange.eagerly([list(own) for own in zip(*local, strict=True)], done))
 
 
 def _check_loss_scaling():

@@ -37,7 +37,15 @@ LONGEST = (
 # Tests in these files need neither other processes nor a training step, except tests with the marker `slow`.
 UNIT = {
     *("test_backup_store", "test_batch_assignment", "test_batch_plan", "test_buckets", "test_cache_locks"),
-    *("test_cluster", "test_compression", "test_failure_kinds", "test_output", "test_replica_speed", "test_run_words"),
+    *(
+        "test_cluster",
+        "test_codec_groups",
+        "test_compression",
+        "test_failure_kinds",
+        "test_output",
+        "test_replica_speed",
+        "test_run_words",
+    ),
     *("test_sources", "test_symlink_safe_files", "test_traffic"),
 }
 

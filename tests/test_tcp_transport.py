@@ -16,8 +16,9 @@ import os, socket, sys, threading, time
 import numpy as np, tensorflow as tf
 from tensorflow.python.distribute.cross_device_utils import CollectiveKeys
 from tfdist._compat import tf_internals
-from tfdist.strategies.collectives import tcp_transport as module
+from tfdist.strategies.collectives import peer_exchange as module
 from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher
+from tfdist.strategies.collectives.tcp_transport import TcpTransport
 from tfdist.network.tls import Tls, TlsFiles
 
 options = tf_internals.CommunicationOptions()
@@ -31,10 +32,10 @@ if len(sys.argv) > 1:
     ends[0] = tls.connect(ends[0], "127.0.0.1")
     accepting.join()
     ends[1] = accepted[0]
-wires = [module.TcpTransport(worker, {1 - worker: ends[worker]}, names) for worker in range(2)]
+wires = [module.PeerExchange(worker, {1 - worker: ends[worker]}, names) for worker in range(2)]
 launchers = [CollectiveLauncher(77, 2, CollectiveKeys(), "/device:CPU:0", options) for _ in wires]
 for launcher, wire in zip(launchers, wires):
-    launcher.wire, launcher.is_ordered = wire, True
+    launcher.transport, launcher.is_ordered = TcpTransport(launcher, wire), True
 
 def sums(launcher):
     def step(*tensors):
@@ -115,7 +116,7 @@ for case, headers in FORGED.items():
     assert wires[0]._fault.startswith("worker 1 at b:1 has ") and "closed" in wires[0]._fault, wires[0]._fault
     assert eventually(lambda: ended[0]) and "worker 1 at b:1 has sent" in ended[0], ended
     ends = [*socket.socketpair()]
-    wires[0] = module.TcpTransport(0, {1: ends[0]}, names)
+    wires[0] = module.PeerExchange(0, {1: ends[0]}, names)
 assert resident() - before < 80 << 20, resident() - before
 """,
     "the sum of empty tensors is empty": """

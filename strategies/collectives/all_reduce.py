@@ -6,10 +6,11 @@ import tensorflow as tf
 
 from tfdist._compat import tf_internals
 from tfdist.strategies.collectives.buckets import BUCKET_BYTES, bucket_bytes, fill_buckets, join, part_bytes, separate
-from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher, added_up, sum_in_order, to_add_up
+from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher, added_up, to_add_up
+from tfdist.strategies.collectives.peer_exchange import PeerExchange
 from tfdist.strategies.collectives.sparse import all_reduce_sparse
-from tfdist.strategies.collectives.stopwatch import Stopwatch
 from tfdist.strategies.collectives.tcp_transport import TcpTransport
+from tfdist.strategies.collectives.transport import Transport, is_sent_whole
 
 # Far above the group keys of the strategy's other collectives.
 _HIERARCHY_KEYS = 1 << 10
@@ -67,7 +68,8 @@ class Collectives(tf_internals.CollectiveAllReduce):
 
     def sum_bytes(self, size: int) -> float:
         """Bytes a replica sends to sum a tensor of `size` bytes; see `ring`."""
-        return size * (self._group_size - 1 if self._launchers[0].in_one_go(size) else self.ring)
+        whole = self._launchers[0].is_ordered and is_sent_whole(size, self._group_size)
+        return size * (self._group_size - 1 if whole else self.ring)
 
     def uncompressed_bytes(self, tensors: Sequence[tf.Tensor], options=None) -> float:
         """Bytes a replica sends to sum these tensors uncompressed; see `ring`."""
@@ -95,10 +97,11 @@ class Collectives(tf_internals.CollectiveAllReduce):
         """Whether `replica` of this worker is the first replica of the cluster."""
         return self.worker == 0 and replica == 0
 
-    def use(self, wire: TcpTransport) -> None:
+    def use(self, peers: PeerExchange) -> None:
         """Sends collectives of CPUs over the workers' own connections; with several devices, only encoded ones."""
         for launcher in self._across or self._launchers:
-            launcher.wire = wire if "CPU" in launcher._device else None
+            if "CPU" in launcher._device:
+                launcher.transport = TcpTransport(launcher, peers)
 
     def count_alike(self, data: Sequence[tf.Tensor] = ()) -> None:
         """Sets the instance keys of this worker's replicas to the highest of them, after `data` are computed.
@@ -115,43 +118,21 @@ class Collectives(tf_internals.CollectiveAllReduce):
             for launcher in launchers:
                 launcher.count.assign(highest, read_value=False)
 
-    def launcher(self, replica: int) -> CollectiveLauncher:
-        """Returns the launcher of a replica of this worker in the group of all replicas."""
-        return self._launchers[replica]
+    def untouched(self, replica: int) -> tf.Variable:
+        """Returns a variable on a CPU of this worker that no operation reads or writes."""
+        return self._launchers[replica].untouched
 
-    def across_workers(self, bucket: tf.Tensor, replica: int, options, exchange, watch: Stopwatch) -> tuple:
-        """Sums a bucket over all replicas, by an `exchange` in which each worker takes part once.
+    def among_all(self, replica: int) -> Transport:
+        """Returns the transport of a replica of this worker to all replicas."""
+        return self._launchers[replica].transport
 
-        If a worker has several devices, they first sum the bucket in full precision, each device one part: [elements]
-        -> [elements / devices]. Each device exchanges its part with the matching devices of the other workers, and the
-        worker's devices gather the sums. All devices of a worker thus send the same number of bytes.
+    def across_workers(self, replica: int) -> Transport:
+        """Returns the transport of a replica to the ranks of an encoded exchange; see `ranks`."""
+        return (self._across or self._launchers)[replica].transport
 
-        Args:
-          bucket: float32 [elements], elements a multiple of `spread`.
-          replica: Index of the replica within this worker.
-          options: Communication options.
-          exchange: A function (part, launcher, ranks) -> (sum of the part, ...).
-          watch: Stopwatch that times the collectives.
-
-        Returns:
-          The sum [elements], followed by the other results of `exchange`.
-        """
-        if self.spread == 1:
-            return exchange(bucket, watch.of_collectives(self._launchers[replica]), self.ranks)
-        within = watch.of_collectives(self._within[replica])
-        parts = within.all_to_all(tf.reshape(bucket, [self.spread, -1]), options)
-        part = tf.ensure_shape(sum_in_order(tf.unstack(parts, num=self.spread)), [bucket.shape[0] // self.spread])
-        total, *rest = exchange(part, watch.of_collectives(self._across[replica]), self.ranks)
-        return tf.ensure_shape(within.all_gather_rows(total, options), bucket.shape), *rest
-
-    def all_reduce_rows(self, slices: tf.IndexedSlices, replica: int, options, codec, watch=None) -> tf.IndexedSlices:
-        """Joins the `slices` of all replicas, values encoded by `codec`. A `watch` times the exchange of values."""
-        launcher = self._launchers[replica]
-        if watch is None:
-            return all_reduce_sparse(slices, launcher, self._group_size, options, codec)
-        timed, slices = watch.of_collectives(launcher), watch.begin(slices)
-        joined = all_reduce_sparse(slices, timed, self._group_size, options, codec, beside=launcher)
-        return tf.IndexedSlices(watch.end(joined.values), joined.indices, joined.dense_shape)
+    def within_worker(self, replica: int) -> Transport | None:
+        """Returns the transport of a replica to the devices that share an encoded exchange; `None` without `spread`."""
+        return self._within[replica].transport if self._within else None
 
     def _all_reduce_per_replica_values(self, reduce_op, per_replica_values, options):
         self._count_alike_before(per_replica_values)
@@ -180,13 +161,11 @@ class Collectives(tf_internals.CollectiveAllReduce):
 
     def _sum(self, tensors, launcher, options):
         totals = [
-            all_reduce_sparse(tensor, launcher, self._group_size, options)
-            if isinstance(tensor, tf.IndexedSlices)
-            else tensor
+            all_reduce_sparse(tensor, launcher.transport, options) if isinstance(tensor, tf.IndexedSlices) else tensor
             for tensor in tensors
         ]
         for group, members, buckets in self._laid_out(tensors, launcher, options):
-            reduced = [launcher.all_reduce(join(bucket, members), options=options) for bucket in buckets]
+            reduced = [launcher.transport.all_reduce(join(bucket, members), options) for bucket in buckets]
             for i, total in zip(group, separate(buckets, reduced, members), strict=True):
                 totals[i] = added_up(total, tensors[i].dtype)
         return totals

@@ -1,11 +1,11 @@
-"""Launches collectives on one replica, under instance keys that are equal on all replicas."""
+"""Launches TensorFlow's collectives on one replica, under instance keys that are equal on all replicas."""
 
-from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfdist._compat import tf_internals
-from tfdist.strategies.collectives.tcp_transport import TcpTransport
+from tfdist.strategies.collectives.transport import Transport, all_reduce_in_order
 
 # Far above TensorFlow's keys for broadcasts of initial values, which count up from 100.
 _FIRST_INSTANCE_KEY = 1 << 20
@@ -20,7 +20,6 @@ _AS_BITS = (tf.uint64, tf.complex64, tf.complex128)
 # part, unsigned integers as integers of the same width.
 _KNOWN = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 _ADDED_AS = {tf.uint64: tf.int64, tf.complex64: tf.float32, tf.complex128: tf.float64}
-_IN_ONE_GO_BYTES = 48 << 10  # Sent by one replica to all other replicas together.
 _BYTES = [bytes([byte]) for byte in range(256)]
 
 
@@ -50,15 +49,6 @@ def _is_small(dtype):
     return dtype.is_integer and dtype in _CARRIERS
 
 
-def sum_in_order(terms: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Adds the terms one after another, so that the bits of the sum do not depend on timing."""
-    total = terms[0]
-    for place, term in enumerate(terms[1:], start=1):
-        # Without `Snapshot` TensorFlow would rewrite the sum to one `tf.add_n`, which adds in any order.
-        total = tf.add(total if place == 1 else tf.raw_ops.Snapshot(input=total), term)
-    return total
-
-
 class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
     """A collective launcher that computes instance keys while the step runs.
 
@@ -74,15 +64,15 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
     Attributes:
       count: The key of the last launched collective, int32 [].
       untouched: A variable on a CPU that no operation reads or writes.
-      wire: The workers' own connections, or None. They carry `all_gather_rows`, `rows_of_all` and ordered sums.
-      is_ordered: Whether `all_reduce`, in a graph, adds in the order of replicas.
+      transport: The transport of the replica: TensorFlow's collectives, unless others have set another one.
+      is_ordered: Whether `all_reduce`, in a graph, adds in the order of replicas, over the transport.
     """
 
-    wire: TcpTransport | None = None
     is_ordered = False
 
     def __init__(self, group_key, group_size, collective_keys, device, options):
         super().__init__(group_key, group_size, collective_keys, device, options)
+        self.transport: Transport = TensorFlowTransport(self)
         host = tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0)
         with tf.init_scope(), tf.device(host.to_string()):
             self.count = tf.Variable(_FIRST_INSTANCE_KEY, dtype=tf.int32, trainable=False, name="collectives_launched")
@@ -125,49 +115,21 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
         return tf.strings.substr(joined, tf.zeros_like(lengths), lengths)
 
     def all_reduce(self, input_tensor, control_input=None, options=None) -> tf.Tensor:
-        """Sums tensors of equal shape over all replicas.
-
-        If `is_ordered`, each replica sums one part in the order of replicas and sends it to all: the same bits on
-        virtual devices and on workers, over any transport. Each replica sends 2 (replicas - 1) / replicas of the
-        tensor, as in a ring. Small tensors (48 KiB to all other replicas together) are sent whole to each replica.
-        """
+        """Sums tensors of equal shape over all replicas; see `is_ordered`."""
         if not self.is_ordered or tf.executing_eagerly():
             return super().all_reduce(input_tensor, control_input, options)
         with tf.device(self._device), self._control_input(control_input):
-            return tf.ensure_shape(self._in_order(input_tensor, options), input_tensor.shape)
+            return all_reduce_in_order(self.transport, input_tensor, options)
 
-    def in_one_go(self, size: int) -> bool:
-        """Whether a tensor of `size` bytes is sent whole to each replica: with two replicas, or if it is small."""
-        others = self._group_size - 1
-        return self.is_ordered and (others == 1 or size * others <= _IN_ONE_GO_BYTES)
+    def next_exchange(self) -> tuple[int, tf.Tensor, tf.Tensor]:
+        """Counts an exchange that is no collective. Returns its group, its key, and a token that orders operations."""
+        return self._group_key, self._next_instance_key(), self._get_ordering_token()
 
-    def _in_order(self, tensor, options):
-        flat, elements = tf.reshape(tensor, [-1]), tensor.shape.num_elements()
+    def has_timeout(self, options: Any) -> bool:
+        """Whether the options ask for a `timeout_seconds`, which only TensorFlow's collectives support."""
+        return bool(self._options.merge(options).timeout_seconds)
 
-        def whole():
-            return sum_in_order(self.rows_of_all(flat, options))
-
-        def by_parts():
-            ranks, size = self._group_size, tf.size(flat)
-            rows = tf.reshape(tf.pad(flat, [[0, -size % ranks]]), [ranks, -1])
-            part = sum_in_order(self.rows_of_all(rows, options, apart=True))
-            return tf.concat(self.rows_of_all(part[0], options), axis=0)[:size]
-
-        if self._group_size == 2:
-            total = whole()
-        elif elements is None:  # Decide by the size at run time, as replicas with a static shape do.
-            total = tf.cond(self.in_one_go(tf.size(flat) * tensor.dtype.size), whole, by_parts)
-        else:
-            total = whole() if self.in_one_go(elements * tensor.dtype.size) else by_parts()
-        return tf.reshape(total, tf.shape(tensor))
-
-    def all_gather_rows(self, tensor: tf.Tensor, options) -> tf.Tensor:
-        """Concatenates tensors of equal shape from all replicas on axis 0: `[n, ...] -> [replicas * n, ...]`."""
-        if self._wire_for(tensor, options):
-            return tf.concat(self.rows_of_all(tensor, options), axis=0)
-        return self._all_gather(tensor, options)
-
-    def all_to_all(self, rows: tf.Tensor, options) -> tf.Tensor:
+    def all_to_all(self, rows: tf.Tensor, options: Any) -> tf.Tensor:
         """Sends row j to replica j: [replicas, ...] -> [replicas, ...] with row i from replica i."""
         key, token = self._next_instance_key(), self._get_ordering_token()
         options = self._options.merge(options)
@@ -182,16 +144,23 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
                 timeout_seconds=options.timeout_seconds or 0,
             )
 
-    def rows_of_all(self, rows: tf.Tensor, options, *, apart: bool = False) -> list[tf.Tensor]:
-        """Returns the rows of each replica, in order: `[n, ...]` each, or `[1, ...]` as in `all_to_all` if `apart`."""
-        if wire := self._wire_for(rows, options):
-            key, token = self._next_instance_key(), self._get_ordering_token()
-            return wire.exchange(rows, self._group_key, key, token, apart=apart)
-        joined = self.all_to_all(rows, options) if apart else self._all_gather(rows, options)
-        parts = tf.split(joined, self._group_size)
-        return [tf.ensure_shape(part, [1, *rows.shape[1:]] if apart else rows.shape) for part in parts]
 
-    def _wire_for(self, rows, options) -> TcpTransport | None:
-        # Only TensorFlow's collectives support `timeout_seconds`.
-        goes = self.wire is not None and self.wire.carries(rows) and not self._options.merge(options).timeout_seconds
-        return self.wire if goes else None
+class TensorFlowTransport:
+    """The transport of a replica over TensorFlow's collectives: NCCL between GPUs, gRPC between CPUs."""
+
+    def __init__(self, launcher: CollectiveLauncher):
+        self._launcher, self.ranks = launcher, launcher._group_size
+
+    def all_gather(self, rows, options):
+        """See `Transport.all_gather`."""
+        joined = self._launcher._all_gather(rows, options)
+        return [tf.ensure_shape(part, rows.shape) for part in tf.split(joined, self.ranks)]
+
+    def all_to_all(self, rows, options):
+        """See `Transport.all_to_all`."""
+        shape = [1, *rows.shape[1:]]
+        return [tf.ensure_shape(part, shape) for part in tf.split(self._launcher.all_to_all(rows, options), self.ranks)]
+
+    def all_reduce(self, tensor, options):
+        """See `Transport.all_reduce`."""
+        return self._launcher.all_reduce(tensor, options=options)

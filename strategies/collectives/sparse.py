@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.strategies.collectives.collective_launcher import carrier_of
+from tfdist.strategies.collectives.transport import Transport
 from tfdist.strategies.compression import WordCodec
 
 
@@ -19,7 +20,11 @@ def sum_duplicates(slices: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.Index
 
 
 def all_reduce_sparse(
-    slices: tf.IndexedSlices, launcher, group_size: int, options, codec: WordCodec | None = None, beside=None
+    slices: tf.IndexedSlices,
+    transport: Transport,
+    options: Any,
+    codec: WordCodec | None = None,
+    beside: Transport | None = None,
 ) -> tf.IndexedSlices:
     """Concatenates the `slices` of all replicas, which may hold different numbers of rows, including none.
 
@@ -29,33 +34,32 @@ def all_reduce_sparse(
 
     Args:
       slices: The slices of this replica.
-      launcher: This replica's launcher in the group of replicas.
-      group_size: Number of replicas in the group.
+      transport: This replica's transport to all replicas.
       options: Communication options.
       codec: Codec of the values; None leaves them uncompressed.
-      beside: Launcher for the indices, which travel at the same time as the values; by default `launcher`.
+      beside: Transport for the indices, which travel at the same time as the values; by default `transport`.
 
     Returns:
       Slices in the order of replicas, equal on all replicas.
     """
     if codec is not None:
         slices = sum_duplicates(slices)
-    lengths = launcher.all_gather_rows(tf.shape(slices.indices), options)  # [replicas]
+    lengths = tf.concat(transport.all_gather(tf.shape(slices.indices), options), axis=0)  # [replicas]
     longest = tf.reduce_max(lengths)
 
-    def gather(rows: tf.Tensor, launcher) -> tf.Tensor:  # [own rows, ...] -> [all rows, ...]
+    def gather(rows: tf.Tensor, transport: Transport) -> tf.Tensor:  # [own rows, ...] -> [all rows, ...]
         # The collective needs equal shapes, so all replicas pad to the longest; the mask drops the padding.
         padding = [[0, longest - tf.shape(rows)[0]]] + [[0, 0]] * (rows.shape.rank - 1)
-        everyone = launcher.all_gather_rows(tf.pad(rows, padding), options)
-        return tf.boolean_mask(everyone, tf.reshape(tf.sequence_mask(lengths, longest), [group_size * longest]))
+        everyone = tf.concat(transport.all_gather(tf.pad(rows, padding), options), axis=0)
+        return tf.boolean_mask(everyone, tf.reshape(tf.sequence_mask(lengths, longest), [-1]))
 
     if codec is None:
-        values = gather(slices.values, launcher)
+        values = gather(slices.values, transport)
     else:
         words, decode = _encoded(slices.values, codec)
-        values = decode(gather(words, launcher))
+        values = decode(gather(words, transport))
     values = tf.ensure_shape(values, [None, *slices.values.shape[1:]])
-    return tf.IndexedSlices(values, gather(slices.indices, beside or launcher), slices.dense_shape)
+    return tf.IndexedSlices(values, gather(slices.indices, beside or transport), slices.dense_shape)
 
 
 def sparse_row_bytes(slices: tf.IndexedSlices, codec: WordCodec | None = None) -> int:

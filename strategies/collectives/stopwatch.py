@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._compat import tf_internals
-from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher
+from tfdist.strategies.collectives.transport import Transport
 
 
 class Stopwatch:
@@ -17,19 +17,19 @@ class Stopwatch:
     the time at which they run.
 
     Args:
-      launcher: The launcher of the replica to time.
+      untouched: A variable on a CPU that no operation reads or writes; see `CollectiveLauncher`.
       is_on: Whether to measure. If not, all times are 0, and nothing is added to the graph.
     """
 
-    def __init__(self, launcher: CollectiveLauncher, is_on: bool):
-        self._apart, self._is_on = launcher.untouched, is_on
+    def __init__(self, untouched: tf.Variable, is_on: bool):
+        self._apart, self._is_on = untouched, is_on
         self._begun: list[tf.Tensor] = []
         self._whole: list[tf.Tensor] = []
         self._exchanging: list[tf.Tensor] = []
 
-    def of_collectives(self, launcher: CollectiveLauncher) -> "_TimedLauncher":
-        """Wraps a launcher so that its collectives count as exchange time. They must not run at the same time."""
-        return _TimedLauncher(launcher, self)
+    def timed(self, transport: Transport) -> Transport:
+        """Wraps a transport so that its exchanges count as exchange time. They must not run at the same time."""
+        return _TimedTransport(transport, self)
 
     def exchanged(self, collective: Callable[[tf.Tensor], Any], tensor: tf.Tensor) -> Any:
         """Runs a collective on a tensor and adds its duration to the exchange time."""
@@ -68,21 +68,18 @@ class Stopwatch:
             return tf.stack([tf.add_n(self._whole) - exchanging, exchanging])
 
 
-class _TimedLauncher:
-    def __init__(self, launcher: CollectiveLauncher, watch: Stopwatch):
-        self._launcher, self._watch = launcher, watch
+class _TimedTransport:
+    def __init__(self, transport: Transport, watch: Stopwatch):
+        self._transport, self._watch, self.ranks = transport, watch, transport.ranks
 
-    def all_reduce(self, tensor, options):
-        return self._watch.exchanged(lambda own: self._launcher.all_reduce(own, options=options), tensor)
-
-    def all_gather_rows(self, tensor, options):
-        return self._watch.exchanged(lambda own: self._launcher.all_gather_rows(own, options), tensor)
+    def all_gather(self, rows, options):
+        return self._watch.exchanged(lambda own: self._transport.all_gather(own, options), rows)
 
     def all_to_all(self, rows, options):
-        return self._watch.exchanged(lambda own: self._launcher.all_to_all(own, options), rows)
+        return self._watch.exchanged(lambda own: self._transport.all_to_all(own, options), rows)
 
-    def rows_of_all(self, rows, options, *, apart=False):
-        return self._watch.exchanged(lambda own: self._launcher.rows_of_all(own, options, apart=apart), rows)
+    def all_reduce(self, tensor, options):
+        return self._watch.exchanged(lambda own: self._transport.all_reduce(own, options), tensor)
 
 
 def _difference(later: tf.Tensor, earlier: tf.Tensor) -> tf.Tensor:

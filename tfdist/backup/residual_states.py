@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdist.strategies.collectives.gradient_reducer import GradientReducer
+from tfdist.strategies.collectives.encoded_reducer import EncodedReducer
 from tfdist.strategies.compression_state import CompressionState, sum_of
 
 
@@ -57,19 +57,19 @@ def redistribute(
         return
     for name, own in _by_exchange(sum_of(states)).items():
         arrays = [own[str(i)] for i in range(len(own))]
-        _hand_over(communication, optimizers, name, functools.partial(GradientReducer.spread, pending=arrays))
+        _hand_over(communication, optimizers, name, functools.partial(EncodedReducer.spread, pending=arrays))
 
 
 def _exchanges(
     communication: CompressionState | None, optimizers: Sequence[Any]
-) -> Iterator[tuple[str, GradientReducer]]:
+) -> Iterator[tuple[str, EncodedReducer]]:
     if communication is not None:
         for place, optimizer in enumerate(optimizers):
             for name, exchange in communication.exchanges_of(optimizer).items():
                 yield f"{place}/{name}", exchange
 
 
-def _variables(exchange: GradientReducer) -> dict[str, tf.Variable]:
+def _variables(exchange: EncodedReducer) -> dict[str, tf.Variable]:
     states = {
         f"states/{replica}/{i}": state
         for replica, states in enumerate(exchange.states)
@@ -89,7 +89,7 @@ def _by_exchange(saved: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndar
 def _hand_over(communication: CompressionState, optimizers: Sequence[Any], name: str, give: Any) -> None:
     place, _, exchange = name.partition("/")
 
-    def fill(made: GradientReducer) -> None:
+    def fill(made: EncodedReducer) -> None:
         try:
             give(made)
         except ValueError as error:
@@ -99,7 +99,7 @@ def _hand_over(communication: CompressionState, optimizers: Sequence[Any], name:
         communication.hand_over(optimizers[int(place)], exchange, fill)
 
 
-def _assign(saved: Mapping[str, np.ndarray], exchange: GradientReducer) -> None:
+def _assign(saved: Mapping[str, np.ndarray], exchange: EncodedReducer) -> None:
     variables = _variables(exchange)
     here, there = ({name: tuple(each.shape) for name, each in named.items()} for named in (variables, saved))
     if here != there:

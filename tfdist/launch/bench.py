@@ -30,6 +30,7 @@ from tfdist.launch.memory_limit import free_memory
 from tfdist.strategies.compression import NAMES
 from tfdist.strategies.compression_policy import policy_of
 from tfdist.strategies.compression_state import TrafficTotals
+from tfdist.strategies.reduction_request import ReductionRequest
 
 __all__ = [
     "COMPRESSIONS",
@@ -160,7 +161,8 @@ def exchange(strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optim
     """Runs the timed exchange: sums `tensor` over all replicas, like a gradient of `optimizer`."""
 
     def on_replica(value):
-        (total,) = strategy.extended.exchange_gradients(optimizer, [value])
+        request = ReductionRequest(tf.distribute.ReduceOp.SUM, [value], optimizer)
+        (total,) = strategy.extended.reducer.reduce(request)
         return total
 
     return strategy.run(on_replica, args=(tensor,))

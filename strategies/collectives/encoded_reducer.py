@@ -1,4 +1,4 @@
-"""The reducer that exchanges the gradients of one optimizer with their codecs, states and counts of traffic."""
+"""Sums the gradients of one optimizer over all replicas, encoded by codecs; holds their states and traffic."""
 
 import json
 from collections.abc import Sequence
@@ -9,9 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._compat import tf_internals
-from tfdist.strategies.collectives.gradient_groups import CodecGroup, Gradient, PowerSGDGroup
-from tfdist.strategies.collectives.sparse import sparse_row_bytes
+from tfdist.strategies.collectives.codec_group import CodecGroup
+from tfdist.strategies.collectives.power_sgd_group import PowerSGDGroup
+from tfdist.strategies.collectives.sparse import all_reduce_sparse, sparse_row_bytes
 from tfdist.strategies.collectives.stopwatch import Stopwatch
+from tfdist.strategies.collectives.transport import Gradient
 from tfdist.strategies.compression import Codec, PowerSGD, WordCodec
 
 # Counts of a replica since the strategy was made: exchanges, bytes that would be sent uncompressed, bytes sent. If
@@ -80,7 +82,7 @@ class Layout(tf.train.experimental.PythonState):
         )
 
 
-class GradientReducer(tf.Module):
+class EncodedReducer(tf.Module):
     """Sums the gradients of one optimizer over all replicas, in each step.
 
     Args:
@@ -314,7 +316,7 @@ def _from_step(part, done, gradients, states, replica, collectives, options, tim
     """Exchanges one part, uncompressed until its codec's `start_step`."""
 
     def encoded():
-        watch = Stopwatch(collectives.launcher(replica), timed)
+        watch = Stopwatch(collectives.untouched(replica), timed)
         return *part.exchange(gradients, states, replica, collectives, options, watch), watch.seconds()
 
     def raw():
@@ -326,13 +328,16 @@ def _from_step(part, done, gradients, states, replica, collectives, options, tim
 
 def _rows_from_step(codec, done, slices, replica, collectives, options, timed):
     """Exchanges sparse rows, uncompressed until the codec's `start_step`."""
+    transport = collectives.among_all(replica)
 
     def encoded():
-        watch = Stopwatch(collectives.launcher(replica), timed)
-        return collectives.all_reduce_rows(slices, replica, options, codec, watch), watch.seconds()
+        watch = Stopwatch(collectives.untouched(replica), timed)
+        values = watch.timed(transport)
+        joined = all_reduce_sparse(watch.begin(slices), values, options, codec, beside=transport)
+        return tf.IndexedSlices(watch.end(joined.values), joined.indices, joined.dense_shape), watch.seconds()
 
     def raw():
-        return collectives.all_reduce_rows(slices, replica, options, None), tf.constant(_NO_TIME)
+        return all_reduce_sparse(slices, transport, options), tf.constant(_NO_TIME)
 
     return encoded() if codec.start_step == 0 else tf.cond(done >= codec.start_step, encoded, raw)
 

@@ -1,0 +1,242 @@
+"""The gradients of one codec: their arrangement in buckets, the all-reduce of encoded buckets, and residuals."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.strategies.collectives.buckets import BUCKET_BYTES, Bucket, fill_buckets, join, part_bytes, separate
+from tfdist.strategies.collectives.stopwatch import Stopwatch
+from tfdist.strategies.collectives.transport import Gradient, Transport, sum_in_order
+from tfdist.strategies.compression import WordCodec
+
+State = tuple[tf.Tensor, ...]
+
+# Compiling takes a few tenths of a second per shape and device, which faster steps do not pay back for smaller buckets.
+_COMPILED_ELEMENTS = 1 << 14
+
+
+class CodecGroup:
+    """The gradients of one `WordCodec`, in buckets."""
+
+    def __init__(self, codec: WordCodec, positions: list[int], gradients: Sequence[Gradient], collectives: Any):
+        self.codec, self.positions = codec, positions
+        self._like = like = [tf.TensorSpec(gradients[i].shape, tf.float32) for i in positions]
+        self._granule = codec.granule
+        spread, ranks = collectives.spread, collectives.ranks
+        self._multiple = codec.granule * spread * (ranks if in_two_shots(codec, ranks) else 1)
+        self._buckets: list[Bucket] = fill_buckets(like, BUCKET_BYTES, codec.granule, part_bytes(ranks))
+        padded = [sum(segment.padded(codec.granule) for segment in bucket) for bucket in self._buckets]
+        self._elements = [-(-size // self._multiple) * self._multiple for size in padded]
+        shapes = [state_shapes(codec, elements // spread, ranks) for elements in self._elements]
+        self._splits = [(len(first), len(second)) for first, second in shapes]
+        self.state_shapes = [shape for first, second in shapes for shape in [*first, *second]]
+        self.num_states = len(self.state_shapes)
+        self.kinds = codec.states
+        self._kinds = [
+            kind for first, second in shapes for encoding in (first, second) for kind in range(len(encoding))
+        ]
+
+    def initial_states(self):
+        """The states before the first step; None stands for zeros."""
+        return [None] * self.num_states
+
+    def sent_bytes(self, collectives):
+        """Bytes a replica sends per step."""
+        parts = [elements // collectives.spread for elements in self._elements]
+        return sum(4 * sent_words(self.codec, part, collectives.ranks) for part in parts)
+
+    def exchange(self, gradients, states, replica: int, collectives: Any, options: Any, watch: Stopwatch):
+        """Returns the sums of the gradients, the new states, and whether the sums are finite; `watch` times it.
+
+        If a worker has several devices, they first sum each bucket in full precision, each device one part: [elements]
+        -> [elements / devices]. Each device exchanges its part with the matching devices of the other workers, and the
+        worker's devices gather the sums. All devices of a worker thus send the same number of bytes.
+        """
+        across, within = watch.timed(collectives.across_workers(replica)), collectives.within_worker(replica)
+        within = None if within is None else watch.timed(within)
+        totals, kept, finite = [], [], []
+        members = [tf.cast(gradient, tf.float32) for gradient in gradients]
+        rest = list(states)
+        for bucket, (first, second) in zip(self._buckets, self._splits, strict=True):
+            own, rest = rest[: first + second], rest[first + second :]
+            # If the codec averages magnitudes, zeros as padding would shrink the scale of the last block.
+            repeats = not self.codec.keeps_zeros
+            joined = watch.begin(join(bucket, members, self._granule, self._multiple, repeats=repeats))
+            part = joined if within is None else _sum_of_own_part(within, joined, options)
+            total, new_first, new_second, is_finite = all_reduce_encoded(
+                self.codec, part, tuple(own[:first]), tuple(own[first:]), across, options
+            )
+            if within is not None:
+                total = tf.ensure_shape(tf.concat(within.all_gather(total, options), axis=0), joined.shape)
+            if not self.codec.keeps_zeros:
+                new_first, new_second = self._without_padding(bucket, new_first, new_second, replica, collectives)
+            total, new_first, new_second = watch.end([total, new_first, new_second])
+            totals.append(total)
+            kept += [*new_first, *new_second]
+            # With several devices per worker, each device has checked only its own part of the bucket.
+            finite.append(is_finite if collectives.spread == 1 else tf.reduce_all(tf.math.is_finite(total)))
+        sums = separate(self._buckets, totals, gradients, self._granule)
+        return sums, kept, tf.reduce_all(finite)
+
+    def residuals(self, states):
+        """The residuals among `states`; the momentum states before them are left out."""
+        return [state for state, kind in zip(states, self._kinds, strict=True) if kind == self.kinds - 1]
+
+    def _without_padding(self, bucket, first, second, replica, collectives):
+        """Sets states to zero where the bucket is padded."""
+        ones = [tf.ones([segment.stop - segment.start]) for segment in bucket]
+        alone = [
+            segment._replace(tensor=i, start=0, stop=one.shape[0])
+            for i, (segment, one) in enumerate(zip(bucket, ones, strict=True))
+        ]
+        mask = join(alone, ones, self._granule, self._multiple)
+        shard, owned = collectives.shard(replica, mask.shape[0]), collectives.owned(replica, mask.shape[0])
+        return (
+            [state * tf.reshape(mask[shard], state.shape) for state in first],
+            [state * tf.reshape(mask[owned], state.shape) for state in second],
+        )
+
+    def pending(self, states, replica, collectives):
+        """Returns the replica's part of the summed states, shaped like the gradients: [kind of state][gradient]."""
+        kinds: list[list[Any]] = [[] for _ in range(self.codec.states)]
+        rest = list(states)
+        for elements, (first, second) in zip(self._elements, self._splits, strict=True):
+            own, rest = rest[: first + second], rest[first + second :]
+            shard, owned = collectives.shard(replica, elements), collectives.owned(replica, elements)
+            for kind, buckets in enumerate(kinds):
+                bucket = np.zeros([elements], np.float32)
+                bucket[shard] += own[kind].numpy().reshape(-1)
+                if second:
+                    bucket[owned] += own[first + kind].numpy().reshape(-1)
+                buckets.append(tf.constant(bucket))
+        return [
+            [total.numpy() for total in separate(self._buckets, buckets, self._like, self._granule)]
+            for buckets in kinds
+        ]
+
+    def spread(self, kinds, replica, collectives):
+        """Inverse of `pending`. Returns flat states such that `pending` of all replicas sums to `kinds`."""
+        states = []
+        for bucket, elements, (_, second) in zip(self._buckets, self._elements, self._splits, strict=True):
+            shard = collectives.shard(replica, elements)
+            for pending in kinds:
+                states.append(join(bucket, pending, self._granule, self._multiple)[shard] / collectives.ranks)
+            states += [tf.zeros([elements // collectives.spread // collectives.ranks])] * second
+        return states
+
+
+def _sum_of_own_part(within: Transport, bucket: tf.Tensor, options: Any) -> tf.Tensor:
+    """Sums this device's part of a bucket over the devices of the worker: [elements] -> [elements / devices]."""
+    return sum_in_order(within.all_to_all(tf.reshape(bucket, [within.ranks, -1]), options))[0]
+
+
+def in_two_shots(codec: WordCodec, ranks: int) -> bool:
+    """Whether sums are exchanged too. Two ranks send whole buckets, which takes as many bytes and half the coding."""
+    return codec.two_shot and ranks > 2
+
+
+def state_shapes(codec: WordCodec, elements: int, ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Returns the shapes of a bucket's float32 state tensors, for the first encoding and for the second."""
+    if not in_two_shots(codec, ranks):
+        return [(1, elements)] * codec.states, []
+    chunk = elements // ranks
+    return [(ranks, chunk)] * codec.states, [(1, chunk)] * codec.states
+
+
+def sent_words(codec: WordCodec, elements: int, ranks: int) -> int:
+    """Returns the number of int32 words that one rank sends for a bucket of `elements`."""
+    if not in_two_shots(codec, ranks):
+        return (ranks - 1) * codec.words(elements)
+    return 2 * (ranks - 1) * codec.words(elements // ranks)
+
+
+def all_reduce_encoded(
+    codec: WordCodec, bucket: tf.Tensor, first: State, second: State, transport: Transport, options: Any
+) -> tuple[tf.Tensor, State, State, tf.Tensor]:
+    """Sums the buckets of all ranks.
+
+    Each rank owns one chunk of the bucket. It receives this chunk from all ranks, encoded, sums in float32 in the order
+    of ranks, encodes the sum and sends it to all. The owner decodes its own message too, so all ranks hold the same
+    bits. Both encodings keep their error as a residual. Each rank sends 2 (ranks - 1) / ranks encoded buckets.
+
+    With two ranks, or a (sparse) codec that is not `two_shot`, each rank sends its bucket to all other ranks instead.
+
+    Args:
+      codec: The codec of the rows.
+      bucket: float [elements], elements a multiple of ranks * granule.
+      first: The codec's state for the first encoding; see `state_shapes`.
+      second: The codec's state for the second encoding.
+      transport: This rank's transport.
+      options: Communication options.
+
+    Returns:
+      The sum, float32 [elements]; the new `first` and `second`; and whether the sum is finite, bool []. An Inf or NaN
+      on any rank makes the sum non-finite on all ranks.
+
+    References:
+      Seide et al., 1-bit SGD, 2014, for residuals in both directions.
+      Tang et al., DoubleSqueeze, 2019, https://arxiv.org/abs/1905.05957, for the two shots.
+    """
+    two_shots = in_two_shots(codec, transport.ranks)
+    rows = transport.ranks if two_shots else 1
+    compiled = bucket.shape[0] >= _COMPILED_ELEMENTS
+    words, first = _encode(codec, compiled)(tf.reshape(bucket, [rows, -1]), first)
+    chunk = bucket.shape[0] // rows
+    if not two_shots:
+        total, finite = _sum(codec, compiled)(transport.all_gather(words, options), chunk)
+        return tf.reshape(total, [-1]), first, second, finite
+    received = transport.all_to_all(words, options)
+    words, second = _sum_and_encode(codec, compiled)(received, second, chunk)
+    total, finite = _decode(codec, compiled)(transport.all_gather(words, options), chunk)
+    return tf.reshape(total, [-1]), first, second, finite
+
+
+# When compiled, a large bucket takes one pass over memory instead of one per operation.
+
+
+@functools.cache
+def _encode(codec: WordCodec, compiled: bool):
+    return _function(lambda values, state: codec.compress(tf.cast(values, tf.float32), state), compiled)
+
+
+@functools.cache
+def _sum_and_encode(codec: WordCodec, compiled: bool):
+    return _function(lambda rows, state, elements: codec.compress(_sum_rows(codec, rows, elements), state), compiled)
+
+
+@functools.cache
+def _sum(codec: WordCodec, compiled: bool):
+    return _function(lambda rows, elements: _checked(codec, _sum_rows(codec, rows, elements), rows, elements), compiled)
+
+
+@functools.cache
+def _decode(codec: WordCodec, compiled: bool):
+    def decode(rows, elements):
+        return _checked(codec, tf.concat([codec.decode(row, elements) for row in rows], axis=0), rows, elements)
+
+    return _function(decode, compiled)
+
+
+def _checked(codec, total, rows, elements):
+    """Returns `total` and whether it is finite; reads its values, one more pass, only if no bound shows it."""
+
+    def look():
+        return tf.reduce_all(tf.math.is_finite(total))
+
+    bounds = [codec.bound(row, elements) for row in rows]
+    if None in bounds:
+        return total, look()
+    is_bounded = tf.reduce_all(tf.math.is_finite(tf.add_n(bounds)))
+    return total, tf.cond(is_bounded, lambda: True, look)
+
+
+def _function(function, compiled):
+    return tf.function(function, jit_compile=True, autograph=False) if compiled else function
+
+
+def _sum_rows(codec: WordCodec, rows: Sequence[tf.Tensor], elements: int) -> tf.Tensor:
+    """Decodes and sums in the order of ranks: [1, words] each -> float32 [1, elements]."""
+    return sum_in_order([codec.decode(row, elements) for row in rows])

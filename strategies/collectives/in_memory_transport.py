@@ -1,0 +1,72 @@
+"""A transport between ranks that are threads of one process, for tests without sockets and devices."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from tfdist.strategies.collectives.transport import all_reduce_in_order
+
+_Result = TypeVar("_Result")
+
+
+class InMemoryTransport:
+    """The transport of one rank, eager only. Use `run_ranks` to make one for each rank."""
+
+    def __init__(self, rank: int, sent: list[Any], barrier: threading.Barrier):
+        self.ranks, self._rank, self._sent, self._barrier = len(sent), rank, sent, barrier
+
+    def all_gather(self, rows: tf.Tensor, options: Any = None) -> list[tf.Tensor]:
+        """See `Transport.all_gather`."""
+        del options
+        return self._exchange(rows)
+
+    def all_to_all(self, rows: tf.Tensor, options: Any = None) -> list[tf.Tensor]:
+        """See `Transport.all_to_all`."""
+        del options
+        return [theirs[self._rank : self._rank + 1] for theirs in self._exchange(rows)]
+
+    def all_reduce(self, tensor: tf.Tensor, options: Any = None) -> tf.Tensor:
+        """See `Transport.all_reduce`."""
+        return all_reduce_in_order(self, tensor, options)
+
+    def _exchange(self, rows: tf.Tensor) -> list[tf.Tensor]:
+        self._sent[self._rank] = rows
+        self._barrier.wait()
+        received = list(self._sent)
+        self._barrier.wait()  # Until all ranks have read, no rank sends again.
+        return received
+
+
+def run_ranks(
+    ranks: int, rank_function: Callable[[InMemoryTransport, int], _Result], timeout_seconds: float = 60
+) -> Sequence[_Result]:
+    """Runs a function on several ranks at once, each in a thread, and returns their results in the order of ranks.
+
+    Args:
+      ranks: Number of ranks.
+      rank_function: A function of the rank's transport and its number.
+      timeout_seconds: Longest wait of a rank for the others in one exchange.
+
+    Raises:
+      Exception: The error of a rank that has failed.
+      threading.BrokenBarrierError: If a rank has left out an exchange.
+    """
+    sent: list[Any] = [None] * ranks
+    barrier = threading.Barrier(ranks, timeout=timeout_seconds)
+
+    def run(rank: int) -> _Result:
+        try:
+            return rank_function(InMemoryTransport(rank, sent, barrier), rank)
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(ranks) as pool:
+        runs = [pool.submit(run, rank) for rank in range(ranks)]
+    errors = [error for error in (each.exception() for each in runs) if error is not None]
+    for error in sorted(errors, key=lambda each: isinstance(each, threading.BrokenBarrierError)):
+        raise error  # The cause, if there is one beside the broken barriers of the other ranks.
+    return [each.result() for each in runs]

@@ -1,0 +1,430 @@
+"""Exchanges tensors over one TCP connection between each two workers.
+
+TensorFlow's collectives fetch tensors with gRPC calls, which copy them several times; these connections need less CPU
+time. TensorFlow still detects dead workers: while a step waits here, a thread checks every second whether TensorFlow's
+collectives would still run.
+"""
+
+import functools
+import os
+import queue
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist._compat import tf_internals
+from tfdist.strategies.collectives.socket_streams import stream_of
+
+__all__ = ["PeerExchange"]
+
+_HEADER = struct.Struct("!iiq")  # The group of an exchange, its key in the group, the number of bytes that follow.
+_CARRIED = (tf.int8, tf.uint8, tf.int16, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64)
+_KEY_BYTES = 4  # The key of an exchange follows the received bytes in the same tensor.
+_FAILED = -1  # In place of a key; keys are positive.
+_LOOK_SECONDS = 1.0
+_UNLIKE_SECONDS = 60.0  # Longest wait for a worker that sends other exchanges meanwhile.
+_PROBE_KEYS = 1 << 30  # Larger than the group keys of strategy k, which count up from 65536 * k + 1.
+_AT_ONCE_BYTES = 256 << 10  # Waking a thread takes longer than copying this many bytes.
+_WAKING_BYTES = 256 << 10  # Bytes of a long message that wake the receiving thread again.
+_MOST_BYTES = (1 << 31) - 1  # Largest message, since the sizes of tensors that Python makes are int32.
+_ROW_BITS = 20  # A tensor of more bytes is a matrix with rows of 2**20 bytes.
+# Largest number of pending exchanges. A step has some hundreds. Each takes 2 KB before its first byte arrives.
+_MOST_ROUNDS = 1 << 14
+
+_Tag = tuple[int, int]  # The group of an exchange, and its key.
+
+
+class PeerExchange:
+    """Exchanges tensors between all workers, without copies of its own.
+
+    Args:
+      worker: Number of this worker.
+      lines: Connections to all peers, by number of the peer.
+      names: Names of all workers, for error messages.
+    """
+
+    def __init__(self, worker: int, lines: Mapping[int, socket.socket], names: Sequence[str]):
+        self._worker, self._names = worker, names
+        self._lines = {peer: stream_of(line) for peer, line in lines.items()}
+        self._lock = threading.Lock()
+        self._rounds: dict[_Tag, _PendingCollective] = {}
+        self._gone: dict[int, str] = {}  # Error messages about peers without a connection.
+        self._fault: str | None = None
+        self._has_aborted = threading.Event()  # Set when TensorFlow's collectives are aborted after a fault.
+        self._sending = {peer: threading.Lock() for peer in lines}
+        # Complete exchanges, which the receiving thread delivers.
+        self._whole: queue.SimpleQueue[tuple[_Tag, _PendingCollective]] = queue.SimpleQueue()
+        self._poll = select.epoll()
+        self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._send_queues: dict[int, queue.SimpleQueue] = {peer: queue.SimpleQueue() for peer in lines}
+        # Numbers of messages put in the send queues, and of those sent. Only the sending thread changes the latter.
+        self._given, self._sent = dict.fromkeys(lines, 0), dict.fromkeys(lines, 0)
+        threads: list = [("send", self._send, (peer,)) for peer in lines]
+        for name, target, args in [*threads, ("receive", self._receive, ()), ("watch", self._watch, ())]:
+            threading.Thread(target=target, args=args, name=f"tfdist-wire-{name}", daemon=True).start()
+
+    def exchange(
+        self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor, *, apart: bool
+    ) -> list[tf.Tensor]:
+        """Returns the rows that each worker sends to this worker, in the order of workers.
+
+        Args:
+          rows: A tensor of equal type and shape on all workers; [workers, ...] if `apart`.
+          group: The key of the group of replicas that exchange.
+          key: int32 [], positive, different from the keys of the group's other pending exchanges.
+          token: A handle by which TensorFlow orders operations that can fail.
+          apart: Whether row j goes only to worker j. If not, all rows go to all workers.
+
+        Returns:
+          The rows of each worker. If `apart`, only the row for this worker, [1, ...].
+
+        Raises:
+          tf.errors.UnavailableError: While the graph runs, if a worker is gone or TensorFlow's collectives fail.
+        """
+        workers, others = len(self._names), len(self._lines)
+        sent = tf.reshape(tf.bitcast(rows, tf.uint8), [workers if apart else 1, -1])
+        size = tf.shape(sent, tf.int64)[1] if sent.shape[1] is None else sent.shape[1]
+        with tf.init_scope(), tf.device("CPU:0"):
+            inbox = tf.queue.FIFOQueue(-1, [tf.uint8])
+        # In a thread of the step, since waking another takes longer. Stateful calls would run one after another.
+        key = tf.numpy_function(functools.partial(self._begin, inbox, group), [key, sent], tf.int32, stateful=False)
+
+        def take():
+            received = tf.reshape(inbox.dequeue(), [-1])
+            return tf.bitcast(received[-_KEY_BYTES:], tf.int32), received
+
+        # Skips the messages that an earlier, failed step has left in the inbox, under other keys.
+        got, received = tf.while_loop(lambda got, _: (got != key) & (got != _FAILED), lambda *_: take(), take())
+        checked = tf.cond(got == _FAILED, lambda: self._probe(token), lambda: tf.zeros([1]))
+        own = rows[self._worker : self._worker + 1] if apart else rows
+        with tf.control_dependencies([checked]):
+            parts = tf.unstack(tf.reshape(received[: others * size], [others, size]), num=others)
+        parts = [_as(part, own) for part in parts]
+        return [*parts[: self._worker], own, *parts[self._worker :]]
+
+    def carried_bytes(self) -> int:
+        """Returns the number of bytes sent and received. While it grows, exchanges make progress, however slowly."""
+        return sum(line.sent + line.received for line in self._lines.values())
+
+    @staticmethod
+    def carries(rows: tf.Tensor) -> bool:
+        """Whether the connections can carry such a tensor: numbers, in a graph."""
+        return rows.dtype in _CARRIED and not tf.executing_eagerly()
+
+    def _begin(self, inbox, group, key, sent):
+        """Sends this worker's part of an exchange and returns the key. The step waits for the result at the inbox."""
+        try:
+            fault = self._join(inbox, (group, int(key)), sent)
+        except Exception as error:  # On any error: peers must not wait for this worker.
+            fault = f"{self._names[self._worker]} can send nothing: {error}"
+        if fault:
+            self._fail(fault)
+            self._tell_of_failure(inbox)
+        return key
+
+    def _join(self, inbox, tag, sent):
+        """Joins an exchange and sends this worker's part. Returns the error message if that fails, else `None`."""
+        size = sent.shape[1]
+        with self._lock:
+            current = self._round(tag, size)
+            gone = [self._gone[peer] for peer in sorted(current.missing) if peer in self._gone]
+            fault = next(filter(None, [self._fault, *gone, self._unlike(current, size, self._worker)]), None)
+            if fault:
+                self._rounds.pop(tag)
+                return fault
+            current.inbox, current.since = inbox, time.monotonic()
+        for peer in self._lines:
+            self._give(peer, _HEADER.pack(*tag, size), sent[peer] if len(sent) > 1 else sent[0])
+        if self._is_whole(tag, current, self._worker):
+            # The receiving thread delivers: in a thread of the step, TensorFlow would set up its operations each time.
+            self._whole.put((tag, current))
+            os.eventfd_write(self._wakeup_fd, 1)
+        return None
+
+    def _give(self, peer, header, row):
+        """Sends a short row at once, as far as the connection has room and no row waits; a thread sends the rest."""
+        header, row = memoryview(header), memoryview(row)
+        with self._sending[peer]:
+            if row.nbytes <= _AT_ONCE_BYTES and self._given[peer] == self._sent[peer]:
+                count = self._lines[peer].send_now(header, row)
+                if count == header.nbytes + row.nbytes:
+                    return
+                header, row = header[count:], row[max(count - header.nbytes, 0) :]
+            self._given[peer] += 1
+            self._send_queues[peer].put((header, row))
+
+    def _round(self, tag, size):
+        """Returns the exchange of a tag. The first worker that takes part creates it. Needs the lock."""
+        if tag not in self._rounds:
+            self._rounds[tag] = _PendingCollective(self._worker, len(self._names), size)
+        return self._rounds[tag]
+
+    def _unlike(self, current, size, worker):
+        """Returns an error message if a worker's part has another size than the exchange, else `None`."""
+        known = current.size
+        if size == known:
+            return None
+        return (
+            f"All workers must exchange tensors of one size, but {self._names[worker]} has {size} bytes, and another "
+            f"{known}. Give all the same model and the same codec, and let all take the same steps."
+        )
+
+    def _is_whole(self, tag, current, worker):
+        """Notes that a worker's part has arrived. Returns whether the exchange is complete now."""
+        with self._lock:
+            current.missing.discard(worker)
+            return not current.missing and self._rounds.pop(tag, None) is current
+
+    def _lose(self, peer, error):
+        """Notes that a peer sends no more. Fails if this worker's step waits for that peer."""
+        why = f"{self._names[peer]} is gone: its connection to this worker has ended ({error}). Its log may say why."
+        with self._lock:
+            self._gone[peer] = why
+            is_missed = any(each.inbox is not None and peer in each.missing for each in self._rounds.values())
+        if is_missed:
+            self._fail(why)
+
+    def _fail(self, why):
+        """Fails all present and later exchanges, and TensorFlow's collectives on this worker."""
+        with self._lock:
+            is_first = self._fault is None
+            if is_first:
+                self._fault = why
+                rounds = list(self._rounds.values())
+                self._rounds.clear()
+        if not is_first:
+            self._has_aborted.wait()  # Before the abort, `_probe` in a failed step would not raise.
+            return
+        try:
+            tf_internals.context.context().abort_collective_ops(tf.errors.UNAVAILABLE, why)
+        finally:
+            self._has_aborted.set()
+            for current in rounds:
+                if current.inbox is not None:
+                    self._tell_of_failure(current.inbox)
+
+    def _tell_of_failure(self, inbox):
+        with tf.device("CPU:0"):
+            inbox.enqueue([np.frombuffer(np.int32(_FAILED), np.uint8)])
+
+    def _probe(self, *tokens):
+        """Raises if TensorFlow's collectives are aborted. Runs a collective of this worker alone."""
+        return tf.raw_ops.CollectiveReduceV2(
+            input=tf.zeros([1]),
+            group_size=1,
+            group_key=_PROBE_KEYS + self._worker,
+            instance_key=1,
+            ordering_token=tokens,
+            merge_op="Add",
+            final_op="Id",
+        )
+
+    # Threads: one sender of long messages per peer, one receiver, and one watcher.
+
+    def _send(self, peer):
+        line, letters = self._lines[peer], self._send_queues[peer]
+        try:
+            while True:
+                header, row = letters.get()
+                line.send(header, row)
+                del row  # Frees its memory before the next message comes.
+                self._sent[peer] += 1
+        except Exception as error:  # On any error: steps must not wait for this peer.
+            self._lose(peer, error)
+
+    def _receive(self):
+        arrivals = {line.fileno(): _Arrival(peer, line) for peer, line in self._lines.items()}
+        for descriptor in [self._wakeup_fd, *arrivals]:
+            self._poll.register(descriptor, select.EPOLLIN)
+        with tf.device("CPU:0"):  # Entered once, since each step evicts Python from the CPU caches and slows calls.
+            while True:
+                for descriptor, _ in self._poll.poll():
+                    if descriptor == self._wakeup_fd:
+                        self._deliver_whole()
+                    elif self._fault is not None or not self._takes(arrivals[descriptor]):
+                        self._poll.unregister(descriptor)
+
+    def _takes(self, arrival):
+        """Receives the available bytes of an exchange, or of more if `has_more`. Returns whether more may come."""
+        try:
+            self._take(arrival)
+            while arrival.has_more and self._fault is None:
+                self._take(arrival)
+            return True
+        except (OSError, EOFError) as error:
+            self._lose(arrival.peer, error)
+        except Exception as error:  # On any error: steps must not wait for this thread.
+            own, other = self._names[self._worker], self._names[arrival.peer]
+            self._fail(f"{own} can receive nothing of {other}: {error}")
+        return False
+
+    def _take(self, arrival):
+        while arrival.fill():
+            if arrival.current is None:
+                group, key, size = _HEADER.unpack(arrival.header)
+                if wrong := self._wrong(arrival.peer, group, key, size):
+                    arrival.close()
+                    self._fail(f"{self._names[arrival.peer]} {wrong} This worker has closed its connection to it.")
+                    return
+                with self._lock:
+                    current = self._round((group, key), size)
+                if fault := self._unlike(current, size, arrival.peer):
+                    self._fail(fault)
+                    return
+                arrival.expect((group, key), current)
+            else:
+                if self._is_whole(arrival.tag, arrival.current, arrival.peer):
+                    self._deliver(arrival.tag, arrival.current)
+                arrival.expect(None, None)
+                return
+
+    def _wrong(self, peer, group, key, size):
+        """Returns an error message if a header is invalid, else `None`. Headers are not trusted."""
+        if group < 0 or key <= 0 or not 0 <= size <= _MOST_BYTES:
+            return f"has sent what is no exchange: group {group}, key {key}, {size} bytes."
+        with self._lock:
+            current = self._rounds.get((group, key))
+            if current is not None and peer not in current.missing:
+                return f"has sent its part of an exchange twice: group {group}, key {key}."
+            if current is None and len(self._rounds) >= _MOST_ROUNDS:
+                return f"has begun more than {_MOST_ROUNDS} exchanges that this worker has not come to."
+        return None
+
+    def _deliver_whole(self):
+        os.eventfd_read(self._wakeup_fd)
+        while not self._whole.empty():
+            self._deliver(*self._whole.get())
+
+    def _deliver(self, tag, current):
+        try:
+            current.deliver(tag[1])
+        except Exception as error:  # `_fail` does not know this exchange any more.
+            self._fail(f"{self._names[self._worker]} can receive nothing: {error}")
+            self._tell_of_failure(current.inbox)
+
+    def _watch(self):
+        while self._fault is None:
+            time.sleep(_LOOK_SECONDS)
+            now = time.monotonic()
+            with self._lock:
+                waiting = [each for each in self._rounds.values() if each.waits(now - _LOOK_SECONDS)]
+                astray = self._astray(now)
+            if astray is not None:
+                self._fail(
+                    f"{self._names[self._worker]} has waited {_UNLIKE_SECONDS:g} s for {self._names[astray]}, which "
+                    "exchanges something else. All workers must take the same steps: a step that fails on one must "
+                    "end the program of that worker, or be left out by all."
+                )
+            elif waiting:
+                try:
+                    self._probe()
+                except tf.errors.OpError as error:
+                    self._fail(error.message)
+
+    def _astray(self, now):
+        """Returns a worker that is overdue, although it has sent its part of an exchange not joined here, or `None`."""
+        unasked = [each for each in self._rounds.values() if each.inbox is None]
+        late = [each for each in self._rounds.values() if each.waits(now - _UNLIKE_SECONDS)]
+        peers = (peer for each in late for peer in sorted(each.missing))
+        return next((peer for peer in peers if any(peer not in each.missing for each in unasked)), None)
+
+
+class _PendingCollective:
+    """A pending exchange.
+
+    Attributes:
+      size: Number of bytes that each worker sends.
+      missing: Workers with missing bytes.
+      inbox: The queue from which this worker's step takes the result; `None` before the step joins.
+      since: Time on the monotonic clock at which the step joined.
+    """
+
+    def __init__(self, worker, workers, size):
+        if size > _MOST_BYTES:
+            raise ValueError(
+                f"an exchange takes less than 2 GiB of each worker, not {size} bytes; cut what you exchange"
+            )
+        self._worker, self._others, self.size, self.missing = worker, workers - 1, size, set(range(workers))
+        self._tensor, self._bytes = None, None
+        self.inbox, self.since = None, 0.0
+
+    def waits(self, since):
+        """Whether this worker's step has waited since before a time."""
+        return self.inbox is not None and self.since < since
+
+    def row(self, peer):
+        """Returns the memory for the bytes of a peer."""
+        if self._bytes is None:
+            # TensorFlow owns the memory, so that no thread needs the interpreter's lock to free it.
+            self._tensor = tf.raw_ops.Empty(shape=_shape(self._others * self.size + _KEY_BYTES), dtype=tf.uint8)
+            # A view, without a copy. `np.asarray` would make a read-only array.
+            self._bytes = self._tensor.__array__().reshape(-1)
+        place = peer - (peer > self._worker)
+        return self._bytes[place * self.size : (place + 1) * self.size]
+
+    def deliver(self, key):
+        """Puts the received bytes and the key into the inbox of this worker's step."""
+        self._bytes[-_KEY_BYTES:] = np.frombuffer(np.int32(key), np.uint8)
+        tf.raw_ops.QueueEnqueueV2(handle=self.inbox.queue_ref, components=[self._tensor])
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape(size):
+    """Returns a tensor shape of at least `size` bytes."""
+    return tf.constant([size] if size <= _MOST_BYTES else [-(-size >> _ROW_BITS), 1 << _ROW_BITS])
+
+
+class _Arrival:
+    """The message that is being received from a peer: a header, then as many bytes as the header states.
+
+    Attributes:
+      peer: Number of the peer.
+      header: Memory for the header.
+      tag: Tag of the exchange, from the header.
+      current: That exchange.
+    """
+
+    def __init__(self, peer, line):
+        self.peer, self._line, self.header = peer, line, bytearray(_HEADER.size)
+        self.expect(None, None)
+
+    def expect(self, tag, current):
+        """Prepares `fill` for the peer's part of an exchange, or for the next header."""
+        self.tag, self.current = tag, current
+        self._rest = memoryview(self.header if current is None else current.row(self.peer))
+        if current is None:
+            self._line.wake_at(1)
+
+    def fill(self):
+        """Receives the available part of the expected bytes. Returns whether they are complete."""
+        while self._rest.nbytes:
+            try:
+                count = self._line.receive_into(self._rest)
+            except BlockingIOError:
+                self._line.wake_at(min(self._rest.nbytes, _WAKING_BYTES))
+                return False
+            if not count:
+                raise EOFError("closed")
+            self._rest = self._rest[count:]
+        return True
+
+    @property
+    def has_more(self):
+        """Whether bytes have arrived that `epoll` does not know of."""
+        return self._line.has_more
+
+    def close(self):
+        """Closes the connection in both directions."""
+        self._line.close()
+
+
+def _as(part, own):
+    """Converts bytes to a tensor with the type and shape of `own`."""
+    bits = tf.reshape(part, [-1, own.dtype.size] if own.dtype.size > 1 else [-1])
+    return tf.ensure_shape(tf.reshape(tf.bitcast(bits, own.dtype), tf.shape(own)), own.shape)

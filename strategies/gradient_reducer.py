@@ -1,0 +1,142 @@
+"""Reduces values over all replicas: gradients of optimizers, values of the user, values of the step itself."""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist._compat import tf_internals
+from tfdist.errors import CompiledCollectivesError
+from tfdist.strategies import batch_independent_rows
+from tfdist.strategies.collectives import Collectives
+from tfdist.strategies.collectives.transport import Gradient
+from tfdist.strategies.compression_policy import is_uncompressed
+from tfdist.strategies.reduction_request import ReductionRequest
+from tfdist.strategies.step import Step, current_step
+
+
+class GradientReducer:
+    """Reduces values over all replicas of a strategy.
+
+    Gradients are encoded if the strategy has `compression`. All other values travel as they are.
+
+    Args:
+      extended: The `extended` half of the strategy.
+    """
+
+    def __init__(self, extended: Any):
+        self._extended = extended
+
+    def encodes(self, request: ReductionRequest) -> bool:
+        """Whether codecs apply: to sums of an optimizer's gradients that leave a worker or device."""
+        if request.optimizer is None or request.reduce_op != tf.distribute.ReduceOp.SUM:
+            return False
+        return self._extended.compresses and not is_uncompressed()
+
+    def reduce(self, request: ReductionRequest) -> list[Gradient]:
+        """Returns the reduced values, with the same bits on all replicas. Each replica calls it in the same order.
+
+        Raises:
+          CompiledCollectivesError: If XLA compiles the step for devices without compiled collectives.
+          ValueError: If gradients have a type that collectives cannot sum, or a codec that cannot encode them.
+        """
+        self.check_compiled()
+        step, collectives = current_step(), self._extended.collectives
+        values = _shaped(request.values, request.variables)
+        encoded_reducer = self._encoded_reducer(request, values)
+        values, without_heads = batch_independent_rows.with_heads(values, step)
+        if encoded_reducer is not None:
+            done = tf.convert_to_tensor(request.optimizer.iterations)
+            if tf.executing_eagerly():
+                return _merged(step, _exchange_eagerly, encoded_reducer, values, done)
+            exchange = functools.partial(_exchange, encoded_reducer, _replica(), done)
+        elif tf.executing_eagerly() or not isinstance(collectives, Collectives):
+            # Replicas run one after another, or other `cross_device_ops` need the values of all: leave the step.
+            return without_heads(_merged(step, _all_reduce_eagerly, request.reduce_op, request.options, values))
+        else:
+            options = request.options or tf_internals.CommunicationOptions()
+            exchange = functools.partial(_all_reduce, collectives, request.reduce_op, _replica(), options)
+        return without_heads(_in_one_frame(step, exchange, values))
+
+    def _encoded_reducer(self, request, values):
+        if not self.encodes(request):
+            return None
+        return self._extended.communication.exchange_of(request.optimizer, values, request.variables)
+
+    def check_compiled(self):
+        """Refuses exchanges in code that XLA compiles for devices without compiled collectives."""
+        devices, replicas = self._extended.worker_devices, self._extended.replicas
+        if is_compiled() and replicas > 1 and not all("GPU" in device for device in devices):
+            raise CompiledCollectivesError(
+                "jit_compile=True compiles the whole step, and XLA has no collectives for CPU devices. Got "
+                f"{replicas} replicas, here on {', '.join(devices)}. "
+                "Pass jit_compile=False to `compile` (or `tf.function`); `predict` and single layers may stay compiled."
+            )
+
+
+def is_compiled() -> bool:
+    """Whether XLA compiles the operations traced now."""
+    return not tf.executing_eagerly() and tf_internals.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+def _exchange(encoded_reducer, replica, done, values):
+    return encoded_reducer(replica, values, done)
+
+
+def _all_reduce(collectives, reduce_op, replica, options, values):
+    return collectives._all_reduce(reduce_op, values, replica, options)
+
+
+def _replica() -> int:
+    """The index of the replica within its worker."""
+    return tf_internals.get_current_replica_id_as_int()
+
+
+def _shaped(gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
+    """Gives `gradients` the static shapes of their variables, if these are known.
+
+    The static shapes of gradients may differ between replicas: Keras may trace one replica for a known number of rows
+    and another replica for any number. Buckets and codecs must be the same on all replicas.
+    """
+    if not variables:
+        return list(gradients)
+    return [_of_shape(grad, variable.shape) for grad, variable in zip(gradients, variables, strict=True)]
+
+
+def _of_shape(gradient, shape):
+    if not isinstance(gradient, tf.IndexedSlices):
+        gradient = tf.convert_to_tensor(gradient)
+        return gradient if gradient.shape.is_fully_defined() else tf.ensure_shape(gradient, shape)
+    values = tf.ensure_shape(gradient.values, [None, *shape[1:]])
+    return tf.IndexedSlices(values, gradient.indices, tf.constant(list(shape), gradient.indices.dtype))
+
+
+def _in_one_frame(step: Step | None, exchange, values):
+    """Calls `exchange` so that TensorFlow matches its collectives with the collectives of other replicas.
+
+    TensorFlow identifies a collective of a process also by the loop that it runs in, and each replica has its own
+    loop. Inside a function that is not inlined, a collective belongs to no loop.
+    """
+    if step is None or not step.in_loop:
+        return exchange(values)
+    return tf.function(lambda own: exchange(own), autograph=False, experimental_attributes={"_noinline": True})(values)
+
+
+def _merged(step: Step | None, function, *args):
+    """Calls a function of the strategy and the arguments of all replicas, for replicas that run one after another."""
+    with contextlib.nullcontext() if step is None else step.losses_kept():
+        return tf.distribute.get_replica_context().merge_call(function, args)
+
+
+def _all_reduce_eagerly(strategy, reduce_op, options, values):
+    of_each = [strategy.extended.of_each_replica(value) for value in values]
+    return strategy.extended.batch_reduce_to(reduce_op, [(value, value) for value in of_each], options)
+
+
+def _exchange_eagerly(strategy, encoded_reducer, gradients, done):
+    of_each = strategy.extended.of_each_replica
+    local = [strategy.experimental_local_results(of_each(gradient)) for gradient in gradients]
+    done = strategy.experimental_local_results(done)[0]
+    return tf_internals.regroup(encoded_reducer.eagerly([list(own) for own in zip(*local, strict=True)], done))
