@@ -54,7 +54,8 @@ class GradientReducer:
             exchange = functools.partial(_exchange, encoded_reducer, _replica(), done)
         elif tf.executing_eagerly() or not isinstance(collectives, Collectives):
             # Replicas run one after another, or other `cross_device_ops` need the values of all: leave the step.
-            return without_heads(_merged(step, _all_reduce_eagerly, request.reduce_op, request.options, values))
+            all_reduce = functools.partial(_all_reduce_eagerly, request.reduce_op, request.options)
+            return without_heads(_merged(step, all_reduce, values))
         else:
             options = request.options or tf_internals.CommunicationOptions()
             exchange = functools.partial(_all_reduce, collectives, request.reduce_op, _replica(), options)
@@ -130,7 +131,7 @@ def _merged(step: Step | None, function, *args):
         return tf.distribute.get_replica_context().merge_call(function, args)
 
 
-def _all_reduce_eagerly(strategy, reduce_op, options, values):
+def _all_reduce_eagerly(reduce_op, options, strategy, values):
     of_each = [strategy.extended.of_each_replica(value) for value in values]
     return strategy.extended.batch_reduce_to(reduce_op, [(value, value) for value in of_each], options)
 

@@ -59,7 +59,7 @@ def by_default(rows, names):
 # Each training runs in one process: an exception breaks the training off, and a new model continues from the backup.
 ROWS = {
     "epochs": {"breaks": [8, 15], "save_freq": "epoch", "model": {"jit": True}},
-    "steps": {"breaks": [5, 10], "save_freq": 4, "model": {"jit": True}},
+    "steps": {"breaks": [5, 10], "save_freq": 4},
     "each step, and at the end of an epoch": {"breaks": [6, 7, 12, 18], "save_freq": 1},
     "last in the list": {"breaks": [10, 14], "save_freq": 4, "position": "last"},
     "monitors, epochs": {"breaks": [7, 13], "save_freq": "epoch", "monitors": True},
