@@ -1,46 +1,29 @@
 """The strategy for many workers, each with one or several devices."""
 
 import atexit
-import contextlib
 import functools
-import os
-import random
-import re
 import socket
-import time
 import weakref
 import zlib
 
 import keras
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tfdist._compat import dataset_internals, keras_internals, keras_stack, tf_internals
-from tfdist.cluster import ClusterSpec, check_bindable
+from tfdist.cluster import ClusterSpec
 from tfdist.cluster.launch_check import warn_if_one_of_many
-from tfdist.errors import ClusterError, TFConfigError
-from tfdist.faults import FaultTolerance, preemption, rendezvous, watchdog
-from tfdist.faults.chief_liveness import watch_chief
-from tfdist.faults.coordination_store import CoordinationStore
-from tfdist.faults.creation_watch import CreationWatch
-from tfdist.faults.peer_liveness import PeerLiveness
-from tfdist.faults.shutdown import leave_together
+from tfdist.errors import ClusterError
+from tfdist.faults import FaultTolerance, watchdog
 from tfdist.faults.stall_diagnosis import meeting_of, unlike_calls
-from tfdist.faults.worker_agreement import WorkerAgreement
-from tfdist.network.tls import Tls
 from tfdist.strategies import distributed_variables
-from tfdist.strategies.collectives import Collectives
-from tfdist.strategies.collectives.collective_launcher import carrier_of
-from tfdist.strategies.collectives.peer_connections import connect
-from tfdist.strategies.collectives.peer_exchange import PeerExchange
-from tfdist.strategies.compression import Codec
+from tfdist.strategies.cluster_join import first_exchange, share_seed
 from tfdist.strategies.compression_policy import policy_of
 from tfdist.strategies.datasets import BalancedDataset
 from tfdist.strategies.model_description import described_compile, described_layers
+from tfdist.strategies.multi_worker_extended import MultiWorkerExtended
 from tfdist.strategies.outside_scope import watch_models_outside
 from tfdist.strategies.replicated import ReplicatedStrategy, StrategyUse
-from tfdist.strategies.replicated_extended import ReplicatedExtended
 from tfdist.strategies.row_comparison import CUSTOM_LOOP, RowComparison, RowsRead
 from tfdist.strategies.step_report import host_of
 from tfdist.strategies.tensor_origin import Origin, origins_of, sizes_of
@@ -57,19 +40,7 @@ _WRITERS = (
     *(keras.callbacks.ModelCheckpoint, keras.callbacks.TensorBoard),
 )
 
-# TensorFlow sends tensors in strings of this many bytes, by default 4096: see grpc_worker_service.cc. From 128 KiB on,
-# glibc's threshold, the kernel would map and clear new memory for each string.
-_CHUNK_BYTES = 1 << 16
-# Once all workers are there, TensorFlow connects them within seconds. It gets the rest of the start timeout, but at
-# least 10 s, and at most 60 s or a fifth of that timeout if longer. TensorFlow itself gives up after 0.7 of this time.
-_CONNECT_SECONDS, _REGISTER_PART = (10.0, 60.0), 0.7
 _TRANSPORTS = ("auto", "tensorflow")
-_TLS_ERROR = (
-    "TLS needs the workers' own connections, but {why}. Give each worker a certificate for its host in TF_CONFIG, from "
-    "the authority in TFDIST_TLS_CA, and open the hosts' ports to each other; or unset the variables TFDIST_TLS_*, and "
-    "protect the network by other means."
-)
-_LINES_SECONDS = 10.0  # For making the workers' own connections, which are optional.
 
 
 class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerMirroredStrategy):
@@ -129,14 +100,14 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         make_virtual_devices()
         self._take_collective_keys()
         options = communication_options or tf_internals.CommunicationOptions()
-        extended = _MultiWorkerExtended(self, cluster_resolver=cluster_resolver, communication_options=options)
+        extended = MultiWorkerExtended(self, cluster_resolver=cluster_resolver, communication_options=options)
         tf.distribute.Strategy.__init__(self, extended)
         extended.compress(compression, time_exchanges)
         self._make_reports()
         if extended._num_workers > 1:
-            with _first_exchange():
+            with first_exchange():
                 self.reduce("SUM", tf.ones([]), axis=None)  # Each worker receives from a peer, unlike in a broadcast.
-                _share_seed(self)
+                share_seed(self)
             extended.connect_peers(transport)
             watchdog.start(self, extended.board, extended.creations, extended.carried_bytes)
             self.reports.rows_read = RowsRead(host_of(extended.worker_devices[0]))
@@ -268,178 +239,6 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         return min(everyone) if min(everyone) < 0 else max(everyone)  # Negative: unknown or infinite.
 
 
-class _MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceExtended):
-    # A process joins its cluster once. TensorFlow would join again for a second strategy, at another moment on each
-    # worker, and lose the collectives between these moments.
-    _has_joined = False
-    # Whether this process has tried to connect to its peers; the transport; the reason for the failure.
-    _has_tried, _peers, _problem = False, None, ""
-    # Function that returns the bytes that steps exchanged over the workers' own connections; None without these.
-    carried_bytes = None
-
-    @property
-    def _crosses_border(self):
-        return self._num_workers > 1
-
-    def of_all_workers(self, numbers):
-        """Gathers integers from all workers, by worker: one each, or lists of equal length."""
-        own = tf.one_hot(self._id_in_cluster, self._num_workers, dtype=tf.int64)
-        said = tf.tensordot(own, tf.constant(numbers, tf.int64), 0)
-        with watchdog.waiting_for_all("`fit`, `evaluate`, `predict` and the distribution of datasets"):
-            return self._container_strategy().reduce("SUM", said, axis=None).numpy().tolist()
-
-    def connect_peers(self, transport):
-        """Sends the exchanges of a step over the workers' own connections if all can connect; not from GPUs.
-
-        Raises:
-          ClusterError: If TLS is configured, but TensorFlow's collectives would carry the exchanges.
-        """
-        cls, tls = _MultiWorkerExtended, Tls.from_env()
-        why = self._why_not_own_connections(transport)
-        if why is None and not cls._has_tried:
-            cls._has_tried = True
-            cls._peers, cls._problem = self._connect_workers()
-            if cls._peers is None and tls is None:
-                logging.warning(
-                    "The exchanges of a step go over gRPC, which takes more processor time, since the workers can "
-                    "connect only at the ports of TF_CONFIG: %s. Open the hosts' other ports to each other.",
-                    cls._problem,
-                )
-        if tls and why is None and len(self._devices) > 1:
-            why = "workers with several devices each exchange sums over TensorFlow's collectives"
-        if tls and (why or cls._peers is None):
-            raise ClusterError(_TLS_ERROR.format(why=why or cls._problem))
-        if why is None and cls._peers is not None:
-            self._cross_device_ops.use(cls._peers)
-            if len(self._devices) == 1:  # Otherwise TensorFlow's collectives carry all sums.
-                self.carried_bytes = cls._peers.carried_bytes
-
-    def _why_not_own_connections(self, transport):
-        """The reason why TensorFlow's collectives must carry this strategy's exchanges, or `None`."""
-        if transport == "tensorflow":
-            return "transport='tensorflow' does not use them"
-        if "CPU" not in self._devices[0]:
-            return "GPUs exchange over TensorFlow's collectives"
-        if self._communication_options.timeout_seconds:
-            return "`communication_options` has a `timeout_seconds`, which only TensorFlow's collectives support"
-        return None
-
-    def _connect_workers(self):
-        """Connects all workers with each other. Returns the transport, or `None` and the reason of the failure."""
-        addresses = rendezvous.addresses_of(ClusterSpec.from_env())
-        names = [f"worker {worker} at {address}" for worker, address in enumerate(addresses)]
-        lines, problem = {}, "see the logs of its peers"
-        try:
-            lines = connect(self.board, addresses, _LINES_SECONDS)
-        except (OSError, ClusterError) as error:
-            problem = str(error)
-        if all(self.of_all_workers(int(bool(lines)))):
-            return PeerExchange(self._id_in_cluster, lines, names), ""
-        for line in lines.values():
-            line.close()
-        return None, f"{names[self._id_in_cluster]} on {socket.gethostname()} cannot connect to all peers: {problem}"
-
-    @functools.cached_property
-    def creations(self):
-        """Counts the variables that this worker makes."""
-        return watchdog.Creations()
-
-    def _create_variable(self, next_creator, **kwargs):
-        if keras_stack.makes_for_comparison():  # Only the worker that saves makes this temporary object.
-            return next_creator(**kwargs)
-        self.check_in_company()
-        compared = contextlib.nullcontext()
-        if self._num_workers > 1:
-            compared = self._creation_watch.making(*self._described_variable(kwargs))
-        with compared, self.creations.one_more():
-            return super()._create_variable(next_creator, **kwargs)
-
-    @functools.cached_property
-    def _creation_watch(self):
-        return CreationWatch(self.board, self.agreement.next_name("variable"))
-
-    @functools.cached_property
-    def given_to_optimizers(self):
-        """This worker's own values of each optimizer's numbers. All workers use the chief's values."""
-        return weakref.WeakKeyDictionary()
-
-    def _described_variable(self, kwargs):
-        """Describes type, shape and maker of a variable to be made, without and with its name.
-
-        Records the value in `given_to_optimizers` if an optimizer makes the variable from a float number.
-        """
-        value, maker = kwargs.get("initial_value"), next(iter(keras_internals.open_scopes()), None)
-        made = keras_stack.variable_being_made()
-        shape = tf.TensorShape(getattr(value, "shape", None) if made is None else made.shape)
-        dtype = tf.as_dtype(kwargs.get("dtype") or getattr(value, "dtype", None) or tf.float32).name
-        is_number = isinstance(value, tf_internals.EagerTensor) and value.shape.rank == 0
-        if isinstance(maker, keras.optimizers.Optimizer) and is_number and value.dtype.is_floating:
-            numbers = self.given_to_optimizers.setdefault(maker, [])
-            name = re.sub(r"_\d+$", "", str(kwargs.get("name")))  # Without the number that makes names unique.
-            numbers.append(f"{name}={float(value)} in the optimizer {type(maker).__name__}")
-        made_by = "" if maker is None else f", made by {type(maker).__name__}"
-        kind = f"{dtype}{'' if shape.rank is None else list(shape)}{made_by}"
-        return kind, f"{'a variable' if made is None else repr(made.name)}, {kind}"
-
-    def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
-        dtype, given = kwargs.get("dtype"), kwargs.get("initial_value")
-        carrier = carrier_of(dtype)
-        if replica_id or carrier is None or self._num_workers == 1:
-            return super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
-
-        def carried():
-            value = given() if callable(given) else given
-            return tf.cast(getattr(value, "wrapped_value", value), carrier)  # A value from a checkpoint is wrapped.
-
-        kwargs |= {"dtype": carrier, "initial_value": carried}
-        make = super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
-        return lambda: tf.cast(make(), dtype)
-
-    def _initialize_local_devices(self, cluster_resolver, worker_device):
-        devices, kind = super()._initialize_local_devices(cluster_resolver, worker_device)
-        if kind == "CPU":
-            count = sum(_is_local(device, worker_device) for device in tf.config.list_logical_devices("CPU"))
-            devices = tuple(f"{worker_device}/device:CPU:{i}" for i in range(count))
-        return devices, kind
-
-    def _initialize_local(self, cluster_resolver, devices=None):
-        super()._initialize_local(cluster_resolver, devices=devices)
-        self._install_collectives()
-
-    def _initialize_multi_worker(self, cluster_resolver):
-        options = self._container_strategy().fault_tolerance
-        if not _MultiWorkerExtended._has_joined:
-            _join(cluster_resolver, options, super()._initialize_multi_worker)
-            _MultiWorkerExtended._has_joined = True
-        else:
-            self._std_server_started = True
-            super()._initialize_multi_worker(cluster_resolver)
-        self.board = CoordinationStore(self._id_in_cluster, self._num_workers)
-        self.agreement = WorkerAgreement(self.board, options.start_timeout_seconds)
-        if self._num_workers > 1:  # Before the first collective, which would wait for ever if setups differ.
-            strategy = self._container_strategy()
-            transport = self._why_not_own_connections(strategy.transport) or "own connections"
-            self.agreement.on_setup(len(self._devices), _described(strategy.compression), transport)
-        self._install_collectives()
-
-    def _update_config_proto(self, config_proto):
-        config = super()._update_config_proto(config_proto)
-        config.experimental.recv_buf_max_chunk = _CHUNK_BYTES
-        return config
-
-    def _install_collectives(self):
-        def collectives(devices):
-            size = len(devices) * self._num_workers
-            worker = self._id_in_cluster if self._num_workers > 1 else 0
-            return Collectives(devices, size, self._communication_options, self._collective_keys, worker)
-
-        self._cross_device_ops = collectives(self._devices)
-        # A worker's only CPU is also its host. One object serves both, since TensorFlow treats both as one group and
-        # the keys of a group are counted once.
-        alone = len(self._devices) == 1 and "CPU" in self._devices[0]
-        self._host_cross_device_ops = self._cross_device_ops if alone else collectives([self._worker_device])
-
-
 def _crc(what):
     return zlib.crc32(repr(what).encode())
 
@@ -457,108 +256,6 @@ def _places_where(of_all_workers, holds):
     return [place for place, said in enumerate(zip(*of_all_workers, strict=True)) if holds(said)]
 
 
-def _is_local(device, worker_device):
-    asked, spec = tf.DeviceSpec.from_string(worker_device or "/device:CPU:0"), tf.DeviceSpec.from_string(device.name)
-    return (spec.job, spec.task) == (asked.job, asked.task) or asked.job is None
-
-
-def _described(compression):
-    """Describes `compression` equally in every process, so without memory addresses."""
-    while isinstance(compression, functools.partial):
-        compression = compression.func
-    if compression is None or isinstance(compression, str | Codec):
-        return repr(compression)
-    return getattr(compression, "__qualname__", type(compression).__qualname__)
-
-
-def _join(cluster_resolver, options, connect):
-    """Connects the workers once all are there, since TensorFlow would wait for them without a deadline."""
-    if cluster_resolver.task_type not in ("chief", "worker"):
-        connect(cluster_resolver)
-        return
-    jobs = tf_internals.multi_worker_util.normalize_cluster_spec(cluster_resolver.cluster_spec()).as_dict()
-    cluster = ClusterSpec(jobs, cluster_resolver.task_type, cluster_resolver.task_id)
-    named = ClusterSpec.from_env()
-    if named is not None:
-        _check_alike(named, cluster)
-    if tf_internals.runtime_has_started() and tf_internals.context.context().coordination_service is None:
-        raise ClusterError(
-            "A strategy of many workers must be made before TensorFlow's runtime starts, since the runtime joins the "
-            "cluster when it starts, but a tensor, a variable, a layer or a dataset was made before. This is "
-            f"{cluster.describe()} on {socket.gethostname()}. Move `tfdist.MultiWorkerMirroredStrategy()` to the top "
-            "of the program, right after the imports."
-        )
-    if tf_internals.context.context().coordination_service is None:
-        check_bindable(cluster, pod_seconds=options.start_timeout_seconds)
-    if named is None:
-        os.environ["TF_CONFIG"] = cluster.to_json()
-    deadline = time.monotonic() + options.start_timeout_seconds
-    lines = rendezvous.meet(cluster, options.start_timeout_seconds)
-    least, most = _CONNECT_SECONDS
-    most = max(most, options.start_timeout_seconds / 5)
-    seconds = max(least, min(most, deadline - time.monotonic()))
-    _set_deadlines(cluster_resolver, options, _REGISTER_PART * seconds)
-    with rendezvous.connecting(cluster, seconds):
-        try:
-            connect(cluster_resolver)
-        except tf.errors.DeadlineExceededError as error:
-            raise ClusterError(rendezvous.unconnected(cluster, seconds)) from error
-    preemption.give_signals_back()
-    if cluster.num_workers > 1:
-        board = CoordinationStore(cluster.worker_id, cluster.num_workers)
-        addresses = rendezvous.addresses_of(cluster)
-        lifelines = PeerLiveness(lines, addresses, lambda worker: board.report_loss(worker, addresses[worker]))
-        leave_together(board, lifelines, options.shutdown_timeout_seconds)
-        if cluster.worker_id:
-            watch_chief(jobs, lifelines, board, options.heartbeat_timeout_seconds)
-
-
-def _check_alike(named, cluster):
-    """Checks that TF_CONFIG and the resolver agree, since other code reads the chief from TF_CONFIG."""
-    places = [(spec.describe(), ", ".join(rendezvous.addresses_of(spec))) for spec in (named, cluster)]
-    if places[0] != places[1]:
-        said, resolved = (f"{place} (of {addresses})" for place, addresses in places)
-        raise TFConfigError(
-            f"TF_CONFIG and the strategy's cluster_resolver must name the same worker of the same cluster, but "
-            f"TF_CONFIG has {said}, and the resolver has {resolved}. Unset TF_CONFIG, or give no cluster_resolver."
-        )
-
-
-def _set_deadlines(cluster_resolver, options, register_seconds):
-    """Sets TensorFlow's deadlines for workers that do not register, and for missing heartbeats."""
-    context = tf_internals.context.context()
-    if context.coordination_service is not None:
-        return
-    spec = tf_internals.multi_worker_util.normalize_cluster_spec(cluster_resolver.cluster_spec())
-    jobs = [
-        tf_internals.coordination_config_pb2.CoordinatedJob(name=job, num_tasks=spec.num_tasks(job))
-        for job in ("chief", "worker")
-        if job in spec.jobs
-    ]
-    context.configure_coordination_service(
-        service_type="standalone",
-        service_leader=tf_internals.multi_worker_util.coordination_leader(spec),
-        cluster_register_timeout_in_ms=round(register_seconds * 1000),
-        heartbeat_timeout_in_ms=round(options.heartbeat_timeout_seconds * 1000),
-        coordinated_jobs=jobs,
-    )
-
-
-@contextlib.contextmanager
-def _first_exchange():
-    """Explains a failure of the workers' first exchange. Before it, workers only talk to worker 0."""
-    try:
-        yield
-    except tf.errors.OpError as error:
-        cluster = ClusterSpec.from_env()
-        addresses = ", ".join(rendezvous.addresses_of(cluster))
-        raise ClusterError(
-            f"All workers must be able to connect to each other at their addresses in TF_CONFIG ({addresses}), but "
-            f"their first exchange failed. This is {cluster.describe()}, on {socket.gethostname()}. Correct the "
-            f"addresses, or open these ports between the hosts. TensorFlow's error: {error.message}"
-        ) from error
-
-
 def _warn_of_writers(callbacks):
     names = ", ".join(sorted({type(each).__name__ for each in callbacks if type(each) in _WRITERS}))
     if names:
@@ -574,26 +271,3 @@ def _warn_if_unused(use, workers, name):
             workers,
             name,
         )
-
-
-def _share_seed(strategy):
-    """Gives all workers the chief's random states where the user set no seed, so that they shuffle alike.
-
-    Keras, tf.data, and generators that use NumPy's global state shuffle before the data is split among the workers.
-    With different seeds, workers would split different orders, and an epoch would have some examples twice and others
-    never.
-    """
-    own, _ = tf.compat.v1.random.get_seed(None)
-    drawn = tf.random.uniform([], maxval=tf.int32.max, dtype=tf.int64) if own is None else tf.constant(own, tf.int64)
-    version, numbers, _ = random.getstate()  # Keras shuffles a `PyDataset` by this state.
-    _, of_numpy, position, *_ = np.random.get_state()  # `ImageDataGenerator` uses this state.
-    with strategy.scope():
-        seed = tf.Variable(drawn, trainable=False)
-        state = tf.Variable(tf.constant(numbers, tf.int64), trainable=False)
-        numpy_state = tf.Variable(tf.constant([position, *of_numpy], tf.int64), trainable=False)
-    if own is None:
-        tf.random.set_seed(int(seed.numpy()))
-        random.setstate((version, tuple(state.numpy().tolist()), None))
-    if own is None and np.random.get_bit_generator().seed_seq is not None:  # It is None once the user has set a seed.
-        position, *of_numpy = numpy_state.numpy().tolist()
-        np.random.set_state(("MT19937", of_numpy, position, 0, 0.0))

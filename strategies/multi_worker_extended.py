@@ -1,0 +1,229 @@
+"""The `extended` half of the strategy for many workers: how variables are made, and how workers are connected."""
+
+import contextlib
+import functools
+import re
+import socket
+import weakref
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tfdist._compat import keras_internals, keras_stack, tf_internals
+from tfdist.cluster import ClusterSpec
+from tfdist.errors import ClusterError
+from tfdist.faults import rendezvous, watchdog
+from tfdist.faults.coordination_store import CoordinationStore
+from tfdist.faults.creation_watch import CreationWatch
+from tfdist.faults.worker_agreement import WorkerAgreement
+from tfdist.network.tls import Tls
+from tfdist.strategies.cluster_join import join
+from tfdist.strategies.collectives import Collectives
+from tfdist.strategies.collectives.collective_launcher import carrier_of
+from tfdist.strategies.collectives.peer_connections import connect
+from tfdist.strategies.collectives.peer_exchange import PeerExchange
+from tfdist.strategies.compression import Codec
+from tfdist.strategies.replicated_extended import ReplicatedExtended
+
+# TensorFlow sends tensors in strings of this many bytes, by default 4096: see grpc_worker_service.cc. From 128 KiB on,
+# glibc's threshold, the kernel would map and clear new memory for each string.
+_CHUNK_BYTES = 1 << 16
+_TLS_ERROR = (
+    "TLS needs the workers' own connections, but {why}. Give each worker a certificate for its host in TF_CONFIG, from "
+    "the authority in TFDIST_TLS_CA, and open the hosts' ports to each other; or unset the variables TFDIST_TLS_*, and "
+    "protect the network by other means."
+)
+_LINES_SECONDS = 10.0  # For making the workers' own connections, which are optional.
+
+
+class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceExtended):
+    """The internal methods of the strategy for many workers.
+
+    Attributes:
+      carried_bytes: Function that returns the bytes that steps exchanged over the workers' own connections; `None`
+        without these.
+    """
+
+    # A process joins its cluster once. TensorFlow would join again for a second strategy, at another moment on each
+    # worker, and lose the collectives between these moments.
+    _has_joined = False
+    # Whether this process has tried to connect to its peers; the transport; the reason for the failure.
+    _has_tried, _peers, _problem = False, None, ""
+    carried_bytes = None
+
+    @property
+    def _crosses_border(self):
+        return self._num_workers > 1
+
+    def of_all_workers(self, numbers):
+        """Gathers integers from all workers, by worker: one each, or lists of equal length."""
+        own = tf.one_hot(self._id_in_cluster, self._num_workers, dtype=tf.int64)
+        said = tf.tensordot(own, tf.constant(numbers, tf.int64), 0)
+        with watchdog.waiting_for_all("`fit`, `evaluate`, `predict` and the distribution of datasets"):
+            return self._container_strategy().reduce("SUM", said, axis=None).numpy().tolist()
+
+    def connect_peers(self, transport):
+        """Sends the exchanges of a step over the workers' own connections if all can connect; not from GPUs.
+
+        Raises:
+          ClusterError: If TLS is configured, but TensorFlow's collectives would carry the exchanges.
+        """
+        cls, tls = MultiWorkerExtended, Tls.from_env()
+        why = self._why_not_own_connections(transport)
+        if why is None and not cls._has_tried:
+            cls._has_tried = True
+            cls._peers, cls._problem = self._connect_workers()
+            if cls._peers is None and tls is None:
+                logging.warning(
+                    "The exchanges of a step go over gRPC, which takes more processor time, since the workers can "
+                    "connect only at the ports of TF_CONFIG: %s. Open the hosts' other ports to each other.",
+                    cls._problem,
+                )
+        if tls and why is None and len(self._devices) > 1:
+            why = "workers with several devices each exchange sums over TensorFlow's collectives"
+        if tls and (why or cls._peers is None):
+            raise ClusterError(_TLS_ERROR.format(why=why or cls._problem))
+        if why is None and cls._peers is not None:
+            self._cross_device_ops.use(cls._peers)
+            if len(self._devices) == 1:  # Otherwise TensorFlow's collectives carry all sums.
+                self.carried_bytes = cls._peers.carried_bytes
+
+    def _why_not_own_connections(self, transport):
+        """The reason why TensorFlow's collectives must carry this strategy's exchanges, or `None`."""
+        if transport == "tensorflow":
+            return "transport='tensorflow' does not use them"
+        if "CPU" not in self._devices[0]:
+            return "GPUs exchange over TensorFlow's collectives"
+        if self._communication_options.timeout_seconds:
+            return "`communication_options` has a `timeout_seconds`, which only TensorFlow's collectives support"
+        return None
+
+    def _connect_workers(self):
+        """Connects all workers with each other. Returns the transport, or `None` and the reason of the failure."""
+        addresses = rendezvous.addresses_of(ClusterSpec.from_env())
+        names = [f"worker {worker} at {address}" for worker, address in enumerate(addresses)]
+        lines, problem = {}, "see the logs of its peers"
+        try:
+            lines = connect(self.board, addresses, _LINES_SECONDS)
+        except (OSError, ClusterError) as error:
+            problem = str(error)
+        if all(self.of_all_workers(int(bool(lines)))):
+            return PeerExchange(self._id_in_cluster, lines, names), ""
+        for line in lines.values():
+            line.close()
+        return None, f"{names[self._id_in_cluster]} on {socket.gethostname()} cannot connect to all peers: {problem}"
+
+    @functools.cached_property
+    def creations(self):
+        """Counts the variables that this worker makes."""
+        return watchdog.Creations()
+
+    def _create_variable(self, next_creator, **kwargs):
+        if keras_stack.makes_for_comparison():  # Only the worker that saves makes this temporary object.
+            return next_creator(**kwargs)
+        self.check_in_company()
+        compared = contextlib.nullcontext()
+        if self._num_workers > 1:
+            compared = self._creation_watch.making(*self._described_variable(kwargs))
+        with compared, self.creations.one_more():
+            return super()._create_variable(next_creator, **kwargs)
+
+    @functools.cached_property
+    def _creation_watch(self):
+        return CreationWatch(self.board, self.agreement.next_name("variable"))
+
+    @functools.cached_property
+    def given_to_optimizers(self):
+        """This worker's own values of each optimizer's numbers. All workers use the chief's values."""
+        return weakref.WeakKeyDictionary()
+
+    def _described_variable(self, kwargs):
+        """Describes type, shape and maker of a variable to be made, without and with its name.
+
+        Records the value in `given_to_optimizers` if an optimizer makes the variable from a float number.
+        """
+        value, maker = kwargs.get("initial_value"), next(iter(keras_internals.open_scopes()), None)
+        made = keras_stack.variable_being_made()
+        shape = tf.TensorShape(getattr(value, "shape", None) if made is None else made.shape)
+        dtype = tf.as_dtype(kwargs.get("dtype") or getattr(value, "dtype", None) or tf.float32).name
+        is_number = isinstance(value, tf_internals.EagerTensor) and value.shape.rank == 0
+        if isinstance(maker, keras.optimizers.Optimizer) and is_number and value.dtype.is_floating:
+            numbers = self.given_to_optimizers.setdefault(maker, [])
+            name = re.sub(r"_\d+$", "", str(kwargs.get("name")))  # Without the number that makes names unique.
+            numbers.append(f"{name}={float(value)} in the optimizer {type(maker).__name__}")
+        made_by = "" if maker is None else f", made by {type(maker).__name__}"
+        kind = f"{dtype}{'' if shape.rank is None else list(shape)}{made_by}"
+        return kind, f"{'a variable' if made is None else repr(made.name)}, {kind}"
+
+    def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
+        dtype, given = kwargs.get("dtype"), kwargs.get("initial_value")
+        carrier = carrier_of(dtype)
+        if replica_id or carrier is None or self._num_workers == 1:
+            return super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
+
+        def carried():
+            value = given() if callable(given) else given
+            return tf.cast(getattr(value, "wrapped_value", value), carrier)  # A value from a checkpoint is wrapped.
+
+        kwargs |= {"dtype": carrier, "initial_value": carried}
+        make = super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
+        return lambda: tf.cast(make(), dtype)
+
+    def _initialize_local_devices(self, cluster_resolver, worker_device):
+        devices, kind = super()._initialize_local_devices(cluster_resolver, worker_device)
+        if kind == "CPU":
+            count = sum(_is_local(device, worker_device) for device in tf.config.list_logical_devices("CPU"))
+            devices = tuple(f"{worker_device}/device:CPU:{i}" for i in range(count))
+        return devices, kind
+
+    def _initialize_local(self, cluster_resolver, devices=None):
+        super()._initialize_local(cluster_resolver, devices=devices)
+        self._install_collectives()
+
+    def _initialize_multi_worker(self, cluster_resolver):
+        options = self._container_strategy().fault_tolerance
+        if not MultiWorkerExtended._has_joined:
+            join(cluster_resolver, options, super()._initialize_multi_worker)
+            MultiWorkerExtended._has_joined = True
+        else:
+            self._std_server_started = True
+            super()._initialize_multi_worker(cluster_resolver)
+        self.board = CoordinationStore(self._id_in_cluster, self._num_workers)
+        self.agreement = WorkerAgreement(self.board, options.start_timeout_seconds)
+        if self._num_workers > 1:  # Before the first collective, which would wait for ever if setups differ.
+            strategy = self._container_strategy()
+            transport = self._why_not_own_connections(strategy.transport) or "own connections"
+            self.agreement.on_setup(len(self._devices), _described(strategy.compression), transport)
+        self._install_collectives()
+
+    def _update_config_proto(self, config_proto):
+        config = super()._update_config_proto(config_proto)
+        config.experimental.recv_buf_max_chunk = _CHUNK_BYTES
+        return config
+
+    def _install_collectives(self):
+        def collectives(devices):
+            size = len(devices) * self._num_workers
+            worker = self._id_in_cluster if self._num_workers > 1 else 0
+            return Collectives(devices, size, self._communication_options, self._collective_keys, worker)
+
+        self._cross_device_ops = collectives(self._devices)
+        # A worker's only CPU is also its host. One object serves both, since TensorFlow treats both as one group and
+        # the keys of a group are counted once.
+        alone = len(self._devices) == 1 and "CPU" in self._devices[0]
+        self._host_cross_device_ops = self._cross_device_ops if alone else collectives([self._worker_device])
+
+
+def _is_local(device, worker_device):
+    asked, spec = tf.DeviceSpec.from_string(worker_device or "/device:CPU:0"), tf.DeviceSpec.from_string(device.name)
+    return (spec.job, spec.task) == (asked.job, asked.task) or asked.job is None
+
+
+def _described(compression):
+    """Describes `compression` equally in every process, so without memory addresses."""
+    while isinstance(compression, functools.partial):
+        compression = compression.func
+    if compression is None or isinstance(compression, str | Codec):
+        return repr(compression)
+    return getattr(compression, "__qualname__", type(compression).__qualname__)
