@@ -92,7 +92,7 @@ class WeightVariable(StatisticVariable):
 
     def _is_of_rows(self, value):
         by_optimizer = any(isinstance(caller, keras.optimizers.Optimizer) for caller in keras_internals.open_scopes())
-        unlike = [known._get_on_device_or_primary() for known in current_step().statistics]
+        unlike = [known._get_on_device_or_primary() for known in current_step().observed.statistics]
         return not by_optimizer and may_differ(value, unlike)
 
 
