@@ -10,7 +10,7 @@ import sys
 import textwrap
 import time
 
-DEADLINE_SECONDS = 60
+DEADLINE_SECONDS = 150
 
 # Every worker writes its process number to a file in the directory of the test.
 PREAMBLE = """

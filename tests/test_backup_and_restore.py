@@ -156,7 +156,7 @@ def test_killed_workers_resume_with_equal_results(where, tmp_path):
     """SIGKILL ends the workers; each start runs in new processes."""
     placement, workers, devices, kills, options = KILLED[where]
     directory = str(tmp_path / "backup")
-    with WorkerPool(workers, devices, timeout_seconds=180) as pool:
+    with WorkerPool(workers, devices, timeout_seconds=400) as pool:
         for kill in kills:
             with pytest.raises(Exception, match=r"SIGKILL|signal 9|killed"):
                 pool.run(checks.train, placement, directory, break_off=kill, kills=True, **options)

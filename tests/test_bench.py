@@ -18,7 +18,7 @@ from tfdist.errors import ClusterError
 from tfdist.launch.arguments import bit_rate
 from tfdist.launch.memory_limit import free_memory
 
-DEADLINE_SECONDS = 60
+DEADLINE_SECONDS = 240
 KIB = 1 << 10
 
 

@@ -14,11 +14,11 @@ import pytest
 import tfdist
 from tfdist.data import loading
 
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 300
 
 LOAD = """
 import sys, tfdist
-print(sum(1 for _ in tfdist.data.load("digits", "train", sys.argv[1], timeout_seconds=60)), "rows")
+print(sum(1 for _ in tfdist.data.load("digits", "train", sys.argv[1], timeout_seconds=150)), "rows")
 """
 
 STALL = """

@@ -17,7 +17,7 @@ from launched import beside_progress
 from tfdist.cluster import free_ports
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 400
 
 
 def one_process(script, flags):

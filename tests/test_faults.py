@@ -25,7 +25,7 @@ from tfdist.faults import FaultTolerance, preemption
 from tfdist.faults.peer_liveness import PeerLiveness
 from tfdist.network.tls import TLS_VARIABLES
 
-DEADLINE_SECONDS = 90
+DEADLINE_SECONDS = 180
 START_SECONDS = 3
 
 

@@ -20,7 +20,7 @@ from tfdist.launch import WorkerGroup
 from tfdist.launch.terminal_filter import LIBRARY_LINES
 from tfdist.launch.worker_count_limit import WorkerLimits, refusal
 
-TENSORFLOW_SECONDS = 180
+TENSORFLOW_SECONDS = 400
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tfdist.errors import ClusterError
 from tfdist.launch import private_network
 from tfdist.network import listening
 
-DEADLINE_SECONDS = 60
+DEADLINE_SECONDS = 240
 PR_SET_DUMPABLE = 4
 
 

@@ -129,7 +129,7 @@ def test_a_reported_traceback_is_only_in_the_log(name):
         "    sys.__excepthook__(*error)\n"
         "sys.excepthook = hook\n"
     )
-    done = subprocess.run([sys.executable, "-c", hook + FAILING[name]], capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", hook + FAILING[name]], capture_output=True, timeout=180)
     stack = done.stdout.decode()
     printed = b"before\n" + done.stderr + b"after\n\n"
     assert shown([printed], reported_stack=lambda: stack) == b"before\nafter\n\n"
@@ -142,7 +142,7 @@ def test_a_reported_traceback_is_only_in_the_log(name):
 
 def test_a_crash_dump_is_only_in_the_log():
     crash = "import faulthandler; faulthandler.enable(); faulthandler._sigsegv()"
-    done = subprocess.run([sys.executable, "-c", crash], stderr=subprocess.PIPE, timeout=60)
+    done = subprocess.run([sys.executable, "-c", crash], stderr=subprocess.PIPE, timeout=180)
     assert done.stderr.startswith(b"Fatal Python error: Segmentation fault")
     assert shown([b"before\n", done.stderr, b"after\n\n"]) == b"before\nafter\n\n"
 

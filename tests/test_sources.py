@@ -24,7 +24,7 @@ from tfdist.data.sources.items import ItemsSource
 from tfdist.data.sources.tfrecord_index import INDEX_SUFFIX
 from tfdist.errors import SourceError
 
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 300
 
 COUNT = 23
 RECORDS = [bytes([i]) * (i % 7) + b"\0" * (i % 3) for i in range(COUNT)]  # includes empty records, and zeros at the end

@@ -248,12 +248,12 @@ def test_whole_numbers_on_gpus_are_reduced_on_the_host(pools):
 
 
 def test_different_numbers_of_devices_are_named():
-    for message in run_workers(checks.unequal_devices, num_workers=2, timeout_seconds=90):
+    for message in run_workers(checks.unequal_devices, num_workers=2, timeout_seconds=300):
         assert "worker 0 has 1, worker 1 has 2" in message
 
 
 def test_deterministic_operations_alone_suffice():
-    assert run_workers(checks.deterministic_fit, 1, devices_per_worker=2, timeout_seconds=90) == [[9.0]]
+    assert run_workers(checks.deterministic_fit, 1, devices_per_worker=2, timeout_seconds=300) == [[9.0]]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -22,7 +22,7 @@ from tfdist.launch.stopped_workers import StoppedWorkers
 from tfdist.launch.supervisor import Stragglers
 
 PREEMPTED = 75
-TENSORFLOW_SECONDS = 120
+TENSORFLOW_SECONDS = 400
 
 # Code that workers of every attempt need. `meet` waits for all workers of the attempt.
 ATTEMPT = """

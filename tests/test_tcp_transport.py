@@ -8,7 +8,7 @@ import pytest
 
 from certificates import Authority
 
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 300
 
 # Two workers in one process, connected without TensorFlow.
 WORKERS = """
