@@ -122,7 +122,7 @@ class PeerExchange:
         try:
             fault = self._join(inbox, (group, int(key)), sent)
         except Exception as error:  # On any error: peers must not wait for this worker.
-            fault = f"{self._names[self._worker]} can send nothing: {error}"
+            fault = f"{self._names[self._worker]} cannot send: {error}"
         if fault:
             self._fail(fault)
             self._tell_of_failure(inbox)
@@ -172,7 +172,7 @@ class PeerExchange:
             return None
         return (
             f"All workers must exchange tensors of one size, but {self._names[worker]} has {size} bytes, and another "
-            f"{known}. Give all the same model and the same codec, and let all take the same steps."
+            f"{known}. Give all workers the same model and codec, and take the same steps on all."
         )
 
     def _is_whole(self, tag, current, worker):
@@ -183,7 +183,7 @@ class PeerExchange:
 
     def _lose(self, peer, error):
         """Notes that a peer sends no more. Fails if this worker's step waits for that peer."""
-        why = f"{self._names[peer]} is gone: its connection to this worker has ended ({error}). Its log may say why."
+        why = f"{self._names[peer]} is gone: its connection to this worker has ended ({error}). See its log."
         with self._lock:
             self._gone[peer] = why
             is_missed = any(each.inbox is not None and peer in each.missing for each in self._rounds.values())
@@ -261,7 +261,7 @@ class PeerExchange:
             self._lose(arrival.peer, error)
         except Exception as error:  # On any error: steps must not wait for this thread.
             own, other = self._names[self._worker], self._names[arrival.peer]
-            self._fail(f"{own} can receive nothing of {other}: {error}")
+            self._fail(f"{own} cannot receive from {other}: {error}")
         return False
 
     def _take(self, arrival):
@@ -287,13 +287,13 @@ class PeerExchange:
     def _wrong(self, peer, group, key, size):
         """Returns an error message if a header is invalid, else `None`. Headers are not trusted."""
         if group < 0 or key <= 0 or not 0 <= size <= _MOST_BYTES:
-            return f"has sent what is no exchange: group {group}, key {key}, {size} bytes."
+            return f"has sent an invalid header: group {group}, key {key}, {size} bytes."
         with self._lock:
             current = self._rounds.get((group, key))
             if current is not None and peer not in current.missing:
                 return f"has sent its part of an exchange twice: group {group}, key {key}."
             if current is None and len(self._rounds) >= _MOST_ROUNDS:
-                return f"has begun more than {_MOST_ROUNDS} exchanges that this worker has not come to."
+                return f"has sent more than {_MOST_ROUNDS} exchanges that this worker has not joined."
         return None
 
     def _deliver_whole(self):
@@ -305,7 +305,7 @@ class PeerExchange:
         try:
             current.deliver(tag[1])
         except Exception as error:  # `_fail` does not know this exchange any more.
-            self._fail(f"{self._names[self._worker]} can receive nothing: {error}")
+            self._fail(f"{self._names[self._worker]} cannot receive: {error}")
             self._tell_of_failure(current.inbox)
 
     def _watch(self):
@@ -318,8 +318,8 @@ class PeerExchange:
             if astray is not None:
                 self._fail(
                     f"{self._names[self._worker]} has waited {_UNLIKE_SECONDS:g} s for {self._names[astray]}, which "
-                    "exchanges something else. All workers must take the same steps: a step that fails on one must "
-                    "end the program of that worker, or be left out by all."
+                    "exchanges something else. All workers must take the same steps: if a step fails on one worker, "
+                    "end its program, or skip the step on all workers."
                 )
             elif waiting:
                 try:
@@ -347,9 +347,7 @@ class _PendingCollective:
 
     def __init__(self, worker, workers, size):
         if size > _MOST_BYTES:
-            raise ValueError(
-                f"an exchange takes less than 2 GiB of each worker, not {size} bytes; cut what you exchange"
-            )
+            raise ValueError(f"an exchange takes less than 2 GiB of each worker, got {size} bytes; split the tensors")
         self._worker, self._others, self.size, self.missing = worker, workers - 1, size, set(range(workers))
         self._tensor, self._bytes = None, None
         self.inbox, self.since = None, 0.0
