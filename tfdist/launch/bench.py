@@ -437,7 +437,7 @@ def _expectation_table(expectations: Sequence[Mapping]) -> rich.table.Table:
     notes = ["latency: time of the smallest tensor; exchange: time of all gradients, on this network"]
     if "link_exchange_seconds" in first:
         columns += [f"ms on\n{_show_rate(first['link_bits_per_second'])}"]
-        notes += ["on the link: that, and the time of what is sent there"]
+        notes += ["on the link: the same, plus the time to send the bytes over it"]
     if "step_seconds" in first:
         columns += ["step ms,\nall overlapped", "step ms,\nnone overlapped"]
         notes += ["step: time with --compute-ms, if all or nothing of the exchange overlaps with it"]
