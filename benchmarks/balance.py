@@ -266,11 +266,13 @@ def planning(replicas: int, rows: int, steps: int = 500) -> None:
     from tfdist.data.batch_plan import BatchPlan, split
     from tfdist.data.example_order import Shuffled
     from tfdist.data.replica_speed import SpeedModel
+    from tfdist.data.topology import ReplicaTopology
 
     shares, at_most = split(rows, [1] * replicas), [rows] * replicas
     plan, model = BatchPlan(steps * rows, rows, Shuffled(steps * rows, 0)), SpeedModel(replicas)
-    handout = BatchAssignment(plan, 0, 0, shares, at_most, repeat=False, lead=4)
-    batches = handout.indices([0], range(replicas))
+    place = ReplicaTopology(replicas, range(1), tuple(range(replicas)), tuple(at_most))
+    handout = BatchAssignment(plan, 0, 0, shares, place, repeat=False, lead=4)
+    batches = handout.batches()
     rng = np.random.default_rng(0)
     start = time.thread_time()
     for _ in range(steps):

@@ -2,11 +2,13 @@
 
 import collections
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from tfdist.data.batch_plan import BatchPlan, split
+from tfdist.data.topology import ReplicaTopology
 from tfdist.errors import PositionError
 from tfdist.faults import activity
 
@@ -15,6 +17,18 @@ from tfdist.faults import activity
 _SILENT_SECONDS = 600.0
 _LOOKS = 10  # How often to check, in that time, what `fit` does.
 _STEPS_BETWEEN_CHANGES = 4  # Steps measured under new shares, after they are in force, before the next change.
+
+
+class When(NamedTuple):
+    """The position of a batch in training.
+
+    Attributes:
+      epoch: The epoch of the batch.
+      begins: The epoch that begins after the batch if it is the last of an epoch, else 0.
+    """
+
+    epoch: int
+    begins: int
 
 
 class BatchAssignment:
@@ -28,18 +42,18 @@ class BatchAssignment:
       epoch: The first epoch.
       step: The first step in that epoch.
       shares: Rows of a whole batch, by replica.
-      at_most: Largest number of rows, by replica.
+      place: The replicas of the worker, and of the cluster.
       repeat: Whether another epoch follows.
       lead: Number of steps by which reading may be ahead of training; None if shares never change.
 
     Attributes:
+      place: As given.
       finished: Whether all steps were assigned.
       closed: Whether `close` has ended the assignment.
       epoch: The epoch of the steps being assigned.
-      handed_out: Indices for callbacks that ask which examples were trained on; not used here.
-      given: Number of steps taken from the iterator, as far as known; see `is_seen`.
-      is_seen: Whether `given` counts all steps that were taken.
-      epoch_read: A pipeline that reads ahead has read all epochs before this one.
+      visitors: Functions that are called after each step of training, elsewhere, with the examples of the step.
+      handed_out: Indices of the batches that were read, for visitors.
+      is_seen: Whether `note_taken` is called for each step that is taken from the iterator.
       latest_shares: Shares of the last step that is decided.
     """
 
@@ -49,15 +63,16 @@ class BatchAssignment:
         epoch: int,
         step: int,
         shares: tuple[int, ...],
-        at_most: Sequence[int],
+        place: ReplicaTopology,
         *,
         repeat: bool,
         lead: int | None = None,
     ):
-        self._plan, self._at_most, self._repeat, self._lead = plan, at_most, repeat, lead
+        self._plan, self.place, self._repeat, self._lead = plan, place, repeat, lead
         self.epoch, self._first_epoch, self._first_step = epoch, epoch, step
         self.finished = False
-        self.given, self.is_seen, self.epoch_read = 0, False, epoch
+        self.is_seen, self._taken, self._epoch_read = False, 0, epoch
+        self.visitors: Sequence[Callable[..., None]] = ()
         self.handed_out: collections.deque[np.ndarray] = collections.deque()
         self._trained_epoch, self._trained_step, self._trained = epoch, step, 0
         self.latest_shares = shares
@@ -69,36 +84,44 @@ class BatchAssignment:
         self._unlike_rows: tuple[int, ...] = ()  # The rows of the last such report.
         self._news = threading.Condition()
 
-    def indices(self, replicas: Sequence[int], places: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yields, for each step and each of this worker's replicas, the indices of its examples, int64 [rows].
-
-        Args:
-          replicas: Numbers of this worker's replicas.
-          places: For each replica of all workers, the index of its part of a global batch.
-        """
-        first, by_place = self._first_step, np.argsort(places)
+    def batches(self) -> Iterator[tuple[When, np.ndarray]]:
+        """Yields, for each step and each of the worker's replicas, the indices of its examples, int64 [rows]."""
+        own, parts, steps = self.place.own, self.place.parts, self._plan.steps_per_epoch
+        first, by_part = self._first_step, np.argsort(parts)
         while True:
-            for step in range(first, self._plan.steps_per_epoch):
+            for step in range(first, steps):
                 rows = self._rows(step)
                 if rows is None:
                     return
                 batch = self._plan.batch(self.epoch, step)
-                ends = np.cumsum(np.asarray(rows)[by_place])
-                for replica in replicas:
-                    end = int(ends[places[replica]])
-                    yield batch[end - rows[replica] : end]
+                ends = np.cumsum(np.asarray(rows)[by_part])
+                for replica in own:
+                    is_last = step == steps - 1 and replica == own[-1]
+                    end = int(ends[parts[replica]])
+                    yield When(self.epoch, self.epoch + 1 if is_last else 0), batch[end - rows[replica] : end]
             if not self._repeat:
                 break
             self.epoch, first = self.epoch + 1, 0
         self.finished = True
 
+    def note_read(self, when: When, batches: Sequence[np.ndarray]) -> None:
+        """Notes that the pipeline has read batches, and thus all epochs before theirs."""
+        self._epoch_read = max(self._epoch_read, when.epoch)
+        if self.visitors:
+            self.handed_out.extend(batches)
+
+    def note_end(self) -> None:
+        """Notes that the pipeline has read all batches that it got."""
+        if self.finished:
+            self._epoch_read = max(self._epoch_read, self.epoch + 1)
+
     def is_decided(self) -> bool:
-        """Whether `indices` can yield the next step without waiting for reports."""
+        """Whether `batches` can yield the next step without waiting for reports."""
         with self._news:
             return self._lead is None or self._number in self._decided
 
     def close(self) -> None:
-        """Ends the assignment and wakes a thread that waits in `indices`."""
+        """Ends the assignment and wakes a thread that waits in `batches`."""
         with self._news:
             self.closed = True
             self._news.notify_all()
@@ -135,15 +158,24 @@ class BatchAssignment:
 
     def _split(self, number: int, step: int) -> tuple[int, ...]:
         shares, rows = self._decided.get(number, self.latest_shares), self._plan.rows(step)
-        return shares if rows == sum(shares) else split(rows, shares, self._at_most)
+        return shares if rows == sum(shares) else split(rows, shares, self.place.at_most)
 
-    # The methods below are called by the thread that trains.
+    # The methods below are called by the thread that takes batches from the iterator or trains on them.
+
+    def note_taken(self) -> None:
+        """Notes that Python code has taken one more step from the iterator."""
+        with self._news:
+            self._taken += 1
+
+    def note_unseen(self) -> None:
+        """Notes that from now on a graph takes the steps, where they cannot be counted."""
+        self._epoch_read, self.is_seen = max(self._epoch_read, self.epoch_taken), False
 
     def has_trained(self, rows: np.ndarray) -> bool:
         """Records one more step of training. Returns False if its rows by replica are not those of the next step.
 
         The check cannot detect other data with the same rows. It does not depend on the number of steps assigned, which
-        differs between workers. If more steps are reported than were assigned, `indices` raises.
+        differs between workers. If more steps are reported than were assigned, `batches` raises.
         """
         with self._news:
             if self.closed or not self._number or self._trained_step >= self._plan.steps_per_epoch:
@@ -171,8 +203,8 @@ class BatchAssignment:
     def epoch_taken(self) -> int:
         """All epochs before this one were taken from the iterator, or read if taken steps are not counted."""
         if not self.is_seen:
-            return self.epoch_read
-        return self._first_epoch + (self._first_step + self.given) // self._plan.steps_per_epoch
+            return self._epoch_read
+        return self._first_epoch + (self._first_step + self._taken) // self._plan.steps_per_epoch
 
     @property
     def adapts(self) -> bool:

@@ -1,63 +1,64 @@
 """Hands the batches of several steps to `tf.data` in one call, since each call into Python waits for its lock."""
 
+import functools
 import itertools
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
-from tfdist.data.batch_assignment import BatchAssignment
+from tfdist.data.batch_assignment import BatchAssignment, When
 
 EXAMPLES_TOGETHER = 4096
 _SECONDS_TOGETHER = 0.003  # Longest time to collect batches, since training may wait for the first of them.
 
 
-class When(NamedTuple):
-    """The position of a batch in training.
-
-    Attributes:
-      epoch: The epoch of the batch.
-      begins: The epoch that begins after the batch if it is the last of an epoch, else 0.
-    """
-
-    epoch: int
-    begins: int
-
-
-Asked = Iterator[tuple[When, np.ndarray]]  # Batches as indices of examples.
-Made = Iterator[tuple[When, list[np.ndarray], Any]]  # The `When` of some batches, their indices, the element made.
-
-
-def together(most: int, are_equal: bool, asked: Asked, handout: BatchAssignment) -> Made:
-    """Groups batches with equal `When`, as far as their shares are decided. The last batch of an epoch comes alone.
+def coalesced(begin: Callable[[], BatchAssignment], most: int, *, are_equal: bool) -> tf.data.Dataset:
+    """Returns a dataset of groups of batches, for `Reader`.
 
     Args:
+      begin: Function that returns the assignment for an iterator. TensorFlow never releases it.
       most: Number of examples at which a group is full.
       are_equal: Whether batches of a group must have equal numbers of examples.
-      asked: The batches.
-      handout: The assignment that yields the batches.
 
-    Yields:
-      The `When` of a group, the indices of each of its batches, and for `tf.data` the indices as a padded matrix
-      `[batches, longest]` with the lengths of its rows.
+    Returns:
+      A dataset of three int64 tensors: the indices of the examples, [batches, longest], padded with -1; the lengths of
+      these rows, [batches]; the epochs that begin after the batches or 0, [batches].
     """
+    return tf.data.Dataset.from_generator(
+        functools.partial(_elements, begin, most, are_equal),
+        output_signature=(tf.TensorSpec([None, None], tf.int64), *[tf.TensorSpec([None], tf.int64)] * 2),
+    )
+
+
+def _elements(begin: Callable[[], BatchAssignment], most: int, are_equal: bool) -> Iterator[tuple[np.ndarray, ...]]:
+    assignment = begin()
+    for when, batches in _groups(assignment, most, are_equal):
+        assignment.note_read(when, batches)
+        yield *_as_rows(batches), np.full(len(batches), when.begins)
+    assignment.note_end()
+
+
+def _groups(assignment: BatchAssignment, most: int, are_equal: bool) -> Iterator[tuple[When, list[np.ndarray]]]:
+    """Groups batches with equal `When`, as far as their shares are decided. The last batch of an epoch comes alone."""
 
     def alike(one: tuple[When, np.ndarray]) -> Any:
         return one[0], len(one[1]) if are_equal else None
 
-    for (when, _), of_kind in itertools.groupby(asked, alike):
+    for (when, _), of_kind in itertools.groupby(assignment.batches(), alike):
         batches: list[np.ndarray] = []
         examples, began = 0, time.monotonic()
         for _, indices in of_kind:
             batches.append(indices)
             examples += len(indices)
             is_enough = examples >= most or time.monotonic() >= began + _SECONDS_TOGETHER
-            if is_enough or not handout.is_decided():
-                yield when, batches, _as_rows(batches)
+            if is_enough or not assignment.is_decided():
+                yield when, batches
                 batches, examples, began = [], 0, time.monotonic()
         if batches:
-            yield when, batches, _as_rows(batches)
+            yield when, batches
 
 
 def _as_rows(batches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

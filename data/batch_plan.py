@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfdist.data.example_order import Order
+from tfdist.data.example_order import Order, Unshuffled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,10 @@ class BatchPlan:
         """Indices of the examples of global batch `step` of an epoch, int64 [rows(step)]."""
         first = step * self.global_batch_size
         return self.order(epoch, np.arange(first, first + self.rows(step)))
+
+    def of_evaluation(self) -> "BatchPlan":
+        """The plan by which an evaluation reads each example once, in stored order."""
+        return dataclasses.replace(self, order=Unshuffled(), drop_remainder=False)
 
 
 def split(rows: int, weights: Sequence[float], at_most: Sequence[int] | None = None) -> tuple[int, ...]:

@@ -34,6 +34,25 @@ class Reader:
         """Whether examples are decoded or mapped after they are read."""
         return self._source.decodes or self._map_fn is not None
 
+    def together(self, groups: tf.data.Dataset) -> tf.data.Dataset:
+        """Reads the examples of each group of `coalesced` in one call, and appends them to the group."""
+        return groups.map(
+            lambda indices, lengths, ends: (indices, lengths, ends, self._source.read(indices)),
+            num_parallel_calls=1,
+            deterministic=True,
+        )
+
+    def batches(self, groups: tf.data.Dataset, num_parallel_calls: int, *, replica: int) -> tf.data.Dataset:
+        """Makes a dataset of (batch, the epoch that begins after it or 0) of the groups of `coalesced` or `together`.
+
+        Reads and decodes `num_parallel_calls` batches at the same time. For `replica` see `drawing_afresh`.
+        """
+
+        def read(indices: tf.Tensor, length: tf.Tensor, end: tf.Tensor, *examples: tf.Tensor) -> Any:
+            return self(indices[:length], *[each[:length] for each in examples], replica=replica), end
+
+        return groups.unbatch().map(read, num_parallel_calls=num_parallel_calls, deterministic=True)
+
     def __call__(self, indices: tf.Tensor, examples: Any = None, *, replica: int = 0) -> Any:
         """Reads examples in a `tf.data` graph.
 

@@ -60,23 +60,22 @@ class Shares:
         if len(self._before) != place.replicas:
             self._before = np.zeros(place.replicas)
 
-    def learn(self, place: ReplicaTopology, handout: BatchAssignment, report: Any, *, is_first: bool) -> None:
+    def learn(self, assignment: BatchAssignment, report: Any, *, is_first: bool) -> None:
         """Decides the shares of one more step of an assignment, from the report of a step that was trained on.
 
         Args:
-          place: The replicas of the cluster and of this worker.
-          handout: The assignment that uses the shares.
+          assignment: The assignment that uses the shares.
           report: The report of the step.
           is_first: Whether training may have paused before the step; its own time before computing is then ignored.
         """
         before = report.own_seconds - report.compute_seconds
         self._before = np.where((before > 0) & (not is_first), before, self._before)
         self._speed.observe(report.rows, report.compute_seconds + self._before)
-        shares = handout.latest_shares
-        if handout.may_change():
-            shares = self._speed.proposal(shares, place.at_most)
-            self.changes += shares != handout.latest_shares
-        handout.decide(shares)
+        shares = assignment.latest_shares
+        if assignment.may_change():
+            shares = self._speed.proposal(shares, assignment.place.at_most)
+            self.changes += shares != assignment.latest_shares
+        assignment.decide(shares)
         self.present = shares
 
     def state(self) -> dict[str, Any]:

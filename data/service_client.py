@@ -5,20 +5,22 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tfdist.cluster.address import check_answers, split_address
+from tfdist.data.batch_assignment import BatchAssignment, When
 from tfdist.data.reading import Reader, drawing_afresh
 from tfdist.data.sources import Source
 from tfdist.data.sources.source import this_worker
+from tfdist.data.weak_callbacks import weakly
 from tfdist.errors import SourceError
 from tfdist.failure_report import ATTEMPT
 
-Tag = TypeVar("Tag")
+_Requests = list[tuple[When, np.ndarray]]  # Batches that are requested together.
 
 _PROTOCOL = "grpc://"
 _CHUNK_ROWS = 1 << 16
@@ -73,56 +75,55 @@ class Service:
         self._makers: dict[int, Callable[[tf.Tensor], Any]] = {}
         self.element_spec = tf.data.Dataset.from_tensors(tf.zeros([0], tf.int64)).map(reader).element_spec
 
-    def batches(
-        self,
-        asked: Iterator[tuple[Tag, np.ndarray]],
-        is_over: Callable[[], bool],
-        *,
-        replica: int,
-    ) -> Iterator[tuple[Tag, np.ndarray, Any]]:
-        """Makes batches.
+    def dataset(self, begin: Callable[[], BatchAssignment]) -> tf.data.Dataset:
+        """Returns a dataset of (batch, the epoch that begins after it or 0), given a function as for `coalesced`."""
+        return tf.data.Dataset.from_generator(
+            functools.partial(weakly(self._elements), begin),
+            output_signature=(self.element_spec, tf.TensorSpec([], tf.int64)),
+        )
 
-        Args:
-          asked: Iterator of (tag of the caller, indices of a batch's examples, int64 [b] with b from 0). It is read
-            ahead.
-          is_over: Function that returns whether no more batches are wanted; called while waiting.
-          replica: Number of this worker's first replica; see `drawing_afresh`.
+    def _elements(self, begin: Callable[[], BatchAssignment]) -> Iterator[tuple[Any, int]]:
+        assignment = begin()
+        for when, indices, batch in self.batches(assignment):
+            assignment.note_read(when, [indices])
+            yield batch, when.begins
+        assignment.note_end()
+
+    def batches(self, assignment: BatchAssignment) -> Iterator[tuple[When, np.ndarray, Any]]:
+        """Makes the batches of an assignment, which it reads ahead.
 
         Yields:
-          The tag, the indices, and the batch, a structure of `element_spec`.
+          The position in training, the indices, and the batch, a structure of `element_spec`.
 
         Raises:
           tf.errors.OpError: If an example cannot be read or mapped; the message names it.
         """
-        begun = map(functools.partial(self._begin, replica), _chunks(asked))
+        replica = assignment.place.own.start
+        begun = map(functools.partial(self._begin, replica), _chunks(assignment.batches()))
         chunk, following = next(begun, None), None
         try:
-            while chunk is not None and not is_over():
+            while chunk is not None and not assignment.closed:
                 following = next(begun, None)  # The servers start on it while the present chunk is used.
-                yield from self._taken(*chunk, is_over, replica)
+                yield from self._taken(*chunk, assignment)
                 chunk[1].close()
                 chunk, following = following, None
         finally:
             for left in filter(None, (chunk, following)):
                 left[1].close()
 
-    def _begin(
-        self, replica: int, requests: list[tuple[Tag, np.ndarray]]
-    ) -> tuple[list[tuple[Tag, np.ndarray]], "_Delivery"]:
+    def _begin(self, replica: int, requests: _Requests) -> tuple[_Requests, "_Delivery"]:
         batches = [indices for _, indices in requests]
         first = next((number for number, indices in enumerate(batches) if len(indices)), 0)
         return requests, _Delivery(lambda: self._dataset(batches, replica), first)
 
-    def _taken(
-        self, requests: list[tuple[Tag, np.ndarray]], delivery: "_Delivery", is_over: Callable[[], bool], replica: int
-    ) -> Iterator[Any]:
+    def _taken(self, requests: _Requests, delivery: "_Delivery", assignment: BatchAssignment) -> Iterator[Any]:
         # Do not wait again for a service that was silent, but use its batches if they arrive.
         patience = 0.0 if self._is_silent and not delivery.has_begun else self._timeout_seconds
         if not patience:
             logging.log_every_n_seconds(logging.WARNING, "%s still sends no batches.", _REMIND_SECONDS, self._name)
-        for number, (tag, indices) in enumerate(requests):
-            batch = delivery.take(number, patience, is_over) if len(indices) else None
-            if is_over():
+        for number, (when, indices) in enumerate(requests):
+            batch = delivery.take(number, patience, assignment) if len(indices) else None
+            if assignment.closed:
                 return
             if batch is not None and (self._is_silent or not self._is_used):
                 again = " again" if self._is_silent else ""
@@ -136,7 +137,9 @@ class Service:
                     *(self._name, problem, this_worker(), len(requests) - number),
                 )
                 self._is_silent, patience = True, 0.0  # From here on take only batches that have arrived.
-            yield tag, indices, self._make_here(indices, replica) if batch is None else batch
+            if batch is None:
+                batch = self._make_here(indices, assignment.place.own.start)
+            yield when, indices, batch
 
     def _make_here(self, indices: np.ndarray, replica: int) -> Any:
         if replica not in self._makers:
@@ -186,15 +189,15 @@ class _Delivery:
         with self._news:
             return bool(self._arrived)
 
-    def take(self, number: int, timeout_seconds: float, is_over: Callable[[], bool]) -> Any:
-        """Waits for batch `number`; None if it does not arrive in time, or `is_over`. Take batches in order."""
+    def take(self, number: int, timeout_seconds: float, assignment: BatchAssignment) -> Any:
+        """Waits for batch `number`; None if it does not arrive in time. Take batches in order."""
         deadline = time.monotonic() + timeout_seconds
         with self._news:
             self._next = number
             for earlier in [each for each in self._arrived if each < number]:  # They arrived too late.
                 del self._arrived[earlier]
             self._news.notify_all()
-            while number not in self._arrived and not self._ended and not is_over():
+            while number not in self._arrived and not self._ended and not assignment.closed:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     break
@@ -232,11 +235,11 @@ class _Delivery:
         return _HELD if self._next in self._arrived else 4 * _HELD
 
 
-def _chunks(asked: Iterator[tuple[Tag, np.ndarray]]) -> Iterator[list[tuple[Tag, np.ndarray]]]:
-    chunk: list[tuple[Tag, np.ndarray]] = []
+def _chunks(batches: Iterator[tuple[When, np.ndarray]]) -> Iterator[_Requests]:
+    chunk: _Requests = []
     rows = 0
-    for tag, indices in asked:
-        chunk.append((tag, indices))
+    for when, indices in batches:
+        chunk.append((when, indices))
         rows += len(indices)
         if rows >= _CHUNK_ROWS:
             yield chunk

@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tensorflow as tf
 
 from tfdist.data.validation import as_count
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,7 @@ class ReplicaTopology:
     at_most: tuple[int, ...]
 
     @classmethod
-    def of(cls, context: tf.distribute.InputContext, global_batch_size: int, max_rows: Any) -> "ReplicaTopology":
+    def of(cls, context: "tf.distribute.InputContext", global_batch_size: int, max_rows: Any) -> "ReplicaTopology":
         """Returns the topology for a `tf.distribute` input context.
 
         Raises:

@@ -371,20 +371,17 @@ class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
         if epochs:
             # Keras takes `steps_per_epoch` batches of an iterator, wherever in the epoch that iterator begins.
             goes_on = epochs.steps_per_epoch is not None
-            handout = self.sharding.start(training=training, models=fitting, goes_on=goes_on)
+            assignment = self.sharding.assignments.start(training=training, models=fitting, goes_on=goes_on)
         else:  # a custom loop, or a read during `fit`, such as by a callback
             counts = not fitting
-            handout = self.sharding.start(training=True, counts=counts, is_seen=counts and tf.executing_eagerly())
+            assignment = self.sharding.assignments.start(training=True, counts=counts)
+            assignment.is_seen = counts and tf.executing_eagerly()
         iterator = _untuned_on_devices(super().__iter__() if training else iter(self._for_evaluation))
-        if handout.is_seen:
-            iterator = dataset_internals.CountingIterator(
-                iterator,
-                functools.partial(self.sharding.has_given, handout),
-                functools.partial(self.sharding.gives_unseen, handout),
-            )
+        if assignment.is_seen:
+            iterator = dataset_internals.CountingIterator(iterator, assignment.note_taken, assignment.note_unseen)
         else:
             iterator = dataset_internals.NotedIterator(iterator)
-        weakref.finalize(iterator, handout.close)  # Otherwise TensorFlow would wait for its next assignment.
+        weakref.finalize(iterator, assignment.close)  # Otherwise TensorFlow would wait for its next assignment.
         return iterator
 
     def map(self, fn: Callable[..., Any]) -> "BalancedDataset":

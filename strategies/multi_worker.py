@@ -122,7 +122,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         """See `ReplicatedStrategy.distribute_datasets_from_function`."""
         dataset = super().distribute_datasets_from_function(dataset_fn, options)
         if self.extended._num_workers > 1 and isinstance(dataset, BalancedDataset):
-            self.extended.agreement.on_sharding(dataset_fn.described(), dataset_fn.shown())
+            self.extended.agreement.on_sharding(dataset_fn.state.settings(), dataset_fn.state.settings_for_errors())
         elif self.extended._num_workers > 1:
             dataset_internals.set_cardinality(dataset, self._longest(int(dataset.cardinality)))
         return dataset
@@ -166,7 +166,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             self._check_still_alike(model)
         sharding = getattr(keras_internals.dataset_of(keras_stack.epochs_of_beginning_fit()), "sharding", None)
         if sharding is not None and not self._is_alike(sharding.serialize()):
-            self.extended.agreement.on_position(sharding.described_state())
+            self.extended.agreement.on_position(sharding.state.of_training())
 
     def _check_still_alike(self, model):
         held = distributed_variables.held_alike(distributed_variables.variables_of(model))

@@ -341,7 +341,7 @@ def look_and_train(placement):
     sharding, data = distributed(strategy, tuple(each[:64] for each in arrays()), size=16)
     iterator = iter(data)
     next(iterator)
-    assert wait_until(lambda: sharding._unreported.finished), "all was read ahead"
+    assert wait_until(lambda: sharding.assignments.position._counted.finished), "all was read ahead"
     positions = [sharding.position]
     del iterator
     model.fit(data, epochs=1, verbose=0, callbacks=[tfdist.callbacks.Audit(sharding)])
@@ -353,7 +353,7 @@ def look_and_train(placement):
             del batch
 
     take(iter(data))
-    assert wait_until(lambda: sharding._unreported.finished)
+    assert wait_until(lambda: sharding.assignments.position._counted.finished)
     return [*positions, sharding.position]
 
 
@@ -455,7 +455,7 @@ def audited(placement, broken=False):
     model = prepared(strategy)
     sharding, data = distributed(strategy, arrays(), policy="speed")
     if broken:
-        sharding.plan = Repeating(**vars(sharding.plan))
+        sharding.assignments.plan = Repeating(**vars(sharding.plan))
     callbacks = [tfdist.callbacks.Audit(sharding), tfdist.callbacks.Balance()]
     try:
         history = model.fit(data, epochs=1, verbose=0, callbacks=callbacks).history

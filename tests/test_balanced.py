@@ -383,9 +383,9 @@ def test_integral_numbers_of_any_type_are_accepted():
 
 def test_weights_and_limits_of_numpy_are_accepted():
     sharding = sharding_of(2, policy=np.array([3.0, 1.0]), max_rows=np.int64(6))
-    assert sharding.start(training=True).latest_shares == (6, 2)
+    assert sharding.assignments.start(training=True).latest_shares == (6, 2)
     with pytest.raises(ValueError, match=r"Call for_strategy\(context, training=\.\.\.\) first"):
-        BalancedSharding(np.arange(20), 8).start(training=True)
+        BalancedSharding(np.arange(20), 8).assignments.start(training=True)
 
 
 @pytest.mark.parametrize(

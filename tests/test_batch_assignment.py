@@ -10,6 +10,7 @@ import pytest
 from tfdist.data import batch_assignment as handout_module
 from tfdist.data.batch_assignment import BatchAssignment
 from tfdist.data.batch_plan import BatchPlan, split
+from tfdist.data.topology import ReplicaTopology
 from tfdist.errors import PositionError
 
 LEAD = 4
@@ -22,6 +23,15 @@ def plan_of(n, size, seed, drop_remainder=False):
         return np.random.default_rng([seed, epoch]).permutation(n)
 
     return BatchPlan(n, size, lambda epoch, positions: whole(epoch)[positions], drop_remainder)
+
+
+def indices(handout):
+    return (part for _, part in handout.batches())
+
+
+def place_of(own):
+    """Returns the topology of a worker with the replicas `own` of two."""
+    return ReplicaTopology(2, own, (0, 1), (5, 5))
 
 
 class Run:
@@ -46,14 +56,13 @@ class Run:
 
     def begin(self):
         devices = self.replicas // self.workers
+        owned = [range(worker * devices, (worker + 1) * devices) for worker in range(self.workers)]
+        places = [ReplicaTopology(self.replicas, own, tuple(self.places), tuple(self.at_most)) for own in owned]
         self.handouts = [
-            BatchAssignment(self.plan, *self.position, self.shares, self.at_most, repeat=self.repeat, lead=LEAD)
-            for _ in range(self.workers)
+            BatchAssignment(self.plan, *self.position, self.shares, place, repeat=self.repeat, lead=LEAD)
+            for place in places
         ]
-        self.readers = [
-            handout.indices(range(worker * devices, (worker + 1) * devices), self.places)
-            for worker, handout in enumerate(self.handouts)
-        ]
+        self.readers = [indices(handout) for handout in self.handouts]
         self.read = [[] for _ in range(self.workers)]
         self.trained_here, self.readable = 0, LEAD
 
@@ -148,11 +157,11 @@ def test_continuing_on_another_number_of_replicas():
 
 def test_a_reader_waits_for_the_decision_or_close():
     plan = plan_of(100, 5, 0)
-    handout = BatchAssignment(plan, 0, 0, (2, 3), [5, 5], repeat=False, lead=LEAD)
+    handout = BatchAssignment(plan, 0, 0, (2, 3), place_of(range(2)), repeat=False, lead=LEAD)
     got, ended = [], threading.Event()
 
     def read():
-        got.extend(part.tolist() for part in handout.indices([0, 1], [0, 1]))
+        got.extend(part.tolist() for part in indices(handout))
         ended.set()
 
     def wait_for(steps):
@@ -181,8 +190,8 @@ def test_a_reader_waits_with_a_deadline_except_during_callbacks_and_validation(m
     other, looks = [True, True, False] * 2 * handout_module._LOOKS, []
     does = itertools.chain(other, itertools.repeat(False))
     monkeypatch.setattr(handout_module.activity, "is_between_steps", lambda: looks.append(next(does)) or looks[-1])
-    handout = BatchAssignment(plan_of(100, 5, 0), 0, 0, (2, 3), [5, 5], repeat=False, lead=LEAD)
-    steps = handout.indices([0], [0, 1])
+    handout = BatchAssignment(plan_of(100, 5, 0), 0, 0, (2, 3), place_of(range(1)), repeat=False, lead=LEAD)
+    steps = handout.batches()
     for _ in range(LEAD):
         next(steps)
         assert not handout.has_trained(np.array([4, 6]))
@@ -192,8 +201,8 @@ def test_a_reader_waits_with_a_deadline_except_during_callbacks_and_validation(m
 
 
 def test_is_decided_is_known_without_waiting():
-    handout = BatchAssignment(plan_of(100, 5, 0), 0, 0, (2, 3), [5, 5], repeat=False, lead=LEAD)
-    steps = handout.indices([0], [0, 1])
+    handout = BatchAssignment(plan_of(100, 5, 0), 0, 0, (2, 3), place_of(range(1)), repeat=False, lead=LEAD)
+    steps = handout.batches()
     for trained in range(1, 4):
         while handout.is_decided():
             next(steps)
@@ -204,10 +213,10 @@ def test_is_decided_is_known_without_waiting():
 
 
 def test_reports_of_other_rows_are_not_counted():
-    handout = BatchAssignment(plan_of(13, 5, 0), 2, 1, (2, 3), [5, 5], repeat=False)
+    handout = BatchAssignment(plan_of(13, 5, 0), 2, 1, (2, 3), place_of(range(1)), repeat=False)
 
     assert not handout.has_trained(np.array([2, 3])), "nobody has read yet: as many rows of somebody else's batch"
-    next(handout.indices([0], [0, 1]))
+    next(handout.batches())
     assert not handout.has_trained(np.array([3, 2])), "rows of somebody else's batch"
     assert handout.position == (2, 1)
     assert handout.has_trained(np.array([2, 3])) and handout.position == (2, 2)

@@ -12,6 +12,7 @@ from tfdist.data.batch_plan import BatchPlan, split
 from tfdist.data.example_order import Unshuffled
 from tfdist.data.replica_shares import Shares
 from tfdist.data.replica_speed import SpeedModel
+from tfdist.data.topology import ReplicaTopology
 
 ROWS, LEAD = 256, 4
 SOON = 20  # Steps after a start or a change until shares must fit the speeds.
@@ -24,11 +25,12 @@ def run(alpha, betas_of, steps, noise=0.0, outliers=0.0, seed=0, model=None, sta
     model, replicas = model or SpeedModel(len(alpha)), len(alpha)
     shares, at_most = start or split(rows, [1] * replicas), [rows] * replicas
     plan = BatchPlan(rows * steps, rows, Unshuffled())
-    handout = BatchAssignment(plan, 0, 0, shares, at_most, repeat=False, lead=LEAD)
-    batches = handout.indices(range(replicas), range(replicas))
+    place = ReplicaTopology(replicas, range(replicas), tuple(range(replicas)), tuple(at_most))
+    handout = BatchAssignment(plan, 0, 0, shares, place, repeat=False, lead=LEAD)
+    batches = handout.batches()
     taken, slower = [], []
     for step in range(steps):
-        shares = tuple(len(next(batches)) for _ in range(replicas))
+        shares = tuple(len(next(batches)[1]) for _ in range(replicas))
         beta = np.asarray(betas_of(step), float)
         exact = alpha + beta * shares
         seconds = exact * np.clip(1 + noise * rng.normal(size=replicas), 0.5, None)
@@ -144,22 +146,22 @@ def test_first_steps_after_a_restart_do_not_change_shares():
 @pytest.mark.parametrize("steps_per_epoch", [3, 5])
 def test_pauses_between_short_epochs_are_ignored(steps_per_epoch):
     """Replicas take 0.05 s before each step, but 1 s before the first of an epoch. The last batch is short."""
-    place = types.SimpleNamespace(replicas=2, at_most=[ROWS] * 2)
+    place = ReplicaTopology(2, range(2), (0, 1), (ROWS, ROWS))
     shares, epochs = Shares("speed", ROWS), 12
     shares.settle(place)
     short = ROWS // 8
     for _ in range(epochs):
         plan = BatchPlan((steps_per_epoch - 1) * ROWS + short, ROWS, Unshuffled())
-        handout = BatchAssignment(plan, 0, 0, shares.present, place.at_most, repeat=False, lead=LEAD)
-        batches = handout.indices(range(2), range(2))
+        handout = BatchAssignment(plan, 0, 0, shares.present, place, repeat=False, lead=LEAD)
+        batches = handout.batches()
         for step in range(steps_per_epoch):
-            rows = np.array([len(next(batches)) for _ in range(2)])
+            rows = np.array([len(next(batches)[1]) for _ in range(2)])
             assert handout.has_trained(rows)
             compute = np.array([1e-3, 2e-3]) * rows
             report = types.SimpleNamespace(
                 rows=rows, compute_seconds=compute, own_seconds=compute + (0.05 if step else 1.0)
             )
-            shares.learn(place, handout, report, is_first=step == 0)
+            shares.learn(handout, report, is_first=step == 0)
 
     fast, slow = shares.present
     assert 1.5 < fast / slow < 2.5

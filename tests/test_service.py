@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 from unittest import mock
 
 import numpy as np
@@ -73,6 +74,12 @@ def sharding(files, **arguments):
     return BalancedSharding(files, **{**defaults, **arguments})
 
 
+def assignment_of(batches, replica=0):
+    """Returns an assignment of (position in training, indices) for a worker whose first replica is given."""
+    place = types.SimpleNamespace(own=range(replica, replica + 1))
+    return types.SimpleNamespace(batches=lambda: iter(batches), closed=False, place=place)
+
+
 def read(data, epochs=2, worker=0, workers=1, replicas=3):
     """Returns all batches of a worker as arrays."""
     dataset = data(tf.distribute.InputContext(workers, worker, replicas))
@@ -127,11 +134,7 @@ def drawn_by_workers(files, service):
     served = Service(service, as_source(files), lambda record: tf.random.uniform([], dtype=tf.float64))
     asked = [("a", np.arange(1))]
     with mock.patch.object(reading.tf_internals, "is_op_determinism_enabled", lambda: True):
-        there = [
-            float(batch[0])
-            for replica in (0, 1)
-            for _, _, batch in served.batches(iter(asked), lambda: False, replica=replica)
-        ]
+        there = [float(batch[0]) for replica in (0, 1) for _, _, batch in served.batches(assignment_of(asked, replica))]
         here = [float(served._make_here(np.arange(1), replica)[0]) for replica in (0, 1)]
     tf.random.set_seed(None)  # Other tests share the process.
     return there, here
@@ -173,7 +176,7 @@ def test_a_worker_without_servers_makes_the_batches_itself(signum, files, tmp_pa
     asked = [(number, np.arange(number % 60, number % 60 + 40)) for number in range(150)]  # more than `_HELD`
     with started(tmp_path, "--port", str(port)) as process:
         served = Service(f"localhost:{port}", as_source(files), parse, timeout_seconds=2.0)
-        batches = served.batches(iter(asked), lambda: False, replica=0)
+        batches = served.batches(assignment_of(asked))
         got = [next(batches) for _ in range(2)]
         os.kill(process.pid, signum)
         got += batches
@@ -193,7 +196,7 @@ def test_a_worker_without_servers_makes_the_batches_itself(signum, files, tmp_pa
 def test_closing_ends_the_receiving_thread(files, service):
     before = threading.enumerate()  # Threads of earlier tests may still wait for killed servers.
     asked = ((number, np.arange(40)) for number in range(60))
-    batches = Service(service, as_source(files), parse).batches(asked, lambda: False, replica=0)
+    batches = Service(service, as_source(files), parse).batches(assignment_of(asked))
     next(batches)
     batches.close()
 

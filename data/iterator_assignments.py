@@ -1,0 +1,140 @@
+"""Begins the batch assignment of each iterator of a sharding, and follows the steps that are trained on."""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfdist.data.batch_assignment import BatchAssignment
+from tfdist.data.batch_plan import BatchPlan
+from tfdist.data.replica_shares import Shares
+from tfdist.data.statistics import StepTimes
+from tfdist.data.topology import ReplicaTopology
+from tfdist.data.training_position import TrainingPosition
+
+_LEAD = 4  # Steps by which reading may be ahead of training while shares change.
+
+
+class IteratorAssignments:
+    """Gives each iterator of a sharding its assignment, from the position of training on and by the present shares.
+
+    Args:
+      plan: The global batches to train on.
+      shares: The shares of the replicas.
+      repeat: Whether epochs follow each other without end.
+
+    Attributes:
+      plan, shares: As given.
+      position: The position of training.
+      lock: Protects `shares` and `position`.
+      reports: The step reports of the attached strategy, if there is one.
+      place: This worker, under the attached strategy.
+      times: Statistics of the steps.
+      visitors: See `BalancedSharding`.
+    """
+
+    def __init__(self, plan: BatchPlan, shares: Shares, repeat: bool):
+        self.plan, self.shares, self._repeat = plan, shares, repeat
+        self.position, self.lock = TrainingPosition(), threading.RLock()
+        self.reports: Any = None
+        self.place: ReplicaTopology | None = None
+        self.times = StepTimes()
+        self.visitors: list[Callable[[int, np.ndarray], None]] = []
+        # Assignments of iterators that were not read from yet, for training (True) and for evaluation (False).
+        self._begun: dict[bool, list[BatchAssignment]] = {True: [], False: []}
+
+    def start(
+        self, *, training: bool, models: Sequence[Any] = (), counts: bool = True, goes_on: bool = False
+    ) -> BatchAssignment:
+        """Starts the assignment of batches for the iterator that is made next.
+
+        Args:
+          training: Whether to continue at the position of training, instead of reading an epoch in stored order.
+          models: The models that `fit` trains on the data, innermost first; the strategy reports their steps.
+          counts: Without models, whether the position moves at the end of an epoch. The epoch must be taken from the
+            iterator if the caller sets `is_seen` of the assignment. Otherwise it must be read ahead.
+          goes_on: Whether the next epoch follows at the end of an epoch, as under `repeat`.
+
+        Raises:
+          ValueError: If the sharding's `for_strategy` was not called before.
+        """
+        place = self.place
+        if place is None:
+            raise ValueError(
+                "A strategy starts the iterators of what for_strategy gave it, and this BalancedSharding was asked for "
+                "nothing. Call for_strategy(context, training=...) first; or read what a call of the sharding returns."
+            )
+        with self.lock:
+            if training:
+                assignment = self._of_training(place, models, counts, self._repeat or goes_on)
+            else:
+                assignment = self._of_evaluation(place)
+            self._begun[training] = [each for each in self._begun[training] if not each.closed] + [assignment]
+            return assignment
+
+    def _of_evaluation(self, place: ReplicaTopology) -> BatchAssignment:
+        return BatchAssignment(self.plan.of_evaluation(), 0, 0, self.shares.at(place), place, repeat=False)
+
+    def _of_training(
+        self, place: ReplicaTopology, models: Sequence[Any], counts: bool, repeat: bool
+    ) -> BatchAssignment:
+        reported = bool(models) and self.reports is not None
+        adapts = reported and self.shares.follow_speed and place.replicas > 1
+        lead = _LEAD if adapts else None
+        position = self.position.next
+        assignment = BatchAssignment(self.plan, *position, self.shares.present, place, repeat=repeat, lead=lead)
+        if reported:
+            assignment.visitors = self.visitors
+            self.reports.feed(models, functools.partial(self._take, assignment))
+            self.position.count(None)
+        elif counts:
+            self.position.count(assignment)
+        self.times.begin()
+        return assignment
+
+    # The methods below are called by the pipeline.
+
+    def begin(self, place: ReplicaTopology, *, training: bool, is_started: bool) -> BatchAssignment:
+        """Returns the assignment for an iterator when its first batch is read.
+
+        Args:
+          place: The worker that reads.
+          training: As for `start`.
+          is_started: Whether `start` is called for each iterator. Keras drops some of them, so the assignment is that
+            of the newest iterator that was not read from.
+        """
+        with self.lock:
+            if is_started:
+                waiting = [assignment for assignment in self._begun[training] if not assignment.closed]
+                assignment = waiting[-1] if waiting else self.start(training=training)
+                self._begun[training] = waiting[:-1]
+                return assignment
+            if not training:
+                return self._of_evaluation(place)
+            position = self.position.next if self.reports is not None else self.position.of_reader(place)
+            return BatchAssignment(self.plan, *position, self.shares.at(place), place, repeat=self._repeat)
+
+    def has_read(self, place: ReplicaTopology, epoch: np.ndarray) -> None:
+        """Notes that a worker for which nothing calls `start` has taken all epochs before `epoch`."""
+        with self.lock:
+            if self.reports is None:
+                self.position.has_read(place, int(epoch))
+
+    # The method below is called after steps of training.
+
+    def _take(self, assignment: BatchAssignment, report: Any) -> None:
+        with self.lock:
+            epoch, step = assignment.position
+            if not assignment.has_trained(report.rows):
+                return
+            self.position.has_trained(assignment.position)
+            if self.visitors:
+                examples = np.concatenate([assignment.handed_out.popleft() for _ in assignment.place.own])
+                for visitor in list(self.visitors):  # A copy, since a deleted visitor removes itself.
+                    visitor(epoch, examples)
+            statistics = self.times.note(report, self.shares.changes)
+            if assignment.adapts:
+                is_first = step == 0 or not statistics.step_seconds
+                self.shares.learn(assignment, report, is_first=is_first)

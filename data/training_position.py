@@ -1,0 +1,53 @@
+"""The epoch and the step of a data set to train on next."""
+
+from tfdist.data.batch_assignment import BatchAssignment
+from tfdist.data.topology import ReplicaTopology
+
+
+class TrainingPosition:
+    """The position of training, as (epoch, step). Not thread-safe: callers must hold a lock.
+
+    Reported steps set it. Where nothing reports steps, it counts whole epochs that were read.
+    """
+
+    def __init__(self) -> None:
+        self._next = (0, 0)
+        self._counted: BatchAssignment | None = None
+        self._epoch_before = 0  # `restore` found this epoch in the counted assignment, so it is no news.
+        # Without a strategy: the position where all readers begin, and the epoch that each has reached.
+        self._first = (0, 0)
+        self._reached: dict[ReplicaTopology, int] = {}
+
+    @property
+    def next(self) -> tuple[int, int]:
+        """The epoch, and the step in it, to train on next."""
+        if self._counted is not None and (epoch := self._counted.epoch_taken) > max(self._next[0], self._epoch_before):
+            self._next = epoch, 0
+        return self._next
+
+    def count(self, assignment: BatchAssignment | None) -> None:
+        """Counts from now on the epochs that are taken of this assignment, or of none."""
+        self._next = self.next
+        self._counted, self._epoch_before = assignment, 0
+
+    def has_trained(self, position: tuple[int, int]) -> None:
+        """Sets the position that follows from the reports of steps."""
+        self._next = position
+
+    def restore(self, position: tuple[int, int]) -> None:
+        """Continues at a saved position."""
+        self._epoch_before = self._counted.epoch_taken if self._counted is not None else 0
+        self._next = self._first = position
+        self._reached.clear()
+
+    # The methods below serve readers without a strategy that reports steps.
+
+    def of_reader(self, place: ReplicaTopology) -> tuple[int, int]:
+        """Returns the position at which a worker reads on."""
+        return (self._reached[place], 0) if place in self._reached else self._first
+
+    def has_read(self, place: ReplicaTopology, epoch: int) -> None:
+        """Notes that a worker has taken all epochs before `epoch`."""
+        self._reached[place] = max(epoch, self._reached.get(place, 0))
+        if epoch > self.next[0]:
+            self._next = epoch, 0
