@@ -16,6 +16,9 @@ from tfdist.strategies.row_comparison import RowComparison
 from tfdist.strategies.stand_in_rows import ExampleRow, ExampleRows, noting
 from tfdist.strategies.tensor_origin import calls_python, reads_files
 
+AutoShardPolicy = tf.data.experimental.AutoShardPolicy
+_READ_BY_ALL = AutoShardPolicy.AUTO, AutoShardPolicy.DATA
+
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """`dataset` without the thread that tunes its parallelism.
@@ -54,17 +57,15 @@ def owning_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 def is_read_by_all(dataset: tf.data.Dataset) -> bool:
     """Whether each worker reads the whole dataset and keeps its rows of each batch: policy AUTO or DATA."""
-    policies = tf.data.experimental.AutoShardPolicy
-    return dataset.options().experimental_distribute.auto_shard_policy in (policies.AUTO, policies.DATA)
+    return _policy_of(dataset) in _READ_BY_ALL
 
 
 def is_split_by_rows(dataset: tf.data.Dataset) -> bool:
     """Whether each worker of a custom loop reads the whole dataset and keeps its rows of each batch."""
-    policies = tf.data.experimental.AutoShardPolicy
-    policy = dataset.options().experimental_distribute.auto_shard_policy
     if not isinstance(dataset, tf.data.Dataset) or not tf.executing_eagerly():
         return False
-    return policy == policies.DATA or (policy == policies.AUTO and not reads_files(dataset))
+    policy = _policy_of(dataset)
+    return policy == AutoShardPolicy.DATA or (policy == AutoShardPolicy.AUTO and not reads_files(dataset))
 
 
 def alike_on_workers(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -74,18 +75,15 @@ def alike_on_workers(dataset: tf.data.Dataset) -> tf.data.Dataset:
     of one device, and fewer files than workers are an error. Workers that read in different orders
     (`deterministic=False`) would take some rows twice and others never.
     """
-    policies = tf.data.experimental.AutoShardPolicy
     options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = policies.DATA
+    options.experimental_distribute.auto_shard_policy = AutoShardPolicy.DATA
     options.deterministic = True
     return dataset.with_options(options)
 
 
 def is_own_of_each(dataset: tf.data.Dataset) -> bool:
     """Whether each worker reads rows that its peers do not read: policy OFF, FILE or HINT."""
-    policies = tf.data.experimental.AutoShardPolicy
-    is_dataset = isinstance(dataset, tf.data.Dataset)
-    return is_dataset and _policy_of(dataset) in (policies.OFF, policies.FILE, policies.HINT)
+    return isinstance(dataset, tf.data.Dataset) and _policy_of(dataset) not in _READ_BY_ALL
 
 
 def _policy_of(dataset):
@@ -112,8 +110,8 @@ def batches_of_own(dataset: tf.data.Dataset, workers: int) -> int:
       dataset: A result of `divided_one_by_one`, for which `is_own_of_each` is true.
       workers: Number of workers.
     """
-    policies, batches = tf.data.experimental.AutoShardPolicy, int(dataset.cardinality())
-    if _policy_of(dataset) == policies.OFF:
+    batches = int(dataset.cardinality())
+    if _policy_of(dataset) == AutoShardPolicy.OFF:
         return batches * workers if batches > 0 else batches
     return tf.data.UNKNOWN_CARDINALITY
 
@@ -126,7 +124,7 @@ def end_for_all(distributed: Any, dataset: tf.data.Dataset, batches: int) -> Non
       dataset: The dataset that was distributed.
       batches: The largest number of batches of a worker; see `batches_of_own`.
     """
-    if _policy_of(dataset) == tf.data.experimental.AutoShardPolicy.HINT:
+    if _policy_of(dataset) == AutoShardPolicy.HINT:
         dataset_internals.end_when_all_have_ended(distributed)
     dataset_internals.set_cardinality(distributed, batches)
 
@@ -315,8 +313,8 @@ class PeekableDataset(tf.distribute.DistributedDataset):
 
     def __iter__(self):
         keras_calls.note_call(self._dataset._strategy.reports.activity)
-        if keras_stack.is_peeking() and _has_ranks(self):
-            return iter([_example(self)])
+        if keras_stack.is_peeking() and (specs := _specs_of_known_ranks(self)) is not None:
+            return iter([specs])
         if self._first_pass is not None:
             self._first_pass.begin(self._dataset)
         if self._comparison is None:
@@ -363,8 +361,8 @@ class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
         fitting, epochs = keras_stack.fitting_models(), keras_stack.epochs_of_iterator()
         if epochs and fitting and not keras_stack.is_evaluating():
             _check_strategy(fitting[0])
-        if keras_stack.is_peeking() and _has_ranks(self):
-            return iter([_example(self)])
+        if keras_stack.is_peeking() and (specs := _specs_of_known_ranks(self)) is not None:
+            return iter([specs])
         training = not (epochs and keras_stack.is_evaluating())
         if epochs and self._example is not None:
             self._examples.put(keras_stack.reader(), self._example)
@@ -453,19 +451,8 @@ def _check_strategy(model):
         )
 
 
-def _has_ranks(dataset):
-    return all(_has_rank(spec) for spec in tf.nest.flatten(dataset.element_spec))
-
-
-def _example(dataset):
-    return tf.nest.map_structure(_of_first_replica, dataset.element_spec)
-
-
-def _of_first_replica(spec):
-    spec = dataset_internals.spec_on_a_replica(spec)
-    return spec if hasattr(spec, "shape") else None  # An empty Optional and `None` have no shape.
-
-
-def _has_rank(spec):
-    spec = _of_first_replica(spec)
-    return spec is None or spec.shape.rank is not None
+def _specs_of_known_ranks(dataset: Any) -> Any:
+    """Returns the specs of a replica's batch, with None for specs without a shape; or None if a rank is unknown."""
+    specs = tf.nest.map_structure(dataset_internals.spec_on_a_replica, dataset.element_spec)
+    specs = tf.nest.map_structure(lambda spec: spec if hasattr(spec, "shape") else None, specs)
+    return specs if all(spec is None or spec.shape.rank is not None for spec in tf.nest.flatten(specs)) else None
