@@ -17,9 +17,9 @@ from tfdist.errors import ClusterError
 from tfdist.faults import FaultTolerance, watchdog
 from tfdist.faults.stall_diagnosis import meeting_of, unlike_calls
 from tfdist.strategies import distributed_variables
+from tfdist.strategies.balanced_dataset import BalancedDataset
 from tfdist.strategies.cluster_join import first_exchange, share_seed
 from tfdist.strategies.compression_policy import policy_of
-from tfdist.strategies.datasets import BalancedDataset
 from tfdist.strategies.model_description import described_compile, described_layers
 from tfdist.strategies.multi_worker_extended import MultiWorkerExtended
 from tfdist.strategies.outside_scope import watch_models_outside

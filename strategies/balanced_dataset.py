@@ -1,0 +1,190 @@
+"""The distributed dataset of a `BalancedSharding`, and checks that a sharding is read through it."""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from tfdist._compat import dataset_internals, keras_stack
+from tfdist.errors import ScopeError
+from tfdist.strategies import keras_calls
+from tfdist.strategies.batch_rows import count_rows
+from tfdist.strategies.datasets import specs_of_known_ranks, untuned_on_devices
+from tfdist.strategies.stand_in_rows import ExampleRow, ExampleRows
+
+
+class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
+    """The distributed batches of a `BalancedSharding`, for training or evaluation. Keras can inspect it without loss.
+
+    Args:
+      distribute: The strategy's function that makes a distributed dataset of a dataset function.
+      sharding: The sharding.
+      examples: Keeps rows for replicas without rows.
+      maps: Functions that `map` applies to each batch.
+
+    Attributes:
+      sharding: As given.
+    """
+
+    def __init__(
+        self,
+        distribute: Callable[[Any], Any],
+        sharding: Any,
+        examples: ExampleRows,
+        maps: tuple[Callable[..., Any], ...] = (),
+    ):
+        self._distribute, self.sharding, self._examples, self._maps = distribute, sharding, examples, maps
+        # Replaces the parent's `__init__`, which would build the dataset again.
+        self.__dict__.update(self._made(training=True).__dict__)
+
+    def __iter__(self):
+        keras_calls.note_call(self._strategy.reports.activity)
+        fitting, epochs = keras_stack.fitting_models(), keras_stack.epochs_of_iterator()
+        if epochs and fitting and not keras_stack.is_evaluating():
+            _check_strategy(fitting[0])
+        if keras_stack.is_peeking() and (specs := specs_of_known_ranks(self)) is not None:
+            return iter([specs])
+        training = not (epochs and keras_stack.is_evaluating())
+        if epochs and self._example is not None:
+            self._examples.put(keras_stack.reader(), self._example)
+        if epochs:
+            # Keras takes `steps_per_epoch` batches of an iterator, wherever in the epoch that iterator begins.
+            goes_on = epochs.steps_per_epoch is not None
+            assignment = self.sharding.assignments.start(training=training, models=fitting, goes_on=goes_on)
+        else:  # a custom loop, or a read during `fit`, such as by a callback
+            counts = not fitting
+            assignment = self.sharding.assignments.start(training=True, counts=counts)
+            assignment.is_seen = counts and tf.executing_eagerly()
+        iterator = untuned_on_devices(super().__iter__() if training else iter(self._for_evaluation))
+        if assignment.is_seen:
+            iterator = dataset_internals.CountingIterator(iterator, assignment.note_taken, assignment.note_unseen)
+        else:
+            iterator = dataset_internals.NotedIterator(iterator)
+        weakref.finalize(iterator, assignment.close)  # Otherwise TensorFlow would wait for its next assignment.
+        return iterator
+
+    def map(self, fn: Callable[..., Any]) -> "BalancedDataset":
+        """Applies `fn` to each batch, as in `tf.data.Dataset`. Keras calls it for `class_weight`.
+
+        Raises:
+          tf.errors.InvalidArgumentError: When the dataset is read, if `fn` changes the number of rows.
+        """
+        return BalancedDataset(self._distribute, self.sharding, self._examples, (*self._maps, fn))
+
+    def prefetch(self, buffer_size: int) -> "BalancedDataset":
+        """Returns the dataset itself, which reads ahead already."""
+        del buffer_size
+        return self
+
+    @property
+    def cardinality(self) -> int:
+        """Number of steps in an epoch, of evaluation while Keras evaluates and otherwise of training."""
+        return self.sharding.evaluation_steps if keras_stack.is_evaluating() else self.sharding.cardinality
+
+    @functools.cached_property
+    def _example(self) -> ExampleRow | None:
+        """A row from the first example, if a batch may leave a replica without rows; otherwise `None`."""
+        dataset = self.sharding.first_example()
+        return None if dataset is None else ExampleRow.of(self._mapped(dataset).get_single_element())
+
+    @functools.cached_property
+    def _for_evaluation(self) -> Any:
+        """A separate dataset, since iterators for evaluation exist beside those of training."""
+        return self._made(training=False)
+
+    def _made(self, *, training: bool) -> Any:
+        return dataset_internals.end_together(self._distribute(functools.partial(self._make, training)))
+
+    def _make(self, training: bool, context: tf.distribute.InputContext) -> tf.data.Dataset:
+        return self._mapped(self.sharding.for_strategy(context, training=training))
+
+    def _mapped(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        for fn in self._maps:
+            dataset = dataset.map(_keeping_rows(fn))
+        return dataset
+
+
+def _keeping_rows(fn):
+    """Adds a check to `fn` that it keeps the rows of a batch, since the sharding counts trained rows by them."""
+
+    def mapped(*batch):
+        result = fn(*batch)
+        before, after = count_rows(batch), count_rows(result)
+        if before is None or after is None:
+            return result
+        kept = tf.debugging.assert_equal(
+            after,
+            before,
+            "A map of a BalancedSharding's batches must keep their number of rows, by which the sharding counts "
+            "trained rows, but it changed the number. Make more or fewer examples of one in the source.",
+        )
+        with tf.control_dependencies([kept]):
+            return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), result)
+
+    return mapped
+
+
+def _check_strategy(model):
+    if not hasattr(model.distribute_strategy, "shardings"):
+        raise ScopeError(
+            f"Model {model.name!r} must be made inside `with strategy.scope():` to train on a BalancedSharding, but "
+            "was made outside. Move the lines that build and compile the model there."
+        )
+
+
+def made_by(dataset_fn: Callable[[Any], Any], context: tf.distribute.InputContext) -> Any:
+    """Calls a dataset function, and checks that the dataset does not read a sharding without the strategy.
+
+    Raises:
+      ValueError: If the dataset is the result of a `BalancedSharding` call, or if a sharding was called with another
+        context than `context`.
+    """
+    dataset = dataset_fn(context)
+    read = [each for each in dataset_internals.datasets_read_by(dataset) if _is_of_sharding(each)]
+    if any(each is dataset for each in read):
+        raise ValueError(
+            "A strategy must read a BalancedSharding itself, to know which rows are trained on, but the dataset "
+            "function calls the sharding. Pass the sharding itself, without a function around it: "
+            "strategy.distribute_datasets_from_function(sharding)."
+        )
+    if any(_who_reads(getattr(each, "context", None)) != _who_reads(context) for each in read):
+        raise ValueError(
+            "A dataset function must call a BalancedSharding with its own input context, but this one calls it without "
+            "that context, so that each worker would read rows of its peers. Call `sharding(context)`; or pass the "
+            "sharding itself: strategy.distribute_datasets_from_function(sharding)."
+        )
+    if read:
+        logging.log_first_n(
+            logging.WARN,
+            "A dataset function composes datasets of a BalancedSharding, so the sharding cannot know which rows are "
+            "trained on: shares stay as they are, its position counts epochs that were read, and `predict` reads in "
+            "the order of training, unless it is called with training=False. If no other dataset is needed, pass the "
+            "sharding itself: strategy.distribute_datasets_from_function(sharding).",
+            1,
+        )
+    return dataset
+
+
+def _is_of_sharding(dataset):
+    return hasattr(getattr(dataset, "sharding", None), "for_strategy")
+
+
+def _who_reads(context):
+    return context and (context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync)
+
+
+def check_reads_no_sharding(dataset: Any) -> None:
+    """Refuses a dataset made by a call of a sharding, since its batches are not split among workers.
+
+    Raises:
+      ValueError: If `dataset` reads from a dataset of a sharding.
+    """
+    if any(map(_is_of_sharding, dataset_internals.datasets_read_by(dataset))):
+        raise ValueError(
+            "A strategy must read a BalancedSharding itself, but got a dataset that a call of the sharding made: each "
+            "worker would read all of it. Give `fit`, `evaluate` and `predict` the result of "
+            "strategy.distribute_datasets_from_function(sharding)."
+        )
