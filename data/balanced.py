@@ -115,16 +115,16 @@ class BalancedSharding(tf.train.experimental.PythonState):
         shares = Shares(policy, size)
         if service is not None and shares.follow_speed:
             raise ValueError(
-                'A tf.data service is asked for batches long before they are trained on, so policy="speed" has no say. '
-                'Give policy="equal", or a weight for each replica.'
+                "A tf.data service gets requests for batches long before the batches are trained on, so it does not "
+                'support policy="speed". Give policy="equal", or a weight for each replica.'
             )
         self._pipeline = Pipeline(self.source, map_fn, num_parallel_calls, service)
         order = chosen_order(len(self.source), seed, shuffle, block_size, stratify_by)
         self.plan = BatchPlan(len(self.source), size, order, drop_remainder)
         if not self.plan.steps_per_epoch:
             raise ValueError(
-                f"drop_remainder=True leaves nothing of {len(self.source)} examples in batches of {global_batch_size}. "
-                "Use a smaller global_batch_size."
+                f"drop_remainder=True drops all {len(self.source)} examples, since global_batch_size is "
+                f"{global_batch_size}. Use a smaller global_batch_size."
             )
         self.assignments = IteratorAssignments(self.plan, shares, repeat)
         self.visitors = self.assignments.visitors
@@ -238,8 +238,8 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "A BalancedSharding cannot be copied or pickled, as a strategy moves its position. Make another of the "
-            "same arguments; `other.deserialize(sharding.serialize())` has it begin there."
+            "A BalancedSharding cannot be copied or pickled, since a strategy moves its position. Make another with "
+            "the same arguments; `other.deserialize(sharding.serialize())` sets its position."
         )
 
     def serialize(self) -> str:

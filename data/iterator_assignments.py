@@ -63,8 +63,8 @@ class IteratorAssignments:
         place = self.place
         if place is None:
             raise ValueError(
-                "A strategy starts the iterators of what for_strategy gave it, and this BalancedSharding was asked for "
-                "nothing. Call for_strategy(context, training=...) first; or read what a call of the sharding returns."
+                "An iterator of a strategy needs a dataset from for_strategy, but for_strategy was not called. Call "
+                "for_strategy(context, training=...) first; or read the dataset that a call of the sharding returns."
             )
         with self.lock:
             if training:

@@ -55,7 +55,7 @@ class ShardingState:
             state = json.loads(text)
             epoch, step, identity = int(state["epoch"]), int(state["step"]), dict(state["of"])
         except (ValueError, KeyError, TypeError) as error:
-            raise PositionError(f"Not a position of a BalancedSharding: {text!r:.200}.") from error
+            raise PositionError(f"A position must be a result of `serialize`, got {text!r:.200}.") from error
         if (own := self._identity) != identity:
             different = ", ".join(
                 f"{key} was {identity.get(key)}, is {own[key]}" for key in own if identity.get(key) != own[key]

@@ -605,7 +605,7 @@ def test_under_op_determinism_each_worker_draws_its_own_numbers(monkeypatch):
 
 @pytest.mark.parametrize("state", ["", "{}", "[]", '{"epoch": "x"}', '{"epoch": 0, "step": 0, "of": 3}'])
 def test_an_invalid_position_is_refused(state):
-    with pytest.raises(tfdist.errors.PositionError, match="Not a position"):
+    with pytest.raises(tfdist.errors.PositionError, match="must be a result of `serialize`"):
         sharding_of(1).deserialize(state)
 
 
