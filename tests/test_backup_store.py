@@ -106,7 +106,7 @@ def harms(path):
 
 
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
-def test_a_harmed_file_makes_the_commit_before_count(name, two, tmp_path, warnings):
+def test_a_damaged_file_makes_the_earlier_commit_count(name, two, tmp_path, warnings):
     harmless = []
     for number, (what, _) in enumerate(list(harms(two / "step-12" / name))):
         copy = tmp_path / f"copy-{number}"
@@ -122,7 +122,7 @@ def test_a_harmed_file_makes_the_commit_before_count(name, two, tmp_path, warnin
 
 
 @pytest.mark.parametrize("name", [*FILES[:-1], MANIFEST])
-def test_with_no_whole_commit_there_is_none(name, two):
+def test_damaged_commits_alone_count_as_no_commit(name, two):
     for step in (3, 12):
         path = two / f"step-{step}" / name
         path.write_bytes(path.read_bytes()[:-1])
@@ -151,7 +151,7 @@ def test_any_garbage_for_a_manifest_is_skipped(manifest, two):
     assert found(two) == 3
 
 
-def test_wrong_types_in_a_manifest_of_right_checksum_are_skipped(two):
+def test_a_manifest_with_wrong_types_is_skipped(two):
     """Another program may have written such a manifest."""
     original = json.loads((two / "step-12" / MANIFEST).read_bytes())["manifest"]
     wrong = [
@@ -168,7 +168,7 @@ def test_wrong_types_in_a_manifest_of_right_checksum_are_skipped(two):
         assert found(two) == 3, one
 
 
-def test_half_made_and_strange_folders_do_not_count_and_stay_until_a_new_run_owns_the_directory(two):
+def test_incomplete_and_foreign_folders_do_not_count(two):
     draft = Draft(str(two), "dead", 20)
     draft.write("state.json", [b"{}"])
     (two / "step-30").mkdir()
@@ -187,14 +187,14 @@ def test_half_made_and_strange_folders_do_not_count_and_stay_until_a_new_run_own
     assert found(two) == 50
 
 
-def test_keep_commits_stay_the_newest(tmp_path):
+def test_the_newest_commits_are_kept(tmp_path):
     with owned(tmp_path) as store:
         for step in (1, 2, 9, 10, 11):
             write(store, step, keep=3)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-10", "step-11", "step-9"]
 
 
-def test_the_newest_end_of_each_fit_stays_too(tmp_path):
+def test_the_newest_end_of_each_fit_is_kept_too(tmp_path):
     with owned(tmp_path) as store:
         for step, fit, is_done in [(1, 0, False), (2, 0, True), (3, 0, True), (4, 1, True), (5, 2, False)]:
             write(store, step, fit=fit, is_done=is_done)
@@ -208,7 +208,7 @@ def test_the_newest_end_of_each_fit_stays_too(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_a_warning_tells_of_many_ends_of_fits_before_they_fill_the_disk(keep, tmp_path, warnings):
+def test_many_ends_of_fits_get_a_warning(keep, tmp_path, warnings):
     with owned(tmp_path) as store:
         for fit in range(20):  # `delete` removes these
             write(store, fit, keep, fit=fit, is_done=True)
@@ -222,7 +222,7 @@ def test_a_warning_tells_of_many_ends_of_fits_before_they_fill_the_disk(keep, tm
     assert f"{tmp_path} keeps a backup of the end of each fit" in told and "20 so far" in told
 
 
-def test_a_damaged_commit_is_set_aside_not_deleted(two):
+def test_a_damaged_commit_is_moved_aside_not_deleted(two):
     (two / "step-12" / "state.json").write_bytes(b"damaged")
     with owned(two) as store:
         assert store.newest_whole().step == 3
@@ -235,7 +235,7 @@ def test_a_damaged_commit_is_set_aside_not_deleted(two):
 
 
 @pytest.mark.parametrize("manifest", [None, b"", b"{}"])
-def test_a_commit_without_a_manifest_is_damaged_and_not_of_others(manifest, two):
+def test_a_commit_without_a_manifest_is_damaged_and_not_foreign(manifest, two):
     (two / "step-12" / MANIFEST).unlink()
     if manifest is not None:
         (two / "step-12" / MANIFEST).write_bytes(manifest)
@@ -246,7 +246,7 @@ def test_a_commit_without_a_manifest_is_damaged_and_not_of_others(manifest, two)
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_folders_of_others_are_refused_by_name_and_nothing_is_touched(remote, tmp_path):
+def test_foreign_folders_are_refused_by_name_and_nothing_is_changed(remote, tmp_path):
     import tensorflow as tf
 
     directory = f"ram://{uuid.uuid4().hex}" if remote else str(tmp_path)
@@ -260,7 +260,7 @@ def test_folders_of_others_are_refused_by_name_and_nothing_is_touched(remote, tm
     assert all(tf.io.gfile.exists(path) for path in others)
 
 
-def test_folders_that_others_make_meanwhile_do_not_count_and_stay(tmp_path):
+def test_foreign_folders_made_meanwhile_do_not_count_and_stay(tmp_path):
     with owned(tmp_path) as store:
         write(store, 1)
         for other in ("step-20", "step-30"):
@@ -274,7 +274,7 @@ def test_folders_that_others_make_meanwhile_do_not_count_and_stay(tmp_path):
 
 
 @pytest.mark.parametrize(("operation", "call"), [("move", "set_faulty_aside"), ("names", "newest_whole")])
-def test_storage_that_refuses_is_named_and_not_taken_for_empty(operation, call, two, monkeypatch):
+def test_failing_storage_is_named_and_not_treated_as_empty(operation, call, two, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EIO, "Input/output error")
 
@@ -287,7 +287,7 @@ def test_storage_that_refuses_is_named_and_not_taken_for_empty(operation, call, 
 
 
 @pytest.mark.parametrize(("number", "way_out"), [(99, "Update tfdist"), (5, "Use that version")])
-def test_another_format_is_an_error_and_nothing_is_touched(number, way_out, two):
+def test_another_format_is_an_error_and_nothing_is_changed(number, way_out, two):
     path = two / "step-12" / MANIFEST
     manifest = {**json.loads(path.read_bytes())["manifest"], "format": number, "versions": {"tfdist": "9.9"}}
     path.write_text(json.dumps({"manifest": manifest, "sha256": _digest(manifest)}))
@@ -304,7 +304,7 @@ def test_a_place_that_cannot_be_written_is_named_at_once(place, tmp_path):
         CommitStore(place.format(file=tmp_path / "file")).claim()
 
 
-def test_a_write_that_fails_half_way_leaves_former_commits_and_the_next_one_works(two):
+def test_a_failed_write_keeps_earlier_commits_and_the_next_one_works(two):
     """A limit on file sizes acts like a full disk, and needs no root."""
     with owned(two) as store:
         draft = Draft(str(two), RUN, 20)
@@ -342,7 +342,7 @@ class FullDisk:
         return guarded
 
 
-def test_what_a_killed_save_has_left_on_a_full_disk_makes_room_for_the_next_start(two, monkeypatch):
+def test_files_of_a_killed_save_are_removed_to_make_room(two, monkeypatch):
     Draft(str(two), "cd", 20).write("state.bin", [b"half"])
     FullDisk(monkeypatch, two)
     with owned(two) as store:
@@ -369,7 +369,7 @@ def test_on_a_full_disk_a_run_goes_on_that_has_a_whole_commit_and_none_begins(tw
     assert not two.exists()
 
 
-def test_a_draft_whose_files_are_not_all_there_is_no_commit(two):
+def test_an_incomplete_draft_is_no_commit(two):
     with owned(two) as store:
         draft = Draft(str(two), RUN, 20)
         files = {"part-1.json": draft.write("part-1.json", [b"abc"])}
@@ -413,7 +413,7 @@ def test_two_jobs_do_not_share_a_directory_and_a_killed_one_frees_it_at_once(tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["another", "own"])
-def test_a_holder_on_another_host_is_waited_for_longer_as_that_may_be_gone(who, tmp_path, warnings):
+def test_a_holder_on_another_host_is_waited_for_longer(who, tmp_path, warnings):
     # In the second case, a container has the same host name, and process numbers may be equal too.
     elsewhere = "process 7 on elsewhere" if who == "another" else f"process {os.getpid()} on {socket.gethostname()}"
     command = [sys.executable, "-c", HOLD, tmp_path, "20"]
@@ -433,13 +433,13 @@ def test_a_holder_on_another_host_is_waited_for_longer_as_that_may_be_gone(who, 
         holder.communicate(timeout=DEADLINE_SECONDS)
 
 
-def test_a_process_may_claim_again_what_it_holds(tmp_path):
+def test_a_process_may_claim_its_directory_again(tmp_path):
     with owned(tmp_path) as store:
         store.claim()
         write(store, 1)
 
 
-def test_a_process_holds_again_what_it_has_cleared_itself(tmp_path):
+def test_a_process_can_claim_a_directory_that_it_has_cleared(tmp_path):
     """Workers read the lock to check that they write to the chief's directory."""
     with owned(tmp_path / "backup") as store:
         write(store, 3)
@@ -452,7 +452,7 @@ def test_a_process_holds_again_what_it_has_cleared_itself(tmp_path):
     assert not (tmp_path / "backup" / LOCK).exists()
 
 
-def test_delete_leaves_nothing_of_ours_and_all_of_others(two):
+def test_delete_removes_own_files_and_keeps_all_others(two):
     with owned(two) as store:
         (two / "notes.txt").write_text("mine")
         store.delete()
@@ -490,7 +490,7 @@ while True:
 
 
 @pytest.mark.slow
-def test_a_writer_killed_at_any_moment_loses_nothing_that_it_has_committed(tmp_path):
+def test_a_writer_killed_at_any_moment_loses_no_commit(tmp_path):
     rng = np.random.default_rng(0)
     said = 0
     for _ in range(6):
@@ -537,7 +537,7 @@ class TestOtherStorage:
         assert found(remote) is None
 
 
-def test_there_is_no_lock_file_where_nobody_owns(two):
+def test_an_unowned_directory_has_no_lock_file(two):
     (two / LOCK).unlink(missing_ok=True)
     assert found(two) == 12, "reading needs no rights to write"
     assert not (two / LOCK).exists()

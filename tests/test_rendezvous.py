@@ -65,7 +65,7 @@ def clusters(workers):
     return [ClusterSpec.local(workers, index, ports) for index in range(workers)]
 
 
-def test_workers_meet_in_any_order_and_keep_their_lines():
+def test_workers_join_in_any_order_and_keep_their_connections():
     group, specs = Meeting(), clusters(4)
     for index in (2, 0, 3):
         group.add(index, specs[index])
@@ -76,7 +76,7 @@ def test_workers_meet_in_any_order_and_keep_their_lines():
     assert {index: sorted(lines) for index, lines in results.items()} == {0: [1, 2, 3], 1: [0], 2: [0], 3: [0]}
 
 
-def test_a_chief_comes_first():
+def test_a_chief_is_worker_0():
     ports = free_ports(2)
     jobs = {"chief": [f"127.0.0.1:{ports[0]}"], "worker": [f"127.0.0.1:{ports[1]}"]}
     group = Meeting()
@@ -86,7 +86,7 @@ def test_a_chief_comes_first():
 
 
 @pytest.mark.parametrize("missing", [0, 2])
-def test_who_is_missing_is_named_by_all_who_came_within_the_deadline(missing):
+def test_a_missing_worker_is_named_by_all_others_at_the_deadline(missing):
     group, specs = Meeting(START_SECONDS), clusters(4)
     for index in {0, 1, 2, 3} - {missing}:
         group.add(index, specs[index])
@@ -102,7 +102,7 @@ def test_who_is_missing_is_named_by_all_who_came_within_the_deadline(missing):
     ("host", "why"),
     [("127.0.0.1", "(Connection refused)"), ("no-such-host.invalid", ": correct the name in TF_CONFIG")],
 )
-def test_why_worker_0_cannot_be_reached_is_told(host, why):
+def test_the_reason_why_worker_0_cannot_be_reached_is_logged(host, why):
     port, own = free_ports(2)
     peer = host if host.startswith("127.") else "here"  # a loopback address cannot be mixed with other hosts
     cluster = ClusterSpec({"worker": [f"{host}:{port}", f"{peer}:{own}"]}, "worker", 1)
@@ -119,7 +119,7 @@ def test_a_port_that_worker_0_cannot_open_is_named():
             rendezvous.meet(spec, START_SECONDS)
 
 
-def test_who_has_left_again_is_missing():
+def test_a_worker_that_has_left_again_is_missing():
     group, specs = Meeting(START_SECONDS), clusters(3)
     group.add(0, specs[0])
     with guest(specs[0], rendezvous._introduction(specs[1])):
@@ -174,7 +174,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("secret", [None, "s" * 32])
-def test_strangers_at_the_door_do_no_harm(secret, monkeypatch):
+def test_connections_of_strangers_do_no_harm(secret, monkeypatch):
     if secret:
         monkeypatch.setenv(SECRET, secret)
     group, specs = Meeting(), clusters(2)
@@ -222,7 +222,7 @@ def test_silent_and_talkative_crowds_keep_no_worker_out_and_take_little_memory()
     assert int(printed.split()[-1]) - int(worker.stdout.split()[-1]) < 30_000, (printed, worker.stdout)
 
 
-def test_a_stranger_in_the_place_of_worker_0_is_no_worker():
+def test_a_stranger_at_the_address_of_worker_0_is_not_accepted():
     specs = clusters(2)
     group = Meeting(START_SECONDS / 2)
     with socket.create_server(("127.0.0.1", int(specs[0].address.rpartition(":")[2]))) as server:
@@ -236,7 +236,7 @@ def test_a_stranger_in_the_place_of_worker_0_is_no_worker():
     assert "missing: worker 0" in group.end()[1]
 
 
-def test_who_came_and_is_not_connected_is_named_before_the_stacks():
+def test_a_worker_that_tensorflow_cannot_connect_is_named_before_the_stacks():
     (spec, other, _) = clusters(3)
     code = """
         import sys, time
@@ -254,7 +254,7 @@ def test_who_came_and_is_not_connected_is_named_before_the_stacks():
     assert words.count("tfdist:") == 1 and "worker 0 of 3" in words
 
 
-def test_another_cluster_of_a_cluster_host_is_named_on_all_workers_soon(monkeypatch):
+def test_a_different_cluster_on_a_cluster_host_is_named_soon(monkeypatch):
     monkeypatch.setattr(admission, "PLAIN_SECONDS", 1.5)
     monkeypatch.setattr(rendezvous, "_REFUSED_SECONDS", 4.5)
     group, specs = Meeting(), clusters(3)
@@ -270,7 +270,7 @@ def test_another_cluster_of_a_cluster_host_is_named_on_all_workers_soon(monkeypa
 
 
 @pytest.mark.parametrize("secret", [None, "s" * 32])
-def test_other_versions_and_two_of_one_index_are_named_soon(secret, monkeypatch):
+def test_different_versions_and_equal_indices_are_named_soon(secret, monkeypatch):
     """With a secret, the unfit worker learns the full reason; without a secret, only its own wrong property."""
     monkeypatch.setattr(admission, "PLAIN_SECONDS", 1.5)
     if secret:
@@ -330,7 +330,7 @@ time.sleep(60)
 
 
 @pytest.mark.privileged
-def test_from_another_host_nobody_ends_the_job_or_takes_the_place_of_a_worker():
+def test_another_host_cannot_end_the_job_or_replace_a_worker():
     """Without a secret, a stranger sends lines that could end the job; a forged worker 1 comes before the real one."""
     if why := why_not():
         pytest.skip(why)
@@ -358,7 +358,7 @@ def test_from_another_host_nobody_ends_the_job_or_takes_the_place_of_a_worker():
 # The shared secret.
 
 
-def test_workers_with_the_same_secret_meet_and_do_not_send_it(monkeypatch, tmp_path):
+def test_workers_with_the_same_secret_join_without_sending_it(monkeypatch, tmp_path):
     specs = clusters(2)
     monkeypatch.setenv(SECRET, "the secret of this job")
     relayed = []
@@ -376,7 +376,7 @@ def test_workers_with_the_same_secret_meet_and_do_not_send_it(monkeypatch, tmp_p
     assert b"proof" in b"".join(relayed) and b"the secret" not in b"".join(relayed)
 
 
-def test_a_worker_says_nothing_of_its_cluster_to_who_does_not_prove_the_secret():
+def test_a_worker_reveals_its_cluster_only_after_a_proof_of_the_secret():
     spec, key = clusters(2)[1], Secret(b"k" * 16)
     for challenge in ({"nonce": "1" * 64, "proves": True, "proof": "0" * 64}, {"nonce": "1" * 64, "proves": False}):
         ends = socket.socketpair()
@@ -388,7 +388,7 @@ def test_a_worker_says_nothing_of_its_cluster_to_who_does_not_prove_the_secret()
             assert b"127.0.0.1" not in b"".join(iter(lambda ends=ends: ends[1].recv(1 << 16), b""))
 
 
-def test_a_worker_with_another_secret_is_told_so_and_does_not_end_the_job(monkeypatch):
+def test_a_worker_with_another_secret_gets_an_error_and_does_not_end_the_job(monkeypatch):
     monkeypatch.setattr(rendezvous, "_REFUSED_SECONDS", 1.5)
     secrets, groups = {}, []
     monkeypatch.setattr(rendezvous.Secret, "from_env", lambda: secrets[threading.current_thread().name])
@@ -407,7 +407,7 @@ def test_a_worker_with_another_secret_is_told_so_and_does_not_end_the_job(monkey
         assert "the secret of" not in worker + chief
 
 
-def test_a_forged_worker_is_not_admitted_where_there_is_a_secret(monkeypatch):
+def test_a_forged_worker_is_not_admitted_with_a_secret(monkeypatch):
     monkeypatch.setenv(SECRET, "the secret of this job")
     group, specs = Meeting(), clusters(2)
     group.add(0, specs[0])
@@ -447,7 +447,7 @@ def test_a_secret_comes_from_the_environment_or_a_file(tmp_path):
 # TLS.
 
 
-def test_with_tls_workers_meet_and_nobody_reads_along(monkeypatch, tmp_path):
+def test_with_tls_workers_join_over_encrypted_connections(monkeypatch, tmp_path):
     tls = Tls(Authority(tmp_path).worker())
     monkeypatch.setattr(rendezvous.Tls, "from_env", lambda: tls)
     group, specs = Meeting(), clusters(3)
@@ -461,7 +461,7 @@ def test_with_tls_workers_meet_and_nobody_reads_along(monkeypatch, tmp_path):
     assert all(isinstance(line, ssl.SSLSocket) for lines, _ in group.results.values() for line in lines.values())
 
 
-def test_workers_that_differ_in_tls_are_told_so_and_do_not_end_the_job(monkeypatch, tmp_path):
+def test_workers_with_different_tls_settings_get_errors_and_do_not_end_the_job(monkeypatch, tmp_path):
     monkeypatch.setattr(rendezvous, "_REFUSED_SECONDS", 1.5)
     ours, theirs = Authority(tmp_path), Authority(tmp_path, "another")
     own, failed = Tls(ours.worker()), "the TLS handshake failed"
@@ -506,7 +506,7 @@ GUEST = dataclasses.replace(OWN, worker=1, host="b")
 OTHER_CLUSTER = dataclasses.replace(GUEST, addresses=("x:1", "y:1"))
 
 
-def test_without_a_secret_only_hosts_of_the_cluster_end_the_job_and_not_at_once():
+def test_without_a_secret_only_cluster_hosts_can_end_the_job_after_a_delay():
     for misfit in (OTHER_CLUSTER, dataclasses.replace(GUEST, versions="tfdist 2")):
         judge = Admission(OWN, False, HOSTS.get).judge
         for now in range(0, 100, 10):
@@ -515,7 +515,7 @@ def test_without_a_secret_only_hosts_of_the_cluster_end_the_job_and_not_at_once(
     assert Admission(OWN, True, HOSTS.get).judge(OTHER_CLUSTER, "192.0.2.1", None, 0).is_plain
 
 
-def test_the_worker_on_the_host_of_its_address_takes_the_place_of_another():
+def test_the_worker_on_the_host_of_its_address_replaces_an_impostor():
     judge = Admission(OWN, False, HOSTS.get).judge
     verdict = judge(GUEST, "10.0.0.2", ("192.0.2.1", "forged"), 0)
     assert verdict.refused is None and "forged" in verdict.problem
@@ -524,7 +524,7 @@ def test_the_worker_on_the_host_of_its_address_takes_the_place_of_another():
     assert judge(GUEST, "192.0.2.1", None, 0).refused is None  # as behind NAT
 
 
-def test_what_is_noted_of_strangers_and_shown_of_them_is_limited():
+def test_notes_and_messages_about_strangers_are_limited():
     judged = Admission(OWN, False, HOSTS.get)
     for number in range(5000):
         host = f"\x1b[31m\n{number}" + "x" * 9999

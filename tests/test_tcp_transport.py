@@ -171,7 +171,7 @@ assert "worker 1 at b:1 is gone" in ended[0], ended
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_over_connections_of_their_own(name):
+def test_transport_scenarios_without_tls(name):
     run(SCENARIOS[name])
 
 
@@ -182,7 +182,7 @@ def run(scenario, *arguments):
     assert done.stdout == "as expected\n", done.stderr
 
 
-def test_over_tls(tmp_path):
+def test_transport_scenarios_with_tls(tmp_path):
     """Exchanges data in both directions, whole or in parts; an error names the worker that closed the connection."""
     files = Authority(tmp_path).worker()
     scenario = """

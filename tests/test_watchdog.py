@@ -112,7 +112,7 @@ STUCK = {
 
 
 @pytest.mark.parametrize("name", STUCK)
-def test_a_stuck_worker_has_the_time_that_the_rule_says(name):
+def test_a_stuck_worker_gets_the_time_of_the_rule(name):
     before, activity, seconds = STUCK[name]
     patience = StallTimeout(meeting_seconds=300)
     assert live(patience, *before)
@@ -121,27 +121,27 @@ def test_a_stuck_worker_has_the_time_that_the_rule_says(name):
 
 
 @pytest.mark.parametrize("phase", [TRAINING, INPUT, EXCHANGE, CALLBACK, "save"])
-def test_a_given_number_holds_in_and_between_steps(phase):
+def test_a_given_timeout_holds_in_and_between_steps(phase):
     patience = StallTimeout(10)
     assert live(patience, (1, TRAINING, 500), (50, TRAINING, 1), (0, phase, 9))
     assert not live(patience, (0, phase, 5))
 
 
 @pytest.mark.parametrize("phase", [INPUT, EXCHANGE, CALLBACK])
-def test_a_given_number_holds_from_the_first_step_on_for_all_that_needs_no_preparation(phase):
+def test_a_given_timeout_holds_from_the_first_step_on_if_nothing_is_prepared(phase):
     patience = StallTimeout(10)
     assert live(patience, (0, TRACING, 500), (0, phase, 9))
     assert not live(patience, (0, phase, 5))
 
 
 @pytest.mark.parametrize("phase", [BUILDING, TRACING, COMPUTE])
-def test_a_given_number_does_not_hold_for_what_prepares_the_first_step(phase):
+def test_a_given_timeout_does_not_limit_the_preparation_of_the_first_step(phase):
     patience = StallTimeout(10)
     assert live(patience, (0, phase, 1700)) and patience.may_take_long
     assert not live(patience, (0, phase, 200))
 
 
-def test_bytes_that_travel_are_progress():
+def test_exchanged_bytes_are_progress():
     patience = StallTimeout()
     for second in range(600):  # 256 KiB every 20 s, which is 0.1 Mbit/s
         patience.observe(EXCHANGE, 0, 1.0, carried=second // 20 << 18)
@@ -155,14 +155,14 @@ def test_bytes_that_travel_are_progress():
     assert told == [False, True, True, False, False]
 
 
-def test_a_first_exchange_whose_bytes_nobody_sees_has_ten_minutes():
+def test_a_first_exchange_with_uncounted_bytes_has_ten_minutes():
     patience = StallTimeout(sees_bytes=False)
     assert live(patience, (0, EXCHANGE, 600)) and not live(patience, (0, EXCHANGE, 5))
     patience = StallTimeout(sees_bytes=False)
     assert live(patience, (1, TRAINING, 1), (0, EXCHANGE, 60)) and not live(patience, (0, EXCHANGE, 5))
 
 
-def test_others_are_told_of_what_may_take_long():
+def test_peers_know_what_may_take_long():
     patience = StallTimeout()
     told = []
     for step, phase in ((0, None), (0, TRAINING), (0, EXCHANGE), (1, TRAINING), (1, "save"), (1, MEETING), (1, None)):
@@ -171,7 +171,7 @@ def test_others_are_told_of_what_may_take_long():
     assert told == [False, True, False, False, True, False, False]
 
 
-def test_others_do_not_wait_for_what_takes_longer_than_it_may():
+def test_peers_do_not_wait_beyond_the_limit_of_a_long_section():
     for before, activity in (([], TRAINING), ([(9, TRAINING, 1)], "validation")):
         patience = StallTimeout()
         assert live(patience, *before, (0, activity, 1700))
@@ -181,14 +181,14 @@ def test_others_do_not_wait_for_what_takes_longer_than_it_may():
 
 
 @pytest.mark.parametrize("activity", [TRAINING, "validation"])
-def test_what_gets_on_within_a_step_or_between_two_has_time(activity):
+def test_progress_within_and_between_steps_extends_the_time(activity):
     patience = StallTimeout()
     for batch in range(1000):  # skipped after a restart, or used for validation
         patience.observe(activity, (0, batch), 10.0)
         assert not patience.is_over
 
 
-def test_batches_of_a_validation_and_those_passed_over_are_seen_by_who_watches():
+def test_validation_and_skipped_batches_count_as_progress():
     strategy = tfdist.MirroredStrategy(["CPU:0"], fault_tolerance=FaultTolerance(stall_timeout_seconds=7))
     assert strategy.fault_tolerance.stall_timeout_seconds == 7
     with strategy.scope():
@@ -206,7 +206,7 @@ def test_batches_of_a_validation_and_those_passed_over_are_seen_by_who_watches()
     assert watchdog._moves == before + 5
 
 
-def test_the_fit_of_a_model_of_no_strategy_is_not_watched_unless_a_callback_of_another_fit_calls_it():
+def test_a_fit_without_a_strategy_is_watched_only_within_another_fit():
     strategy = tfdist.MirroredStrategy(["CPU:0"])
     dog = Watchdog(strategy, watchdog.Alone(0), StallTimeout(), Creations())
     x, seen = np.ones((4, 2)), []
@@ -280,18 +280,18 @@ SUSPECTS |= {
 }
 
 
-def test_workers_that_wait_in_unlike_calls_are_named_with_their_calls():
+def test_workers_that_wait_in_different_calls_are_named_with_their_calls():
     said = unlike_calls({0: within("train_on_batch", 7), 1: within("predict", 7, MEETING)})
     assert "worker 0 is in `train_on_batch`, call 7 of its program, worker 1 is in `predict`, call 7" in said
     for other in (within("fit", 3), within("predict", 4, CALLBACK), within("predict", 4, COMPUTE), outside(4), None):
         assert unlike_calls({0: within("fit", 3), 1: other}) is None, "it is in the same, or may come yet"
 
 
-def test_who_is_outside_of_calls_may_come_to_the_next_and_not_to_one_that_it_has_left():
+def test_a_worker_outside_of_calls_may_still_join_only_the_next_call():
     assert yet_to_come({0: outside(2), 1: outside(3), 2: within("fit", 2), 3: None}, 3) == [0]
 
 
-def test_what_is_said_of_workers_names_their_calls():
+def test_the_description_of_workers_names_their_calls():
     said = describe({0: within("fit", 3, step=4), 1: outside(2), 2: None, 3: at(4, "input")})
     assert said == (
         "worker 0 is in step 5 (exchange) of `fit`, call 3, worker 1 is in no call of the strategy, after 2 calls "
@@ -300,7 +300,7 @@ def test_what_is_said_of_workers_names_their_calls():
 
 
 @pytest.mark.parametrize("name", SUSPECTS)
-def test_the_suspect_is_who_the_others_wait_for(name):
+def test_the_suspect_is_the_worker_that_its_peers_wait_for(name):
     positions, expected = SUSPECTS[name]
     assert suspect_of(positions) == expected
 
@@ -310,7 +310,7 @@ def test_a_worker_that_waits_for_no_peer_suspects_itself_and_not_a_silent_peer()
     assert suspect_of({0: None, 1: at(4, "exchange")}, own=1) == 0
 
 
-def test_a_watchdog_that_failed_or_may_never_judge_still_refuses_another_model(caplog, monkeypatch):
+def test_a_failed_or_unlimited_watchdog_still_refuses_different_models(caplog, monkeypatch):
     class Reports:
         number, tells, has_stopped, activity = 0, True, False, Activity()
 
@@ -361,7 +361,7 @@ class Words(CoordinationStore):
         return self.words[subject]
 
 
-def test_who_waits_for_a_word_learns_that_the_program_of_another_is_over():
+def test_a_worker_that_waits_for_a_message_learns_that_a_program_has_ended():
     with pytest.raises(ClusterError, match=r"All workers must take part in .*model.* program of worker 2 has ended"):
         Words(3, {OVER: 2})._await("model-7", 0, time.monotonic() + 300)
     with pytest.raises(tf.errors.DeadlineExceededError):
@@ -370,7 +370,7 @@ def test_who_waits_for_a_word_learns_that_the_program_of_another_is_over():
         WorkerAgreement(Words(3, {OVER: 0, DONE: True}), 60).wait_for_chief("the save", lambda _: None)
 
 
-def test_a_word_that_was_said_just_before_a_program_was_over_is_heard():
+def test_a_message_written_just_before_the_end_of_a_program_is_read():
     over = {OVER: 0, DONE: True}
     assert Words(3, {}, {"model-7": "mine", **over})._await("model-7", 0, time.monotonic() + 300) == "mine"
     board = Words(3, {})
@@ -378,7 +378,7 @@ def test_a_word_that_was_said_just_before_a_program_was_over_is_heard():
     WorkerAgreement(board, 60).wait_for_chief("the backup", lambda _: None)
 
 
-def test_the_end_of_a_call_while_this_worker_asks_who_is_absent_is_no_fault(monkeypatch):
+def test_a_call_that_ends_during_the_check_for_absent_workers_is_no_fault(monkeypatch):
     monkeypatch.setattr(watchdog, "_ABSENCE_SECONDS", -1.0)
     errors, ended = [], contextlib.ExitStack()
     board = Words(3, {OVER: 0})
@@ -395,7 +395,7 @@ def test_the_end_of_a_call_while_this_worker_asks_who_is_absent_is_no_fault(monk
     assert len(errors) == 1 and "program of worker 0 has ended" in errors[0]
 
 
-def test_who_looks_for_the_absent_asks_once_however_many_workers_there_are(monkeypatch):
+def test_the_check_for_absent_workers_costs_one_message_for_any_number_of_workers(monkeypatch):
     class Service:
         said, asked = {}, 0
 
@@ -449,14 +449,14 @@ class Exchanging:
                 self.dog._warn({worker: within("fit", 3) for worker in range(3)})
 
 
-def test_a_healthy_wait_is_asked_about_once_before_each_warning():
+def test_a_healthy_wait_asks_for_positions_once_before_each_warning():
     worker = Exchanging()
     for worker.step in range(2):
         worker.live(120)
     assert worker.asked == 2 * [9, 31, 92]
 
 
-def test_a_worker_that_waits_is_ended_neither_while_bytes_come_nor_while_others_exchange(monkeypatch):
+def test_a_waiting_worker_is_not_ended_while_bytes_arrive_or_peers_exchange(monkeypatch):
     counted, ended = iter(range(10**6)), []
     worker = Exchanging(lambda: next(counted))
     worker.live(1000)
@@ -472,7 +472,7 @@ def test_a_worker_that_waits_is_ended_neither_while_bytes_come_nor_while_others_
         assert bool(ended) != others_carry
 
 
-def test_the_wait_for_the_first_batch_of_others_is_noted_and_ends_if_none_of_them_is_busy(monkeypatch):
+def test_the_wait_for_first_batches_of_peers_ends_if_no_peer_is_busy(monkeypatch):
     monkeypatch.setattr(watchdog, "_POST_SECONDS", 0.0)
     worker, seen, errors = Exchanging(), [], []
     board = worker.dog._board
@@ -497,7 +497,7 @@ class Lone:
     fault_tolerance = FaultTolerance()
 
 
-def test_a_worker_that_trains_alone_beside_others_is_named_as_in_tf_config(monkeypatch):
+def test_a_worker_that_trains_alone_has_its_index_of_tf_config(monkeypatch):
     started = []
     monkeypatch.setattr(watchdog, "is_supervised", lambda: True)
     monkeypatch.setattr(watchdog, "start", lambda strategy, board, creations: started.append(board))
@@ -508,7 +508,7 @@ def test_a_worker_that_trains_alone_beside_others_is_named_as_in_tf_config(monke
     assert [(board.worker, board.others) for board in started] == [(2, []), (0, [])]
 
 
-def test_who_trains_alone_on_one_worker_keeps_the_others_place_on_the_board():
+def test_training_alone_on_one_worker_keeps_the_numbers_of_watchdogs_equal():
     def made(board):
         return Watchdog(Lone(), board, StallTimeout(), Creations())._subject
 
@@ -516,7 +516,7 @@ def test_who_trains_alone_on_one_worker_keeps_the_others_place_on_the_board():
     assert int(second.split("-")[1]) == int(first.split("-")[1]) + 1
 
 
-def test_a_worker_that_is_done_says_for_whom_it_waits_and_whom_it_gives_up(caplog):
+def test_a_worker_that_is_done_logs_its_wait_and_its_end(caplog):
     class Silent:
         worker, heard = 1, 0.0
 
@@ -595,7 +595,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("kind", "steps"), [*((kind, 1) for kind in KINDS), ("tf.data", 2), ("arrays", "eager")])
-def test_what_a_worker_does_is_noted_whatever_it_reads(kind, steps, monkeypatch):
+def test_activities_are_noted_for_all_kinds_of_input(kind, steps, monkeypatch):
     def refused():
         raise AssertionError("frames of other threads are not looked at while training is healthy")
 
@@ -638,7 +638,7 @@ def test_what_a_worker_does_is_noted_whatever_it_reads(kind, steps, monkeypatch)
     assert firsts[0] and len(firsts) >= 4 and not any(firsts[1:]), "a step that is no first tells how long one takes"
 
 
-def test_a_call_that_failed_is_over_though_its_exception_is_kept():
+def test_a_failed_call_has_ended_although_its_exception_is_kept():
     strategy = tfdist.MirroredStrategy(["CPU:0"])
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -736,7 +736,7 @@ def launch(directory, script, stall_seconds, workers, seconds=DEADLINE_SECONDS):
     return codes, outputs, reports
 
 
-def test_an_endless_loop_on_one_worker_ends_the_job_with_its_name_and_stack(tmp_path):
+def test_an_endless_loop_ends_the_job_with_the_name_and_stack_of_its_worker(tmp_path):
     codes, outputs, reports = train(tmp_path, fault=True, sleep=0, stall_seconds=4)
     assert STALLED in codes and 0 not in codes, outputs
     stalls = [report for report in reports if report["kind"] == "stall"]
@@ -758,7 +758,7 @@ def test_an_endless_loop_on_one_worker_ends_the_job_with_its_name_and_stack(tmp_
         pytest.param(True, id="waits for the chief to write"),
     ],
 )
-def test_a_worker_that_alone_was_told_to_stop_is_named_though_it_is_at_its_end(tmp_path, writes):
+def test_a_worker_that_alone_set_stop_training_is_named(tmp_path, writes):
     codes, outputs, reports = train(tmp_path, fault=False, sleep=0, stall_seconds=4, stops=1, writes=writes)
     assert ("finished" in outputs[1]) != writes and codes[0] == STALLED and codes[1] != 0, outputs
     assert "`model.stop_training` was set only on worker 1." in outputs[0]
@@ -767,7 +767,7 @@ def test_a_worker_that_alone_was_told_to_stop_is_named_though_it_is_at_its_end(t
 
 
 @pytest.mark.parametrize("strategy", ["MirroredStrategy", pytest.param(MANY, marks=pytest.mark.exhaustive)])
-def test_a_lone_worker_of_a_supervised_run_is_ended_by_an_endless_loop_too(strategy, tmp_path):
+def test_an_endless_loop_of_a_lone_supervised_worker_is_ended(strategy, tmp_path):
     codes, outputs, reports = train(tmp_path, fault=True, sleep=0, stall_seconds=3, workers=1, strategy=strategy)
     assert codes == [STALLED], outputs
     assert [(report["kind"], report["suspect"], report["step"]) for report in reports] == [("stall", 0, 30)]
@@ -873,7 +873,7 @@ CELLS = [
         for cell in CELLS
     ],
 )
-def test_no_worker_waits_beyond_its_deadline_for_one_that_does_otherwise(act, kind, verbose, calls, steps, tmp_path):
+def test_no_worker_waits_beyond_its_deadline_for_a_different_call(act, kind, verbose, calls, steps, tmp_path):
     known = f"ACT, KIND, VERBOSE, CALLS, STEPS = {act!r}, {kind!r}, {verbose}, {calls}, {steps}\n"
     codes, outputs, reports = launch(tmp_path, known + UNLIKE, 6, 2)
     assert codes[0] != 0, outputs
