@@ -1,0 +1,236 @@
+"""Exchanges between two workers in one process, which are connected without TensorFlow."""
+
+import os
+import socket
+import threading
+import time
+
+import tensorflow as tf
+from tensorflow.python.distribute.cross_device_utils import CollectiveKeys
+
+from tfdist._compat import tf_internals
+from tfdist.network.tls import Tls, TlsFiles
+from tfdist.strategies.collectives import peer_exchange
+from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher
+from tfdist.strategies.collectives.peer_exchange import PeerExchange
+from tfdist.strategies.collectives.tcp_transport import TcpTransport
+
+NAMES = ["worker 0 at a:1", "worker 1 at b:1"]
+OPTIONS = tf_internals.CommunicationOptions()
+
+SCENARIOS = []
+
+
+def scenario(function):
+    """Adds a function of two connected workers to `SCENARIOS`."""
+    SCENARIOS.append(function)
+    return function
+
+
+def run(scenario, files=()):
+    """Runs a scenario in this process, which it may leave in any state; over TLS if there are `files`."""
+    scenario(ConnectedWorkers(files))
+
+
+class ConnectedWorkers:
+    """Two workers that have exchanged tensors once.
+
+    Attributes:
+      ends: The connection's end at each worker.
+      exchanges: The `PeerExchange` of each worker.
+      ended: The sums that each worker has received, or its error; `None` while it waits.
+    """
+
+    def __init__(self, files):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.ends = [socket.create_connection(listener.getsockname()), listener.accept()[0]]
+        if files:
+            self._encrypt(files)
+        self.exchanges = [PeerExchange(worker, {1 - worker: self.ends[worker]}, NAMES) for worker in range(2)]
+        self.launchers = [CollectiveLauncher(77, 2, CollectiveKeys(), "/device:CPU:0", OPTIONS) for _ in range(2)]
+        for launcher, exchange in zip(self.launchers, self.exchanges, strict=True):
+            launcher.transport, launcher.is_ordered = TcpTransport(launcher, exchange), True
+        self._steps = [sums(launcher) for launcher in self.launchers]
+        self.ended = [None, None]
+        assert self.both() == [[2000, 1000]] * 2, self.ended
+        self.ended = [None, None]
+
+    def _encrypt(self, files):
+        tls, accepted = Tls(TlsFiles(*files)), []
+
+        def accept():
+            accepted.append(tls.accept(self.ends[1]))
+            accepted[0].do_handshake()
+
+        accepting = threading.Thread(target=accept)
+        accepting.start()
+        self.ends[0] = tls.connect(self.ends[0], "127.0.0.1")
+        accepting.join()
+        self.ends[1] = accepted[0]
+
+    def begin(self, *workers, sizes=(1000, 500)):
+        """Begins a step of each of these workers, which sums tensors of ones. Returns the threads."""
+        threads = [threading.Thread(target=self._run, args=(i, *map(tf.ones, sizes)), daemon=True) for i in workers]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def both(self, **options):
+        """Runs a step of both workers, and returns `ended`."""
+        for thread in self.begin(0, 1, **options):
+            thread.join(60)
+        return self.ended
+
+    def _run(self, worker, *tensors):
+        try:
+            self.ended[worker] = [total.numpy().sum() for total in self._steps[worker](*tensors)]
+        except tf.errors.OpError as error:
+            self.ended[worker] = f"{type(error).__name__} {error.message}"
+
+    def shorten_sends(self):
+        """Lets the kernel take only a part of a message at a time."""
+        for end in self.ends:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+
+
+def sums(launcher):
+    def step(*tensors):
+        return [launcher.all_reduce(each, options=OPTIONS) for each in tensors]
+
+    return tf.function(step, autograph=False)
+
+
+def eventually(found):
+    deadline = time.monotonic() + 60
+    while not found() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found()
+
+
+@scenario
+def exchanges_do_not_wait_for_each_other(workers):
+    (thread,) = workers.begin(0)
+    first, second = workers.exchanges
+    assert eventually(lambda: len(first._rounds) == 2), first._rounds
+    workers.begin(1)
+    thread.join(60)
+    assert eventually(lambda: workers.ended == [[2000, 1000]] * 2), workers.ended
+    assert first.carried_bytes() == second.carried_bytes() >= 4 * 1500 * 4, "each way, in two steps"
+
+
+FORGED_HEADERS = {
+    "a negative size": [(77, 1 << 30, -1)],
+    "the least size": [(77, 1 << 30, -(1 << 63))],
+    "an absurd size": [(77, 1 << 30, 1 << 31)],
+    "the most size": [(77, 1 << 30, (1 << 63) - 1)],
+    "a key that is none": [(77, 0, 8)],
+    "a negative key": [(77, -1, 8)],
+    "a group that is none": [(-1, 5, 8)],
+    "an exchange a second time": [(99, 5, 0), (99, 5, 0)],
+    "too many exchanges": [(99, key, 0) for key in range(1, 300_000)],
+    "another protocol": [(0x47455420, 0x2F204854, 0x54502F312E310D0A)],
+}
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def is_closed_after(end, headers):
+    """Sends headers, and returns whether the other end then closes the connection."""
+    try:
+        end.sendall(b"".join(peer_exchange._HEADER.pack(*each) for each in headers))
+        while end.recv(1 << 16):  # what the other end sent before
+            pass
+        return True
+    except OSError:
+        return True
+
+
+@scenario
+def a_header_that_no_worker_sends_is_refused_its_sender_named_and_its_connection_closed(workers):
+    exchange, end = workers.exchanges[0], workers.ends[1]
+    workers.begin(0)
+    assert eventually(lambda: len(exchange._rounds) == 2), exchange._rounds
+    before = resident_bytes()
+    for case, headers in FORGED_HEADERS.items():
+        assert is_closed_after(end, headers), case
+        assert eventually(lambda exchange=exchange: exchange._fault), case
+        assert exchange._fault.startswith("worker 1 at b:1 has ") and "closed" in exchange._fault, exchange._fault
+        assert eventually(lambda: workers.ended[0]) and "worker 1 at b:1 has sent" in workers.ended[0], workers.ended
+        own_end, end = socket.socketpair()
+        exchange = PeerExchange(0, {1: own_end}, NAMES)
+    assert resident_bytes() - before < 80 << 20, resident_bytes() - before
+
+
+@scenario
+def the_sum_of_empty_tensors_is_empty(workers):
+    assert workers.both(sizes=(0, 4)) == [[0, 8]] * 2, workers.ended
+
+
+@scenario
+def a_worker_that_has_taken_other_steps_is_named(workers):
+    peer_exchange._LOOK_SECONDS, peer_exchange._UNLIKE_SECONDS = 0.05, 0.5
+    workers.launchers[0].count.assign_add(2)  # as after a step that failed on one worker only
+    assert all("UnavailableError" in each for each in workers.both()), workers.ended
+    assert any("exchanges something else" in each and "worker" in each for each in workers.ended), workers.ended
+
+
+@scenario
+def a_worker_that_cannot_send_fails_without_waiting(workers):
+    def without_room(self, *args):
+        raise MemoryError("no room")
+
+    peer_exchange._PendingCollective.__init__ = without_room
+    assert all("UnavailableError" in each for each in workers.both()), workers.ended
+    assert all("no room" in each for each in workers.ended), workers.ended
+
+
+@scenario
+def large_and_small_tensors_arrive_independently(workers):
+    sizes = [3, 4_000_000, 5, 70_000, 100_001, 1, 2_000_000]
+    assert workers.both(sizes=sizes) == [[2 * size for size in sizes]] * 2, workers.ended
+
+
+@scenario
+def a_message_larger_than_one_dimension_can_count_arrives(workers):
+    peer_exchange._MOST_BYTES, peer_exchange._ROW_BITS = 4000, 4  # smaller than a message of 4000 bytes with its key
+    peer_exchange._shape.cache_clear()
+    assert peer_exchange._shape(4004).shape == [2]
+    assert workers.both() == [[2000, 1000]] * 2, workers.ended
+
+
+@scenario
+def a_message_that_is_sent_in_parts_arrives_whole(workers):
+    workers.shorten_sends()
+    for sizes in ([50_000], [1000, 60_000, 3], [64_000, 64_000]):
+        assert workers.both(sizes=sizes) == [[2 * size for size in sizes]] * 2, workers.ended
+
+
+@scenario
+def an_exchange_after_a_failure_raises_at_once(workers):
+    context, begun = tf_internals.context.context(), threading.Event()
+    abort = context.abort_collective_ops
+
+    def slowly(*args):
+        begun.set()
+        time.sleep(0.5)
+        abort(*args)
+
+    context.abort_collective_ops = slowly
+    fail = workers.exchanges[0]._fail
+    threading.Thread(target=fail, args=("worker 1 at b:1 is gone",), daemon=True).start()
+    begun.wait()
+    workers.begin(0)[0].join(60)
+    assert "worker 1 at b:1 is gone" in workers.ended[0], workers.ended
+
+
+def data_goes_both_ways_whole_or_in_parts_until_a_worker_closes(workers):
+    workers.shorten_sends()
+    for sizes in ([3, 1_000_000, 5, 70_000, 100_001, 1, 0], [50_000], [1000, 60_000, 3], [64_000, 64_000]):
+        for _ in range(2):
+            assert workers.both(sizes=sizes) == [[2 * size for size in sizes]] * 2, (sizes, workers.ended)
+    socket.socket.shutdown(workers.ends[1], socket.SHUT_RDWR)
+    workers.begin(0)[0].join(60)
+    assert "worker 1 at b:1 is gone" in workers.ended[0], workers.ended
