@@ -44,6 +44,7 @@ from tfdist.faults.watchdog import Creations, Watchdog, start
 from tfdist.faults.worker_agreement import WorkerAgreement
 
 DEADLINE_SECONDS = 240
+SCRIPTS = pathlib.Path(__file__).parent / "scripts"
 MANY = "MultiWorkerMirroredStrategy"
 
 
@@ -665,50 +666,15 @@ def test_a_failed_call_has_ended_although_its_exception_is_kept():
     assert strategy.reports.doing().call is None
 
 
-SCRIPT = """
-import tempfile, threading, time
-import keras, numpy as np
-import tfdist
-
-strategy = getattr(tfdist, STRATEGY)()
-with strategy.scope():
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-
-class Slow(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        if epoch == 1:
-            time.sleep(SLEEP)
-            self.model.stop_training = STOPS is not None and strategy.extended._id_in_cluster == STOPS
-        tempfile.tempdir = "/nowhere"  # what watches needs no disk
-        print("epoch", epoch, flush=True)
-
-x = np.ones((64, 8), "float32")
-class Writes(tfdist.callbacks.ChiefOnly, keras.callbacks.Callback):
-    pass
-
-callbacks = [Slow(), Writes()] if WRITES else [Slow()]
-if FAULT:
-    for _ in range(120):  # among which is the one that matters
-        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
-    callbacks.append(tfdist.testing.Fault("hang", worker=WORKERS - 1, step=30, attempt=3))
-model.fit(x, x[:, :1], batch_size=8, epochs=4, verbose=0, callbacks=callbacks)
-print("finished", flush=True)
-"""
-
-
 def train(directory, *, fault, sleep, stall_seconds, workers=2, stops=None, writes=False, strategy=MANY):
     """Returns the workers' exit codes, outputs and failure reports."""
-    script = (
-        f"FAULT, SLEEP, WORKERS, STOPS, WRITES = {fault}, {sleep}, {workers}, {stops}, {writes}\n"
-        f"STRATEGY = {strategy!r}\n{SCRIPT}"
-    )
-    return launch(directory, script, stall_seconds, workers)
+    options = {"fault": fault, "sleep": sleep, "workers": workers, "stops": stops, "writes": writes}
+    return launch(directory, "watched_training", {**options, "strategy": strategy}, stall_seconds, workers)
 
 
-def launch(directory, script, stall_seconds, workers, seconds=DEADLINE_SECONDS):
-    """Returns the workers' exit codes, outputs and failure reports."""
-    (directory / "script.py").write_text(script)
+def launch(directory, script, options, stall_seconds, workers, seconds=DEADLINE_SECONDS):
+    """Runs a script of the folder `scripts`. Returns the workers' exit codes, outputs and failure reports."""
+    command = [sys.executable, "-u", str(SCRIPTS / f"{script}.py"), json.dumps(options)]
     ports = free_ports(workers)
     processes = []
     try:
@@ -721,7 +687,6 @@ def launch(directory, script, stall_seconds, workers, seconds=DEADLINE_SECONDS):
                 "TFDIST_ATTEMPT": "3",
             }
             with (directory / f"worker-{index}.log").open("wb") as log:
-                command = [sys.executable, "-u", str(directory / "script.py")]
                 processes.append(
                     subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
                 )
@@ -781,81 +746,6 @@ def test_a_long_callback_on_one_worker_within_its_limit_ends_nothing(tmp_path):
     assert not pathlib.Path(tmp_path / "run").exists()
 
 
-UNLIKE = """
-import sys, time
-import keras, numpy as np, tensorflow as tf
-import tfdist
-
-strategy = tfdist.MultiWorkerMirroredStrategy(
-    fault_tolerance=tfdist.FaultTolerance(start_timeout_seconds=60, shutdown_timeout_seconds=5)
-)
-acts = strategy.extended._id_in_cluster == 1
-with strategy.scope():
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse", steps_per_execution=STEPS)
-x = np.ones((96, 8), "float32")
-y = x[:, :1]
-
-def hang():
-    print("acts", flush=True)
-    time.sleep(600)
-
-def read(number):
-    if acts and (ACT, int(number)) in (("hangs in its first input", 0), ("hangs in its input", 60)):
-        hang()
-    return np.int64(number)
-
-def rows(context=None):
-    def checked(i, x, y):
-        i = tf.numpy_function(read, [i], tf.int64)
-        with tf.control_dependencies([i]):
-            return tf.identity(x), y
-    numbered = tf.data.Dataset.enumerate(tf.data.Dataset.from_tensor_slices((x, y)))
-    return numbered.map(lambda i, xy: checked(i, *xy)).batch(8 if context is None else 4)
-
-class Rows(keras.utils.PyDataset):
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        read(index * 8)
-        return x[:8], y[:8]
-
-def generated():
-    for index in range(12):
-        read(index * 8 // 10 * 10)
-        yield x[:8], y[:8]
-
-class Acts(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if acts and batch == 3 and ACT == "stops":
-            print("acts", flush=True)
-            self.model.stop_training = True
-        if acts and batch == 3 and ACT == "hangs in a callback":
-            hang()
-        if acts and batch == 3 and ACT == "predicts in a callback":
-            self.model.predict(x, verbose=0)
-
-    def on_epoch_end(self, epoch, logs=None):
-        if acts and ACT == "hangs at the end of an epoch":
-            hang()
-
-def data():
-    made = {"arrays": lambda: x, "tf.data": rows, "PyDataset": Rows, "generator": generated}
-    made["function"] = lambda: strategy.distribute_datasets_from_function(rows)
-    return made[KIND]()
-
-for call in range(3):
-    if acts and call == 1 and ACT in ("predict", "evaluate", "train_on_batch"):
-        getattr(model, ACT)(*([x] if ACT == "predict" else [x, y]), **({} if "batch" in ACT else {"verbose": 0}))
-    if acts and call == 1 and ACT == "leaves":
-        sys.exit()
-    options = {"batch_size": 8, "y": y} if KIND == "arrays" else {}
-    given = [Acts()] + [tfdist.callbacks.ModelCheckpoint("/tmp/none-{epoch}.keras", save_freq=10**9)] * CALLS
-    model.fit(data(), epochs=2, verbose=VERBOSE, callbacks=given, **options)
-    time.sleep(1)
-"""
-
 IN_STEPS = ["stops", "hangs in a callback", "predicts in a callback", "hangs at the end of an epoch"]
 BETWEEN = ["predict", "evaluate", "train_on_batch", "leaves"]
 CELLS = [
@@ -867,15 +757,15 @@ CELLS = [
 
 
 @pytest.mark.parametrize(
-    ("act", "kind", "verbose", "calls", "steps"),
+    ("act", "kind", "verbose", "writes", "steps"),
     [
         pytest.param(*cell, marks=() if cell == ("stops", "tf.data", 1, True, 4) else pytest.mark.exhaustive)
         for cell in CELLS
     ],
 )
-def test_no_worker_waits_beyond_its_deadline_for_a_different_call(act, kind, verbose, calls, steps, tmp_path):
-    known = f"ACT, KIND, VERBOSE, CALLS, STEPS = {act!r}, {kind!r}, {verbose}, {calls}, {steps}\n"
-    codes, outputs, reports = launch(tmp_path, known + UNLIKE, 6, 2)
+def test_no_worker_waits_beyond_its_deadline_for_a_different_call(act, kind, verbose, writes, steps, tmp_path):
+    options = {"act": act, "kind": kind, "verbose": verbose, "writes": writes, "steps": steps}
+    codes, outputs, reports = launch(tmp_path, "unlike_calls", options, 6, 2)
     assert codes[0] != 0, outputs
     assert "worker 1" in outputs[0] + outputs[1], outputs
     if act in ("predict", "evaluate", "train_on_batch"):
