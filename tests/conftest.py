@@ -23,11 +23,6 @@ for name in list(os.environ):
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Name: (workers, devices in each).
-PLACEMENTS = {
-    **{"single": (1, 1), "1x2": (1, 2), "2x1": (2, 1), "2x2": (2, 2)},
-    **{"1x3": (1, 3), "1x4": (1, 4), "3x1": (3, 1)},
-}
 # `--no-loadscope-reorder` starts these files first, in this order: files that compute beside files that wait.
 LONGEST = (
     *("test_keras_features", "test_supervise", "test_faults", "test_watchdog", "test_compressed_training"),
@@ -59,12 +54,17 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.unit)
 
 
+def sizes(placement):
+    """Returns the number of workers of a placement such as "2x1", and of devices in each worker."""
+    return (1, 1) if placement == "single" else tuple(map(int, placement.split("x")))
+
+
 class QuickPool(WorkerPool):
     """A pool of workers that train a tenth faster, because they skip garbage collections."""
 
-    def __init__(self, num_workers, devices):
+    def __init__(self, placement):
+        num_workers, self._devices = sizes(placement)
         super().__init__(num_workers, timeout_seconds=400)
-        self._devices = devices
 
     def run(self, fn, *args, **kwargs):
         super().run(make_quick, self._devices)  # at each call, since a failure replaces the workers
@@ -92,7 +92,7 @@ def pools():
 
     @functools.cache
     def pool(placement):
-        opened.append(QuickPool(*PLACEMENTS[placement]))
+        opened.append(QuickPool(placement))
         return opened[-1]
 
     yield pool

@@ -5,7 +5,7 @@ import pytest
 from keras import layers
 
 import row_checks as checks
-from conftest import PLACEMENTS, QuickPool
+from conftest import QuickPool
 from tfdist.faults.creation_watch import unlike
 from tfdist.strategies.model_description import described_compile, described_layers
 
@@ -33,7 +33,7 @@ def test_different_models_are_named_on_all_workers_before_use(case, words, pools
 @pytest.fixture
 def own_pool():
     """A pool for one test, after which collectives of its processes may fail."""
-    pool = QuickPool(*PLACEMENTS["2x1"])
+    pool = QuickPool("2x1")
     yield pool
     pool.close()
 

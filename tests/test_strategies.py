@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import strategy_checks as checks
-from conftest import PLACEMENTS as PLACEMENT_SIZES
+from conftest import sizes
 from tfdist.faults.activity import TRAIN, Execution
 from tfdist.strategies.not_finite import sampled
 from tfdist.strategies.step_report import StepReports
@@ -38,7 +38,7 @@ def test_workers_that_seed_differently_start_from_the_same_weights(pools):
 
 @pytest.mark.parametrize("placement", [pytest.param("1x2", marks=pytest.mark.exhaustive), "2x1"])
 def test_unseeded_shuffled_epochs_have_each_row_once(placement):
-    workers, devices = PLACEMENT_SIZES[placement]
+    workers, devices = sizes(placement)
     for seen in run_workers(checks.rows_of_an_epoch, workers, args=(placement,), devices_per_worker=devices):
         np.testing.assert_array_equal(seen, np.full(24, 2))
 
