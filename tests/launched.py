@@ -11,6 +11,7 @@ import textwrap
 import time
 
 DEADLINE_SECONDS = 150
+SCRIPTS = pathlib.Path(__file__).parent / "scripts"
 
 # Every worker writes its process number to a file in the directory of the test.
 PREAMBLE = """

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from absl import logging
 
+from launched import SCRIPTS
 from tfdist.backup import backup_cleanup
 from tfdist.backup.commit_store import LOCK, MANIFEST, CommitStore, Draft, _digest
 from tfdist.backup.storage import LocalFiles
@@ -379,24 +380,8 @@ def test_an_incomplete_draft_is_no_commit(two):
     assert found(two) == 12
 
 
-HOLD = """
-import sys, time, os
-from tfdist.backup.commit_store import CommitStore
-store = CommitStore(sys.argv[1])
-store.claim()
-for name in os.listdir(sys.argv[1]):  # a copy of it, elsewhere
-    open(os.path.join(sys.argv[1], name)).close()
-if os.fork() == 0:  # what a killed run has forked does not hold its lock
-    os.close(1)
-    time.sleep(float(sys.argv[2]))
-    os._exit(0)
-print("held", flush=True)
-time.sleep(float(sys.argv[2]))
-"""
-
-
 def test_two_jobs_do_not_share_a_directory_and_a_killed_one_frees_it_at_once(tmp_path):
-    command = [sys.executable, "-c", HOLD, tmp_path, "20"]
+    command = [sys.executable, SCRIPTS / "hold_backup.py", tmp_path, "20"]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     try:
         assert holder.stdout.readline() == b"held\n"
@@ -416,7 +401,7 @@ def test_two_jobs_do_not_share_a_directory_and_a_killed_one_frees_it_at_once(tmp
 def test_a_holder_on_another_host_is_waited_for_longer(who, tmp_path, warnings):
     # In the second case, a container has the same host name, and process numbers may be equal too.
     elsewhere = "process 7 on elsewhere" if who == "another" else f"process {os.getpid()} on {socket.gethostname()}"
-    command = [sys.executable, "-c", HOLD, tmp_path, "20"]
+    command = [sys.executable, SCRIPTS / "hold_backup.py", tmp_path, "20"]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     try:
         assert holder.stdout.readline() == b"held\n"
@@ -472,29 +457,12 @@ def test_a_folder_that_cannot_be_removed_stays_empty(two, tmp_path):
     assert link.is_symlink() and list(two.iterdir()) == []
 
 
-KILLED = """
-import os, sys
-import numpy as np
-from tfdist.backup.commit_store import CommitStore, Draft
-store = CommitStore(sys.argv[1])
-store.claim()
-newest = store.newest_whole()
-step = newest.step if newest else 0
-while True:
-    step += 1
-    draft = Draft(sys.argv[1], "abc", step)
-    files = {f"{i}": draft.write(f"{i}", [np.full(30000, step + i, np.int64).data.cast("B")]) for i in range(4)}
-    store.commit(draft, {"files": files, "workers": 1}, keep=2)
-    print(step, flush=True)
-"""
-
-
 @pytest.mark.slow
 def test_a_writer_killed_at_any_moment_loses_no_commit(tmp_path):
     rng = np.random.default_rng(0)
     said = 0
     for _ in range(6):
-        writer = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE)
+        writer = subprocess.Popen([sys.executable, SCRIPTS / "write_commits.py", tmp_path], stdout=subprocess.PIPE)
         try:
             writer.stdout.readline()  # The process is now writing.
             time.sleep(rng.uniform(0, 0.05))

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.netlab import Netlab, why_not
 from certificates import Authority
-from launched import eventually
+from launched import SCRIPTS, eventually
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
 from tfdist.faults import admission, rendezvous
@@ -192,21 +192,11 @@ def test_connections_of_strangers_do_no_harm(secret, monkeypatch):
         assert {index: sorted(lines) for index, lines in group.end().items()} == {0: [1], 1: [0]}
 
 
-FLOOD = """
-import json, resource, socket, sys, threading
-from tfdist.cluster import ClusterSpec
-from tfdist.faults import rendezvous
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-lines = rendezvous.meet(ClusterSpec.from_json(sys.argv[1]), 60)
-with open("/proc/self/status") as status:
-    print(sorted(lines), *[line.split()[1] for line in status if line.startswith("VmHWM")])
-"""
-
-
 def test_silent_and_talkative_crowds_keep_no_worker_out_and_take_little_memory():
     specs = clusters(2)
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    chief = subprocess.Popen([sys.executable, "-c", FLOOD, specs[0].to_json()], stdout=subprocess.PIPE, text=True)
+    commands = [[sys.executable, SCRIPTS / "meet.py", spec.to_json(), "64"] for spec in specs]
+    chief = subprocess.Popen(commands[0], stdout=subprocess.PIPE, text=True)
     with chief, contextlib.ExitStack() as stack:
         crowd = []
         for number in range(600):
@@ -215,9 +205,9 @@ def test_silent_and_talkative_crowds_keep_no_worker_out_and_take_little_memory()
             crowd[-1].setblocking(False)
             with contextlib.suppress(OSError):
                 crowd[-1].send(words)
-        worker = subprocess.run([sys.executable, "-c", FLOOD, specs[1].to_json()], stdout=subprocess.PIPE, text=True)
+        worker = subprocess.run(commands[1], stdout=subprocess.PIPE, text=True)
         printed = chief.communicate(timeout=DEADLINE_SECONDS)[0]
-    assert worker.stdout.startswith("[0]") and printed.startswith("[1]"), printed
+    assert worker.stdout.startswith("{0:") and printed.startswith("{1:"), printed
     # Memory that 600 connections took, compared with a worker that no stranger disturbs.
     assert int(printed.split()[-1]) - int(worker.stdout.split()[-1]) < 30_000, (printed, worker.stdout)
 
@@ -292,43 +282,6 @@ def test_different_versions_and_equal_indices_are_named_soon(secret, monkeypatch
         assert secret or not re.search(r"127\.0|tensorflow", answers[0]), answers
 
 
-MEET = """
-import sys
-from tfdist.cluster import ClusterSpec
-from tfdist.faults import rendezvous
-lines = rendezvous.meet(ClusterSpec.from_json(sys.argv[1]), 60)
-print({worker: line.getpeername()[0] for worker, line in lines.items()}, flush=True)
-"""
-ATTACK = """
-import contextlib, dataclasses, socket, sys, time
-from tfdist.cluster import ClusterSpec
-from tfdist.faults import rendezvous
-from tfdist.network import handshake
-spec = ClusterSpec.from_json(sys.argv[1])
-own = rendezvous._introduction(spec)
-misfit = dataclasses.replace(own, addresses=("10.9.9.9:1", "10.9.9.8:1"))
-kept = []
-def connect():
-    host, port = spec.jobs["worker"][0].split(":")
-    while True:
-        with contextlib.suppress(OSError):
-            kept.append(socket.create_connection((host, int(port)), 3))
-            return kept[-1]
-        time.sleep(0.05)
-end = time.monotonic() + 4  # Longer than a host of the cluster would need.
-while time.monotonic() < end:
-    with contextlib.suppress(OSError):
-        connect().sendall(b"[" * 200_000 + b"\\n")
-    with contextlib.suppress(OSError):
-        handshake.introduce(connect(), None, dataclasses.asdict(misfit))
-    with contextlib.suppress(OSError, handshake.NotOursError):
-        handshake.introduce(connect(), None, dataclasses.asdict(own))  # One that fits.
-    time.sleep(0.2)
-print("attacked", flush=True)
-time.sleep(60)
-"""
-
-
 @pytest.mark.privileged
 def test_another_host_cannot_end_the_job_or_replace_a_worker():
     """Without a secret, a stranger sends lines that could end the job; a forged worker 1 comes before the real one."""
@@ -337,22 +290,25 @@ def test_another_host_cannot_end_the_job_or_replace_a_worker():
     with Netlab(hosts=4, rate=None) as lab, contextlib.ExitStack() as stack:
         jobs = {"worker": [f"{host.address}:2222" for host in lab.hosts[:3]]}
 
-        def start(host, code, index):
-            command = [sys.executable, "-c", code, ClusterSpec(jobs, "worker", index).to_json()]
+        def start(host, script, index):
+            command = [sys.executable, str(SCRIPTS / script), ClusterSpec(jobs, "worker", index).to_json()]
             process = subprocess.Popen(host.command(command), stdout=subprocess.PIPE, text=True)
             stack.callback(process.kill)
             return process
 
-        chief, attacker = start(lab.hosts[0], MEET, 0), start(lab.hosts[3], ATTACK, 1)
+        def met(process):
+            return eval(process.communicate(timeout=DEADLINE_SECONDS)[0].splitlines()[0])
+
+        chief, attacker = start(lab.hosts[0], "meet.py", 0), start(lab.hosts[3], "attack_rendezvous.py", 1)
         assert attacker.stdout.readline() == "attacked\n"
         assert chief.poll() is None
-        workers = [start(lab.hosts[1], MEET, 1)]
+        workers = [start(lab.hosts[1], "meet.py", 1)]
         time.sleep(2)
-        workers.append(start(lab.hosts[2], MEET, 2))
+        workers.append(start(lab.hosts[2], "meet.py", 2))
         addresses = [host.address for host in lab.hosts]
-        assert eval(chief.communicate(timeout=DEADLINE_SECONDS)[0]) == {1: addresses[1], 2: addresses[2]}
+        assert met(chief) == {1: addresses[1], 2: addresses[2]}
         for worker in workers:
-            assert eval(worker.communicate(timeout=DEADLINE_SECONDS)[0]) == {0: addresses[0]}
+            assert met(worker) == {0: addresses[0]}
 
 
 # The shared secret.

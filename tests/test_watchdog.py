@@ -18,7 +18,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from launched import eventually
+from launched import SCRIPTS, eventually
 from tfdist.backup.step_counter import CountedSteps
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
@@ -44,7 +44,6 @@ from tfdist.faults.watchdog import Creations, Watchdog, start
 from tfdist.faults.worker_agreement import WorkerAgreement
 
 DEADLINE_SECONDS = 240
-SCRIPTS = pathlib.Path(__file__).parent / "scripts"
 MANY = "MultiWorkerMirroredStrategy"
 
 

@@ -1,0 +1,18 @@
+"""Claims a folder of backups and keeps it for some seconds."""
+
+import os
+import sys
+import time
+
+from tfdist.backup.commit_store import CommitStore
+
+directory, seconds = sys.argv[1], float(sys.argv[2])
+CommitStore(directory).claim()
+for name in os.listdir(directory):  # a copy of it, elsewhere
+    open(os.path.join(directory, name)).close()
+if os.fork() == 0:  # what a killed run has forked does not hold its lock
+    os.close(1)
+    time.sleep(seconds)
+    os._exit(0)
+print("held", flush=True)
+time.sleep(seconds)
