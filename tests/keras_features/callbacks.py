@@ -11,7 +11,7 @@ from keras_features.models import normalized
 from keras_features.table import built, data, fit, outcome, row
 
 
-@row()
+@row(placements=("2x1",))
 def callbacks_that_decide(place):
     model = built(place)
     x, y = data(40)
@@ -31,7 +31,7 @@ def callbacks_that_decide(place):
     return outcome(model, history, seen=seen)
 
 
-@row()
+@row(placements=("2x1",))
 def callbacks_that_write(place):
     model = built(place)
     x, y = data(40)
@@ -66,7 +66,7 @@ def callbacks_that_write(place):
     return outcome(model, history)
 
 
-@row(exempt="BatchNormalization; what is saved must be the same whichever worker saves")
+@row(placements=("2x1",), exempt="BatchNormalization; what is saved must be the same whichever worker saves")
 def save_and_load(place):
     model = built(place, normalized, optimizer="adam")
     fit(model)

@@ -10,7 +10,7 @@ from keras_features.metrics import one_output
 from keras_features.table import BATCH, built, data, fit, outcome, row
 
 
-@row()
+@row(placements=("1x2", "2x1", "2x2"))
 def fit_numpy(place):
     model = built(place)
     return outcome(model, fit(model))
@@ -26,7 +26,7 @@ def fit_shuffled_two_epochs(place):
     return outcome(model, history)
 
 
-@row()
+@row(placements=("2x1",))
 def evaluate_uneven(place):
     model = built(place, weighted_metrics=["mae"], loss="mse", make=lambda: one_output())
     x, y = data(37)
@@ -34,7 +34,7 @@ def evaluate_uneven(place):
     return outcome(model, loss=loss)
 
 
-@row()
+@row(placements=("2x1",))
 def predict_uneven(place):
     model = built(place)
     x, _ = data(37)
@@ -73,7 +73,7 @@ def shape_of(output):
     return output.shape if isinstance(output, np.ndarray) else (*output.bounding_shape().numpy(), -1)
 
 
-@row()
+@row(placements=("1x2",))
 def predict_outputs_as_long_as_the_longest_of_a_batch(place):
     """Equal lengths give an array, different lengths a ragged tensor; the last batch leaves a replica without rows."""
     values, x = {}, np.stack([np.arange(17) % 7 + 1, np.arange(1, 18)], axis=1).astype("float32")
@@ -96,7 +96,7 @@ def predict_outputs_as_long_as_the_longest_of_a_batch(place):
     return outcome(model, **values)
 
 
-@row()
+@row(placements=("2x1",))
 def predict_tokens_of_padded_texts(place):
     """The graph is traced on batches of one length, then of another; a replica may have no rows."""
     values = {}
@@ -112,7 +112,7 @@ def predict_tokens_of_padded_texts(place):
     return outcome(model, **values)
 
 
-@row()
+@row(placements=("2x1",))
 def on_batch(place):
     """Each worker passes its own rows. A single worker divides them among its devices."""
     spec = tfdist.cluster.ClusterSpec.from_env() if place.strategy else None
@@ -134,7 +134,7 @@ def on_batch(place):
     return outcome(model, **values, weights_of_sums=summed.get_weights()[0])
 
 
-@row()
+@row(placements=("2x1",))
 def batches_of_which_replicas_know_unlike_shapes(place):
     """A replica with batches of changing sizes traces for any size, so the shapes of its gradients are unknown."""
     strategy = place.strategy or tf.distribute.get_strategy()
@@ -174,7 +174,7 @@ def batches_of_which_replicas_know_unlike_shapes(place):
     return outcome(model)
 
 
-@row()
+@row(placements=("1x2",))
 def run_eagerly(place):
     head = [layers.Input((6,)), layers.Reshape((3, 2)), layers.GlobalMaxPooling1D()]  # fails on a batch without rows
     model = built(place, lambda: keras.Sequential([*head, layers.Dense(3)]), run_eagerly=True)
@@ -182,7 +182,7 @@ def run_eagerly(place):
     return outcome(model, fit(model, x, y))
 
 
-@row()
+@row(placements=("1x2",))
 def steps_per_execution(place):
     model = built(place, steps_per_execution=4)
     history = fit(model)

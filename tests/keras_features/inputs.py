@@ -43,7 +43,7 @@ def untuned(deterministic=True):
     return options
 
 
-@row(same_bits=False)
+@row(placements=("2x1",), same_bits=False)
 def input_fewer_files_than_workers(place):
     def write(path, rows):
         with tf.io.TFRecordWriter(path) as writer:
@@ -62,7 +62,7 @@ def input_fewer_files_than_workers(place):
     return outcome(model, history, predicted=model.predict(dataset, verbose=0))
 
 
-@row()
+@row(placements=("2x1",))
 def input_files_of_unlike_lengths_in_no_order(place):
     """Without a fixed order, workers would read in different orders, since each line's time depends on the worker."""
     shares_out = place.name.startswith("2")
@@ -88,7 +88,7 @@ def input_files_of_unlike_lengths_in_no_order(place):
     return outcome(model, history, predicted=model.predict(dataset, verbose=0))
 
 
-@row()
+@row(placements=("1x2",))
 def input_words(place):
     """The model looks up strings."""
     words = ["one", "two", "three", "four"]
@@ -171,7 +171,7 @@ def input_that_a_step_parses_and_checks(place):
     return read_by_particular(place, ParticularStep)
 
 
-@row()
+@row(placements=("2x1",))
 def input_that_is_parsed_from_a_sharding(place):
     rows = list(particular(9).unbatch())
     x = {name: np.array([row[0][name].numpy() for row in rows]) for name in rows[0][0]}
@@ -210,7 +210,7 @@ def input_last_batch_short(place):
     return outcome(model, history)
 
 
-@row()
+@row(placements=("1x2", "2x1"))
 def input_last_batch_of_one_row(place):
     model = built(place)
     x, y = data(33)
@@ -224,7 +224,7 @@ def input_first_batch_does_not_divide(place):
     return outcome(model, model.fit(x, y, batch_size=7, verbose=0, shuffle=False).history)
 
 
-@row()
+@row(placements=("1x2", "2x1"))
 def input_unequal_rows_per_worker(place):
     """One replica reads 3 of each 8 rows, and the other reads 5; one device reads the same global batches."""
     model = built(place)
@@ -251,7 +251,11 @@ def input_unequal_rows_per_worker(place):
     return outcome(model, model.fit(dataset, verbose=0).history)
 
 
-@row(exempt="a worker runs out of rows before the other: one device has no such thing", same_bits=False)
+@row(
+    placements=("2x1",),
+    exempt="a worker runs out of rows before the other: one device has no such thing",
+    same_bits=False,
+)
 def input_one_worker_ends_early(place):
     model = built(place)
     x, y = data()
@@ -288,7 +292,7 @@ class Context:
     input_pipeline_id, num_input_pipelines, num_replicas_in_sync = 0, 1, 1
 
 
-@row(same_bits=False)
+@row(placements=("2x1",), same_bits=False)
 def input_padded_by_each_replica(place):
     """Sentences have 1 to 6 words. A replica pads to its own longest sentence, one device to the longest of all."""
     x = np.arange(1, 7) * (np.arange(6) <= (np.arange(12) * 5 % 6)[:, None])
@@ -330,7 +334,7 @@ def input_py_dataset(place):
     return outcome(model, model.fit(Batches(), verbose=0, shuffle=False).history)
 
 
-@row()
+@row(placements=("2x1",))
 def input_generator(place):
     model = built(place)
     x, y = data()
@@ -378,7 +382,7 @@ def input_nested(place):
     return outcome(model, model.fit(dataset, verbose=0).history)
 
 
-@row()
+@row(placements=("2x1",))
 def validation_data(place):
     model = built(place)
     x, y = data(37)

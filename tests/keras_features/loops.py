@@ -64,7 +64,7 @@ def custom_loop_clips_and_scales(place):
     return outcome(model, scale=model.optimizer.dynamic_scale)
 
 
-@row()
+@row(placements=("1x2",))
 def custom_loop_with_a_traced_step(place):
     """The step passed to `strategy.run` is a `tf.function`, and its `if` becomes a branch of the graph."""
     strategy = place.strategy or tf.distribute.get_strategy()
@@ -139,7 +139,7 @@ class SeveralOptimizers(Subclassed):
         return tape.gradient(loss, variables), variables
 
 
-@row()
+@row(placements=("1x2",))
 def several_optimizers_in_a_custom_step(place):
     model = built(place, SeveralOptimizers, optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.2))
     x, y = data(37)
@@ -167,7 +167,7 @@ class UpdatesInALoop(Subclassed):
 
 
 # Each replica of a process has its own loop, by which TensorFlow distinguishes collectives.
-@row()
+@row(placements=("1x2",))
 def updates_in_a_loop(place):
     model = built(place, UpdatesInALoop, optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.2))
     x, y = data(37)
@@ -282,7 +282,7 @@ class LooksAhead(Subclassed):
         return super().trainable_variables[:4]
 
 
-@row(exempt="each replica looks ahead by the gradient of its own rows")
+@row(placements=("1x2",), exempt="each replica looks ahead by the gradient of its own rows")
 def weights_assigned_in_a_step(place):
     model = built(place, make=LooksAhead)
     return outcome(model, fit(model, *data(37)))
@@ -452,7 +452,7 @@ def _by_recipes(place, recipes, optimizer=lambda: keras.optimizers.SGD(0.3), mak
     return outcome(model, history, **weights)
 
 
-@row()
+@row(placements=("1x2",))
 def means_of_steps_as_on_one_device(place):
     return _by_recipes(place, [_mean, _mean_and_keras_loss, _average_loss])
 
@@ -468,7 +468,7 @@ def steps_of_a_static_number_of_rows(place):
     return outcome(model, history, endless=endless["objective"])
 
 
-@row(same_bits=False)
+@row(placements=("1x2",), same_bits=False)
 def gradient_penalty_in_a_step(place):
     return _by_recipes(place, [_gradient_penalty], lambda: keras.optimizers.SGD(0.01))
 
@@ -479,18 +479,18 @@ def sums_by_the_global_batch(place):
     return {**results, "history": {}}  # For a sum, the mean over replicas differs from one device's log.
 
 
-@row()
+@row(placements=("2x1",))
 def losses_of_what_replicas_exchange(place):
     return _by_recipes(place, [_square_of_the_global_mean, _square_of_the_gathered_mean])
 
 
-@row()
+@row(placements=("1x2",))
 def scaled_losses_of_steps(place):
     scaler = lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01, global_clipnorm=0.1))  # noqa: E731
     return _by_recipes(place, [_mean, _average_loss], scaler)
 
 
-@row()
+@row(placements=("1x2",))
 def a_mean_in_compute_loss(place):
     model = built(place, ByKerasStep)
     x, y = data(3 * BATCH + 5)

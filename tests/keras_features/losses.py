@@ -10,7 +10,7 @@ from keras_features.models import tokens
 from keras_features.table import BATCH, built, data, fit, outcome, row
 
 
-@row()
+@row(placements=("1x2",))
 def masks_that_reach_the_loss(place):
     def tagger():
         tokens = layers.Input((7,))
@@ -55,7 +55,7 @@ def a_masked_loss_by_weights_without_weights(place):
     return outcome(model := built(place, words, loss=loss, metrics=None), fit(model, x, x % 3))
 
 
-@row()
+@row(placements=("1x2",))
 def losses_that_are_matched_in_a_custom_loop(place):
     """Keras matches losses with outputs at the first call, here in the step."""
     strategy = place.strategy or tf.distribute.get_strategy()
@@ -87,7 +87,7 @@ def losses_that_are_numbers(place):
     return outcome(model, history, once=model.train_on_batch(x[:BATCH], y[:BATCH]))
 
 
-@row()
+@row(placements=("1x2",))
 def losses_by_sums_and_by_weights(place):
     return _losses_by_sums_and_by_weights(place)
 
@@ -110,7 +110,7 @@ def _losses_by_sums_and_by_weights(place, **arguments):
     return outcome(model, history)
 
 
-@row()
+@row(placements=("1x2",))
 def losses_of_some_outputs(place):
     losses = {"value": keras.losses.MeanSquaredError(reduction="sum")}
     model = built(place, two_towers, optimizer=lambda: keras.optimizers.SGD(0.01), loss=losses, metrics=None)
@@ -137,7 +137,7 @@ class AddLoss(layers.Layer):
 
 # TensorFlow's graph optimizer folds constants differently if two replicas share them in one graph. Results differ by
 # 3e-10 here, and are equal with tf.config.optimizer.set_experimental_options({"constant_folding": False}).
-@row(same_bits=False)
+@row(placements=("1x2",), same_bits=False)
 def add_loss_and_regularizers(place):
     def make():
         regular = {
@@ -152,7 +152,7 @@ def add_loss_and_regularizers(place):
 
 
 # Replicas of a process take turns at each exchange, and Keras collects losses in lists that they share.
-@row()
+@row(placements=("1x2",))
 def add_loss_around_exchanges_eagerly(place):
     def make():
         exchange = layers.BatchNormalization(synchronized=True)

@@ -27,7 +27,7 @@ def metrics_with_state(place):
     return outcome(model, history)
 
 
-@row()
+@row(placements=("1x2",))
 def metrics_of_vectors(place):
     with place.scope():
         model = compiled(mlp(), metrics=[keras.metrics.F1Score(average=None)], loss="categorical_crossentropy")
@@ -71,7 +71,7 @@ class MoreLogs(Subclassed):
         return {"error": 1.0 - logs["accuracy"], "area": logs["auc"], "mean_of_rows": tf.reduce_mean(of_rows)}
 
 
-@row()
+@row(placements=("2x1",))
 def logs_other_than_metrics(place):
     with place.scope():
         metrics = ["accuracy", keras.metrics.AUC(name="auc")]

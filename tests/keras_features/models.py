@@ -48,7 +48,7 @@ class CustomStep(Subclassed):
         return self.compute_metrics(x, y, prediction)
 
 
-@row()
+@row(placements=("1x2",))
 def custom_train_step(place):
     model = built(place, CustomStep, optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.2))
     x, y = data(37)
@@ -89,7 +89,7 @@ def step_under_a_decorator(place):
     return outcome(models[0], history, weights=np.concatenate([each.ravel() for each in models[1].get_weights()]))
 
 
-@row(exempt="the rounding of halves")
+@row(placements=("1x2",), exempt="the rounding of halves")
 def bfloat16_weights_and_small_integers(place):
     model = built(place, functools.partial(mlp, dtype="bfloat16"))
     history = fit(model)
@@ -180,7 +180,7 @@ class NormalizedStep(CustomStep):
         return super().call(self.normalize(self.before(x), training=training))
 
 
-@row(tolerance=1e-4)
+@row(placements=("1x2",), tolerance=1e-4)
 def batch_normalization_synchronized_in_a_custom_step(place):
     model = built(place, NormalizedStep)
     x, y = data(37)  # The last batch has a row on one replica only.
@@ -199,7 +199,10 @@ class Attention(layers.Layer):
         return self.normalize(self.attention(x, x)[..., 0])
 
 
-@row(exempt="each replica normalises its own rows and draws its own masks; the moving statistics agree all the same")
+@row(
+    placements=("1x2",),
+    exempt="each replica normalises its own rows and draws its own masks; the moving statistics agree all the same",
+)
 def model_that_fit_builds(place):
     model = built(place, lambda: keras.Sequential([layers.Dense(5), Attention(), layers.Dense(3)]))
     x, y = data(33)  # the last batch leaves a replica without rows
@@ -207,7 +210,7 @@ def model_that_fit_builds(place):
     return outcome(model, history, evaluated=model.evaluate(x, y, verbose=0))
 
 
-@row(exempt="replicas draw different masks")
+@row(placements=("1x2", "2x1"), exempt="replicas draw different masks")
 def dropout(place):
     model = built(
         place, lambda: keras.Sequential([layers.Input((6,)), layers.Dense(5), layers.Dropout(0.5), layers.Dense(3)])
@@ -223,7 +226,7 @@ class Noise(layers.Layer):
         return x + keras.random.normal(keras.ops.shape(x)) if training else x
 
 
-@row(exempt="each replica draws its own noise")
+@row(placements=("1x2", "2x1"), exempt="each replica draws its own noise")
 def unseeded_noise(place):
     model = built(place, lambda: keras.Sequential([layers.Input((6,)), Noise(), layers.Dense(3)]))
     return outcome(model, fit(model))
@@ -243,7 +246,7 @@ def recurrent_over_embedding(place):
     return outcome(model, fit(model, x, y))
 
 
-@row()
+@row(placements=("1x2", "2x1", "2x2"))
 def embedding_adam_sparse(place):
     model = built(
         place,
@@ -296,7 +299,7 @@ def embedding_of_positions_under_loss_scaling(place):
     return outcome(model, fit(model, x, y, epochs=2))
 
 
-@row()
+@row(placements=("1x2",))
 def embedding_of_positions_in_texts_of_any_length(place):
     model = built(place, WithPositions, optimizer=lambda: keras.optimizers.Adam(0.01))
     x, y = tokens(40)
@@ -345,7 +348,7 @@ class ForEachRow(WithPositions):
         return self.out(tf.reduce_mean(tf.tanh(self.tokens(x) + places), axis=1))
 
 
-@row()
+@row(placements=("1x2",))
 def embedding_of_positions_for_each_row(place):
     model = built(place, ForEachRow, optimizer=lambda: keras.optimizers.Adam(0.01))
     x, y = tokens(37)
@@ -365,7 +368,7 @@ def embedding_of_positions_for_each_of_so_many_rows(place):
     return outcome(model)
 
 
-@row()
+@row(placements=("1x2",))
 def embedding_of_all_items_beside_those_of_the_batch(place):
     class Scores(keras.Model):
         def __init__(self):
@@ -427,7 +430,7 @@ def embedding_of_places_by_the_replica(place):
     return outcome(model, fit(model, x, y))
 
 
-@row()
+@row(placements=("1x2",))
 def embedding_of_one_kind_for_all(place):
     """On one device, the weight has one gradient per token."""
 
@@ -527,7 +530,7 @@ def parts_for_some_rows_eagerly(place):
     return outcome(model, fit(model, x, y))
 
 
-@row()
+@row(placements=("1x2",))
 def parts_of_unlike_kinds_for_some_rows_eagerly(place):
     model = built(place, routed_to_parts_of_unlike_kinds, optimizer="adam", run_eagerly=True)
     x, y = data(33)
@@ -565,7 +568,7 @@ class WithAHelper(Subclassed):
         return [result, self.helper(x)] if training else result
 
 
-@row()
+@row(placements=("1x2",))
 def an_output_more_in_training(place):
     with place.scope():
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -574,7 +577,7 @@ def an_output_more_in_training(place):
     return outcome(model, fit(model, x, [y, y], epochs=2))
 
 
-@row()
+@row(placements=("2x1",))
 def ragged_input_and_a_replica_without_rows(place):
     model = built(place, OverRagged)
     rows = tf.RaggedTensor.from_row_lengths(tf.range(1, 100) % 7, [3] * 33)
@@ -604,7 +607,7 @@ def convolutions_and_a_replica_without_rows(place):
     return outcome(model, history, predicted=model.predict(x, batch_size=BATCH, verbose=0))
 
 
-@row()
+@row(placements=("2x1",))
 def predict_other_than_rows(place):
     """The model returns two rows for each row of its input."""
     with place.scope():
@@ -630,7 +633,7 @@ class OfManyTypes(Subclassed):
         }
 
 
-@row()
+@row(placements=("2x1",))
 def predict_words_and_other_types(place):
     with place.scope():
         model = OfManyTypes()

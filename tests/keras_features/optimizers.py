@@ -8,7 +8,7 @@ import numpy as np
 from keras_features.table import built, compiled, data, fit, mlp, outcome, row
 
 
-def _optimizer_row(name, tolerance=1e-5, **arguments):
+def _optimizer_row(name, tolerance=1e-5, placements=(), **arguments):
     def run(place):
         model = built(place, optimizer=lambda: getattr(keras.optimizers, name)(**arguments), metrics=[])
         x, y = data(77 if "gradient_accumulation_steps" not in arguments else 46)
@@ -16,7 +16,7 @@ def _optimizer_row(name, tolerance=1e-5, **arguments):
 
     suffix = "_".join(["", *arguments]) if arguments else ""
     run.__name__ = f"optimizer_{name.lower()}{suffix}"
-    row(tolerance=tolerance)(run)
+    row(placements=placements, tolerance=tolerance)(run)
 
 
 for _name in ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Adafactor", "Nadam", "Ftrl", "Lion"):
@@ -35,7 +35,7 @@ _optimizer_row("SGD", momentum=0.9, nesterov=True)
 _optimizer_row("SGD", gradient_accumulation_steps=3)
 
 
-_optimizer_row("Adam", gradient_accumulation_steps=2, global_clipnorm=0.3)
+_optimizer_row("Adam", placements=("1x2", "2x1"), gradient_accumulation_steps=2, global_clipnorm=0.3)
 
 
 @row()
@@ -87,7 +87,7 @@ def loss_scaling(place):
     return outcome(model, fit(model), scale=model.optimizer.dynamic_scale)
 
 
-@row()
+@row(placements=("1x2",))
 def loss_scaling_skips_inf(place):
     """A row of one replica overflows, so all replicas skip the step."""
     model = built(place, optimizer=lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), metrics=[])
@@ -111,7 +111,7 @@ def mixed_bfloat16(place):
     return outcome(model, fit(model))
 
 
-@row()
+@row(placements=("1x2",))
 def optimizer_multi(place):
     def make():
         inner = keras.optimizers.SGD(0.1, global_clipnorm=0.05), keras.optimizers.Adam(0.01)

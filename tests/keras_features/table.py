@@ -24,12 +24,16 @@ class Row:
 
     Attributes:
       run: Function that trains, and returns results for comparison; see `outcome`.
+      placements: Where the row runs by default, such as "2x1" for two workers of one device each. A row takes seconds,
+        so it is `exhaustive` elsewhere. Two workers suit rows whose data, outputs or files depend on the number of
+        workers. Two devices suit models, losses and optimizers: replicas of a process compute as those on workers do.
       tolerance: Largest relative difference from one device.
       exempt: Why the result may differ from one device, or empty; replicas must agree nevertheless.
       same_bits: Whether two workers and two devices give the same bits.
     """
 
     run: Callable[["Place"], dict[str, Any]]
+    placements: tuple[str, ...] = ()
     tolerance: float = 1e-5
     exempt: str = ""
     same_bits: bool = True
