@@ -141,7 +141,7 @@ def is_closed_after(end, headers):
     """Sends headers, and returns whether the other end then closes the connection."""
     try:
         end.sendall(b"".join(peer_exchange._HEADER.pack(*each) for each in headers))
-        while end.recv(1 << 16):  # what the other end sent before
+        while end.recv(1 << 16):  # earlier messages of the other end
             pass
         return True
     except OSError:

@@ -1,4 +1,4 @@
-"""Sends worker 0 what could end a job or take a worker's place, for longer than a worker of the cluster would need."""
+"""Sends worker 0 messages that could end a job or take a worker's place, for longer than a worker would need."""
 
 import contextlib
 import dataclasses

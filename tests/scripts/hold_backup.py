@@ -10,7 +10,7 @@ directory, seconds = sys.argv[1], float(sys.argv[2])
 CommitStore(directory).claim()
 for name in os.listdir(directory):  # a copy of it, elsewhere
     open(os.path.join(directory, name)).close()
-if os.fork() == 0:  # what a killed run has forked does not hold its lock
+if os.fork() == 0:  # a forked child does not hold the lock of a killed run
     os.close(1)
     time.sleep(seconds)
     os._exit(0)
