@@ -192,7 +192,7 @@ def test_connections_of_strangers_do_no_harm(secret, monkeypatch):
         assert {index: sorted(lines) for index, lines in group.end().items()} == {0: [1], 1: [0]}
 
 
-def test_silent_and_talkative_crowds_keep_no_worker_out_and_take_little_memory():
+def test_many_silent_or_sending_strangers_do_not_block_workers():
     specs = clusters(2)
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     commands = [[sys.executable, SCRIPTS / "meet.py", spec.to_json(), "64"] for spec in specs]
