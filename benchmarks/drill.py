@@ -36,7 +36,7 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks.netlab import Host, Netlab
-from tfdist.failure_report import ATTEMPT
+from tfdist.run_files import ATTEMPT
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("workers", 2, "Number of workers.", 1)

@@ -18,7 +18,7 @@ from tfdist.data.sources import Source
 from tfdist.data.sources.source import this_worker
 from tfdist.data.weak_callbacks import weakly
 from tfdist.errors import SourceError
-from tfdist.failure_report import ATTEMPT
+from tfdist.run_files import ATTEMPT
 
 _Requests = list[tuple[When, np.ndarray]]  # Batches that are requested together.
 

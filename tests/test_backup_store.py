@@ -24,6 +24,7 @@ from tfdist.backup import backup_cleanup
 from tfdist.backup.commit_store import LOCK, MANIFEST, CommitStore, Draft, _digest
 from tfdist.backup.storage import LocalFiles
 from tfdist.errors import BackupError
+from tfdist.run_files import RunFiles
 
 RUN = "abc123"
 DEADLINE_SECONDS = 30
@@ -353,7 +354,7 @@ def test_files_of_a_killed_save_are_removed_to_make_room(two, monkeypatch):
 
 
 def test_on_a_full_disk_a_run_goes_on_that_has_a_whole_commit_and_none_begins(two, tmp_path, monkeypatch, warnings):
-    (tmp_path / backup_cleanup.NOTES.replace("*", "two")).write_text(str(two))
+    RunFiles(tmp_path).done_with(str(two)).write_text(str(two))
     FullDisk(monkeypatch, two, for_ever=True)
     (tmp_path / "empty").mkdir()
     for directory, goes_on in ((two, False), (tmp_path / "empty", True)):

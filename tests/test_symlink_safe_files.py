@@ -11,9 +11,9 @@ import pytest
 
 from tfdist.backup.commit_store import LOCK, CommitStore
 from tfdist.backup.storage import LocalFiles
-from tfdist.failure_report import write_whole
 from tfdist.folder_lock import held
 from tfdist.launch.worker_output import WorkerOutput
+from tfdist.symlink_safe_file import write_whole
 
 
 def hold(path):

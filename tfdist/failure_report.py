@@ -1,13 +1,11 @@
 """Failure reports: a failing worker of `tfdist run` writes one JSON file for the supervisor that started it.
 
-Also names the file with which the supervisor asks for room. Without `tfdist run`, no file is written. Does not load
-TensorFlow and, before a failure, loads only the standard library.
+Does not load TensorFlow and, before a failure, loads only the standard library.
 """
 
 import dataclasses
 import json
 import os
-import pathlib
 import socket
 import sys
 import time
@@ -16,26 +14,10 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-__all__ = [
-    "ATTEMPT",
-    "LEFT",
-    "RUN_DIR",
-    "install_hook",
-    "is_restarted",
-    "is_supervised",
-    "note_step",
-    "report_path",
-    "restored_path",
-    "room_path",
-    "write_report",
-    "write_whole",
-]
+from tfdist.run_files import ATTEMPT, RunFiles, is_supervised
+from tfdist.symlink_safe_file import write_whole
 
-RUN_DIR = "TFDIST_RUN_DIR"
-"""Environment variable with the folder of this run, which all attempts on this host share."""
-
-ATTEMPT = "TFDIST_ATTEMPT"
-"""Environment variable with the number of restarts so far."""
+__all__ = ["LEFT", "install_hook", "note_step", "write_report"]
 
 LEFT = "left"
 """Report kind of a worker that had finished, but exits as a failure because another worker failed."""
@@ -102,13 +84,14 @@ def write_report(
     Raises:
       OSError: If the file cannot be written.
     """
-    if not is_supervised():
+    files = RunFiles.of_worker()
+    if files is None or not is_supervised():
         return False
     from tfdist.cluster import ClusterSpec  # Imported late to keep `import tfdist` fast.
 
     spec = ClusterSpec.from_env()
     worker = spec.worker_id if spec else 0
-    path = report_path(pathlib.Path(os.environ[RUN_DIR]), int(os.environ[ATTEMPT]), worker)
+    path = files.report(int(os.environ[ATTEMPT]), worker)
     if not path.exists():
         report = {
             "worker": worker,
@@ -127,46 +110,3 @@ def write_report(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(report, indent=1))
     return True
-
-
-def is_supervised() -> bool:
-    """Returns whether this process is a worker of `tfdist run`."""
-    # Only the worker is a session leader. Its child processes have the same environment, but must not report failures.
-    return RUN_DIR in os.environ and os.getsid(0) == os.getpid()
-
-
-def is_restarted() -> bool:
-    """Returns whether `tfdist run` started this worker after an earlier attempt failed."""
-    return os.environ.get(ATTEMPT, "0") != "0"
-
-
-def report_path(run_dir: pathlib.Path, attempt: int, worker: int) -> pathlib.Path:
-    """Returns the path of a worker's report."""
-    return run_dir / f"attempt-{attempt}" / f"failure-{worker}.json"
-
-
-def room_path(run_dir: pathlib.Path, attempt: int | str) -> pathlib.Path:
-    """Returns the path of the file with which the supervisor asks workers to save and leave, to restart with more."""
-    return run_dir / f"attempt-{attempt}" / "make-room"
-
-
-def restored_path(run_dir: pathlib.Path) -> pathlib.Path:
-    """Returns the path of the file that shows that workers restored a backup, of this run or an earlier run."""
-    return run_dir / "restored"
-
-
-def write_whole(path: pathlib.Path, text: str) -> None:
-    """Writes a file atomically: completely or not at all.
-
-    Raises:
-      OSError: If the file cannot be written.
-    """
-    partial = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
-    try:
-        with partial.open("x") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -1,9 +1,10 @@
-"""Opens files with predictable names for writing, without following symbolic links."""
+"""Writes files with predictable names, without following symbolic links."""
 
 import errno
 import os
+import pathlib
 
-__all__ = ["no_follow"]
+__all__ = ["no_follow", "write_whole"]
 
 
 def no_follow(path: str | os.PathLike[str], flags: int) -> int:
@@ -25,3 +26,20 @@ def no_follow(path: str | os.PathLike[str], flags: int) -> int:
             problem = "a symbolic link, which tfdist does not write through; remove it"
             raise OSError(errno.ELOOP, problem, path) from error
         raise
+
+
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Writes a file atomically: completely or not at all.
+
+    Raises:
+      OSError: If the file cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    try:
+        with partial.open("x") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from tfdist.backup.callback_states import CallbackStates
 from tfdist.backup.checkpoint_state import CheckpointState, load, take
 from tfdist.backup.commit_agreement import CommitAgreement
 from tfdist.backup.commit_store import Commit, CommitStore
-from tfdist.backup.commit_writer import CommitWriter, tell_of_restored, tell_of_untold
+from tfdist.backup.commit_writer import CommitWriter, tell_of_untold
 from tfdist.backup.preemption_request import PreemptionRequest
 from tfdist.backup.save_schedule import SaveSchedule
 from tfdist.backup.serialization import apart, decode, encode, with_arrays
@@ -24,8 +24,9 @@ from tfdist.backup.session import of_directory
 from tfdist.backup.sharding_positions import ShardingPositions
 from tfdist.backup.step_counter import CountedSteps, count_steps, uncount_steps
 from tfdist.errors import BackupError, PositionError
-from tfdist.failure_report import is_restarted, note_step
+from tfdist.failure_report import note_step
 from tfdist.faults import preemption
+from tfdist.run_files import RunFiles, is_restarted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +165,9 @@ class FitBackup(keras.callbacks.Callback):
         self._is_removed_later = self._options.delete and chosen["is_removed_later"]
         commit = Commit(*chosen["commit"]) if chosen["commit"] else None
         tell_of_untold(self._options.directory, chosen["newest"])
-        if commit is not None:
-            tell_of_restored()
+        files = RunFiles.of_worker()
+        if commit is not None and files is not None:
+            files.tell_of_restored()
         if chosen["newest"] > self._process.number:  # A skipped `fit`'s commit must not stay newest.
             self._process.steps = self._process.number = chosen["newest"]
         lacking = self._process.finished - len(self._process.histories)

@@ -5,7 +5,6 @@ This module needs no TensorFlow.
 """
 
 import contextlib
-import hashlib
 import os
 import pathlib
 
@@ -14,10 +13,8 @@ from absl import logging
 from tfdist.backup.commit_store import CommitStore
 from tfdist.backup.storage import is_remote
 from tfdist.errors import BackupError
-from tfdist.failure_report import RUN_DIR, is_supervised, write_whole
-
-NOTES = "done-with-*"
-"""The pattern of the notes in the folder of a run. Each note holds the path of one backup folder."""
+from tfdist.run_files import RunFiles, is_supervised
+from tfdist.symlink_safe_file import write_whole
 
 
 def are_removed_later(directory: str) -> bool:
@@ -31,19 +28,22 @@ def leave(directory: str) -> None:
     Raises:
       OSError: If the note cannot be written.
     """
-    write_whole(_note(directory), os.path.abspath(directory))
+    files = RunFiles.of_worker()
+    assert files is not None  # see `are_removed_later`
+    write_whole(files.done_with(directory), os.path.abspath(directory))
 
 
 def take_back(directory: str) -> None:
     """Removes the note about a folder, because its backups are in use."""
-    if are_removed_later(directory):
+    files = RunFiles.of_worker()
+    if files is not None and are_removed_later(directory):
         with contextlib.suppress(OSError):
-            _note(directory).unlink(missing_ok=True)
+            files.done_with(directory).unlink(missing_ok=True)
 
 
 def remove(run_dir: pathlib.Path) -> None:
     """Removes the backups that are named by the notes of a finished run. Logs failures to remove."""
-    for note in run_dir.glob(NOTES):
+    for note in RunFiles(run_dir).all_done_with:
         store = None
         try:
             directory = note.read_text()
@@ -57,8 +57,3 @@ def remove(run_dir: pathlib.Path) -> None:
         finally:
             if store is not None:
                 store.release()
-
-
-def _note(directory: str) -> pathlib.Path:
-    name = hashlib.sha256(os.path.realpath(directory).encode()).hexdigest()[:16]
-    return pathlib.Path(os.environ[RUN_DIR], NOTES.replace("*", name))

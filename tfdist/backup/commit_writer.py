@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import pathlib
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,11 +12,11 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdist import failure_report
 from tfdist.backup.commit_agreement import CommitAgreement
 from tfdist.backup.commit_store import Commit, CommitStore, Draft
 from tfdist.backup.serialization import Packed, pack, unpack
 from tfdist.faults import watchdog
+from tfdist.run_files import RunFiles
 
 Arrays = dict[str, Any]
 
@@ -119,7 +118,9 @@ class CommitWriter:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         draft = Draft(self._directory, self._run, snapshot.step)
         try:
-            said = {**self._write(draft, snapshot), "asked": self._is_asked() or _is_room_wanted()}
+            files = RunFiles.of_worker()
+            asked = self._is_asked() or (files is not None and files.is_room_wanted)
+            said = {**self._write(draft, snapshot), "asked": asked}
             settled = self._agreement.settle("save", said, lambda words: self._commit(draft, snapshot, words))
             self.refusals = settled["refusals"]
             if self.refusals:
@@ -201,38 +202,17 @@ def versions() -> dict[str, str]:
 
 def tell_of_untold(directory: str, step: int) -> None:
     """Tells `tfdist run` of a commit if the process that made it was killed before it could do so."""
-    if failure_report.RUN_DIR not in os.environ:
-        return
-    with contextlib.suppress(OSError, ValueError):  # Without a note, the commit may be of an earlier run.
-        told, _, folder = _note().read_text().partition("\n")
-        if folder == directory and int(told) < step:
-            _tell_supervisor(directory, step)
-
-
-def tell_of_restored() -> None:
-    """Tells the `tfdist run` of this host that there is a backup to continue from, perhaps of an earlier run."""
-    if failure_report.RUN_DIR in os.environ:
-        with contextlib.suppress(OSError):
-            failure_report.restored_path(pathlib.Path(os.environ[failure_report.RUN_DIR])).touch()
+    files = RunFiles.of_worker()
+    told = files.committed if files else None
+    if told is not None and told[1] == directory and told[0] < step:  # Otherwise it may be of an earlier run.
+        _tell_supervisor(directory, step)
 
 
 def _tell_supervisor(directory: str, step: int) -> None:
-    """Tells the `tfdist run` of this host of a commit, which proves progress."""
-    if failure_report.RUN_DIR not in os.environ:
-        return
-    try:
-        failure_report.write_whole(_note(), f"{step}\n{directory}")
-    except OSError as error:
-        logging.warning("The supervisor is not told of the backup of step %d: %s", step, error)
-
-
-def _note() -> pathlib.Path:
-    return pathlib.Path(os.environ[failure_report.RUN_DIR], "committed")
-
-
-def _is_room_wanted() -> bool:
-    """Whether the `tfdist run` of this host wants to start with more workers."""
-    if failure_report.RUN_DIR not in os.environ:
-        return False
-    folder = pathlib.Path(os.environ[failure_report.RUN_DIR])
-    return os.path.exists(failure_report.room_path(folder, os.environ.get(failure_report.ATTEMPT, "")))
+    """Tells the `tfdist run` of this host of a commit."""
+    files = RunFiles.of_worker()
+    if files is not None:
+        try:
+            files.tell_of_commit(step, directory)
+        except OSError as error:
+            logging.warning("The supervisor is not told of the backup of step %d: %s", step, error)

@@ -12,7 +12,7 @@ from tfdist.backup.checkpoint_state import CheckpointState
 from tfdist.backup.commit_store import LOCK, Commit, CommitStore, probe_writing
 from tfdist.backup.storage import is_remote
 from tfdist.errors import BackupError
-from tfdist.failure_report import is_restarted
+from tfdist.run_files import is_restarted
 
 _PLACE_SECONDS = 3.0  # Shared storage may show a file late on other hosts.
 

@@ -22,9 +22,9 @@ from typing import Any, NoReturn
 from absl import logging
 
 from tfdist.exit_codes import PREEMPTED
-from tfdist.failure_report import is_supervised
 from tfdist.faults.fault_tolerance import FaultTolerance, options_of
 from tfdist.faults.process_exit import end_with
+from tfdist.run_files import is_supervised
 
 __all__ = ["LoneReports", "Watch", "give_signals_back", "install", "leave", "uninstall"]
 

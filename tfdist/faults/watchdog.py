@@ -51,7 +51,7 @@ from tfdist._compat import call_stack, keras_stack
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
 from tfdist.exit_codes import STALLED
-from tfdist.failure_report import is_supervised, write_report
+from tfdist.failure_report import write_report
 from tfdist.faults.activity import EXCHANGE, MEETING, Call
 from tfdist.faults.coordination_store import CoordinationStore
 from tfdist.faults.stall_diagnosis import (
@@ -65,6 +65,7 @@ from tfdist.faults.stall_diagnosis import (
     yet_to_come,
 )
 from tfdist.faults.stall_timeout import StallTimeout
+from tfdist.run_files import is_supervised
 
 __all__ = [
     "WAITING",

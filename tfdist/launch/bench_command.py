@@ -16,8 +16,8 @@ from typing import Any
 from absl import logging
 
 from tfdist.cluster import DEVICES_PER_WORKER_VARIABLE, ClusterSpec
-from tfdist.failure_report import write_whole
 from tfdist.launch import arguments
+from tfdist.symlink_safe_file import write_whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,9 +22,10 @@ from tfdist.failure_kinds import (
     told_kind,
     user_line,
 )
-from tfdist.failure_report import LEFT, report_path
+from tfdist.failure_report import LEFT
 from tfdist.launch.terminal_filter import is_library_line
-from tfdist.launch.worker_group import WorkerExit, describe_exit, log_path
+from tfdist.launch.worker_group import WorkerExit, describe_exit
+from tfdist.run_files import RunFiles
 
 __all__ = [
     "Failure",
@@ -186,7 +187,7 @@ def reported_since(run_dir: pathlib.Path, attempt: int, pids: Mapping[int, int])
 def reported_stack(run_dir: pathlib.Path, attempt: int, worker: int) -> str:
     """Returns the traceback in a worker's report, or an empty string."""
     try:
-        return str(json.loads(report_path(run_dir, attempt, worker).read_text())["stack"] or "")
+        return str(json.loads(RunFiles(run_dir).report(attempt, worker).read_text())["stack"] or "")
     except (OSError, ValueError, LookupError, TypeError):
         return ""
 
@@ -194,7 +195,7 @@ def reported_stack(run_dir: pathlib.Path, attempt: int, worker: int) -> str:
 def reported_messages(run_dir: pathlib.Path, attempt: int) -> list[str]:
     """Returns the messages in the reports of all workers of an attempt."""
     messages = []
-    for path in (run_dir / f"attempt-{attempt}").glob("failure-*.json"):
+    for path in RunFiles(run_dir).reports(attempt):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             messages.append(str(json.loads(path.read_text())["message"]))
     return messages
@@ -220,7 +221,7 @@ def not_started(attempt: int, worker: int | None, error: Exception, time: float)
 def _failure(
     run_dir: pathlib.Path, attempt: int, ended: WorkerExit, returncode: int, report: Mapping[str, Any]
 ) -> Failure:
-    path = log_path(run_dir / f"attempt-{attempt}", ended.index)
+    path = RunFiles(run_dir).log(attempt, ended.index)
     output = _end_of(path)
     if not report and returncode == 1:
         report = _report_from_log(output)
@@ -273,7 +274,7 @@ def _report_from_log(output: str) -> Mapping[str, Any]:
 def _report(run_dir: pathlib.Path, attempt: int, worker: int, pid: int) -> Mapping[str, Any]:
     """Returns a worker's report. Empty if the report is missing, incomplete or of another process."""
     try:
-        report = json.loads(report_path(run_dir, attempt, worker).read_text())
+        report = json.loads(RunFiles(run_dir).report(attempt, worker).read_text())
         return report if report["pid"] == pid and isinstance(report["time"], int | float) else {}
     except (OSError, ValueError, LookupError, TypeError):
         return {}

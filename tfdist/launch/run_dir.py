@@ -10,9 +10,9 @@ import stat
 import tempfile
 from collections.abc import Iterator
 
-from tfdist.backup import backup_cleanup
 from tfdist.cluster import ClusterSpec
 from tfdist.folder_lock import held, way_out
+from tfdist.run_files import RunFiles
 
 __all__ = ["KEPT_RUNS", "folder_of_run"]
 
@@ -72,22 +72,14 @@ def _remove_old(directory: pathlib.Path) -> None:
 def _set_aside(run_dir: pathlib.Path) -> None:
     """Moves misleading files of the previous run to the folder `earlier`, which replaces its old files."""
     earlier = run_dir / "earlier"
-    left = _files_of_run(run_dir)
-    for path in _files_of_run(earlier) if left else ():
+    left = RunFiles(run_dir).for_user
+    for path in RunFiles(earlier).for_user if left else ():
         path.unlink()
     for path in left:
         place = earlier / path.relative_to(run_dir)
         place.parent.mkdir(parents=True, exist_ok=True)
         path.replace(place)
-    for pattern in ("attempt-*/make-room", "committed", "restored", backup_cleanup.NOTES):
-        for path in run_dir.glob(pattern):
-            path.unlink()
+    RunFiles(run_dir).forget_messages()
     for path in (*run_dir.glob("attempt-*"), *earlier.glob("attempt-*")):
         with contextlib.suppress(OSError):  # A folder with other files, which are not ours, stays.
             path.rmdir()
-
-
-def _files_of_run(run_dir: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the logs and failure reports that a run left for the user."""
-    patterns = ("attempt-*/worker-*.log", "attempt-*/failure-*.json", "failure.json")
-    return [path for pattern in patterns for path in run_dir.glob(pattern)]

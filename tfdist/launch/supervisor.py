@@ -18,7 +18,6 @@ from tfdist.cluster.ports import HeldPorts, hold_ports
 from tfdist.errors import TFConfigError, TfdistError
 from tfdist.exit_codes import PREEMPTED
 from tfdist.failure_kinds import FailureKind
-from tfdist.failure_report import ATTEMPT, RUN_DIR, restored_path, room_path, write_whole
 from tfdist.launch.cache_locks import describe, is_left_behind, lock_named_in, locks_in, remove
 from tfdist.launch.first_failure import (
     Failure,
@@ -33,6 +32,8 @@ from tfdist.launch.run_summary import details_of, outcome_line
 from tfdist.launch.stopped_workers import SECONDS, StoppedWorkers
 from tfdist.launch.worker_group import WorkerExit, WorkerGroup
 from tfdist.network.secret import SECRET, new_secret, secret_is_given
+from tfdist.run_files import ATTEMPT, RUN_DIR, RunFiles
+from tfdist.symlink_safe_file import write_whole
 
 __all__ = ["Stragglers", "Supervisor", "SupervisorOptions"]
 
@@ -146,6 +147,7 @@ class Supervisor:
         self._command = command
         self._options = options
         self._run_dir = run_dir
+        self._files = RunFiles(run_dir)
         self._caught = caught
         self._spec = spec
         self._restarts = Restarts(options.max_restarts, options.restart_window_seconds)
@@ -192,15 +194,15 @@ class Supervisor:
 
     def _run_attempt(self, number: int) -> Attempt:
         """Starts the workers and waits for their end."""
-        directory, workers, start = self._run_dir / f"attempt-{number}", self._size.current, time.time()
-        self._commits.see(self._committed())
+        directory, workers, start = self._files.attempt(number), self._size.current, time.time()
+        self._commits.see(self._files.committed)
         self._remove_cache_locks(start)
         commits = self._commits = Commits(self._commits)
 
         def ended(
             outcome: str, exit_code: int = 0, failure: Failure | None = None, others: Sequence[int] = ()
         ) -> Attempt:
-            commits.see(self._committed())
+            commits.see(self._files.committed)
             return Attempt(
                 number=number,
                 workers=workers,
@@ -238,7 +240,7 @@ class Supervisor:
         finally:
             group.kill()
             with contextlib.suppress(OSError):
-                room_path(self._run_dir, number).unlink(missing_ok=True)
+                self._files.room(number).unlink(missing_ok=True)
 
     def _watch(
         self, group: WorkerGroup, number: int, start: float, commits: Commits, ended: Callable[..., Attempt]
@@ -252,7 +254,7 @@ class Supervisor:
             if caught or abs(now - looked) < _LOOK_SECONDS:  # The code below reads files.
                 return bool(caught)
             looked = now
-            commits.see(self._committed())
+            commits.see(self._files.committed)
             self._kill_stopped(group, stopped.see(group.pids, now))
             told = stragglers.tell(group.exits, group.running, now)
             if told:
@@ -324,7 +326,7 @@ class Supervisor:
         """
         logging.info("trying all %d workers again: workers leave after their next commit", self._options.workers)
         with contextlib.suppress(OSError):  # Without the file, the workers just continue.
-            write_whole(room_path(self._run_dir, number), "")
+            write_whole(self._files.room(number), "")
 
     def _stuck(self, group: WorkerGroup, number: int) -> list[int]:
         """Returns the workers that reported a failure but still run, say because of a thread that never ends."""
@@ -391,7 +393,7 @@ class Supervisor:
 
     def _has_backup(self, attempt: Attempt) -> bool:
         """Returns whether a restart resumes from a backup, of this run or an earlier run."""
-        return attempt.committed is not None or restored_path(self._run_dir).exists()
+        return attempt.committed is not None or self._files.is_restored
 
     def _specs(self, workers: int) -> list[ClusterSpec]:
         """Returns the cluster spec of each worker to be started here."""
@@ -412,14 +414,6 @@ class Supervisor:
         if self._options.devices_per_worker is not None:
             env[DEVICES_PER_WORKER_VARIABLE] = str(self._options.devices_per_worker)
         return env
-
-    def _committed(self) -> tuple[int, str] | None:
-        """Returns the step and folder of the newest commit, as written by the workers."""
-        try:
-            step, _, folder = (self._run_dir / "committed").read_text().partition("\n")
-            return int(step), folder
-        except (OSError, ValueError):
-            return None
 
     def _tell_start(self, workers: int, directory: pathlib.Path) -> None:
         what = f"{workers} worker{'s' if workers > 1 else ''} on this machine"
@@ -500,7 +494,7 @@ class Supervisor:
         attempts = [dataclasses.asdict(attempt) for attempt in self._attempts]
         try:
             text = json.dumps({**run, **failures[-1].to_json(), "attempts": attempts}, indent=1)
-            write_whole(self._run_dir / "failure.json", text)
+            write_whole(self._files.summary, text)
         except OSError as error:
             logging.error("failure.json could not be written: %s", error)  # The job continues.
 

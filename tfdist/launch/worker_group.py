@@ -16,8 +16,9 @@ from tfdist.errors import ClusterError
 from tfdist.launch.process_guard import ProcessGuard
 from tfdist.launch.stop_signals import hear_of_children
 from tfdist.launch.worker_output import WorkerOutput
+from tfdist.run_files import log_path
 
-__all__ = ["WorkerExit", "WorkerGroup", "describe_exit", "log_path"]
+__all__ = ["WorkerExit", "WorkerGroup", "describe_exit"]
 
 _SLOT = "TFDIST_SLOT"  # Distinguishes the workers of a machine, also after some are left out.
 _POLL_SECONDS = 0.05
@@ -219,11 +220,6 @@ class WorkerGroup:
             self._guard.watch(each.pid for each in self._running.values())
         self._exits.append(WorkerExit(index, returncode, process.pid, time.time()))
         self._outputs.pop(index).finish(_DRAIN_SECONDS)
-
-
-def log_path(log_dir: pathlib.Path, index: int) -> pathlib.Path:
-    """Returns the path of a worker's log file."""
-    return log_dir / f"worker-{index}.log"
 
 
 def describe_exit(returncode: int) -> str:

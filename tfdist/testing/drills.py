@@ -14,7 +14,7 @@ import keras
 
 from tfdist._compat import keras_internals
 from tfdist.cluster import ClusterSpec
-from tfdist.failure_report import ATTEMPT
+from tfdist.run_files import ATTEMPT
 from tfdist.testing import faults
 
 __all__ = ["Fault"]

@@ -1,0 +1,140 @@
+"""The files by which the workers of `tfdist run` and its supervisor talk, and the variables that lead to them.
+
+    <folder of the run>/
+      attempt-<n>/          n: number of restarts so far
+        worker-<i>.log        output of worker i
+        failure-<i>.json      report of worker i about its failure
+        make-room             the supervisor asks the workers to save and leave, to restart with more workers
+      committed             step and folder of the newest commit, by the workers
+      restored              the workers have restored a backup, of this run or an earlier run
+      done-with-<hash>      a folder of backups that the supervisor removes when the job is done, by the workers
+      failure.json          the failure and all attempts, by the supervisor for the user
+      earlier/              logs and reports of the run before, if it had the same folder
+
+Without `tfdist run`, no file is written. Does not load TensorFlow.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import pathlib
+
+from tfdist.symlink_safe_file import write_whole
+
+__all__ = ["ATTEMPT", "RUN_DIR", "RunFiles", "is_restarted", "is_supervised", "log_path"]
+
+RUN_DIR = "TFDIST_RUN_DIR"
+"""Environment variable with the folder of this run, which all attempts on this host share."""
+
+ATTEMPT = "TFDIST_ATTEMPT"
+"""Environment variable with the number of restarts so far."""
+
+
+def is_supervised() -> bool:
+    """Returns whether this process is a worker of `tfdist run`."""
+    # Only the worker is a session leader. Its child processes have the same environment, but must not report failures.
+    return RUN_DIR in os.environ and os.getsid(0) == os.getpid()
+
+
+def is_restarted() -> bool:
+    """Returns whether `tfdist run` started this worker after an earlier attempt failed."""
+    return os.environ.get(ATTEMPT, "0") != "0"
+
+
+def log_path(attempt_dir: pathlib.Path, worker: int) -> pathlib.Path:
+    """Returns the path of a worker's log file."""
+    return attempt_dir / f"worker-{worker}.log"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFiles:
+    """The files in the folder of a run."""
+
+    run_dir: pathlib.Path
+
+    @classmethod
+    def of_worker(cls) -> "RunFiles | None":
+        """Returns the files of the run that has started this process; `None` without `tfdist run`."""
+        return cls(pathlib.Path(os.environ[RUN_DIR])) if RUN_DIR in os.environ else None
+
+    def attempt(self, number: int | str) -> pathlib.Path:
+        """Returns the folder of an attempt."""
+        return self.run_dir / f"attempt-{number}"
+
+    def log(self, attempt: int, worker: int) -> pathlib.Path:
+        """Returns the path of a worker's log."""
+        return log_path(self.attempt(attempt), worker)
+
+    def report(self, attempt: int, worker: int) -> pathlib.Path:
+        """Returns the path of a worker's failure report; see `failure_report.py`."""
+        return self.attempt(attempt) / f"failure-{worker}.json"
+
+    def reports(self, attempt: int) -> list[pathlib.Path]:
+        """Returns the paths of the failure reports that the workers of an attempt have written."""
+        return list(self.attempt(attempt).glob("failure-*.json"))
+
+    def room(self, attempt: int | str) -> pathlib.Path:
+        """Returns the path of the file with which the supervisor asks workers to leave."""
+        return self.attempt(attempt) / "make-room"
+
+    @property
+    def is_room_wanted(self) -> bool:
+        """Whether the supervisor of this worker wants to restart with more workers."""
+        return self.room(os.environ.get(ATTEMPT, "")).exists()
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether workers have restored a backup."""
+        return self._restored.exists()
+
+    def tell_of_restored(self) -> None:
+        """Tells the supervisor that there is a backup to continue from. Ignores errors of the storage."""
+        with contextlib.suppress(OSError):
+            self._restored.touch()
+
+    @property
+    def committed(self) -> tuple[int, str] | None:
+        """The step and the folder of the newest commit; `None` if no worker has told of one."""
+        with contextlib.suppress(OSError, ValueError):
+            step, _, folder = (self.run_dir / "committed").read_text().partition("\n")
+            return int(step), folder
+        return None
+
+    def tell_of_commit(self, step: int, folder: str) -> None:
+        """Tells the supervisor of a commit, which proves progress.
+
+        Raises:
+          OSError: If the file cannot be written.
+        """
+        write_whole(self.run_dir / "committed", f"{step}\n{folder}")
+
+    def done_with(self, folder: str) -> pathlib.Path:
+        """Returns the path of the note that the supervisor removes a folder of backups."""
+        return self.run_dir / f"done-with-{hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]}"
+
+    @property
+    def all_done_with(self) -> list[pathlib.Path]:
+        """The paths of the notes of all folders of backups. Each note holds the path of its folder."""
+        return list(self.run_dir.glob("done-with-*"))
+
+    @property
+    def summary(self) -> pathlib.Path:
+        """The path of the supervisor's summary of all failures, for the user."""
+        return self.run_dir / "failure.json"
+
+    @property
+    def for_user(self) -> list[pathlib.Path]:
+        """The paths of the logs and failure reports, which stay for the user."""
+        patterns = ("attempt-*/worker-*.log", "attempt-*/failure-*.json", self.summary.name)
+        return [path for pattern in patterns for path in self.run_dir.glob(pattern)]
+
+    def forget_messages(self) -> None:
+        """Removes the files by which workers and supervisor have talked, as they would mislead the next run."""
+        messages = (*self.run_dir.glob("attempt-*/make-room"), self.run_dir / "committed", self._restored)
+        for path in (*messages, *self.all_done_with):
+            path.unlink(missing_ok=True)
+
+    @property
+    def _restored(self) -> pathlib.Path:
+        return self.run_dir / "restored"
