@@ -23,17 +23,19 @@ import backup_checks as checks
 import tfdist
 from tfdist.backup import (
     backed_up_fit,
-    callback_states,
     commit_writer,
     random_states,
     save_schedule,
     serialization,
     session,
+    snapshot,
     step_counter,
     variable_states,
 )
 from tfdist.backup import commit_agreement as agreement
+from tfdist.backup.callback_states import CallbackStates
 from tfdist.backup.sharding_positions import ShardingPositions
+from tfdist.backup.state_provider import CapturedState, StateProvider, TrainedFit
 from tfdist.errors import BackupError, PositionError
 from tfdist.faults import coordination_store, peer_health, preemption
 from tfdist.testing import WorkerPool
@@ -484,7 +486,7 @@ def test_a_path_that_has_lost_a_slash_is_refused(place):
 
 
 def states_of(callback, model=None):
-    return callback_states.CallbackStates([callback], [], model or keras.Sequential())
+    return CallbackStates(TrainedFit(model or keras.Sequential(), [callback]))
 
 
 def as_saved(captured):
@@ -541,8 +543,8 @@ def test_collections_of_callbacks_are_saved_and_unsuitable_values_get_a_warning(
     held, restored = again.last, states_of(again)
     callback.train()
     for _ in range(2):
-        captured = states.capture()
-    restored.restore(as_saved(captured))
+        captured = states.changes()
+    restored.put_back(as_saved(captured))
     for name in ("last", "counts", "by_name", "in_order"):
         mine, other = getattr(again, name), getattr(callback, name)
         assert type(mine) is type(other) and mine == other, name
@@ -572,7 +574,7 @@ def test_a_callback_with_get_state_gets_no_warning_about_other_attributes(caplog
     callback.made = None
     states, restored = (states_of(each) for each in (callback, again))
     callback.made, callback.state = object(), 5
-    restored.restore(as_saved(states.capture()))
+    restored.put_back(as_saved(states.changes()))
     assert again.state == 5 and not caplog.records
 
 
@@ -581,7 +583,7 @@ def test_a_state_that_cannot_be_saved_gets_a_warning(make, caplog):
     callback = Speaks()
     callback.state = make()
     states = states_of(callback)
-    assert states.capture() == states.capture() == {next(iter(states.capture())): {}}
+    assert states.changes() == states.changes() == {next(iter(states.changes())): {}}
     (told,) = [record.getMessage() for record in caplog.records]
     assert "Speaks is not saved completely: the result of its get_state()" in told
     with pytest.raises(TypeError, match="Mean cannot be saved"):
@@ -626,11 +628,11 @@ def test_variables_metrics_and_generators_of_callbacks_are_restored_in_place():
     held = again.held()
     before = kernels[0].numpy()
     callback.train()
-    captured = states.capture()
+    captured = states.changes()
     assert sorted(captured[next(iter(captured))]) == [
         *("best", "counts", "generators", "layer", "mean", "others", "seeds", "shadow"),
     ]
-    restored.restore(as_saved(captured))
+    restored.put_back(as_saved(captured))
     assert again.draw() == callback.draw()
     assert float(again.mean.result()) == 5
     assert again.counts.tolist() == [1, 1]
@@ -649,7 +651,7 @@ def test_a_missing_object_to_restore_in_place_gets_a_warning(caplog):
     callback.mean.update_state(5.0)
     again.mean = None
     for _ in range(2):
-        restored.restore(as_saved(states.capture()))
+        restored.put_back(as_saved(states.changes()))
     (told,) = [record.getMessage() for record in caplog.records]
     assert "HoldsInPlace starts over with its attribute 'mean'" in told
 
@@ -680,17 +682,17 @@ class InPlace(keras.callbacks.Callback):
 def test_only_changed_arrays_of_a_callback_are_saved():
     callback, again = InPlace(), InPlace()
     states, restored = states_of(callback), states_of(again)
-    at_start = states.capture()
+    at_start = states.changes()
     callback.train()
-    captured = states.capture()
+    captured = states.changes()
     (of_one,) = captured.values()
     assert sorted(of_one) == ["large", "many", "seen"]
     for _ in range(2):
         again.train()
-        restored.restore(captured)
+        restored.put_back(captured)
         for name in vars(callback):
             np.testing.assert_equal(getattr(again, name), getattr(callback, name))
-    restored.restore(at_start)
+    restored.put_back(at_start)
     assert again.seen[-1] == again.many[1]["a"][-1] == 0
 
 
@@ -701,7 +703,29 @@ def test_callbacks_without_variables_do_not_search_the_model(monkeypatch):
     monkeypatch.setattr(variable_states, "slots_of", fail)
     for callback in (InPlace(), Collects(), keras.callbacks.History()):
         states = states_of(callback)
-        states.restore(as_saved(states.capture()))
+        states.put_back(as_saved(states.changes()))
+
+
+class Dial(StateProvider):
+    """A kind of state that is not registered."""
+
+    name, position = "dial", 0
+
+    def capture(self):
+        return CapturedState(own={"position": np.array([Dial.position])}, plain=["turned"])
+
+    def restore(self, saved):
+        assert saved.plain == ["turned"]
+        Dial.position = int(saved.own.arrays["position"][0])
+
+
+def test_a_kind_of_state_is_one_class_and_one_registration(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot, "PROVIDERS", (*snapshot.PROVIDERS, Dial))
+    Dial.position = 7
+    broken_off(str(tmp_path / "backup"), 3)
+    Dial.position = 0
+    fit_on(str(tmp_path / "backup"))
+    assert Dial.position == 7
 
 
 def test_random_states_that_reading_has_not_changed_are_recognized():

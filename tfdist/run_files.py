@@ -42,9 +42,9 @@ def is_restarted() -> bool:
     return os.environ.get(ATTEMPT, "0") != "0"
 
 
-def log_path(attempt_dir: pathlib.Path, worker: int) -> pathlib.Path:
-    """Returns the path of a worker's log file."""
-    return attempt_dir / f"worker-{worker}.log"
+def log_path(attempt: pathlib.Path, worker: int) -> pathlib.Path:
+    """Returns the path of a worker's log in the folder of an attempt."""
+    return attempt / f"worker-{worker}.log"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +62,6 @@ class RunFiles:
         """Returns the folder of an attempt."""
         return self.run_dir / f"attempt-{number}"
 
-    def log(self, attempt: int, worker: int) -> pathlib.Path:
-        """Returns the path of a worker's log."""
-        return log_path(self.attempt(attempt), worker)
-
     def report(self, attempt: int, worker: int) -> pathlib.Path:
         """Returns the path of a worker's failure report; see `failure_report.py`."""
         return self.attempt(attempt) / f"failure-{worker}.json"
@@ -78,37 +74,6 @@ class RunFiles:
         """Returns the path of the file with which the supervisor asks workers to leave."""
         return self.attempt(attempt) / "make-room"
 
-    @property
-    def is_room_wanted(self) -> bool:
-        """Whether the supervisor of this worker wants to restart with more workers."""
-        return self.room(os.environ.get(ATTEMPT, "")).exists()
-
-    @property
-    def is_restored(self) -> bool:
-        """Whether workers have restored a backup."""
-        return self._restored.exists()
-
-    def tell_of_restored(self) -> None:
-        """Tells the supervisor that there is a backup to continue from. Ignores errors of the storage."""
-        with contextlib.suppress(OSError):
-            self._restored.touch()
-
-    @property
-    def committed(self) -> tuple[int, str] | None:
-        """The step and the folder of the newest commit; `None` if no worker has told of one."""
-        with contextlib.suppress(OSError, ValueError):
-            step, _, folder = (self.run_dir / "committed").read_text().partition("\n")
-            return int(step), folder
-        return None
-
-    def tell_of_commit(self, step: int, folder: str) -> None:
-        """Tells the supervisor of a commit, which proves progress.
-
-        Raises:
-          OSError: If the file cannot be written.
-        """
-        write_whole(self.run_dir / "committed", f"{step}\n{folder}")
-
     def done_with(self, folder: str) -> pathlib.Path:
         """Returns the path of the note that the supervisor removes a folder of backups."""
         return self.run_dir / f"done-with-{hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]}"
@@ -119,9 +84,26 @@ class RunFiles:
         return list(self.run_dir.glob("done-with-*"))
 
     @property
+    def restored(self) -> pathlib.Path:
+        """The path of the file that shows that workers have restored a backup."""
+        return self.run_dir / "restored"
+
+    @property
     def summary(self) -> pathlib.Path:
         """The path of the supervisor's summary of all failures, for the user."""
         return self.run_dir / "failure.json"
+
+    @property
+    def committed(self) -> tuple[int, str] | None:
+        """The step and the folder of the newest commit; `None` if no worker has told of one."""
+        with contextlib.suppress(OSError, ValueError):
+            step, _, folder = (self.run_dir / "committed").read_text().partition("\n")
+            return int(step), folder
+        return None
+
+    def tell_of_commit(self, step: int, folder: str) -> None:
+        """Tells the supervisor of a commit, which proves progress. Raises `OSError` if the file cannot be written."""
+        write_whole(self.run_dir / "committed", f"{step}\n{folder}")
 
     @property
     def for_user(self) -> list[pathlib.Path]:
@@ -131,10 +113,6 @@ class RunFiles:
 
     def forget_messages(self) -> None:
         """Removes the files by which workers and supervisor have talked, as they would mislead the next run."""
-        messages = (*self.run_dir.glob("attempt-*/make-room"), self.run_dir / "committed", self._restored)
+        messages = (*self.run_dir.glob("attempt-*/make-room"), self.run_dir / "committed", self.restored)
         for path in (*messages, *self.all_done_with):
             path.unlink(missing_ok=True)
-
-    @property
-    def _restored(self) -> pathlib.Path:
-        return self.run_dir / "restored"

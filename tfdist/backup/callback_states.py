@@ -12,14 +12,12 @@ import numpy as np
 from absl import logging
 
 from tfdist.backup import variable_states
-from tfdist.backup.serialization import AbsentError, decode, encode
+from tfdist.backup.serialization import AbsentError, apart, decode, encode, with_arrays
+from tfdist.backup.state_provider import CapturedState, SavedState, StateProvider, TrainedFit
 
 Plain = tuple[Any, list[np.ndarray]]  # the JSON and the arrays of `encode`
 Digest = tuple[Any, ...]
 Start = tuple[Any, list[np.ndarray | Digest]]  # the same, with digests of large arrays
-Starts = list[
-    tuple[weakref.ref[keras.callbacks.Callback], dict[str, Start]]
-]  # a list, because a callback need not be hashable
 
 _COPIED_BYTES = 1 << 20
 
@@ -27,60 +25,78 @@ _OF_PROCESS = ("acquire", "cancel", "close", "is_alive", "savefig", "wait", "wri
 _NOT_STATE = ("_model", "params", "_is_tracing", "_writers")  # Two of TensorBoard's: profile and files of one process.
 
 
-class CallbackStates:
+class CallbackStates(StateProvider):
     """The attributes of callbacks that training changes.
 
     An unchanged attribute, such as an argument of `__init__`, is not saved: a restarted script may pass another value.
     A callback with `get_state` and `set_state` defines its own state, of values that `encode` accepts, without layers.
     Collections, variables and objects with variables, and random generators are restored in place. The model's
-    variables are not saved here. A warning is logged once for an attribute that can no longer be saved, and for an
-    attribute that cannot be saved and has replaced `None` or another object.
+    variables are not saved here. A skipped `fit` gets only its history back. A warning is logged once for an attribute
+    that can no longer be saved, and for an attribute that cannot be saved and has replaced `None` or another object.
 
     Create it after all callbacks have begun. It keeps copies of arrays up to 1 MiB. Larger arrays are read completely
-    in each `capture`; a restart does not restore them if training has not changed them.
+    in each save; a restart does not restore them if training has not changed them.
 
-    Args:
-      callbacks: All callbacks of the `fit` but the `FitBackup`.
-      former: The `starts` of the previous `fit` in this process. A callback that was in both is compared with its
-        start in the first `fit`, because a new process does not know the changes of the first `fit`.
-      model: The trained model.
-
-    Attributes:
-      starts: The attributes of the callbacks at the start. Keeps neither the callbacks nor the model alive.
+    If a callback was also in the previous `fit` of this process, it is compared with its start in that `fit`. A new
+    process does not know the changes of that `fit`. `TrainedFit.starts` keeps neither callbacks nor model alive.
     """
 
-    def __init__(
-        self,
-        callbacks: Sequence[keras.callbacks.Callback],
-        former: Starts,
-        model: keras.Model,
-    ):
-        self._callbacks = dict(_named(callbacks))
-        self._model = model
-        of_model = variable_states.Identities(model)
-        known = {id(callback): start for made, start in former if (callback := made()) is not None}
+    name = "callbacks"
+
+    def __init__(self, fit: TrainedFit):
+        super().__init__(fit)
+        self._callbacks = dict(_named(fit.callbacks))
+        of_model = variable_states.Identities(fit.model)
+        known = {id(callback): start for made, start in fit.starts if (callback := made()) is not None}
         self._at_start: dict[str, dict[str, Start]] = {
             name: known.get(id(callback)) or {key: _kept(own) for key, own in _attributes(callback, of_model)}
             for name, callback in self._callbacks.items()
         }
-        self.starts: Starts = [(weakref.ref(self._callbacks[name]), start) for name, start in self._at_start.items()]
+        fit.starts[:] = [(weakref.ref(self._callbacks[name]), start) for name, start in self._at_start.items()]
         self._objects_at_start = {
             name: {key: value for key, value in self._objects(name) if value is None or key not in start}
             for name, start in self._at_start.items()
         }
         self._told: set[tuple[str, str]] = set()
 
-    def capture(self) -> dict[str, dict[str, Plain]]:
+    def capture(self) -> CapturedState:
+        """Returns the attributes that differ from the start, and the histories of the finished `fit`s."""
+        own: dict[str, np.ndarray] = {}
+        plain: dict[str, dict[str, Any]] = {}
+        for name, attributes in self.changes().items():
+            plain[name] = {}
+            for key, (node, arrays) in attributes.items():
+                named = {f"{name}/{key}/{i}": array for i, array in enumerate(arrays)}
+                plain[name][key] = [node, list(named)]
+                own.update(named)
+        return CapturedState(own=own, plain=list(self._fit.histories), own_plain=plain)
+
+    def restore(self, saved: SavedState) -> None:
+        """See `StateProvider`."""
+        self._fit.histories[:] = saved.plain
+        if saved.is_of_later_fit:
+            history = saved.plain[saved.finished]
+            self.put_back({name: {key: apart(own) for key, own in kept.items()} for name, kept in history.items()})
+            return
+        arrays = saved.own.arrays
+        self.put_back(
+            {
+                name: {key: (node, [arrays[each] for each in names]) for key, (node, names) in attributes.items()}
+                for name, attributes in saved.own.plain.items()
+            }
+        )
+
+    def add_history(self) -> None:
+        """Adds the history of this `fit`, which is finished, to those of the finished `fit`s."""
+        changes = self.changes(name for name in self._callbacks if "History:" in name)
+        self._fit.histories.append(
+            {name: {key: with_arrays(*own) for key, own in attributes.items()} for name, attributes in changes.items()}
+        )
+
+    def changes(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Plain]]:
         """Returns the attributes that differ from the start, by callback. Copies their arrays."""
-        return self._capture(self._callbacks)
-
-    def capture_history(self) -> dict[str, dict[str, Plain]]:
-        """Returns the changed attributes of Keras' `History` only."""
-        return self._capture(name for name in self._callbacks if "History:" in name)
-
-    def _capture(self, names: Iterable[str]) -> dict[str, dict[str, Plain]]:
-        captured, of_model = {}, variable_states.Identities(self._model)
-        for name in names:
+        captured, of_model = {}, variable_states.Identities(self._fit.model)
+        for name in self._callbacks if names is None else names:
             now = dict(_attributes(self._callbacks[name], of_model))
             self._tell_of_lost(name, self._callbacks[name], now)
             captured[name] = {
@@ -108,9 +124,9 @@ class CallbackStates:
                     *(type(callback).__name__, what),
                 )
 
-    def restore(self, captured: Mapping[str, Mapping[str, Plain]]) -> None:
-        """Restores the captured attributes, and sets all others to their values at the start."""
-        of_model = variable_states.Identities(self._model)
+    def put_back(self, captured: Mapping[str, Mapping[str, Plain]]) -> None:
+        """Restores the changed attributes, and sets all others to their values at the start."""
+        of_model = variable_states.Identities(self._fit.model)
         for name, callback in self._callbacks.items():
             if name not in captured:
                 continue

@@ -1,11 +1,10 @@
 """Writes snapshots in a background thread. The chief commits a snapshot when all workers have written their parts."""
 
 import contextlib
-import dataclasses
-import json
+import importlib.metadata
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,37 +12,13 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist.backup.commit_agreement import CommitAgreement
-from tfdist.backup.commit_store import Commit, CommitStore, Draft
-from tfdist.backup.serialization import Packed, pack, unpack
+from tfdist.backup.commit_store import CommitStore, Draft
+from tfdist.backup.part_files import pack, write_part
+from tfdist.backup.snapshot import Snapshot
 from tfdist.faults import watchdog
-from tfdist.run_files import RunFiles
-
-Arrays = dict[str, Any]
+from tfdist.run_files import ATTEMPT, RunFiles
 
 _NICENESS = 10  # Gets a tenth of a busy core and all of an idle core.
-
-
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """The state of one worker for a commit. The writer empties it once the arrays are copied.
-
-    Attributes:
-      step: Number of the commit.
-      described: Description of the commit for its manifest.
-      shared: Tensors that are equal on all workers; written by the chief.
-      own: Tensors and arrays of this worker.
-      plain: JSON that is equal on all workers; written by the chief.
-      own_plain: JSON of this worker.
-      late: Returns more arrays of this worker; called in the background thread.
-    """
-
-    step: int
-    described: Mapping[str, Any]
-    shared: Arrays
-    own: Arrays
-    plain: Any
-    own_plain: Any
-    late: Callable[[], Arrays] = dict
 
 
 class CommitWriter:
@@ -118,9 +93,7 @@ class CommitWriter:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         draft = Draft(self._directory, self._run, snapshot.step)
         try:
-            files = RunFiles.of_worker()
-            asked = self._is_asked() or (files is not None and files.is_room_wanted)
-            said = {**self._write(draft, snapshot), "asked": asked}
+            said = {**self._write(draft, snapshot), "asked": self._is_asked() or _is_room_wanted()}
             settled = self._agreement.settle("save", said, lambda words: self._commit(draft, snapshot, words))
             self.refusals = settled["refusals"]
             if self.refusals:
@@ -175,29 +148,16 @@ class CommitWriter:
         return {"refusals": refusals, "asked": asked}
 
 
-def write_part(draft: Draft, name: str, packed: Packed, plain: Any) -> dict[str, Any]:
-    """Writes arrays and JSON as two files, and returns the results of `Draft.write` by file name."""
-    index, pieces = packed
-    text = json.dumps({"arrays": index, "plain": plain}).encode()
-    return {f"{name}.bin": draft.write(f"{name}.bin", pieces), f"{name}.json": draft.write(f"{name}.json", [text])}
-
-
-def read_part(commit: Commit, name: str) -> tuple[dict[str, Any], Any]:
-    """Returns the arrays and the JSON that `write_part` has written.
-
-    Raises:
-      BackupError: If a file cannot be read or has changed.
-    """
-    text = json.loads(commit.read(f"{name}.json"))
-    return unpack(text["arrays"], commit.read(f"{name}.bin")), text["plain"]
-
-
 def versions() -> dict[str, str]:
     """Returns the versions of the packages that affect the bits of a training."""
-    import importlib.metadata
-
     versions = {name: importlib.metadata.version(name) for name in ("tfdist", "keras")}
     return {**versions, "tensorflow": tf.__version__}
+
+
+def _is_room_wanted() -> bool:
+    """Whether the `tfdist run` of this host wants to start with more workers."""
+    files = RunFiles.of_worker()
+    return files is not None and os.path.exists(files.room(os.environ.get(ATTEMPT, "")))
 
 
 def tell_of_untold(directory: str, step: int) -> None:

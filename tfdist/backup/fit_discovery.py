@@ -5,7 +5,9 @@ from typing import Any
 import keras
 
 from tfdist._compat import keras_internals, keras_stack
-from tfdist.backup.backed_up_fit import BackupOptions, FitBackup, Input
+from tfdist.backup.backed_up_fit import FitBackup
+from tfdist.backup.session import BackupOptions
+from tfdist.backup.state_provider import FitInput
 from tfdist.errors import BackupError
 
 
@@ -35,11 +37,11 @@ def of_running_fit(options: BackupOptions, model: keras.Model) -> FitBackup:
     return backup
 
 
-def _input_of(running: keras_stack.RunningFit) -> Input:
+def _input_of(running: keras_stack.RunningFit) -> FitInput:
     given, epochs = running.arguments, running.epochs
     if not given:
-        return Input()
-    return Input(
+        return FitInput()
+    return FitInput(
         epochs if given["steps_per_epoch"] is not None else None,
         _batches(epochs),
         _batches(getattr(epochs, "data_adapter", None)),

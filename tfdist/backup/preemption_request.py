@@ -59,9 +59,9 @@ class PreemptionRequest:
             if self._watch is not None:
                 preemption.uninstall(self._watch)
 
-    def tell(self, saver: CommitWriter) -> None:
+    def tell(self, writer: CommitWriter) -> None:
         """Asks all workers to leave, as a signal does, if a commit recorded that a worker was asked."""
-        if saver.are_asked and self.listens:
+        if writer.are_asked and self.listens:
             self._reports.ask_to_stop()
 
     def is_here(self) -> bool:

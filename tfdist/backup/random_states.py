@@ -6,8 +6,68 @@ from typing import Any
 import numpy as np
 
 from tfdist.backup.serialization import apart, decode, encode, with_arrays
+from tfdist.backup.state_provider import CapturedState, SavedState, StateProvider, TrainedFit
 
 NAMES = frozenset({"python", "numpy"})
+
+
+class RandomStates(StateProvider):
+    """The global random states, now and when the present input began.
+
+    After a restart, an input is read again from the states with which it began, so that Keras draws the same numbers.
+    """
+
+    name = "random"
+
+    def __init__(self, fit: TrainedFit):
+        super().__init__(fit)
+        self._of_input: Any = None
+        self._replaced: Any = None  # the states before an input was read again
+        self._as_begun: Any = None  # the states when such an input had begun
+        self._reads_again = False
+
+    def capture(self) -> CapturedState:
+        """See `StateProvider`."""
+        return CapturedState(own_plain={"now": capture(), "of_input": self._of_input})
+
+    def restore(self, saved: SavedState) -> None:
+        """Restores the states. Does nothing if the number of workers or replicas has changed."""
+        names = self._undrawn() if saved.is_reread else NAMES
+        if saved.is_alike:
+            restore(saved.own.plain["now"], names)
+
+    def begin_input(self) -> None:
+        """Notes the states with which an input begins. Call it before Keras makes the iterator and shuffles batches."""
+        self._of_input = capture()
+
+    def begin_input_again(self, saved: SavedState) -> None:
+        """Restores the states with which the input of a commit began."""
+        before = saved.own.plain["of_input"] if saved.is_alike else None
+        self._reads_again = before is not None
+        if before is not None:
+            self._replaced, self._of_input = capture(), before
+            restore(before)
+
+    def note_begun(self) -> None:
+        """Notes the states when an input that is read again has begun."""
+        if self._reads_again and self._as_begun is None:
+            self._as_begun = capture()
+
+    def end_reading_again(self) -> None:
+        """Restores the states that `begin_input_again` replaced."""
+        if self._replaced is not None:
+            restore(self._replaced, self._undrawn())
+
+    def _undrawn(self) -> frozenset[str]:
+        """Returns the names of the global random states from which the repeated reading of the input has not drawn.
+
+        The other states must not be restored: reading has moved them to where the next batches need them, and a thread
+        may be drawing more. Their saved values include the draws of the batches that the thread had then read ahead.
+        """
+        if not self._reads_again:
+            return NAMES
+        self._reads_again = False
+        return unmoved(self._as_begun or self._of_input, self._fit.input.batches_of_pass)
 
 
 def capture() -> Any:

@@ -4,34 +4,79 @@ States are named by the optimizer's index in the model and the name of the excha
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tfdist.backup.state_provider import CapturedState, SavedState, StateProvider
 from tfdist.strategies.collectives.encoded_reducer import EncodedReducer
 from tfdist.strategies.compression_state import CompressionState, sum_of
+from tfdist.strategies.distributed_optimizer import exchanging_optimizers
 
 
-def capture(communication: CompressionState | None, optimizers: Sequence[Any]) -> dict[str, tf.Tensor]:
-    """Returns the states that this worker's replicas keep for the gradients of the optimizers."""
-    return {
-        f"{name}/{place}": variable.read_value()
-        for name, exchange in _exchanges(communication, optimizers)
-        for place, variable in _variables(exchange).items()
-    }
+class ResidualStates(StateProvider):
+    """The states that the gradient reducers of a model's optimizers keep."""
+
+    name = "residuals"
+
+    def capture(self) -> CapturedState:
+        """See `StateProvider`. The late arrays have the form of `CompressionState.state`, for any number of workers."""
+        exchanges = list(self._exchanges())
+        kept = {
+            f"{name}/{place}": variable.read_value()
+            for name, exchange in exchanges
+            for place, variable in _variables(exchange).items()
+        }
+        return CapturedState(own=kept, late=functools.partial(_pending, exchanges, kept))
+
+    def restore(self, saved: SavedState) -> None:
+        """Restores the states of this worker's replicas bit for bit, or distributes those of the former workers."""
+        if self._communication is None or saved.is_of_later_fit:
+            return
+        if saved.is_alike:
+            for name, own in _by_exchange(saved.own.arrays).items():
+                self._hand_over(name, functools.partial(_assign, own))
+        elif all(part.late for part in saved.parts):  # see `CompressionState.redistribute`
+            for name, own in _by_exchange(sum_of([part.late for part in saved.parts])).items():
+                arrays = [own[str(i)] for i in range(len(own))]
+                self._hand_over(name, functools.partial(EncodedReducer.spread, pending=arrays))
+
+    def drop_awaited(self) -> None:
+        """Drops restored states of gradients that this `fit` has not exchanged."""
+        if self._communication is not None and self._communication.drop_awaited():
+            logging.warning("What compression had kept of gradients that are not exchanged any more is left out.")
+
+    @property
+    def _communication(self) -> CompressionState | None:
+        return getattr(self._fit.model.distribute_strategy, "communication", None)
+
+    def _exchanges(self) -> Iterator[tuple[str, EncodedReducer]]:
+        if self._communication is not None:
+            for place, optimizer in enumerate(exchanging_optimizers(self._fit.model)):
+                for name, exchange in self._communication.exchanges_of(optimizer).items():
+                    yield f"{place}/{name}", exchange
+
+    def _hand_over(self, name: str, give: Callable[[EncodedReducer], None]) -> None:
+        place, _, exchange = name.partition("/")
+        optimizers = exchanging_optimizers(self._fit.model)
+
+        def fill(made: EncodedReducer) -> None:
+            try:
+                give(made)
+            except ValueError as error:
+                logging.warning("What compression had kept is left out, as it was of another codec: %s", error)
+
+        if self._communication is not None and int(place) < len(optimizers):
+            self._communication.hand_over(optimizers[int(place)], exchange, fill)
 
 
-def pending(
-    communication: CompressionState | None, optimizers: Sequence[Any], captured: Mapping[str, tf.Tensor]
+def _pending(
+    exchanges: Sequence[tuple[str, EncodedReducer]], captured: Mapping[str, tf.Tensor]
 ) -> dict[str, np.ndarray]:
-    """Converts captured states to the form of `CompressionState.state`, for any number of workers; in a few passes."""
     arrays = {}
-    for name, exchange in _exchanges(communication, optimizers):
-        if f"{name}/counts/0" not in captured:
-            continue
+    for name, exchange in exchanges:
         states = [
             [captured[f"{name}/states/{replica}/{i}"] for i in range(len(own))]
             for replica, own in enumerate(exchange.states)
@@ -41,32 +86,6 @@ def pending(
         then.__dict__.update(vars(exchange), states=states)
         arrays.update({f"{name}/{i}": array for i, array in enumerate(then.pending())})
     return arrays
-
-
-def restore(communication: CompressionState, optimizers: Sequence[Any], saved: Mapping[str, np.ndarray]) -> None:
-    """Restores the states of this worker's replicas, bit for bit."""
-    for name, own in _by_exchange(saved).items():
-        _hand_over(communication, optimizers, name, functools.partial(_assign, own))
-
-
-def redistribute(
-    communication: CompressionState, optimizers: Sequence[Any], states: Sequence[Mapping[str, np.ndarray]]
-) -> None:
-    """Distributes the states of any number of former workers; see `CompressionState.redistribute`."""
-    if not all(states):
-        return
-    for name, own in _by_exchange(sum_of(states)).items():
-        arrays = [own[str(i)] for i in range(len(own))]
-        _hand_over(communication, optimizers, name, functools.partial(EncodedReducer.spread, pending=arrays))
-
-
-def _exchanges(
-    communication: CompressionState | None, optimizers: Sequence[Any]
-) -> Iterator[tuple[str, EncodedReducer]]:
-    if communication is not None:
-        for place, optimizer in enumerate(optimizers):
-            for name, exchange in communication.exchanges_of(optimizer).items():
-                yield f"{place}/{name}", exchange
 
 
 def _variables(exchange: EncodedReducer) -> dict[str, tf.Variable]:
@@ -84,19 +103,6 @@ def _by_exchange(saved: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndar
         place, exchange, rest = name.split("/", 2)
         grouped.setdefault(f"{place}/{exchange}", {})[rest] = value
     return grouped
-
-
-def _hand_over(communication: CompressionState, optimizers: Sequence[Any], name: str, give: Any) -> None:
-    place, _, exchange = name.partition("/")
-
-    def fill(made: EncodedReducer) -> None:
-        try:
-            give(made)
-        except ValueError as error:
-            logging.warning("What compression had kept is left out, as it was of another codec: %s", error)
-
-    if int(place) < len(optimizers):
-        communication.hand_over(optimizers[int(place)], exchange, fill)
 
 
 def _assign(saved: Mapping[str, np.ndarray], exchange: EncodedReducer) -> None:

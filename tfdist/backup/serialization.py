@@ -1,7 +1,4 @@
-"""Serialization of Python values to JSON and arrays. Only known types are supported, so a file cannot run code.
-
-Arrays are stored one after another in files of raw bytes, with an index of their offsets.
-"""
+"""Serialization of Python values to JSON and arrays. Only known types are supported, so a file cannot run code."""
 
 import base64
 import itertools
@@ -18,7 +15,6 @@ from tfdist._compat import tf_internals
 
 _PLAIN = (type(None), bool, int, float, str)
 _OPERATIONS = {"keras.ops": keras.ops, "numpy": np}  # callbacks with `monitor` hold a comparison
-_SAME_SIZE = {1: np.uint8, 2: np.uint16}  # Python's buffers do not support bfloat16
 _BITS = {
     kind.__name__: kind
     for kind in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
@@ -249,50 +245,6 @@ def apart(given: Any) -> tuple[Any, list[np.ndarray]]:
         np.frombuffer(base64.b64decode(text), tf.as_dtype(dtype).as_numpy_dtype).reshape(shape)
         for dtype, shape, text in arrays
     ]
-
-
-Packed = tuple[list[Any], list[memoryview]]
-
-
-def pack(arrays: Mapping[str, Any], buffers: dict[str, np.ndarray]) -> Packed:
-    """Returns an index of tensors and arrays, and copies of their bytes.
-
-    Reuses the buffers of the previous call, because memory that is new to a process costs several times a copy.
-    """
-    index: list[Any] = []
-    pieces, offset = [], 0
-    for name, array in arrays.items():
-        dtype, view = _on_host(array)
-        index.append([name, dtype, list(view.shape or ()), offset])
-        offset += view.nbytes
-        if view.nbytes:
-            if name not in buffers or buffers[name].nbytes != view.nbytes:
-                buffers[name] = np.empty([view.nbytes], np.uint8)
-            np.copyto(buffers[name], np.frombuffer(view, np.uint8))
-            pieces.append(buffers[name].data)
-    return index, pieces
-
-
-def unpack(index: Sequence[Any], content: bytearray) -> dict[str, np.ndarray]:
-    """Returns the arrays by name, as views of `content`."""
-    arrays = {}
-    for name, dtype, shape, offset in index:
-        kind = tf.as_dtype(dtype).as_numpy_dtype
-        arrays[name] = np.frombuffer(content, kind, int(np.prod(shape)), offset).reshape(shape)
-    return arrays
-
-
-def _on_host(array: Any) -> tuple[str, memoryview]:
-    name = array.dtype.name
-    if isinstance(array, np.ndarray):
-        array = np.asarray(array, order="C")
-        return name, (array.view(_SAME_SIZE[array.itemsize]) if array.dtype.kind == "V" else array).data
-    if "GPU" in array.device:
-        with tf.device("CPU"):
-            array = tf.identity(array)
-    if np.dtype(array.dtype.as_numpy_dtype).kind == "V":
-        array = tf.bitcast(array, _SAME_SIZE[array.dtype.size])
-    return name, memoryview(array)
 
 
 def _is_number(dtype: np.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""The state of backups that a process keeps from one `fit` to the next."""
+"""The options of backups, and the state of backups that a process keeps from one `fit` to the next."""
 
 import dataclasses
 import os
@@ -6,11 +6,22 @@ from typing import Any
 
 from absl import logging
 
-from tfdist.backup.callback_states import Starts
 from tfdist.backup.commit_store import CommitStore
 from tfdist.backup.commit_writer import CommitWriter
 from tfdist.backup.preemption_request import PreemptionRequest
 from tfdist.backup.storage import is_remote
+
+
+@dataclasses.dataclass(frozen=True)
+class BackupOptions:
+    """The checked arguments of `BackupAndRestore`; see there."""
+
+    directory: str
+    save_freq: Any
+    keep: int
+    delete_checkpoint: bool
+    save_before_preemption: bool
+    timeout_seconds: float
 
 
 @dataclasses.dataclass
@@ -21,21 +32,28 @@ class BackupSession:
     sites: list[str] = dataclasses.field(default_factory=list)  # call sites of all `fit`s, with the running one
     steps: int = 0
     number: int = -1
-    histories: list[Any] = dataclasses.field(default_factory=list)
-    saver: CommitWriter | None = None
+    histories: list[Any] = dataclasses.field(default_factory=list)  # see `TrainedFit`
+    writer: CommitWriter | None = None
     store: CommitStore | None = None
-    asked: PreemptionRequest | None = None
-    starts: Starts = dataclasses.field(default_factory=list)  # of the previous `fit`'s callbacks
+    request: PreemptionRequest | None = None
+    starts: list[Any] = dataclasses.field(default_factory=list)  # see `TrainedFit`
+
+    def begin_fit(self, sites: list[str], newest: int) -> None:
+        """Begins a `fit`, given the call sites of all `fit`s and the number of the newest commit; -1 without one."""
+        self.sites, self.finished = sites, len(sites) - 1
+        if newest > self.number:  # A skipped `fit`'s commit must not stay newest.
+            self.steps = self.number = newest
+        self.histories += [{} for _ in range(self.finished - len(self.histories))]
 
     def end_former(self) -> None:
         """Waits for the last save of an interrupted `fit`, and ends its listening for requests."""
-        if self.saver is not None:
+        if self.writer is not None:
             try:
-                self.saver.wait()
+                self.writer.wait()
             except Exception as error:
                 logging.warning("The last backup of a former fit failed: %s", error)
-        if self.asked is not None:
-            self.asked.end()
+        if self.request is not None:
+            self.request.end()
 
 
 processes: dict[str, BackupSession] = {}  # by directory

@@ -12,6 +12,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist._compat import keras_internals
+from tfdist.backup.state_provider import CapturedState, SavedState, StateProvider, TrainedFit
 from tfdist.errors import BackupError
 from tfdist.strategies.distributed_optimizer import optimizers_of
 from tfdist.strategies.distributed_variables import OptimizerVariable, RandomStateVariable, StatisticVariable
@@ -87,18 +88,88 @@ class Identities:
         return frozenset(id(each) for slot in slots for each in (slot.variable, slot.variable.value, *slot.locals()))
 
 
-def make_random(described: Mapping[str, Sequence[Any]], strategy: tf.distribute.Strategy) -> None:
-    """Makes Keras' global seed generator if the saved run had one, as its first step or unseeded operation would."""
-    if any(key.startswith("random/") for key in described):
-        getattr(strategy.extended, "seed_generator", keras_internals.global_seed_generator)()
+class VariableStates(StateProvider):
+    """The variables of a model, its optimizers and metrics, and of Keras' global seed generator.
 
-
-def build_optimizers(model: keras.Model) -> None:
-    """Makes the variables of the model's optimizer, which the first step would make otherwise.
+    Makes the variables of the model's optimizer, which the first step would make otherwise.
 
     Raises:
-      ValueError: If the model holds another optimizer without variables, for which the trained weights are unknown.
+      ValueError: If the model or an optimizer that it holds has no variables yet.
     """
+
+    name = "variables"
+
+    def __init__(self, fit: TrainedFit):
+        super().__init__(fit)
+        if not fit.model.built:
+            raise ValueError(
+                f"BackupAndRestore restores the variables of a model that has them, and {fit.model.name!r} is not "
+                "built yet. Call it on a batch, or give it an Input, before `fit`."
+            )
+        _build_optimizers(fit.model)
+
+    def capture(self) -> CapturedState:
+        """Returns common values of all workers by key, and values of this worker's replicas by "key@replica".
+
+        Costs about 20 µs per variable of any size: the tensors share the variables' memory, and TensorFlow copies a
+        variable that is overwritten while its tensor exists.
+        """
+        slots = slots_of(self._fit.model)
+        return CapturedState(
+            shared={slot.key: _read(slot.locals()[0]) for slot in slots if not slot.own},
+            own={
+                f"{slot.key}@{replica}": _read(local)
+                for slot in slots
+                if slot.own
+                for replica, local in enumerate(slot.locals())
+            },
+            plain={slot.key: slot.described for slot in slots},
+        )
+
+    def check(self, saved: SavedState) -> None:
+        """Compares weights and optimizer. For a later `fit`, the model may be compiled with another optimizer."""
+        kinds = ("weight/",) if saved.is_of_later_fit else ("weight/", "optimizer/")
+        here = {slot.key: slot.described for slot in slots_of(self._fit.model) if slot.key.startswith(kinds)}
+        there = {key: value for key, value in saved.plain.items() if key.startswith(kinds)}
+        for key in [*here, *there]:
+            if here.get(key) != there.get(key):
+                raise BackupError(
+                    f"The backup {saved.path} is of another model or optimizer: it has {_say(there.get(key))}, this "
+                    f"one {_say(here.get(key))} ({key}). Train the model that was saved, or give another backup_dir. "
+                    "Nothing was overwritten."
+                )
+
+    def lacks(self, saved: SavedState) -> bool:
+        """Whether this run has not made a variable of the backup yet, or no longer has it, such as one of a metric."""
+        here = {slot.key: slot.described for slot in slots_of(self._fit.model)}
+        return any(here.get(key) != value for key, value in saved.plain.items())
+
+    def restore(self, saved: SavedState) -> None:
+        """Assigns saved values to the variables that equal a saved variable. Other variables are not changed.
+
+        Worker 0 gets the sums over the former replicas if the number of workers or replicas has changed. From a later
+        `fit`, only weights and the seed generator are restored.
+        """
+        if any(key.startswith("random/") for key in saved.plain):  # as the first step or unseeded operation would
+            extended = self._fit.model.distribute_strategy.extended
+            getattr(extended, "seed_generator", keras_internals.global_seed_generator)()
+        for slot in slots_of(self._fit.model):
+            is_left = saved.is_of_later_fit and not slot.key.startswith(("weight/", "random/"))
+            if is_left or saved.plain.get(slot.key) != slot.described:
+                continue
+            locals_, was_shared = slot.locals(), slot.key in saved.shared
+            values = [saved.shared[slot.key]] if was_shared else []
+            if not was_shared:
+                values = [each for part in saved.parts for each in _replicas(slot.key, part.arrays)]
+            if not saved.is_alike and (slot.own or not was_shared):
+                values = _spread(slot, values, len(locals_), is_first=saved.worker == 0)
+            elif was_shared:
+                values *= len(locals_)
+            for local, value in zip(locals_, values, strict=True):
+                local.assign(value)
+
+
+def _build_optimizers(model: keras.Model) -> None:
     if isinstance(model.optimizer, keras.optimizers.Optimizer) and not model.optimizer.built:
         with model.distribute_strategy.scope():
             model.optimizer.build(model.trainable_variables)
@@ -111,82 +182,8 @@ def build_optimizers(model: keras.Model) -> None:
         )
 
 
-def capture(slots: Sequence[Slot]) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-    """Returns the common values of all workers by key, and the values of this worker's replicas by "key@replica".
-
-    Costs about 20 µs per variable of any size: the tensors share the variables' memory, and TensorFlow copies a
-    variable that is overwritten while its tensor exists.
-    """
-    shared = {slot.key: _read(slot.locals()[0]) for slot in slots if not slot.own}
-    own = {
-        f"{slot.key}@{replica}": _read(local)
-        for slot in slots
-        if slot.own
-        for replica, local in enumerate(slot.locals())
-    }
-    return shared, own
-
-
 def _read(variable: tf.Variable) -> tf.Tensor:
     return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)  # Costs 1/4 of `read_value`.
-
-
-def check_same(
-    slots: Sequence[Slot], described: Mapping[str, Sequence[Any]], path: str, kinds: tuple[str, ...]
-) -> None:
-    """Compares the variables of some kinds, such as "weight/", with the variables of a backup.
-
-    Raises:
-      BackupError: If a variable differs.
-    """
-    here = {slot.key: slot.described for slot in slots if slot.key.startswith(kinds)}
-    there = {key: list(value) for key, value in described.items() if key.startswith(kinds)}
-    for key in [*here, *there]:
-        if here.get(key) != there.get(key):
-            raise BackupError(
-                f"The backup {path} is of another model or optimizer: it has {_say(there.get(key))}, this one "
-                f"{_say(here.get(key))} ({key}). Train the model that was saved, or give another backup_dir. Nothing "
-                "was overwritten."
-            )
-
-
-def missing(slots: Sequence[Slot], described: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Returns the keys of a backup's variables that this run has not made yet, or no longer has, such as metrics."""
-    here = {slot.key: slot.described for slot in slots}
-    return [key for key, value in described.items() if here.get(key) != list(value)]
-
-
-def restore(
-    slots: Sequence[Slot],
-    described: Mapping[str, Sequence[Any]],
-    shared: Mapping[str, np.ndarray],
-    own: Sequence[Mapping[str, np.ndarray]],
-    *,
-    is_alike: bool,
-    is_first: bool,
-) -> None:
-    """Assigns saved values to the variables that equal a saved variable. Other variables are not changed.
-
-    Args:
-      slots: The variables of this run.
-      described: Name, shape and dtype of the saved variables, by key.
-      shared: The values that were equal on all workers.
-      own: The values of this worker's replicas; if not `is_alike`, those of each former worker.
-      is_alike: Whether the numbers of workers and replicas are the same as in the saved run.
-      is_first: Whether this is worker 0, which gets the sums over the former replicas.
-    """
-    for slot in slots:
-        if list(described.get(slot.key, ())) != slot.described:
-            continue
-        locals_ = slot.locals()
-        was_shared = slot.key in shared
-        values = [shared[slot.key]] if was_shared else [each for part in own for each in _replicas(slot.key, part)]
-        if not is_alike and (slot.own or not was_shared):
-            values = _spread(slot, values, len(locals_), is_first)
-        elif was_shared:
-            values *= len(locals_)
-        for local, value in zip(locals_, values, strict=True):
-            local.assign(value)
 
 
 def _replicas(key: str, part: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:

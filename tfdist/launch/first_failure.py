@@ -25,7 +25,7 @@ from tfdist.failure_kinds import (
 from tfdist.failure_report import LEFT
 from tfdist.launch.terminal_filter import is_library_line
 from tfdist.launch.worker_group import WorkerExit, describe_exit
-from tfdist.run_files import RunFiles
+from tfdist.run_files import RunFiles, log_path
 
 __all__ = [
     "Failure",
@@ -221,7 +221,7 @@ def not_started(attempt: int, worker: int | None, error: Exception, time: float)
 def _failure(
     run_dir: pathlib.Path, attempt: int, ended: WorkerExit, returncode: int, report: Mapping[str, Any]
 ) -> Failure:
-    path = RunFiles(run_dir).log(attempt, ended.index)
+    path = log_path(RunFiles(run_dir).attempt(attempt), ended.index)
     output = _end_of(path)
     if not report and returncode == 1:
         report = _report_from_log(output)

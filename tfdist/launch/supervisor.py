@@ -393,7 +393,7 @@ class Supervisor:
 
     def _has_backup(self, attempt: Attempt) -> bool:
         """Returns whether a restart resumes from a backup, of this run or an earlier run."""
-        return attempt.committed is not None or self._files.is_restored
+        return attempt.committed is not None or self._files.restored.exists()
 
     def _specs(self, workers: int) -> list[ClusterSpec]:
         """Returns the cluster spec of each worker to be started here."""

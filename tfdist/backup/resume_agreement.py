@@ -1,23 +1,90 @@
-"""Chooses the commit from which a `fit` continues, checks that all workers see it, and describes it in a message."""
+"""All workers agree on the commit from which a `fit` continues, and check that all can read it."""
 
+import contextlib
 import os
 import secrets
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import logging
 
 from tfdist.backup import backup_cleanup
-from tfdist.backup.checkpoint_state import CheckpointState
+from tfdist.backup.commit_agreement import CommitAgreement
 from tfdist.backup.commit_store import LOCK, Commit, CommitStore, probe_writing
+from tfdist.backup.commit_writer import tell_of_untold, versions
+from tfdist.backup.session import BackupOptions, BackupSession
+from tfdist.backup.snapshot import Checkpoint, FitStates
 from tfdist.backup.storage import is_remote
 from tfdist.errors import BackupError
-from tfdist.run_files import is_restarted
+from tfdist.run_files import RunFiles, is_restarted
 
+_COMPARED = ("save_freq", "keep", "delete_checkpoint", "save_before_preemption")  # all workers give the same
 _PLACE_SECONDS = 3.0  # Shared storage may show a file late on other hosts.
 
 
-def choose(store: CommitStore | None, sites: list[str]) -> dict[str, Any]:
+class Resumption(NamedTuple):
+    """How a `fit` begins."""
+
+    run: str  # identity of the run; see `Draft`
+    is_done_before: bool  # Whether the `fit` was finished before and is skipped.
+    is_removed_later: bool  # Whether `tfdist run` removes the backups when the job is done.
+
+
+def agree(
+    session: BackupSession, options: BackupOptions, agreement: CommitAgreement, site: str, states: FitStates
+) -> tuple[Resumption, Checkpoint | None]:
+    """Claims the directory, and reads the commit from which a `fit` continues, on all workers or on none.
+
+    Updates the session. `site` is the call site of the `fit`.
+
+    Raises:
+      BackupError: If a worker cannot write to the directory or cannot continue from the commit.
+    """
+    agreement.begin({name: repr(getattr(options, name)) for name in _COMPARED})
+    if agreement.is_chief:
+        session.store = session.store or CommitStore(options.directory)
+    store = session.store if agreement.is_chief else None
+    sites = [*session.sites[: session.finished], site]
+    chosen = agreement.settle("fit", None, lambda _: _choose(store, sites))
+    commit = Commit(*chosen["commit"]) if chosen["commit"] else None
+    session.begin_fit(chosen["sites"], chosen["newest"])
+    tell_of_untold(options.directory, chosen["newest"])
+    files = RunFiles.of_worker()
+    if commit is not None and files is not None:
+        with contextlib.suppress(OSError):
+            files.restored.touch()
+    checkpoint, fault = None, None
+    try:
+        if not agreement.is_chief:
+            _check_place(options.directory, chosen["holder"], goes_on=is_restarted() and chosen["newest"] >= 0)
+        elif commit is not None:
+            _tell_of_versions(commit)
+        if commit is not None:
+            checkpoint = states.read(commit, agreement, session.finished)
+    except (BackupError, OSError) as error:
+        fault = f"{agreement.who}: {error}"
+    try:
+        faults = agreement.settle("fit", fault, lambda said: _decide(store, said))
+        if faults:
+            raise BackupError(faults[0].partition(": ")[2] if agreement.workers == 1 else "; ".join(faults))
+    except BackupError:
+        if store is not None:
+            store.release()
+        raise
+    is_removed_later = options.delete_checkpoint and chosen["is_removed_later"]
+    return Resumption(chosen["run"], chosen["is_done_before"], is_removed_later), checkpoint
+
+
+def _tell_of_versions(commit: Commit) -> None:
+    before, now = commit.manifest.get("versions", {}), versions()
+    others = [f"{name} {before[name]} (here: {now[name]})" for name in now if before.get(name, now[name]) != now[name]]
+    if others:
+        logging.warning(
+            "%s was made by %s: what is trained from it may differ in its bits.", commit.path, ", ".join(others)
+        )
+
+
+def _choose(store: CommitStore | None, sites: list[str]) -> dict[str, Any]:
     """Claims the directory and chooses a commit, on the chief: the newest, or the end of an earlier `fit`.
 
     Args:
@@ -77,7 +144,7 @@ def _is_elsewhere(site: str, former: str) -> bool:
     return False
 
 
-def decide(store: CommitStore | None, said: list[Any]) -> list[str]:
+def _decide(store: CommitStore | None, said: list[Any]) -> list[str]:
     """Returns the faults of the workers, on the chief. Without faults, sets damaged commits aside."""
     assert store is not None
     faults = [one for one in said if one]
@@ -86,7 +153,7 @@ def decide(store: CommitStore | None, said: list[Any]) -> list[str]:
     return faults
 
 
-def check_place(directory: str, holder: str | None, *, goes_on: bool) -> None:
+def _check_place(directory: str, holder: str | None, *, goes_on: bool) -> None:
     """Checks, on a worker other than the chief, that it can write to the same directory as the chief.
 
     Args:
@@ -108,46 +175,6 @@ def check_place(directory: str, holder: str | None, *, goes_on: bool) -> None:
             "path on storage that all workers share."
         )
     probe_writing(directory, may_be_full=lambda: goes_on)
-
-
-def told(loaded: CheckpointState, last: float, first: int, *, is_done_before: bool) -> str:
-    """Returns the log message about how a `fit` continues from a commit.
-
-    Args:
-      loaded: The commit.
-      last: Number of epochs of this `fit`.
-      first: The argument `initial_epoch` of `fit`.
-      is_done_before: Whether the `fit` was finished before and is skipped.
-    """
-    plain, path, number = loaded.plain, loaded.commit.path, loaded.finished
-    epoch, batch, fit = plain["epoch"], plain["batch"], plain["fit"]
-    if is_done_before and fit > number:
-        return (
-            f"Restored {path}, of fit {fit + 1} of this program, and fit {number + 1} passed over: no backup of its "
-            f"end was kept, so what comes before fit {fit + 1} sees the weights as they were later. "
-            "delete_checkpoint=False keeps them."
-        )
-    if is_done_before:
-        return f"Restored {path}, the end of fit {number + 1} of this program, which was done before."
-    if is_beyond(loaded, last):
-        return (
-            f"Restored {path}, which was made after {batch} batches of epoch {epoch + 1}, but this fit ends with epoch "
-            f"{last}: it trains nothing, and the backups stay."
-        )
-    if plain["stop"] and not batch:
-        return (
-            f"Restored {path}: a callback stopped this fit at the end of epoch {epoch}, so it is done. Without that "
-            "folder it trains on, from the backup before or anew."
-        )
-    if not batch and epoch >= last:
-        return f"Restored {path}, the end of this fit: what comes after it is next. Without that folder it trains anew."
-    instead = f", not with initial_epoch={first}, which it was told" if first > epoch else ""
-    return f"Restored {path}: goes on after {batch} batches of epoch {epoch + 1}{instead}."
-
-
-def is_beyond(loaded: CheckpointState, last: float) -> bool:
-    """Whether the commit of an unfinished `fit` was made after the present last epoch of the `fit`."""
-    return (loaded.plain["epoch"], loaded.plain["batch"]) > (last, 0)
 
 
 def _content(path: str) -> str | None:

@@ -1,0 +1,38 @@
+"""The log message about how a `fit` continues from a commit."""
+
+from tfdist.backup.snapshot import Checkpoint
+
+
+def resume_message(checkpoint: Checkpoint, finished: int, last: float, first: int, *, is_done_before: bool) -> str:
+    """Returns the log message about how a `fit` continues from a commit.
+
+    Args:
+      checkpoint: The commit.
+      finished: Number of `fit`s that this process has finished.
+      last: Number of epochs of this `fit`.
+      first: The argument `initial_epoch` of `fit`.
+      is_done_before: Whether the `fit` was finished before and is skipped.
+    """
+    then, path = checkpoint.progress, checkpoint.commit.path
+    if is_done_before and then.fit > finished:
+        return (
+            f"Restored {path}, of fit {then.fit + 1} of this program, and fit {finished + 1} passed over: no backup of "
+            f"its end was kept, so what comes before fit {then.fit + 1} sees the weights as they were later. "
+            "delete_checkpoint=False keeps them."
+        )
+    if is_done_before:
+        return f"Restored {path}, the end of fit {finished + 1} of this program, which was done before."
+    if then.is_beyond(last):
+        return (
+            f"Restored {path}, which was made after {then.batch} batches of epoch {then.epoch + 1}, but this fit ends "
+            f"with epoch {last}: it trains nothing, and the backups stay."
+        )
+    if then.stops and not then.batch:
+        return (
+            f"Restored {path}: a callback stopped this fit at the end of epoch {then.epoch}, so it is done. Without "
+            "that folder it trains on, from the backup before or anew."
+        )
+    if not then.batch and then.epoch >= last:
+        return f"Restored {path}, the end of this fit: what comes after it is next. Without that folder it trains anew."
+    instead = f", not with initial_epoch={first}, which it was told" if first > then.epoch else ""
+    return f"Restored {path}: goes on after {then.batch} batches of epoch {then.epoch + 1}{instead}."

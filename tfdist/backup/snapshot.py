@@ -1,0 +1,133 @@
+"""Snapshots of all states of a `fit`: the registered providers capture them, and restore them from a commit."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tfdist.backup.callback_states import CallbackStates
+from tfdist.backup.commit_agreement import CommitAgreement
+from tfdist.backup.commit_store import Commit
+from tfdist.backup.fit_progress import FitProgress
+from tfdist.backup.input_position import InputPosition
+from tfdist.backup.part_files import read_part
+from tfdist.backup.random_states import RandomStates
+from tfdist.backup.residual_states import ResidualStates
+from tfdist.backup.state_provider import SavedState, StateProvider, TrainedFit, WorkerPart
+from tfdist.backup.variable_states import VariableStates
+
+PROVIDERS: tuple[type[StateProvider], ...] = (
+    VariableStates,
+    InputPosition,
+    CallbackStates,
+    ResidualStates,
+    RandomStates,
+)
+"""All kinds of saved state, in the order in which they are restored."""
+
+Provider = TypeVar("Provider", bound=StateProvider)
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The states of all providers for a commit, joined; see `CapturedState`. The writer empties it after copying.
+
+    Attributes:
+      step: Number of the commit.
+      described: Description of the commit for its manifest.
+    """
+
+    step: int
+    described: Mapping[str, Any]
+    shared: dict[str, Any]
+    own: dict[str, Any]
+    plain: Any
+    own_plain: Any
+    late: Callable[[], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """The content of a commit that was read: the progress, and the state of each provider by its name."""
+
+    commit: Commit
+    progress: FitProgress
+    states: Mapping[str, SavedState]
+
+
+class FitStates:
+    """All states of one `fit`: one provider of each kind."""
+
+    def __init__(self, fit: TrainedFit):
+        self._providers = [kind(fit) for kind in PROVIDERS]
+        self._replicas = fit.model.distribute_strategy.num_replicas_in_sync
+
+    def of_kind(self, kind: type[Provider]) -> Provider:
+        """Returns the provider of a kind."""
+        return next(provider for provider in self._providers if isinstance(provider, kind))
+
+    def capture(self, step: int, described: Mapping[str, Any], progress: FitProgress) -> Snapshot:
+        """Captures the present states for the commit number `step`, which its manifest describes."""
+        states = {provider.name: provider.capture() for provider in self._providers}
+        late = {name: state.late for name, state in states.items()}
+        return Snapshot(
+            step,
+            described,
+            _joined({name: state.shared for name, state in states.items()}),
+            _joined({name: state.own for name, state in states.items()}),
+            {"progress": progress.to_json(), "states": {name: state.plain for name, state in states.items()}},
+            {name: state.own_plain for name, state in states.items()},
+            lambda: _joined({name: arrays() for name, arrays in late.items()}),
+        )
+
+    def read(self, commit: Commit, agreement: CommitAgreement, finished: int) -> Checkpoint:
+        """Reads a commit, and checks before training that it fits.
+
+        Args:
+          commit: The commit.
+          agreement: The agreement of the present workers.
+          finished: Number of `fit`s that this process has finished.
+
+        Raises:
+          BackupError: If the commit is of another model or of other data, or if a file is damaged.
+        """
+        shared, plain = read_part(commit, "state")
+        progress, before = FitProgress.from_json(plain["progress"]), commit.manifest["workers"]
+        is_alike = (agreement.workers, self._replicas) == (before, progress.replicas)
+        parts = [_read_worker(commit, worker, is_alike) for worker in ([agreement.own] if is_alike else range(before))]
+        states = {
+            name: SavedState(
+                path=commit.path,
+                progress=progress,
+                shared=_of(name, shared),
+                plain=plain["states"][name],
+                parts=[WorkerPart(_of(name, part.arrays), part.plain[name], _of(name, part.late)) for part in parts],
+                worker=agreement.own,
+                is_alike=is_alike,
+                finished=finished,
+            )
+            for name in (provider.name for provider in self._providers)
+        }
+        for provider in self._providers:
+            provider.check(states[provider.name])
+        return Checkpoint(commit, progress, states)
+
+    def restore(self, checkpoint: Checkpoint, *, is_reread: bool = False) -> None:
+        """Restores all states; see `SavedState.is_reread`."""
+        for provider in self._providers:
+            provider.restore(dataclasses.replace(checkpoint.states[provider.name], is_reread=is_reread))
+
+
+def _read_worker(commit: Commit, worker: int, is_alike: bool) -> WorkerPart:
+    late = {} if is_alike else read_part(commit, f"late-{worker}")[0]
+    return WorkerPart(*read_part(commit, f"part-{worker}"), late)
+
+
+def _joined(arrays_of: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {f"{name}/{key}": array for name, arrays in arrays_of.items() for key, array in arrays.items()}
+
+
+def _of(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the arrays of one provider from those of `_joined`."""
+    return {key.removeprefix(f"{name}/"): array for key, array in arrays.items() if key.startswith(f"{name}/")}
