@@ -903,7 +903,7 @@ model.fit(x, x[:, :1], batch_size=8, epochs=25, verbose=0, callbacks=[backup, as
 """
     )
     assert job.wait() == [PREEMPTED, PREEMPTED], job.output(0) + job.output(1)
-    assert all("Saved, and leaving" in job.output(worker) for worker in range(2))
+    assert all("Saved to " in job.output(worker) for worker in range(2))
     assert {path.name for path in (job.directory / "backup").glob("step-*")} == {"step-40", "step-60"}
 
 
