@@ -228,7 +228,7 @@ def test_a_fit_that_a_callback_stopped_is_logged_as_done(tmp_path, caplog):
         session.processes.pop(directory)  # as in another process
     told = [record.getMessage() for record in caplog.records if "Restored" in record.getMessage()]
     assert len(told) == 1 and "a callback stopped this fit at the end of epoch 2" in told[0], told
-    assert "goes on" not in told[0]
+    assert "continues after" not in told[0]
 
 
 def test_a_fit_handles_signals_only_while_it_runs(tmp_path):
@@ -266,7 +266,7 @@ def test_an_unsuitable_backup_is_refused_before_training_and_kept(pools, tmp_pat
     assert "another model or optimizer" in said["another optimizer"]
     assert "/proc/backup" in said["not writable"]
     assert "one BackupAndRestore" in said["twice"]
-    assert "second has none yet" in said["optimizer not built"]
+    assert "but second of model" in said["optimizer not built"]
     assert untouched
 
 
@@ -386,7 +386,7 @@ def test_the_epoch_of_a_backup_overrides_a_later_initial_epoch(step, tmp_path, c
     assert done.epoch == [0, 1, 2]
     assert len(seen) == 3 * checks.STEPS - (step - 1) and seen[0] == (step - 1) % checks.STEPS
     told = [record.getMessage() for record in caplog.records if "Restored" in record.getMessage()]
-    assert len(told) == 1 and f"of epoch {step // checks.STEPS + 1}, not with initial_epoch=2" in told[0], told
+    assert len(told) == 1 and f"of epoch {step // checks.STEPS + 1}, although initial_epoch is 2" in told[0], told
 
 
 def test_each_fit_uses_its_own_backup_dir_and_keep(tmp_path, monkeypatch, caplog):

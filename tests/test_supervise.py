@@ -800,7 +800,7 @@ def test_an_error_after_fit_repeats_no_training(run):
     assert codes == [0] and attempts(run) == [2, 2], errors
     assert [(run.directory / f"steps-{worker}").read_text() for worker in range(2)] == ["0 " * 10] * 2
     told = (run.logs / "attempt-1" / "worker-0.log").read_text()
-    assert "the end of fit 1 of this program" in told and "the end of this fit: what comes after it is next" in told
+    assert "the end of fit 1 of this program" in told and "the end of this fit, so it trains nothing" in told
     assert not (run.directory / "backup").exists()
 
 

@@ -98,8 +98,8 @@ class CommitWriter:
             self.refusals = settled["refusals"]
             if self.refusals:
                 logging.error(
-                    "The backup of step %d could not be written; training goes on, the backups before stay, and the "
-                    "next one tries again. %s",
+                    "The backup of step %d could not be written. Training continues, earlier backups stay, and the "
+                    "next save tries again. %s",
                     snapshot.step,
                     "; ".join(self.refusals),
                 )
@@ -175,4 +175,4 @@ def _tell_supervisor(directory: str, step: int) -> None:
         try:
             files.tell_of_commit(step, directory)
         except OSError as error:
-            logging.warning("The supervisor is not told of the backup of step %d: %s", step, error)
+            logging.warning("The supervisor is not informed of the backup of step %d: %s", step, error)

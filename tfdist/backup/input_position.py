@@ -44,7 +44,7 @@ class InputPosition(StateProvider):
                 self._shardings.check(saved.plain)
             except PositionError as error:
                 raise BackupError(
-                    f"The backup {saved.path} is of other data: {error} Or give another backup_dir."
+                    f"The backup {saved.path} is of other data: {error} You can also give another backup_dir."
                 ) from error
 
     def _check_batches(self, saved: SavedState) -> None:
@@ -53,8 +53,8 @@ class InputPosition(StateProvider):
         together = getattr(self._fit.model, "steps_per_execution", 1)  # Keras counts full executions.
         if then.batch % together:
             raise BackupError(
-                f"The backup {saved.path} was made after batch {then.batch} of an epoch, where "
-                f"steps_per_execution={together} cannot begin. Compile with {then.steps_per_execution}, as before."
+                f"With steps_per_execution={together}, `fit` cannot continue after batch {then.batch} of an epoch, as "
+                f"the backup {saved.path} demands. Compile with {then.steps_per_execution}, as before."
             )
         if not then.batch or not batches:
             return
@@ -62,13 +62,13 @@ class InputPosition(StateProvider):
             of = f" of {then.steps_per_epoch}" if then.steps_per_epoch else ""
             raise BackupError(
                 f"The backup {saved.path} was made after batch {then.batch}{of} of an epoch, but an epoch has "
-                f"{batches} now. Give `fit` the batch size and the steps per epoch of then (where they follow from the "
-                "number of workers: on as many workers), or another backup_dir."
+                f"{batches} now. Give `fit` the batch size and the steps per epoch of that run (if they depend on the "
+                "number of workers, start as many workers), or another backup_dir."
             )
         if batches != then.steps_per_epoch and then.steps_per_epoch and saved.worker == 0:
             logging.warning(
-                "Epochs had %d batches when the backup %s was made, and have %d now: %d of them are passed over, "
-                "whatever is in them.",
+                "Epochs had %d batches when the backup %s was made, but have %d now: the first %d batches are skipped, "
+                "although they may hold other data.",
                 *(then.steps_per_epoch, saved.path, batches, then.batch),
             )
 

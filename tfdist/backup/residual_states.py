@@ -46,7 +46,7 @@ class ResidualStates(StateProvider):
     def drop_awaited(self) -> None:
         """Drops restored states of gradients that this `fit` has not exchanged."""
         if self._communication is not None and self._communication.drop_awaited():
-            logging.warning("What compression had kept of gradients that are not exchanged any more is left out.")
+            logging.warning("Residuals of gradients that are no longer exchanged are dropped.")
 
     @property
     def _communication(self) -> CompressionState | None:
@@ -66,7 +66,7 @@ class ResidualStates(StateProvider):
             try:
                 give(made)
             except ValueError as error:
-                logging.warning("What compression had kept is left out, as it was of another codec: %s", error)
+                logging.warning("Residuals of another codec are dropped: %s", error)
 
         if self._communication is not None and int(place) < len(optimizers):
             self._communication.hand_over(optimizers[int(place)], exchange, fill)

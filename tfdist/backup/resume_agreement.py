@@ -80,7 +80,7 @@ def _tell_of_versions(commit: Commit) -> None:
     others = [f"{name} {before[name]} (here: {now[name]})" for name in now if before.get(name, now[name]) != now[name]]
     if others:
         logging.warning(
-            "%s was made by %s: what is trained from it may differ in its bits.", commit.path, ", ".join(others)
+            "%s was made with %s: further training may give slightly different numbers.", commit.path, ", ".join(others)
         )
 
 
@@ -130,7 +130,7 @@ def _with_skipped(sites: list[str], commit: Commit) -> list[str]:
         number = max(first, len(before))
     if number > first:
         logging.warning(
-            "This is fit %d of the program that made %s, by where it is called; those before are skipped.",
+            "This is fit %d of the program that made %s, by its call site; earlier fits are skipped.",
             *(number + 1, commit.path),
         )
     return [*sites[:first], *before[first:number], sites[first]]
@@ -171,7 +171,7 @@ def _check_place(directory: str, holder: str | None, *, goes_on: bool) -> None:
         time.sleep(0.2)
     if not same:
         raise BackupError(
-            f"All workers write to one backup_dir, but {directory} here is not what the chief has there. Give a "
+            f"All workers must write to one backup_dir, but {directory} on this worker is not the chief's. Give a "
             "path on storage that all workers share."
         )
     probe_writing(directory, may_be_full=lambda: goes_on)

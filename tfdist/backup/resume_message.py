@@ -16,12 +16,12 @@ def resume_message(checkpoint: Checkpoint, finished: int, last: float, first: in
     then, path = checkpoint.progress, checkpoint.commit.path
     if is_done_before and then.fit > finished:
         return (
-            f"Restored {path}, of fit {then.fit + 1} of this program, and fit {finished + 1} passed over: no backup of "
-            f"its end was kept, so what comes before fit {then.fit + 1} sees the weights as they were later. "
-            "delete_checkpoint=False keeps them."
+            f"Restored {path}, of fit {then.fit + 1} of this program, and skipped fit {finished + 1}: no backup of its "
+            f"end was kept, so code before fit {then.fit + 1} sees later weights. delete_checkpoint=False keeps such "
+            "backups."
         )
     if is_done_before:
-        return f"Restored {path}, the end of fit {finished + 1} of this program, which was done before."
+        return f"Restored {path}, the end of fit {finished + 1} of this program, which was finished before."
     if then.is_beyond(last):
         return (
             f"Restored {path}, which was made after {then.batch} batches of epoch {then.epoch + 1}, but this fit ends "
@@ -30,9 +30,9 @@ def resume_message(checkpoint: Checkpoint, finished: int, last: float, first: in
     if then.stops and not then.batch:
         return (
             f"Restored {path}: a callback stopped this fit at the end of epoch {then.epoch}, so it is done. Without "
-            "that folder it trains on, from the backup before or anew."
+            "that folder it trains further, from an earlier backup or from the start."
         )
     if not then.batch and then.epoch >= last:
-        return f"Restored {path}, the end of this fit: what comes after it is next. Without that folder it trains anew."
-    instead = f", not with initial_epoch={first}, which it was told" if first > then.epoch else ""
-    return f"Restored {path}: goes on after {then.batch} batches of epoch {then.epoch + 1}{instead}."
+        return f"Restored {path}, the end of this fit, so it trains nothing. Without that folder it starts over."
+    instead = f", although initial_epoch is {first}" if first > then.epoch else ""
+    return f"Restored {path}: continues after {then.batch} batches of epoch {then.epoch + 1}{instead}."

@@ -51,7 +51,7 @@ class BackupSession:
             try:
                 self.writer.wait()
             except Exception as error:
-                logging.warning("The last backup of a former fit failed: %s", error)
+                logging.warning("The last backup of an earlier fit failed: %s", error)
         if self.request is not None:
             self.request.end()
 

@@ -103,8 +103,8 @@ class VariableStates(StateProvider):
         super().__init__(fit)
         if not fit.model.built:
             raise ValueError(
-                f"BackupAndRestore restores the variables of a model that has them, and {fit.model.name!r} is not "
-                "built yet. Call it on a batch, or give it an Input, before `fit`."
+                f"BackupAndRestore needs a model with variables to restore, but {fit.model.name!r} is not built yet. "
+                "Call it on a batch, or give it an Input, before `fit`."
             )
         _build_optimizers(fit.model)
 
@@ -134,9 +134,9 @@ class VariableStates(StateProvider):
         for key in [*here, *there]:
             if here.get(key) != there.get(key):
                 raise BackupError(
-                    f"The backup {saved.path} is of another model or optimizer: it has {_say(there.get(key))}, this "
-                    f"one {_say(here.get(key))} ({key}). Train the model that was saved, or give another backup_dir. "
-                    "Nothing was overwritten."
+                    f"The backup {saved.path} is of another model or optimizer: it has {_say(there.get(key))}, but "
+                    f"this one has {_say(here.get(key))} ({key}). Train the model that was saved, or give another "
+                    "backup_dir. Nothing was overwritten."
                 )
 
     def lacks(self, saved: SavedState) -> bool:
@@ -176,9 +176,9 @@ def _build_optimizers(model: keras.Model) -> None:
     lacking = [optimizer.name for optimizer in optimizers_of(model) if not optimizer.built]
     if lacking:
         raise ValueError(
-            f"BackupAndRestore restores the variables of optimizers that have them, and of those that {model.name!r} "
-            f"holds, {', '.join(lacking)} has none yet. Call its `build` with the weights that it trains, in the scope "
-            "of the strategy, before `fit`."
+            f"BackupAndRestore needs optimizers with variables to restore, but {', '.join(lacking)} of model "
+            f"{model.name!r} is not built yet. Call its `build` with the weights that it trains, in the scope of the "
+            "strategy, before `fit`."
         )
 
 
@@ -200,7 +200,7 @@ def _spread(slot: Slot, saved: list[np.ndarray], replicas: int, is_first: bool) 
         return [total if is_first and replica == 0 else np.zeros_like(total) for replica in range(replicas)]
     if any(not np.array_equal(value, saved[0]) for value in saved):
         logging.warning(
-            "%s differs from replica to replica, and there were %d: all get the first one's.", slot.name, len(saved)
+            "%s differs between %d saved replicas: all replicas get the first value.", slot.name, len(saved)
         )
     return saved[:1] * replicas
 
