@@ -469,7 +469,7 @@ def test_a_worker_that_reports_does_not_load_tensorflow(run):
 # Preemption.
 
 
-def test_a_preempted_group_is_restarted_without_counting(run):
+def test_a_group_that_saves_and_leaves_is_restarted_without_counting(run):
     body = """
         meet()
         if attempt < 2:
