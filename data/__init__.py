@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tfdist.data import sources
-    from tfdist.data.balanced import BalancedSharding
+    from tfdist.data.balanced_sharding import BalancedSharding
     from tfdist.data.digits import Digits
     from tfdist.data.loading import load
 
 __all__ = ["BalancedSharding", "Digits", "load", "sources"]
 
 _HOMES = {
-    "BalancedSharding": "tfdist.data.balanced:BalancedSharding",
+    "BalancedSharding": "tfdist.data.balanced_sharding:BalancedSharding",
     "Digits": "tfdist.data.digits:Digits",
     "load": "tfdist.data.loading:load",
     "sources": "tfdist.data.sources",

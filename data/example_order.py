@@ -126,7 +126,7 @@ class Stratified:
 
 
 def chosen_order(n: int, seed: int, shuffle: bool, block_size: int | None, stratify_by: Any) -> Order:
-    """The order for the arguments of a `BalancedSharding`.
+    """The order for the arguments of a `BalancedSharding`: stored, shuffled, in blocks, or stratified by class.
 
     Raises:
       ValueError: If `block_size` is not a positive integer, `stratify_by` does not hold one class per example, or both

@@ -43,9 +43,15 @@ class Reader:
         )
 
     def batches(self, groups: tf.data.Dataset, num_parallel_calls: int, *, replica: int) -> tf.data.Dataset:
-        """Makes a dataset of (batch, the epoch that begins after it or 0) of the groups of `coalesced` or `together`.
+        """Splits groups of batches into single batches, and reads and decodes the examples of each.
 
-        Reads and decodes `num_parallel_calls` batches at the same time. For `replica` see `drawing_afresh`.
+        Args:
+          groups: Groups of batches of example numbers, see `coalesced`.
+          num_parallel_calls: Number of batches that are read at the same time.
+          replica: Number of this worker's first replica. It varies the random numbers that `map_fn` draws.
+
+        Returns:
+          A dataset of pairs: a batch, and the number of the epoch that begins after it, 0 if none does.
         """
 
         def read(indices: tf.Tensor, length: tf.Tensor, end: tf.Tensor, *examples: tf.Tensor) -> Any:

@@ -11,8 +11,8 @@ from absl import logging
 from tfdist._compat import dataset_internals, keras_stack
 from tfdist.errors import ScopeError
 from tfdist.strategies import keras_calls
-from tfdist.strategies.batch_rows import count_rows
 from tfdist.strategies.datasets import specs_of_known_ranks, untuned_on_devices
+from tfdist.strategies.row_count import count_rows
 from tfdist.strategies.stand_in_rows import ExampleRow, ExampleRows
 
 

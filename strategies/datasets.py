@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfdist._compat import dataset_internals, keras_stack
 from tfdist.strategies import keras_calls
-from tfdist.strategies.auto_sharding import end_for_all, unordered
+from tfdist.strategies.auto_shard_policy import end_for_all, unordered
 from tfdist.strategies.row_comparison import RowComparison
 from tfdist.strategies.stand_in_rows import ExampleRow, ExampleRows, noting
 from tfdist.strategies.tensor_origin import calls_python

@@ -182,7 +182,10 @@ def _is_held_alike(variable: keras.Variable) -> bool:
 
 
 def refine(variable, *, trainable: bool, colocated: bool):
-    """Wraps the components of a distributed variable in the class for its kind (see the table above)."""
+    """Returns a variable of the class that defines what an assignment means for its kind; unchanged if no class fits.
+
+    Kinds are weights, optimizer states, statistics, metrics and random states; see the table at the top of this file.
+    """
     kind = _kind(variable, trainable, colocated)
     if kind is None:
         return variable

@@ -11,11 +11,11 @@ from absl import logging
 
 from tfdist._compat import keras_internals, tf_internals
 from tfdist.errors import TfdistError
-from tfdist.strategies import batch_rows, metrics
 from tfdist.strategies import distributed_optimizer as optimizers
+from tfdist.strategies import metrics, row_count
 from tfdist.strategies import step as steps
 from tfdist.strategies.collectives.buckets import Bucket, fill_buckets, join, separate
-from tfdist.strategies.padded_rows import with_own_shapes
+from tfdist.strategies.predict_outputs import of_shapes_in, only_rows, with_own_shapes
 from tfdist.strategies.replica_context import StepContext
 from tfdist.strategies.stand_in_rows import at_least_one_row
 from tfdist.strategies.static_rows import trace_for_any_rows
@@ -85,7 +85,7 @@ def in_step(fn, args, kwargs, seed_generator):
     def on_replica(*args, **kwargs):
         keras_internals.set_global_seed_generator(seed_generator)  # A replica may have a thread of its own.
         own = tf.nest.flatten((args, kwargs))
-        with steps.running(batch_rows.any_rows([own[i] for i in parts])) as step:
+        with steps.running(row_count.any_rows([own[i] for i in parts])) as step:
             result = fn(*args, **kwargs)
             _average_statistics(step)
         return result
@@ -106,7 +106,7 @@ def on_one_of_many(called, reports, example):
     @tf.autograph.experimental.do_not_convert
     def on_replica(data):
         around = tf.distribute.get_replica_context()
-        with steps.running(batch_rows.count_rows(data), model, is_plain) as step, StepContext(around, step):
+        with steps.running(row_count.count_rows(data), model, is_plain) as step, StepContext(around, step):
             local = tf_internals.get_current_replica_id_as_int()
             if name != "train_step":
                 reports.clock(local).evaluates(data)
@@ -148,7 +148,7 @@ def on_the_only(called, reports):
             step.clock = clock
             logs = fn(data)
         clock.mark(GRADIENTS, logs)  # Marks again: marks of one clock run in order, so this mark is the last.
-        reports.tell(0, reports.of_replica(clock, 0, batch_rows.count_rows(data)), model)
+        reports.tell(0, reports.of_replica(clock, 0, row_count.count_rows(data)), model)
         return logs
 
     return on_replica
@@ -168,9 +168,9 @@ def predict_step(fn, reports, example, spec):
     def on_replica(data):
         clock = reports.clock(tf_internals.get_current_replica_id_as_int())
         clock.evaluates(data)
-        data = batch_rows.of_shapes_in(data, spec)
-        rows = batch_rows.count_rows(data)
-        outputs = batch_rows.only_rows(fn(at_least_one_row(data, rows, example)), rows)
+        data = of_shapes_in(data, spec)
+        rows = row_count.count_rows(data)
+        outputs = only_rows(fn(at_least_one_row(data, rows, example)), rows)
         clock.has_evaluated(outputs)
         return with_own_shapes(outputs)
 

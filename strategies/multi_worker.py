@@ -15,7 +15,7 @@ from tfdist.cluster import ClusterSpec
 from tfdist.cluster.launch_check import warn_if_one_of_many
 from tfdist.errors import ClusterError
 from tfdist.faults import FaultTolerance, watchdog
-from tfdist.faults.stall_diagnosis import meeting_of, unlike_calls
+from tfdist.faults.stall_suspect import meeting_of, unlike_calls
 from tfdist.strategies import distributed_variables
 from tfdist.strategies.balanced_dataset import BalancedDataset
 from tfdist.strategies.cluster_join import first_exchange, share_seed

@@ -16,7 +16,7 @@ from tfdist.errors import ClusterError
 from tfdist.faults import rendezvous, watchdog
 from tfdist.faults.coordination_store import CoordinationStore
 from tfdist.faults.creation_watch import CreationWatch
-from tfdist.faults.worker_agreement import WorkerAgreement
+from tfdist.faults.worker_comparison import WorkerComparison
 from tfdist.network.tls import Tls
 from tfdist.strategies.cluster_join import join
 from tfdist.strategies.collectives import Collectives
@@ -190,7 +190,7 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
             self._std_server_started = True
             super()._initialize_multi_worker(cluster_resolver)
         self.board = CoordinationStore(self._id_in_cluster, self._num_workers)
-        self.agreement = WorkerAgreement(self.board, options.start_timeout_seconds)
+        self.agreement = WorkerComparison(self.board, options.start_timeout_seconds)
         if self._num_workers > 1:  # Before the first collective, which would wait for ever if setups differ.
             strategy = self._container_strategy()
             transport = self._why_not_own_connections(strategy.transport) or "own connections"

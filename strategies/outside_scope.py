@@ -63,7 +63,7 @@ def watch_models_outside(workers: int) -> None:
 
 
 def keep_watching() -> None:
-    """Watches models again after `keras.backend.clear_session`, which drops the scope that watches them."""
+    """Renews the watch for models compiled outside of scopes, which `keras.backend.clear_session` removes."""
     # Creator scopes are kept for each thread and graph, and a new one would end the present watch.
     if _Guard.watching is not None and tf.executing_eagerly() and threading.get_ident() == _Guard.thread:
         watch_models_outside(_Guard.workers)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist._compat import call_stack, keras_internals, keras_stack, tf_internals
 from tfdist.errors import CompiledCollectivesError, ScopeError
-from tfdist.strategies import auto_sharding, keras_calls, keras_steps, losses, metrics, padded_rows
+from tfdist.strategies import auto_shard_policy, keras_calls, keras_steps, losses, metrics, predict_outputs
 from tfdist.strategies import distributed_optimizer as optimizers
 from tfdist.strategies.balanced_dataset import BalancedDataset, check_reads_no_sharding, made_by
 from tfdist.strategies.compression_policy import check_opted_out_inside
@@ -129,12 +129,12 @@ class ReplicatedStrategy:
         self.extended.check_in_company()
         if self.extended._num_workers > 1:
             check_reads_no_sharding(dataset)
-        is_own = self.extended._num_workers > 1 and auto_sharding.is_own_of_each(dataset)
+        is_own = self.extended._num_workers > 1 and auto_shard_policy.is_own_of_each(dataset)
         if self.num_replicas_in_sync > 1:
             dataset = owning_memory(dataset)
         if not keras_stack.called_by_trainer():
             row = None
-            if self.extended._num_workers > 1 and auto_sharding.is_split_by_rows(dataset):
+            if self.extended._num_workers > 1 and auto_shard_policy.is_split_by_rows(dataset):
                 row = ExampleRow()
                 dataset = self._compare_rows(dataset, None).watch(dataset, functools.partial(note_row, row=row))
             distributed = super().experimental_distribute_dataset(dataset, options)
@@ -143,26 +143,26 @@ class ReplicatedStrategy:
                 return DatasetOfEachWorker(distributed, dataset, first_pass)
             return NotedDataset(distributed, first_pass)
         if is_own and keras_stack.loop_to_distribute() == "predict":
-            raise auto_sharding.unordered(dataset)
+            raise auto_shard_policy.unordered(dataset)
         comparison = None
         keras_calls.note_call(self.reports.activity)
         if keras_stack.made_dataset():
             dataset = untuned(dataset)
-        if self.extended._num_workers > 1 and auto_sharding.is_read_by_all(dataset):
+        if self.extended._num_workers > 1 and auto_shard_policy.is_read_by_all(dataset):
             epochs = keras_stack.epochs_to_distribute()
             self._compare_model(keras_stack.reader())
             self._check_batches(epochs, dataset)
-            dataset = auto_sharding.alike_on_workers(dataset)
+            dataset = auto_shard_policy.alike_on_workers(dataset)
             comparison = self._compare_rows(dataset, epochs)
             row = ExampleRow()
             dataset = comparison.watch(dataset, functools.partial(note_row, row=row))
             self._examples.put(keras_stack.reader(), row)
         if is_own:
-            dataset = auto_sharding.divided_one_by_one(dataset)
+            dataset = auto_shard_policy.divided_one_by_one(dataset)
         distributed = super().experimental_distribute_dataset(dataset, options)
         if is_own:
-            batches = self._longest(auto_sharding.batches_of_own(dataset, self.extended._num_workers))
-            auto_sharding.end_for_all(distributed, dataset, batches)
+            batches = self._longest(auto_shard_policy.batches_of_own(dataset, self.extended._num_workers))
+            auto_shard_policy.end_for_all(distributed, dataset, batches)
             keras_internals.count_steps_of(keras_stack.epochs_to_distribute(), distributed)
         if not keras_stack.is_evaluating():
             self.reports.feed(keras_stack.fitting_models(), None)
@@ -221,8 +221,8 @@ class ReplicatedStrategy:
         Outputs of `predict` with another shape in each batch are gathered together with the shape of each row.
         """
         local = self.experimental_local_results(value)
-        if isinstance(local[0], padded_rows.PaddedRows):
-            return padded_rows.gathered(local, super().gather)
+        if isinstance(local[0], predict_outputs.PaddedRows):
+            return predict_outputs.gathered(local, super().gather)
         with keras_calls.exchanging(self.reports.activity):
             return super().gather(value, axis)
 

@@ -26,7 +26,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist.errors import ClusterError
-from tfdist.faults.worker_agreement import WorkerAgreement
+from tfdist.faults.worker_comparison import WorkerComparison
 from tfdist.strategies import row_samples
 from tfdist.strategies.tensor_origin import Origin
 
@@ -112,7 +112,7 @@ class RowComparison:
 
     def __init__(
         self,
-        agreement: WorkerAgreement,
+        agreement: WorkerComparison,
         origins: Sequence[Origin],
         purpose: str,
         is_endless: bool,

@@ -246,7 +246,10 @@ def _adds_up_rows(operation: tf.Operation, inputs: Sequence[tf.Tensor], output: 
 
 
 def _adds_up_where_reshaped(operation: tf.Operation) -> bool:
-    """Whether a reshape shows that a sum before it, over axes without a static value, was a sum over rows."""
+    """Whether a reshape follows a sum over the rows of the batch.
+
+    The axes of the sum may be unknown. If rows go into the sum and the reshape has none, the sum was over the rows.
+    """
     if operation.type != "Reshape" or _has_rows(operation.outputs[0]):
         return False
     before = operation.inputs[0].op

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.strategies.batch_rows import count_rows, has_any
+from tfdist.strategies.row_count import count_rows, has_any
 
 _flags = itertools.count()
 

@@ -14,9 +14,9 @@ import tensorflow as tf
 from tfdist._compat import keras_internals, tf_internals
 from tfdist.errors import LossReductionError
 from tfdist.strategies import not_finite
-from tfdist.strategies.batch_rows import has_any
 from tfdist.strategies.collectives.buckets import bucket_bytes, fill_buckets
 from tfdist.strategies.reduction_request import ReductionRequest
+from tfdist.strategies.row_count import has_any
 from tfdist.strategies.row_degree import RowDegrees
 from tfdist.strategies.step_report import Clock
 

@@ -32,12 +32,12 @@ from tfdist.backup import (
     step_counter,
     variable_states,
 )
-from tfdist.backup import commit_agreement as agreement
+from tfdist.backup import chief_decision as agreement
 from tfdist.backup.callback_states import CallbackStates
 from tfdist.backup.sharding_positions import ShardingPositions
 from tfdist.backup.state_provider import CapturedState, StateProvider, TrainedFit
 from tfdist.errors import BackupError, PositionError
-from tfdist.faults import coordination_store, peer_health, preemption
+from tfdist.faults import coordination_store, peer_probe, preemption
 from tfdist.testing import WorkerPool
 
 
@@ -437,7 +437,7 @@ def test_all_workers_leave_with_a_preempted_worker_without_step_reports(tmp_path
         raise SystemExit
 
     left, directory = [], str(tmp_path / "backup")
-    monkeypatch.setattr(backed_up_fit, "CommitAgreement", OfTwo)
+    monkeypatch.setattr(backed_up_fit, "ChiefDecision", OfTwo)
     monkeypatch.setattr(preemption, "leave", leave)
     backup = tfdist.callbacks.BackupAndRestore(directory, save_freq=3)
     loop = keras.callbacks.CallbackList([backup], model=checks.build(None))
@@ -779,9 +779,9 @@ class Service:
 def test_the_chief_does_not_wait_for_a_lost_worker(monkeypatch):
     service = Service()
     monkeypatch.setattr(coordination_store, "tf_internals", types.SimpleNamespace(context=service))
-    monkeypatch.setattr(peer_health, "tf_internals", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(peer_probe, "tf_internals", types.SimpleNamespace(context=service))
     with pytest.raises(BackupError, match=r"Worker 0 on .* of worker 2 .* has not answered .*Connection refused"):
-        agreement.CommitAgreement(strategy_of_workers(3), 600).settle("fit", None, any)
+        agreement.ChiefDecision(strategy_of_workers(3), 600).settle("fit", None, any)
     assert set(service.asked) == {"/job:worker/replica:0/task:1"}
     decided = next(value for key, value in service.said.items() if key.endswith("/decided/0"))
     assert "has not answered" in json.loads(decided)["error"], "the others hear of it"
@@ -790,13 +790,13 @@ def test_the_chief_does_not_wait_for_a_lost_worker(monkeypatch):
 def test_a_worker_without_the_backup_callback_is_named_after_the_timeout(monkeypatch):
     service = Service(answers=float("inf"))
     monkeypatch.setattr(coordination_store, "tf_internals", types.SimpleNamespace(context=service))
-    monkeypatch.setattr(peer_health, "tf_internals", types.SimpleNamespace(context=service))
+    monkeypatch.setattr(peer_probe, "tf_internals", types.SimpleNamespace(context=service))
     strategy = strategy_of_workers(3)
     strategy.fault_tolerance = tfdist.FaultTolerance(start_timeout_seconds=0.05)
     with pytest.raises(
         BackupError, match=r"waited up to 0\.05 s for worker 2 .* on every worker.* `on_train_begin` of other callbacks"
     ):
-        agreement.CommitAgreement(strategy, 600).begin({"keep": "2"})
+        agreement.ChiefDecision(strategy, 600).begin({"keep": "2"})
 
 
 def test_workers_with_different_arguments_are_named_with_their_values(monkeypatch):
@@ -804,7 +804,7 @@ def test_workers_with_different_arguments_are_named_with_their_values(monkeypatc
     service = Service(words=words)
     monkeypatch.setattr(coordination_store, "tf_internals", types.SimpleNamespace(context=service))
     with pytest.raises(BackupError, match="save_freq=2 on worker 0 and save_freq=3 on worker 2"):
-        agreement.CommitAgreement(strategy_of_workers(3), 600).begin(words["1"])
+        agreement.ChiefDecision(strategy_of_workers(3), 600).begin(words["1"])
 
 
 def test_a_fit_of_the_chief_alone_does_not_shift_later_agreements(monkeypatch):
@@ -813,10 +813,10 @@ def test_a_fit_of_the_chief_alone_does_not_shift_later_agreements(monkeypatch):
     topics = []
     for alone in (0, 1):
         for _ in range(alone):
-            agreement.CommitAgreement(strategy_of_workers(1), 600).settle("fit", None, any)
+            agreement.ChiefDecision(strategy_of_workers(1), 600).settle("fit", None, any)
         service.said.clear()
         with pytest.raises(TypeError):  # the chief has published no decision
-            agreement.CommitAgreement(strategy_of_workers(2, own=1), 600).settle("fit", None, any)
+            agreement.ChiefDecision(strategy_of_workers(2, own=1), 600).settle("fit", None, any)
         topics += [int(key.split("/")[2]) for key in service.said]
     assert topics == [topics[0], topics[0] + 1]
 
@@ -857,10 +857,10 @@ MEETINGS = {
 def test_a_missing_worker_is_named_at_the_deadline(meeting, monkeypatch):
     own, comes, named, latest = MEETINGS[meeting]
     service = Clocked(comes)
-    for module in (coordination_store, peer_health):
+    for module in (coordination_store, peer_probe):
         monkeypatch.setattr(module, "tf_internals", types.SimpleNamespace(context=service))
     monkeypatch.setattr(agreement, "time", service)
-    of_worker = agreement.CommitAgreement(strategy_of_workers(3, own), 600)
+    of_worker = agreement.ChiefDecision(strategy_of_workers(3, own), 600)
     with pytest.raises(BackupError, match=named) if named else contextlib.nullcontext():
         of_worker.begin({})
     assert service.now <= latest

@@ -642,9 +642,9 @@ def test_a_worker_frozen_in_an_agreement_is_named_soon(frozen, job):
         f"""
         import os, signal, time
         import tfdist
-        from tfdist.backup.commit_agreement import CommitAgreement
+        from tfdist.backup.chief_decision import ChiefDecision
         strategy = tfdist.MultiWorkerMirroredStrategy()
-        agreement = CommitAgreement(strategy, 600)
+        agreement = ChiefDecision(strategy, 600)
         agreement.settle("fit", None, lambda said: None)
         print("settled")
         if strategy.extended._id_in_cluster == {frozen}:

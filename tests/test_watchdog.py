@@ -23,7 +23,7 @@ from tfdist.backup.step_counter import CountedSteps
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
 from tfdist.exit_codes import STALLED
-from tfdist.faults import FaultTolerance, watchdog, worker_agreement
+from tfdist.faults import FaultTolerance, watchdog, worker_comparison
 from tfdist.faults import coordination_store as board_module
 from tfdist.faults.activity import (
     BUILDING,
@@ -38,10 +38,10 @@ from tfdist.faults.activity import (
 )
 from tfdist.faults.coordination_store import DONE, OVER, CoordinationStore
 from tfdist.faults.shutdown import hear_aloud
-from tfdist.faults.stall_diagnosis import ITS_END, describe, suspect_of, unlike_calls, yet_to_come
+from tfdist.faults.stall_suspect import ITS_END, describe, suspect_of, unlike_calls, yet_to_come
 from tfdist.faults.stall_timeout import StallTimeout
 from tfdist.faults.watchdog import Creations, Watchdog, start
-from tfdist.faults.worker_agreement import WorkerAgreement
+from tfdist.faults.worker_comparison import WorkerComparison
 
 DEADLINE_SECONDS = 240
 MANY = "MultiWorkerMirroredStrategy"
@@ -367,15 +367,15 @@ def test_a_worker_that_waits_for_a_message_learns_that_a_program_has_ended():
     with pytest.raises(tf.errors.DeadlineExceededError):
         Words(2, {})._await("model-7", 1, time.monotonic() + 1)
     with pytest.raises(ClusterError, match=r"All workers must take part in the save, .* worker 0 has ended"):
-        WorkerAgreement(Words(3, {OVER: 0, DONE: True}), 60).wait_for_chief("the save", lambda _: None)
+        WorkerComparison(Words(3, {OVER: 0, DONE: True}), 60).wait_for_chief("the save", lambda _: None)
 
 
 def test_a_message_written_just_before_the_end_of_a_program_is_read():
     over = {OVER: 0, DONE: True}
     assert Words(3, {}, {"model-7": "mine", **over})._await("model-7", 0, time.monotonic() + 300) == "mine"
     board = Words(3, {})
-    board.at_end = {f"alone-the backup-{worker_agreement._done_alone['the backup'] + 1}": {"failure": None}, **over}
-    WorkerAgreement(board, 60).wait_for_chief("the backup", lambda _: None)
+    board.at_end = {f"alone-the backup-{worker_comparison._done_alone['the backup'] + 1}": {"failure": None}, **over}
+    WorkerComparison(board, 60).wait_for_chief("the backup", lambda _: None)
 
 
 def test_a_call_that_ends_during_the_check_for_absent_workers_is_no_fault(monkeypatch):
@@ -487,7 +487,7 @@ def test_the_wait_for_first_batches_of_peers_ends_if_no_peer_is_busy(monkeypatch
         return False
 
     with pytest.raises(ClusterError, match="begin each call within 300 s of each other"):
-        WorkerAgreement(board, 300).is_alike("rows-1", 7, True, looks)
+        WorkerComparison(board, 300).is_alike("rows-1", 7, True, looks)
     assert seen == 4 * [MEETING] and worker.asked[:2] == [9, 31] and len(errors) == 1
     worker.dog._look(0.0)
     assert worker.dog._position["section"] == EXCHANGE

@@ -127,11 +127,14 @@ class Collectives(tf_internals.CollectiveAllReduce):
         return self._launchers[replica].transport
 
     def across_workers(self, replica: int) -> Transport:
-        """Returns the transport of a replica to the ranks of an encoded exchange; see `ranks`."""
+        """Returns the transport on which a replica exchanges encoded gradients.
+
+        It leads to the matching replicas of the other workers if workers have several devices, else to all replicas.
+        """
         return (self._across or self._launchers)[replica].transport
 
     def within_worker(self, replica: int) -> Transport | None:
-        """Returns the transport of a replica to the devices that share an encoded exchange; `None` without `spread`."""
+        """Returns the transport of a replica to the other devices of its worker; `None` if `spread` is 1."""
         return self._within[replica].transport if self._within else None
 
     def _all_reduce_per_replica_values(self, reduce_op, per_replica_values, options):

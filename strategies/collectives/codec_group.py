@@ -100,7 +100,10 @@ class CodecGroup:
         )
 
     def pending(self, states, replica, collectives):
-        """Returns the replica's part of the summed states, shaped like the gradients: [kind of state][gradient]."""
+        """Returns a replica's codec states (momenta, residuals) in the shapes of the gradients: [kind of state][gradient].
+
+        The states of the optimizer as a whole are their sum over replicas; `spread` divides such a sum again.
+        """
         kinds: list[list[Any]] = [[] for _ in range(self.codec.states)]
         rest = list(states)
         for elements, (first, second) in zip(self._elements, self._splits, strict=True):

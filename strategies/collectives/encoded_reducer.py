@@ -219,7 +219,10 @@ class EncodedReducer(tf.Module):
         ]
 
     def pending(self) -> list[np.ndarray]:
-        """States summed over the replicas of this worker, in the shapes of the gradients; see `CodecGroup.pending`."""
+        """Codec states (momenta, residuals) summed over this worker's replicas, in the shapes of the gradients.
+
+        `spread` sets them again, on any number of replicas.
+        """
         replicas = [
             [
                 array

@@ -357,7 +357,7 @@ class _PendingCollective:
         return self.inbox is not None and self.since < since
 
     def row(self, peer):
-        """Returns the memory for the bytes of a peer."""
+        """Returns the part of the receive buffer for the bytes of a peer."""
         if self._bytes is None:
             # TensorFlow owns the memory, so that no thread needs the interpreter's lock to free it.
             self._tensor = tf.raw_ops.Empty(shape=_shape(self._others * self.size + _KEY_BYTES), dtype=tf.uint8)

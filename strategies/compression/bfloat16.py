@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from tfdist.strategies.compression.blocks import pack, unpack
+from tfdist.strategies.compression.block_packing import pack, unpack
 from tfdist.strategies.compression.codec import WordCodec
 
 __all__ = ["BFloat16"]

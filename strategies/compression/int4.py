@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from tfdist.strategies.compression.blocks import from_bits, pack, rows_of, split_blocks, to_bits, unpack
+from tfdist.strategies.compression.block_packing import from_bits, pack, rows_of, split_blocks, to_bits, unpack
 from tfdist.strategies.compression.quantised import Quantised
 
 __all__ = ["Int4"]

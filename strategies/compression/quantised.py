@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from tfdist.strategies.compression.blocks import absmax_bits, from_bits, rows_of, split_blocks
+from tfdist.strategies.compression.block_packing import absmax_bits, from_bits, rows_of, split_blocks
 from tfdist.strategies.compression.codec import State, WordCodec
 
 __all__ = ["Quantised"]

@@ -6,7 +6,15 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist.strategies.compression.blocks import from_bits, pack, reduce_blocks, rows_of, split_blocks, to_bits, unpack
+from tfdist.strategies.compression.block_packing import (
+    from_bits,
+    pack,
+    reduce_blocks,
+    rows_of,
+    split_blocks,
+    to_bits,
+    unpack,
+)
 from tfdist.strategies.compression.codec import State, WordCodec
 from tfdist.strategies.compression.float16 import Float16
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from tfdist.strategies.compression.blocks import (
+from tfdist.strategies.compression.block_packing import (
     absmax_bits,
     from_bits,
     pack,

@@ -285,7 +285,7 @@ def call_name() -> str | None:
 
 
 def is_keras_call(file: str, function: str) -> bool:
-    """Returns whether a function is Keras' `fit` or another call that runs a model; see `calls_of_threads`."""
+    """Returns whether a function in a file is Keras' `fit` or another method that runs a model."""
     return file == keras_trainer.__file__ and function in _KERAS_CALLS
 
 

@@ -9,7 +9,7 @@ from absl import logging
 
 from tfdist.backup import backup_cleanup, resume_agreement
 from tfdist.backup.callback_states import CallbackStates
-from tfdist.backup.commit_agreement import CommitAgreement
+from tfdist.backup.chief_decision import ChiefDecision
 from tfdist.backup.commit_store import CommitStore
 from tfdist.backup.commit_writer import CommitWriter
 from tfdist.backup.fit_progress import FitProgress
@@ -69,7 +69,7 @@ class FitBackup(keras.callbacks.Callback):
         session = self._session = of_directory(self._options.directory)
         session.end_former()
         strategy = self.model.distribute_strategy
-        self._agreement = CommitAgreement(strategy, self._options.timeout_seconds)
+        self._agreement = ChiefDecision(strategy, self._options.timeout_seconds)
         self._request = session.request = PreemptionRequest(strategy, self._agreement, self._input.validates)
         others = [callback for callback in self._list.callbacks if callback is not self]
         self._states = FitStates(TrainedFit(self.model, others, self._input, session.starts, session.histories))

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdist.backup.commit_agreement import CommitAgreement
+from tfdist.backup.chief_decision import ChiefDecision
 from tfdist.backup.commit_store import CommitStore, Draft
 from tfdist.backup.part_files import pack, write_part
 from tfdist.backup.snapshot import Snapshot
@@ -45,7 +45,7 @@ class CommitWriter:
         self,
         directory: str,
         run: str,
-        agreement: CommitAgreement,
+        agreement: ChiefDecision,
         store: CommitStore | None,
         keep: int,
         is_asked: Callable[[], bool],

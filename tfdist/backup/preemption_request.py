@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfdist._compat import keras_stack
-from tfdist.backup.commit_agreement import CommitAgreement
+from tfdist.backup.chief_decision import ChiefDecision
 from tfdist.backup.commit_writer import CommitWriter
 from tfdist.faults import preemption
 from tfdist.faults.fault_tolerance import options_of
@@ -30,7 +30,7 @@ class PreemptionRequest:
       validation_seconds: Duration of the last validation; `None` before the first.
     """
 
-    def __init__(self, strategy: Any, agreement: CommitAgreement, validates: bool):
+    def __init__(self, strategy: Any, agreement: ChiefDecision, validates: bool):
         self.listens = False
         self.validation_seconds: float | None = None
         self._strategy = strategy
@@ -41,7 +41,7 @@ class PreemptionRequest:
         self._validates_long = validates  # until a validation is timed
 
     def begin(self, model: keras.Model | None) -> None:
-        """Starts to listen for requests.
+        """Starts to listen for requests to save and leave: signals, or a supervisor with more workers.
 
         Args:
           model: The model of the running Keras `fit`. `None` in a custom loop, which cannot be seen to run or to end.

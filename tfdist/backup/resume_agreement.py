@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from absl import logging
 
 from tfdist.backup import backup_cleanup
-from tfdist.backup.commit_agreement import CommitAgreement
+from tfdist.backup.chief_decision import ChiefDecision
 from tfdist.backup.commit_store import LOCK, Commit, CommitStore, probe_writing
 from tfdist.backup.commit_writer import tell_of_untold, versions
 from tfdist.backup.session import BackupOptions, BackupSession
@@ -31,7 +31,7 @@ class Resumption(NamedTuple):
 
 
 def agree(
-    session: BackupSession, options: BackupOptions, agreement: CommitAgreement, site: str, states: FitStates
+    session: BackupSession, options: BackupOptions, agreement: ChiefDecision, site: str, states: FitStates
 ) -> tuple[Resumption, Checkpoint | None]:
     """Claims the directory, and reads the commit from which a `fit` continues, on all workers or on none.
 

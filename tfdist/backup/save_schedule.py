@@ -4,7 +4,7 @@ import datetime
 import time
 from typing import Any
 
-from tfdist.backup.commit_agreement import CommitAgreement
+from tfdist.backup.chief_decision import ChiefDecision
 
 
 class SaveSchedule:
@@ -19,7 +19,7 @@ class SaveSchedule:
       steps: Number of steps that were trained before.
     """
 
-    def __init__(self, save_freq: Any, agreement: CommitAgreement, steps: int):
+    def __init__(self, save_freq: Any, agreement: ChiefDecision, steps: int):
         self._save_freq = save_freq
         self._agreement = agreement
         self._saved_at = self._looked_at = steps

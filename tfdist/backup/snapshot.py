@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tfdist.backup.callback_states import CallbackStates
-from tfdist.backup.commit_agreement import CommitAgreement
+from tfdist.backup.chief_decision import ChiefDecision
 from tfdist.backup.commit_store import Commit
 from tfdist.backup.fit_progress import FitProgress
 from tfdist.backup.input_position import InputPosition
@@ -81,7 +81,7 @@ class FitStates:
             lambda: _joined({name: arrays() for name, arrays in late.items()}),
         )
 
-    def read(self, commit: Commit, agreement: CommitAgreement, finished: int) -> Checkpoint:
+    def read(self, commit: Commit, agreement: ChiefDecision, finished: int) -> Checkpoint:
         """Reads a commit, and checks before training that it fits.
 
         Args:

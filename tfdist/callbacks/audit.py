@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.balanced import BalancedSharding
+from tfdist.data.balanced_sharding import BalancedSharding
 from tfdist.data.weak_callbacks import listen
 from tfdist.errors import AuditError
 from tfdist.strategies.foreign_keras import ForKerasModels

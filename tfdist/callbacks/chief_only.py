@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.errors import ClusterError
-from tfdist.faults.peer_health import PeerHealth
+from tfdist.faults.peer_probe import PeerProbe
 from tfdist.strategies.chief_only_guard import is_on_chief_alone, on_chief_alone
 from tfdist.strategies.foreign_keras import check_is_keras_model
 
@@ -64,7 +64,7 @@ def _on_chief(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         what = f"the callback {type(self).__name__!r}"
         if not self._is_chief:
             if agreement is not None:
-                agreement.wait_for_chief(what, PeerHealth.of(self.model.distribute_strategy).check)
+                agreement.wait_for_chief(what, PeerProbe.of(self.model.distribute_strategy).check)
             return None
         with _telling(agreement, what), _training_on(self), on_chief_alone(what):
             return hook(self, *args, **kwargs)

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from tfdist.errors import ClusterError
 from tfdist.faults.coordination_store import CoordinationStore
-from tfdist.faults.peer_health import PeerHealth
 from tfdist.faults.peer_liveness import PeerLiveness
+from tfdist.faults.peer_probe import PeerProbe
 
 __all__ = ["watch_chief"]
 
@@ -31,7 +31,7 @@ def watch_chief(
       board: The coordination store of this worker.
       timeout_seconds: How long heartbeats may fail.
     """
-    health = PeerHealth(jobs, _SILENCE_PART * timeout_seconds)
+    health = PeerProbe(jobs, _SILENCE_PART * timeout_seconds)
     stopping = threading.Event()
 
     def watch() -> None:

@@ -54,7 +54,7 @@ from tfdist.exit_codes import STALLED
 from tfdist.failure_report import write_report
 from tfdist.faults.activity import EXCHANGE, MEETING, Call
 from tfdist.faults.coordination_store import CoordinationStore
-from tfdist.faults.stall_diagnosis import (
+from tfdist.faults.stall_suspect import (
     ITS_END,
     UNLIKE_CALLS,
     WAITING,

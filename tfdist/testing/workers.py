@@ -1,6 +1,6 @@
 """Runs functions in several worker processes on this machine that form one TF_CONFIG cluster.
 
-The parent starts a fresh interpreter for each worker (`worker_process`) and exchanges messages over a socket pair:
+The parent starts a fresh interpreter for each worker (`worker_handle`) and exchanges messages over a socket pair:
 
     parent                                worker (`serving`)
       how this program was started   →     import the main module, make the devices
@@ -24,8 +24,8 @@ from tfdist.errors import WorkerError, WorkerTimeoutError
 from tfdist.launch.stop_signals import hear_of_children
 from tfdist.launch.worker_group import describe_exit
 from tfdist.network.secret import SECRET, new_secret, secret_is_given
-from tfdist.testing.serving import is_importing_main
-from tfdist.testing.worker_process import GRACE_SECONDS, WorkerProcess
+from tfdist.testing.pool_worker import is_importing_main
+from tfdist.testing.worker_handle import GRACE_SECONDS, WorkerHandle
 from tfdist.testing.worker_replies import Died, Raised, Reply, Returned, doubt
 
 __all__ = ["WorkerPool", "run_workers"]
@@ -114,7 +114,7 @@ class WorkerPool:
         self._devices_per_worker = devices_per_worker
         self._timeout_seconds = timeout_seconds
         self._env = dict(env or {})
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[WorkerHandle] = []
         self._ports: HeldPorts | None = None
         self._closed = False
 
@@ -179,7 +179,7 @@ class WorkerPool:
         env = self._env if secret_is_given({**os.environ, **self._env}) else {**self._env, SECRET: new_secret()}
         for index in range(self._num_workers):
             spec = ClusterSpec.local(self._num_workers, index, ports.numbers)
-            self._workers.append(WorkerProcess(spec, self._devices_per_worker, {**env, **ports.env}))
+            self._workers.append(WorkerHandle(spec, self._devices_per_worker, {**env, **ports.env}))
 
     def _kill(self) -> None:
         for worker in self._workers:
@@ -208,7 +208,7 @@ class WorkerPool:
         return replies
 
     def _error(self, failures: list[Raised | Died]) -> WorkerError:
-        """Returns an error for the failure most likely to have caused all failures, the earliest of equal ones."""
+        """Returns the error that the pool raises: for the worker whose failure most likely caused those of the others."""
         first = min(failures, key=doubt)
         cause: BaseException | None = None
         if isinstance(first, Raised):

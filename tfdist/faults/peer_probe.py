@@ -9,12 +9,12 @@ from tfdist._compat import tf_internals
 from tfdist.errors import WorkerLostError
 from tfdist.faults.fault_tolerance import options_of
 
-__all__ = ["PeerHealth"]
+__all__ = ["PeerProbe"]
 
 _PAUSE_SECONDS = 1.0
 
 
-class PeerHealth:
+class PeerProbe:
     """Checks that the workers of a cluster answer.
 
     Args:
@@ -29,7 +29,7 @@ class PeerHealth:
         self._silence_seconds = silence_seconds
 
     @classmethod
-    def of(cls, strategy: tf.distribute.Strategy) -> "PeerHealth":
+    def of(cls, strategy: tf.distribute.Strategy) -> "PeerProbe":
         """Returns a check for the workers of a strategy with several workers."""
         return cls(strategy.extended._cluster_spec.as_dict(), options_of(strategy).heartbeat_timeout_seconds)
 

@@ -15,7 +15,7 @@ from tfdist.errors import WAIT_FOR_CHIEF, ClusterError, WorkerLostError
 from tfdist.faults import watchdog
 from tfdist.faults.coordination_store import CoordinationStore
 
-__all__ = ["WorkerAgreement"]
+__all__ = ["WorkerComparison"]
 
 _LOOK_SECONDS = 1.0  # Between two checks whether a comparison is still needed.
 _OPTIONAL_SECONDS = 10.0  # For an optional comparison.
@@ -25,7 +25,7 @@ _compared = itertools.count()  # Numbers the comparisons, in the same order on a
 _done_alone: collections.Counter[str] = collections.Counter()  # Likewise, for each action of the chief alone.
 
 
-class WorkerAgreement:
+class WorkerComparison:
     """Checks that the workers of a strategy agree.
 
     Args:
@@ -40,7 +40,7 @@ class WorkerAgreement:
         self._verdict: str | None = None
 
     def on_setup(self, devices: int, compression: str, transport: str) -> None:
-        """Compares numbers of devices, codecs and transports.
+        """Compares the number of devices, the codec and the transport of all workers.
 
         Raises:
           ClusterError: If the workers differ, or a worker does not come.
@@ -253,7 +253,7 @@ class WorkerAgreement:
 
         Args:
           what: Name of the chief's action. Call this method once for each `tell_done` of the chief.
-          check: Raises unless the given worker answers; see `PeerHealth.check`.
+          check: Raises unless the given worker answers; see `PeerProbe.check`.
 
         Raises:
           ClusterError: If the action failed on the chief, or the chief is gone or its program has ended.

@@ -1,4 +1,4 @@
-"""Joins outputs of `predict` with another shape in each batch, such as texts padded to the longest text of the batch.
+"""Outputs of `predict`: without stand-in rows, and joined if each batch has another shape, as padded texts have.
 
 Replicas then have outputs of different shapes, which collectives and `tf.concat` refuse. Each row carries its shape and
 is padded where rows of several replicas become one tensor. At the end the padding is removed.
@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._compat import tf_internals
+from tfdist.strategies.row_count import has_any
 
 
 class PaddedRows(tf.experimental.ExtensionType):
@@ -100,3 +101,37 @@ def _concat(values: list[PaddedRows], axis, name="concat"):
 def _split(value: PaddedRows, num_or_size_splits, axis=0, num=None, name="split"):
     parts = [tf.split(tensor, num_or_size_splits, axis, num, name) for tensor in (value.values, value.sizes)]
     return [PaddedRows(*part) for part in zip(*parts, strict=True)]
+
+
+def only_rows(outputs: Any, rows: int | tf.Tensor | None) -> Any:
+    """Returns a model's outputs, without the outputs for a stand-in row on a replica without rows."""
+    has_rows = has_any(rows)
+    if has_rows is True:
+        return outputs
+
+    def cut(leaf):
+        if not isinstance(leaf, tf.Tensor | tf.RaggedTensor) or leaf.shape.rank in (0, None):
+            return leaf
+        return tf.cond(has_rows, lambda: leaf, lambda: leaf[:0])
+
+    return keras.tree.map_structure(cut, outputs)
+
+
+def of_shapes_in(data: Any, spec: Any) -> Any:
+    """Gives `data` the static dimensions of its dataset's spec, except for the number of rows.
+
+    A graph that is traced on a batch knows the dimensions of that batch, which may differ between replicas. Decisions
+    of replicas that use the shapes in the graph must not depend on them.
+    """
+    leaves, specs = tf.nest.flatten(data), tf.nest.flatten(spec)
+    if len(leaves) != len(specs):
+        return data
+    return tf.nest.pack_sequence_as(data, [_of_shape_in(*each) for each in zip(leaves, specs, strict=True)])
+
+
+def _of_shape_in(leaf, spec):
+    if not tf.is_symbolic_tensor(leaf) or not isinstance(spec, tf.TensorSpec) or not leaf.shape.rank:
+        return leaf
+    if spec.shape.rank != leaf.shape.rank or spec.shape[1:].as_list() == leaf.shape[1:].as_list():
+        return leaf
+    return tf.compat.v1.placeholder_with_default(leaf, [leaf.shape[0], *spec.shape[1:]])

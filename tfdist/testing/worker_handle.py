@@ -22,7 +22,7 @@ GRACE_SECONDS = 1.0  # Time for a process to end by itself with its own exit cod
 _OUTPUT_LINES = 100
 
 
-class WorkerProcess:
+class WorkerHandle:
     """A fresh interpreter that waits for calls. Its output goes to an unnamed temporary file that needs no clean-up."""
 
     def __init__(self, spec: ClusterSpec, num_devices: int, env: Mapping[str, str]):

@@ -15,7 +15,7 @@ from absl import logging
 from tfdist.errors import CHIEF_SAYS, BackupError, ClusterError
 from tfdist.faults.coordination_store import CoordinationStore
 from tfdist.faults.fault_tolerance import options_of
-from tfdist.faults.peer_health import PeerHealth
+from tfdist.faults.peer_probe import PeerProbe
 
 _ASK_SECONDS = 5.0  # Interval of the checks whether a silent worker is alive.
 _LOOK_SECONDS = 0.5  # Timeout for reading a value that exists.
@@ -33,7 +33,7 @@ _NOT_COME = (
 _made = itertools.count()  # Counts agreements of several workers. A single worker may make any number.
 
 
-class CommitAgreement:
+class ChiefDecision:
     """Agreements of the workers of a strategy, through the coordination service. A single worker needs no service.
 
     Create the same number of agreements in the same order on all workers, because their messages differ by number.
@@ -47,7 +47,7 @@ class CommitAgreement:
         extended = strategy.extended
         self.workers: int = getattr(extended, "_num_workers", 1)
         self.own: int = extended._id_in_cluster if self.workers > 1 else 0
-        self._health = PeerHealth.of(strategy) if self.workers > 1 else None
+        self._health = PeerProbe.of(strategy) if self.workers > 1 else None
         self._timeout_seconds = timeout_seconds
         self._begin_seconds = timeout_seconds
         if self.workers > 1:
