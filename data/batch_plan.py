@@ -40,7 +40,7 @@ class BatchPlan:
         return self.order(epoch, np.arange(first, first + self.rows(step)))
 
     def of_evaluation(self) -> "BatchPlan":
-        """This plan of global batches for an evaluation: each example once, in stored order, with a short last batch."""
+        """These global batches for an evaluation: each example once, in stored order, and a short last batch."""
         return dataclasses.replace(self, order=Unshuffled(), drop_remainder=False)
 
 

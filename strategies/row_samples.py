@@ -33,7 +33,7 @@ class Sample:
 
     @property
     def group_size(self) -> int:
-        """Number of neighbouring rows of the batch that share one description; 1 if the batch has at most 1,024 rows."""
+        """Number of neighbouring rows of the batch that share one description; 1 in batches of up to 1,024 rows."""
         return max(1, -(-len(self.values) // _MOST_GROUPS))
 
     @property

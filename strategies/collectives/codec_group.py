@@ -100,7 +100,7 @@ class CodecGroup:
         )
 
     def pending(self, states, replica, collectives):
-        """Returns a replica's codec states (momenta, residuals) in the shapes of the gradients: [kind of state][gradient].
+        """Returns a replica's codec states (momenta, residuals), shaped like the gradients: [kind of state][gradient].
 
         The states of the optimizer as a whole are their sum over replicas; `spread` divides such a sum again.
         """
