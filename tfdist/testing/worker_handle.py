@@ -102,6 +102,6 @@ def _start_code(fd: int, num_devices: int) -> str:
     deadly_parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
     # Sets the parent's path first, since tfdist may be found only through that path.
     return (
-        f"import sys; sys.path[:] = {[str(path) for path in sys.path]!r}; from tfdist.testing import serving; "
-        f"serving.serve({fd}, {num_devices}, {deadly_parent})"
+        f"import sys; sys.path[:] = {[str(path) for path in sys.path]!r}; from tfdist.testing import pool_worker; "
+        f"pool_worker.serve({fd}, {num_devices}, {deadly_parent})"
     )

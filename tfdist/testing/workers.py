@@ -2,7 +2,7 @@
 
 The parent starts a fresh interpreter for each worker (`worker_handle`) and exchanges messages over a socket pair:
 
-    parent                                worker (`serving`)
+    parent                                worker (`pool_worker`)
       how this program was started   →     import the main module, make the devices
       pickled (fn, args, kwargs)     →     call
                                      ←     Returned, or Raised
