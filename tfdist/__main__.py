@@ -1,4 +1,4 @@
-"""Runs the command `tfdist` as `python -m tfdist`, for systems without `tfdist` on the path."""
+"""Runs the command `tfdist` when it is started as `python -m tfdist`, for systems without `tfdist` on the path."""
 
 import sys
 

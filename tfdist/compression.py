@@ -1,4 +1,4 @@
-"""Codecs for gradients. The argument `compression=` of a strategy takes a codec by name or as an object."""
+"""Codecs, which compress the gradients that replicas exchange. A strategy's `compression=` takes a name or a codec."""
 
 from tfdist.strategies.compression import BFloat16, Codec, Float16, Int4, Int8, PowerSGD, Sign, TopK, WordCodec
 from tfdist.strategies.compression_policy import uncompressed

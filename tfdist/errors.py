@@ -66,11 +66,11 @@ class LossReductionError(TfdistError, ValueError):
 
 
 class LossScaleError(TfdistError, RuntimeError):
-    """With a loss scaler, each replica would decide by itself whether to take part in an exchange."""
+    """With a loss scaler, each replica would decide by itself whether to exchange its gradients."""
 
 
 class PositionError(TfdistError, ValueError):
-    """A saved data position belongs to other data, or to the same data in other global batches."""
+    """A saved position in a dataset belongs to other data, or to the same data in other global batches."""
 
 
 class ScopeError(TfdistError, ValueError):

@@ -1,4 +1,4 @@
-"""Exit codes with which a worker process reports why it ended. Any other code is a failure of the script itself."""
+"""Exit codes with which a worker process of tfdist reports why it ended. Any other code is a failure of the script."""
 
 __all__ = ["PREEMPTED", "STALLED"]
 

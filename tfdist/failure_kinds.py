@@ -31,7 +31,7 @@ __all__ = [
 
 
 class FailureKind(enum.StrEnum):
-    """Kinds of failures. A restart helps with neither of the first two."""
+    """Kinds of failures of workers, to decide on a restart. A restart helps with neither of the first two kinds."""
 
     CONFIGURATION = "configuration"
     """An option, a path, a permission or a cluster description is wrong."""
@@ -49,7 +49,7 @@ class FailureKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """An exception in a chain of causes.
+    """An exception in a chain of causes, reduced to names and text so that it may also come from a report or a log.
 
     Attributes:
       names: Names of the exception's class and of all its base classes, the class first.
@@ -119,7 +119,7 @@ _LIBRARIES = tuple(
 
 
 def causes_of(error: BaseException | None) -> list[Cause]:
-    """Returns an exception and the chain of its causes. Each appears once, since a chain may contain a cycle."""
+    """Returns an exception and the chain of its causes as `Cause` objects, each once, since a chain may be a cycle."""
     seen: list[BaseException] = []
     while error is not None and not any(error is each for each in seen):
         seen.append(error)
@@ -128,7 +128,7 @@ def causes_of(error: BaseException | None) -> list[Cause]:
 
 
 def cause_from_text(name: str, text: str) -> Cause:
-    """Returns a cause when only the printed class name and the message are known."""
+    """Returns the `Cause` for an exception of which only the printed class name and the message are known."""
     name = name.rpartition(".")[2]
     known = getattr(builtins, name, None) or getattr(tfdist.errors, name, None)
     if isinstance(known, type):
@@ -137,7 +137,7 @@ def cause_from_text(name: str, text: str) -> Cause:
 
 
 def kind_of_exception(causes: Sequence[Cause]) -> FailureKind:
-    """Returns the kind of an exception.
+    """Returns the kind of failure that an exception is, from which the supervisor decides whether to restart.
 
     Args:
       causes: The exception, followed by the chain of its causes.
@@ -155,13 +155,13 @@ def kind_of_exception(causes: Sequence[Cause]) -> FailureKind:
 
 
 def tell_kind(words: str, error: BaseException) -> str:
-    """Appends the kind of failure to the words with which a worker tells its peers that it ends."""
+    """Appends the kind of failure to the text with which a worker reports its end to its peers."""
     kind = told_kind(str(error)) or kind_of_exception(causes_of(error))
     return f"{words} [{kind} error]"
 
 
 def told_kind(text: str) -> FailureKind | None:
-    """Returns the kind of failure that a peer reported with `tell_kind`, or None if the message contains none."""
+    """Returns the kind of failure that a peer appended to a message with `tell_kind`, or None if there is none."""
     found = re.search(rf"worker \d+ ended by .* \[({'|'.join(FailureKind)}) error\]", text)
     return FailureKind(found[1]) if found else None
 
@@ -183,7 +183,7 @@ def _kind_of_one(cause: Cause) -> FailureKind:
 
 
 def _is_op_error(cause: Cause) -> bool:
-    """Returns whether the class is a TensorFlow error. A cause that comes from a log has only the class name."""
+    """Returns whether an exception is a TensorFlow error. A `Cause` that comes from a log has only the class name."""
     return len(cause.names) == 1 and cause.names[0] in _BY_CLASS
 
 
@@ -270,6 +270,6 @@ def exception_in_log(log: str) -> tuple[Cause, str] | None:
 
 
 def is_refusal(log: str) -> bool:
-    """Returns whether a worker's log ends with a command line error of argparse, absl or Python itself."""
+    """Returns whether a worker's log ends with a command line error (argparse, absl, Python): a restart cannot help."""
     last = log.rstrip().rpartition("\n")[2]
     return bool(re.match(r"\S+: error: |\S*python\S*: (can't open file|No module named|Error while finding)", last))

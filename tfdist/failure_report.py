@@ -50,7 +50,7 @@ def install_hook() -> None:
 
 
 def note_step(step: int) -> None:
-    """Records the current global step for the report of an exception. Costs one assignment."""
+    """Records the current global step, for the failure report if an exception ends this worker. Costs an assignment."""
     global _step
     _step = step
 
@@ -66,7 +66,7 @@ def write_report(
     step: int | None = None,
     section: str | None = None,
 ) -> bool:
-    """Writes why this worker ends. Keeps only the first report of a worker in an attempt.
+    """Writes the failure report of this worker: why it ends. Keeps only a worker's first report in an attempt.
 
     Args:
       kind: "exception", "stall", or another word.

@@ -64,7 +64,7 @@ def held(
 
 
 def way_out(error: BlockingIOError) -> str:
-    """Returns advice to end a message with if the holder is on another host, otherwise an empty string."""
+    """Returns advice to end an error message with if a lock's holder is on another host, otherwise an empty string."""
     if not _is_elsewhere(error):
         return ""
     return f" If its host has failed, storage may notice it late: then remove {error.filename}."
@@ -97,7 +97,7 @@ def _opened(path: str | os.PathLike[str], wait_seconds: float, other_host_second
 
 
 def _is_elsewhere(error: BlockingIOError) -> bool:
-    """Returns whether the holder is on another host or in a container with this host's name, not a process here."""
+    """Returns whether a lock's holder runs on another host, or in a container with this host's name."""
     known = re.fullmatch(r"process (\d+) on (.*)", error.strerror or "")
     if known is None:
         return False
@@ -147,7 +147,7 @@ def _lock(file: IO[str]) -> None:
 
 
 def _lock_as_opened(file: IO[str]) -> None:
-    """Locks this open file description. A lock of the process ends when any code in it closes the same file."""
+    """Locks a file for this open file description: a process's lock ends when any code in it closes the same file."""
     try:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, _ALL_OF_IT)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The files by which the workers of `tfdist run` and its supervisor talk, and the variables that lead to them.
+"""The files by which the workers of `tfdist run` and their supervisor talk, and the variables that name their folder.
 
     <folder of the run>/
       attempt-<n>/          n: number of restarts so far
@@ -49,7 +49,7 @@ def log_path(attempt: pathlib.Path, worker: int) -> pathlib.Path:
 
 @dataclasses.dataclass(frozen=True)
 class RunFiles:
-    """The files in the folder of a run."""
+    """Paths and contents of the files in the folder of a run, by which workers and supervisor talk."""
 
     run_dir: pathlib.Path
 
@@ -59,11 +59,11 @@ class RunFiles:
         return cls(pathlib.Path(os.environ[RUN_DIR])) if RUN_DIR in os.environ else None
 
     def attempt(self, number: int | str) -> pathlib.Path:
-        """Returns the folder of an attempt."""
+        """Returns the folder of an attempt (a start of all workers), with its logs and failure reports."""
         return self.run_dir / f"attempt-{number}"
 
     def report(self, attempt: int, worker: int) -> pathlib.Path:
-        """Returns the path of a worker's failure report; see `failure_report.py`."""
+        """Returns the path of a worker's failure report, which says why it ended; see `failure_report.py`."""
         return self.attempt(attempt) / f"failure-{worker}.json"
 
     def reports(self, attempt: int) -> list[pathlib.Path]:
@@ -71,21 +71,21 @@ class RunFiles:
         return list(self.attempt(attempt).glob("failure-*.json"))
 
     def room(self, attempt: int | str) -> pathlib.Path:
-        """Returns the path of the file with which the supervisor asks workers to leave."""
+        """Returns the path of the file that asks workers to save and leave, so that a larger attempt can follow."""
         return self.attempt(attempt) / "make-room"
 
     def done_with(self, folder: str) -> pathlib.Path:
-        """Returns the path of the note that the supervisor removes a folder of backups."""
+        """Returns the path of the file that asks the supervisor to remove a folder of backups when the job is done."""
         return self.run_dir / f"done-with-{hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]}"
 
     @property
     def all_done_with(self) -> list[pathlib.Path]:
-        """The paths of the notes of all folders of backups. Each note holds the path of its folder."""
+        """The paths of all files that ask the supervisor to remove a folder of backups. Each file names its folder."""
         return list(self.run_dir.glob("done-with-*"))
 
     @property
     def restored(self) -> pathlib.Path:
-        """The path of the file that shows that workers have restored a backup."""
+        """The path of the file that shows the supervisor that workers have restored a backup."""
         return self.run_dir / "restored"
 
     @property
@@ -95,19 +95,19 @@ class RunFiles:
 
     @property
     def committed(self) -> tuple[int, str] | None:
-        """The step and the folder of the newest commit; `None` if no worker has told of one."""
+        """The step and the folder of the newest commit (a complete backup); `None` if no worker has reported one."""
         with contextlib.suppress(OSError, ValueError):
             step, _, folder = (self.run_dir / "committed").read_text().partition("\n")
             return int(step), folder
         return None
 
     def tell_of_commit(self, step: int, folder: str) -> None:
-        """Tells the supervisor of a commit, which proves progress. Raises `OSError` if the file cannot be written."""
+        """Reports a complete backup to the supervisor, as progress. Raises `OSError` if the file cannot be written."""
         write_whole(self.run_dir / "committed", f"{step}\n{folder}")
 
     @property
     def for_user(self) -> list[pathlib.Path]:
-        """The paths of the logs and failure reports, which stay for the user."""
+        """The paths of the logs and failure reports, which stay in the folder of the run for the user."""
         patterns = ("attempt-*/worker-*.log", "attempt-*/failure-*.json", self.summary.name)
         return [path for pattern in patterns for path in self.run_dir.glob(pattern)]
 

@@ -8,7 +8,7 @@ __all__ = ["no_follow", "write_whole"]
 
 
 def no_follow(path: str | os.PathLike[str], flags: int) -> int:
-    """Opens a file for the built-in `open`, unless its path is a symbolic link.
+    """Opens a file unless its path is a symbolic link; an `opener` for the built-in `open`.
 
     In a shared folder, another user could put a link at the path and make this process overwrite the link's target.
     Links among the parent folders are followed.

@@ -1,4 +1,4 @@
-"""Starts and supervises workers on this machine: `tfdist run`, its supervisor and its group of processes."""
+"""Starts and supervises workers on this machine: `tfdist run`, its supervisor and its worker processes."""
 
 from tfdist.launch.worker_group import WorkerExit, WorkerGroup
 

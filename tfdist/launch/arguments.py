@@ -13,12 +13,12 @@ _BIT_RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that suggests the most similar option for each unknown option."""
+    """The argument parser of the `tfdist` commands. Its errors suggest a similar option for each unknown option."""
 
     _given: Sequence[str] = ()
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parses like the base class, and stores the arguments for `error`."""
+        """Parses like the base class, and stores the arguments so that `error` can suggest options."""
         self._given = list(args or ())
         return super().parse_known_args(args, namespace)
 
@@ -44,7 +44,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def stray_option(arguments: Sequence[str], names: Sequence[str]) -> str | None:
-    """Returns the first of the options `names` in `arguments`, with its value, or None."""
+    """Returns the first of the options `names` in `arguments`, with its value, to report it as misplaced; or None."""
     for place, each in enumerate(arguments):
         if each.partition("=")[0] in names:
             following = arguments[place + 1 : place + 2]
@@ -53,12 +53,12 @@ def stray_option(arguments: Sequence[str], names: Sequence[str]) -> str | None:
 
 
 def positive_int(text: str) -> int:
-    """Parses a whole number of at least 1."""
+    """Parses a command line value that must be a whole number of at least 1."""
     return _whole_number(text, 1)
 
 
 def count(text: str) -> int:
-    """Parses a whole number of at least 0."""
+    """Parses a command line value that must be a whole number of at least 0."""
     return _whole_number(text, 0)
 
 
@@ -73,7 +73,7 @@ def _whole_number(text: str, least: int) -> int:
 
 
 def seconds(text: str) -> float:
-    """Parses a number of seconds of at least 0."""
+    """Parses a command line value that must be a number of seconds of at least 0."""
     try:
         value = float(text)
     except ValueError:
@@ -84,7 +84,7 @@ def seconds(text: str) -> float:
 
 
 def _quantity(text: str, units: Mapping[str, int]) -> int:
-    """Parses a whole number with an optional unit: "64KiB", "2.5M", "1000"."""
+    """Parses a command line value that is a whole number with an optional unit: "64KiB", "2.5M", "1000"."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text.strip())
     if match and match[2] in ("", *units):
         value = float(match[1]) * units.get(match[2], 1)
@@ -94,7 +94,7 @@ def _quantity(text: str, units: Mapping[str, int]) -> int:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Parses sizes of float32 tensors, in bytes: "1KiB,4MB"."""
+    """Parses the option for sizes of float32 tensors, in bytes: "1KiB,4MB"."""
     found = sorted({_quantity(part, BINARY | DECIMAL) for part in text.split(",")})
     odd = [size for size in found if size % 4]
     if odd:
@@ -103,17 +103,17 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Parses names and drops duplicates: "none,int8"."""
+    """Parses an option with names of codecs and drops duplicates: "none,int8"."""
     return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
 def parameters(text: str) -> int:
-    """Parses a number of parameters: "25M"."""
+    """Parses the option for the number of parameters of a model: "25M"."""
     return _quantity(text, _COUNTS)
 
 
 def bit_rate(text: str) -> float:
-    """Parses bits per second: "100mbit", "2.5 Gbit/s"."""
+    """Parses the option for a network's bits per second: "100mbit", "2.5 Gbit/s"."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kmg]?bit)(?:/s|ps)?", text.strip().lower())
     value = float(match[1]) * _BIT_RATES[match[2]] if match else 0.0
     if value <= 0:

@@ -1,4 +1,4 @@
-"""Measurements of `tfdist bench`: the time of an exchange between the workers of this cluster, by size and codec.
+"""Measurements of `tfdist bench`: the time in which workers sum a gradient, by size of the gradient and by codec.
 
 All workers run the same exchanges in the same order. They first agree through the strategy on each decision that
 depends on a clock or on memory: if one worker repeated an exchange less often, its peers would wait forever.
@@ -58,12 +58,12 @@ _ABOUT = 1.1
 
 @dataclasses.dataclass(frozen=True)
 class BenchPlan:
-    """Plan of the measurements.
+    """Plan of the measurements of `tfdist bench`: which tensor sizes and codecs, for how long.
 
     Attributes:
       sizes: Bytes of the float32 tensor on each replica: multiples of 4, ascending. Equal on all workers.
       compressions: Names of codecs, "none" for no codec; None for "none" and all codecs. Equal on all workers.
-      seconds: Time limit of a row, unless 3 repetitions take longer. The chief's value applies.
+      seconds: Time limit for one size with one codec, unless 3 repetitions take longer. The chief's value applies.
       deadline: End of all measurements, in the time of `time.monotonic()`. The chief's value applies.
     """
 
@@ -75,7 +75,7 @@ class BenchPlan:
 
 @dataclasses.dataclass(frozen=True)
 class ModelExchange:
-    """A model and a network for which the exchange is predicted.
+    """A model and a network for which `tfdist bench` predicts the time of the gradient exchange.
 
     Attributes:
       parameters: Number of float32 parameters of the model.
@@ -90,7 +90,7 @@ class ModelExchange:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The exchanges of one size with one codec, as timed by this worker.
+    """A row in the results of `tfdist bench`: the exchanges of one size with one codec, as timed by this worker.
 
     Attributes:
       compression: Name of the codec, or "none".
@@ -110,18 +110,18 @@ class Row:
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
-        """The lower quartile, median and upper quartile, in seconds."""
+        """The lower quartile, median and upper quartile of the times of the exchanges, in seconds."""
         low, middle, high = statistics.quantiles(self.times, n=4, method="inclusive")
         return low, middle, high
 
     @property
     def median(self) -> float:
-        """The median time, in seconds."""
+        """The median time of the exchanges, in seconds."""
         return self.quartiles[1]
 
     @property
     def algorithm_bandwidth(self) -> float:
-        """Bytes of the tensor per second."""
+        """Bytes of the summed tensor per second of the median exchange."""
         return self.size / self.median
 
     @property
@@ -136,14 +136,14 @@ class Row:
         return self.algorithm_bandwidth * 2 * (self.replicas - 1) / self.replicas
 
     def describe(self) -> str:
-        """Describes the row in one line."""
+        """Describes the times of one size with one codec in one line, for the log of `tfdist bench`."""
         what = f"{self.compression}, {_show_bytes(self.size)}: "
         if self.skipped:
             return what + f"skipped, {self.skipped}"
         return what + f"{_ms(self.median)} ms, median of {len(self.times)}"
 
     def to_json(self) -> dict:
-        """Returns the row as JSON, with units in the names. A skipped row has no times."""
+        """Returns the times of one size with one codec for JSON, with units in the names; none if it was skipped."""
         told = {"compression": self.compression, "bytes": self.size, "skipped": self.skipped or None}
         if self.skipped:
             return told
@@ -169,7 +169,7 @@ def exchange(strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optim
 
 
 def measure(plan: BenchPlan, spec: ClusterSpec, end_in: Callable[[float], None]) -> Iterator[Row]:
-    """Measures row by row, codec by codec. All workers must call it with the same sizes and codecs.
+    """Measures the exchange for each codec and size. All workers must call it with the same sizes and codecs.
 
     Args:
       plan: Plan of the measurements.
@@ -221,7 +221,7 @@ def _check_equal(plan: BenchPlan, strategy: tf.distribute.Strategy) -> None:
 def _reason_to_skip(
     size: int, name: str, rows: Sequence[Row], plan: BenchPlan, strategy: tf.distribute.Strategy, spec: ClusterSpec
 ) -> str:
-    """Returns why all workers skip this size, or an empty string if they measure it."""
+    """Returns why all workers skip this tensor size with this codec, or an empty string if they measure it."""
     policy = policy_of(None if name == "none" else name)
     if policy and policy(tf.TensorShape(_shape(size)), tf.float32, "") is None:
         return f"{name} does not compress a tensor of {' x '.join(map(str, _shape(size)))}"
@@ -236,13 +236,13 @@ def _reason_to_skip(
 
 
 def _room(strategy: tf.distribute.Strategy, spec: ClusterSpec) -> int:
-    """Returns the largest tensor size here, in bytes. Sum, residuals and buffers need five to eight times the size."""
+    """Returns the most bytes of a tensor that memory allows. Sum, residuals and buffers need 5 to 8 times as much."""
     replicas_here = len(spec.workers_on_host) * len(strategy.extended.worker_devices)
     return max(0, free_memory()) // 8 // replicas_here
 
 
 def _time_exchanges(size: int, name: str, seconds: float, strategy: tf.distribute.Strategy) -> tuple[float, ...]:
-    """Returns the seconds of each exchange, after a first exchange that is checked and not counted."""
+    """Returns the seconds of each exchange of a tensor, after a first exchange that is checked and not counted."""
     devices, replicas = strategy.extended.worker_devices, strategy.num_replicas_in_sync
     with strategy.scope():
         optimizer = keras.optimizers.SGD()
@@ -305,7 +305,7 @@ def check_sum(total: tf.Tensor, replicas: int, *, exact: bool) -> None:
 
 
 def predict(rows: Sequence[Row], size: int) -> float:
-    """Predicts the seconds of an exchange of another size, by linear interpolation between measured sizes.
+    """Predicts the seconds of an exchange of a size not measured, by linear interpolation between measured sizes.
 
     Below the smallest size, the time is constant. Beyond the largest size, extrapolates the line through the last two.
 
@@ -350,7 +350,7 @@ def _expectations(rows: Sequence[Row], model: ModelExchange) -> list[dict]:
 
 
 def report(rows: Sequence[Row], spec: ClusterSpec, command: str, model: ModelExchange) -> dict:
-    """Returns all results, with the machine and versions, for JSON.
+    """Returns all results of `tfdist bench`, with the machine and versions, for JSON.
 
     Args:
       rows: Rows from `measure`.
@@ -402,7 +402,7 @@ def _loss(name: str) -> int:
 
 
 def print_tables(rows: Sequence[Row], expectations: Sequence[Mapping]) -> None:
-    """Prints the rows and the expectations in the result of `report`."""
+    """Prints the measured times of `tfdist bench`, and the predictions for a model from the result of `report`."""
     console = rich.console.Console()
     table = _table(
         f"All-reduce of float32 over {rows[0].replicas} replicas",
@@ -465,7 +465,7 @@ def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
 def measure_aloud(
     plan: BenchPlan, spec: ClusterSpec, keep: Callable[[Row], None], end_in: Callable[[float], None]
 ) -> None:
-    """Runs `measure`, keeps each row at once, and logs the row on the chief.
+    """Runs `measure`, keeps the result of each size and codec at once, and logs it on the chief.
 
     Raises:
       ClusterError: As in `measure`, and if an exchange fails.

@@ -1,4 +1,4 @@
-"""The command `tfdist bench`: its arguments, its timeout and its results. `bench.py` measures."""
+"""The command `tfdist bench`, which times the gradient exchange: its arguments, timeout and results."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ from tfdist.symlink_safe_file import write_whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Adds the arguments of `tfdist bench` to its parser."""
     parser.add_argument(
         "--workers",
         type=arguments.positive_int,
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints the results, or starts workers that measure.
+    """Runs `tfdist bench`: measures and prints the times of exchanges, or starts workers that do.
 
     Raises:
       ClusterError: If workers do not join or were started with unequal commands, or if an exchange fails.
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Results:
-    """Measured rows, complete or incomplete, which the chief prints once."""
+    """The results of `tfdist bench`, complete or incomplete, which the chief prints once."""
 
     def __init__(self, args: argparse.Namespace, spec: ClusterSpec):
         self.rows: list[Any] = []
@@ -138,7 +138,7 @@ class _Results:
         self._is_told, self._lock = False, threading.Lock()
 
     def tell(self, error: str | None) -> None:
-        """Prints and writes the results, with the reason if they are incomplete."""
+        """Prints the results of `tfdist bench` and writes them as JSON, with the reason if they are incomplete."""
         with self._lock:
             if self._is_told or not self.rows or not self._spec.is_chief:
                 return
@@ -163,7 +163,7 @@ class _Results:
 
 
 def _end_at_sigterm(end: Callable[[str, int], None]) -> None:
-    """Handles SIGTERM in a thread, as the main thread cannot during an exchange. Call it before starting threads."""
+    """Calls `end` at SIGTERM, in a thread: the main thread may be in an exchange. Call it before starting threads."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def hear() -> None:
@@ -174,7 +174,7 @@ def _end_at_sigterm(end: Callable[[str, int], None]) -> None:
 
 
 def _cluster_of(args: argparse.Namespace) -> ClusterSpec | None:
-    """Returns the cluster to join, or None to start a cluster here."""
+    """Returns the cluster that `tfdist bench` joins by TF_CONFIG, or None to start workers on this machine."""
     spec = ClusterSpec.from_env()
     if spec is None and args.workers is None:
         args.parser.error(
@@ -213,7 +213,7 @@ class _Timeout:
         self._cancel()
 
     def end_in(self, seconds: float) -> None:
-        """Sets a new time limit, counted from now."""
+        """Sets a new time limit for the block, counted from now."""
         self._cancel()
         self._timer = threading.Timer(seconds, self._end, [self._why(), 1])
         self._timer.daemon = True

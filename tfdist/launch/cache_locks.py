@@ -24,7 +24,7 @@ _WAY_OUT = (
 
 
 def is_left_behind(lock: pathlib.Path, run_start: float, attempt_start: float) -> bool:
-    """Returns whether a lock was made by a worker of an earlier attempt of this run that has ended.
+    """Returns whether a cache's lock file was made by a worker of an earlier attempt of this run that has ended.
 
     The file must belong to this user, date from that time, be on a local disk, and be written by TensorFlow. No process
     may have a file of the cache open, because an iterator that fills a cache always has a file of the cache open.
@@ -49,14 +49,14 @@ def is_left_behind(lock: pathlib.Path, run_start: float, attempt_start: float) -
 
 
 def remove(lock: pathlib.Path) -> bool:
-    """Removes a lock. Returns whether the lock no longer exists."""
+    """Removes the lock file of a data cache. Returns whether it no longer exists."""
     with contextlib.suppress(OSError):
         lock.unlink(missing_ok=True)
     return not lock.exists()
 
 
 def locks_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns all files in a folder that are named like a lock."""
+    """Returns all files in a folder that are named like a lock file of `Dataset.cache`."""
     try:
         return sorted(folder.glob(f"*{_SUFFIX}"))
     except OSError:
@@ -64,7 +64,7 @@ def locks_in(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def describe(lock: pathlib.Path, attempt_start: float) -> str:
-    """Describes a lock that is not removed, with its holder, if known, and the remedy."""
+    """Describes a cache's lock file that is not removed, with its holder, if known, and the remedy, for a message."""
     try:
         made = lock.lstat().st_mtime
     except OSError:
@@ -78,20 +78,20 @@ def describe(lock: pathlib.Path, attempt_start: float) -> str:
 
 
 def lock_named_in(message: str) -> pathlib.Path | None:
-    """Returns the lock file named in a message of TensorFlow, or None if there is none or it is on remote storage."""
+    """Returns the cache's lock file named in an error of TensorFlow, or None if there is none or on remote storage."""
     found = _LOCK.search(message)
     return pathlib.Path(found["path"]) if found and "://" not in found["path"] else None
 
 
 def _open_files() -> Iterator[str]:
-    """Yields the paths of all files that processes of this user have open."""
+    """Yields the paths of all files that processes of this user have open, to find caches in use."""
     for link in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
             yield os.readlink(link)
 
 
 def _file_system_of(path: pathlib.Path) -> str:
-    """Returns the type of a path's file system, as in /proc/self/mountinfo, or an empty string if unknown."""
+    """Returns a path's file system type as in /proc/self/mountinfo, to find local disks; empty if unknown."""
     place, best, kind = os.path.realpath(path), "", ""
     with contextlib.suppress(OSError, ValueError):
         for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines():

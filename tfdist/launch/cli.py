@@ -1,4 +1,4 @@
-"""The `tfdist` command."""
+"""The `tfdist` command: parses the command line of `tfdist run`, `tfdist bench` and others, and runs them."""
 
 import argparse
 import contextlib
@@ -269,14 +269,14 @@ def _check_syntax(args: argparse.Namespace) -> None:
 
 
 def _script_args(args: argparse.Namespace) -> list[str]:
-    """Returns all arguments after the script, including a `--` next to the script, which argparse may remove."""
+    """Returns the arguments for the script: all after it, including a `--` next to it, which argparse may remove."""
     before = args.argv[: len(args.argv) - len(args.script_args)]
     return [*(["--"] if before[-1] == "--" else []), *args.script_args]
 
 
 @contextlib.contextmanager
 def _caught_signals() -> Iterator[list[int]]:
-    """Collects the signals that ask this process to stop, instead of stopping.
+    """Collects the signals that ask `tfdist run` to stop during the block, so that the supervisor can act on them.
 
     Signals within a second of the first are the same request, for example sent to this process and to its group.
     """

@@ -22,7 +22,7 @@ _START_SECONDS = 40.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
+    """Adds the arguments of `tfdist data-service` to its parser."""
     parser.add_argument(
         "--port", type=int, default=5050, metavar="P", help="port of the new dispatcher (default: 5050)"
     )
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until a signal asks the process to stop.
+    """Runs the servers of `tfdist data-service` until a signal asks the process to stop.
 
     Raises:
       ClusterError: If a server cannot start: the port is in use, the dispatcher does not answer, or the folder is not
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, work_dir: pathlib.Path) -> None:
-    """Checks the port, folder or dispatcher that the servers need, before the slow import of TensorFlow."""
+    """Checks the port, folder or dispatcher that the tf.data servers need, before the slow import of TensorFlow."""
     if args.dispatcher is None:
         with socket.socket() as probe:  # TensorFlow would share a port that is in use.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -103,7 +103,7 @@ def _check(args: argparse.Namespace, work_dir: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _deadline(what: str) -> Iterator[None]:
-    """Ends this process if the block takes too long, since TensorFlow tries to reach a dispatcher forever.
+    """Ends this process if the block takes too long, since TensorFlow tries to reach a tf.data dispatcher forever.
 
     TensorFlow holds the GIL meanwhile, so Ctrl-C must end the process without a Python handler.
     """

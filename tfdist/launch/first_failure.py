@@ -1,4 +1,4 @@
-"""Finds the first failure in a group of workers and describes that failure."""
+"""Finds the failure that caused all others in a group of workers, and describes it for the user and for restarts."""
 
 import contextlib
 import dataclasses
@@ -50,7 +50,7 @@ _CONSEQUENCE_TEXTS = (
 
 
 def is_consequence(exception: str | None, message: str) -> bool:
-    """Returns whether a worker raises this exception, given by its class name, because a peer has failed."""
+    """Returns whether a worker's exception, given by class name and message, only follows from a peer's failure."""
     return exception in _CONSEQUENCES or any(text in message for text in _CONSEQUENCE_TEXTS)
 
 
@@ -100,19 +100,19 @@ class Failure:
 
     @property
     def culprit(self) -> int | None:
-        """The worker to leave out if this failure repeats."""
+        """The worker to leave out of the next attempt if this failure repeats: the suspect, else the failed worker."""
         return self.worker if self.suspect is None else self.suspect
 
     @property
     def doubt(self) -> int:
-        """A rank: the higher, the more likely a peer caused this failure. A killed worker makes its peers fail."""
+        """A number from 0 to 2, to find the first failure: the higher, the more likely a peer caused this failure."""
         if self.kind == LEFT or is_consequence(self.exception, self.message or ""):
             return 2
         return 1 if self.kind == "exit" or self.signal == "SIGABRT" else 0
 
     @property
     def place(self) -> str | None:
-        """A text that is equal if the same failure repeats, or None if a peer may be the cause."""
+        """A text that is equal if the same failure repeats, which limits restarts; None if a peer may be the cause."""
         if self.kind == "exception":
             at = "" if self.step is None else f" at step {self.step}"
             if told_kind(self.message or ""):  # A peer's failure. Supervisors of other hosts see the same text.
@@ -142,14 +142,14 @@ class Failure:
         return f"worker {self.worker} ended by {self.kind}{because}: {self.message or describe_exit(self.exit_code)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the failure in the format of `failure.json`."""
+        """Returns the failure in the format of `failure.json`, the supervisor's summary for the user."""
         return dataclasses.asdict(self)
 
 
 def first_failure(
     run_dir: pathlib.Path, attempt: int, by_themselves: Sequence[WorkerExit], asked: Sequence[WorkerExit], since: float
 ) -> Failure:
-    """Returns the failure most likely to have caused all failures; among equals, the earliest.
+    """Returns the failure most likely to have caused all failures of an attempt; among equals, the earliest.
 
     Args:
       run_dir: Folder of the run.
@@ -185,7 +185,7 @@ def reported_since(run_dir: pathlib.Path, attempt: int, pids: Mapping[int, int])
 
 
 def reported_stack(run_dir: pathlib.Path, attempt: int, worker: int) -> str:
-    """Returns the traceback in a worker's report, or an empty string."""
+    """Returns the traceback in a worker's failure report, or an empty string."""
     try:
         return str(json.loads(RunFiles(run_dir).report(attempt, worker).read_text())["stack"] or "")
     except (OSError, ValueError, LookupError, TypeError):
@@ -193,7 +193,7 @@ def reported_stack(run_dir: pathlib.Path, attempt: int, worker: int) -> str:
 
 
 def reported_messages(run_dir: pathlib.Path, attempt: int) -> list[str]:
-    """Returns the messages in the reports of all workers of an attempt."""
+    """Returns the error messages in the failure reports of all workers of an attempt."""
     messages = []
     for path in RunFiles(run_dir).reports(attempt):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -202,7 +202,7 @@ def reported_messages(run_dir: pathlib.Path, attempt: int) -> list[str]:
 
 
 def not_started(attempt: int, worker: int | None, error: Exception, time: float) -> Failure:
-    """Returns the failure of a group that could not be started, because of one worker or in general."""
+    """Returns the failure of a group of workers that could not be started, because of one worker or in general."""
     return Failure(
         attempt=attempt,
         worker=worker,
@@ -245,7 +245,7 @@ def _failure(
 
 
 def _category(failure: Failure, causes: Sequence[Mapping[str, Any]], output: str) -> FailureKind:
-    """Returns the kind of a worker's failure."""
+    """Returns the kind of a worker's failure, from which the supervisor decides whether to restart."""
     if failure.signal or failure.kind in ("stall", LEFT):
         return FailureKind.MACHINE
     if failure.kind == "exception":
@@ -257,7 +257,7 @@ def _category(failure: Failure, causes: Sequence[Mapping[str, Any]], output: str
 
 
 def _report_from_log(output: str) -> Mapping[str, Any]:
-    """Makes a report from the exception that Python printed, for a worker that failed before `import tfdist`."""
+    """Makes a failure report from the exception in a worker's log, for a worker that failed before `import tfdist`."""
     found = exception_in_log("\n".join(line for line in output.splitlines() if not is_library_line(line)))
     if found is None:
         return {}
@@ -272,7 +272,7 @@ def _report_from_log(output: str) -> Mapping[str, Any]:
 
 
 def _report(run_dir: pathlib.Path, attempt: int, worker: int, pid: int) -> Mapping[str, Any]:
-    """Returns a worker's report. Empty if the report is missing, incomplete or of another process."""
+    """Returns a worker's failure report. Empty if the report is missing, incomplete or of another process."""
     try:
         report = json.loads(RunFiles(run_dir).report(attempt, worker).read_text())
         return report if report["pid"] == pid and isinstance(report["time"], int | float) else {}
@@ -288,7 +288,7 @@ def _signal_name(number: int) -> str:
 
 
 def _end_of(path: pathlib.Path) -> str:
-    """Returns the end of a log, at most 64 KiB."""
+    """Returns the end of a worker's log, at most 64 KiB."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - _TAIL_BYTES))

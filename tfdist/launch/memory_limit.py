@@ -1,4 +1,4 @@
-"""Measures the free memory."""
+"""Measures the memory that this process may still use, also in a container or a job of a scheduler."""
 
 import contextlib
 import pathlib
@@ -17,7 +17,7 @@ def free_memory(
     """Returns the free bytes on this machine, or in the container or job of this process if it has fewer.
 
     Args:
-      groups: Folder of the control groups.
+      groups: Folder of the control groups, with which Linux limits the memory of containers and jobs.
       own: File with the control groups of this process. The limits of their parent groups count too.
     """
     lines = pathlib.Path("/proc/meminfo").read_text().splitlines()

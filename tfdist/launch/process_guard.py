@@ -1,4 +1,4 @@
-"""Kills the child processes of workers if this process is killed before it can do so itself."""
+"""Kills the child processes of workers if the supervisor is killed before it can do so itself."""
 
 import contextlib
 import subprocess
@@ -18,7 +18,7 @@ for group in $groups; do kill -s KILL -- "-$group"; done
 
 
 class ProcessGuard:
-    """A process that outlives this process by a moment.
+    """A process that outlives this process by a moment, to kill the child processes of workers if this one is killed.
 
     The kernel kills a worker with its parent, but not the worker's children. The guard finds them by process group.
 

@@ -10,7 +10,7 @@ _LONGEST_PAUSE_SECONDS = 30.0
 
 
 class Chance(enum.Enum):
-    """How often to restart after a failure of one kind."""
+    """How often to restart a job after failures of one kind: `chance_of` chooses, and `Restarts` applies it."""
 
     NEVER = enum.auto()
     """Never, since the job would fail again."""
@@ -21,7 +21,7 @@ class Chance(enum.Enum):
 
 
 def chance_of(kind: FailureKind, *, is_exception: bool, has_commit: bool) -> Chance:
-    """Returns the chance that a restart helps after a failure.
+    """Returns how often to restart the job after a failure, by the chance that a restart helps.
 
     Args:
       kind: Kind of the failure.
@@ -37,14 +37,14 @@ def chance_of(kind: FailureKind, *, is_exception: bool, has_commit: bool) -> Cha
 
 
 class Restarts:
-    """Number of restarts, and the pauses before them.
+    """Counts the restarts of a job, and determines the pauses before them.
 
     The first restart comes at once. The pauses before the next are 1 s, 2 s, 4 s and so on up to 30 s, on all hosts.
     Counts the restarts since the last `progress` that are within the window. Repeated failures at the same place count
     regardless of the window, since waiting does not fix them.
 
     Args:
-      limit: Largest number of counted restarts.
+      limit: Largest number of counted restarts; a further failure ends the job.
       window_seconds: Time after which a restart no longer counts.
     """
 
@@ -54,11 +54,11 @@ class Restarts:
         self._failures: list[tuple[float, str | None]] = []
 
     def progress(self, but: str | None = None) -> None:
-        """Resets the count, except for failures at the place `but`."""
+        """Resets the count of restarts after progress, except for failures at the place `but`."""
         self._failures = [failure for failure in self._failures if but is not None and failure[1] == but]
 
     def pause(self, now: float, place: str | None = None, chance: Chance = Chance.OFTEN) -> float | None:
-        """Records a failure.
+        """Records a failure, and returns the pause before the next start of the workers, if any.
 
         Args:
           now: Time of the failure, in seconds.
@@ -77,13 +77,13 @@ class Restarts:
         return 0.0 if count == 0 else min(2.0 ** (count - 1), _LONGEST_PAUSE_SECONDS)
 
     def _repeats(self, place: str | None) -> int:
-        """Returns the number of latest failures in a row at this place."""
+        """Returns how many of the latest recorded failures in a row were at this place."""
         others = [number for number, (_, before) in enumerate(self._failures) if place is None or before != place]
         return len(self._failures) - (others[-1] + 1 if others else 0)
 
 
 class Commits:
-    """The commits of one attempt: pairs of a step and a backup folder. Each folder has its own steps.
+    """The commits (complete backups) of one attempt: pairs of a step and a folder. Each folder has its own steps.
 
     Args:
       former: Commits of the previous attempt, or None.
@@ -101,7 +101,7 @@ class Commits:
         """
 
     def see(self, newest: tuple[int, str] | None) -> None:
-        """Records the newest commit."""
+        """Records the newest commit that workers have reported: its step and folder, or None."""
         if newest is not None and newest != self._last:
             step, folder = newest
             if folder not in self._own:
@@ -116,7 +116,7 @@ class Commits:
 
 
 class Size:
-    """The workers of the next attempt. Each worker has a slot, a number that it keeps in all attempts.
+    """Decides which workers the next attempt has. Each worker has a slot, a number that it keeps in all attempts.
 
     The next attempt has one worker fewer if a worker cannot come back. Such a worker failed first twice in a row with
     no commit in between, or its process did not start. The next restart after a commit has all workers again.
@@ -141,7 +141,7 @@ class Size:
         return len(self.slots)
 
     def failed(self, culprit: int | None, *, started: bool, progressed: bool) -> bool:
-        """Records a failed attempt.
+        """Records a failed attempt, and decides whether the next one leaves out a worker.
 
         Args:
           culprit: Index in `slots` of the worker that failed first, or None if unknown.
@@ -165,10 +165,10 @@ class Size:
         return True
 
     def regrow(self) -> None:
-        """Starts the next attempt with all workers."""
+        """Plans the next attempt with all workers again, after attempts with fewer."""
         self._culprit = None
         self.slots = list(range(self._full))
 
     def is_due(self, seconds: float) -> bool:
-        """Returns whether an attempt that has run for `seconds` must end so that the next attempt has all workers."""
+        """Returns whether an attempt with fewer workers must end, after `seconds`, so that the next has all workers."""
         return self.current < self._full and seconds >= self._regrow_seconds * 2 ** (self._shrunk - 1)

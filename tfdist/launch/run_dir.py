@@ -70,7 +70,7 @@ def _remove_old(directory: pathlib.Path) -> None:
 
 
 def _set_aside(run_dir: pathlib.Path) -> None:
-    """Moves misleading files of the previous run to the folder `earlier`, which replaces its old files."""
+    """Moves logs and reports of the previous run in this folder to `earlier`, in place of that folder's old files."""
     earlier = run_dir / "earlier"
     left = RunFiles(run_dir).for_user
     for path in RunFiles(earlier).for_user if left else ():

@@ -1,4 +1,4 @@
-"""Texts that summarize a run."""
+"""Texts that summarize a run of `tfdist run` when it ends: the outcome, the duration, details of a failure."""
 
 from tfdist.exit_codes import PREEMPTED
 from tfdist.launch.first_failure import Failure
@@ -9,7 +9,7 @@ _CRASH = "Fatal Python error: "
 
 
 def duration(seconds: float) -> str:
-    """Formats a time span: "7.2 s", "72 s", "12 min 5 s", "3 h 12 min"."""
+    """Formats a time span for people: "7.2 s", "72 s", "12 min 5 s", "3 h 12 min"."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)

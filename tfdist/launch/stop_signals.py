@@ -1,4 +1,4 @@
-"""Signals that ask a process of this package to stop, and the signal that reports the end of its children."""
+"""Signals that ask a `tfdist` command to stop, and the signal that reports the end of its child processes."""
 
 import signal
 import threading
@@ -16,7 +16,7 @@ def stop_signals() -> list[int]:
 
 
 def hear_of_children() -> None:
-    """Ensures that this process and its children learn how their own children end.
+    """Resets an ignored SIGCHLD, so that this process and its children learn the exit codes of their own children.
 
     A parent that ignores SIGCHLD passes this setting on. The kernel then discards the exit codes of children at once.
     Has an effect only in the main thread, as Python sets signal handlers only there.

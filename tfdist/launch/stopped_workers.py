@@ -11,7 +11,7 @@ _LOOK_SECONDS = 1.0
 
 
 class StoppedWorkers:
-    """Measures how long workers have been stopped. A stop by a debugger does not count.
+    """Measures how long workers have been stopped (SIGSTOP), to kill them. A stop by a debugger does not count.
 
     Costs one read of a file in `/proc` per worker and second.
 
@@ -25,7 +25,7 @@ class StoppedWorkers:
         self._looked = -math.inf
 
     def see(self, pids: Mapping[int, int], now: float) -> list[int]:
-        """Returns the workers stopped for `SECONDS`, given the process ids by worker and the time of any clock."""
+        """Returns workers stopped (SIGSTOP) for `SECONDS`, given process ids by worker and the time of any clock."""
         elapsed = abs(now - self._looked)
         if elapsed < _LOOK_SECONDS:
             return []

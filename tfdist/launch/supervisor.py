@@ -46,7 +46,7 @@ _ALONE_SECONDS, _ALONE_AGAIN_SECONDS = 10.0, 60.0
 
 @dataclasses.dataclass(frozen=True)
 class SupervisorOptions:
-    """Options of the supervisor.
+    """Options of the supervisor, the process of `tfdist run` that starts workers.
 
     Attributes:
       workers: Number of workers to start here.
@@ -115,7 +115,7 @@ class Stragglers:
         self._due: float | None = None
 
     def tell(self, exits: Sequence[WorkerExit], running: Sequence[int], now: float) -> str | None:
-        """Returns the report that is due at `now`, in seconds since the epoch, or None."""
+        """Returns the warning about still running workers that is due at `now`, in seconds since the epoch, or None."""
         if not exits or not running or now < (self._due or exits[-1].time + _ALONE_SECONDS):
             return None
         self._due = now + _ALONE_AGAIN_SECONDS
@@ -162,7 +162,7 @@ class Supervisor:
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:
-        """The attempts so far."""
+        """The attempts (starts of all workers) that this run has made so far."""
         return tuple(self._attempts)
 
     def run(self) -> int:
@@ -193,7 +193,7 @@ class Supervisor:
                 return self._finish(PREEMPTED if attempt.outcome != "failed" else 128 + self._caught[0])
 
     def _run_attempt(self, number: int) -> Attempt:
-        """Starts the workers and waits for their end."""
+        """Makes one attempt: starts the workers, waits for their end and returns the result."""
         directory, workers, start = self._files.attempt(number), self._size.current, time.time()
         self._commits.see(self._files.committed)
         self._remove_cache_locks(start)
@@ -289,7 +289,7 @@ class Supervisor:
         return ended("failed", failure.exit_code, failure, [index for index in others if index != failure.worker])
 
     def _with_cache_lock(self, failure: Failure, number: int, start: float) -> Failure:
-        """Removes locks of data caches that killed workers left behind. Names any other lock and the remedy."""
+        """Removes lock files of data caches that killed workers left. Names any other lock and the remedy."""
         path = lock_named_in(failure.message or "")
         if path is None:
             return failure
@@ -304,7 +304,7 @@ class Supervisor:
         return dataclasses.replace(failure, reason=describe(path, start), category=FailureKind.CONFIGURATION)
 
     def _remove_cache_locks(self, attempt_start: float) -> list[pathlib.Path]:
-        """Removes locks that workers of earlier attempts left in folders where a lock has caused a failure."""
+        """Removes lock files of data caches from earlier attempts, in folders where such a lock caused a failure."""
         run_start = self._attempts[0].time if self._attempts else attempt_start
         return [
             lock
@@ -319,7 +319,7 @@ class Supervisor:
             os.kill(group.pids[worker], signal.SIGKILL)
 
     def _ask_for_room(self, number: int) -> None:
-        """Asks the workers to leave after their next commit.
+        """Asks the workers to leave after their next commit, so that the next attempt can have all workers.
 
         Uses a file, because a signal may arrive when no `fit` handles it, say in an evaluation after a `fit`. By then
         the `fit` has removed its backups if they are on remote storage.
@@ -335,7 +335,7 @@ class Supervisor:
         return [worker for worker, told in reports.items() if told < latest]
 
     def _wait_for_the_cause(self, group: WorkerGroup, number: int) -> None:
-        """Waits a moment for the causing failure if all failures may be consequences. A large process exits slowly."""
+        """Waits a moment for the worker that made all others fail, if it still runs: a large process exits slowly."""
         deadline = time.monotonic() + _CAUSE_SECONDS
         while group.running and not self._caught and time.monotonic() < deadline:
             if not first_failure(self._run_dir, number, group.exits, [], time.time()).doubt:
@@ -382,7 +382,7 @@ class Supervisor:
         return self._restarts.pause(time.time(), failure.place, chance)
 
     def _chance(self, attempt: Attempt, failure: Failure) -> Chance:
-        """Returns how often to try again after this failure."""
+        """Returns how often to restart the job after this failure."""
         if attempt.number == 0 and failure.exception == TFConfigError.__name__ and failure.kind == "start":
             return Chance.NEVER  # In the first attempt no earlier worker holds the address, so it is wrong.
         chance = chance_of(
@@ -471,7 +471,7 @@ class Supervisor:
             logging.error("worker %d, from %s:\n%s", failure.worker, failure.log, details)
 
     def _why_not_again(self, last: Attempt) -> str:
-        """Returns why no restart follows, to end a message with; empty if the limits of the job are the reason."""
+        """Returns why no restart follows a failure, to end a message with; empty if the job's limits are the reason."""
         failure = last.failure
         if failure is None:
             return ""

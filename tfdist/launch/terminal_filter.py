@@ -24,7 +24,7 @@ _OF_DUMP = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class LibraryLine:
-    """A format of lines that libraries print.
+    """A format of lines that libraries such as TensorFlow print, which the terminal does not show.
 
     Attributes:
       what: Name of the code that prints the line.
@@ -128,12 +128,12 @@ _ANYWHERE = re.compile("|".join(f"(?:{each.pattern})" for each in LIBRARY_LINES 
 
 
 def is_library_line(line: str) -> bool:
-    """Returns whether a whole line, without its line end, has one of the formats of `LIBRARY_LINES`."""
+    """Returns whether a line, without its line end, is one that libraries print, by the formats in `LIBRARY_LINES`."""
     return _AT_START.match(line.encode()) is not None
 
 
 class TerminalFilter:
-    """Removes the lines of `LIBRARY_LINES`, crash dumps and reported tracebacks from a worker's standard error.
+    """Removes lines of libraries (`LIBRARY_LINES`), crash dumps and reported tracebacks from a worker's standard error.
 
     Call `feed` with each chunk read. When the stream pauses, `flush` returns the incomplete last line.
 
@@ -152,24 +152,24 @@ class TerminalFilter:
 
     @property
     def has_rest(self) -> bool:
-        """Whether an incomplete line has been neither shown nor dropped."""
+        """Whether the filter holds an incomplete line, so that `flush` must be called when the stream pauses."""
         return bool(self._rest)
 
     def feed(self, chunk: bytes) -> bytes:
-        """Returns the bytes to show from this chunk and the incomplete line before it."""
+        """Filters a chunk of output: returns the bytes to show of it and of the incomplete line before it."""
         *lines, self._rest = re.split(rb"(?<=[\r\n])", self._rest + chunk)
         shown = b"".join(map(self._shown, lines))
         return shown + self.flush() if len(self._rest) > _MOST_BYTES else shown
 
     def flush(self) -> bytes:
-        """Returns the bytes to show of an incomplete line. Holds back a library's line until the line ends."""
+        """Returns the bytes to show of an incomplete line at a pause. Holds back a library's line until it ends."""
         found = _AT_START.match(self._rest) or _ANYWHERE.search(self._rest)
         end = found.start() if found else len(self._rest)
         shown, self._rest = self._rest[:end], self._rest[end:]
         return shown
 
     def end(self) -> bytes:
-        """Returns the bytes to show of a last line without a line end."""
+        """Returns the bytes to show of a last line without a line end, when the worker's output has ended."""
         line, self._rest = self._rest, b""
         return self._shown(line)
 
@@ -181,12 +181,12 @@ class TerminalFilter:
         return line[: found.start()] if found else line
 
     def _is_of_dump(self, text: bytes) -> bool:
-        """Returns whether the line belongs to a crash dump of Python's faulthandler."""
+        """Returns whether the line belongs to a crash dump of Python's faulthandler, which only the log file needs."""
         self._in_dump = text.startswith(_FIRST_OF_DUMP) or (self._in_dump and _OF_DUMP.match(text) is not None)
         return self._in_dump
 
     def _is_of_reported_stack(self, text: bytes) -> bool:
-        """Returns whether the line belongs to the reported traceback, from its first to its last line.
+        """Returns whether the line belongs to the traceback that the worker has reported and the supervisor logs.
 
         Lines in between may differ from the report in the line numbers of frames that another thread still runs.
         """

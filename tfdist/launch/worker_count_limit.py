@@ -30,7 +30,7 @@ class WorkerLimits:
 
     @classmethod
     def of_this_machine(cls) -> "WorkerLimits":
-        """Returns the current limits."""
+        """Returns the resources of this machine: its open files, processes and free memory."""
         try:
             memory = free_memory()
         except (OSError, ValueError):
@@ -40,7 +40,7 @@ class WorkerLimits:
 
 
 def refusal(workers: int, limits: WorkerLimits) -> str | None:
-    """Returns why this many workers cannot start, with the largest possible number, or None if they can.
+    """Returns why this machine cannot start this many workers, with the largest possible number, or None if it can.
 
     Refuses only impossible numbers. Running workers may need many more resources than starting workers.
     """

@@ -30,7 +30,7 @@ _LIBC = ctypes.CDLL(None)  # Loaded here, since little code is safe between fork
 
 @dataclasses.dataclass(frozen=True)
 class WorkerExit:
-    """The end of a worker.
+    """The end of a worker process: its exit code and when the end was noticed.
 
     Attributes:
       index: Id of the worker.
@@ -129,7 +129,7 @@ class WorkerGroup:
             output.begin()
 
     def poll(self) -> None:
-        """Records workers that have ended since the last call, and kills the child processes that they left running."""
+        """Records workers that have ended since the last `poll`, and kills child processes that they left running."""
         for index in list(self._running):
             if _has_ended(self._running[index]):
                 self._reap(index)

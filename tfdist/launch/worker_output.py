@@ -63,7 +63,7 @@ class WorkerOutput:
             self.stdout = self._open_source(shown, _NamedLines(f"{name} ".encode()), terminal=False)
 
     def begin(self) -> None:
-        """Starts to copy, once the worker has its descriptors. Starts threads, so fork before this call, not after."""
+        """Starts to copy output, once the worker has its descriptors. Starts threads, so fork before, not after."""
         self._close_ends()
         self._pumps = [
             threading.Thread(target=self._pump, args=source, name="tfdist-output", daemon=True)
@@ -73,7 +73,7 @@ class WorkerOutput:
             pump.start()
 
     def finish(self, seconds: float) -> None:
-        """Waits up to `seconds` for the last output, which a process outside the worker's session may keep open."""
+        """Waits up to `seconds` for the last output, since a process outside the worker's session may keep it open."""
         self._close_ends()
         if not self._pumps:
             for source, *_ in self._sources:
@@ -85,7 +85,7 @@ class WorkerOutput:
             self._log.close()
 
     def _open_source(self, shown: int | None, view: "_View", *, terminal: bool) -> int:
-        """Opens a channel and returns the worker's end. Its bytes go to the log and, filtered by `view`, to `shown`."""
+        """Opens a channel, returns the worker's end. The output goes to the log and, filtered by `view`, to `shown`."""
         if terminal and shown is not None:
             ours, theirs = pty.openpty()
             tty.setraw(theirs)  # The real terminal converts line ends.
@@ -102,7 +102,7 @@ class WorkerOutput:
             os.close(self._ends.pop())
 
     def _pump(self, source: int, shown: int | None, view: "_View") -> None:
-        """Copies until the end even if writes fail, because the worker must not block on a full pipe.
+        """Copies a worker's output until its end even if writes fail, because the worker must not block on a full pipe.
 
         Shows no more output once its reader is gone (`| head`), but keeps writing the log: a full disk may get room.
         """
@@ -121,20 +121,20 @@ class WorkerOutput:
 
 
 class _View(Protocol):
-    """A filter that selects the bytes of a stream to show."""
+    """Interface of filters that select which bytes of a worker's output the terminal shows."""
 
     @property
     def has_rest(self) -> bool:
-        """Whether the view holds back bytes that `flush` may return."""
+        """Whether the filter holds back bytes of a worker's output, which `flush` may return."""
 
     def feed(self, chunk: bytes) -> bytes:
-        """Returns the bytes to show from this chunk and the bytes held back."""
+        """Returns the bytes that the terminal shows of this chunk of output and of earlier bytes held back."""
 
     def flush(self) -> bytes:
-        """Returns the held back bytes to show when the stream pauses."""
+        """Returns those held back bytes that the terminal shows when a worker's output pauses."""
 
     def end(self) -> bytes:
-        """Returns the held back bytes to show when the stream has ended."""
+        """Returns those held back bytes that the terminal shows when a worker's output has ended."""
 
 
 class _Everything:
@@ -150,7 +150,7 @@ class _Everything:
 
 
 class _NamedLines:
-    """Shows whole lines, each after a name."""
+    """Shows whole lines of a worker's output, each after the worker's name."""
 
     has_rest = False
 
@@ -187,7 +187,7 @@ class LineSplitter:
         self._shown = clock()
 
     def split(self, chunk: bytes) -> list[bytes]:
-        """Returns the lines that this chunk completes, without line ends."""
+        """Returns the lines of output that this chunk completes, without line ends."""
         lines: list[bytes] = []
         for piece in _PIECES.findall(chunk):
             if piece == b"\n":
@@ -207,7 +207,7 @@ class LineSplitter:
         return lines
 
     def rest(self) -> list[bytes]:
-        """Returns the incomplete last line, if it is not empty."""
+        """Returns the incomplete last line of the output, if it is not empty."""
         return [self._take()] if self._line else []
 
     def _take(self) -> bytes:
@@ -231,7 +231,7 @@ def _show(place: int | None, data: bytes) -> int | None:
 
 
 def _put(place: int | None, data: bytes) -> int | None:
-    """Writes to a file descriptor. Returns the descriptor, or None if the write failed."""
+    """Writes output to a file descriptor. Returns the descriptor, or None if the write failed, to stop writing."""
     if place is not None:
         try:
             _write_all(place, data)

@@ -17,7 +17,7 @@ _PARTLY_LOADED = ("tfdist._compat.keras_internals", "tfdist.data", "tfdist.strat
 
 
 class _AfterKeras(importlib.abc.MetaPathFinder):
-    """Finds Keras in its usual place, and sets the guard as soon as Keras has been imported."""
+    """An import hook: once the script has imported Keras, sets the guard that makes plain models refuse to train."""
 
     def __init__(self, workers: int):
         self._workers = workers
@@ -35,7 +35,7 @@ class _AfterKeras(importlib.abc.MetaPathFinder):
 
 
 class _GuardingLoader(importlib.abc.Loader):
-    """Loads a module with another loader, which stays the module's `__loader__`, then sets the guard."""
+    """Imports Keras with its usual loader, which stays the module's `__loader__`, then sets the guard on its models."""
 
     def __init__(self, loader: importlib.abc.Loader, workers: int):
         self._loader, self._workers = loader, workers
