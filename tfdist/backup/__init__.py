@@ -1,1 +1,1 @@
-"""Commits of a training run: their content, their atomic writing, and the choice of the commit to restore."""
+"""Backups of `fit`, as commits (complete, verified checkpoints): content, atomic writing, choice and restoring."""

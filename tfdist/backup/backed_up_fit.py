@@ -1,4 +1,4 @@
-"""The backup of one `fit`: a callback that decides where the `fit` continues, when it saves and when it leaves."""
+"""The callback behind `BackupAndRestore`: where a `fit` continues, when it saves, and when its process leaves."""
 
 import math
 import time
@@ -29,14 +29,14 @@ from tfdist.faults import preemption
 
 
 class _Epoch(int):
-    """An epoch that is true even if it is 0, because Keras evaluates `_initial_epoch or initial_epoch`."""
+    """An epoch number that is true even if it is 0, because Keras evaluates `_initial_epoch or initial_epoch`."""
 
     def __bool__(self) -> bool:
         return True
 
 
 class FitBackup(keras.callbacks.Callback):
-    """Backs up one `fit`, as the last of its callbacks, so that the states of all callbacks are of the same moment.
+    """Backs up one `fit` for `BackupAndRestore`. It is the last callback, so all callbacks are saved at one moment.
 
     Args:
       options: Options of the user's `BackupAndRestore`.
@@ -64,7 +64,7 @@ class FitBackup(keras.callbacks.Callback):
     # -- the beginning
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Claims the directory and restores the newest commit, on all workers or on none."""
+        """Claims the backup directory and restores the commit to continue from, on all workers or on none."""
         self.has_begun = True
         session = self._session = of_directory(self._options.directory)
         session.end_former()
@@ -95,7 +95,7 @@ class FitBackup(keras.callbacks.Callback):
         self._position.count_steps()
 
     def _continue_from(self, checkpoint: Checkpoint) -> None:
-        """Makes `fit` begin at the epoch of the commit."""
+        """Makes Keras begin the `fit` at the epoch of a commit, or end it at once if it was finished before."""
         then, session = checkpoint.progress, self._session
         session.steps, session.number = then.steps, checkpoint.commit.step
         epoch, last, is_done_before = then.epoch, self._last_epoch, self._start.is_done_before
@@ -115,7 +115,7 @@ class FitBackup(keras.callbacks.Callback):
             self._stand_in = checkpoint
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Skips the batches that were trained on before, in the first epoch of a restored `fit`."""
+        """Skips the batches that were trained on before the restart, in the first epoch of a restored `fit`."""
         self.model._initial_epoch = None
         self._has_trained = True
         self._epoch, self._batch, self._has_validated = epoch, 0, False
@@ -147,12 +147,12 @@ class FitBackup(keras.callbacks.Callback):
     # -- saving
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts steps, also of a train function that another callback has replaced."""
+        """Wraps the train function to count its steps, again if another callback has replaced it."""
         self._random.note_begun()
         self._position.count_steps()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Saves if a save is due, and leaves if all workers were asked to leave."""
+        """Saves a commit if one is due, and leaves if all workers were asked to save and leave."""
         self._batch_ended = time.monotonic()
         if self._passing_over:
             counted = self._position.count_steps()
@@ -172,11 +172,11 @@ class FitBackup(keras.callbacks.Callback):
             self._writer.check()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Notes that this epoch has a validation."""
+        """Notes that this epoch has a validation, whose duration decides whether to save before the next one."""
         self._has_validated = True
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Saves if a save is due, and after the last epoch if the backups outlive the `fit`."""
+        """Saves a commit if one is due each epoch, and after the last epoch if the backups outlive the `fit`."""
         if self._has_validated:
             self._request.validation_seconds = time.monotonic() - self._batch_ended
         self._batches = self._batch
@@ -193,7 +193,7 @@ class FitBackup(keras.callbacks.Callback):
         return bool((self.model.stop_training or self._epoch >= self._last_epoch) and not self._batch)
 
     def _save(self) -> None:
-        """Captures the state and starts to write it. Leaves after that if the previous commit told all workers to."""
+        """Starts to write a commit of the present state. Leaves after it if the last commit told all workers to."""
         self._writer.wait()
         leaves = self._writer.are_asked and self._request.listens
         session = self._session
@@ -223,14 +223,14 @@ class FitBackup(keras.callbacks.Callback):
     # -- the end
 
     def _leave(self) -> None:
-        """Saves new progress and ends the process with the exit code of a preemption, which permits a restart."""
+        """Saves a commit if it has trained, and ends the process with the exit code of a preemption, to restart."""
         if self._has_trained:
             self._save()
             self._writer.wait()
         preemption.leave(self._writer.refusals, self._options.directory)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Waits for the last save and removes the backups if they are not to stay."""
+        """Waits for the last save and removes the backups if they are not to stay. Leaves if a worker must."""
         session = self._session
         self.model._initial_epoch = None
         uncount_steps(self.model)
@@ -259,7 +259,7 @@ class FitBackup(keras.callbacks.Callback):
         del self._states, self._position, self._writer  # They hold the data and a copy of the model's state.
 
     def _remove(self, store: CommitStore) -> None:
-        """Removes the backups, now or when the job is done."""
+        """Removes the backups, or leaves a note so that `tfdist run` removes them when the job is done."""
         try:
             if self._start.is_removed_later:
                 backup_cleanup.leave(store.directory)

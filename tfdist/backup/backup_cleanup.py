@@ -1,4 +1,4 @@
-"""Removal of backups when a job is done: workers of `tfdist run` leave notes, and the run removes the named folders.
+"""Removal of backups when a job is done: workers leave notes, and `tfdist run` removes the folders named there.
 
 If the end of `fit` removed the backups, an error in the code after it would cause everything to be trained again.
 This module needs no TensorFlow.
@@ -18,12 +18,12 @@ from tfdist.symlink_safe_file import write_whole
 
 
 def are_removed_later(directory: str) -> bool:
-    """Whether the run of this process can remove the backups: there is a run, and they are on a disk."""
+    """Whether `tfdist run` can remove the backups when the job is done: it runs this process; they are on a disk."""
     return is_supervised() and not is_remote(directory)
 
 
 def leave(directory: str) -> None:
-    """Leaves a note, so that the run removes the backups in a folder when the job is done.
+    """Leaves a note, so that `tfdist run` removes the backups in a folder when the job is done.
 
     Raises:
       OSError: If the note cannot be written.
@@ -34,7 +34,7 @@ def leave(directory: str) -> None:
 
 
 def take_back(directory: str) -> None:
-    """Removes the note about a folder, because its backups are in use."""
+    """Removes the note that asks `tfdist run` to remove the backups in a folder, because they are in use again."""
     files = RunFiles.of_worker()
     if files is not None and are_removed_later(directory):
         with contextlib.suppress(OSError):
@@ -42,7 +42,7 @@ def take_back(directory: str) -> None:
 
 
 def remove(run_dir: pathlib.Path) -> None:
-    """Removes the backups that are named by the notes of a finished run. Logs failures to remove."""
+    """Removes the backups that the workers' notes name, at the end of `tfdist run`. Logs failures to remove."""
     for note in RunFiles(run_dir).all_done_with:
         store = None
         try:

@@ -1,4 +1,4 @@
-"""The states of the other callbacks of a `fit`: finds, captures and restores their changed attributes."""
+"""Saves the attributes that training has changed in the other callbacks of a `fit`, and restores them."""
 
 import hashlib
 import types
@@ -26,7 +26,7 @@ _NOT_STATE = ("_model", "params", "_is_tracing", "_writers")  # Two of TensorBoa
 
 
 class CallbackStates(StateProvider):
-    """The attributes of callbacks that training changes.
+    """Saves and restores the attributes that training changes in the callbacks of a `fit`.
 
     An unchanged attribute, such as an argument of `__init__`, is not saved: a restarted script may pass another value.
     A callback with `get_state` and `set_state` defines its own state, of values that `encode` accepts, without layers.
@@ -60,7 +60,7 @@ class CallbackStates(StateProvider):
         self._told: set[tuple[str, str]] = set()
 
     def capture(self) -> CapturedState:
-        """Returns the attributes that differ from the start, and the histories of the finished `fit`s."""
+        """Returns the changed attributes of callbacks, and the histories of finished `fit`s, for a commit."""
         own: dict[str, np.ndarray] = {}
         plain: dict[str, dict[str, Any]] = {}
         for name, attributes in self.changes().items():
@@ -72,7 +72,7 @@ class CallbackStates(StateProvider):
         return CapturedState(own=own, plain=list(self._fit.histories), own_plain=plain)
 
     def restore(self, saved: SavedState) -> None:
-        """See `StateProvider`."""
+        """Restores the callbacks' attributes from a commit. A skipped `fit` gets only its history back."""
         self._fit.histories[:] = saved.plain
         if saved.is_of_later_fit:
             history = saved.plain[saved.finished]
@@ -87,14 +87,14 @@ class CallbackStates(StateProvider):
         )
 
     def add_history(self) -> None:
-        """Adds the history of this `fit`, which is finished, to those of the finished `fit`s."""
+        """Adds this finished `fit`'s Keras history to those that commits keep, for a restart that skips it."""
         changes = self.changes(name for name in self._callbacks if "History:" in name)
         self._fit.histories.append(
             {name: {key: with_arrays(*own) for key, own in attributes.items()} for name, attributes in changes.items()}
         )
 
     def changes(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Plain]]:
-        """Returns the attributes that differ from the start, by callback. Copies their arrays."""
+        """Returns the attributes that differ from the start of training, by callback. Copies their arrays."""
         captured, of_model = {}, variable_states.Identities(self._fit.model)
         for name in self._callbacks if names is None else names:
             now = dict(_attributes(self._callbacks[name], of_model))
@@ -125,7 +125,7 @@ class CallbackStates(StateProvider):
                 )
 
     def put_back(self, captured: Mapping[str, Mapping[str, Plain]]) -> None:
-        """Restores the changed attributes, and sets all others to their values at the start."""
+        """Restores the saved attributes of callbacks, and sets other changed ones to their values at the start."""
         of_model = variable_states.Identities(self._fit.model)
         for name, callback in self._callbacks.items():
             if name not in captured:
@@ -156,7 +156,7 @@ class CallbackStates(StateProvider):
                 )
 
     def _objects(self, name: str) -> Iterator[tuple[str, Any]]:
-        """Yields attributes that possibly cannot be saved. Skips callbacks of Keras and tfdist, which are known."""
+        """Yields attributes of a callback that may be unsavable, to warn of them. Skips Keras' and tfdist's."""
         callback = self._callbacks[name]
         if not _speaks_for_itself(callback) and not type(callback).__module__.startswith(("keras.", "tfdist.")):
             for key, value in list(vars(callback).items()):
@@ -165,7 +165,7 @@ class CallbackStates(StateProvider):
 
 
 def _put_in_place(attributes: dict[str, Any], key: str, value: Any) -> None:
-    """Sets an attribute; updates an existing list, deque, dict or set in place, since other objects may hold it."""
+    """Sets a callback's attribute; updates a list, deque, dict or set in place, since other objects may hold it."""
     present: Any = attributes.get(key)
     if present is value:
         return
@@ -182,7 +182,7 @@ def _put_in_place(attributes: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _is_made_anew(value: Any) -> bool:
-    """Whether a new process makes the value again, such as a function, module, file, thread, figure or time of day."""
+    """Whether a new process makes the value again, so that no warning is due: a function, file, thread or date."""
     kind = type(value)  # The type is asked, because reading attributes of the value may run any code.
     if callable(value) or issubclass(kind, types.ModuleType) or kind.__module__ == "datetime":
         return True
@@ -190,20 +190,20 @@ def _is_made_anew(value: Any) -> bool:
 
 
 def _kept(now: Plain) -> Start:
-    """Copies small arrays and digests large ones, so that later changes do not affect the result."""
+    """Copies small arrays of an attribute and digests large ones, to compare it later with its start."""
     node, arrays = now
     return node, [np.array(array) if array.nbytes <= _COPIED_BYTES else _digest(array) for array in arrays]
 
 
 def _copied(start: Start) -> Plain | None:
-    """Returns the start if all of its arrays were copied, otherwise `None`."""
+    """Returns an attribute's value at the start, to restore it, or `None` if only digests of its arrays are kept."""
     node, arrays = start
     copies = [array for array in arrays if isinstance(array, np.ndarray)]
     return (node, copies) if len(copies) == len(arrays) else None
 
 
 def _is_same(now: Plain, start: Start | None) -> bool:
-    """Whether the value is equal to the value at the start."""
+    """Whether the present value of an attribute equals its value at the start, so that it need not be saved."""
     if start is None or now[0] != start[0] or len(now[1]) != len(start[1]):
         return False
     digests = [_digest(kept) if isinstance(kept, np.ndarray) else kept for kept in start[1]]
@@ -216,7 +216,7 @@ def _digest(array: np.ndarray) -> Digest:
 
 
 def _named(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, keras.callbacks.Callback]]:
-    """Yields each callback with a name that is made of its class and its index among callbacks of that class."""
+    """Yields each callback with its name in a commit: its class and its index among callbacks of that class."""
     count: Counter[str] = Counter()
     for callback in callbacks:
         if not isinstance(callback, keras.callbacks.ProgbarLogger | keras.callbacks.BackupAndRestore):

@@ -1,4 +1,4 @@
-"""Agreements of the workers of a run: each worker sends a message, the chief decides, all read the decision."""
+"""Joint decisions of all workers on backups: each worker sends a message, the chief decides, all read the decision."""
 
 import contextlib
 import functools
@@ -34,9 +34,9 @@ _made = itertools.count()  # Counts agreements of several workers. A single work
 
 
 class ChiefDecision:
-    """Agreements of the workers of a strategy, through the coordination service. A single worker needs no service.
+    """Lets the chief decide for all workers, from messages in the coordination store. One worker decides alone.
 
-    Create the same number of agreements in the same order on all workers, because their messages differ by number.
+    Create the same number of these objects in the same order on all workers, because their messages differ by number.
 
     Args:
       strategy: The strategy of the model.
@@ -59,7 +59,7 @@ class ChiefDecision:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker is the chief, which decides."""
+        """Whether this worker is the chief, which decides on backups for all workers."""
         return self.own == 0
 
     @property
@@ -68,7 +68,7 @@ class ChiefDecision:
         return f"Worker {self.own} on {socket.gethostname()}"
 
     def begin(self, told: Mapping[str, str]) -> None:
-        """Waits until all workers begin, at most for the start timeout, and compares their arguments.
+        """Waits, at most for the start timeout, until all workers begin a backed-up `fit` with equal arguments.
 
         Raises:
           BackupError: If a worker does not begin in time, or has other arguments.
@@ -135,7 +135,7 @@ class ChiefDecision:
         return self._hear(_decided(subject), 0, start + patience, meanwhile, named)
 
     def _hear(self, subject: str, worker: int, deadline: float, meanwhile: Callable[[], float], fault: str) -> Any:
-        """Returns a worker's message. Raises `fault` after the deadline, which `meanwhile` may extend."""
+        """Returns a worker's message. Raises the error `fault` after the deadline, which `meanwhile` may extend."""
         while True:
             try:
                 return self._board.hear(subject, worker, max(0.1, min(_ASK_SECONDS, deadline - time.monotonic())))
@@ -163,7 +163,7 @@ class ChiefDecision:
             ) from error
 
     def _forget(self, topic: str, subject: str) -> None:
-        """Removes the messages of the previous round. All workers have read them, since all have sent one again."""
+        """Removes the stored messages of the last decision. All workers have read them, since all sent new ones."""
         former, self._former[topic] = self._former.get(topic), subject
         if former is not None:
             words = [(former, worker) for worker in range(1, self.workers)]
@@ -179,7 +179,7 @@ def _decided(subject: str) -> str:
 
 
 def _waits(subject: str) -> str:
-    """Returns the subject under which the chief announces that it waits for other workers."""
+    """Returns the subject under which the chief announces that it waits for other workers, so that all wait longer."""
     return f"{subject}/waits"
 
 

@@ -1,4 +1,4 @@
-"""The commits in a folder: writes a commit completely or not at all, and finds the newest complete commit.
+"""Commits (complete checkpoints) in a folder: writes a commit completely or not at all, finds the newest complete one.
 
     <directory>/
       lock                        held by the process that writes commits
@@ -46,7 +46,7 @@ _HALF = re.compile(r"\.half-[0-9a-f]+-step-[0-9]+")
 
 @dataclasses.dataclass(frozen=True)
 class Commit:
-    """A complete commit.
+    """A complete checkpoint in a backup directory.
 
     Attributes:
       step: Number of the commit.
@@ -59,7 +59,7 @@ class Commit:
     manifest: Mapping[str, Any]
 
     def read(self, name: str) -> bytearray:
-        """Returns the content of a file of the commit.
+        """Returns the content of a file of the commit, compared with the SHA-256 in the manifest.
 
         Raises:
           BackupError: If the file cannot be read or has changed.
@@ -78,7 +78,7 @@ class Commit:
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """An incomplete commit, to which all workers write.
+    """A commit that is still incomplete, to which all workers write their files.
 
     Attributes:
       directory: Folder of all commits.
@@ -92,12 +92,12 @@ class Draft:
 
     @property
     def path(self) -> str:
-        """The folder of the draft."""
+        """The folder to which the workers write the files of the draft."""
         name = f"step-{self.step}"
         return os.path.join(self.directory, name if is_remote(self.directory) else f".half-{self.run}-{name}")
 
     def write(self, name: str, pieces: Any) -> dict[str, Any]:
-        """Writes and flushes one file, and returns its size and SHA-256 for the manifest.
+        """Writes and flushes one file of the draft, and returns its size and SHA-256 for the manifest.
 
         Raises:
           OSError: If the file cannot be written.
@@ -108,7 +108,7 @@ class Draft:
 
 
 class CommitStore:
-    """The commits in a directory, for the single process that makes them.
+    """The commits in a backup directory, for the chief's process, which alone completes, chooses and removes them.
 
     Args:
       directory: A folder, or a path with "://" that `tf.io.gfile` supports.
@@ -128,7 +128,7 @@ class CommitStore:
         *,
         goes_on: bool = False,
     ) -> None:
-        """Locks the directory for this process, removes drafts of dead runs, and checks that a file can be written.
+        """Locks the backup directory for this process, removes drafts of dead runs, and checks that it can write.
 
         Storage other than a disk has no lock. Two jobs must not use the same path there.
 
@@ -155,7 +155,7 @@ class CommitStore:
             raise BackupError(_cannot_write(self.directory, error)) from error
 
     def _hold(self, wait_seconds: float, other_host_seconds: float) -> contextlib.ExitStack:
-        """Locks the directory until the returned stack is closed."""
+        """Locks the backup directory until the returned stack is closed, so that no other job uses it."""
         holding, lock = contextlib.ExitStack(), os.path.join(self.directory, LOCK)
         try:
             holding.enter_context(folder_lock.held(lock, wait_seconds, other_host_seconds, make_room=self._clear))
@@ -194,13 +194,13 @@ class CommitStore:
         return sorted(name for name in names if name and not name.startswith("."))
 
     def release(self) -> None:
-        """Unlocks the directory for other processes."""
+        """Unlocks the backup directory for other processes."""
         if self._holding is not None:
             self._holding.close()
             self._holding = None
 
     def newest_whole(self) -> Commit | None:
-        """Returns the newest undamaged commit, or `None`. Logs the damage of newer commits.
+        """Returns the newest undamaged commit to continue from, or `None`. Logs the damage of newer commits.
 
         Costs reading every byte of the commits that are checked.
 
@@ -219,7 +219,7 @@ class CommitStore:
         return None
 
     def tell_of_keras(self) -> None:
-        """Warns if Keras' own callback has left a backup in the directory."""
+        """Warns if Keras' own callback has left a backup in the directory, which tfdist cannot restore."""
         with contextlib.suppress(OSError):
             if _OF_KERAS in self._files.names(self.directory):
                 logging.warning(
@@ -229,7 +229,10 @@ class CommitStore:
                 )
 
     def end_of_fit(self, fit: int) -> Commit | None:
-        """Returns the newest undamaged commit that ends a `fit`, or `None`. Costs and errors as in `newest_whole`."""
+        """Returns the newest undamaged commit at the end of `fit` number `fit`, to skip that `fit`, or `None`.
+
+        Costs and errors as in `newest_whole`.
+        """
         for step in sorted(self._seen_steps(), reverse=True):
             if self._ended_fit(step) == fit:
                 path = os.path.join(self.directory, f"step-{step}")
@@ -288,7 +291,7 @@ class CommitStore:
         return Commit(draft.step, path, content)
 
     def discard(self, draft: Draft) -> None:
-        """Removes the files of a draft. Ignores errors of the storage."""
+        """Removes the files of a draft that cannot become a commit. Ignores errors of the storage."""
         with contextlib.suppress(OSError):
             self._files.remove(draft.path)
 
@@ -316,7 +319,7 @@ class CommitStore:
         return [step for step in self._steps() if self._is_own(step)]
 
     def _is_own(self, step: int) -> bool:
-        """Whether the folder is a commit: its manifest is valid, or this object has made it."""
+        """Whether a folder is a commit of tfdist: its manifest is valid, or this object has made it."""
         self._ended_fit(step)
         return step in self._ended
 
@@ -377,7 +380,7 @@ def _fit_that_is_ended(manifest: Mapping[str, Any]) -> int | None:
 
 
 def probe_writing(directory: str, *, may_be_full: Callable[[], bool]) -> None:
-    """Writes and removes a small file, because a check of permission bits would always pass for root.
+    """Checks that a directory is writable by a small file, because permission bits always pass for root.
 
     Args:
       directory: The directory to write to.
@@ -418,7 +421,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _fault_of(path: str, step: int) -> Commit | str:
-    """Returns the commit if it is undamaged, otherwise a description of the damage."""
+    """Returns the commit in a folder if it is undamaged, otherwise a description of the damage."""
     files = files_of(path)
     try:
         manifest = _checked_manifest(files, os.path.join(path, MANIFEST))

@@ -1,4 +1,4 @@
-"""Writes snapshots in a background thread. The chief commits a snapshot when all workers have written their parts."""
+"""Writes captured states of a `fit` in a background thread. The chief commits them when all workers have written."""
 
 import contextlib
 import importlib.metadata
@@ -22,7 +22,7 @@ _NICENESS = 10  # Gets a tenth of a busy core and all of an idle core.
 
 
 class CommitWriter:
-    """Saves one snapshot at a time, in a background thread.
+    """Saves one snapshot of a `fit` at a time as a commit, in a background thread, while training goes on.
 
     A save that fails because the disk is full or the storage raises an error is logged. Earlier commits stay, and the
     next save tries again. The next call raises any other failure.
@@ -30,10 +30,10 @@ class CommitWriter:
     Args:
       directory: Folder of all commits.
       run: Identity of the run; see `Draft`.
-      agreement: The agreement of the workers.
-      store: The commits, on the chief; `None` on other workers.
+      agreement: The workers' `ChiefDecision`, which completes each commit.
+      store: The commits in the directory, on the chief; `None` on other workers.
       keep: Number of commits to keep.
-      is_asked: Returns whether this worker was asked to leave; called in the background thread.
+      is_asked: Returns whether this worker was asked to save and leave; called in the background thread.
 
     Attributes:
       refusals: The errors of the storage in the last save.
@@ -63,7 +63,7 @@ class CommitWriter:
         self.are_asked = False
 
     def save(self, snapshot: Snapshot) -> None:
-        """Waits for the previous save, then starts to write.
+        """Waits for the previous save, then starts to write a snapshot of the `fit`.
 
         Raises:
           BackupError: If the previous save failed for another reason than the storage.
@@ -83,7 +83,7 @@ class CommitWriter:
         self.check()
 
     def check(self) -> None:
-        """Raises the pending error of a save, if there is one."""
+        """Raises the error of an earlier save, if it failed for another reason than the storage."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -131,7 +131,7 @@ class CommitWriter:
             return {"refusal": f"{self._agreement.who}: {error or type(error).__name__}"}
 
     def _commit(self, draft: Draft, snapshot: Snapshot, words: list[Any]) -> dict[str, Any]:
-        """Commits the draft, on the chief. Returns storage errors and whether a worker was asked to leave."""
+        """Completes the commit, on the chief. Returns storage errors and whether a worker was asked to leave."""
         assert self._store is not None
         refusals = [said["refusal"] for said in words if "refusal" in said]
         asked = any(said["asked"] for said in words)
@@ -149,19 +149,19 @@ class CommitWriter:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages that affect the bits of a training."""
+    """Returns the versions of the packages that affect the bits of a training, to compare them at a restart."""
     versions = {name: importlib.metadata.version(name) for name in ("tfdist", "keras")}
     return {**versions, "tensorflow": tf.__version__}
 
 
 def _is_room_wanted() -> bool:
-    """Whether the `tfdist run` of this host wants to start with more workers."""
+    """Whether the `tfdist run` of this host wants to restart with more workers, so that this job must leave."""
     files = RunFiles.of_worker()
     return files is not None and os.path.exists(files.room(os.environ.get(ATTEMPT, "")))
 
 
 def tell_of_untold(directory: str, step: int) -> None:
-    """Tells `tfdist run` of a commit if the process that made it was killed before it could do so."""
+    """Proves progress to `tfdist run` by a commit if the process that made it was killed before it could."""
     files = RunFiles.of_worker()
     told = files.committed if files else None
     if told is not None and told[1] == directory and told[0] < step:  # Otherwise it may be of an earlier run.
@@ -169,7 +169,7 @@ def tell_of_untold(directory: str, step: int) -> None:
 
 
 def _tell_supervisor(directory: str, step: int) -> None:
-    """Tells the `tfdist run` of this host of a commit."""
+    """Tells the `tfdist run` of this host that a commit was made, which proves progress."""
     files = RunFiles.of_worker()
     if files is not None:
         try:

@@ -1,4 +1,4 @@
-"""Appends the backup to the callbacks of the running `fit`, which Keras does not pass to callbacks."""
+"""Finds the running `fit`, which Keras does not pass to callbacks, and appends the backup to its callbacks."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tfdist.errors import BackupError
 
 
 def of_running_fit(options: BackupOptions, model: keras.Model) -> FitBackup:
-    """Appends a `FitBackup` to the list of callbacks that is calling `on_train_begin`.
+    """Appends a `FitBackup` to the callbacks of the `fit` that is calling `on_train_begin`, and returns it.
 
     Raises:
       BackupError: If no `keras.callbacks.CallbackList` is calling, or the list has two `BackupAndRestore`.

@@ -1,4 +1,4 @@
-"""How far a program and its present `fit` have come, as each commit tells."""
+"""How far a program and its present `fit` have come in training: the numbers that each commit records."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from tfdist.backup.serialization import apart, decode, encode, with_arrays
 
 @dataclasses.dataclass(frozen=True)
 class FitProgress:
-    """How far a program and its present `fit` have come.
+    """How far a program and its present `fit` have come in training, as a commit records it to continue there.
 
     Attributes:
       fit: Number of `fit`s that the program has finished.
@@ -38,7 +38,7 @@ class FitProgress:
     replicas: int
 
     def is_beyond(self, last: float) -> bool:
-        """Whether the `fit` has come further than the end of the epoch numbered `last`."""
+        """Whether the `fit` has come further than the end of the epoch numbered `last`, so nothing is left to train."""
         return (self.epoch, self.batch) > (last, 0)
 
     def to_json(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tfdist.errors import BackupError, PositionError
 
 
 class InputPosition(StateProvider):
-    """The position of a `fit` in its input.
+    """Saves the position of a `fit` in its input, and continues there after a restart.
 
     A `BalancedSharding` continues at its saved position. Any other input is read again up to the batch at which the
     backup was made. The number of batches that were read is in `FitProgress`.
@@ -33,11 +33,11 @@ class InputPosition(StateProvider):
         )
 
     def capture(self) -> CapturedState:
-        """See `StateProvider`."""
+        """Returns the positions of the strategy's `BalancedSharding`s for a commit."""
         return CapturedState(plain=self._shardings.capture())
 
     def check(self, saved: SavedState) -> None:
-        """Checks that the position exists in the present data. A later `fit` may have other data."""
+        """Checks that the saved position exists in the present data. A later `fit` may have other data."""
         if not saved.is_of_later_fit:
             self._check_batches(saved)
             try:
@@ -48,7 +48,7 @@ class InputPosition(StateProvider):
                 ) from error
 
     def _check_batches(self, saved: SavedState) -> None:
-        """Raises `BackupError` if `fit` cannot begin after the batch of the commit."""
+        """Raises `BackupError` if `fit` cannot begin after the commit's batch, as if epochs are shorter now."""
         then, batches = saved.progress, self._fit.input.batches
         together = getattr(self._fit.model, "steps_per_execution", 1)  # Keras counts full executions.
         if then.batch % together:
@@ -73,12 +73,12 @@ class InputPosition(StateProvider):
             )
 
     def restore(self, saved: SavedState) -> None:
-        """See `StateProvider`. A sharding without step reports has counted batches that are read again itself."""
+        """Restores the positions of `BalancedSharding`s. One without step reports counts reread batches itself."""
         if not saved.is_of_later_fit and not saved.is_reread:
             self._shardings.restore(saved.plain)
 
     def count_steps(self) -> CountedSteps | None:
-        """Counts the steps of the model's train function, also of a replaced one; returns `None` if there is none."""
+        """Wraps the model's train function to count steps, also a replaced one; `None` if there is none."""
         if self._fit.model.train_function is not None:
             self._counted = count_steps(self._fit.model, self._counted)
         return self._counted
@@ -93,7 +93,7 @@ class InputPosition(StateProvider):
     def begin_epoch(
         self, random: RandomStates, saved: Mapping[str, SavedState] | None, *, lacks_variables: bool = False
     ) -> None:
-        """Begins an epoch, before Keras makes an iterator. Passes over its batches that were trained on before.
+        """Prepares an epoch before Keras makes its iterator. Passes over batches trained on before a restart.
 
         Args:
           random: The provider of the random states.

@@ -1,4 +1,4 @@
-"""Two files of a worker in a commit: the raw bytes of all arrays, and JSON with an index of their offsets."""
+"""Writes and reads the two files of a worker in a commit: the raw bytes of all arrays, and JSON with their offsets."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ Packed = tuple[list[Any], list[memoryview]]
 
 
 def pack(arrays: Mapping[str, Any], buffers: dict[str, np.ndarray]) -> Packed:
-    """Returns an index of tensors and arrays, and copies of their bytes.
+    """Returns an index of the tensors and arrays of a commit's file, and copies of their bytes.
 
     Reuses the buffers of the previous call, because memory that is new to a process costs several times a copy.
     """
@@ -34,7 +34,7 @@ def pack(arrays: Mapping[str, Any], buffers: dict[str, np.ndarray]) -> Packed:
 
 
 def unpack(index: Sequence[Any], content: bytearray) -> dict[str, np.ndarray]:
-    """Returns the arrays by name, as views of `content`."""
+    """Returns the arrays that `pack` has packed, by name, as views of the file's `content`."""
     arrays = {}
     for name, dtype, shape, offset in index:
         kind = tf.as_dtype(dtype).as_numpy_dtype
@@ -56,14 +56,14 @@ def _on_host(array: Any) -> tuple[str, memoryview]:
 
 
 def write_part(draft: Draft, name: str, packed: Packed, plain: Any) -> dict[str, Any]:
-    """Writes arrays and JSON as two files, and returns the results of `Draft.write` by file name."""
+    """Writes a worker's arrays and JSON as two files of a draft. Returns the results of `Draft.write` by file name."""
     index, pieces = packed
     text = json.dumps({"arrays": index, "plain": plain}).encode()
     return {f"{name}.bin": draft.write(f"{name}.bin", pieces), f"{name}.json": draft.write(f"{name}.json", [text])}
 
 
 def read_part(commit: Commit, name: str) -> tuple[dict[str, Any], Any]:
-    """Returns the arrays and the JSON that `write_part` has written.
+    """Returns the arrays and the JSON that `write_part` has written to a commit.
 
     Raises:
       BackupError: If a file cannot be read or has changed.

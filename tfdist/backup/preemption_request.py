@@ -1,4 +1,4 @@
-"""Requests to leave a `fit`: from a signal to one worker, or from a supervisor that wants more workers."""
+"""Requests to save and leave a `fit`: a signal to one worker, or a supervisor that wants to start more workers."""
 
 import functools
 import weakref
@@ -14,7 +14,7 @@ from tfdist.faults.fault_tolerance import options_of
 
 
 class PreemptionRequest:
-    """Tells the workers of one `fit` whether they are asked to leave.
+    """Tells the workers of one `fit` whether they are asked to save and leave.
 
     A supervisor asks by a file, which each commit looks for, because a signal may come when no `fit` listens. If steps
     report, all workers learn of a request from the report of the same step. Otherwise, as in custom loops, all workers
@@ -22,7 +22,7 @@ class PreemptionRequest:
 
     Args:
       strategy: The strategy of the model.
-      agreement: The agreement of the workers.
+      agreement: The workers' `ChiefDecision`.
       validates: Whether epochs end with a validation.
 
     Attributes:
@@ -52,7 +52,7 @@ class PreemptionRequest:
         self.listens = True
 
     def end(self) -> None:
-        """Stops listening, because no step would react to a signal any more."""
+        """Stops listening for requests to save and leave, because no step would react to them any more."""
         if self.listens:
             self.listens = False
             self._reports.listeners.remove(self._hear)
@@ -60,21 +60,21 @@ class PreemptionRequest:
                 preemption.uninstall(self._watch)
 
     def tell(self, writer: CommitWriter) -> None:
-        """Asks all workers to leave, as a signal does, if a commit recorded that a worker was asked."""
+        """Asks all workers to save and leave, as a signal does, if a commit recorded that a worker was asked."""
         if writer.are_asked and self.listens:
             self._reports.ask_to_stop()
 
     def is_here(self) -> bool:
-        """Whether this worker was asked to leave, also while a finished `fit` is skipped."""
+        """Whether this worker was asked to save and leave, also while a finished `fit` is skipped."""
         return self.listens and self._reports.asked_here
 
     @property
     def by_all(self) -> bool:
-        """Whether all workers leave after this step. A single worker does not wait for a report."""
+        """Whether all workers save and leave after this step. A single worker does not wait for a report."""
         return self._by_report or (self._agreement.workers == 1 and self.is_here())
 
     def may_validate_long(self) -> bool:
-        """Whether the next validation may be too long to react to a request in time."""
+        """Whether to save before the next validation, since it may be too long to react to a request."""
         if not self.listens:
             return False
         if self.validation_seconds is not None:  # Agreed on after a step, when no worker waits for another.
@@ -89,7 +89,7 @@ class PreemptionRequest:
 
 
 def _is_fitting(model: weakref.ref[Any]) -> bool:
-    """Whether a Keras `fit` of this model is under way in this thread."""
+    """Whether a Keras `fit` of this model is under way in this thread, so that a step will react to a signal."""
     return any(fitting is model() for fitting in keras_stack.fitting_models())
 
 

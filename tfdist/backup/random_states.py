@@ -1,4 +1,4 @@
-"""The global random states of Python and NumPy, from which a program and Keras may draw."""
+"""Saves the global random states of Python and NumPy, from which a program and Keras may draw, and restores them."""
 
 import random
 from typing import Any
@@ -12,7 +12,7 @@ NAMES = frozenset({"python", "numpy"})
 
 
 class RandomStates(StateProvider):
-    """The global random states, now and when the present input began.
+    """Saves and restores the global random states of Python and NumPy, as of now and as the input began.
 
     After a restart, an input is read again from the states with which it began, so that Keras draws the same numbers.
     """
@@ -27,21 +27,21 @@ class RandomStates(StateProvider):
         self._reads_again = False
 
     def capture(self) -> CapturedState:
-        """See `StateProvider`."""
+        """Returns the random states for a commit: those of now, and those with which the present input began."""
         return CapturedState(own_plain={"now": capture(), "of_input": self._of_input})
 
     def restore(self, saved: SavedState) -> None:
-        """Restores the states. Does nothing if the number of workers or replicas has changed."""
+        """Restores the random states of a commit, unless the number of workers or replicas has changed."""
         names = self._undrawn() if saved.is_reread else NAMES
         if saved.is_alike:
             restore(saved.own.plain["now"], names)
 
     def begin_input(self) -> None:
-        """Notes the states with which an input begins. Call it before Keras makes the iterator and shuffles batches."""
+        """Notes the random states before Keras makes an iterator and shuffles batches, to repeat that later."""
         self._of_input = capture()
 
     def begin_input_again(self, saved: SavedState) -> None:
-        """Restores the states with which the input of a commit began."""
+        """Restores the random states with which the input of a commit began, to read it again."""
         before = saved.own.plain["of_input"] if saved.is_alike else None
         self._reads_again = before is not None
         if before is not None:
@@ -49,12 +49,12 @@ class RandomStates(StateProvider):
             restore(before)
 
     def note_begun(self) -> None:
-        """Notes the states when an input that is read again has begun."""
+        """Notes the random states when an input that is read again has begun, to see if its reading draws."""
         if self._reads_again and self._as_begun is None:
             self._as_begun = capture()
 
     def end_reading_again(self) -> None:
-        """Restores the states that `begin_input_again` replaced."""
+        """Restores the random states that `begin_input_again` replaced, after the input was read again."""
         if self._replaced is not None:
             restore(self._replaced, self._undrawn())
 
@@ -71,13 +71,13 @@ class RandomStates(StateProvider):
 
 
 def capture() -> Any:
-    """Returns both states as JSON."""
+    """Returns the global random states of Python and NumPy as JSON."""
     arrays: list[np.ndarray] = []
     return with_arrays(encode([random.getstate(), np.random.get_state()], arrays), arrays)
 
 
 def restore(captured: Any, names: frozenset[str] = NAMES) -> None:
-    """Restores the captured states, or only those named."""
+    """Sets the global random states of Python and NumPy to captured ones, or only those named."""
     of_python, of_numpy = decode(*apart(captured))
     if "python" in names:
         random.setstate(of_python)
@@ -86,7 +86,7 @@ def restore(captured: Any, names: frozenset[str] = NAMES) -> None:
 
 
 def unmoved(begun: Any, batches: int | None) -> frozenset[str]:
-    """Returns the names of the states that are unused since `begun`, except for Keras' first shuffle of a `PyDataset`.
+    """Returns the names of random states that are unused since `begun`, but for Keras' first `PyDataset` shuffle.
 
     Args:
       begun: States captured when an input had begun. The thread of an enqueuer may or may not have shuffled by then.

@@ -1,6 +1,6 @@
-"""The states that compression keeps between steps: captured, and restored at once or in the first step.
+"""Saves codec states (residuals, momenta) of gradient compression, and restores them at once or in the first step.
 
-States are named by the optimizer's index in the model and the name of the exchange, whatever the program made before.
+Codec states are named by the optimizer's index in the model and by gradient exchange, whatever was made before.
 """
 
 import functools
@@ -17,12 +17,15 @@ from tfdist.strategies.distributed_optimizer import exchanging_optimizers
 
 
 class ResidualStates(StateProvider):
-    """The states that the gradient reducers of a model's optimizers keep."""
+    """Saves and restores the codec states (residuals, momenta) that compression keeps for a model's optimizers."""
 
     name = "residuals"
 
     def capture(self) -> CapturedState:
-        """See `StateProvider`. The late arrays have the form of `CompressionState.state`, for any number of workers."""
+        """Returns the codec states of this worker's replicas for a commit.
+
+        The late arrays have the form of `CompressionState.state`, for any number of workers.
+        """
         exchanges = list(self._exchanges())
         kept = {
             f"{name}/{place}": variable.read_value()
@@ -32,7 +35,7 @@ class ResidualStates(StateProvider):
         return CapturedState(own=kept, late=functools.partial(_pending, exchanges, kept))
 
     def restore(self, saved: SavedState) -> None:
-        """Restores the states of this worker's replicas bit for bit, or distributes those of the former workers."""
+        """Restores codec states of this worker's replicas bit for bit, or distributes the former workers'."""
         if self._communication is None or saved.is_of_later_fit:
             return
         if saved.is_alike:
@@ -44,7 +47,7 @@ class ResidualStates(StateProvider):
                 self._hand_over(name, functools.partial(EncodedReducer.spread, pending=arrays))
 
     def drop_awaited(self) -> None:
-        """Drops restored states of gradients that this `fit` has not exchanged."""
+        """Drops restored codec states of gradients that this `fit` has not exchanged."""
         if self._communication is not None and self._communication.drop_awaited():
             logging.warning("Residuals of gradients that are no longer exchanged are dropped.")
 

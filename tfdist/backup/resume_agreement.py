@@ -23,7 +23,7 @@ _PLACE_SECONDS = 3.0  # Shared storage may show a file late on other hosts.
 
 
 class Resumption(NamedTuple):
-    """How a `fit` begins."""
+    """How a `fit` begins, as all workers have agreed: whether it is skipped, and who removes its backups."""
 
     run: str  # identity of the run; see `Draft`
     is_done_before: bool  # Whether the `fit` was finished before and is skipped.
@@ -33,9 +33,9 @@ class Resumption(NamedTuple):
 def agree(
     session: BackupSession, options: BackupOptions, agreement: ChiefDecision, site: str, states: FitStates
 ) -> tuple[Resumption, Checkpoint | None]:
-    """Claims the directory, and reads the commit from which a `fit` continues, on all workers or on none.
+    """Claims the backup directory, and reads the commit from which a `fit` continues, on all workers or on none.
 
-    Updates the session. `site` is the call site of the `fit`.
+    Updates the session of the directory. `site` is the call site of the `fit`.
 
     Raises:
       BackupError: If a worker cannot write to the directory or cannot continue from the commit.
@@ -85,10 +85,10 @@ def _tell_of_versions(commit: Commit) -> None:
 
 
 def _choose(store: CommitStore | None, sites: list[str]) -> dict[str, Any]:
-    """Claims the directory and chooses a commit, on the chief: the newest, or the end of an earlier `fit`.
+    """Claims the backup directory and chooses a commit to restore, on the chief: the newest, or an earlier `fit`'s end.
 
     Args:
-      store: The commits.
+      store: The commits in the directory.
       sites: The call sites of the finished `fit`s of this process and of the `fit` that begins.
     """
     assert store is not None
@@ -137,7 +137,7 @@ def _with_skipped(sites: list[str], commit: Commit) -> list[str]:
 
 
 def _is_elsewhere(site: str, former: str) -> bool:
-    """Whether two call sites are different places in the same code. In edited code this is unknown, thus false."""
+    """Whether two call sites of `fit` are different places in the same code. Unknown in edited code, thus false."""
     for mine, other in zip(site.split("/"), former.split("/"), strict=False):
         if mine != other:
             return mine.partition(":")[0] == other.partition(":")[0]
@@ -145,7 +145,7 @@ def _is_elsewhere(site: str, former: str) -> bool:
 
 
 def _decide(store: CommitStore | None, said: list[Any]) -> list[str]:
-    """Returns the faults of the workers, on the chief. Without faults, sets damaged commits aside."""
+    """Returns the workers' errors in reading the commit, on the chief. Without errors, sets damaged commits aside."""
     assert store is not None
     faults = [one for one in said if one]
     if not faults:
@@ -154,7 +154,7 @@ def _decide(store: CommitStore | None, said: list[Any]) -> list[str]:
 
 
 def _check_place(directory: str, holder: str | None, *, goes_on: bool) -> None:
-    """Checks, on a worker other than the chief, that it can write to the same directory as the chief.
+    """Checks, on a worker other than the chief, that it can write to the same backup directory as the chief.
 
     Args:
       directory: Folder of the backups.

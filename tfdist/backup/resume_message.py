@@ -1,4 +1,4 @@
-"""The log message about how a `fit` continues from a commit."""
+"""The log message that tells at a restart how a `fit` continues from a commit."""
 
 from tfdist.backup.snapshot import Checkpoint
 

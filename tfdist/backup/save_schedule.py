@@ -1,4 +1,4 @@
-"""The schedule of saves within the epochs of a `fit`."""
+"""Decides after which steps within an epoch of `fit` a backup is saved."""
 
 import datetime
 import time
@@ -8,14 +8,14 @@ from tfdist.backup.chief_decision import ChiefDecision
 
 
 class SaveSchedule:
-    """Decides after which steps to save, equally on all workers.
+    """Decides after which steps of a `fit` to save a backup, equally on all workers.
 
-    For an interval of time, the clock of the chief decides. Reading it costs an agreement, so each answer has the
-    number of steps until the next question.
+    For an interval of time, the clock of the chief decides. Asking the chief costs a message, so its answer
+    also has the number of steps until the next question.
 
     Args:
       save_freq: A number of steps or a `datetime.timedelta`. Any other value causes no save after a step.
-      agreement: The agreement of the workers.
+      agreement: The workers' `ChiefDecision`.
       steps: Number of steps that were trained before.
     """
 
@@ -27,11 +27,11 @@ class SaveSchedule:
         self._seconds_saved = self._seconds_looked = time.monotonic()
 
     def saved(self, steps: int) -> None:
-        """Notes a save after a number of steps, for any reason."""
+        """Notes that a backup was saved after `steps` steps, for any reason, to count `save_freq` from there."""
         self._saved_at = steps
 
     def is_due(self, steps: int) -> bool:
-        """Whether to save after a number of steps. Call it once after each step."""
+        """Whether to save a backup after `steps` steps. Call it once after each step."""
         if not isinstance(self._save_freq, datetime.timedelta):
             return type(self._save_freq) is int and steps - self._saved_at >= self._save_freq
         if steps < self._look_at_clock:
@@ -41,7 +41,7 @@ class SaveSchedule:
         return answer["save"]
 
     def _look(self, steps: int, interval_seconds: float) -> dict[str, Any]:
-        """Returns whether the interval is over, and the number of steps until the next look; on the chief."""
+        """Returns, on the chief, whether the time interval is over, and the steps until the next look at the clock."""
         now = time.monotonic()
         passed = max(steps - self._looked_at, 1)
         step_seconds = (now - self._seconds_looked) / passed

@@ -45,11 +45,11 @@ _MADE = {
 
 
 class AbsentError(Exception):
-    """An object that can only be restored in place does not exist."""
+    """An object that a backup can only restore in place, such as a layer, does not exist."""
 
 
 def encode(value: Any, arrays: list[np.ndarray], left: Container[int] | None = None) -> Any:
-    """Returns `value` as JSON and appends its arrays to `arrays`. Another thread may change `value` meanwhile.
+    """Returns `value` as JSON for a backup and appends its arrays to `arrays`. Threads may change `value` meanwhile.
 
     Args:
       value: None, a number, bool, str, bytes, eager tensor, or a NumPy array or scalar of a TensorFlow type. Also a
@@ -128,7 +128,7 @@ def _value_of(variable: tf.Variable | keras.Variable) -> np.ndarray:
 
 
 def _variables_of(value: Any) -> list[Any] | None:
-    """Returns the variables that are the state of an object of Keras or TensorFlow; `None` for another object."""
+    """Returns the variables to save for an object of Keras or TensorFlow; `None` if it has no such state."""
     if isinstance(value, keras.random.SeedGenerator | tf.random.Generator):
         return [value.state]
     if isinstance(value, keras.Layer | keras.metrics.Metric | keras.optimizers.Optimizer):
@@ -211,7 +211,7 @@ def _variable(is_keras: bool, value: np.ndarray, present: Any) -> Any:
 
 
 def _assign_in_place(nodes: Sequence[Any] | None, arrays: Sequence[np.ndarray], present: Any) -> None:
-    """Assigns values to the variables of `present`. Raises `AbsentError` if it has other variables or is missing."""
+    """Assigns saved values to the variables of `present`. Raises `AbsentError` if it is missing or has others."""
     if nodes is None:
         if present is None:
             raise AbsentError("a variable of the model")
@@ -248,7 +248,7 @@ def apart(given: Any) -> tuple[Any, list[np.ndarray]]:
 
 
 def _is_number(dtype: np.dtype) -> bool:
-    """Whether TensorFlow has this type, which reading an array requires. It has no long doubles."""
+    """Whether TensorFlow has this NumPy type, so that a backup can hold its arrays. TensorFlow has no long doubles."""
     if dtype.kind not in "biufc":
         return dtype.kind == "V" and dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")
     try:

@@ -1,4 +1,4 @@
-"""The options of backups, and the state of backups that a process keeps from one `fit` to the next."""
+"""The options of `BackupAndRestore`, and what a process keeps of a backup directory from one `fit` to the next."""
 
 import dataclasses
 import os
@@ -14,7 +14,7 @@ from tfdist.backup.storage import is_remote
 
 @dataclasses.dataclass(frozen=True)
 class BackupOptions:
-    """The checked arguments of `BackupAndRestore`; see there."""
+    """The checked arguments of `BackupAndRestore`, which explains them."""
 
     directory: str
     save_freq: Any
@@ -26,7 +26,7 @@ class BackupOptions:
 
 @dataclasses.dataclass
 class BackupSession:
-    """The state of a backup directory that this process keeps from one `fit` to the next."""
+    """What this process keeps of a backup directory from one `fit` to the next, such as the number of steps."""
 
     finished: int = 0
     sites: list[str] = dataclasses.field(default_factory=list)  # call sites of all `fit`s, with the running one
@@ -39,14 +39,19 @@ class BackupSession:
     starts: list[Any] = dataclasses.field(default_factory=list)  # see `TrainedFit`
 
     def begin_fit(self, sites: list[str], newest: int) -> None:
-        """Begins a `fit`, given the call sites of all `fit`s and the number of the newest commit; -1 without one."""
+        """Counts finished `fit`s and steps when a `fit` begins.
+
+        Args:
+          sites: Call sites of all `fit`s of the program so far.
+          newest: Number of the newest commit; -1 without one.
+        """
         self.sites, self.finished = sites, len(sites) - 1
         if newest > self.number:  # A skipped `fit`'s commit must not stay newest.
             self.steps = self.number = newest
         self.histories += [{} for _ in range(self.finished - len(self.histories))]
 
     def end_former(self) -> None:
-        """Waits for the last save of an interrupted `fit`, and ends its listening for requests."""
+        """Ends an interrupted `fit`: waits for its last save and stops listening for requests to leave."""
         if self.writer is not None:
             try:
                 self.writer.wait()
@@ -60,5 +65,5 @@ processes: dict[str, BackupSession] = {}  # by directory
 
 
 def of_directory(directory: str) -> BackupSession:
-    """Returns the session of a directory in this process."""
+    """Returns what this process keeps of a backup directory; makes it at the first `fit`."""
     return processes.setdefault(directory if is_remote(directory) else os.path.realpath(directory), BackupSession())

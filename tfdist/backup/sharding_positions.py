@@ -6,7 +6,9 @@ from typing import Any
 
 
 class ShardingPositions:
-    """The shardings that exist when a `fit` begins, held until it ends. Later shardings of callbacks are not included.
+    """Saves and restores the positions of the `BalancedSharding`s that exist when a `fit` begins.
+
+    Holds the shardings until the `fit` ends. Later shardings of callbacks are not included.
 
     The shardings of a commit are identified by their global batches, not by their index, because a restarted program
     may have made fewer or more shardings at this point.
@@ -26,7 +28,7 @@ class ShardingPositions:
         self._at_epoch = self._now()
 
     def begin_epoch(self, saved: Mapping[str, Any] | None = None) -> None:
-        """Notes the positions at the beginning of an epoch.
+        """Notes the positions of the shardings at the beginning of an epoch, to restore them if it is reread.
 
         Args:
           saved: The positions in a commit, if the commit was made in this epoch.
@@ -37,11 +39,11 @@ class ShardingPositions:
                 self._at_epoch[place] = saved["at_epoch"][before]
 
     def capture(self) -> dict[str, Any]:
-        """Returns the positions for a commit, as JSON."""
+        """Returns the positions of the shardings for a commit, as JSON."""
         return {"now": self._now(), "at_epoch": self._at_epoch, "own": self._own}
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Checks that `restore` can restore the positions, and changes nothing.
+        """Checks that `restore` can restore the positions of the shardings, and changes nothing.
 
         Raises:
           PositionError: If a sharding that was trained on has other global batches than its counterpart here.
@@ -50,24 +52,24 @@ class ShardingPositions:
             self._shardings[place].check(saved["now"][before])
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restores the positions of the shardings that exist.
+        """Restores the positions of the shardings that exist here from a commit.
 
         Raises:
-          PositionError: See `check`.
+          PositionError: If a sharding has other global batches, as in `check`.
         """
         for place, before in self._counterparts(saved):
             is_counted = place != self._own or self._shardings[place].is_followed
             self._shardings[place].deserialize(saved["now" if is_counted else "at_epoch"][before])
 
     def _counterparts(self, saved: Mapping[str, Any]) -> list[tuple[int, int]]:
-        """Pairs indices here and in the commit: of equal shardings, then of the rest here with the lost ones there."""
+        """Pairs indices of shardings here and in the commit: equal ones, then the rest here with those lost."""
         matched = self._matched(saved)
         free = [place for place in range(len(self._shardings)) if place not in matched]
         lost = [i for i in range(len(saved["now"])) if i not in matched.values() and _has_moved(saved, i)]
         return [*matched.items(), *zip(free, lost, strict=False)]
 
     def continues(self, saved: Mapping[str, Any]) -> bool:
-        """Whether the input of the `fit` continues by itself at its position, after `restore`."""
+        """Whether the input of the `fit` continues at its restored position without reading batches again."""
         if self._own is not None or saved["own"] is not None:
             return self._own is not None and saved["own"] is not None and self._shardings[self._own].is_followed
         # The input of a custom loop is unknown.
@@ -77,7 +79,7 @@ class ShardingPositions:
         return [_text(sharding.serialize()) for sharding in self._shardings]
 
     def _matched(self, saved: Mapping[str, Any]) -> dict[int, int]:
-        """Returns indices in the commit by indices here, for shardings that are equal."""
+        """Returns indices of shardings in the commit by indices here, for shardings that are equal."""
         matched = {}
         if self._own is not None and saved["own"] is not None:
             matched[self._own] = saved["own"]
@@ -95,7 +97,7 @@ def _has_moved(saved: Mapping[str, Any], place: int) -> bool:
 
 
 def _identity(text: str) -> Any:
-    """Returns the identity of the global batches of a serialized sharding."""
+    """Returns what defines the global batches of a serialized sharding, to find the same sharding after a restart."""
     return json.loads(text)["of"]
 
 

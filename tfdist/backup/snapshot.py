@@ -1,4 +1,4 @@
-"""Snapshots of all states of a `fit`: the registered providers capture them, and restore them from a commit."""
+"""All states of a `fit` (variables, callbacks, positions, codec and random states): for a commit, and from one."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ Provider = TypeVar("Provider", bound=StateProvider)
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """The states of all providers for a commit, joined; see `CapturedState`. The writer empties it after copying.
+    """All states of a `fit` for a commit, joined; see `CapturedState`. The writer empties it after copying.
 
     Attributes:
       step: Number of the commit.
@@ -49,7 +49,7 @@ class Snapshot:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """The content of a commit that was read: the progress, and the state of each provider by its name."""
+    """The content of a commit that was read: progress of the `fit`, and each `StateProvider`'s state by its name."""
 
     commit: Commit
     progress: FitProgress
@@ -57,18 +57,18 @@ class Checkpoint:
 
 
 class FitStates:
-    """All states of one `fit`: one provider of each kind."""
+    """All states of one `fit` that a commit holds: one `StateProvider` of each kind, such as `VariableStates`."""
 
     def __init__(self, fit: TrainedFit):
         self._providers = [kind(fit) for kind in PROVIDERS]
         self._replicas = fit.model.distribute_strategy.num_replicas_in_sync
 
     def of_kind(self, kind: type[Provider]) -> Provider:
-        """Returns the provider of a kind."""
+        """Returns the `StateProvider` of a class, such as `InputPosition`."""
         return next(provider for provider in self._providers if isinstance(provider, kind))
 
     def capture(self, step: int, described: Mapping[str, Any], progress: FitProgress) -> Snapshot:
-        """Captures the present states for the commit number `step`, which its manifest describes."""
+        """Captures the present states of the `fit` for commit number `step`, whose manifest gets `described`."""
         states = {provider.name: provider.capture() for provider in self._providers}
         late = {name: state.late for name, state in states.items()}
         return Snapshot(
@@ -82,11 +82,11 @@ class FitStates:
         )
 
     def read(self, commit: Commit, agreement: ChiefDecision, finished: int) -> Checkpoint:
-        """Reads a commit, and checks before training that it fits.
+        """Reads a commit, and checks before training that it fits the model and the data.
 
         Args:
           commit: The commit.
-          agreement: The agreement of the present workers.
+          agreement: The present workers' `ChiefDecision`.
           finished: Number of `fit`s that this process has finished.
 
         Raises:
@@ -114,7 +114,7 @@ class FitStates:
         return Checkpoint(commit, progress, states)
 
     def restore(self, checkpoint: Checkpoint, *, is_reread: bool = False) -> None:
-        """Restores all states; see `SavedState.is_reread`."""
+        """Restores all states of the `fit` from a commit. `is_reread`: whether the input was read again up to it."""
         for provider in self._providers:
             provider.restore(dataclasses.replace(checkpoint.states[provider.name], is_reread=is_reread))
 
@@ -129,5 +129,5 @@ def _joined(arrays_of: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _of(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the arrays of one provider from those of `_joined`."""
+    """Returns the arrays of one `StateProvider` from the joined arrays of all."""
     return {key.removeprefix(f"{name}/"): array for key, array in arrays.items() if key.startswith(f"{name}/")}

@@ -1,4 +1,4 @@
-"""The interface of all kinds of state in a backup: `StateProvider`, its values, and the `fit` that it belongs to."""
+"""The interface `StateProvider` for each kind of state in a backup, such as variables, and the data it works on."""
 
 import abc
 import dataclasses
@@ -13,7 +13,7 @@ from tfdist.backup.fit_progress import FitProgress
 
 @dataclasses.dataclass(frozen=True)
 class FitInput:
-    """The input of a `fit`.
+    """What a backup needs to know of the input of a `fit`.
 
     Attributes:
       epochs: Keras' `EpochIterator` if all epochs share one iterator, as under `steps_per_epoch`; otherwise `None`.
@@ -36,7 +36,7 @@ class FitInput:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedFit:
-    """The running `fit`, of which providers capture the state. Lists are kept from one `fit` of a process to the next.
+    """The running `fit` that is backed up. Its lists are kept from one `fit` of a process to the next.
 
     Attributes:
       model: The trained model.
@@ -55,7 +55,7 @@ class TrainedFit:
 
 @dataclasses.dataclass(frozen=True)
 class CapturedState:
-    """The state of one kind, for a snapshot."""
+    """The present state of one kind, such as variables or callbacks, for a commit."""
 
     shared: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # tensors that are equal on all workers
     own: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # tensors and arrays of this worker
@@ -66,7 +66,7 @@ class CapturedState:
 
 
 class WorkerPart(NamedTuple):
-    """The part of one worker in a commit: `own`, `own_plain` and `late` of a `CapturedState`."""
+    """What one worker saved in a commit: arrays, JSON and `late` arrays of `CapturedState`s."""
 
     arrays: Mapping[str, np.ndarray]
     plain: Any
@@ -75,13 +75,13 @@ class WorkerPart(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SavedState:
-    """The state of one kind, as a commit has it.
+    """The state of one kind, such as variables or callbacks, as a commit has it.
 
     Attributes:
       path: Folder of the commit, for messages.
       progress: Progress of the program at the commit.
-      shared: See `CapturedState`, also for `plain`.
-      parts: The part of this worker if `is_alike`, otherwise the parts of all former workers.
+      shared: Arrays that are equal on all workers. `plain` is JSON that is.
+      parts: What this worker saved if `is_alike`, otherwise what each former worker saved.
       worker: Number of this worker.
       is_alike: Whether the commit was made by the present number of workers and replicas.
       finished: Number of `fit`s that this process has finished.
@@ -108,12 +108,12 @@ class SavedState:
 
     @property
     def own(self) -> WorkerPart:
-        """The part of this worker. A worker that did not exist before gets the part of worker 0."""
+        """What this worker saved in the commit. A worker that did not exist before gets what worker 0 saved."""
         return self.parts[self.worker if not self.is_alike and self.worker < len(self.parts) else 0]
 
 
 class StateProvider(abc.ABC):
-    """Captures and restores one kind of state of a `fit`.
+    """Captures one kind of state of a `fit`, such as variables, for a commit, and restores it.
 
     `snapshot.PROVIDERS` registers all kinds. A `fit` makes one provider of each kind when all its callbacks have begun.
     """
@@ -126,10 +126,10 @@ class StateProvider(abc.ABC):
 
     @abc.abstractmethod
     def capture(self) -> CapturedState:
-        """Returns the present state. Later training does not change it."""
+        """Returns the present state for a commit. Later training does not change it."""
 
     def check(self, saved: SavedState) -> None:  # noqa: B027 (most states fit any program)
-        """Checks before training that `restore` can restore the state, and changes nothing.
+        """Checks before training that `restore` can restore the saved state, and changes nothing.
 
         Raises:
           BackupError: If the state belongs to another model or to other data.
@@ -137,4 +137,4 @@ class StateProvider(abc.ABC):
 
     @abc.abstractmethod
     def restore(self, saved: SavedState) -> None:
-        """Restores the state. May be called several times, since other callbacks change the state in between."""
+        """Restores the saved state. May be called several times, since other callbacks change it in between."""

@@ -12,7 +12,7 @@ from tfdist.strategies import keras_calls
 
 
 class CountedSteps:
-    """Wraps `model.train_function` during a `fit`.
+    """Wraps `model.train_function` to count the batches read, and to skip those trained on before a restart.
 
     Attributes:
       notes: Its presence prevents another wrapper by `note_functions`: `function` already notes its executions.
@@ -38,7 +38,7 @@ class CountedSteps:
     def pass_over(
         self, batches: int, ahead: int, said_ahead: Callable[[int], None], reads: bool, runs_last: bool, logs: Any
     ) -> None:
-        """Makes the next calls return `logs` instead of training, for `batches` batches.
+        """Makes the next calls skip `batches` batches, trained on before a restart: they return `logs`.
 
         Args:
           batches: Number of batches of this epoch to skip.
@@ -52,7 +52,7 @@ class CountedSteps:
         self._reads, self._runs_last, self._logs = reads, runs_last, logs
 
     def __call__(self, iterator: Any) -> Any:
-        """Trains for one execution, or skips its batches."""
+        """Trains for one execution of the train function, or skips its batches."""
         if inspect.isgenerator(iterator):  # from `train_on_batch` in a callback
             return self.function(iterator)
         if iterator is not self.iterator:
@@ -95,7 +95,7 @@ class CountedSteps:
 
 
 def count_steps(model: keras.Model, former: CountedSteps | None = None) -> CountedSteps:
-    """Replaces the model's train function by `CountedSteps`, unless it is one already.
+    """Wraps the model's train function in `CountedSteps`, unless it is one already, and returns the wrapper.
 
     Args:
       model: The model.
@@ -113,6 +113,6 @@ def count_steps(model: keras.Model, former: CountedSteps | None = None) -> Count
 
 
 def uncount_steps(model: keras.Model) -> None:
-    """Restores the original train function."""
+    """Restores the original train function of a model, which `count_steps` has wrapped."""
     if isinstance(model.train_function, CountedSteps):
         model.train_function = model.train_function.function

@@ -27,7 +27,7 @@ class LocalFiles:
         os.makedirs(path, exist_ok=True)
 
     def names(self, folder: str) -> list[str]:
-        """Returns the names in a folder."""
+        """Returns the names of the files and folders in a folder."""
         return os.listdir(folder)
 
     def size(self, path: str) -> int:
@@ -63,12 +63,12 @@ class LocalFiles:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def move(self, source: str, target: str) -> None:
-        """Renames a folder and flushes the new name to the disk."""
+        """Renames a folder and flushes the new name to the disk, which completes a commit."""
         os.rename(source, target)
         self.flush_folder(os.path.dirname(target))
 
     def flush_folder(self, path: str) -> None:
-        """Flushes the names in a folder to the disk."""
+        """Flushes the names of the files in a folder to the disk, so that they survive a crash."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -99,19 +99,19 @@ class RemoteFiles:
         self._gfile, self._error, self._not_found = tf.io.gfile, tf.errors.OpError, tf.errors.NotFoundError
 
     def make_folder(self, path: str) -> None:
-        """See `LocalFiles`."""
+        """Makes a folder and its parents, unless they exist."""
         self._do(self._gfile.makedirs, path)
 
     def names(self, folder: str) -> list[str]:
-        """See `LocalFiles`."""
+        """Returns the names of the files and folders in a folder."""
         return [name.rstrip("/") for name in self._do(self._gfile.listdir, folder)]
 
     def size(self, path: str) -> int:
-        """See `LocalFiles`."""
+        """Returns the size of a file in bytes."""
         return self._do(self._gfile.stat, path).length
 
     def write(self, path: str, pieces: Iterable[Buffer]) -> dict[str, Any]:
-        """See `LocalFiles`."""
+        """Writes a file, and returns its size and SHA-256."""
 
         def write() -> dict[str, Any]:
             with self._gfile.GFile(path, "wb") as file:
@@ -121,7 +121,7 @@ class RemoteFiles:
         return self._do(write)
 
     def read(self, path: str) -> bytearray:
-        """See `LocalFiles`."""
+        """Returns the content of a file."""
 
         def read() -> bytearray:
             with self._gfile.GFile(path, "rb") as file:
@@ -130,7 +130,7 @@ class RemoteFiles:
         return self._do(read)
 
     def digest(self, path: str) -> str:
-        """See `LocalFiles`."""
+        """Returns the SHA-256 of a file."""
         return hashlib.sha256(self.read(path)).hexdigest()
 
     def move(self, source: str, target: str) -> None:
@@ -141,14 +141,14 @@ class RemoteFiles:
         self.remove(source)
 
     def flush_folder(self, path: str) -> None:
-        """Does nothing."""
+        """Does nothing, since a closed file is complete there."""
 
     def remove(self, path: str) -> None:
-        """See `LocalFiles`."""
+        """Removes a file, or a folder and its content."""
         self._do(self._gfile.rmtree if self._do(self._gfile.isdir, path) else self._gfile.remove, path)
 
     def remove_if_empty(self, folder: str) -> None:
-        """See `LocalFiles`."""
+        """Removes a folder if it is empty."""
         if not self.names(folder):
             self.remove(folder)
 
@@ -185,7 +185,7 @@ def _write_all(file: Any, piece: memoryview) -> None:
 
 
 def _cut(pieces: Iterable[Buffer]) -> Iterator[memoryview]:
-    """Yields pieces that are small enough to stay in the processor's cache between hashing and copying."""
+    """Yields pieces of content that stay in the processor's cache between hashing and copying."""
     for piece in pieces:
         view = memoryview(piece)
         for start in range(0, len(view), _PIECE_BYTES):

@@ -1,4 +1,4 @@
-"""The variables of a training run: lists them, captures the values of each replica, and restores them."""
+"""The variables of a training run: lists them, captures the values of each replica for a commit, and restores them."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ _COUNTED = re.compile(r"_[0-9]+(?=$|[/_])")  # Keras numbers layers per process.
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One variable of a run.
+    """One variable that a commit saves, with its key and name there.
 
     Attributes:
       key: Kind and position, such as "weight/3". Variables of the kinds "metric" and "random" may appear and disappear.
@@ -38,18 +38,18 @@ class Slot:
 
     @property
     def described(self) -> list[Any]:
-        """Name, shape and dtype, which must equal those of the saved variable."""
+        """Name, shape and dtype of the variable, which must equal those of the saved variable."""
         return [self.name, list(self.variable.shape), self.variable.dtype]
 
     def locals(self) -> tuple[tf.Variable, ...]:
-        """Returns the TensorFlow variables of this worker's replicas."""
+        """Returns the TensorFlow variables that hold this Keras variable on this worker's replicas."""
         value = self.variable.value
         strategy = getattr(value, "distribute_strategy", None)
         return (value,) if strategy is None else strategy.experimental_local_results(value)
 
 
 def slots_of(model: keras.Model) -> list[Slot]:
-    """Returns all present variables of a model. The first step may make more."""
+    """Returns all present variables of a model that a commit saves. The first step may make more."""
     metrics = {id(variable) for variable in model.metrics_variables}
     kinds = {
         "weight": [variable for variable in model.variables if id(variable) not in metrics],
@@ -74,7 +74,7 @@ def slots_of(model: keras.Model) -> list[Slot]:
 
 
 class Identities:
-    """The `id`s of a model's variables and of their TensorFlow variables, computed at the first lookup."""
+    """The `id`s of a model's variables, so that callbacks do not save them again; computed at the first lookup."""
 
     def __init__(self, model: keras.Model):
         self._model = model
@@ -89,7 +89,7 @@ class Identities:
 
 
 class VariableStates(StateProvider):
-    """The variables of a model, its optimizers and metrics, and of Keras' global seed generator.
+    """Saves and restores the variables of a model, its optimizers and metrics, and Keras' global seed generator.
 
     Makes the variables of the model's optimizer, which the first step would make otherwise.
 
@@ -109,7 +109,7 @@ class VariableStates(StateProvider):
         _build_optimizers(fit.model)
 
     def capture(self) -> CapturedState:
-        """Returns common values of all workers by key, and values of this worker's replicas by "key@replica".
+        """Returns values common to all workers by key, and values of this worker's replicas by "key@replica".
 
         Costs about 20 µs per variable of any size: the tensors share the variables' memory, and TensorFlow copies a
         variable that is overwritten while its tensor exists.
@@ -127,7 +127,7 @@ class VariableStates(StateProvider):
         )
 
     def check(self, saved: SavedState) -> None:
-        """Compares weights and optimizer. For a later `fit`, the model may be compiled with another optimizer."""
+        """Compares weights and optimizer with a commit. A later `fit` may have another optimizer."""
         kinds = ("weight/",) if saved.is_of_later_fit else ("weight/", "optimizer/")
         here = {slot.key: slot.described for slot in slots_of(self._fit.model) if slot.key.startswith(kinds)}
         there = {key: value for key, value in saved.plain.items() if key.startswith(kinds)}
@@ -140,12 +140,12 @@ class VariableStates(StateProvider):
                 )
 
     def lacks(self, saved: SavedState) -> bool:
-        """Whether this run has not made a variable of the backup yet, or no longer has it, such as one of a metric."""
+        """Whether this run lacks a variable of the backup, so that a step must make it, such as one of a metric."""
         here = {slot.key: slot.described for slot in slots_of(self._fit.model)}
         return any(here.get(key) != value for key, value in saved.plain.items())
 
     def restore(self, saved: SavedState) -> None:
-        """Assigns saved values to the variables that equal a saved variable. Other variables are not changed.
+        """Assigns a commit's values to the variables that equal a saved variable. Changes no other variable.
 
         Worker 0 gets the sums over the former replicas if the number of workers or replicas has changed. From a later
         `fit`, only weights and the seed generator are restored.
@@ -194,7 +194,7 @@ def _replicas(key: str, part: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def _spread(slot: Slot, saved: list[np.ndarray], replicas: int, is_first: bool) -> list[np.ndarray]:
-    """Returns values for the replicas of a worker, from the values of a run with other replicas."""
+    """Returns a variable's values for the replicas of a worker, from those of a run with other replicas."""
     if slot.variable.aggregation == "sum" or "gradient_accumulator" in slot.name:
         total = np.sum(saved, axis=0, dtype=saved[0].dtype)
         return [total if is_first and replica == 0 else np.zeros_like(total) for replica in range(replicas)]
