@@ -1,4 +1,4 @@
-"""The workers of a cluster: reads, checks and writes TF_CONFIG without loading TensorFlow."""
+"""Describes the workers of a cluster: reads, checks and writes TF_CONFIG without loading TensorFlow."""
 
 from tfdist.cluster.ports import check_bindable, free_ports
 from tfdist.cluster.spec import DEVICES_PER_WORKER_VARIABLE, ClusterSpec, is_chief

@@ -1,4 +1,4 @@
-"""Parses and checks the addresses of processes, such as "host:port"."""
+"""Parses and checks the addresses of workers, such as "host:port"."""
 
 import ipaddress
 import json
@@ -12,7 +12,7 @@ _HTTP2_HEADER_BYTES = 9
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Splits "host:port" or "[ipv6]:port", without the brackets.
+    """Splits an address "host:port" or "[ipv6]:port" into host and port, without the brackets.
 
     Raises:
       ValueError: If `address` has neither form.
@@ -50,7 +50,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def checked_port(port: int) -> int:
-    """Returns `port` if it is valid.
+    """Returns `port` if it is a valid TCP port, otherwise raises.
 
     Raises:
       ValueError: If `port` is not from 1 to 65535.
@@ -61,7 +61,7 @@ def checked_port(port: int) -> int:
 
 
 def check_answers(address: str) -> None:
-    """Connects to the gRPC server at `address`, waits for its first frame and disconnects.
+    """Checks that a gRPC server, such as a tf.data service, answers at `address`: waits for its first frame.
 
     Raises:
       OSError: If no gRPC server answers at `address` within 5 s.
@@ -78,7 +78,7 @@ def check_answers(address: str) -> None:
 
 
 def is_digits(text: str) -> bool:
-    """Returns whether `text` is a whole number of at most nine ASCII digits."""
+    """Returns whether `text` is a whole number of at most nine ASCII digits, as ports and indices must be."""
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 

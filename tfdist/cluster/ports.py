@@ -68,7 +68,7 @@ def hold_ports(n: int) -> HeldPorts:
 
 
 def is_held(port: int) -> bool:
-    """Returns whether the parent process holds `port` for this process."""
+    """Returns whether the parent process holds `port` with `HeldPorts` for this process."""
     return str(port) in os.environ.get(_HELD, "").split(",")
 
 
@@ -184,7 +184,7 @@ def _wait_for_name(host: str, spec: ClusterSpec, seconds: float) -> None:
 
 
 def _resolve(host: str, spec: ClusterSpec) -> None:
-    """Looks `host` up in a thread, since the system's resolver has no deadline."""
+    """Looks up the IP addresses of `host` in a thread, since the system's resolver has no deadline."""
     failures: list[OSError | UnicodeError] = []
 
     def look_up() -> None:

@@ -82,7 +82,7 @@ def slurm_port(environ: Mapping[str, str], hosts: Sequence[str]) -> int:
 
 
 def _check_by_host(environ: Mapping[str, str], rank: int, nodes: Sequence[int]) -> None:
-    """Rejects tasks that are not placed host by host; `nodes` has the expected node of each task."""
+    """Rejects Slurm tasks that are not placed host by host; `nodes` has the expected node of each task."""
     here = [task for task, node in enumerate(nodes) if node == nodes[rank]]
     told = [_as_number(task) for task in environ.get("SLURM_GTIDS", "").split(",")]
     node = _as_number(environ.get("SLURM_NODEID", ""))
@@ -145,7 +145,7 @@ def addresses_on(hosts: Sequence[str], base_port: int) -> list[str]:
 
 
 def _rank(name: str, environ: Mapping[str, str], size: int) -> int:
-    """Returns the rank of this process, checked against `size`, the number of processes."""
+    """Returns the rank of this process from a scheduler's variable, checked against `size`, the number of processes."""
     rank = _as_number(environ.get(name, ""))
     if rank is None or rank >= size:
         raise TFConfigError(
@@ -183,7 +183,7 @@ def _expand(part: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Returns the numbers in a Slurm list: `"2(x3),1"` becomes `[2, 2, 2, 1]`.
+    """Returns the numbers in a Slurm list, such as tasks of each node: `"2(x3),1"` becomes `[2, 2, 2, 1]`.
 
     Raises:
       ValueError: If `text` is not such a list.

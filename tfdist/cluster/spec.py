@@ -74,7 +74,7 @@ class ClusterSpec:
 
     @property
     def slot(self) -> int:
-        """The number of lower-numbered workers on the same host."""
+        """The number of lower-numbered workers on the same host, which numbers the workers there for TFDIST_SLOT."""
         return self.workers_on_host.index(self.worker_id)
 
     @property
@@ -267,7 +267,7 @@ def _check_alone(config: dict[str, Any]) -> None:
 
 
 def _is_like_cluster(key: str, value: Any) -> bool:
-    """Returns whether a key seems to mean `cluster`: its name is similar, or its value contains addresses."""
+    """Returns whether a TF_CONFIG key seems to mean `cluster`: its name is similar, or its value contains addresses."""
     try:
         has_addresses = isinstance(value, dict | list) and re.search(r'"[^":/]+:[0-9]+"', json.dumps(value))
     except RecursionError:
@@ -277,7 +277,7 @@ def _is_like_cluster(key: str, value: Any) -> bool:
 
 
 def _parse_index(task: dict[str, Any]) -> int:
-    """Returns the index of `task`. Digits in quotes count: environment variables in a manifest are text."""
+    """Returns the index in TF_CONFIG's `task`. Digits in quotes count: environment variables in a manifest are text."""
     index = task["index"]
     if isinstance(index, str) and is_digits(index):
         return int(index)
@@ -290,7 +290,7 @@ def _parse_index(task: dict[str, Any]) -> int:
 
 
 def _without_empty_roles(jobs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Removes empty roles, such as an operator's `"ps": []`, unless no chief and no worker would remain."""
+    """Removes roles without addresses, such as an operator's `"ps": []`, unless no chief and no worker would remain."""
     full = {role: addresses for role, addresses in jobs.items() if not isinstance(addresses, list | tuple) or addresses}
     return full if full.keys() & {"chief", "worker"} else jobs
 
@@ -325,7 +325,7 @@ def _check_jobs(jobs: Mapping[str, Any]) -> None:
 
 
 def _check_addresses(jobs: Mapping[str, tuple[Any, ...]]) -> None:
-    """Checks that all addresses differ, and that loopback and other addresses are not mixed."""
+    """Checks that all workers' addresses differ, and that loopback and other addresses are not mixed."""
     seen: dict[tuple[str, int], str] = {}
     loopback: dict[str, bool] = {}
     for role, addresses in jobs.items():
@@ -389,7 +389,7 @@ def _check_task(jobs: Mapping[str, tuple[str, ...]], task_type: Any, task_index:
 
 
 def _canonical(host: str) -> str:
-    """Returns one spelling of `host`: "localhost" for every loopback address, since these share their ports."""
+    """Returns one spelling of a host: "localhost" for every loopback address, since these share their ports."""
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:
@@ -399,7 +399,7 @@ def _canonical(host: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Returns `value` as TF_CONFIG would contain it, cut to a readable length."""
+    """Returns `value` as TF_CONFIG would contain it, cut to a readable length for an error."""
     try:
         text = json.dumps(value, default=repr)
     except (RecursionError, ValueError):  # Deeply nested lists.
@@ -408,6 +408,6 @@ def _shown(value: Any) -> str:
 
 
 def _listed(values: Any) -> str:
-    """Lists the first few of `values`: a cluster can have hundreds of addresses."""
+    """Lists the first few of `values` for an error, since a cluster can have hundreds of addresses."""
     texts = [str(value) for value in values]
     return ", ".join(texts[:8]) + (f", … {len(texts) - 8} more" if len(texts) > 8 else "")

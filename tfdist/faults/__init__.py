@@ -1,4 +1,4 @@
-"""Fault handling: deadlines for workers that do not start, stall, are preempted or leave."""
+"""Handles faults of workers during training: workers that do not start, stall, die, are preempted or leave."""
 
 from tfdist.faults.fault_tolerance import FaultTolerance
 

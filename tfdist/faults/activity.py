@@ -1,4 +1,4 @@
-"""Notes the current activity of this worker where Keras' calls begin, run a step and end. The watchdog reads the notes.
+"""Records what this worker does now in `fit`, `evaluate` or another call of Keras, so that the watchdog detects stalls.
 
     fit ── "building" ── "callback" ─┬─ a step ── "callback" ─┬─ ... ── its end
                                      └─ "tracing", then "input", "compute", "exchange" by the clocks in the graph
@@ -52,7 +52,7 @@ _all: "weakref.WeakSet[Activity]" = weakref.WeakSet()
 
 
 class Execution:
-    """One call of the function that runs steps in TensorFlow.
+    """One call of the function with which Keras runs one or more steps in TensorFlow, as recorded for the watchdog.
 
     Attributes:
       kind: `TRAIN`, "test" or "predict".
@@ -71,12 +71,12 @@ class Execution:
 
 
 class Call:
-    """A call of Keras in which all workers take part.
+    """A call of Keras, such as `fit`, in which all workers take part, as recorded for the watchdog.
 
     Attributes:
       name: Name of the call, such as "fit".
       number: Position of the call among all such calls under the strategy, counted from 1.
-      phase: The phase of the call outside of an execution.
+      phase: What the call does outside of an execution, such as `BUILDING` or `CALLBACK`.
       execution: The current execution, `None` between executions.
       executions: Number of finished executions.
       steps: Number of finished training steps.
@@ -96,16 +96,16 @@ class Call:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the call has neither finished nor failed."""
+        """Whether the call of Keras has neither finished nor failed, so that the watchdog must watch it."""
         return not self.is_over and (self._lives is None or self._lives() is not None)
 
     def is_of(self, epochs: Any) -> bool:
-        """Returns whether Keras keeps the object `epochs` for this call."""
+        """Returns whether `epochs`, the object that Keras iterates over in a call, shows that this call is the same."""
         return self._lives is not None and self._lives() is epochs
 
 
 class Doing(NamedTuple):
-    """The state of a worker at one moment.
+    """What a worker does at one moment, as the watchdog reads it.
 
     Attributes:
       call: Name of the innermost call that is under way; `None` outside of calls.
@@ -127,7 +127,7 @@ class Doing(NamedTuple):
 
 
 class Activity:
-    """The calls of a strategy that are under way in this process, the outermost first.
+    """Records for the watchdog which calls of Keras are under way under a strategy, the outermost first.
 
     Attributes:
       begun: How many calls have begun.
@@ -145,11 +145,11 @@ class Activity:
 
     @property
     def call(self) -> Call | None:
-        """The innermost call that is under way."""
+        """The innermost call of Keras that is under way; `None` outside of calls."""
         return next((call for call in reversed(self._calls) if call.is_under_way), None)
 
     def begin(self, under_way: Sequence[keras_stack.KerasCall]) -> None:
-        """Notes the beginning of a call, unless the call is already noted.
+        """Records for the watchdog that a call of Keras has begun, unless the call is already recorded.
 
         Args:
           under_way: All calls in this thread, innermost first.
@@ -165,7 +165,7 @@ class Activity:
 
     @contextlib.contextmanager
     def doing(self, phase: str) -> Iterator[None]:
-        """Notes a phase of the innermost call in the block, and `CALLBACK` after the block."""
+        """Records for the watchdog what the innermost call of Keras does in the block; after the block, `CALLBACK`."""
         call = self.call
         if call is not None:
             call.phase = phase
@@ -177,7 +177,7 @@ class Activity:
 
     @contextlib.contextmanager
     def exchanging(self, name: str) -> Iterator[Call]:
-        """Notes that Python waits for all workers in the block, in the innermost call or in a call not noted yet.
+        """Records for the watchdog that Python waits for all workers in the block, within a call of Keras or before it.
 
         Args:
           name: Name of the call, if it is not noted yet.
@@ -194,7 +194,7 @@ class Activity:
 
     @contextlib.contextmanager
     def executing(self, kind: str, *, reads: bool, alone: str | None) -> Iterator[Call]:
-        """Notes an execution of the innermost call in the block.
+        """Records for the watchdog that the innermost call of Keras runs one or more steps in TensorFlow in the block.
 
         Args:
           kind: `TRAIN`, "test" or "predict".
@@ -224,7 +224,7 @@ class Activity:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Notes that Python traces the current execution in the block."""
+        """Records for the watchdog that Python traces the current steps in the block, which may take long."""
         execution = self.call and self.call.execution
         if not execution:
             yield
@@ -236,13 +236,13 @@ class Activity:
             execution.traced_at, execution.is_tracing = time.time(), False
 
     def mark(self) -> None:
-        """Notes that the graph of the current execution records its requests for input."""
+        """Records that the graph of the current steps reports when it requests input, for the watchdog."""
         call = self.call
         if call is not None and call.execution is not None:
             call.execution.is_marked = True
 
     def stepped(self) -> None:
-        """Notes the end of a training step. TensorFlow calls this method in a thread of its own."""
+        """Records the end of a training step for the watchdog. TensorFlow calls this method in a thread of its own."""
         call, now = self.call, time.monotonic()
         if call is None or call.execution is None:
             return
@@ -252,7 +252,7 @@ class Activity:
         call.steps += 1
 
     def forget(self) -> None:
-        """Notes that no call is under way, even if the objects of a call still exist."""
+        """Records that no call of Keras is under way, even if the objects of a failed call still exist."""
         self._calls = []
 
     def _new(self, name: str, lives: "weakref.ref[Any] | None") -> Call:
@@ -261,7 +261,7 @@ class Activity:
 
 
 def is_between_steps() -> bool:
-    """Returns whether a `fit` of this process is outside of a training step: in a callback or a validation."""
+    """Returns whether a `fit` of this process is outside of a training step, in a callback or a validation."""
     calls = [call for activity in list(_all) if (call := activity.call) is not None]
     return any(
         call.phase == CALLBACK if call.execution is None else call.execution.kind != TRAIN or call.name != "fit"

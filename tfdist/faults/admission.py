@@ -1,4 +1,4 @@
-"""Decides whether worker 0 admits a process that claims to be a worker. Uses neither clock nor network."""
+"""Decides at the start of a job whether worker 0 admits a process that claims to be a worker of it."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
@@ -17,7 +17,7 @@ _MOST_NOTED = 256
 
 @dataclasses.dataclass(frozen=True)
 class Introduction:
-    """The introduction that a worker sends.
+    """The introduction that a worker sends to worker 0 at the start of a job.
 
     Attributes:
       worker: Index of the worker.
@@ -33,7 +33,7 @@ class Introduction:
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> "Introduction | None":
-        """Returns the introduction in an untrusted message; `None` if the message has none."""
+        """Returns the worker's introduction in an untrusted message to worker 0; `None` if the message has none."""
         worker, addresses = message.get("worker"), message.get("addresses")
         versions, host = message.get("versions"), message.get("host")
         if type(worker) is not int or not isinstance(addresses, list):
@@ -43,16 +43,16 @@ class Introduction:
         return cls(worker, tuple(addresses), str(versions), str(host))
 
     def describe(self) -> str:
-        """Names the worker and its host."""
+        """Returns a text that names the worker and its host, for messages."""
         return f"worker {self.worker} on {printable(self.host)}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The decision on a worker that has introduced itself.
+    """Worker 0's decision to admit or refuse a worker that has introduced itself.
 
     Attributes:
-      refused: The part that does not fit, "cluster", "versions" or "index"; `None` if the worker is admitted.
+      refused: What does not fit worker 0's own, "cluster", "versions" or "index"; `None` if the worker is admitted.
       problem: The full error text; empty without an error.
       is_plain: Whether the error ends the job.
     """
@@ -63,7 +63,7 @@ class Verdict:
 
 
 class Admission:
-    """Decides which workers are admitted, and when a misfit ends the job.
+    """Decides which workers join at the start of a job, and when a misfit (other cluster or versions) ends the job.
 
     With a secret every introduction is proved. A misfit is then a mistake in the job and ends the job at once. Without
     a secret anybody can claim anything. Only a misfit on a host of this cluster then ends the job, after 3 s of tries.
@@ -82,7 +82,7 @@ class Admission:
         self._first_seen: dict[tuple[str, str], float] = {}
 
     def judge(self, guest: Introduction, source: str, present: tuple[str, str] | None, now: float) -> Verdict:
-        """Decides on an introduction.
+        """Decides whether to admit the worker that sent an introduction.
 
         Args:
           guest: The introduction.
@@ -109,7 +109,7 @@ class Admission:
         return source in self._addresses_of(guest.worker)
 
     def _misfit(self, guest: Introduction, present: tuple[str, str] | None) -> tuple[str, str] | None:
-        """Returns the misfit of an introduction as one word and as a full text; `None` if the introduction fits."""
+        """Returns what does not fit in a worker's introduction, as one word and as a full text; `None` if all fits."""
         own, name = self._own, guest.describe()
         if own.addresses != guest.addresses:
             return "cluster", (

@@ -1,4 +1,4 @@
-"""Detects a chief that is frozen or cut off. The heartbeats to the chief expire later, and their error names no worker.
+"""Detects a frozen or disconnected chief (worker 0), sooner than TensorFlow's heartbeats, whose error names no worker.
 
 The chief hosts TensorFlow's coordination service, which names any other silent worker.
 """
@@ -27,7 +27,7 @@ def watch_chief(
 
     Args:
       jobs: The cluster: addresses of tasks by job.
-      lifelines: The liveness connections. They tell whether worker 0 has ended, and receive the note that it is silent.
+      lifelines: The liveness connections. They show whether worker 0 has ended, and record that it is silent.
       board: The coordination store of this worker.
       timeout_seconds: How long heartbeats may fail.
     """

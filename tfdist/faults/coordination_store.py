@@ -41,7 +41,7 @@ class CoordinationStore:
 
     @property
     def others(self) -> list[int]:
-        """The peers of this worker."""
+        """The indices of this worker's peers, whose values it can read."""
         return [worker for worker in range(self.workers) if worker != self.worker]
 
     def say(self, subject: str, what: Any, worker: int | None = None) -> None:
@@ -68,7 +68,7 @@ class CoordinationStore:
         tf_internals.context.context().set_config_key_value(key, json.dumps(what))
 
     def forget(self, subject: str, worker: int | None = None) -> None:
-        """Removes the value of this worker, or of `worker`, for a subject.
+        """Removes the stored value of this worker, or of `worker`, for a subject.
 
         Raises:
           tf.errors.OpError: If the coordination service is out of reach.
@@ -79,7 +79,7 @@ class CoordinationStore:
             )
 
     def hear(self, subject: str, worker: int, timeout_seconds: float) -> Any:
-        """Waits for a worker's value for a subject, and returns it.
+        """Waits until a worker has stored a value for a subject, and returns the value.
 
         Raises:
           tf.errors.OpError: If no value comes in time, or the coordination service is out of reach.
@@ -88,7 +88,7 @@ class CoordinationStore:
         return json.loads(tf_internals.context.context().get_config_key_value(_key(subject, worker), milliseconds))
 
     def report_error(self, message: str) -> None:
-        """Makes all present and future collectives of all workers fail.
+        """Makes all present and future collectives of all workers fail with an error, so that no worker waits forever.
 
         Raises:
           tf.errors.OpError: If the coordination service is out of reach.
@@ -112,7 +112,7 @@ class CoordinationStore:
         self._abort(message)
 
     def say_over(self, done: bool, worker: int | None = None) -> None:
-        """Writes that a worker's program has ended. Costs three messages.
+        """Stores that a worker's program has ended, so that peers stop waiting for it. Costs three messages.
 
         Args:
           done: Whether the worker is done, rather than failed.
@@ -144,7 +144,7 @@ class CoordinationStore:
         return True
 
     def in_vain(self, what: str, absent: int) -> str:
-        """Returns the error that this worker waits in vain in `what`, since the program of `absent` has ended."""
+        """Returns the error text that this worker waits in vain in `what`, since the program of `absent` has ended."""
         return (
             f"All workers must take part in {what}, but the program of worker {absent} has ended while worker "
             f"{self.worker} on {socket.gethostname()} waits for it. Make the same calls on all workers, and put only "
@@ -152,7 +152,7 @@ class CoordinationStore:
         )
 
     def last_word(self, subject: str, worker: int, what: str, absent: int) -> Any:
-        """Returns a worker's value, which the worker may have written just before a program ended.
+        """Returns a worker's value if it was stored just before a program ended. Otherwise raises: none will come.
 
         Args:
           subject: The name of the subject.
@@ -170,7 +170,7 @@ class CoordinationStore:
             raise ClusterError(self.in_vain(what, absent)) from error
 
     def exchange(self, subject: str, what: Any, timeout_seconds: float) -> Mapping[int, Any]:
-        """Writes this worker's value once in a process, and reads the values of all workers.
+        """Stores this worker's value for a subject, only once in a process, and reads the values of all workers.
 
         Returns:
           The values by worker, without the workers that write none in time.

@@ -1,4 +1,4 @@
-"""Reports within seconds that workers create different variables, although the broadcast has no deadline."""
+"""Reports within seconds that workers create different variables of a model, where they would wait forever."""
 
 import contextlib
 import socket
@@ -21,7 +21,7 @@ _ANSWER_SECONDS = 6.0  # For the descriptions of waiting workers.
 
 
 class CreationWatch:
-    """Compares a worker's new variable with the variables of its peers, if the creation fails or takes long.
+    """Compares a new variable of a model with those of the worker's peers, if its creation fails or takes long.
 
     Reads one number every second. Sends messages only while a creation takes longer than two seconds.
 
@@ -39,7 +39,7 @@ class CreationWatch:
 
     @contextlib.contextmanager
     def making(self, compared: str, shown: str) -> Iterator[None]:
-        """Notes the creation of one variable in the block.
+        """Watches the block, which creates one variable: compares the peers' if the creation fails or takes long.
 
         Args:
           compared: The variable's type, shape and creator, which must be equal on all workers.
@@ -84,17 +84,17 @@ class CreationWatch:
 
 
 def _reported_in(error: Exception) -> str | None:
-    """Returns the difference that a peer has reported, if this report made the broadcast fail."""
+    """Returns how a peer says that variables differ, if its report made this creation fail; otherwise `None`."""
     _, begun, rest = str(error).partition(f"{_RULE}, but number")
     return f"{begun}{rest}".split(" [type.googleapis.com")[0].splitlines()[0] if begun else None
 
 
 def unlike(number: int, said: Mapping[int, Sequence[str]], here: str) -> str | None:
-    """Describes how the workers' variables at the same point differ; `None` if the variables are equal.
+    """Describes how the variables that workers create at the same point differ; `None` if the variables are equal.
 
     Args:
       number: The position of the variable among the creations of each worker.
-      said: By worker, the variable as it is compared and as an error shows it.
+      said: By worker, two texts for the variable: one to compare, one for the error.
       here: A description of this worker.
     """
     firsts: dict[str, tuple[int, str]] = {}

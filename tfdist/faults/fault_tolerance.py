@@ -1,4 +1,4 @@
-"""The deadlines of a job: for the start, heartbeats, stalls, preemption and the end."""
+"""`tfdist.FaultTolerance`, the deadlines of a job: for the start, heartbeats, stalls, preemption and the end."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ _LONGEST_SECONDS = 2_000_000  # TensorFlow counts milliseconds in 32 bits.
 
 @dataclasses.dataclass(frozen=True)
 class FaultTolerance:
-    """The deadlines of a job, the same on all workers.
+    """The deadlines of a job for lost, stalled, preempted and finished workers, the same on all workers.
 
     An environment variable for each number, such as TFDIST_START_TIMEOUT_SECONDS, overrides the argument in the script.
 
@@ -70,7 +70,7 @@ class FaultTolerance:
                 )
 
     def with_environment(self, environ: Mapping[str, str] | None = None) -> "FaultTolerance":
-        """Returns these options, with the numbers that the environment sets.
+        """Returns these deadlines, replaced by the numbers that environment variables set.
 
         Args:
           environ: The environment, `os.environ` if None.

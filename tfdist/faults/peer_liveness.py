@@ -22,7 +22,7 @@ _CHECKS, _CHECK_SECONDS = 5, 0.2
 
 
 class PeerLiveness:
-    """Liveness connections to peers, watched by a thread.
+    """Liveness connections to peers, which a thread watches to notice at once when a peer's process ends.
 
     Args:
       lines: The connection to each peer, by worker.

@@ -15,7 +15,7 @@ _PAUSE_SECONDS = 1.0
 
 
 class PeerProbe:
-    """Checks that the workers of a cluster answer.
+    """Checks that workers of a cluster still answer, while this worker waits for one of them.
 
     Args:
       jobs: The cluster: addresses of tasks by job.
@@ -30,11 +30,11 @@ class PeerProbe:
 
     @classmethod
     def of(cls, strategy: tf.distribute.Strategy) -> "PeerProbe":
-        """Returns a check for the workers of a strategy with several workers."""
+        """Returns a probe for the workers of a strategy with several workers."""
         return cls(strategy.extended._cluster_spec.as_dict(), options_of(strategy).heartbeat_timeout_seconds)
 
     def check(self, worker: int) -> None:
-        """Returns if a worker answers. TensorFlow answers even while the worker's own threads compute for long.
+        """Returns if a worker answers, else raises. TensorFlow answers even while the worker's threads compute.
 
         Raises:
           ClusterError: If the worker does not answer for `silence_seconds`.

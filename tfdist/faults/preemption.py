@@ -37,7 +37,7 @@ _installed: "_Preemption | None" = None
 
 
 class LoneReports:
-    """Replaces `strategy.reports` where a strategy has no reports; peers learn of a request in another way.
+    """Records requests to save and leave where a strategy has no `strategy.reports` to tell its peers.
 
     Attributes:
       listeners: Present as in `strategy.reports`, but never called.
@@ -49,13 +49,13 @@ class LoneReports:
         self.asked_here = False
 
     def ask_to_stop(self) -> None:
-        """Notes the request to stop."""
+        """Records that this process was asked to stop training, to save and to leave."""
         self.asked_here = True
 
 
 @dataclasses.dataclass(eq=False)
 class Watch:
-    """One training run that saves and leaves on request; see `install`."""
+    """One training run that saves and leaves after a signal such as SIGTERM; see `install`."""
 
     reports: Any
     is_under_way: Callable[[], bool]
@@ -95,7 +95,7 @@ def install(strategy: Any, reports: Any = None, is_under_way: Callable[[], bool]
 
 
 def uninstall(watch: Watch | None = None) -> None:
-    """Ends a watch, by default the newest. Call this function in the main thread, when nothing is left to save.
+    """Ends a `Watch` of `install`, by default the newest. Call this in the main thread, when nothing is left to save.
 
     The end of the last watch restores the earlier handlers. A signal that came too late for a common end is raised
     again for these handlers, and may end the process.
@@ -167,7 +167,7 @@ def give_signals_back() -> None:
 
 
 class _Preemption:
-    """Catches the signals and forwards them to the watches."""
+    """Catches the signals of a preemption, and asks all installed training runs to save and leave."""
 
     def __init__(self, options: FaultTolerance):
         self._options = options
@@ -200,7 +200,7 @@ class _Preemption:
         return watch
 
     def unwatch(self, watch: Watch | None) -> bool:
-        """Ends a watch, and returns whether another one is left."""
+        """Asks a training run no more to save and leave; returns whether another installed run is left."""
         watch = watch or self._watches[-1]
         if watch in self._watches:
             self._watches.remove(watch)
@@ -248,7 +248,7 @@ class _Preemption:
                     self._on_interrupt_again()
 
     def _on_main(self, signum: int, frame: Any) -> None:
-        """The signal handler, called as soon as the main thread runs Python code."""
+        """The signal handler: if no training is under way, restores the earlier handlers, which then get the signal."""
         del frame
         if self._watches and not self._is_answered and not any(watch.is_under_way() for watch in self._watches):
             _close()

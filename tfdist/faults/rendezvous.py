@@ -1,4 +1,4 @@
-"""The rendezvous: workers find each other before TensorFlow connects them, since TensorFlow sets no deadline.
+"""The rendezvous: workers find each other at the start, with a deadline, before TensorFlow connects them without one.
 
 The workers keep these connections as liveness connections: when a process ends, the kernel closes them.
 
@@ -107,7 +107,7 @@ def connecting(cluster: ClusterSpec, timeout_seconds: float) -> Iterator[None]:
 
 
 def unconnected(cluster: ClusterSpec, seconds: float) -> str:
-    """Returns the error for workers that have all come, but that TensorFlow did not connect in time."""
+    """Returns the error text for workers that have all come, but that TensorFlow did not connect in time."""
     workers = enumerate(addresses_of(cluster))
     others = ", ".join(f"worker {worker} at {address}" for worker, address in workers if worker != cluster.worker_id)
     return (
@@ -118,7 +118,7 @@ def unconnected(cluster: ClusterSpec, seconds: float) -> str:
 
 
 class _Wait:
-    """The deadline of a waiting worker, and its warnings until then."""
+    """The deadline of a worker that waits for all workers to start, and its warnings until then."""
 
     def __init__(self, cluster: ClusterSpec, timeout_seconds: float):
         self._cluster = cluster
@@ -150,7 +150,7 @@ class _Wait:
 
 
 def _receive(cluster: ClusterSpec, secret: Secret | None, wait: _Wait) -> Mapping[int, socket.socket]:
-    """Admits all workers on worker 0, and returns their connections."""
+    """On worker 0: admits all workers of the job at its start, and returns their connections."""
     with _Desk(cluster, secret) as desk:
         try:
             while desk.missing:
@@ -164,7 +164,7 @@ def _receive(cluster: ClusterSpec, secret: Secret | None, wait: _Wait) -> Mappin
 
 
 class _Come(NamedTuple):
-    """An admitted worker: its connection, its IP address and its introduction."""
+    """A worker that worker 0 has admitted: its connection, its IP address and its introduction."""
 
     connection: socket.socket
     source: str
@@ -196,16 +196,16 @@ class _Desk:
 
     @property
     def missing(self) -> list[int]:
-        """The workers that have not come, or have left again."""
+        """The workers that have not come to the rendezvous, or have left it again."""
         return [worker for worker in range(1, self._cluster.num_workers) if worker not in self._come]
 
     @property
     def refused(self) -> str | None:
-        """The worker that was refused last, and the reason."""
+        """A text with the worker that worker 0 refused last and the reason, to explain missing workers."""
         return self._misfit or self._reception.refused
 
     def serve(self, seconds: float) -> None:
-        """Receives workers until one has come or left, for at most `seconds`."""
+        """Admits or refuses connecting workers until one has come or left, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         before = self.missing
         while self.missing == before and (left := deadline - time.monotonic()) > 0:
@@ -215,19 +215,19 @@ class _Desk:
                 self._judge(*guest)
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Sends a message to all workers that have come."""
+        """Sends a message to all workers that have come to the rendezvous."""
         for each in self._come.values():
             _send(each.connection, message)
 
     def let_go(self) -> Mapping[int, socket.socket]:
-        """Tells all workers to continue, frees the port and returns the connections."""
+        """Tells all workers to continue, frees worker 0's port for TensorFlow and returns the connections."""
         self._reception.close()
         self.tell({"go": True})
         come, self._come = self._come, {}
         return {worker: each.connection for worker, each in come.items()}
 
     def _shake_hands(self, connection: socket.socket) -> Introduction:
-        """Performs the handshake with a new connection."""
+        """Performs the handshake with a new connection, and returns the introduction of the worker."""
         introduction = Introduction.read(receive(connection, self._secret, self._line_bytes))
         if introduction is None:
             raise NotOursError("it is not a worker of a tfdist job")
@@ -235,7 +235,7 @@ class _Desk:
         return introduction
 
     def _judge(self, connection: socket.socket, source: str, guest: Introduction) -> None:
-        """Admits a worker, or refuses it."""
+        """Admits a worker that has introduced itself, or refuses it."""
         present = self._come.get(guest.worker)
         earlier = (present.source, present.introduction.host) if present else None
         verdict = self._admission.judge(guest, source, earlier, time.monotonic())
@@ -303,7 +303,7 @@ def _listen(cluster: ClusterSpec) -> list[socket.socket]:
 
 
 def _report(cluster: ClusterSpec, secret: Secret | None, wait: _Wait) -> Mapping[int, socket.socket]:
-    """Connects to worker 0 again and again until all workers have come."""
+    """On the other workers: connects to worker 0 again and again until all workers have come."""
     refusals, tls = _Refusals(cluster), Tls.from_env()
     while True:
         why = ""
@@ -328,7 +328,7 @@ def _report(cluster: ClusterSpec, secret: Secret | None, wait: _Wait) -> Mapping
 
 
 def _connect(cluster: ClusterSpec, tls: Tls | None) -> socket.socket:
-    """Opens a connection to worker 0."""
+    """Opens a connection to worker 0, with TLS if the job uses it."""
     host, port = split_address(addresses_of(cluster)[0])
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(socket.create_connection((host, port), timeout=3 * _STATUS_SECONDS))
@@ -367,7 +367,7 @@ _REMEDIES = {
 
 
 class _Refusals:
-    """The reason why worker 0 refuses this worker, and since when it has refused without a break.
+    """Why and since when worker 0 has refused this worker without a break, to raise an error after a while.
 
     Attributes:
       last: The last reason; `None` if worker 0 does not refuse this worker.

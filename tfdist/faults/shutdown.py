@@ -48,7 +48,7 @@ def leave_together(board: CoordinationStore, lifelines: PeerLiveness, timeout_se
 
 
 def hear_aloud(board: CoordinationStore, subject: str, worker: int, timeout_seconds: float) -> Any:
-    """Reads the value that a peer writes at its end, and logs a long wait and a wait given up.
+    """Waits for the value that a peer stores when its program ends, and logs a long wait and a wait given up.
 
     Raises:
       tf.errors.OpError: If no value comes in time, or the coordination service is out of reach.

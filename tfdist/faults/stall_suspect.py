@@ -1,4 +1,4 @@
-"""Finds the worker that holds up its peers, from the positions of all workers."""
+"""Finds the worker that holds up its peers, from the positions of all workers: their current call, step and section."""
 
 import collections
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ _WAITS = {COMPUTE: 1, INPUT: 2, MEETING: 3, EXCHANGE: 3, WAITING: 3}
 
 
 def suspect_of(positions: Positions, own: int | None = None) -> int | None:
-    """Returns the worker that holds up its peers.
+    """Returns the worker that holds up its peers in a stall.
 
     Args:
       positions: The positions of all workers.
@@ -66,7 +66,7 @@ def suspect_of(positions: Positions, own: int | None = None) -> int | None:
 
 
 def _odd_one(calls: Mapping[int, tuple[Any, ...]]) -> int | None:
-    """Returns the worker outside of calls while peers are in one, or alone in its call among three or more workers."""
+    """Returns the worker outside of Keras' calls while peers are in one, or alone in its call among three or more."""
     outside = [worker for worker, call in calls.items() if not call]
     if 0 < len(outside) < len(calls):
         return outside[0]
@@ -76,7 +76,7 @@ def _odd_one(calls: Mapping[int, tuple[Any, ...]]) -> int | None:
 
 
 def describe(positions: Positions) -> str:
-    """Describes the positions of the workers."""
+    """Describes in which call, step and section each worker is, for a message about a stall."""
     return ", ".join(f"worker {worker} {_place(position)}" for worker, position in sorted(positions.items()))
 
 
@@ -97,12 +97,12 @@ def _named(call: Any) -> str:
 
 
 def meeting_of(name: str, number: int) -> dict[str, Any]:
-    """Returns the position of a worker that waits at the beginning of a call."""
+    """Returns the position to report for a worker that waits for its peers at the beginning of a call of Keras."""
     return {"section": MEETING, "call": [name, number]}
 
 
 def unlike_calls(positions: Positions) -> str | None:
-    """Returns the error if workers wait in different calls, which then never end; `None` otherwise.
+    """Returns an error text if workers wait in different calls of Keras, which then never end; `None` otherwise.
 
     Only waiting workers count: a worker that is busy in its call may still reach the call of its peers.
     """
@@ -123,7 +123,7 @@ def unlike_calls(positions: Positions) -> str | None:
 
 
 def yet_to_come(positions: Positions, number: int) -> list[int]:
-    """Returns the workers outside of calls that have begun fewer than `number` calls, and so may still come."""
+    """Returns the workers that may still come to call `number` of Keras: outside of calls, with fewer calls begun."""
     return [
         worker
         for worker, position in positions.items()

@@ -1,4 +1,4 @@
-"""The watchdog's limit for a worker without progress, as a rule without clocks and threads."""
+"""Computes how long a worker may make no progress before the watchdog ends the job as stalled."""
 
 import collections
 import math
@@ -17,7 +17,7 @@ _STEPS, _STEPS_REMEMBERED, _LONGEST_STEPS = 20, 64, 3
 
 
 class StallTimeout:
-    """The time that a worker may spend without progress; see `tfdist.faults.watchdog` for the rule.
+    """Computes how long this worker may make no progress, from the durations of its steps, for the watchdog.
 
     Args:
       given: The user's limit in seconds; `None` to derive it from the steps, infinite for no limit.
@@ -46,7 +46,7 @@ class StallTimeout:
     def observe(
         self, phase: str | None, progress: Any, elapsed_seconds: float, *, is_first: bool = False, carried: int = 0
     ) -> None:
-        """Records the position of this worker.
+        """Records what this worker does now, and counts the time since its last progress.
 
         Args:
           phase: A phase of `tfdist.faults.activity`, or a section; `None` outside of calls.
@@ -66,7 +66,7 @@ class StallTimeout:
 
     @property
     def waits(self) -> bool:
-        """Whether this worker is in a phase in which workers wait for peers."""
+        """Whether this worker is where workers wait for peers: in an exchange or at the beginning of a call."""
         return self._phase in (EXCHANGE, MEETING)
 
     @property
@@ -79,7 +79,7 @@ class StallTimeout:
 
     @property
     def may_take_long(self) -> bool:
-        """Whether this worker is in a slow phase within its limit, so that peers wait for it."""
+        """Whether this worker is in a slow phase, such as a callback, within its limit, so that peers wait for it."""
         return self._is_long and not self.is_over
 
     @property
@@ -90,7 +90,7 @@ class StallTimeout:
 
     @property
     def usual_seconds(self) -> float:
-        """The median duration of the recent steps, or the longest duration if only first steps are known."""
+        """The median duration of the recent training steps, or the longest duration if only first steps are known."""
         return statistics.median(self._steps) if self._steps else self._longest
 
     @property
@@ -111,5 +111,5 @@ class StallTimeout:
 
     @property
     def is_over(self) -> bool:
-        """Whether this worker has exceeded its limit."""
+        """Whether this worker has made no progress for longer than its limit, so that the watchdog acts."""
         return self.waited_seconds > self.limit_seconds

@@ -97,7 +97,7 @@ _made = itertools.count()  # Numbers the watchdogs with peers, equally on all wo
 
 @contextlib.contextmanager
 def section(name: str) -> Iterator[None]:
-    """Names what this worker does in the block, outside of training: `with watchdog.section("save"):`."""
+    """Tells the watchdog what this worker does in the block, outside of training: `with watchdog.section("save"):`."""
     _sections.append(name)
     try:
         yield
@@ -106,13 +106,13 @@ def section(name: str) -> Iterator[None]:
 
 
 def moved() -> None:
-    """Notes progress of this worker that no training step shows."""
+    """Reports progress of this worker to the watchdog that no training step shows, such as a skipped batch."""
     global _moves
     _moves += 1
 
 
 class _Meeting:
-    """An exchange between all workers: its name, its start time and its fault (`None` until one is known)."""
+    """A wait for all workers outside of steps: its name, its start time and its fault (`None` until one is known)."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -122,7 +122,7 @@ class _Meeting:
 
 @contextlib.contextmanager
 def waiting_for_all(what: str) -> Iterator[_Meeting]:
-    """Notes that all workers take part in the block's exchange, named `what`.
+    """Tells the watchdog that all workers must join the block's exchange, named `what`, so that no wait lasts forever.
 
     Yields:
       The exchange with its `fault`. A fault makes collectives fail; a block that waits in another way must check it.
@@ -144,13 +144,13 @@ def waiting_for_all(what: str) -> Iterator[_Meeting]:
 
 
 def _fault_in(error: Exception) -> str | None:
-    """Returns the fault that a peer has reported, if this report made a collective fail."""
+    """Returns the error text that a peer has reported, if this report made a collective fail; else `None`."""
     _, marker, rest = str(error).partition(UNLIKE_CALLS)
     return f"{marker}{rest}".split(" [type.googleapis.com")[0].splitlines()[0] if marker else None
 
 
 class Creations:
-    """Counts the variables that a worker creates. Each is a broadcast, so workers with different models wait here."""
+    """Counts the variables that a worker creates. At each, all workers wait, so the watchdog finds different models."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -158,7 +158,7 @@ class Creations:
 
     @contextlib.contextmanager
     def one_more(self) -> Iterator[None]:
-        """Notes the creation of one variable in the block."""
+        """Tells the watchdog that the block creates one variable, for which all workers must come."""
         self.since = time.monotonic()
         try:
             with waiting_for_all("the creation of variables in the scope"):
@@ -180,7 +180,7 @@ class Alone(CoordinationStore):
 
     @property
     def others(self) -> list[int]:
-        """An empty list: this worker has no peers."""
+        """An empty list: this worker trains alone, so the watchdog has no peers to ask."""
         return []
 
 
@@ -211,7 +211,7 @@ def start_alone(strategy: Any) -> None:
 
 
 class Watchdog:
-    """The threads of the watchdog. One reads the notes, the other sends messages, since a message may hang."""
+    """The threads of the watchdog. One checks for progress, the other messages peers, since a message may hang."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class Watchdog:
         self._failed: set[str] = set()
 
     def start(self) -> None:
-        """Starts the threads. They end before TensorFlow's shutdown, which would otherwise wait for them."""
+        """Starts the watchdog's threads. They end before TensorFlow's shutdown, which would otherwise wait for them."""
         strategy = self._strategy()
         if strategy is not None and self._board.others:
             strategy.reports.activity.explain = self.explain
@@ -289,7 +289,7 @@ class Watchdog:
             self._tell_of_variable()
 
     def _refuse_model(self) -> None:
-        """Makes the broadcast of the variable fail, together with all other collectives."""
+        """Makes a variable's creation fail for which peers do not come, together with all other collectives."""
         message = (
             "All workers must make the same variables in the same order, but after "
             f"{self._start_timeout_seconds:g} s worker {self._board.worker} still waits for its peers to make number "
@@ -357,7 +357,7 @@ class Watchdog:
                     self._look_for_the_absent()
 
     def _look_for_the_absent(self) -> None:
-        """Makes an exchange fail if a peer's program has ended; for an exchange of a step, only notes the absence."""
+        """Makes an exchange fail if a peer's program has ended; for an exchange of a step, only records the absence."""
         now = time.monotonic()
         for meeting in _meetings[-1:]:
             if meeting.fault or now - meeting.since <= _ABSENCE_SECONDS:
@@ -373,14 +373,14 @@ class Watchdog:
             self._absence = step, now
 
     def _fail(self, call: "_Meeting | Call", fault: str) -> None:
-        """Makes the exchange of this worker fail, together with all other collectives."""
+        """Makes the call or exchange in which this worker waits fail, together with all other collectives."""
         call.fault = fault
         logging.error(fault)
         self._board.report_error(fault)
 
     @property
     def _is_in_vain(self) -> bool:
-        """Whether a peer cannot join this step. Waits one usual step first: the peer may have left after this step."""
+        """Whether a peer has ended and cannot join this step. Waits a usual step first: it may have left after it."""
         step, since = self._absence or (-1, 0.0)
         usual_seconds = max(_POST_SECONDS, self._patience.usual_seconds)
         return step == self._position["step"] and time.monotonic() - since > usual_seconds
@@ -446,7 +446,7 @@ class Watchdog:
         )
 
     def explain(self, call: Call, error: Exception) -> str | None:
-        """Returns why a call's collective has failed, if the reason is known, such as workers in different calls.
+        """Returns why a collective of a call of Keras has failed, if known, such as workers in different calls.
 
         Takes about 4 s unless the reason is known at once, such as the end of a worker.
         """
@@ -458,7 +458,7 @@ class Watchdog:
         return unlike_calls(positions)
 
     def _ask(self) -> dict[int, Mapping[str, Any] | None]:
-        """Returns the positions of all workers; `None` for a worker that does not update its position."""
+        """Returns each worker's position (call, step, section); `None` for one that does not update its position."""
         before = self._listen()
         time.sleep(2 * _POST_SECONDS)
         after = self._last_words = self._listen()
@@ -514,7 +514,7 @@ class Watchdog:
             strategy.reports.activity.forget()
 
     def _way_out(self, positions: Positions) -> str:
-        """Returns the remedy, chosen by the last position of each worker."""
+        """Returns advice for the user after a stall, chosen by where each worker was last."""
         words = {**self._last_words, self._board.worker: self._position}
         stopped = [str(worker) for worker, word in sorted(words.items()) if word and word.get("has_stopped")]
         if 0 < len(stopped) < len(words):
@@ -534,7 +534,7 @@ def _blamed(suspect: int | None) -> str:
 
 
 def _written(calls: Mapping[int, list[tuple[str, int, str]]]) -> str:
-    """Returns the stack of each thread, innermost call first. Reads no source files, since a disk may hang."""
+    """Returns the stacks of all threads as text, innermost call first. Reads no source files, since a disk may hang."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     written = []
     for ident, of_thread in calls.items():

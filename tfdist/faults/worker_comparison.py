@@ -26,7 +26,7 @@ _done_alone: collections.Counter[str] = collections.Counter()  # Likewise, for e
 
 
 class WorkerComparison:
-    """Checks that the workers of a strategy agree.
+    """Checks that the workers of a strategy have equal settings, models and data, and raises an error otherwise.
 
     Args:
       board: The coordination store of this worker.
@@ -79,11 +79,11 @@ class WorkerComparison:
         self.on_values(checksums())
 
     def has_compared(self, model: Any) -> bool:
-        """Returns whether `on_model` has compared the model."""
+        """Returns whether `on_model` has already compared the model with those of the peers."""
         return model in self._models
 
     def on_values(self, checksums: Iterable[tuple[str, str]]) -> None:
-        """Compares the values of replicated variables; see `on_model`.
+        """Compares the values of a model's replicated variables on all workers, by checksums.
 
         Raises:
           ClusterError: If the values differ, or a worker does not come.
@@ -103,7 +103,7 @@ class WorkerComparison:
         self._compare(named, "the same values in a model", hint)
 
     def on_fit(self, described: list[str]) -> None:
-        """Compares the arguments of `fit`.
+        """Compares the arguments of `fit` on all workers.
 
         Raises:
           ClusterError: If the arguments differ, or a worker does not come.
@@ -112,7 +112,7 @@ class WorkerComparison:
         self._compare(self._exchange("fit", described), "the same arguments of `fit`", hint)
 
     def on_description(self, described: list[str]) -> None:
-        """Compares the layers, optimizer, losses and options of a model before its first use.
+        """Compares the workers' layers, optimizer, losses and options of a model before its first use.
 
         Raises:
           ClusterError: If these descriptions differ, or a worker does not come.
@@ -121,7 +121,7 @@ class WorkerComparison:
         self._compare(self._exchange("description", described), "the same model", hint)
 
     def on_data(self, described: list[str]) -> None:
-        """Compares the kinds and the sizes of the workers' data.
+        """Compares the types and the sizes of the data that the workers give to `fit` or another call.
 
         Raises:
           ClusterError: If the data differ, or a worker does not come.
@@ -133,7 +133,7 @@ class WorkerComparison:
         self._compare(self._exchange("data", described), "the same data", hint)
 
     def on_sharding(self, described: list[str], shown: list[str]) -> None:
-        """Compares the contents of a `BalancedSharding`.
+        """Compares the data and arguments of a `BalancedSharding` on all workers.
 
         Args:
           described: The properties that must be equal.
@@ -149,7 +149,7 @@ class WorkerComparison:
         self._compare(compared, "the same BalancedSharding", hint, named)
 
     def on_position(self, described: list[str]) -> None:
-        """Compares the workers' positions in a `BalancedSharding`.
+        """Compares how far each worker has read in a `BalancedSharding`.
 
         Raises:
           ClusterError: If the positions differ, or a worker does not come.
@@ -162,12 +162,12 @@ class WorkerComparison:
 
     @property
     def here(self) -> str:
-        """A description of this worker and its host."""
+        """A text that names this worker and its host, for error messages."""
         return f"worker {self._board.worker} on {socket.gethostname()}"
 
     @property
     def speaks(self) -> bool:
-        """Whether this worker logs the messages that are the same on all workers."""
+        """Whether this worker logs messages that are the same on all workers, so that only one does."""
         return self._board.worker == 0
 
     def next_name(self, subject: str) -> str:
@@ -175,7 +175,7 @@ class WorkerComparison:
         return f"{subject}-{next(_compared)}"
 
     def is_alike(self, name: str, own: Any, waits: bool, is_closed: Callable[[], bool]) -> bool:
-        """Returns whether all workers have the same value; worker 0 decides. Costs three messages of each worker.
+        """Returns whether all workers have the same value, as worker 0 decides. Costs three messages of each worker.
 
         Args:
           name: The name that `next_name` returned.
@@ -198,7 +198,7 @@ class WorkerComparison:
         return decided
 
     def _decide(self, name: str, own: Any, is_over: Callable[[], bool]) -> bool:
-        """Returns whether all values that arrive before `is_over` are equal."""
+        """Returns whether all workers' values that arrive before `is_over` are equal."""
 
         def hear(subject: str, worker: int) -> Any:
             return self._hear_unless(subject, worker, is_over)
@@ -218,7 +218,7 @@ class WorkerComparison:
         return decided
 
     def exchange_described(self, name: str, own: Any) -> dict[int, Any]:
-        """Returns every worker's description of a value that differs between workers.
+        """Returns every worker's description of a value that differs between workers, for an error.
 
         Raises:
           ClusterError: If a worker does not come.
@@ -229,7 +229,7 @@ class WorkerComparison:
         return said
 
     def _hear_unless(self, subject: str, worker: int, is_over: Callable[[], bool]) -> Any:
-        """Waits for a worker's value and returns it; `None` once `is_over`."""
+        """Waits for the value that a worker stores under a subject, and returns it; `None` once `is_over`."""
         asked = time.monotonic()
         while True:
             with contextlib.suppress(tf.errors.DeadlineExceededError):
@@ -269,7 +269,7 @@ class WorkerComparison:
             raise self._without_chief(what, f"it failed there: {said['failure']}")
 
     def _hear_chief(self, subject: str, what: str, check: Callable[[int], None]) -> Any:
-        """Returns the chief's message, `None` if none came for some seconds."""
+        """Returns the chief's message on how its action ended, `None` if none came for some seconds."""
         with contextlib.suppress(tf.errors.DeadlineExceededError):
             return self._board.hear(subject, 0, _ASK_SECONDS)
         check(0)
@@ -298,7 +298,7 @@ class WorkerComparison:
     def _compare(
         self, said: Mapping[int, list[str]], what: str, way_out: str, shown: Mapping[int, list[str]] | None = None
     ) -> None:
-        """Raises at the first entry that differs. Names one worker for each value, with its text in `shown` if any."""
+        """Raises at the first difference of the workers' lists. Names one worker for each value, by `shown` if any."""
         for place, entries in enumerate(itertools.zip_longest(*said.values(), fillvalue="nothing")):
             firsts: dict[str, int] = {}
             for worker, entry in zip(said, entries, strict=True):

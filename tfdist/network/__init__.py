@@ -1,1 +1,1 @@
-"""Connections between the workers of a job: admission, a shared secret and TLS. Loads no TensorFlow."""
+"""Connections between the workers of a job, protected by a shared secret and TLS. Loads no TensorFlow."""

@@ -1,4 +1,4 @@
-"""A listener that strangers cannot block: each connection has little time and memory for proving that it is genuine."""
+"""Accepts connections from workers; strangers cannot block it, as each has little time and memory for its handshake."""
 
 import contextlib
 import dataclasses
@@ -95,7 +95,7 @@ class ConnectionAcceptor(Generic[T]):
         self.close()
 
     def next(self, seconds: float) -> tuple[socket.socket, str, T] | None:
-        """Returns the next connection after its handshake.
+        """Returns the next connection that has passed its handshake.
 
         Args:
           seconds: How long to wait for a connection.
@@ -170,7 +170,7 @@ class ConnectionAcceptor(Generic[T]):
             self._guests.discard(guest)
 
     def _make_room(self) -> None:
-        """Ends the handshake of one connection."""
+        """Ends the handshake of one connection, so that a new one can be accepted."""
         present = self._present()
         if present:
             of_host = Counter(guest.host for guest in present)
@@ -179,7 +179,7 @@ class ConnectionAcceptor(Generic[T]):
             self._forget(leaves)
 
     def _serve(self, guest: _Guest) -> None:
-        """Performs the handshake with one connection."""
+        """Performs the handshake with one accepted connection, for `next` to return it, or closes it with a warning."""
         connection = guest.connection
         try:
             guest.has_spoken = bool(_wait_until_readable(connection))
@@ -203,7 +203,7 @@ class ConnectionAcceptor(Generic[T]):
 
 
 def remote_host(address: tuple[Any, ...]) -> str:
-    """Returns the address of the peer without its port; an IPv4 address in its usual form."""
+    """Returns the IP address in a socket address of a peer; an IPv4 address in its usual form."""
     return str(address[0]).partition("%")[0].removeprefix("::ffff:")
 
 
@@ -220,7 +220,7 @@ def _wait_until_readable(connection: socket.socket) -> list[tuple[int, int]]:
 
 
 def _shut(connection: socket.socket) -> None:
-    """Shuts down a connection that another thread reads and will close."""
+    """Shuts down a connection, so that another thread stops reading it and closes it."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connection, socket.SHUT_RDWR)  # With TLS' own, the reader would continue without TLS.
 

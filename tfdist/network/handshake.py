@@ -1,4 +1,4 @@
-"""A handshake in which both ends of a connection prove a shared secret before either reveals its identity.
+"""A handshake in which two workers prove a shared secret to each other before either reveals its identity.
 
     the end that connects                the end that accepts
       {"nonce", "proves"}            →
@@ -27,15 +27,15 @@ _CONNECTS, _ACCEPTS = "the end that connects", "the end that accepts"
 
 
 class NotOursError(Exception):
-    """The other end does not speak this protocol."""
+    """The other end of a connection does not speak tfdist's handshake, so is no worker."""
 
 
 class RefusedError(Exception):
-    """The other end is a worker that does not match this worker's secret or TLS settings."""
+    """The other end of a connection is a worker that does not match this worker's secret or TLS settings."""
 
 
 def introduce(connection: socket.socket, secret: Secret | None, message: dict[str, Any]) -> None:
-    """Sends a message with a proof of the secret, once the accepting end has proved the secret too.
+    """The connecting end of the handshake: sends a message with a proof of the secret, after the other end's proof.
 
     Args:
       connection: A connection with a timeout.
@@ -69,7 +69,7 @@ def introduce(connection: socket.socket, secret: Secret | None, message: dict[st
 
 
 def receive(connection: socket.socket, secret: Secret | None, most_bytes: int = LINE_BYTES) -> dict[str, Any]:
-    """Receives the message of the end that connects.
+    """The accepting end of the handshake: proves the secret, and returns the message of the end that connects.
 
     Args:
       connection: A connection with a timeout.
@@ -103,7 +103,7 @@ def receive(connection: socket.socket, secret: Secret | None, most_bytes: int = 
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Sends a message as one line.
+    """Sends a message to a worker as one line of JSON.
 
     Raises:
       OSError: If the connection fails.
@@ -112,7 +112,7 @@ def send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def receive_line(connection: socket.socket, most_bytes: int = LINE_BYTES) -> bytes:
-    """Receives one line. The other end must then send nothing until this end has answered.
+    """Receives one line of the handshake. The other end must then send nothing until this end has answered.
 
     Raises:
       NotOursError: If more than one line comes, or the line is longer than `most_bytes`.
@@ -130,7 +130,7 @@ def receive_line(connection: socket.socket, most_bytes: int = LINE_BYTES) -> byt
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """Returns the JSON object in a line; `None` if the line has none."""
+    """Returns the JSON object in a received line; `None` if the line has none, as from a stranger."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
@@ -144,7 +144,7 @@ def _is_challenge(message: dict[str, Any]) -> bool:
 
 
 def _unlike(secret: Secret | None, other_proves: bool) -> str | None:
-    """Returns an error text if only one end has a secret; `None` otherwise."""
+    """Returns an error text if only one end of a connection has a secret; `None` otherwise."""
     if secret and not other_proves:
         return f"it has no {SECRET}, but this worker has one"
     if other_proves and not secret:

@@ -1,4 +1,4 @@
-"""Listening sockets at the address that TF_CONFIG gives a worker, and at no other."""
+"""Opens sockets that listen for other workers, if possible only at the address that TF_CONFIG gives this worker."""
 
 import contextlib
 import errno

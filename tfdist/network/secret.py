@@ -24,12 +24,12 @@ _REMEDY = "Make one with `openssl rand -hex 32`, and give the same secret to eve
 
 
 def new_secret() -> str:
-    """Returns a new random secret, as text for the environment variable."""
+    """Returns a new random secret for the workers of a job, as text for the environment variable TFDIST_SECRET."""
     return secrets.token_hex(32)
 
 
 def secret_is_given(environ: Mapping[str, str] | None = None) -> bool:
-    """Returns whether the environment (`os.environ` if None) has a secret or the path of one."""
+    """Returns whether the environment (`os.environ` if None) sets a secret for the workers, or the path of one."""
     environ = os.environ if environ is None else environ
     return any(environ.get(variable, "").strip() for variable in (SECRET, SECRET_FILE))
 
@@ -74,11 +74,11 @@ class Secret:
         return cls(key)
 
     def joined(self, more: bytes) -> "Secret":
-        """Returns a new key, which can be derived only from both this key and `more`."""
+        """Returns a new secret for other connections, which can be derived only from both this secret and `more`."""
         return Secret(hmac.digest(self._key, more, "sha256"))
 
     def proof(self, *parts: str) -> str:
-        """Returns a proof of knowing the secret, valid for exactly these texts."""
+        """Returns a proof (HMAC) of knowing the secret, which a handshake sends; valid for exactly these texts."""
         made = hmac.new(self._key, digestmod=hashlib.sha256)
         for part in parts:
             text = part.encode()
@@ -86,7 +86,7 @@ class Secret:
         return made.hexdigest()
 
     def accepts(self, proof: Any, *parts: str) -> bool:
-        """Returns whether `proof(*parts)` made `proof` with this secret."""
+        """Returns whether a received proof shows that the sender knows this secret, given the proof's texts `parts`."""
         return isinstance(proof, str) and proof.isascii() and hmac.compare_digest(proof, self.proof(*parts))
 
 

@@ -1,4 +1,4 @@
-"""TLS between the workers: both ends show a certificate of the same authority."""
+"""TLS for connections between workers: both ends show a certificate of the same authority."""
 
 import dataclasses
 import os
@@ -53,7 +53,7 @@ class TlsFiles:
 
 
 class Tls:
-    """TLS 1.3 with certificates on both ends.
+    """Wraps connections between workers in TLS 1.3, with certificates on both ends.
 
     Args:
       files: The files of this worker.
