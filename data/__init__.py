@@ -1,4 +1,4 @@
-"""The input of each worker: sources of examples, global batches, and their split among replicas.
+"""`tfdist.data`: input for `fit` on each worker, from sources of examples read by index, split among replicas.
 
 Names are imported at first use (PEP 562), so that `import tfdist.data` does not load TensorFlow.
 """

@@ -77,10 +77,10 @@ class BalancedSharding(tf.train.experimental.PythonState):
         long before training on them, so shares cannot follow the speed: use another policy than "speed".
 
     Attributes:
-      source: The source of the examples.
-      plan: The plan of the global batches.
-      assignments: The batches of each iterator, for a strategy.
-      state: The saved state and the settings as text, for a strategy.
+      source: The object that reads the examples.
+      plan: The `BatchPlan`, which computes the examples of each global batch.
+      assignments: The object that gives each iterator of a strategy its batches.
+      state: The position, shares and settings as text, which a strategy saves and compares between workers.
       visitors: Functions called after each step of `fit` with the epoch and the examples that this worker's replicas
         were trained on, int64 [rows]. Add them before iterating over the dataset.
 
@@ -140,19 +140,19 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     @property
     def is_followed(self) -> bool:
-        """Whether a tfdist strategy reports the steps that were trained on, so that the position counts steps."""
+        """Whether a tfdist strategy reports the steps that `fit` trains, so that the position counts steps."""
         return self.assignments.reports is not None
 
     @property
     def reported_steps(self) -> int:
-        """Number of training steps that this strategy has reported, on any data."""
+        """Number of training steps that the attached strategy has reported, on any data."""
         latest = self.assignments.reports.latest if self.is_followed else None
         return latest.number if latest else 0
 
     # The methods below are called by a strategy.
 
     def attach(self, reports: Any) -> None:
-        """Connects the sharding to the step reports of the strategy that will call it.
+        """Connects the sharding to a strategy's reports of training steps, which move its position and shares.
 
         Raises:
           ValueError: If the sharding belongs to another strategy already.
@@ -162,10 +162,12 @@ class BalancedSharding(tf.train.experimental.PythonState):
         self.assignments.reports = reports
 
     def for_strategy(self, context: tf.distribute.InputContext, *, training: bool) -> tf.data.Dataset:
-        """Returns this worker's dataset for the attached strategy, which calls `assignments.start` for each iterator.
+        """Returns this worker's dataset for the attached strategy.
+
+        The strategy calls `assignments.start` for each iterator of it.
 
         Raises:
-          ValueError: See `__call__`.
+          ValueError: If the arguments of the sharding do not fit the number of replicas.
         """
         place = self._place_of(context)
         with self.assignments.lock:
@@ -174,7 +176,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         return self._dataset(place, training, is_started=True)
 
     def first_example(self) -> tf.data.Dataset | None:
-        """Returns one batch of one row, a stand-in for replicas without rows; None if every batch has enough rows."""
+        """Returns one batch of one row, a stand-in for replicas without rows; None if all always have rows."""
         place = self.assignments.place
         if place is None or self._fewest_rows >= place.replicas:
             return None
@@ -211,7 +213,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     @property
     def cardinality(self) -> int:
-        """Number of steps in a whole epoch, or `tf.data.INFINITE_CARDINALITY`."""
+        """Number of steps in a whole epoch, for Keras, or `tf.data.INFINITE_CARDINALITY` if epochs repeat."""
         return tf.data.INFINITE_CARDINALITY if self._repeat else self.plan.steps_per_epoch
 
     @property
@@ -221,7 +223,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     @property
     def _fewest_rows(self) -> int:
-        """Rows of the smallest batch."""
+        """Rows of the smallest global batch, to decide whether some replicas may get no rows."""
         return self.plan.of_evaluation().rows(self.evaluation_steps - 1)
 
     def statistics(self) -> Statistics | None:
@@ -230,7 +232,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch, and the step in it, to train on next."""
+        """The epoch to train on next, and the step in it."""
         with self.assignments.lock:
             return self.assignments.position.next
 
@@ -243,22 +245,22 @@ class BalancedSharding(tf.train.experimental.PythonState):
         )
 
     def serialize(self) -> str:
-        """Returns the position, shares and speeds as JSON."""
+        """Returns the position in training, the shares of the replicas and their speeds as JSON, for a checkpoint."""
         return self.state.save()
 
     def check(self, string_value: str) -> None:
-        """Checks that `deserialize` can restore a state, and changes nothing.
+        """Checks that `deserialize` can restore what `serialize` returned, and changes nothing.
 
         Raises:
-          PositionError: If the state belongs to another source, seed, order or batch size.
+          PositionError: If it belongs to another source, seed, order or batch size, as `check` finds.
         """
         self.state.read(string_value)
 
     def deserialize(self, string_value: str) -> None:
-        """Continues at the position that `serialize` has saved, on any number of replicas.
+        """Continues training at the position that `serialize` has saved, on any number of replicas.
 
         Raises:
-          PositionError: See `check`.
+          PositionError: If it belongs to another source, seed, order or batch size.
         """
         self.state.restore(string_value)
 

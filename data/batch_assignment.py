@@ -1,4 +1,4 @@
-"""One pass over the global batches on one worker: the rows of its replicas, and the steps that were trained on."""
+"""The rows of each global batch that this worker's replicas get, step by step, and the count of steps trained on."""
 
 import collections
 import threading
@@ -20,7 +20,7 @@ _STEPS_BETWEEN_CHANGES = 4  # Steps measured under new shares, after they are in
 
 
 class When(NamedTuple):
-    """The position of a batch in training.
+    """The epoch of a batch in training, and whether another epoch begins after it.
 
     Attributes:
       epoch: The epoch of the batch.
@@ -32,26 +32,26 @@ class When(NamedTuple):
 
 
 class BatchAssignment:
-    """Assigns rows of the global batches to this worker's replicas, step by step, from a position on.
+    """Gives one iterator the rows of global batches for this worker's replicas, step by step, from a position on.
 
     Shares may change while the pipeline reads ahead. All workers must change them at the same step. So the shares of
     step k follow from the reports of steps up to k - lead, and no worker assigns step k before it has these reports.
 
     Args:
-      plan: The global batches.
-      epoch: The first epoch.
-      step: The first step in that epoch.
-      shares: Rows of a whole batch, by replica.
-      place: The replicas of the worker, and of the cluster.
+      plan: Computes the examples of the global batches.
+      epoch: The epoch of the first step.
+      step: The number of the first step in that epoch.
+      shares: Rows of a whole global batch that each replica gets.
+      place: Which of the cluster's replicas are this worker's.
       repeat: Whether another epoch follows.
       lead: Number of steps by which reading may be ahead of training; None if shares never change.
 
     Attributes:
-      place: As given.
+      place: The argument.
       finished: Whether all steps were assigned.
       closed: Whether `close` has ended the assignment.
       epoch: The epoch of the steps being assigned.
-      visitors: Functions that are called after each step of training, elsewhere, with the examples of the step.
+      visitors: Functions that others call after each step of training, with the examples of the step.
       handed_out: Indices of the batches that were read, for visitors.
       is_seen: Whether `note_taken` is called for each step that is taken from the iterator.
       latest_shares: Shares of the last step that is decided.
@@ -85,7 +85,7 @@ class BatchAssignment:
         self._news = threading.Condition()
 
     def batches(self) -> Iterator[tuple[When, np.ndarray]]:
-        """Yields, for each step and each of the worker's replicas, the indices of its examples, int64 [rows]."""
+        """Yields for each step and each replica of this worker the indices of its examples, int64 [rows]."""
         own, parts, steps = self.place.own, self.place.parts, self._plan.steps_per_epoch
         first, by_part = self._first_step, np.argsort(parts)
         while True:
@@ -105,29 +105,29 @@ class BatchAssignment:
         self.finished = True
 
     def note_read(self, when: When, batches: Sequence[np.ndarray]) -> None:
-        """Notes that the pipeline has read batches, and thus all epochs before theirs."""
+        """Notes that the pipeline has read these batches, and thus all epochs before theirs."""
         self._epoch_read = max(self._epoch_read, when.epoch)
         if self.visitors:
             self.handed_out.extend(batches)
 
     def note_end(self) -> None:
-        """Notes that the pipeline has read all batches that it got."""
+        """Notes that the pipeline has read all batches that it got, so that the last epoch counts as read."""
         if self.finished:
             self._epoch_read = max(self._epoch_read, self.epoch + 1)
 
     def is_decided(self) -> bool:
-        """Whether `batches` can yield the next step without waiting for reports."""
+        """Whether `batches` can yield the next step at once, since the shares of that step are decided."""
         with self._news:
             return self._lead is None or self._number in self._decided
 
     def close(self) -> None:
-        """Ends the assignment and wakes a thread that waits in `batches`."""
+        """Ends the assignment of batches and wakes a thread that waits in `batches`."""
         with self._news:
             self.closed = True
             self._news.notify_all()
 
     def _rows(self, step: int) -> tuple[int, ...] | None:
-        """Waits until the next step is decided, and returns its rows by replica, or None if closed meanwhile."""
+        """Waits for the shares of the next step. Returns its rows by replica, or None if closed meanwhile."""
         with self._news:
             number = self._number
             if self._lead is not None:
@@ -163,12 +163,12 @@ class BatchAssignment:
     # The methods below are called by the thread that takes batches from the iterator or trains on them.
 
     def note_taken(self) -> None:
-        """Notes that Python code has taken one more step from the iterator."""
+        """Notes that Python code has taken the batches of one more step from the iterator."""
         with self._news:
             self._taken += 1
 
     def note_unseen(self) -> None:
-        """Notes that from now on a graph takes the steps, where they cannot be counted."""
+        """Notes that from now on a graph takes batches, where they cannot be counted."""
         self._epoch_read, self.is_seen = max(self._epoch_read, self.epoch_taken), False
 
     def has_trained(self, rows: np.ndarray) -> bool:
@@ -194,29 +194,29 @@ class BatchAssignment:
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch and step to train on next."""
+        """The epoch to train on next, and the step in it."""
         if self._trained_step == self._plan.steps_per_epoch:
             return self._trained_epoch + 1, 0
         return self._trained_epoch, self._trained_step
 
     @property
     def epoch_taken(self) -> int:
-        """All epochs before this one were taken from the iterator, or read if taken steps are not counted."""
+        """The epoch before which all epochs were taken from the iterator, or read if taking is not counted."""
         if not self.is_seen:
             return self._epoch_read
         return self._first_epoch + (self._first_step + self._taken) // self._plan.steps_per_epoch
 
     @property
     def adapts(self) -> bool:
-        """Whether shares may change, so that each step needs a decision."""
+        """Whether shares of the replicas may change, so that each step needs a decision."""
         return self._lead is not None
 
     def may_change(self) -> bool:
-        """Whether shares may change now: the last change has been in force long enough to be measured."""
+        """Whether the shares may change now: the last change was in force long enough to be measured."""
         return self.adapts and self._trained >= self._last_change + _STEPS_BETWEEN_CHANGES
 
     def decide(self, shares: tuple[int, ...]) -> None:
-        """Sets the shares of one more step. Call it once after each step of training."""
+        """Sets the shares of the replicas for one more step. Call it once after each step of training."""
         if self._lead is None:
             return
         with self._news:

@@ -1,4 +1,4 @@
-"""Hands the batches of several steps to `tf.data` in one call, since each call into Python waits for its lock."""
+"""Hands `tf.data` the batches of several steps in one call, since each call into Python waits for Python's lock."""
 
 import functools
 import itertools
@@ -16,10 +16,10 @@ _SECONDS_TOGETHER = 0.003  # Longest time to collect batches, since training may
 
 
 def coalesced(begin: Callable[[], BatchAssignment], most: int, *, are_equal: bool) -> tf.data.Dataset:
-    """Returns a dataset of groups of batches, for `Reader`.
+    """Returns a dataset of groups of batches, as indices of examples, whose examples a `Reader` reads.
 
     Args:
-      begin: Function that returns the assignment for an iterator. TensorFlow never releases it.
+      begin: Function that returns the batch assignment for an iterator. TensorFlow never releases it.
       most: Number of examples at which a group is full.
       are_equal: Whether batches of a group must have equal numbers of examples.
 
@@ -42,7 +42,7 @@ def _elements(begin: Callable[[], BatchAssignment], most: int, are_equal: bool) 
 
 
 def _groups(assignment: BatchAssignment, most: int, are_equal: bool) -> Iterator[tuple[When, list[np.ndarray]]]:
-    """Groups batches with equal `When`, as far as their shares are decided. The last batch of an epoch comes alone."""
+    """Groups batches of equal `When` whose shares are decided. The last batch of an epoch comes alone."""
 
     def alike(one: tuple[When, np.ndarray]) -> Any:
         return one[0], len(one[1]) if are_equal else None

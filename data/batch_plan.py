@@ -1,4 +1,4 @@
-"""The examples of each global batch, and how its rows are split among replicas. Arithmetic on integers only."""
+"""Which examples each global batch holds, and how its rows are split among replicas. Arithmetic on integers only."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,21 +26,21 @@ class BatchPlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of global batches in an epoch."""
+        """Number of global batches, and thus of steps, in an epoch."""
         whole, rest = divmod(self.num_examples, self.global_batch_size)
         return whole + (rest > 0 and not self.drop_remainder)
 
     def rows(self, step: int) -> int:
-        """Number of examples in a global batch; fewer than `global_batch_size` in a short last batch."""
+        """Number of examples in the global batch of a step; fewer than `global_batch_size` in a short last one."""
         return min(self.global_batch_size, self.num_examples - step * self.global_batch_size)
 
     def batch(self, epoch: int, step: int) -> np.ndarray:
-        """Indices of the examples of global batch `step` of an epoch, int64 [rows(step)]."""
+        """Indices of the examples in global batch `step` of an epoch, int64 [rows(step)]."""
         first = step * self.global_batch_size
         return self.order(epoch, np.arange(first, first + self.rows(step)))
 
     def of_evaluation(self) -> "BatchPlan":
-        """These global batches for an evaluation: each example once, in stored order, and a short last batch."""
+        """The plan for an evaluation of the same data: each example once, in stored order, with a short last batch."""
         return dataclasses.replace(self, order=Unshuffled(), drop_remainder=False)
 
 

@@ -1,4 +1,4 @@
-"""Orders of the examples of a data set: pure functions from (epoch, positions) to indices of examples."""
+"""Orders in which an epoch reads the examples of a data set, such as shuffled: functions of (epoch, positions)."""
 
 import functools
 import hashlib
@@ -15,20 +15,20 @@ _GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 class Order(Protocol):
-    """An order of n examples, which may depend on the epoch."""
+    """An order in which an epoch reads n examples. It may differ between epochs."""
 
     def __call__(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """The examples at `positions` of this epoch, int64 [k] -> int64 [k]."""
+        """The indices of the examples at `positions` of this epoch, int64 [k] -> int64 [k]."""
 
     def __repr__(self) -> str:
-        """A description that differs between orders, apart from their seed and number of examples."""
+        """A description that differs between orders, to compare them; without seed and number of examples."""
 
 
 class Unshuffled:
     """The order in which examples are stored."""
 
     def __call__(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """See `Order`."""
+        """The indices of the examples at `positions`, int64 [k] -> int64 [k]."""
         return positions
 
     def __repr__(self) -> str:
@@ -43,7 +43,7 @@ class Shuffled:
         self._chunk = functools.lru_cache(maxsize=2)(self._compute_chunk)
 
     def __call__(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """See `Order`."""
+        """The indices of the examples at `positions` of this epoch, int64 [k] -> int64 [k]."""
         numbers = positions // _CHUNK
         indices = np.empty_like(positions)
         for number in np.unique(numbers).tolist():
@@ -66,7 +66,7 @@ class BlockShuffled:
         self._n, self._seed, self._block_size = n, seed, block_size
 
     def __call__(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """See `Order`."""
+        """The indices of the examples at `positions` of this epoch, int64 [k] -> int64 [k]."""
         size, blocks = self._block_size, -(-self._n // self._block_size)
         order = Permutation(blocks, (self._seed, epoch, _BLOCKS))
         missing = blocks * size - self._n  # Elements that the short block lacks; it may be at any place.
@@ -87,7 +87,7 @@ class BlockShuffled:
 
 
 class Stratified:
-    """Gives every part of an epoch the class proportions of the whole data set, to one or two examples per class.
+    """An order that gives every part of an epoch the class proportions of the data, to one or two examples per class.
 
     Example j of the n_c examples of class c, in an order that depends on the epoch, gets the place (j + phase_c) / n_c.
     Phases follow the golden ratio (a Weyl sequence), since equal phases would form runs of equally large classes. Takes
@@ -112,21 +112,21 @@ class Stratified:
         self._sorted = functools.lru_cache(maxsize=1)(self._sort)
 
     def __call__(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """See `Order`."""
+        """The indices of the examples at `positions` of this epoch, int64 [k] -> int64 [k]."""
         return self._sorted(epoch if self._shuffle else 0)[self._slots[positions]]
 
     def __repr__(self) -> str:
         return f"Stratified({self._digest}, shuffle={self._shuffle}, phases)"
 
     def _sort(self, epoch: int) -> np.ndarray:
-        """All examples sorted by class, and within a class in an order that depends on the epoch, int64 [n]."""
+        """Indices of all examples sorted by class, and within a class in an order of the epoch, int64 [n]."""
         if not self._shuffle:
             return np.argsort(self._classes, kind="stable")
         return np.lexsort([random_numbers(np.arange(len(self._classes)), (self._seed, epoch)), self._classes])
 
 
 def chosen_order(n: int, seed: int, shuffle: bool, block_size: int | None, stratify_by: Any) -> Order:
-    """The order for the arguments of a `BalancedSharding`: stored, shuffled, in blocks, or stratified by class.
+    """Returns the order that a `BalancedSharding`'s arguments ask for: stored, shuffled, in blocks, or stratified.
 
     Raises:
       ValueError: If `block_size` is not a positive integer, `stratify_by` does not hold one class per example, or both

@@ -1,4 +1,4 @@
-"""Begins the batch assignment of each iterator of a sharding, and follows the steps that are trained on."""
+"""Gives each iterator of a `BalancedSharding` its batches, and follows the steps that were trained on."""
 
 import functools
 import threading
@@ -18,21 +18,21 @@ _LEAD = 4  # Steps by which reading may be ahead of training while shares change
 
 
 class IteratorAssignments:
-    """Gives each iterator of a sharding its assignment, from the position of training on and by the present shares.
+    """Gives each iterator of a `BalancedSharding` its batches, from the position of training on, by present shares.
 
     Args:
-      plan: The global batches to train on.
-      shares: The shares of the replicas.
+      plan: Computes the examples of the global batches to train on.
+      shares: The rows of a global batch that each replica gets.
       repeat: Whether epochs follow each other without end.
 
     Attributes:
-      plan, shares: As given.
-      position: The position of training.
+      plan, shares: The arguments.
+      position: The epoch and step to train on next.
       lock: Protects `shares` and `position`.
       reports: The step reports of the attached strategy, if there is one.
-      place: This worker, under the attached strategy.
-      times: Statistics of the steps.
-      visitors: See `BalancedSharding`.
+      place: The replicas of this worker, under the attached strategy.
+      times: Statistics of the training steps.
+      visitors: Functions called after each step with its examples; see `BalancedSharding`.
     """
 
     def __init__(self, plan: BatchPlan, shares: Shares, repeat: bool):
@@ -48,7 +48,7 @@ class IteratorAssignments:
     def start(
         self, *, training: bool, models: Sequence[Any] = (), counts: bool = True, goes_on: bool = False
     ) -> BatchAssignment:
-        """Starts the assignment of batches for the iterator that is made next.
+        """Starts an assignment of batches for the iterator that is made next, and returns it.
 
         Args:
           training: Whether to continue at the position of training, instead of reading an epoch in stored order.
@@ -97,7 +97,7 @@ class IteratorAssignments:
     # The methods below are called by the pipeline.
 
     def begin(self, place: ReplicaTopology, *, training: bool, is_started: bool) -> BatchAssignment:
-        """Returns the assignment for an iterator when its first batch is read.
+        """Returns the assignment of batches for an iterator when its first batch is read.
 
         Args:
           place: The worker that reads.
@@ -117,7 +117,7 @@ class IteratorAssignments:
             return BatchAssignment(self.plan, *position, self.shares.at(place), place, repeat=self._repeat)
 
     def has_read(self, place: ReplicaTopology, epoch: np.ndarray) -> None:
-        """Notes that a worker for which nothing calls `start` has taken all epochs before `epoch`."""
+        """Notes that a worker without `start` has taken all epochs before `epoch`, to move the position."""
         with self.lock:
             if self.reports is None:
                 self.position.has_read(place, int(epoch))

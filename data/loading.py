@@ -1,4 +1,4 @@
-"""Loads a dataset by name, on any number of worker processes at once."""
+"""Loads a TFDS dataset by name and prepares its files, on any number of worker processes at once."""
 
 import contextlib
 import fcntl
@@ -50,7 +50,7 @@ def load(
 def prepare(
     name: str, data_dir: str | os.PathLike[str] | None = None, *, timeout_seconds: float = 3600
 ) -> tfds.core.DatasetBuilder:
-    """Returns the builder of a TFDS dataset, after preparing its files if they are missing; see `load`."""
+    """Returns the builder of a TFDS dataset, after preparing missing files. Waits for other workers like `load`."""
     builder = _make_builder(name, data_dir)
     if not builder.info.initialized:
         with _lock(builder, timeout_seconds):
@@ -70,7 +70,7 @@ def _make_builder(name: str, data_dir: str | os.PathLike[str] | None) -> tfds.co
 
 @contextlib.contextmanager
 def _lock(builder: tfds.core.DatasetBuilder, timeout_seconds: float) -> Iterator[None]:
-    """Holds `<data_dir>/.<name>.lock`. The kernel releases it when its holder dies, so the file itself may stay."""
+    """Holds `<data_dir>/.<name>.lock`, so that one process prepares a dataset. The kernel releases it if that dies."""
     root = os.fspath(builder.data_dir_root)
     if "://" in root:
         yield

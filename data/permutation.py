@@ -29,7 +29,7 @@ class Permutation:
         self._keys = _state(key, _SHORT_ROUNDS if bits <= _FEW_BITS else _ROUNDS)
 
     def __call__(self, positions: np.ndarray, variants: np.ndarray | None = None) -> np.ndarray:
-        """Returns the elements at `positions`, int64 [k] -> int64 [k].
+        """Returns the elements of the permutation at `positions`, int64 [k] -> int64 [k].
 
         Args:
           positions: Positions from 0 to n - 1.
@@ -38,7 +38,7 @@ class Permutation:
         return self._walk(positions, variants, self._keys, 0)
 
     def inverse(self, elements: np.ndarray) -> np.ndarray:
-        """Returns the positions of `elements`, int64 [k] -> int64 [k]."""
+        """Returns the positions at which the permutation has `elements`, int64 [k] -> int64 [k]."""
         return self._walk(elements, None, self._keys[::-1], 1)
 
     def _walk(self, values: np.ndarray, variants: np.ndarray | None, keys: np.ndarray, first: int) -> np.ndarray:

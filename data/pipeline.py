@@ -1,4 +1,4 @@
-"""`tf.data` pipelines that turn assigned indices into batches, read ahead by this worker or a tf.data service."""
+"""`tf.data` pipelines that make batches from indices of examples, read ahead by this worker or a tf.data service."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from tfdist.data.validation import checked_count
 
 
 class Pipeline:
-    """Makes datasets of batches from assigned indices.
+    """Makes `tf.data` datasets of batches from the indices of examples that a worker is assigned.
 
     Args:
       source: The source of the examples.
@@ -26,7 +26,7 @@ class Pipeline:
 
     Raises:
       ValueError: If `num_parallel_calls` is not a positive integer or `tf.data.AUTOTUNE`; also see `Service`.
-      SourceError: See `Service`.
+      SourceError: If the source cannot be read, or no service answers; see `Service`.
     """
 
     def __init__(self, source: Source, map_fn: Callable[..., Any] | None, num_parallel_calls: int, service: str | None):
@@ -44,7 +44,7 @@ class Pipeline:
         has_rows: bool,
         on_end: Callable[[np.ndarray], None] | None,
     ) -> tf.data.Dataset:
-        """A dataset of batches, read ahead.
+        """A dataset of the batches of one worker's replicas, read ahead.
 
         Args:
           begin: Function that returns the assignment for an iterator. TensorFlow never releases it.
@@ -74,7 +74,7 @@ class Pipeline:
 
 
 def finished(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """`dataset` with options that stop TensorFlow and Keras from changing it."""
+    """The last step of a pipeline: `dataset` with options that stop TensorFlow and Keras from changing it."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     options.autotune.enabled = False  # There is nothing to tune, and `fit` would wait for the tuner to end.
@@ -82,7 +82,7 @@ def finished(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _taken(dataset: tf.data.Dataset, on_end: Callable[[np.ndarray], None] | None) -> tf.data.Dataset:
-    """Drops the epochs from a dataset of (batch or batches, epochs that begin after them).
+    """Drops the epochs from a dataset of (batch or batches, epochs that begin after them), and reports them.
 
     Args:
       dataset: The dataset after all stages that read ahead.

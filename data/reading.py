@@ -1,4 +1,4 @@
-"""Turns indices of examples into a batch of tensors inside `tf.data`: reads, decodes and maps them."""
+"""Makes batches of tensors from indices of examples inside `tf.data`: reads, decodes and maps the examples."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ _SEEDS = 1 << 31
 
 
 class Reader:
-    """Makes a batch from a vector of indices. Errors name the example that failed.
+    """Makes a batch of tensors from a vector of example indices. Errors name the example that failed.
 
     Args:
       source: The source of the examples.
@@ -31,11 +31,11 @@ class Reader:
 
     @property
     def makes_anything(self) -> bool:
-        """Whether examples are decoded or mapped after they are read."""
+        """Whether examples are decoded or mapped after they are read, or are batches as they are."""
         return self._source.decodes or self._map_fn is not None
 
     def together(self, groups: tf.data.Dataset) -> tf.data.Dataset:
-        """Reads the examples of each group of `coalesced` in one call, and appends them to the group."""
+        """Reads all examples of each group of batches of `coalesced` in one call, and appends them to the group."""
         return groups.map(
             lambda indices, lengths, ends: (indices, lengths, ends, self._source.read(indices)),
             num_parallel_calls=1,
@@ -60,7 +60,7 @@ class Reader:
         return groups.unbatch().map(read, num_parallel_calls=num_parallel_calls, deterministic=True)
 
     def __call__(self, indices: tf.Tensor, examples: Any = None, *, replica: int = 0) -> Any:
-        """Reads examples in a `tf.data` graph.
+        """Reads the examples of one batch in a `tf.data` graph.
 
         Args:
           indices: int64 [b], where b may be 0.

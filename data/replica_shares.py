@@ -1,4 +1,4 @@
-"""The rows of a global batch that each replica takes: by the policy, and under "speed" by measured times."""
+"""How many rows of a global batch each replica takes: by policy, and under "speed" by measured times."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ _LEAST_WEIGHT = 1e-300  # With smaller weights, or larger ones than its inverse,
 
 
 class Shares:
-    """The shares, that is, the rows of a whole global batch by replica. Not thread-safe: callers must hold a lock.
+    """The share of each replica: its rows of a whole global batch. Not thread-safe: callers must hold a lock.
 
     Args:
       policy: "speed", "equal", or a list of one weight per replica.
@@ -37,11 +37,11 @@ class Shares:
 
     @property
     def follow_speed(self) -> bool:
-        """Whether shares follow the measured speed of the replicas."""
+        """Whether the rows per replica follow the measured speed of the replicas."""
         return self.policy == "speed"
 
     def at(self, place: ReplicaTopology) -> tuple[int, ...]:
-        """Returns the present shares if they fit the replicas and their limits, else the initial shares of the policy.
+        """Returns the present shares if they fit these replicas and their limits, else the policy's initial shares.
 
         Raises:
           ValueError: If the policy has weights for another number of replicas.
@@ -53,7 +53,7 @@ class Shares:
         return split(self._size, weights, place.at_most)
 
     def settle(self, place: ReplicaTopology) -> None:
-        """Keeps the present shares and measurements if they fit these replicas, else starts from the policy."""
+        """Keeps present shares and measured speeds if they fit these replicas, else starts from the policy."""
         shares = self.at(place)
         if shares is not self.present:
             self._speed, self.present = SpeedModel(place.replicas), shares
@@ -61,11 +61,11 @@ class Shares:
             self._before = np.zeros(place.replicas)
 
     def learn(self, assignment: BatchAssignment, report: Any, *, is_first: bool) -> None:
-        """Decides the shares of one more step of an assignment, from the report of a step that was trained on.
+        """Decides the shares of one more step, from the measured times of a step that was trained on.
 
         Args:
-          assignment: The assignment that uses the shares.
-          report: The report of the step.
+          assignment: The batch assignment that uses the shares.
+          report: The report of that step, with rows and times of all replicas.
           is_first: Whether training may have paused before the step; its own time before computing is then ignored.
         """
         before = report.own_seconds - report.compute_seconds
@@ -79,11 +79,11 @@ class Shares:
         self.present = shares
 
     def state(self) -> dict[str, Any]:
-        """Returns the shares and measurements, for `restore`."""
+        """Returns the shares and measured speeds of the replicas, for `restore`."""
         return {"shares": list(self.present), "speed": self._speed.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores shares and measurements, if the policy is "speed"."""
+        """Restores the shares and measured speeds that `state` returned, if the policy is "speed"."""
         if self.follow_speed and state.get("shares"):
             self.present = tuple(state["shares"])
             speed = state.get("speed")

@@ -34,7 +34,7 @@ class SpeedModel:
         self._speeds = [_Speed() for _ in range(replicas)]
 
     def observe(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
-        """Adds the rows and times of one step, by replica. Replicas without rows are left out."""
+        """Adds measured rows and times of one training step, by replica. Replicas without rows are left out."""
         self.steps += 1
         if self.steps <= WARM_UP_STEPS:
             return
@@ -43,15 +43,15 @@ class SpeedModel:
                 speed.observe(float(b), float(t))
 
     def coefficients(self) -> list[tuple[float, float]]:
-        """For each replica alpha, the fixed seconds of a step, and beta, the seconds per row."""
+        """For each replica alpha, the fixed seconds of a step, and beta, the seconds per row, as fitted so far."""
         return [speed.coefficients() for speed in self._speeds]
 
     def knows_all(self) -> bool:
-        """Whether each replica was measured at least three times."""
+        """Whether each replica was measured at least three times, so that shares can be proposed."""
         return all(speed.weight > 2 for speed in self._speeds)
 
     def proposal(self, current: Sequence[int], at_most: Sequence[int]) -> tuple[int, ...]:
-        """Shares for which all replicas take equally long, or `current` if the gain would be small.
+        """Shares of a global batch for which all replicas take equally long, or `current` if the gain is small.
 
         Args:
           current: The present rows by replica.
@@ -70,13 +70,13 @@ class SpeedModel:
         return shares if _slowest(lines, shares) < bearable else tuple(current)
 
     def state(self) -> list[list[float]]:
-        """Six rounded numbers per replica, for `restored`."""
+        """Six rounded numbers per replica for a checkpoint, from which `restored` continues to measure."""
         states = [speed.state() for speed in self._speeds]
         return [[float(f"{value:.4g}") for value in row] for row in zip(*states, strict=True)]
 
     @classmethod
     def restored(cls, state: list[list[float]]) -> "SpeedModel":
-        """A model with the given `state`. It skips the first steps again."""
+        """A model with the given `state` from a checkpoint. It skips the first steps again."""
         model = cls(0)
         model._speeds = [_Speed.restored(*numbers) for numbers in zip(*state, strict=True)]
         return model
@@ -84,7 +84,7 @@ class SpeedModel:
 
 @dataclasses.dataclass
 class _Speed:
-    """Weighted means of rows b, seconds t, b * b and b * t over the last steps of one replica."""
+    """The measured speed of one replica: weighted means of rows b, seconds t, b * b and b * t over the last steps."""
 
     weight: float = 0.0
     noise: float = 0.0  # Mean relative deviation of measured from expected seconds.
@@ -116,7 +116,7 @@ class _Speed:
         self.bt += (b * t - self.bt) / new
 
     def coefficients(self) -> tuple[float, float]:
-        """Alpha and beta.
+        """Alpha, the fixed seconds of a step, and beta, the seconds per row, of one replica.
 
         If all steps had about the same number of rows, alpha cannot be determined and counts as 0. Repeated corrections
         of the shares still converge to equal times.
@@ -130,7 +130,7 @@ class _Speed:
         return self.t - beta * self.b, beta
 
     def doubt(self) -> float:
-        """The relative uncertainty of expected times."""
+        """The relative uncertainty of a replica's expected times, by which a larger gain is demanded of new shares."""
         return self.noise * math.sqrt(_MEMORY_STEPS / self.weight)
 
     def state(self) -> tuple[float, ...]:
@@ -147,7 +147,7 @@ def _slowest(lines: list[tuple[float, float]], shares: Sequence[float]) -> float
 
 
 def _equal_times(rows: int, lines: list[tuple[float, float]], at_most: Sequence[int]) -> list[float]:
-    """Fractional rows by replica, from 1 to `at_most`, that sum to `rows` and take equal times within the bounds."""
+    """Fractional rows by replica, from 1 to `at_most`, that sum to `rows` and take all replicas equally long."""
     at_least = min(1.0, rows / len(lines))
 
     def shares(time: float) -> list[float]:

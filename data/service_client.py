@@ -1,4 +1,4 @@
-"""Client of a tf.data service that decodes and maps batches: the same batches, in the same order, as without it."""
+"""Client of a tf.data service that decodes and maps batches for a worker: the same batches as without it."""
 
 import functools
 import os
@@ -76,7 +76,7 @@ class Service:
         self.element_spec = tf.data.Dataset.from_tensors(tf.zeros([0], tf.int64)).map(reader).element_spec
 
     def dataset(self, begin: Callable[[], BatchAssignment]) -> tf.data.Dataset:
-        """Returns a dataset of (batch, the epoch that begins after it or 0), given a function as for `coalesced`."""
+        """Returns a dataset of (batch, the epoch that begins after it or 0), of the assignment that `begin` returns."""
         return tf.data.Dataset.from_generator(
             functools.partial(weakly(self._elements), begin),
             output_signature=(self.element_spec, tf.TensorSpec([], tf.int64)),
@@ -90,7 +90,7 @@ class Service:
         assignment.note_end()
 
     def batches(self, assignment: BatchAssignment) -> Iterator[tuple[When, np.ndarray, Any]]:
-        """Makes the batches of an assignment, which it reads ahead.
+        """Makes the batches of a batch assignment on the service, which reads ahead.
 
         Yields:
           The position in training, the indices, and the batch, a structure of `element_spec`.
@@ -148,7 +148,7 @@ class Service:
         return self._makers[replica](tf.constant(indices, tf.int64))
 
     def _dataset(self, batches: list[np.ndarray], replica: int) -> tf.data.Dataset:
-        """A dataset of (number, batch) for all batches that are not empty, in order of completion."""
+        """A dataset that the service makes, of (number, batch) for batches with rows, in order of completion."""
         read = self._source.read_elsewhere(np.concatenate(batches))
         ends = np.cumsum([len(batch) for batch in batches])
         starts, wanted = np.append(0, ends[:-1]), [number for number, batch in enumerate(batches) if len(batch)]
@@ -172,7 +172,7 @@ class Service:
 
 
 class _Delivery:
-    """Receives numbered batches, in any order, in a daemon thread, which may block for ever and be abandoned."""
+    """Receives numbered batches from the service, in any order, in a daemon thread, which may block for ever."""
 
     def __init__(self, make_dataset: Callable[[], tf.data.Dataset], first: int):
         self._make_dataset = make_dataset
@@ -185,12 +185,12 @@ class _Delivery:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything has arrived."""
+        """Whether any batch has arrived, so that it is worth waiting for more."""
         with self._news:
             return bool(self._arrived)
 
     def take(self, number: int, timeout_seconds: float, assignment: BatchAssignment) -> Any:
-        """Waits for batch `number`; None if it does not arrive in time. Take batches in order."""
+        """Waits for batch `number` from the service; None if it is not there in time. Call it in order of numbers."""
         deadline = time.monotonic() + timeout_seconds
         with self._news:
             self._next = number
@@ -206,7 +206,7 @@ class _Delivery:
             return self._arrived.pop(number, None)
 
     def close(self) -> None:
-        """Stops receiving."""
+        """Stops receiving batches from the service."""
         with self._news:
             self._ended = True
             self._news.notify_all()
@@ -224,7 +224,7 @@ class _Delivery:
             self._news.notify_all()
 
     def _put(self, number: int, batch: Any) -> bool:
-        """Stores a batch, and waits while enough are stored. Returns whether more are wanted."""
+        """Stores a batch, and waits while enough batches are stored. Returns whether more are wanted."""
         with self._news:
             self._arrived[number] = batch
             self._news.notify_all()
@@ -249,7 +249,7 @@ def _chunks(batches: Iterator[tuple[When, np.ndarray]]) -> Iterator[_Requests]:
 
 
 def _checked_address(address: str) -> str:
-    """`address` as "host:port"."""
+    """Returns `address` as "host:port"; raises if it is not the address of a service."""
     plain = address.removeprefix(_PROTOCOL)
     try:
         split_address(plain)
@@ -259,7 +259,7 @@ def _checked_address(address: str) -> str:
 
 
 def _answers(address: str) -> bool:
-    """Whether a service answers at `address`. Raises in the first attempt of a job if none ever has."""
+    """Whether a tf.data service answers at `address`. Raises in the first attempt of a job if none ever has."""
     try:
         check_answers(address)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The state of a sharding as text: saved in checkpoints, and compared between workers."""
+"""The state of a `BalancedSharding` as text: saved in checkpoints, and compared between workers."""
 
 import json
 from typing import Any
@@ -12,12 +12,12 @@ _CHARACTERS = 1000  # Largest size of a saved state, except for the shares of ve
 
 
 class ShardingState:
-    """Saves, restores and describes the position, shares and speeds of a sharding.
+    """Saves, restores and describes the position, shares and speeds of a `BalancedSharding`.
 
     Args:
       source: The source of the examples.
       seed: Seed of the order.
-      assignments: The assignments; the state is their position and shares.
+      assignments: The object that holds the position and the shares.
       settings: Further settings that must be equal on all workers, by name.
     """
 
@@ -33,7 +33,7 @@ class ShardingState:
         }
 
     def save(self) -> str:
-        """Returns the position, shares and speeds as JSON."""
+        """Returns the position in training and the replicas' shares and speeds as JSON, for a checkpoint."""
         with self._assignments.lock:
             epoch, step = self._assignments.position.next
             state = {"format": _FORMAT, "epoch": epoch, "step": step, "of": self._identity}
@@ -46,7 +46,7 @@ class ShardingState:
         return text
 
     def read(self, text: str) -> tuple[int, int, dict[str, Any]]:
-        """Returns the epoch, the step and the whole state of a text of `save`.
+        """Returns the epoch, the step and the whole state that are in a text of `save`.
 
         Raises:
           PositionError: If the state belongs to another source, seed, order or batch size.
@@ -69,10 +69,10 @@ class ShardingState:
         return epoch, step, state
 
     def restore(self, text: str) -> None:
-        """Continues at the position that `save` has saved, on any number of replicas.
+        """Continues training at the position that `save` has saved, on any number of replicas.
 
         Raises:
-          PositionError: See `read`.
+          PositionError: If the state belongs to another source, seed, order or batch size, as in `read`.
         """
         epoch, step, state = self.read(text)
         here = self._assignments
@@ -89,13 +89,13 @@ class ShardingState:
         return [f"{name} {value}" for name, value in {**self._identity, **self._settings}.items()]
 
     def settings_for_errors(self) -> list[str]:
-        """Returns `settings` for error messages, with the origin of the examples."""
+        """Returns the same settings as `settings`, but names where the examples are from, for errors."""
         of_source = f"source {self._fingerprint}"
         named = f"examples with the checksum {self._fingerprint} from {self._source.origin()}"
         return [named if each == of_source else each for each in self.settings()]
 
     def of_training(self) -> list[str]:
-        """Returns the state that must be equal on all workers when training begins."""
+        """Returns the position and shares, which must be equal on all workers when training begins."""
         with self._assignments.lock:
             state = {"position": self._assignments.position.next, **self._assignments.shares.state()}
         return [f"{name} {value}" for name, value in state.items()]

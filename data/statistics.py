@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """How the last training step was shared. Tuples have one entry per replica.
+    """How the work of the last training step was shared among replicas. Tuples have one entry per replica.
 
     Attributes:
       rows: Rows of the global batch.
@@ -16,7 +16,7 @@ class Statistics:
       step_seconds: Time from the end of the step before to the end of this step; 0 for the first step.
       rows_per_second: Rows of all replicas divided by `step_seconds`.
       imbalance: The longest compute time divided by the mean; 1 if the work is perfectly balanced.
-      changes: How often the shares have changed.
+      changes: How often the rows per replica have changed.
     """
 
     rows: tuple[int, ...]
@@ -29,7 +29,7 @@ class Statistics:
 
 
 class StepTimes:
-    """Computes statistics from the reports of steps.
+    """Computes statistics of how replicas share the work, from the reports of training steps.
 
     Attributes:
       statistics: Statistics of the last step; None before the first step.
@@ -40,11 +40,11 @@ class StepTimes:
         self._ended = 0.0
 
     def begin(self) -> None:
-        """Marks the next step as the first of an iterator."""
+        """Marks the next training step as the first of an iterator, which has no step before it to measure from."""
         self._ended = 0.0
 
     def note(self, report: Any, changes: int) -> Statistics:
-        """Computes the statistics of a step that has just ended from its report."""
+        """Computes the statistics of a training step that has just ended from its report."""
         now = time.monotonic()
         step_seconds = now - self._ended if self._ended else 0.0
         self._ended = now

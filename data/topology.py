@@ -1,4 +1,4 @@
-"""The replicas of a worker, and the part of a global batch that each replica gets."""
+"""The replicas of a worker, and the part of a global batch that each replica of the cluster gets."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaTopology:
-    """The replicas of the cluster that reads a data set, and the replicas of one of its workers.
+    """Which replicas of the cluster belong to one worker, and which part of a global batch each replica gets.
 
     Attributes:
       replicas: Number of replicas on all workers.
       own: Numbers of the replicas of this worker.
       parts: For each replica the index of its part of a global batch.
-      at_most: For each replica the largest number of rows.
+      at_most: For each replica the largest number of rows of a global batch.
     """
 
     replicas: int

@@ -5,7 +5,7 @@ from tfdist.data.topology import ReplicaTopology
 
 
 class TrainingPosition:
-    """The position of training, as (epoch, step). Not thread-safe: callers must hold a lock.
+    """The position of training in a data set, as (epoch, step). Not thread-safe: callers must hold a lock.
 
     Reported steps set it. Where nothing reports steps, it counts whole epochs that were read.
     """
@@ -20,22 +20,22 @@ class TrainingPosition:
 
     @property
     def next(self) -> tuple[int, int]:
-        """The epoch, and the step in it, to train on next."""
+        """The epoch to train on next, and the step in it."""
         if self._counted is not None and (epoch := self._counted.epoch_taken) > max(self._next[0], self._epoch_before):
             self._next = epoch, 0
         return self._next
 
     def count(self, assignment: BatchAssignment | None) -> None:
-        """Counts from now on the epochs that are taken of this assignment, or of none."""
+        """Counts from now on the epochs taken from this assignment's iterator, or none, to move the position."""
         self._next = self.next
         self._counted, self._epoch_before = assignment, 0
 
     def has_trained(self, position: tuple[int, int]) -> None:
-        """Sets the position that follows from the reports of steps."""
+        """Sets the position after a step of training that was reported."""
         self._next = position
 
     def restore(self, position: tuple[int, int]) -> None:
-        """Continues at a saved position."""
+        """Continues training at a saved position."""
         self._epoch_before = self._counted.epoch_taken if self._counted is not None else 0
         self._next = self._first = position
         self._reached.clear()
@@ -43,11 +43,11 @@ class TrainingPosition:
     # The methods below serve readers without a strategy that reports steps.
 
     def of_reader(self, place: ReplicaTopology) -> tuple[int, int]:
-        """Returns the position at which a worker reads on."""
+        """Returns the position at which a worker reads on if no strategy reports steps."""
         return (self._reached[place], 0) if place in self._reached else self._first
 
     def has_read(self, place: ReplicaTopology, epoch: int) -> None:
-        """Notes that a worker has taken all epochs before `epoch`."""
+        """Notes that a worker has taken all epochs before `epoch`, if no strategy reports steps."""
         self._reached[place] = max(epoch, self._reached.get(place, 0))
         if epoch > self.next[0]:
             self._next = epoch, 0

@@ -1,4 +1,4 @@
-"""Checks for arguments that must be integers or booleans."""
+"""Checks for arguments of `tfdist.data` that must be integers or booleans."""
 
 import numbers
 from typing import Any
@@ -7,13 +7,13 @@ import numpy as np
 
 
 def as_count(value: Any) -> int | None:
-    """`value` as an int if it is an integer of at least 1, also as a float such as 8.0; else None."""
+    """Returns `value` as an int if it is an integer of at least 1, also as a float such as 8.0; else None."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return int(value) if is_number and value == value // 1 and value >= 1 else None
 
 
 def checked_count(name: str, value: Any) -> int:
-    """`value` as an int.
+    """Returns the argument `value` as an int, after a check that it is an integer of at least 1.
 
     Raises:
       ValueError: If it is not an integer of at least 1; the message names the argument.
@@ -25,7 +25,7 @@ def checked_count(name: str, value: Any) -> int:
 
 
 def checked_whole(name: str, value: Any) -> int:
-    """`value` as an int, which may be negative.
+    """Returns the argument `value` as an int, which may be negative, after a check that it is an integer.
 
     Raises:
       ValueError: If it is not an integer; the message names the argument.
@@ -36,7 +36,7 @@ def checked_whole(name: str, value: Any) -> int:
 
 
 def check_truth(name: str, value: Any) -> None:
-    """Checks that `value` is True or False.
+    """Checks that the argument `value` is True or False.
 
     Raises:
       ValueError: If it is not; the message names the argument.

@@ -1,4 +1,4 @@
-"""Weak wrappers for bound methods, for callers such as `tf.data` that never release callbacks."""
+"""Weak wrappers for methods, so that callers like `tf.data`, which never release callbacks, keep no data alive."""
 
 import contextlib
 import weakref
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a bound method for `tf.data` without a reference to its object.
+    """Wraps a bound method for `tf.data` without a reference to its object, so that the object can be deleted.
 
     Args:
       method: A method of an object that something else keeps alive as long as the wrapper is called.

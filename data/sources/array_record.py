@@ -1,4 +1,4 @@
-"""Examples in ArrayRecord files."""
+"""Source of examples in ArrayRecord files."""
 
 import os
 from collections.abc import Iterable

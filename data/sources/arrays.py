@@ -1,4 +1,4 @@
-"""Examples that are rows of arrays."""
+"""Source of examples that are rows of arrays, in memory or on disk."""
 
 import sys
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from tfdist.data.sources.source import Source, digest, map_leaves
 
 
 class ArraysSource(Source):
-    """Rows of arrays with equal first dimensions: `x`, `(x, y)`, `{"image": x, "label": y}`, with any nesting.
+    """Examples that are rows of arrays: `x`, `(x, y)`, `{"image": x, "label": y}`, with any nesting.
 
     Reads rows with a gather operation, in parallel and without Python. Costs one copy of each NumPy array, on the CPU;
     graphs hold no other copy. Tensors on the CPU are not copied. The fingerprint depends on shapes and types, not on
@@ -54,7 +54,7 @@ class ArraysSource(Source):
 
 
 class _OnDisk:
-    """An array in a file, from which rows are read.
+    """An array in a file on disk, from which a source reads rows without loading the whole.
 
     Args:
       name: Name of the array in error messages.

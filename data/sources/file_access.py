@@ -1,4 +1,4 @@
-"""Local and remote files: their names, size and age, and reads at any offset."""
+"""Access to local and remote data files: their names, size and age, and reads at any offset."""
 
 import contextlib
 import ctypes
@@ -29,12 +29,12 @@ _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, for which Python has no
 
 
 def several(paths: Any) -> Any:
-    """Returns `paths`, in a list if it is a single path."""
+    """Returns `paths` as a list, also if it is a single path."""
     return [paths] if isinstance(paths, str | os.PathLike) else paths
 
 
 def expand(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """Returns the files of paths and glob patterns. The files of a pattern are in the order of their names.
+    """Returns the data files that paths and glob patterns name. The files of a pattern are in the order of names.
 
     Raises:
       ValueError: If there are no files, a path does not exist or is a folder, or a pattern matches no file.
@@ -62,7 +62,7 @@ def _expand_one(path: str) -> list[str]:
 
 
 def is_index(path: str) -> bool:
-    """Whether a file is an index or the draft of an index, which may lie in the folder of the data."""
+    """Whether a file is an index or the draft of an index, which may lie among the data files and is no data."""
     return INDEX_SUFFIX in os.path.basename(path)
 
 
@@ -72,7 +72,7 @@ def is_local(path: str) -> bool:
 
 
 def stat(path: str) -> tuple[int, int]:
-    """Returns the size in bytes, and the time of the last change in nanoseconds.
+    """Returns a file's size in bytes and time of the last change in nanoseconds, to notice if it is replaced.
 
     Raises:
       SourceError: If the file cannot be read.
@@ -89,7 +89,7 @@ def stat(path: str) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def open_to_scan(path: str) -> Iterator[io.BufferedReader | tf.io.gfile.GFile]:
-    """Opens a file for many small reads, mostly in ascending order."""
+    """Opens a file for many small reads, mostly in ascending order, to index its records."""
     if is_local(path):
         with open(path, "rb", buffering=_READ_AHEAD_BYTES) as local:
             yield local
@@ -132,7 +132,7 @@ class LocalFile:
         return [self._read_on(*span, content) for span, content in zip(spans, contents, strict=True)]
 
     def _read_on(self, offset: int, size: int, content: bytes) -> bytes:
-        """Completes `content`, since the kernel may return fewer bytes of a large read than requested."""
+        """Reads what `content` lacks, since the kernel may return fewer bytes of a large read than requested."""
         while len(content) < size:
             more = os.pread(self._descriptor, size - len(content), offset + len(content))
             if not more:
@@ -155,7 +155,7 @@ def _map(descriptor: int) -> mmap.mmap | None:
 
 
 def _is_in_memory(mapped: mmap.mmap) -> bool:
-    """Whether all of a map is in memory, after reading a small missing part. Releases Python's lock meanwhile."""
+    """Whether all of a mapped file is in memory, after reading a small missing part. Releases Python's lock."""
     system = ctypes.CDLL(None)
     address = ctypes.c_void_p(np.frombuffer(mapped, np.uint8).ctypes.data)
     size = ctypes.c_size_t(len(mapped))
@@ -193,7 +193,7 @@ class RemoteFile:
 
 @functools.lru_cache(maxsize=_OPEN_FILES)
 def open_to_read(path: str, made: tuple[int, int]) -> LocalFile | RemoteFile:
-    """Opens a file, and keeps it open among the files that were read recently.
+    """Opens a data file to read at any offset, and keeps it open among the files that were read recently.
 
     Args:
       path: Path of the file.

@@ -1,4 +1,4 @@
-"""Examples that are items of a Python object."""
+"""Source of examples that are items of a Python object, such as a list."""
 
 import contextlib
 import threading
@@ -58,7 +58,7 @@ class ItemsSource(Source):
         return digest("items", self._length, self.element_spec)
 
     def _read(self, indices: np.ndarray) -> list[np.ndarray]:
-        """Returns the examples `indices` as one array per leaf, in the order of `tf.nest.flatten`."""
+        """Returns the examples at `indices` as one array per leaf, in the order of `tf.nest.flatten`."""
         specs = tf.nest.flatten(self.element_spec)
         columns = [np.empty((len(indices), *spec.shape), spec.dtype.as_numpy_dtype) for spec in specs]
         numbers = indices.tolist()

@@ -14,7 +14,7 @@ from tfdist.errors import SourceError, TFConfigError
 
 
 class Source(abc.ABC):
-    """Examples that are read by index, from 0 to `len(source) - 1`, in any order and any number of times.
+    """Examples that a data set reads by index, from 0 to `len(source) - 1`, in any order and any number of times.
 
     Attributes:
       element_spec: Spec of one example as `read` returns it, without the batch dimension: a `tf.TensorSpec`, or tuples
@@ -64,7 +64,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def fingerprint(self) -> str:
-        """Returns 16 hex digits, equal on all workers, that change with the number of examples or the files."""
+        """Returns 16 hex digits, equal on all workers, to notice another number of examples or other files."""
 
     def origin(self) -> str:
         """Returns the origin of all examples for errors, such as "/data/a.tfrecord and 3 other files"."""
@@ -96,12 +96,12 @@ def files_named(paths: list[str]) -> str:
 
 
 def digest(*parts: Any) -> str:
-    """Returns 16 hex digits of a hash of the strings of `parts`."""
+    """Returns 16 hex digits of a hash of the strings `parts`, for a source's fingerprint."""
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
 def map_leaves(fn: Callable[[str, Any], Any], structure: Any, name: str) -> Any:
-    """Replaces each leaf of `structure` by `fn(name of the leaf, leaf)`.
+    """Replaces each leaf of an example's or spec's `structure` by `fn(name of the leaf, leaf)`.
 
     As in `tf.data`, tuples and dicts are structure. Everything else is a leaf, also a list.
     """

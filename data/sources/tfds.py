@@ -1,4 +1,4 @@
-"""Examples of a dataset from TensorFlow Datasets (TFDS)."""
+"""Source of the examples of a dataset from TensorFlow Datasets (TFDS)."""
 
 import os
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tfdist.data.sources.tfrecord import TFRecordSource
 
 
 class TfdsSource(Source):
-    """The examples of a split, decoded by the dataset's own features.
+    """The examples of a split of a TFDS dataset, decoded by the dataset's own features.
 
     Reads ArrayRecord and TFRecord files in any order. TFRecord files are indexed at first use. If a dataset has
     supervised keys, its examples are pairs such as (image, label), as in `tfdist.data.load`; otherwise they are dicts
@@ -60,7 +60,7 @@ class TfdsSource(Source):
         return self._records.read_elsewhere(indices)
 
     def decode(self, example: tf.Tensor) -> Any:
-        """Returns the features of one serialized example."""
+        """Returns the features of one serialized example, such as (image, label)."""
         features = self._features.deserialize_example(example)
         return map_leaves(lambda _, key: features[key], self._keys, "") if self._keys else features
 

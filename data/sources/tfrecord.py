@@ -1,4 +1,4 @@
-"""Examples in TFRecord files."""
+"""Source of examples in TFRecord files."""
 
 import concurrent.futures
 import mmap
@@ -76,7 +76,10 @@ class TFRecordSource(Source):
         return records
 
     def read_elsewhere(self, indices: np.ndarray) -> Callable[[tf.Tensor], tf.Tensor]:
-        """See `Source`. Reads records one by one, with TensorFlow's own reader, which checks their CRCs."""
+        """Returns a function with which another process, of a tf.data service, reads these examples.
+
+        It reads records one by one, with TensorFlow's own reader, which checks their CRCs.
+        """
         places = self._places[indices]
         files = np.searchsorted(self._starts, places, "right") - 1
         offsets = places - self._starts[files]
@@ -128,7 +131,7 @@ class TFRecordSource(Source):
         return records
 
     def _read_file(self, file: int, wanted: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> list[bytes]:
-        """Returns records of one file, in ascending order of their offsets."""
+        """Returns records of one file, in ascending order of offsets, after a check that it was not changed."""
         opened = self._open(file, wanted[0])
         mapped = opened.mapped
         found = _read_spans(opened, offsets, lengths) if mapped is None else _read_mapped(mapped, offsets, lengths)
@@ -158,7 +161,7 @@ class TFRecordSource(Source):
 
 
 def _read_mapped(mapped: mmap.mmap, offsets: np.ndarray, lengths: np.ndarray) -> tuple[bytes, list[bytes]]:
-    """Returns the first 8 bytes of all headers, concatenated, and the records."""
+    """Returns the records from a file in memory, and the first 8 bytes of all their headers, concatenated."""
     headers = np.frombuffer(mapped, np.uint8)[offsets[:, np.newaxis] + np.arange(8)]
     begins = offsets + HEADER_BYTES
     records = [mapped[begin:end] for begin, end in zip(begins.tolist(), (begins + lengths).tolist(), strict=True)]
@@ -166,7 +169,7 @@ def _read_mapped(mapped: mmap.mmap, offsets: np.ndarray, lengths: np.ndarray) ->
 
 
 def _read_spans(opened: LocalFile | RemoteFile, offsets: np.ndarray, lengths: np.ndarray) -> tuple[bytes, list[bytes]]:
-    """Does the same as `_read_mapped`. Joins consecutive records to spans, which it cuts every few MB."""
+    """Does the same as `_read_mapped` with reads from disk. Joins consecutive records, cut every few MB."""
     ends = offsets + lengths + (HEADER_BYTES + FOOTER_BYTES)
     is_first = np.ones(len(offsets), bool)
     is_first[1:] = (offsets[1:] != ends[:-1]) | (offsets[1:] >> _SPAN_BITS != offsets[:-1] >> _SPAN_BITS)

@@ -1,4 +1,4 @@
-"""Index of the records of a TFRecord file: built once, stored in a file, and checked when it is loaded."""
+"""Index of the records in a TFRecord file, to read any one: built once, stored in a file, checked when loaded."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ _MASK_DELTA = 0xA282EAD8
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TFRecordIndex:
-    """The offsets of the records of one file, and the state of that file.
+    """The offsets of the records of one TFRecord file, and the file's size and age when it was indexed.
 
     Attributes:
       path: Path of the file.
@@ -49,7 +49,7 @@ class TFRecordIndex:
 
     @property
     def offsets(self) -> np.ndarray:
-        """Offset of the header of each record, int64 [n]."""
+        """Offset of the header of each record in the file, int64 [n]."""
         ends = np.cumsum(self.lengths + (HEADER_BYTES + FOOTER_BYTES))
         return np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
 
@@ -96,7 +96,7 @@ def _places(path: str) -> list[str]:
 
 
 def _read(place: str, path: str, size: int, mtime: int) -> TFRecordIndex | None:
-    """Returns the index stored in `place`; None if it is missing, damaged, or belongs to another state of the file."""
+    """Returns the file index stored in `place`; None if it is missing, damaged, or of another state of the data."""
     try:
         with tf.io.gfile.GFile(place, "rb") as file:
             content = file.read()
@@ -165,7 +165,7 @@ def _make(path: str, size: int, mtime: int) -> TFRecordIndex:
 
 
 def _check_data(index: TFRecordIndex) -> None:
-    """Reads the whole file with `tf.data`, which compares all data with their CRCs."""
+    """Reads the whole TFRecord file with `tf.data`, which compares all data with their CRCs."""
     records = tf.data.TFRecordDataset(index.path)
     try:
         for _ in records.batch(_BATCH).prefetch(1):
@@ -183,7 +183,7 @@ def _fault(path: str, lengths: np.ndarray, record: int, problem: str) -> SourceE
 
 
 def _scan(path: str, size: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns all complete headers, the CRCs of all data, and the end of the last record according to its header."""
+    """Returns all complete record headers of a file, the CRCs of all data, and the end that the last header gives."""
     headers, data_crcs = bytearray(), bytearray()
     end = 0
     with open_to_scan(path) as file:
@@ -208,7 +208,7 @@ def _crc_table() -> np.ndarray:
 
 
 def _masked_crc(lengths: np.ndarray) -> np.ndarray:
-    """Returns the checksums of headers with these lengths: uint64 [n] -> uint32 [n].
+    """Returns the checksums that TFRecord headers with these lengths must have: uint64 [n] -> uint32 [n].
 
     References:
       https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details

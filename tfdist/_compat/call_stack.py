@@ -1,4 +1,4 @@
-"""Reads the call stack of this thread, and of all threads before a process ends."""
+"""Reads the call stack of this thread, to find out who calls, and of all threads before a process ends."""
 
 import gc
 import hashlib
@@ -20,7 +20,7 @@ __all__ = [
 
 
 def frames() -> Iterator[FrameType]:
-    """Yields the frames of this thread, from the calling function outwards."""
+    """Yields the frames of this thread's call stack, from the calling function outwards."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -33,7 +33,7 @@ def caller(more: int = 0) -> FrameType:
 
 
 def site_of(frame: FrameType | None) -> str:
-    """Returns hashes of the code and instruction offsets of a frame and of its callers, outermost first."""
+    """Returns a call site, to tell one `fit` from another: hashes of code and offset of a frame and its callers."""
     callers = []
     while frame is not None:
         code = hashlib.sha256(frame.f_code.co_qualname.encode() + frame.f_code.co_code).hexdigest()[:12]
@@ -49,7 +49,7 @@ def frame_of(*functions: Any) -> FrameType | None:
 
 
 def calls_of_threads() -> dict[int, list[tuple[str, int, str]]]:
-    """Returns the stack of each thread, innermost call first: file, line, function. For a process about to end.
+    """Returns the stack of each thread, to report it before the process ends: innermost first, file, line, function.
 
     Reading the frames of a running thread is unsafe: creating a frame object can start a garbage collection. There, a
     finalizer may let the other thread run on, and its frame is gone. So the garbage collector is off meanwhile.

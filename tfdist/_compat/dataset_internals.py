@@ -1,4 +1,4 @@
-"""Private names of TensorFlow's datasets and distributed datasets.
+"""Private names of TensorFlow's datasets (`tf.data`) and of datasets that a strategy distributes.
 
 Comments state why a name is needed and what breaks without it. `setup.cfg` allows only tested versions.
 """
@@ -61,7 +61,7 @@ def end_when_all_have_ended(dataset: Any) -> None:
 
 
 def make_iterators_on_devices_anew(iterator: Any, change: Callable[[Any], Any]) -> None:
-    """Replaces the iterators on the devices of a distributed iterator that has not been read yet.
+    """Replaces the iterators on the devices of an unread distributed iterator, to set options there too.
 
     For each device TensorFlow creates a dataset that reads from the host's dataset, but without the host's options.
 
@@ -110,7 +110,7 @@ class CountedDataset(UnaryUnchangedStructureDataset):
         self._batches = batches
 
     def cardinality(self) -> tf.Tensor:
-        """Returns the declared number of elements."""
+        """Returns the declared number of elements of the dataset."""
         return tf.constant(self._batches, tf.int64)
 
     map, prefetch, with_options = _counted("map"), _counted("prefetch"), _counted("with_options")
@@ -118,7 +118,7 @@ class CountedDataset(UnaryUnchangedStructureDataset):
 
 
 class _ReplacingIterator(DistributedIterator):
-    """A distributed iterator that reads what another one would read."""
+    """A distributed iterator that takes the place of another one and reads what that would read."""
 
     def __init__(self, iterator: DistributedIterator):
         super().__init__(
@@ -147,7 +147,7 @@ class CountingIterator(_ReplacingIterator):
         super().__init__(iterator)
 
     def get_next(self, name: str | None = None) -> Any:
-        """Returns the next batches, one for each replica."""
+        """Returns the next batches, one for each replica, and reports that they were read."""
         if not context.executing_eagerly():
             self._on_graph()
             return super().get_next(name)
@@ -156,7 +156,7 @@ class CountingIterator(_ReplacingIterator):
         return batch
 
     def get_next_as_optional(self) -> Any:
-        """Returns the next batches as an Optional."""
+        """Returns the next batches as an Optional, and reports that a graph reads from now on."""
         self._on_graph()
         return super().get_next_as_optional()
 
@@ -176,12 +176,12 @@ class NotedIterator(_ReplacingIterator):
     """
 
     def get_next(self, name: str | None = None) -> Any:
-        """Returns the next batches, one for each replica."""
+        """Returns the next batches, one for each replica; tells the strategy that this worker waits for input."""
         with self._strategy.reports.reading():
             return super().get_next(name)
 
     def get_next_as_optional(self) -> Any:
-        """Returns the next batches as an Optional."""
+        """Returns the next batches as an Optional; tells the strategy that this worker waits for input."""
         with self._strategy.reports.reading():
             return super().get_next_as_optional()
 
@@ -221,7 +221,7 @@ def datasets_of_worker(distributed: Any) -> list[Any]:
 
 
 def set_datasets_of_worker(distributed: Any, datasets: list[Any]) -> None:
-    """Replaces the datasets of a distributed dataset by `datasets` with equal specs; see `datasets_of_worker`."""
+    """Replaces the datasets that a distributed dataset reads on this worker, by `datasets` with equal specs."""
     setattr(distributed, _place_of_datasets(distributed), datasets)
 
 
@@ -230,7 +230,7 @@ def _place_of_datasets(distributed):
 
 
 def inputs_of(dataset: tf.data.Dataset) -> list[Any]:
-    """Returns the direct inputs of a dataset; see `datasets_read_by`."""
+    """Returns the datasets that a dataset reads directly, to follow data back to its source."""
     return list(dataset._inputs())
 
 
@@ -257,7 +257,7 @@ def graphs_of_dataset_functions(dataset: tf.data.Dataset) -> list[Any]:
 
 
 def maps_elements(dataset: tf.data.Dataset) -> bool:
-    """Returns whether a dataset stage maps each element to one element; see `graphs_of_dataset_functions`."""
+    """Returns whether a dataset stage maps each element to one element, to follow a tensor back to its source."""
     return type(dataset).__name__ in ("_MapDataset", "_ParallelMapDataset")
 
 

@@ -1,4 +1,4 @@
-"""Private attributes and names of Keras.
+"""Private attributes and names of Keras that tfdist reads or sets.
 
 Each function states what breaks without it. `setup.cfg` allows only tested versions.
 """
@@ -53,7 +53,7 @@ __all__ = [
 
 
 def unmatched_compiled(model: keras_trainer.TensorFlowTrainer) -> list[Any]:
-    """Returns the compiled metrics and losses that Keras has not matched with outputs yet."""
+    """Returns the metrics and losses of `compile` that Keras has not matched with outputs of the model yet."""
     compiled = (model._compile_metrics, model._compile_loss)
     return [each for each in compiled if each is not None and not each.built]
 
@@ -86,7 +86,7 @@ class ReplacedLosses:
             self._build, self._compiled.build = self._compiled.build, self._build_and_replace
 
     def put_back(self) -> None:
-        """Puts the original losses back."""
+        """Puts the original losses of `compile` back."""
         if self._compiled is not None:
             vars(self._compiled).pop("build", None)
         if self._before is not None:
@@ -116,13 +116,13 @@ def kept_losses(model: keras_trainer.TensorFlowTrainer) -> list[tuple[Any, list]
 
 
 def put_losses_back(kept: list[tuple[Any, list]]) -> None:
-    """Restores the losses that `kept_losses` returned, without later additions and removals."""
+    """Restores the `add_loss` losses that `kept_losses` returned, without later additions and removals."""
     for layer, losses in kept:
         layer._losses[:] = losses
 
 
 def open_scopes() -> list:
-    """Returns the Keras objects that have open name scopes, innermost first."""
+    """Returns the Keras objects, such as an optimizer, whose name scopes are open in this thread, innermost first."""
     stack = global_state.get_global_attribute("name_scope_stack") or []
     return [scope.caller for scope in reversed(stack) if scope.caller is not None]
 

@@ -1,4 +1,4 @@
-"""Looks up what Keras is doing on the call stack of this thread, where no public hook tells it.
+"""Finds out on this thread's call stack what Keras is doing, such as `fit` or `predict`, where no hook tells it.
 
 Each function states what breaks without it. `setup.cfg` allows only tested versions.
 """
@@ -91,7 +91,7 @@ def _owner_in(module: Any) -> Any:
 
 
 def called_by_trainer() -> bool:
-    """Returns whether the caller was called from the module of Keras' `fit`."""
+    """Returns whether the caller was called from the module of Keras' `fit`, and not by a user or another module."""
     return call_stack.caller().f_globals.get("__name__") == keras_trainer.__name__
 
 
@@ -114,7 +114,7 @@ def variable_being_made() -> keras.Variable | None:
 
 
 def is_peeking() -> bool:
-    """Returns whether Keras is building a model from the first batch."""
+    """Returns whether Keras is building a model from the first batch, which must stay available for training."""
     return call_stack.frame_of(keras_trainer.TensorFlowTrainer._maybe_symbolic_build) is not None
 
 
@@ -136,7 +136,7 @@ def loop_to_distribute() -> str | None:
 
 
 def made_dataset() -> bool:
-    """Returns whether Keras distributes a dataset that it created from arrays or a generator, not a user's dataset."""
+    """Returns whether Keras distributes a dataset that it made from arrays or a generator, not a user's dataset."""
     adapter = getattr(epochs_to_distribute(), "data_adapter", None)
     return adapter is not None and not isinstance(adapter, TFDatasetAdapter)
 
@@ -158,7 +158,7 @@ def model_to_build() -> keras_trainer.TensorFlowTrainer | None:
 
 
 class BeginningFit(NamedTuple):
-    """Arguments of a `fit`.
+    """Arguments of a `fit` that is starting, to compare them between workers.
 
     Attributes:
       callbacks: List of its callbacks.
@@ -256,12 +256,12 @@ def running_calls() -> list[KerasCall]:
 
 
 def is_evaluating() -> bool:
-    """Returns whether Keras' `evaluate` or `predict` runs in this thread, also inside a `fit`."""
+    """Returns whether Keras' `evaluate` or `predict` runs in this thread, so that data is not for training."""
     return call_stack.frame_of(*_LOOPS[1:]) is not None
 
 
 def is_predicting() -> bool:
-    """Returns whether Keras' `predict` runs in this thread."""
+    """Returns whether Keras' `predict` runs in this thread, to refuse data that each worker has for itself."""
     return call_stack.frame_of(keras_trainer.TensorFlowTrainer.predict) is not None
 
 
@@ -285,7 +285,7 @@ def call_name() -> str | None:
 
 
 def is_keras_call(file: str, function: str) -> bool:
-    """Returns whether a function in a file is Keras' `fit` or another method that runs a model."""
+    """Returns whether a function in a file is Keras' `fit` or another method that runs a model, to report the call."""
     return file == keras_trainer.__file__ and function in _KERAS_CALLS
 
 
@@ -293,7 +293,7 @@ _KERAS_CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch",
 
 
 def fitting_models() -> list[keras_trainer.TensorFlowTrainer]:
-    """Returns the models that run Keras' `fit` in this thread, innermost first."""
+    """Returns the models that run Keras' `fit` in this thread, innermost first, to see whose steps train on data."""
     code = inspect.unwrap(keras_trainer.TensorFlowTrainer.fit).__code__
     return [frame.f_locals["self"] for frame in call_stack.frames() if frame.f_code is code]
 

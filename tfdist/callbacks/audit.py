@@ -40,18 +40,18 @@ class Audit(ForKerasModels, keras.callbacks.Callback):
         self._is_trained_on, self._steps_before = False, 0  # Whether this epoch used the sharding; steps before it.
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the counts and the number of workers, for a backup."""
+        """Returns how often each example was trained on, and the number of workers, for a backup."""
         return {"workers": self._workers, "visits": self._visits, "first_epoch": self._first_epoch}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restores the counts if the number of workers is the same; if not, starts to count again."""
+        """Restores the counts of examples if the number of workers is the same; if not, starts to count again."""
         if state["workers"] == self._workers:
             self._visits, self._first_epoch = state["visits"], state["first_epoch"]
         else:
             self._begin()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Starts to count."""
+        """Starts to count how often each example is trained on."""
         if not self._sharding.is_followed:
             raise AuditError(
                 "An Audit counts the examples that a strategy of tfdist trains on, but this sharding is read without "
@@ -71,16 +71,16 @@ class Audit(ForKerasModels, keras.callbacks.Callback):
         self._visits, self._first_epoch = {}, epoch + (step > 0)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Stops counting."""
+        """Stops counting the examples that are trained on."""
         if self._end_counting is not None:
             self._end_counting()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that this epoch has no step yet."""
+        """Notes that this epoch has not trained on the sharding yet, which `on_epoch_end` checks."""
         self._is_trained_on, self._steps_before = False, self._sharding.reported_steps
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Checks the counts of all workers together."""
+        """Raises if an example was missed or repeated, by the sum of the counts of all workers."""
         if not self._is_trained_on and self._sharding.reported_steps > self._steps_before:
             raise AuditError(
                 f"`fit` must train on the sharding of its Audit, but trained on no example of it in epoch {epoch + 1}. "

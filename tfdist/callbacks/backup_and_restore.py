@@ -121,13 +121,13 @@ class BackupAndRestore(ForKerasModels, keras.callbacks.BackupAndRestore):
         of_running_fit(self._options, self.model)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Does nothing; see `on_train_begin`."""
+        """Does nothing, unlike Keras' callback: the appended `FitBackup` saves."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Does nothing; see `on_train_begin`."""
+        """Does nothing, unlike Keras' callback: the appended `FitBackup` saves."""
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Does nothing; see `on_train_begin`."""
+        """Does nothing, unlike Keras' callback: the appended `FitBackup` removes the backups."""
 
 
 def _checked_frequency(save_freq: Any) -> Any:

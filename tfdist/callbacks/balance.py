@@ -12,7 +12,7 @@ from tfdist.strategies.foreign_keras import ForKerasModels
 
 
 class Balance(ForKerasModels, keras.callbacks.Callback):
-    """Adds the balance of the steps to the logs of each epoch. Put it before callbacks that write logs.
+    """Adds to the logs of each epoch how evenly the replicas share the work. Put it before callbacks that write logs.
 
     - `rows_per_second`: rows of all replicas together
     - `step_seconds`: mean time from the end of one step to the end of the next
@@ -30,28 +30,28 @@ class Balance(ForKerasModels, keras.callbacks.Callback):
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Does nothing; see `get_state`."""
+        """Does nothing, since `get_state` returns no state."""
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Starts to listen to the step reports."""
+        """Starts to listen to the reports of training steps, which have the times of the replicas."""
         Balance.on_train_end(self)  # The callback still listens if an earlier `fit` failed.
         reports = getattr(self.model.distribute_strategy, "reports", None)
         if reports is not None:
             self._end_listening = listen(reports.listeners, self._add)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Stops listening to the step reports."""
+        """Stops listening to the reports of training steps."""
         if self._end_listening is not None:
             self._end_listening()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Resets the sums."""
+        """Resets the sums of times and rows of the steps of an epoch."""
         self._began, self._steps = time.monotonic(), 0
         self._first_end = self._last_end = self._began
         self._first = self._totals = np.zeros(3)  # Rows, mean and longest compute time of the replicas.
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds the four values to `logs`."""
+        """Adds `rows_per_second`, `step_seconds`, `imbalance` and `wait_share` of the epoch to `logs`."""
         if logs is None or not self._steps:
             return
         is_only = self._steps == 1

@@ -31,7 +31,7 @@ class ChiefOnly:
     _is_chief = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Guards the hooks that the class defines or inherits from an unguarded callback."""
+        """Makes only the chief run the hooks that the class defines or inherits from an unguarded callback."""
         super().__init_subclass__(**kwargs)
         for name in dir(cls):
             hook = getattr(cls, name)
@@ -39,7 +39,7 @@ class ChiefOnly:
                 setattr(cls, name, _on_chief(name, hook))
 
     def set_model(self, model: keras.Model) -> None:
-        """Sets the model and whether this worker is the chief, and guards hooks that are stored on the instance."""
+        """Sets the model and whether this worker is the chief. Guards hooks stored on the instance, as by lambdas."""
         check_is_keras_model(self, model)
         self._is_chief = model.distribute_strategy.extended.should_checkpoint
         if self._is_chief:
@@ -74,14 +74,14 @@ def _on_chief(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _agreement_of(callback: Any) -> Any:
-    """Returns the agreement of the workers that train the model; `None` for one worker or another strategy."""
+    """Returns what lets the model's workers wait for the chief; `None` for one worker or another strategy."""
     extended = callback.model.distribute_strategy.extended
     return getattr(extended, "agreement", None) if getattr(extended, "_num_workers", 1) > 1 else None
 
 
 @contextlib.contextmanager
 def _telling(agreement: Any, what: str) -> Iterator[None]:
-    """Tells the waiting workers that the block is done, or how it failed. Does nothing without an agreement."""
+    """Tells the workers that wait for the chief that a hook (the block) is done, or how it failed."""
     failure = None
     try:
         yield
@@ -95,7 +95,7 @@ def _telling(agreement: Any, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _training_on(callback: Any) -> Iterator[None]:
-    """Checks that the block does not stop training, since the other workers would then wait for this worker.
+    """Checks that a hook (the block) does not stop training on the chief alone, since other workers would wait for it.
 
     Raises:
       ClusterError: If the block stops training and there are other workers.
@@ -126,14 +126,14 @@ class CSVLogger(ChiefOnly, keras.callbacks.CSVLogger):
         super().on_train_begin(logs)
 
     def get_state(self) -> dict[str, str | None]:
-        """Returns the text of the file; `None` on workers that do not write it."""
+        """Returns the text of the CSV file for a backup; `None` on workers that do not write the file."""
         if not self._is_chief or self.csv_file is None:
             return {"text": None}
         with tf.io.gfile.GFile(self.filename) as file:  # Keras flushes each row.
             return {"text": file.read()}
 
     def set_state(self, state: dict[str, str | None]) -> None:
-        """Replaces the content of the file with the text that `get_state` returned."""
+        """Replaces the content of the CSV file with the text from a backup."""
         text = state["text"]
         if not self._is_chief or text is None:
             return

@@ -9,7 +9,7 @@ from tfdist.strategies.foreign_keras import ForKerasModels
 
 
 class Traffic(ForKerasModels, keras.callbacks.Callback):
-    """Adds the traffic and the effect of compression to the logs. Put it before callbacks that write logs.
+    """Adds the traffic of gradients and the effect of compression to the logs. Put it before callbacks that write logs.
 
     - `sent_bytes`: bytes of gradients that this worker sends per step, as the mean of the epoch
     - `compression_ratio`: bytes without compression divided by bytes sent
@@ -29,7 +29,7 @@ class Traffic(ForKerasModels, keras.callbacks.Callback):
         self._restored: dict[str, Any] | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Remembers the traffic before the epoch."""
+        """Notes the gradient traffic so far, so that `on_epoch_end` can subtract it."""
         communication = self._communication()
         self._epoch = epoch
         self._before = communication and communication.traffic()
@@ -37,7 +37,7 @@ class Traffic(ForKerasModels, keras.callbacks.Callback):
             self._restored = None
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds the traffic of the epoch to `logs`."""
+        """Adds the gradient traffic of the epoch to `logs`."""
         communication = self._communication()
         if communication is not None and logs is not None:
             traffic = self._of_epoch(communication)
@@ -50,7 +50,10 @@ class Traffic(ForKerasModels, keras.callbacks.Callback):
         self._before = self._restored = None
 
     def get_state(self) -> dict[str, Any] | None:
-        """Returns the sums of the running epoch; `None` between epochs. Costs one pass over the residuals."""
+        """Returns the traffic of the running epoch for a backup; `None` between epochs.
+
+        Costs one pass over the residuals.
+        """
         communication = self._communication()
         if communication is None or self._before is None:
             return None
@@ -58,7 +61,7 @@ class Traffic(ForKerasModels, keras.callbacks.Callback):
         return {"epoch": self._epoch, "traffic": traffic, "residual_norm": self._residual_norm(communication)}
 
     def set_state(self, state: dict[str, Any] | None) -> None:
-        """Restores the sums of an epoch that continues in this process."""
+        """Restores the traffic of an epoch from a backup, if that epoch continues in this process."""
         self._restored = state
 
     def _of_epoch(self, communication: Any) -> Any:

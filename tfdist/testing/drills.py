@@ -79,7 +79,7 @@ class Fault(keras.callbacks.Callback):
         self._seen = self._in_epoch = 0
 
     def get_state(self) -> dict[str, int]:
-        """Returns the number of steps seen. A backup does not record whether the fault has happened."""
+        """Returns the number of training steps seen, for a backup. It omits whether the fault has happened."""
         return {"seen": self._seen, "in_epoch": self._in_epoch}
 
     def set_state(self, state: dict[str, int]) -> None:
@@ -89,7 +89,7 @@ class Fault(keras.callbacks.Callback):
             self._is_due = False
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Resets the batch count of the epoch."""
+        """Resets the count of this epoch's batches, which gives the training step if no optimizer counts."""
         self._in_epoch = 0
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:

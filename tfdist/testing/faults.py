@@ -49,7 +49,7 @@ def freeze(pid: int) -> None:
 
 
 def thaw(pid: int) -> None:
-    """Continues a frozen process."""
+    """Continues a process that `freeze` has stopped."""
     os.kill(pid, signal.SIGCONT)
 
 
@@ -84,7 +84,7 @@ class Slowdown:
         self.close()
 
     def change(self, factor: float) -> None:
-        """Changes the factor from now on.
+        """Changes the slowdown factor of the process from now on.
 
         Raises:
           ValueError: If the factor is below 1.
@@ -156,7 +156,7 @@ def cut_network(link: str) -> None:
 
 
 def corrupt(path: str | os.PathLike[str], seed: int, how: str | None = None) -> str:
-    """Damages a file.
+    """Damages a file, to test whether a program detects the damage.
 
     Args:
       path: Path of a file that is not empty.

@@ -1,4 +1,4 @@
-"""The worker's side of a `WorkerPool`: prepares the process, then answers calls until the parent exits."""
+"""What a worker process of a `WorkerPool` runs: prepares the process, then answers calls until the parent exits."""
 
 import contextlib
 import ctypes
@@ -25,12 +25,12 @@ _importing_main = False
 
 
 def is_importing_main() -> bool:
-    """Returns whether this process is a worker that is importing the parent's main module."""
+    """Returns whether this process is a worker that is importing the parent's main module, so must start no pool."""
     return _importing_main
 
 
 def serve(fd: int, num_devices: int, deadly_parent: int | None) -> None:
-    """Runs a worker. Does not return.
+    """Runs a worker process of a `WorkerPool`, which answers the parent's calls. Does not return.
 
     Args:
       fd: File descriptor of the connection to the parent.

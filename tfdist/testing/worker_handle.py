@@ -1,4 +1,4 @@
-"""The parent's side of one process of a `WorkerPool`."""
+"""One worker process of a `WorkerPool`, as the parent sees it: calls, replies, output and end."""
 
 import contextlib
 import multiprocessing.spawn
@@ -23,7 +23,10 @@ _OUTPUT_LINES = 100
 
 
 class WorkerHandle:
-    """A fresh interpreter that waits for calls. Its output goes to an unnamed temporary file that needs no clean-up."""
+    """A worker process of a `WorkerPool`, as the parent sees it: a fresh interpreter that waits for calls.
+
+    The output of the process goes to an unnamed temporary file that needs no clean-up.
+    """
 
     def __init__(self, spec: ClusterSpec, num_devices: int, env: Mapping[str, str]):
         self.index = spec.worker_id
@@ -46,12 +49,12 @@ class WorkerHandle:
         self.send(pickle.dumps(program))
 
     def send(self, message: bytes) -> None:
-        """Sends a message if the worker still runs."""
+        """Sends a message, such as a function to call, if the worker process still runs."""
         with contextlib.suppress(OSError):  # The worker has died; `receive` returns how.
             self.connection.send_bytes(message)
 
     def receive(self) -> Reply:
-        """Returns the worker's reply, or how the worker died."""
+        """Returns the worker's reply to a call, or how the worker died."""
         with contextlib.suppress(EOFError, OSError):
             if self.connection.poll():
                 reply: Reply = pickle.loads(self.connection.recv_bytes())
@@ -60,15 +63,18 @@ class WorkerHandle:
         return Died(self.index, self.process.wait())
 
     def has_ended(self) -> bool:
-        """Returns whether the worker has ended. Does not reap the process: `kill` is safe while its id is reserved."""
+        """Returns whether the worker process has ended.
+
+        Does not reap the process: `kill` is safe while its id is reserved.
+        """
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
     def dump_stacks(self) -> None:
-        """Makes the worker print the stacks of all its threads."""
+        """Makes the worker print the stacks of all its threads, to explain a timeout."""
         os.kill(self.process.pid, signal.SIGUSR1)
 
     def output_tail(self) -> str:
-        """Returns the last lines of the worker's output."""
+        """Returns the last lines of the worker's output, for an error message."""
         size = os.fstat(self._output.fileno()).st_size
         # Not `seek`, because the worker shares the file position and writes at it.
         tail = os.pread(self._output.fileno(), 1 << 16, max(0, size - (1 << 16)))

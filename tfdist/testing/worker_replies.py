@@ -11,13 +11,13 @@ from tfdist.launch.first_failure import is_consequence
 
 @dataclasses.dataclass(frozen=True)
 class Returned:
-    """The return value of worker `index`, pickled."""
+    """The value that a call returned in worker `index`, pickled."""
 
     index: int
     value: bytes
 
     def load(self) -> Any:
-        """Unpickles the value."""
+        """Unpickles the value that the call returned."""
         try:
             return pickle.loads(self.value)
         except Exception as error:
@@ -29,7 +29,7 @@ class Returned:
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """An exception of worker `index`: its class name, last line, traceback, and pickled form if it can be pickled."""
+    """An exception of a call in worker `index`: its class name, last line, traceback, and pickled form if possible."""
 
     index: int
     kind: str
@@ -38,7 +38,7 @@ class Raised:
     error: bytes | None
 
     def load(self) -> BaseException | None:
-        """Unpickles the exception. Returns None if that fails."""
+        """Unpickles the exception of the call. Returns None if that fails."""
         try:
             error = pickle.loads(self.error) if self.error else None
         except Exception:  # Unpickling may run any code of the exception's class. The traceback is also kept as text.
@@ -48,7 +48,7 @@ class Raised:
 
 @dataclasses.dataclass(frozen=True)
 class Died:
-    """The end of worker `index` without a reply, with `returncode` as in `subprocess`."""
+    """The end of worker `index` without a reply to a call, with `returncode` as in `subprocess`."""
 
     index: int
     returncode: int
@@ -58,7 +58,7 @@ Reply = Returned | Raised | Died
 
 
 def doubt(failure: Raised | Died) -> int:
-    """Returns a rank: the higher, the more likely the failure is only a consequence of another failure."""
+    """Rates a worker's failure: the higher, the more likely it is only a consequence of another worker's failure."""
     if isinstance(failure, Raised) and is_consequence(failure.kind, failure.summary):
         return 2
     # TensorFlow aborts a process that learns of a lost peer while no call can raise the error.

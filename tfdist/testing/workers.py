@@ -70,7 +70,7 @@ def run_workers(
 
 
 class WorkerPool:
-    """Worker processes that serve many calls.
+    """Worker processes on this machine, which form one cluster and serve many calls of a test.
 
     Saves the seconds that TensorFlow takes to start. Each worker stays one process, and TensorFlow creates its
     collective runtime once per process, so create the strategy in a function decorated with `functools.cache`. A
@@ -127,7 +127,7 @@ class WorkerPool:
         self.close()
 
     def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
-        """Calls `fn(*args, **kwargs)` once in each worker.
+        """Calls `fn(*args, **kwargs)` once in each worker process, all at the same time.
 
         Args:
           fn: A function at the top level of a module, which each worker imports.
@@ -164,7 +164,7 @@ class WorkerPool:
             raise
 
     def close(self) -> None:
-        """Kills the workers at once, because TensorFlow may not react to SIGTERM."""
+        """Kills the worker processes at once, because TensorFlow may not react to SIGTERM."""
         self._closed = True
         self._kill()
 
@@ -192,7 +192,7 @@ class WorkerPool:
             self._ports = None
 
     def _gather(self, deadline: float) -> list[Reply]:
-        """Waits for a reply of every worker, until the deadline or until `GRACE_SECONDS` after the first failure."""
+        """Waits for every worker's reply to a call, until the deadline or `GRACE_SECONDS` after the first failure."""
         replies: list[Reply] = []
         waiting = list(self._workers)
         while waiting and (remaining := deadline - time.monotonic()) > 0:
