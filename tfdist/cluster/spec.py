@@ -74,7 +74,7 @@ class ClusterSpec:
 
     @property
     def slot(self) -> int:
-        """The number of lower-numbered workers on the same host, which numbers the workers there for TFDIST_SLOT."""
+        """This worker's number among the workers of its host, from 0, as in TFDIST_SLOT."""
         return self.workers_on_host.index(self.worker_id)
 
     @property

@@ -100,7 +100,7 @@ class Call:
         return not self.is_over and (self._lives is None or self._lives() is not None)
 
     def is_of(self, epochs: Any) -> bool:
-        """Returns whether `epochs`, the object that Keras iterates over in a call, shows that this call is the same."""
+        """Returns whether `epochs` is the object that Keras keeps for this call, so that it is already recorded."""
         return self._lives is not None and self._lives() is epochs
 
 

@@ -48,7 +48,7 @@ class CoordinationStore:
         """Writes this worker's value for a subject, replacing its earlier value.
 
         Args:
-          subject: The name of the subject.
+          subject: The name under which the workers' values are stored.
           what: The value, of a type that JSON supports.
           worker: The worker to write for, if it is lost; this worker if None.
 

@@ -39,7 +39,7 @@ class CreationWatch:
 
     @contextlib.contextmanager
     def making(self, compared: str, shown: str) -> Iterator[None]:
-        """Watches the block, which creates one variable: compares the peers' if the creation fails or takes long.
+        """Watches the block, which creates one variable: compares it with the peers' if it fails or takes long.
 
         Args:
           compared: The variable's type, shape and creator, which must be equal on all workers.

@@ -95,10 +95,10 @@ def install(strategy: Any, reports: Any = None, is_under_way: Callable[[], bool]
 
 
 def uninstall(watch: Watch | None = None) -> None:
-    """Ends a `Watch` of `install`, by default the newest. Call this in the main thread, when nothing is left to save.
+    """Ends what `install` began for a training run, by default the newest: signals no longer make it save and leave.
 
-    The end of the last watch restores the earlier handlers. A signal that came too late for a common end is raised
-    again for these handlers, and may end the process.
+    Call it in the main thread, when nothing is left to save. The end of the last watch restores the earlier handlers. A
+    signal that came too late for a common end is raised again for these handlers, and may end the process.
     """
     if _installed is not None and not _installed.unwatch(watch):
         _close()

@@ -379,14 +379,14 @@ class _Refusals:
         self.last: str | None = None
 
     def note(self, why: str) -> None:
-        """Notes that worker 0 refuses this worker, and logs the first refusal."""
+        """Records why worker 0 refuses this worker, and logs the first refusal."""
         if self.last is None:
             self._since = time.monotonic()
             logging.warning("worker 0 at %s refuses this worker: %s", addresses_of(self._cluster)[0], why)
         self.last = why
 
     def forget(self) -> None:
-        """Notes that worker 0 no longer refuses this worker."""
+        """Records that worker 0 no longer refuses this worker."""
         self.last = None
 
     def check(self) -> None:

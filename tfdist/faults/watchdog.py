@@ -436,7 +436,7 @@ class Watchdog:
             self._end(positions)
 
     def _missed(self, positions: Positions) -> str:
-        """Returns the error for the beginning of a call that peers do not join."""
+        """Returns the error text for a worker that waits at the beginning of a call that peers do not join."""
         blamed = _blamed(suspect_of(positions, self._board.worker))
         return (
             f"{UNLIKE_CALLS}, and begin each call within {self._start_timeout_seconds:g} s of each other, but "

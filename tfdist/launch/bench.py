@@ -158,7 +158,7 @@ class Row:
 
 
 def exchange(strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optimizer, tensor):
-    """Runs the timed exchange: sums `tensor` over all replicas, like a gradient of `optimizer`."""
+    """Sums `tensor` over all replicas, like a gradient of `optimizer`: the exchange that `tfdist bench` times."""
 
     def on_replica(value):
         request = ReductionRequest(tf.distribute.ReduceOp.SUM, [value], optimizer)

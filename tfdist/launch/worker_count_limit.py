@@ -16,7 +16,7 @@ _PORTS = 50_000
 
 @dataclasses.dataclass(frozen=True)
 class WorkerLimits:
-    """The resources of this machine that workers share.
+    """The resources of this machine that workers share, which limit the number of workers here.
 
     Attributes:
       files: Number of files that this process may open.
