@@ -74,7 +74,7 @@ class ClusterSpec:
 
     @property
     def slot(self) -> int:
-        """This worker's number among the workers of its host, from 0, as in TFDIST_SLOT."""
+        """This worker's number among the workers of its host, from 0; TFDIST_SLOT in a cluster of several hosts."""
         return self.workers_on_host.index(self.worker_id)
 
     @property

@@ -63,7 +63,7 @@ class Verdict:
 
 
 class Admission:
-    """Decides which workers join at the start of a job, and when a misfit (other cluster or versions) ends the job.
+    """Decides which workers join at the start of a job, and when a misfit (cluster, versions or index) ends the job.
 
     With a secret every introduction is proved. A misfit is then a mistake in the job and ends the job at once. Without
     a secret anybody can claim anything. Only a misfit on a host of this cluster then ends the job, after 3 s of tries.

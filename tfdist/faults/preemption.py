@@ -200,7 +200,7 @@ class _Preemption:
         return watch
 
     def unwatch(self, watch: Watch | None) -> bool:
-        """Asks a training run no more to save and leave; returns whether another installed run is left."""
+        """Stops asking a training run to save and leave; returns whether another installed run is left."""
         watch = watch or self._watches[-1]
         if watch in self._watches:
             self._watches.remove(watch)

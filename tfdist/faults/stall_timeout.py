@@ -95,7 +95,7 @@ class StallTimeout:
 
     @property
     def limit_seconds(self) -> float:
-        """How long this worker may spend without progress in its current phase."""
+        """How long a worker may make no progress in its current phase, such as a callback, by the watchdog's rule."""
         if self._phase is None or self._given == math.inf:
             return math.inf
         if self._phase == MEETING:

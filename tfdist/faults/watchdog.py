@@ -169,7 +169,7 @@ class Creations:
 
 
 class Alone(CoordinationStore):
-    """The coordination store of a worker that trains alone, although other workers may run beside it.
+    """Replaces the coordination store for the watchdog of a worker that trains alone, even if others run beside it.
 
     Args:
       worker: Index of this worker in its cluster.

@@ -111,7 +111,7 @@ class Commits:
 
     @property
     def any(self) -> bool:
-        """Whether this attempt has made a commit."""
+        """Whether this attempt has made a commit (a complete backup), and so progress."""
         return self.newest is not None and self.newest != self._last
 
 

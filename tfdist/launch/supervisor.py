@@ -1,4 +1,4 @@
-"""Runs a job until it is done: starts a group of workers, and starts a new attempt after a failure."""
+"""Runs a job of `tfdist run` until it is done: starts all workers, and starts them again after a failure."""
 
 import contextlib
 import dataclasses
@@ -71,7 +71,7 @@ class SupervisorOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """One start of the workers, with its result.
+    """One start of all workers by `tfdist run`, with its result.
 
     Attributes:
       number: Number of earlier attempts.
@@ -124,7 +124,7 @@ class Stragglers:
 
 
 class Supervisor:
-    """Starts workers, and starts them again after a failure.
+    """Starts the workers of a job for `tfdist run`, and starts them again after a failure.
 
     Args:
       command: Command that each worker runs.

@@ -88,7 +88,7 @@ class WorkerGroup:
 
     @property
     def running(self) -> tuple[int, ...]:
-        """The workers that still ran at the last `poll`."""
+        """The indices of the workers whose processes still ran at the last `poll`."""
         return tuple(self._running)
 
     @property
@@ -98,12 +98,12 @@ class WorkerGroup:
 
     @property
     def exits(self) -> tuple[WorkerExit, ...]:
-        """The workers that had ended at the last `poll`, in the order in which their ends were noticed."""
+        """The exits of the workers that had ended at the last `poll`, in the order in which they were noticed."""
         return tuple(self._exits)
 
     @property
     def not_started(self) -> int | None:
-        """The worker that `start` could not start, or None."""
+        """The index of the worker whose process `start` could not start, or None."""
         return self._not_started
 
     def start(self) -> None:
