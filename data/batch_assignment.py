@@ -106,14 +106,16 @@ class BatchAssignment:
 
     def note_read(self, when: When, batches: Sequence[np.ndarray]) -> None:
         """Notes that the pipeline has read these batches, and thus all epochs before theirs."""
-        self._epoch_read = max(self._epoch_read, when.epoch)
+        with self._news:
+            self._epoch_read = max(self._epoch_read, when.epoch)
         if self.visitors:
             self.handed_out.extend(batches)
 
     def note_end(self) -> None:
         """Notes that the pipeline has read all batches that it got, so that the last epoch counts as read."""
-        if self.finished:
-            self._epoch_read = max(self._epoch_read, self.epoch + 1)
+        with self._news:
+            if self.finished:
+                self._epoch_read = max(self._epoch_read, self.epoch + 1)
 
     def is_decided(self) -> bool:
         """Whether `batches` can yield the next step at once, since the shares of that step are decided."""
@@ -169,7 +171,8 @@ class BatchAssignment:
 
     def note_unseen(self) -> None:
         """Notes that from now on a graph takes batches, where they cannot be counted."""
-        self._epoch_read, self.is_seen = max(self._epoch_read, self.epoch_taken), False
+        with self._news:
+            self._epoch_read, self.is_seen = max(self._epoch_read, self.epoch_taken), False
 
     def has_trained(self, rows: np.ndarray) -> bool:
         """Records one more step of training. Returns False if its rows by replica are not those of the next step.

@@ -32,6 +32,7 @@ class TrainingPosition:
 
     def has_trained(self, position: tuple[int, int]) -> None:
         """Sets the position after a step of training that was reported."""
+        self._epoch_before = self._counted.epoch_taken if self._counted is not None else 0
         self._next = position
 
     def restore(self, position: tuple[int, int]) -> None:

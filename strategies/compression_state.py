@@ -262,7 +262,8 @@ class CompressionState(tf.Module):
         """The user's choices for the variables of a model, without paths, since Keras may number layers differently."""
         if isinstance(self._policy, OneCodec):
             return []
-        choices = [self._policy(each.value.shape, each.value.dtype, each.path) for each in model.trainable_variables]
+        variables = [each for each in model.trainable_variables if each.value.shape.num_elements()]
+        choices = [self._policy(each.value.shape, each.value.dtype, each.path) for each in variables]
         return [f"{choice!r} as the codec of trainable variable {number}" for number, choice in enumerate(choices)]
 
     def _codec_of(self, gradient: Gradient, path: str, position: int) -> Codec | None:

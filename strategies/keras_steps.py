@@ -124,7 +124,8 @@ def on_one_of_many(called, reports, example):
             arrived = step.arrived
             # With several steps in one call, TensorFlow's iterator waits for the data of all workers.
             tells_before = bool(arrived) and model.steps_per_execution == 1
-            report = reports.of_replica(step.clock, replica, step.rows, tells_before, step.not_finite)
+            rate = 0 if reports.rows_read is None else getattr(model.optimizer, "learning_rate", 0)
+            report = reports.of_replica(step.clock, replica, step.rows, tells_before, step.not_finite, rate)
             logs, total = _average_statistics(step, logs, report)
             with tf.control_dependencies(arrived):  # Until then the step waits for other replicas.
                 reports.tell(local, total, model)

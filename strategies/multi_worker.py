@@ -3,6 +3,7 @@
 import atexit
 import functools
 import socket
+import sys
 import weakref
 import zlib
 
@@ -131,7 +132,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         super()._check_scope(step)
         if self.extended._num_workers > 1:
             held = functools.partial(distributed_variables.checksums, distributed_variables.variables_of(step.model))
-            codecs = self.communication.described_codecs(step.model) if self.communication else []
+            codecs = functools.partial(self.communication.described_codecs, step.model) if self.communication else list
             self.extended.agreement.on_model(step.model, held, codecs)
 
     def _compare_model(self, model):
@@ -264,7 +265,7 @@ def _warn_of_writers(callbacks):
 
 def _warn_if_unused(use, workers, name):
     """Warns of a forgotten `with strategy.scope():`, since otherwise nothing shows that each worker trained alone."""
-    if not use.began:
+    if not use.began and getattr(sys, "last_value", None) is None:  # An error may have ended the script before.
         logging.warning(
             "%d workers have made a %s whose scope() was never entered, so each worker trained by itself. Make and "
             "compile the model inside `with strategy.scope():`.",

@@ -152,6 +152,7 @@ class ReplicatedExtended:
 
     def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
         """Reduces values of the user's code, or gradients of an optimizer of Keras without a view of tfdist."""
+        self.reducer.check_compiled()  # A replica may have XLA compile a part of its step.
         step, optimizer = steps.current_step(), next(iter(keras_internals.open_scopes()), None)
         if self._num_replicas_in_sync > 1:
             _check_loss_scaling()

@@ -186,6 +186,8 @@ class RowComparison:
                 has_come = has_come or self._has_come.is_set()
             if has_come:
                 self._compare()
+            else:
+                self._agreement.say_late(self._name)
 
     def begins(self, iterator: Any) -> None:
         """Counts an iterator that Keras has made, until it is freed."""

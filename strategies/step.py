@@ -25,7 +25,7 @@ _local = threading.local()
 
 @dataclasses.dataclass
 class Exchanges:
-    """Exchanges between replicas that the code of a step has begun, apart from those of the step itself.
+    """Exchanges between replicas in one step.
 
     Attributes:
       count: Number of exchanges that optimizers and the user's code have begun.

@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tfdist.errors import ClusterError
 from tfdist.faults.activity import (
     COMPUTE,
     EXCHANGE,
@@ -72,7 +73,7 @@ class StepReports:
     """The reports of a strategy, as `strategy.reports`. Keras' training steps report, custom loops do not.
 
     Costs a few timestamps and one callback into Python a step, and 4 R + 1 numbers in an exchange for R replicas, or
-    6 R + 1 for several workers. A step that XLA compiles for a single replica reports nothing.
+    7 R + 1 for several workers. A step that XLA compiles for a single replica reports nothing.
 
     Attributes:
       listeners: Functions that take each `StepReport` on every worker, in the order of the steps, before the step ends.
@@ -209,7 +210,13 @@ class StepReports:
         return self._clocks[local]
 
     def of_replica(
-        self, clock: "Clock", replica: Any, rows: Any, tells_before: bool = False, not_finite: Any = FINITE
+        self,
+        clock: "Clock",
+        replica: Any,
+        rows: Any,
+        tells_before: bool = False,
+        not_finite: Any = FINITE,
+        learning_rate: Any = 0,
     ) -> tf.Tensor:
         """Returns one replica's part of the report, float32 [n R + 1]. The sum over all replicas is the report.
 
@@ -219,6 +226,7 @@ class StepReports:
           rows: Rows that the replica holds.
           tells_before: Whether the replica waits for no other replica between steps.
           not_finite: Number that tells which of its losses and gradients are not finite, see `not_finite.told`.
+          learning_rate: Learning rate of the step on this worker; 0 if the model has no optimizer.
         """
         place = tf.one_hot(replica, self.num_replicas)
         rows = tf.cast(0 if rows is None else rows, tf.float32)
@@ -226,8 +234,9 @@ class StepReports:
         own = compute + clock.seconds_before() if tells_before else compute
         said = [rows, compute, own, tf.cast(not_finite, tf.float32)]
         if self.rows_read is not None:  # The first replica of a worker reports for the worker.
-            numbers = self.rows_read.numbers if clock is self._clocks[0] else tf.zeros([2])
-            said += tf.unstack(tf.convert_to_tensor(numbers))
+            is_first = clock is self._clocks[0]
+            said += tf.unstack(tf.convert_to_tensor(self.rows_read.numbers if is_first else tf.zeros([2])))
+            said.append(tf.cast(learning_rate if is_first else 0, tf.float32))
         return tf.concat([*(place * each for each in said), [self._stop]], axis=0)
 
     def tell(self, local: int, totals: tf.Tensor, model: Any) -> None:
@@ -247,7 +256,9 @@ class StepReports:
         self.activity.stepped()
         self.latest = StepReport(number, np.rint(rows).astype(np.int64), compute, own, bool(totals[-1] > 0))
         if self.rows_read is not None:
-            self.rows_read.check(*read)
+            *rows_read, learning_rates = read
+            self.rows_read.check(*rows_read)
+            self._check_learning_rates(learning_rates[:: len(self._clocks)])
         trained = model()
         if not_finite.any() and trained is not None and trained not in self._told:
             self._told.add(trained)
@@ -257,6 +268,16 @@ class StepReports:
             feeder(self.latest)
         for listener in list(self.listeners):  # A copy: a listener that is freed meanwhile removes itself.
             listener(self.latest)
+
+    def _check_learning_rates(self, of_workers: np.ndarray) -> None:
+        """Refuses different learning rates on workers, whose replicas would drift apart."""
+        unlike = np.flatnonzero(of_workers != of_workers[0])
+        if len(unlike):
+            raise ClusterError(
+                f"All workers must train with the same learning rate, but in training step {self.number} worker 0 has "
+                f"{of_workers[0]:g}, worker {unlike[0]} has {of_workers[unlike[0]]:g}. Let code that sets it, such as "
+                "a callback, compute the same value on all workers, for example from the logs of an epoch."
+            )
 
     def _warn_of(self, not_finite: np.ndarray, model: str) -> None:
         places = np.flatnonzero(not_finite)

@@ -88,6 +88,12 @@ CASES = {
         "x": generated(BATCH * worker, 2, endless=True),
         "steps_per_epoch": 2,
     },
+    "another learning rate from the second epoch on": lambda worker: {
+        "x": X,
+        "y": Y,
+        "epochs": 3,
+        "callbacks": [keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 * (2 if worker and epoch else 1))],
+    },
     "NumPy's random numbers": lambda worker: {"x": Batches(), "epochs": 2},
     "arrays": lambda worker: {"x": X, "y": Y, "batch_size": BATCH, "epochs": 3, "validation_data": (X, Y)},
     "shuffled": lambda worker: {"x": _sliced().shuffle(ROWS).batch(BATCH), "epochs": 3},
@@ -116,6 +122,16 @@ def outcome(case, method="fit"):
             moved = any((weight.numpy() != old).any() for weight, old in zip(model.weights, before, strict=True))
             return type(error).__name__, str(error), moved
     return "nothing", "".join(text for text in said if "different rows" in text), True
+
+
+def reads_a_file_that_one_worker_lacks(folder):
+    """Trains on a file. Worker 1 has no such file, so that its data fails before the first batch."""
+    path = os.path.join(folder, "other" if _worker() else "file")
+    with strategy("2x1").scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    dataset = _sliced().map(lambda x, y: (x + tf.cast(tf.strings.length(tf.io.read_file(path)), tf.float32), y))
+    model.fit(dataset.batch(BATCH), verbose=0)
 
 
 def outcome_of_directory(folder):

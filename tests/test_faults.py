@@ -528,7 +528,7 @@ def test_a_strategy_waits_no_longer_than_start_timeout_seconds(job):
 
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_killed_worker_ends_its_peers(job, killed):
-    job.train(TRAIN + "assert strategy.extended._wire is not None\nfit(build())")
+    job.train(TRAIN + "assert strategy.extended._peers is not None\nfit(build())")
     job.processes[killed].kill()
     codes = job.wait()
     assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 1, job.output(1 - killed)
@@ -539,7 +539,7 @@ ENCODED = TRAIN.replace("Strategy()", "Strategy(compression=tfdist.compression.I
 
 @pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
 def test_a_killed_worker_ends_peers_that_wait_for_its_encoded_gradients(killed, job):
-    job.train(ENCODED + "assert strategy.extended._wire is not None\nfit(build())", workers=3)
+    job.train(ENCODED + "assert strategy.extended._peers is not None\nfit(build())", workers=3)
     job.processes[killed].kill()
     codes = job.wait()
     others = [index for index in range(3) if index != killed]
@@ -562,7 +562,7 @@ if worker:
     peer_connections.split_address = lambda address: ("192.0.2.1", 1)  # of nobody, as RFC 5737 has it
 """
     head, tail = ENCODED.split("strategy = ", 1)
-    job.start(head + blocked + "strategy = " + tail + "assert strategy.extended._wire is None\nfit(build(), epochs=2)")
+    job.start(head + blocked + "strategy = " + tail + "assert strategy.extended._peers is None\nfit(build(), epochs=2)")
     assert job.wait() == [0, 0], job.output(0) + job.output(1)
     assert "cannot connect to worker 0 at 192.0.2.1" in job.output(1)
     assert "Open the hosts' other ports to each other" in job.output(0)
@@ -575,7 +575,7 @@ def tls_environment(directory):
 def test_workers_with_certificates_train_over_tls(job):
     check = """
 from tfdist.strategies.collectives.socket_streams import TlsStream
-assert all(isinstance(each, TlsStream) for each in strategy.extended._wire._lines.values())
+assert all(isinstance(each, TlsStream) for each in strategy.extended._peers._lines.values())
 """
     job.start(ENCODED + check + "fit(build(), epochs=2)", **tls_environment(job.directory))
     assert job.wait() == [0, 0], job.output(0) + job.output(1)

@@ -6,8 +6,10 @@ import pytest
 import tensorflow as tf
 
 import row_checks as checks
+from tfdist.errors import WorkerError
 from tfdist.strategies.row_samples import difference, digest, sample
 from tfdist.strategies.tensor_origin import origins_of, reads_files, sizes_of
+from tfdist.testing import run_workers
 
 MISTAKES = (
     *("a part of the arrays", "arrays in another order", "fewer rows", "a shard", "fewer rows in a pipeline"),
@@ -39,6 +41,18 @@ def test_evaluate_and_predict_refuse_different_rows(case, method, pools):
 def test_different_rows_in_a_later_epoch_are_named_on_all_workers(pools):
     for _, message, _ in pools("2x1").run(checks.outcome, "from the third pass on"):
         assert "the first batch of pass" in message and "row 0 of the labels" in message
+
+
+def test_different_learning_rates_in_a_later_epoch_are_named_on_all_workers(pools):
+    for _, message, _ in pools("2x1").run(checks.outcome, "another learning rate from the second epoch on"):
+        assert "ClusterError" in message and "worker 0 has 0.01, worker 1 has 0.02" in message
+
+
+def test_an_error_before_the_first_batch_of_one_worker_ends_the_job(tmp_path):
+    """Worker 0 has its first batch and waits for that of worker 1, which never comes."""
+    (tmp_path / "file").write_text("1")
+    with pytest.raises(WorkerError, match=r"Worker 1 of 2 raised \S*NotFoundError"):
+        run_workers(checks.reads_a_file_that_one_worker_lacks, 2, args=(str(tmp_path),), timeout_seconds=200)
 
 
 @pytest.mark.parametrize("case", RIGHT)

@@ -28,7 +28,7 @@ class Step(keras.callbacks.Callback):
         if batch == 9: leave(f"training-{{worker}}", 1)
 x = np.random.default_rng(0).normal(size=({ROWS} * {STEPS}, 4)).astype("float32")
 model.fit(x, x.sum(1), batch_size={ROWS}, verbose=0, shuffle=False, callbacks=[Step()])
-assert strategy.extended._wire is not None
+assert strategy.extended._peers is not None
 np.savez(here / f"weights-{{worker}}.npz", *model.get_weights())
 """
 

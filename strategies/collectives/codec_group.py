@@ -70,7 +70,7 @@ class CodecGroup:
                 self.codec, part, tuple(own[:first]), tuple(own[first:]), across, options
             )
             if within is not None:
-                total = tf.ensure_shape(tf.concat(within.all_gather(total, options), axis=0), joined.shape)
+                total = tf.ensure_shape(within.all_gather_joined(total, options), joined.shape)
             if not self.codec.keeps_zeros:
                 new_first, new_second = self._without_padding(bucket, new_first, new_second, replica, collectives)
             total, new_first, new_second = watch.end([total, new_first, new_second])

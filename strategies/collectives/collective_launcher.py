@@ -153,8 +153,12 @@ class TensorFlowTransport:
 
     def all_gather(self, rows, options):
         """See `Transport.all_gather`."""
-        joined = self._launcher._all_gather(rows, options)
-        return [tf.ensure_shape(part, rows.shape) for part in tf.split(joined, self.ranks)]
+        parts = tf.split(self._launcher._all_gather(rows, options), self.ranks)
+        return [tf.ensure_shape(part, rows.shape) for part in parts]
+
+    def all_gather_joined(self, rows, options):
+        """See `Transport.all_gather_joined`."""
+        return self._launcher._all_gather(rows, options)
 
     def all_to_all(self, rows, options):
         """See `Transport.all_to_all`."""

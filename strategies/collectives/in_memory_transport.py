@@ -23,6 +23,10 @@ class InMemoryTransport:
         del options
         return self._exchange(rows)
 
+    def all_gather_joined(self, rows: tf.Tensor, options: Any = None) -> tf.Tensor:
+        """See `Transport.all_gather_joined`."""
+        return tf.concat(self.all_gather(rows, options), axis=0)
+
     def all_to_all(self, rows: tf.Tensor, options: Any = None) -> list[tf.Tensor]:
         """See `Transport.all_to_all`."""
         del options

@@ -67,7 +67,7 @@ class PeerExchange:
         self._given, self._sent = dict.fromkeys(lines, 0), dict.fromkeys(lines, 0)
         threads: list = [("send", self._send, (peer,)) for peer in lines]
         for name, target, args in [*threads, ("receive", self._receive, ()), ("watch", self._watch, ())]:
-            threading.Thread(target=target, args=args, name=f"tfdist-wire-{name}", daemon=True).start()
+            threading.Thread(target=target, args=args, name=f"tfdist-peers-{name}", daemon=True).start()
 
     def exchange(
         self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor, *, apart: bool

@@ -75,6 +75,9 @@ class _TimedTransport:
     def all_gather(self, rows, options):
         return self._watch.exchanged(lambda own: self._transport.all_gather(own, options), rows)
 
+    def all_gather_joined(self, rows, options):
+        return self._watch.exchanged(lambda own: self._transport.all_gather_joined(own, options), rows)
+
     def all_to_all(self, rows, options):
         return self._watch.exchanged(lambda own: self._transport.all_to_all(own, options), rows)
 

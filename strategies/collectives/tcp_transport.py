@@ -24,6 +24,12 @@ class TcpTransport(TensorFlowTransport):
         """See `Transport.all_gather`."""
         return self._exchange(rows, apart=False) if self._carries(rows, options) else super().all_gather(rows, options)
 
+    def all_gather_joined(self, rows, options):
+        """See `Transport.all_gather_joined`."""
+        if not self._carries(rows, options):
+            return super().all_gather_joined(rows, options)
+        return tf.concat(self._exchange(rows, apart=False), axis=0)
+
     def all_to_all(self, rows, options):
         """See `Transport.all_to_all`."""
         return self._exchange(rows, apart=True) if self._carries(rows, options) else super().all_to_all(rows, options)

@@ -25,6 +25,10 @@ class Transport(Protocol):
         """Sends `rows` to all ranks. Returns the rows of each rank, in the order of ranks: `[n, ...]` each."""
         ...
 
+    def all_gather_joined(self, rows: tf.Tensor, options: Any) -> tf.Tensor:
+        """Sends `rows` to all ranks. Returns the rows of all ranks in one tensor, in the order of ranks."""
+        ...
+
     def all_to_all(self, rows: tf.Tensor, options: Any) -> list[tf.Tensor]:
         """Sends row j of `[ranks, ...]` to rank j. Returns the row from each rank, in order: `[1, ...]` each."""
         ...
@@ -63,7 +67,7 @@ def all_reduce_in_order(transport: Transport, tensor: tf.Tensor, options: Any) -
         size = tf.size(flat)
         rows = tf.reshape(tf.pad(flat, [[0, -size % ranks]]), [ranks, -1])
         part = sum_in_order(transport.all_to_all(rows, options))
-        return tf.concat(transport.all_gather(part[0], options), axis=0)[:size]
+        return transport.all_gather_joined(part[0], options)[:size]
 
     if ranks > 2 and elements is None:  # Decide by the size at run time, as ranks with a static shape do.
         total = tf.cond(is_sent_whole(tf.size(flat) * tensor.dtype.size, ranks), whole, by_parts)

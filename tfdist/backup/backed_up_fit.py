@@ -256,7 +256,13 @@ class FitBackup(keras.callbacks.Callback):
                 session.store.release()
         self._request.end()
         session.writer = session.request = None
-        del self._states, self._position, self._writer  # They hold the data and a copy of the model's state.
+        self._input = FitInput()
+        del (
+            self._states,
+            self._random,
+            self._position,
+            self._writer,
+        )  # They hold the data and a copy of the model's state.
 
     def _remove(self, store: CommitStore) -> None:
         """Removes the backups, or leaves a note so that `tfdist run` removes them when the job is done."""

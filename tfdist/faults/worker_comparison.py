@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import itertools
+import math
 import socket
 import time
 import weakref
@@ -17,9 +18,11 @@ from tfdist.faults.coordination_store import CoordinationStore
 
 __all__ = ["WorkerComparison"]
 
+_PEEK_SECONDS = 0.05  # To read a value that may exist.
 _LOOK_SECONDS = 1.0  # Between two checks whether a comparison is still needed.
 _OPTIONAL_SECONDS = 10.0  # For an optional comparison.
 _ASK_SECONDS = 5.0  # Between two checks that a silent peer still runs.
+_LATE_SECONDS = 20.0  # For the value of a worker that has said that it is late.
 
 _compared = itertools.count()  # Numbers the comparisons, in the same order on all workers.
 _done_alone: collections.Counter[str] = collections.Counter()  # Likewise, for each action of the chief alone.
@@ -52,7 +55,9 @@ class WorkerComparison:
             said_of_it = {worker: own[place : place + 1] for worker, own in said.items()}
             self._compare(said_of_it, f"the same {what}", "Give the same in all scripts.")
 
-    def on_model(self, model: Any, checksums: Callable[[], Iterable[tuple[str, str]]], codecs: list[str]) -> None:
+    def on_model(
+        self, model: Any, checksums: Callable[[], Iterable[tuple[str, str]]], codecs: Callable[[], list[str]]
+    ) -> None:
         """Compares a model at its first run: shapes, types and codecs of variables, then values of replicated ones.
 
         Costs two messages to worker 0, and two for each worker.
@@ -60,7 +65,7 @@ class WorkerComparison:
         Args:
           model: The model.
           checksums: Returns the names of the replicated variables with checksums of their values.
-          codecs: The codecs that the user's function chooses for the variables.
+          codecs: Returns the codecs that the user's function chooses for the variables.
 
         Raises:
           ClusterError: If the variables differ, or a worker does not come.
@@ -74,7 +79,7 @@ class WorkerComparison:
             f"variable {number} as {variable.dtype}{list(variable.shape)}"
             for number, variable in enumerate(model.variables)
         ]
-        said = self._exchange("model", [f"the optimizer {optimizer}", *variables, *codecs])
+        said = self._exchange("model", [f"the optimizer {optimizer}", *variables, *codecs()])
         self._compare(said, "the same model", "Build it from the same code and settings on all workers.")
         self.on_values(checksums())
 
@@ -128,7 +133,8 @@ class WorkerComparison:
         """
         hint = (
             "Each worker reads the whole data and keeps its part of every batch: give all workers the same data and "
-            "batch_size. If each worker shall read its own data, use `distribute_datasets_from_function`."
+            "batch_size, and remove `.shard(n, i)`, `x[i::n]` and similar code. If each worker shall read its own "
+            "data, use AutoShardPolicy.OFF or `distribute_datasets_from_function`."
         )
         self._compare(self._exchange("data", described), "the same data", hint)
 
@@ -197,17 +203,33 @@ class WorkerComparison:
             raise ClusterError(meeting.fault)
         return decided
 
+    def say_late(self, name: str) -> None:
+        """Tells peers in `is_alike` that the value of this worker may never come, because its data may have failed.
+
+        Peers wait some seconds more, and then continue as if all values were equal. They would wait too long otherwise:
+        an error in the data only appears in the first step, before which this worker needs its peers.
+        """
+        self._board.say_once(f"{name}-late", True)
+
     def _decide(self, name: str, own: Any, is_over: Callable[[], bool]) -> bool:
         """Returns whether all workers' values that arrive before `is_over` are equal."""
+        late_since: dict[int, float] = {}
+
+        def is_given_up(worker: int) -> bool:
+            with contextlib.suppress(tf.errors.DeadlineExceededError):
+                if worker not in late_since and self._board.hear(f"{name}-late", worker, _PEEK_SECONDS):
+                    late_since[worker] = time.monotonic()
+            return time.monotonic() - late_since.get(worker, math.inf) > _LATE_SECONDS
 
         def hear(subject: str, worker: int) -> Any:
-            return self._hear_unless(subject, worker, is_over)
+            return self._hear_unless(subject, worker, lambda: is_over() or is_given_up(worker))
 
         verdict = f"{name}-verdict"
         if self._board.worker:
             self._board.say_once(name, own)
             decided = hear(verdict, 0)
-            self._board.forget(name)
+            # A late chief finds no value to compare with. The report of the first step carries the checksums again.
+            self._board.say(name, None) if decided is None else self._board.forget(name)
             return decided is not False
         said = [hear(name, worker) for worker in self._board.others]
         decided = all(each is None or each == own for each in said)

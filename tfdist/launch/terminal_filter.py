@@ -53,6 +53,11 @@ LIBRARY_LINES = (
         anywhere=True,
     ),
     LibraryLine(
+        "the place in the graph, on a line of its own after a message of C++ code",
+        r"\s*\[\[\{\{(?:function_)?node ",
+        "\t [[{{node MultiDeviceIteratorGetNextFromShard}}]]",
+    ),
+    LibraryLine(
         "absl's C++ logging",
         r"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR",
         "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
