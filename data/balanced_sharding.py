@@ -227,7 +227,7 @@ class BalancedSharding(tf.train.experimental.PythonState):
         return self.plan.of_evaluation().rows(self.evaluation_steps - 1)
 
     def statistics(self) -> Statistics | None:
-        """Returns how the last training step was shared among replicas; `None` before the first step."""
+        """Returns how the work of the last training step was shared among replicas; `None` before the first."""
         return self.assignments.times.statistics
 
     @property

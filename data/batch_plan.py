@@ -45,7 +45,7 @@ class BatchPlan:
 
 
 def split(rows: int, weights: Sequence[float], at_most: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Splits rows in proportion to weights, by largest remainder, with at least one row per replica if possible.
+    """Splits a batch's rows in proportion to replicas' weights, by largest remainder, with one or more each if it can.
 
     Args:
       rows: Number of rows, at least 0.

@@ -29,7 +29,7 @@ class IteratorAssignments:
       plan, shares: The arguments.
       position: The epoch and step to train on next.
       lock: Protects `shares` and `position`.
-      reports: The step reports of the attached strategy, if there is one.
+      reports: The attached strategy's reports of training steps, if there is one.
       place: The replicas of this worker, under the attached strategy.
       times: Statistics of the training steps.
       visitors: Functions called after each step with its examples; see `BalancedSharding`.
@@ -100,7 +100,7 @@ class IteratorAssignments:
         """Returns the assignment of batches for an iterator when its first batch is read.
 
         Args:
-          place: The worker that reads.
+          place: The replicas of the worker that reads.
           training: As for `start`.
           is_started: Whether `start` is called for each iterator. Keras drops some of them, so the assignment is that
             of the newest iterator that was not read from.

@@ -1,4 +1,4 @@
-"""A keyed permutation of 0..n-1 that computes any of its elements alone, in constant memory."""
+"""A random permutation of 0..n-1, chosen by a key, to shuffle examples. Computes single elements in little memory."""
 
 import numpy as np
 

@@ -90,7 +90,7 @@ class Service:
         assignment.note_end()
 
     def batches(self, assignment: BatchAssignment) -> Iterator[tuple[When, np.ndarray, Any]]:
-        """Makes the batches of a batch assignment on the service, which reads ahead.
+        """Makes the batches of a batch assignment, on the service or else here. Reads the assignment ahead.
 
         Yields:
           The position in training, the indices, and the batch, a structure of `element_spec`.

@@ -12,11 +12,11 @@ class Statistics:
     Attributes:
       rows: Rows of the global batch.
       compute_seconds: Computation time of these rows, without waiting.
-      wait_seconds: The rest of the step: time between steps, exchange, and waiting for slower replicas.
+      wait_seconds: The rest of the step: time between steps, gradient exchange, and waiting for slower replicas.
       step_seconds: Time from the end of the step before to the end of this step; 0 for the first step.
       rows_per_second: Rows of all replicas divided by `step_seconds`.
       imbalance: The longest compute time divided by the mean; 1 if the work is perfectly balanced.
-      changes: How often the rows per replica have changed.
+      changes: How often the replicas' shares of the global batch have changed.
     """
 
     rows: tuple[int, ...]

@@ -30,7 +30,7 @@ class ReplicaTopology:
 
     @classmethod
     def of(cls, context: "tf.distribute.InputContext", global_batch_size: int, max_rows: Any) -> "ReplicaTopology":
-        """Returns the topology for a `tf.distribute` input context.
+        """Returns which replicas a worker has, from the `tf.distribute` input context of that worker.
 
         Raises:
           ValueError: If a global batch has fewer examples than there are replicas, or more than `max_rows` allows.

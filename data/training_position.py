@@ -1,4 +1,4 @@
-"""The epoch and the step of a data set to train on next."""
+"""The position of training in a data set: the epoch and the step to train on next."""
 
 from tfdist.data.batch_assignment import BatchAssignment
 from tfdist.data.topology import ReplicaTopology
@@ -36,7 +36,7 @@ class TrainingPosition:
         self._next = position
 
     def restore(self, position: tuple[int, int]) -> None:
-        """Continues training at a saved position."""
+        """Continues training at a position from a checkpoint."""
         self._epoch_before = self._counted.epoch_taken if self._counted is not None else 0
         self._next = self._first = position
         self._reached.clear()

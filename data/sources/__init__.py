@@ -1,4 +1,4 @@
-"""Sources of examples, read by index. `as_source` chooses the source for an argument.
+"""Sources of examples for `tfdist.data`, read by index. `as_source` chooses the source for what the user gives.
 
 | Argument | Source |
 |---|---|
@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
 
 
 def as_source(examples: Any) -> Source:
-    """Returns the source that reads `examples`, according to the table above.
+    """Returns the source that reads `examples`: arrays, files, a TFDS split or a list, by the module's table.
 
     Args:
       examples: The examples, or the paths of their files.
@@ -113,7 +113,7 @@ def _files(paths: list[Any]) -> Source:
 
 
 def _is_path(example: Any) -> bool:
-    """Whether `example` is a path and cannot be the name of a dataset or split."""
+    """Whether `example` is a path of a data file and cannot be the name of a dataset or split."""
     signs = ("/", "*", ".tfrecord", "array_record", "arrayrecord")
     return isinstance(example, os.PathLike) or (isinstance(example, str) and any(sign in example for sign in signs))
 

@@ -141,7 +141,7 @@ class LocalFile:
         return content
 
     def stat(self) -> tuple[int, int]:
-        """Returns the size and the time of the last change, like the function `stat`; costs a microsecond."""
+        """Returns the file's size and time of the last change, to notice changes; costs a microsecond."""
         found = os.fstat(self._descriptor)
         return found.st_size, found.st_mtime_ns
 
@@ -187,7 +187,7 @@ class RemoteFile:
         return self._file.read(size)
 
     def stat(self) -> tuple[int, int]:
-        """Returns size and time of the last change as of opening, since new values need a network round trip."""
+        """Returns the file's size and time of the last change as of opening; new values need a round trip."""
         return self._stat
 
 

@@ -76,7 +76,7 @@ class TFRecordSource(Source):
         return records
 
     def read_elsewhere(self, indices: np.ndarray) -> Callable[[tf.Tensor], tf.Tensor]:
-        """Returns a function with which another process, of a tf.data service, reads these examples.
+        """Returns a function with which a server of a tf.data service reads these examples.
 
         It reads records one by one, with TensorFlow's own reader, which checks their CRCs.
         """
@@ -161,7 +161,7 @@ class TFRecordSource(Source):
 
 
 def _read_mapped(mapped: mmap.mmap, offsets: np.ndarray, lengths: np.ndarray) -> tuple[bytes, list[bytes]]:
-    """Returns the records from a file in memory, and the first 8 bytes of all their headers, concatenated."""
+    """Returns records from a file in memory, and the first 8 bytes of all their headers, to check their lengths."""
     headers = np.frombuffer(mapped, np.uint8)[offsets[:, np.newaxis] + np.arange(8)]
     begins = offsets + HEADER_BYTES
     records = [mapped[begin:end] for begin, end in zip(begins.tolist(), (begins + lengths).tolist(), strict=True)]
@@ -169,7 +169,7 @@ def _read_mapped(mapped: mmap.mmap, offsets: np.ndarray, lengths: np.ndarray) ->
 
 
 def _read_spans(opened: LocalFile | RemoteFile, offsets: np.ndarray, lengths: np.ndarray) -> tuple[bytes, list[bytes]]:
-    """Does the same as `_read_mapped` with reads from disk. Joins consecutive records, cut every few MB."""
+    """Returns the same as `_read_mapped`, by reads from disk. Joins consecutive records, cut every few MB."""
     ends = offsets + lengths + (HEADER_BYTES + FOOTER_BYTES)
     is_first = np.ones(len(offsets), bool)
     is_first[1:] = (offsets[1:] != ends[:-1]) | (offsets[1:] >> _SPAN_BITS != offsets[:-1] >> _SPAN_BITS)

@@ -55,7 +55,7 @@ class TFRecordIndex:
 
 
 def load_index(path: str, check_data: bool) -> TFRecordIndex:
-    """Loads the stored index of a file if it fits the file; if not, builds the index and stores it.
+    """Loads the stored index of a TFRecord file if it fits the file; if not, builds the index and stores it.
 
     The index is stored in the folder of the file, as `.<name>.tfdist-index`. If that is not writable, the index is
     stored in $TFDIST_CACHE or `~/.cache/tfdist`. Building reads the headers of all records, in Python, a million in two
@@ -165,7 +165,7 @@ def _make(path: str, size: int, mtime: int) -> TFRecordIndex:
 
 
 def _check_data(index: TFRecordIndex) -> None:
-    """Reads the whole TFRecord file with `tf.data`, which compares all data with their CRCs."""
+    """Reads the whole TFRecord file with `tf.data`, which compares all data with their CRCs, to find damage."""
     records = tf.data.TFRecordDataset(index.path)
     try:
         for _ in records.batch(_BATCH).prefetch(1):

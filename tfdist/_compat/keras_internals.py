@@ -138,7 +138,7 @@ def counter_of(optimizer: Any) -> Any:
 
 
 def has_global_seed_generator() -> bool:
-    """Returns whether an unseeded random operation of Keras has been called, which creates the generator."""
+    """Returns whether Keras' global seed generator exists, since an unseeded random operation was called."""
     return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is not None
 
 
@@ -193,7 +193,7 @@ def dataset_of(epochs: Any) -> Any:
 def source_of(epochs: keras_epoch_iterator.EpochIterator) -> str:
     """Returns the source of a Keras `EpochIterator`: "arrays", a user's "dataset", or a user's "python" code.
 
-    Without it: see `graphs_of_dataset_functions`.
+    Without it: workers cannot tell whether rows differ by random operations or by other data.
     """
     if isinstance(epochs.data_adapter, TFDatasetAdapter):
         return "dataset"

@@ -79,7 +79,7 @@ _LOOPS = (
 
 
 def _owner_of(*methods: Any) -> Any:
-    """Returns the object whose method is the innermost running call of `methods` in this thread, or `None`."""
+    """Returns the object (`self`) of the innermost running call of one of `methods` in this thread, or `None`."""
     frame = call_stack.frame_of(*methods)
     return None if frame is None else frame.f_locals["self"]
 
@@ -91,12 +91,12 @@ def _owner_in(module: Any) -> Any:
 
 
 def called_by_trainer() -> bool:
-    """Returns whether the caller was called from the module of Keras' `fit`, and not by a user or another module."""
+    """Returns whether the module of Keras' `fit` called the caller, to tell Keras' own calls from a user's."""
     return call_stack.caller().f_globals.get("__name__") == keras_trainer.__name__
 
 
 def calling_trainer() -> keras_trainer.TensorFlowTrainer | None:
-    """Returns the model that runs a step, if the module of Keras' `fit` called the caller."""
+    """Returns the model whose `fit`, `evaluate` or `predict` called the caller to run a step."""
     return _owner_in(keras_trainer)
 
 
@@ -136,7 +136,7 @@ def loop_to_distribute() -> str | None:
 
 
 def made_dataset() -> bool:
-    """Returns whether Keras distributes a dataset that it made from arrays or a generator, not a user's dataset."""
+    """Returns whether Keras distributes a dataset that it made from arrays or a generator, which needs no tuning."""
     adapter = getattr(epochs_to_distribute(), "data_adapter", None)
     return adapter is not None and not isinstance(adapter, TFDatasetAdapter)
 
@@ -189,7 +189,7 @@ def beginning_fit() -> BeginningFit | None:
 
 
 def epochs_of_beginning_fit() -> keras_epoch_iterator.EpochIterator | None:
-    """Returns the `EpochIterator` of a starting `fit`; see `beginning_fit`.
+    """Returns the `EpochIterator` of a starting `fit`, to compare positions in the data between workers.
 
     Without it: workers at different positions in the data train on, and read examples twice or never.
     """
@@ -198,7 +198,7 @@ def epochs_of_beginning_fit() -> keras_epoch_iterator.EpochIterator | None:
 
 
 def makes_for_comparison() -> bool:
-    """Returns whether Keras creates an object only to list its attributes, while Keras saves another object."""
+    """Returns whether Keras makes a temporary object to compare while it saves a model on one worker only."""
     return call_stack.frame_of(get_attr_skipset) is not None
 
 
@@ -211,7 +211,7 @@ def model_in_compile() -> keras_trainer.TensorFlowTrainer | None:
 
 
 def model_in_step() -> keras_trainer.TensorFlowTrainer | None:
-    """Returns the model that `fit` trains in this thread; `None` in its callbacks and validation."""
+    """Returns the model that `fit` trains in this thread, if not in callbacks or validation; else `None`."""
     fit, *others = (inspect.unwrap(method).__code__ for method in _LOOPS)
     for frame in call_stack.frames():
         if frame.f_code is fit:
@@ -319,7 +319,7 @@ def reader() -> keras_trainer.TensorFlowTrainer | None:
 
 
 def deciding_loss_scaler():
-    """Returns the loss scaler that found this replica's gradients finite and now applies them, or `None`."""
+    """Returns the loss scaler that now applies this replica's gradients, to check that all decide alike; or `None`."""
     return _owner_of(LossScaleOptimizer._stateful_handle_finite_grads)
 
 

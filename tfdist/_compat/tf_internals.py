@@ -1,4 +1,4 @@
-"""Private names of TensorFlow, except those of datasets.
+"""Private names of TensorFlow that tfdist uses, except those of datasets.
 
 Comments state why a name is needed and what breaks without it. `setup.cfg` allows only tested versions.
 """

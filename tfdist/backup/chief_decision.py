@@ -121,7 +121,7 @@ class ChiefDecision:
         ]
 
     def _hear_decided(self, subject: str, seconds: float, fault: str) -> Any:
-        """Returns the chief's decision. The time limit doubles once the chief announces that it waits for workers."""
+        """Returns the chief's decision. Waits twice as long once the chief announces that it waits for workers."""
         start, patience = time.monotonic(), seconds + 2 * _ASK_SECONDS
 
         def meanwhile() -> float:

@@ -75,7 +75,7 @@ class CommitWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until the last snapshot is committed; raises like `save`."""
+        """Waits until the last snapshot of the `fit` is committed; raises like `save`."""
         if self._thread is not None:
             with watchdog.section("save"):
                 self._thread.join()

@@ -48,7 +48,7 @@ class InputPosition(StateProvider):
                 ) from error
 
     def _check_batches(self, saved: SavedState) -> None:
-        """Raises `BackupError` if `fit` cannot begin after the commit's batch, as if epochs are shorter now."""
+        """Raises `BackupError` if an epoch of the present `fit` cannot continue after the commit's batch."""
         then, batches = saved.progress, self._fit.input.batches
         together = getattr(self._fit.model, "steps_per_execution", 1)  # Keras counts full executions.
         if then.batch % together:
@@ -96,8 +96,8 @@ class InputPosition(StateProvider):
         """Prepares an epoch before Keras makes its iterator. Passes over batches trained on before a restart.
 
         Args:
-          random: The provider of the random states.
-          saved: The states of a commit by provider, after they were restored, if the epoch continues from it.
+          random: The `RandomStates` of the `fit`.
+          saved: The restored states of a commit by `StateProvider` name, if the epoch continues from it.
           lacks_variables: Whether a step must make variables of the commit.
         """
         counted = self.count_steps()

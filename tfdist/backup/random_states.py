@@ -37,7 +37,7 @@ class RandomStates(StateProvider):
             restore(saved.own.plain["now"], names)
 
     def begin_input(self) -> None:
-        """Notes the random states before Keras makes an iterator and shuffles batches, to repeat that later."""
+        """Notes the random states before Keras makes an iterator and shuffles, so that a restart repeats that."""
         self._of_input = capture()
 
     def begin_input_again(self, saved: SavedState) -> None:

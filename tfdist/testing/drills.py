@@ -109,7 +109,7 @@ class Fault(keras.callbacks.Callback):
 
 
 def _is_here(worker: int, attempt: int | None) -> bool:
-    """Returns whether the fault is for this worker in this attempt.
+    """Returns whether the `Fault` is to happen on this worker in this attempt of `tfdist run`.
 
     Raises:
       ValueError: If the job has no such worker in the attempt of the fault. Other attempts may have fewer workers.
@@ -141,7 +141,7 @@ def _corrupt(fault: Fault) -> None:
 
 
 def _file_at(path: pathlib.Path, seed: int) -> pathlib.Path:
-    """Returns `path` if it is a file. For a `backup_dir`, returns a random file of its newest backup.
+    """Returns the file to damage: `path` if it is a file, or a random file of the newest backup in a `backup_dir`.
 
     Raises:
       FileNotFoundError: If the folder contains no backup.

@@ -55,7 +55,7 @@ def serve(fd: int, num_devices: int, deadly_parent: int | None) -> None:
 
 
 def _die_with_parent(parent: int | None) -> None:
-    """Asks the kernel to kill this process when the thread that started it ends.
+    """Asks the kernel to kill this worker process when the thread that started it ends.
 
     A closed pipe also shows the parent's death, but Python notices it only with the GIL, and TensorFlow holds the GIL
     while a strategy waits for its peers. Used only for a main thread: another thread may end before its pool does.
@@ -75,7 +75,7 @@ def _receive_calls(connection: Connection, calls: queue.SimpleQueue[bytes]) -> N
 
 
 def _prepare(program: bytes, num_devices: int) -> None:
-    """Copies the parent's path, arguments and main module into this process, then creates the devices."""
+    """Copies the parent's import path, arguments and main module into this worker process, then creates its devices."""
     global _importing_main
     _importing_main = True
     multiprocessing.spawn.prepare(pickle.loads(program))

@@ -208,7 +208,7 @@ class WorkerPool:
         return replies
 
     def _error(self, failures: list[Raised | Died]) -> WorkerError:
-        """Returns the error that the pool raises: for the worker whose failure most likely caused the others."""
+        """Returns the error of a failed call: that of the worker whose failure most likely caused the others."""
         first = min(failures, key=doubt)
         cause: BaseException | None = None
         if isinstance(first, Raised):
