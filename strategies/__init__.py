@@ -1,4 +1,4 @@
-"""What happens inside one training step: strategy → collective → codec."""
+"""The strategies, and all that happens inside one step of Keras: weighting, exchange and compression of gradients."""
 
 from tfdist.strategies.loss_weight import step_losses_are
 from tfdist.strategies.mirrored import MirroredStrategy

@@ -17,7 +17,7 @@ def is_read_by_all(dataset: tf.data.Dataset) -> bool:
 
 
 def is_split_by_rows(dataset: tf.data.Dataset) -> bool:
-    """Whether each worker of a custom loop reads the whole dataset and keeps its rows of each batch."""
+    """Whether, in a custom loop, each worker reads the whole dataset and keeps its rows of each batch."""
     if not isinstance(dataset, tf.data.Dataset) or not tf.executing_eagerly():
         return False
     policy = _policy_of(dataset)

@@ -1,4 +1,4 @@
-"""The distributed dataset of a `BalancedSharding`, and checks that a sharding is read through it."""
+"""The distributed dataset of a `BalancedSharding`, and checks that a sharding is read through its strategy."""
 
 import functools
 import weakref
@@ -21,8 +21,8 @@ class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
 
     Args:
       distribute: The strategy's function that makes a distributed dataset of a dataset function.
-      sharding: The sharding.
-      examples: Keeps rows for replicas without rows.
+      sharding: The `tfdist.data.BalancedSharding` to read.
+      examples: Keeps stand-in rows for replicas without rows.
       maps: Functions that `map` applies to each batch.
 
     Attributes:
@@ -92,7 +92,7 @@ class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
 
     @functools.cached_property
     def _for_evaluation(self) -> Any:
-        """A separate dataset, since iterators for evaluation exist beside those of training."""
+        """The distributed dataset for evaluation: a separate one, as its iterators exist beside those of training."""
         return self._made(training=False)
 
     def _made(self, *, training: bool) -> Any:
@@ -108,7 +108,7 @@ class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
 
 
 def _keeping_rows(fn):
-    """Adds a check to `fn` that it keeps the rows of a batch, since the sharding counts trained rows by them."""
+    """Adds a check to `fn` that it keeps the number of a batch's rows, by which the sharding counts trained rows."""
 
     def mapped(*batch):
         result = fn(*batch)

@@ -27,7 +27,7 @@ _PASSED_ON = {"Reshape": 0, "Identity": 0, "Cast": 0, "SelectV2": 2}
 
 
 def with_heads(value: Any, step: Step | None) -> tuple[Any, Callable[[Any], Any]]:
-    """Adds heads to the sparse gradients in a nest, for the exchange between replicas.
+    """Adds heads, rows that tell the kind of a lookup, to the sparse gradients in a nest, before replicas exchange it.
 
     Returns the nest with heads, and a function that turns the exchanged nest into the gradients of one device. Costs
     one row per replica and sparse gradient, and a copy of these. Does nothing in eager mode, which has no graph.
@@ -49,7 +49,7 @@ def with_heads(value: Any, step: Step | None) -> tuple[Any, Callable[[Any], Any]
 
 
 def _lookups(slices):
-    """The indices of each lookup in a table. TensorFlow concatenates them if there are several."""
+    """The indices of each lookup in a table, from its sparse gradient. TensorFlow concatenates those of several."""
     operation = slices.indices.op
     return list(operation.inputs[:-1]) if operation.type == "ConcatV2" else [slices.indices]
 
@@ -113,12 +113,12 @@ def _without_heads(total, kinds):
 
 
 def _as_one_device(kind, joined, heads, owners):
-    """Values and indices that one device would have for one lookup.
+    """Values and indices of the sparse gradient that one device would have for one lookup in a table.
 
     Args:
-      kind: The kind that this replica found.
+      kind: The kind of the lookup that this replica found.
       joined: Values and indices of all replicas, [rows, ...] and [rows].
-      heads: The kind that each replica found, [replicas].
+      heads: The kind of the lookup that each replica found, [replicas].
       owners: The replica of each row, [rows].
     """
     if kind == _UNIQUE:
@@ -132,7 +132,7 @@ def _parts(slices):
 
 
 def _added_up(values, indices, heads, owners):
-    """The indices of one replica and the sums of the values, if all replicas with rows have the same indices."""
+    """The indices of one replica and the values summed over replicas, if all with rows have the same indices."""
     counts = heads == _FIXED
     lengths = tf.boolean_mask(tf.math.bincount(owners, minlength=tf.size(heads)), counts)
     are_fixed = tf.reduce_all(counts | (heads == _FIXED_OF_NOTHING)) & (tf.size(lengths) > 0)

@@ -1,4 +1,4 @@
-"""Refuses operations that need all workers while the chief runs code alone."""
+"""Refuses operations that need all workers, such as `predict`, while the chief runs code alone, as in a callback."""
 
 import threading
 from collections.abc import Iterator

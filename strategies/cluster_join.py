@@ -24,7 +24,7 @@ _CONNECT_SECONDS, _REGISTER_PART = (10.0, 60.0), 0.7
 
 
 def join(cluster_resolver, options, connect):
-    """Connects the workers once all are there, since TensorFlow would wait for them without a deadline."""
+    """Joins this process to its cluster once all workers are there; TensorFlow would wait without a deadline."""
     if cluster_resolver.task_type not in ("chief", "worker"):
         connect(cluster_resolver)
         return
@@ -98,7 +98,7 @@ def _set_deadlines(cluster_resolver, options, register_seconds):
 
 @contextlib.contextmanager
 def first_exchange():
-    """Explains a failure of the workers' first exchange. Before it, workers only talk to worker 0."""
+    """Context of the first exchange of all workers, before which they only talk to worker 0. Explains its failure."""
     try:
         yield
     except tf.errors.OpError as error:

@@ -62,7 +62,7 @@ def is_uncompressed() -> bool:
 
 
 def policy_of(compression: Any) -> Policy | None:
-    """The policy for the `compression` argument of a strategy; None for no compression.
+    """The function that chooses each gradient's codec, from a strategy's `compression` argument; None for no codecs.
 
     Args:
       compression: None, a codec, its name, or a function `(shape, dtype, path)` that returns one of these.
@@ -103,7 +103,7 @@ def unfit(codec: Codec, shape: tf.TensorShape, dtype: tf.DType) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class OneCodec:
-    """Policy that applies one codec to each gradient that the codec can encode with less traffic."""
+    """Chooses the one codec of a strategy for each gradient that the codec can encode with less traffic."""
 
     codec: Codec
 

@@ -94,11 +94,11 @@ class CompressionState(tf.Module):
 
     @property
     def exchanges(self) -> list[EncodedReducer]:
-        """All exchanges in the order in which they were made, including those of deleted optimizers."""
+        """The `EncodedReducer`s of all optimizers, deleted ones too, in the order in which they were made."""
         return self._known.made
 
     def exchange_of(self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]) -> EncodedReducer:
-        """Returns the exchange of these gradients, and makes it at the first call.
+        """Returns the `EncodedReducer` that sums these gradients of an optimizer, and makes it at the first call.
 
         Args:
           optimizer: The optimizer that applies the gradients.
@@ -145,19 +145,22 @@ class CompressionState(tf.Module):
         return made
 
     def _forget(self, key: "_Key") -> None:
-        """Frees the states of a deleted optimizer's exchange. Its counts stay."""
+        """Frees the codec states of a deleted optimizer. Its counts of traffic stay."""
         delattr(self, self._known.names[key])
         del self._known.names[key]  # After the attribute is gone, since another exchange may take the name now.
         self._known.exchanges.pop(key).release()
 
     def exchanges_of(self, optimizer: Any) -> dict[str, EncodedReducer]:
-        """The exchanges of an optimizer's gradients, by names that are equal in each run of the program."""
+        """The `EncodedReducer`s of an optimizer, by names that are equal in each run of the program."""
         anchor = id(keras_internals.counter_of(optimizer))
         with self._known.lock:
             return {name: exchange for (owner, name), exchange in self._known.exchanges.items() if owner == anchor}
 
     def hand_over(self, optimizer: Any, name: str, fill: Callable[[EncodedReducer], None]) -> None:
-        """Calls `fill` with the exchange of that name (see `exchanges_of`), now or once the first step has made it."""
+        """Calls `fill`, which sets codec states, with an `EncodedReducer`, now or once the first step has made it.
+
+        Its name is one of `exchanges_of`.
+        """
         exchange = self.exchanges_of(optimizer).get(name)
         if exchange is None:
             anchor = keras_internals.counter_of(optimizer)
@@ -166,7 +169,7 @@ class CompressionState(tf.Module):
             fill(exchange)
 
     def drop_awaited(self) -> int:
-        """Drops the `hand_over` calls for exchanges that no step has made, and returns their number."""
+        """Drops the `hand_over` calls for `EncodedReducer`s that no step has made, and returns their number."""
         dropped, self._known.awaited = len(self._known.awaited), {}
         return dropped
 
@@ -183,7 +186,7 @@ class CompressionState(tf.Module):
         return {**self._known.inherited, **own}
 
     def redistribute(self, states: Sequence[Mapping[str, np.ndarray]]) -> None:
-        """Restores the states that a run with any number of workers has saved by `state`.
+        """Restores the codec states that a run with any number of workers has saved by `state`.
 
         The sum over all workers is preserved, up to rounding, and divided equally among the replicas. Call it on all
         workers with the same `states`, at any time. States of gradients that no step exchanges, as on one replica, are
@@ -200,7 +203,7 @@ class CompressionState(tf.Module):
             self._inherit(exchange, self._known.names[key])
 
     def _fill(self, made: EncodedReducer, key: Any, name: str) -> None:
-        """Sets the states of a new exchange from an earlier `redistribute` or `hand_over`."""
+        """Sets the codec states of a new `EncodedReducer` from an earlier `redistribute` or `hand_over`."""
         self._inherit(made, name)
         fill, _ = self._known.awaited.pop(key, (None, None))
         if fill is not None:
@@ -259,7 +262,7 @@ class CompressionState(tf.Module):
         )
 
     def described_codecs(self, model: keras.Model) -> list[str]:
-        """The user's choices for the variables of a model, without paths, since Keras may number layers differently."""
+        """The codecs that a user's function chooses for a model's variables, to compare workers. Paths may differ."""
         if isinstance(self._policy, OneCodec):
             return []
         variables = [each for each in model.trainable_variables if each.value.shape.num_elements()]
@@ -323,7 +326,7 @@ def _warn_of_unfit(codecs: Sequence[Codec], optimizer: keras.optimizers.Optimize
 
 
 def sum_of(states: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The sum of the states of several workers, by name.
+    """The sum of the codec states that several workers have saved, by name.
 
     Raises:
       ValueError: If `states` is empty, or its entries have different names.
@@ -351,7 +354,7 @@ _Key = tuple[int, str]  # The `id` of an optimizer's step counter, and the signa
 
 
 class _Known:
-    """Exchanges by optimizer and gradients. A separate object, since checkpoints cannot track dicts with such keys."""
+    """The `EncodedReducer` of each optimizer. A separate object: checkpoints cannot track dicts with such keys."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -362,10 +365,10 @@ class _Known:
         self.awaited: dict[Any, tuple[Callable[[EncodedReducer], None], Any]] = {}
 
     def signatures(self) -> set[str]:
-        """Signatures of the gradients exchanged so far."""
+        """Checksums of the shapes and types of the gradients that optimizers have exchanged so far."""
         return {signature for _, signature in list(self.names)}
 
     def free_name(self, key: _Key) -> str:
-        """An unused name that depends on the signature, so that it is equal in each run of the program."""
+        """An unused name of an `EncodedReducer`, by its gradients' checksum, so that it is equal in each run."""
         taken = set(self.names.values())
         return next(name for number in itertools.count() if (name := f"exchange_{key[1]}_{number}") not in taken)

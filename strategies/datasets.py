@@ -1,4 +1,4 @@
-"""The distributed datasets that Keras and custom loops read: peeking, copies of batches, no tuning."""
+"""The distributed datasets that Keras and custom loops read, and changes to the pipelines behind them."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def owning_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def untuned_on_devices(iterator: Any, reads_at_once: bool = False) -> Any:
-    """Removes the threads that tune the device parts of a new distributed iterator.
+    """Removes the threads that tune the parallelism of a new distributed iterator's device parts; see `untuned`.
 
     Args:
       iterator: The new iterator.
@@ -66,14 +66,14 @@ def untuned_on_devices(iterator: Any, reads_at_once: bool = False) -> Any:
 
 
 class FirstPass:
-    """Notes a row for replicas without rows while Keras reads a distributed dataset for the first time.
+    """Stores a stand-in row for replicas without rows, while Keras reads a distributed dataset for the first time.
 
-    Later passes read the original dataset, since noting costs time in every batch. Endless datasets are not changed
+    Later passes read the original dataset, since storing costs time in every batch. Endless datasets are not changed
     either, since no worker runs out of their rows.
 
     Args:
-      examples: Keeps the row for the model that reads.
-      row: The row, if the distributed dataset notes a row already.
+      examples: Keeps the stand-in row for the model that reads the dataset.
+      row: The stand-in row, if the distributed dataset stores one already.
     """
 
     def __init__(self, examples: ExampleRows, row: ExampleRow | None = None):
@@ -81,7 +81,7 @@ class FirstPass:
         self._datasets: list[tf.data.Dataset] | None = None
 
     def begin(self, distributed: Any) -> None:
-        """Prepares `distributed` for a new iterator. Does nothing in a custom loop, which needs no row."""
+        """Makes `distributed` store a row, before a new iterator. Does nothing in a custom loop, which needs no row."""
         model = keras_stack.reader()
         if model is None:
             return
@@ -101,7 +101,7 @@ class _Noted:
 
     Args:
       made: The dataset that this object replaces.
-      first_pass: Notes a row, if there are other workers.
+      first_pass: Stores a stand-in row, if there are other workers.
     """
 
     def __init__(self, made: Any, first_pass: FirstPass | None):
@@ -116,7 +116,7 @@ class _Noted:
 
 
 class NotedDataset(_Noted, dataset_internals.DistributedDataset):
-    """A `_Noted` dataset made of a `tf.data.Dataset`."""
+    """A distributed `tf.data.Dataset` that records which call of Keras reads it, and when."""
 
 
 class DatasetOfEachWorker(NotedDataset):
@@ -125,7 +125,7 @@ class DatasetOfEachWorker(NotedDataset):
     Args:
       distributed: The dataset as TensorFlow distributes it.
       dataset: The user's dataset.
-      first_pass: Notes a row for replicas without rows.
+      first_pass: Stores a stand-in row for replicas without rows.
     """
 
     def __init__(self, distributed: Any, dataset: tf.data.Dataset, first_pass: FirstPass | None):
@@ -140,7 +140,7 @@ class DatasetOfEachWorker(NotedDataset):
 
 
 class NotedDatasetsFromFunction(_Noted, dataset_internals.DistributedDatasetsFromFunction):
-    """A `_Noted` dataset made of a dataset function."""
+    """The distributed dataset of a dataset function, which records which call of Keras reads it, and when."""
 
 
 class PeekableDataset(tf.distribute.DistributedDataset):
@@ -152,7 +152,7 @@ class PeekableDataset(tf.distribute.DistributedDataset):
     Args:
       dataset: TensorFlow's distributed dataset.
       comparison: Compares the first batch on all workers, if given.
-      first_pass: Notes a row, if the comparison does not and there are other workers.
+      first_pass: Stores a stand-in row, if the comparison does not and there are other workers.
     """
 
     def __init__(
@@ -180,12 +180,15 @@ class PeekableDataset(tf.distribute.DistributedDataset):
 
     @property
     def element_spec(self):
-        """The element spec of the wrapped dataset."""
+        """The types and shapes of the tensors in a batch, as of the wrapped dataset."""
         return self._dataset.element_spec
 
 
 def specs_of_known_ranks(dataset: Any) -> Any:
-    """Returns the specs of a replica's batch, with None for specs without a shape; or None if a rank is unknown."""
+    """Returns the specs of a replica's batch, for Keras to inspect; or None if a rank is unknown.
+
+    A spec without a shape becomes None.
+    """
     specs = tf.nest.map_structure(dataset_internals.spec_on_a_replica, dataset.element_spec)
     specs = tf.nest.map_structure(lambda spec: spec if hasattr(spec, "shape") else None, specs)
     return specs if all(spec is None or spec.shape.rank is not None for spec in tf.nest.flatten(specs)) else None

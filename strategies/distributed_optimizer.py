@@ -25,14 +25,14 @@ def distributed(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optim
 
     Keras clips each replica's gradients and sums the results, unlike one device, and its `LossScaleOptimizer` checks
     only one replica's gradients. The view shares the optimizer's whole state and is an instance of its class; only the
-    moment of the exchange differs. `fit` uses the view automatically. A custom loop that clips gradients or scales its
-    loss gets the view from `strategy.distributed_optimizer`.
+    moment of the sum differs. `fit` uses the view automatically. A custom loop that clips gradients or scales its loss
+    gets the view from `strategy.distributed_optimizer`.
     """
     return optimizer if isinstance(optimizer, _Weigh) else _view(optimizer, _Note, _Weigh, _exchange_of(optimizer))
 
 
 def noting(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """A view of `optimizer` for a lone replica. It only notes when gradients are there."""
+    """A view of `optimizer` for a job of one replica: records when gradients exist, for the report of the step."""
     return _view(optimizer, _Note)
 
 
@@ -102,7 +102,7 @@ def _put_into(owner: Any) -> Callable[[Any, Any], None]:
 
 
 def _put_in_tuple(put, kind, members, index, optimizer):
-    """Replaces a member of a tuple by an optimizer, and the tuple by a new tuple."""
+    """Puts an optimizer into a tuple that an object of the model holds: replaces the tuple by a new one."""
     members[index] = optimizer
     put(kind(*members) if hasattr(kind, "_fields") else tuple(members))
 
@@ -134,7 +134,7 @@ def _view_class(base: Any, mixins: tuple[type, ...]) -> type:
 
 
 class _Note:
-    """Notes when the gradients of a replica are there."""
+    """Mixin for views of optimizers: records when the gradients of a replica exist, for the report of the step."""
 
     def apply(self, grads, *args, **kwargs):
         step = current_step()
@@ -144,7 +144,7 @@ class _Note:
 
 
 class _Weigh:
-    """Weights the replica's loss or, in a custom step, its gradients, since any loss may be of any optimizer there."""
+    """Mixin for views of optimizers: weights the loss by rows, or the gradients in a user's step with any losses."""
 
     def scale_loss(self, loss, *args, **kwargs):
         step = current_step()
@@ -188,7 +188,7 @@ class _Weigh:
 
 
 class _Exchange:
-    """Exchanges gradients after they were accumulated, and just before they are clipped."""
+    """Mixin for views of optimizers: sums gradients over replicas once accumulated, just before they are clipped."""
 
     def _backend_apply_gradients(self, grads, trainable_variables):
         step = current_step()
@@ -208,7 +208,7 @@ class _Exchange:
 
 
 class _ExchangeEach:
-    """Makes each optimizer of a `MultiOptimizer` exchange the gradients of its variables."""
+    """Mixin for a view of a `MultiOptimizer`, whose inner optimizers each exchange the gradients of their variables."""
 
     @property
     def _inner_optimizers(self):
@@ -217,7 +217,7 @@ class _ExchangeEach:
 
 
 class _GlobalLossScale:
-    """Decides by all replicas' gradients whether to skip a step. The inner optimizer exchanges the gradients."""
+    """Mixin for a view of a `LossScaleOptimizer`: decides by the gradients of all replicas whether to skip a step."""
 
     @property
     def inner_optimizer(self):
@@ -237,7 +237,7 @@ class _GlobalLossScale:
 
 
 def _exchange(optimizer: Any, grads: list[Any]) -> list[Any]:
-    """Sums the gradients over all replicas."""
+    """Sums an optimizer's gradients over all replicas, encoded if the strategy compresses; `None` stays `None`."""
     step = current_step()
     if step is None:  # Outside `strategy.run` there is one copy of everything.
         return grads
@@ -263,12 +263,12 @@ def _check_alike(optimizer: Any, gradients: list[Any]) -> None:
 
 
 def decides_for_all(scaler: keras.optimizers.LossScaleOptimizer) -> bool:
-    """Whether a `LossScaleOptimizer` decides by the gradients of all replicas to skip a step."""
+    """Whether a `LossScaleOptimizer` is a view, which decides by the gradients of all replicas to skip a step."""
     return isinstance(scaler, _GlobalLossScale)
 
 
 def sums_rows_in_place(optimizer: Any) -> bool:
-    """Whether an optimizer, not a view, scatters sparse gradients into the weights; see `_Exchange`."""
+    """Whether an optimizer, used without a view, adds rows of sparse gradients to weights in no fixed order (SGD)."""
     return isinstance(optimizer, keras.optimizers.SGD) and not isinstance(optimizer, _Exchange)
 
 
@@ -280,7 +280,7 @@ def _to_present(fn, grads: list[Any]) -> list[Any]:
 
 
 def _scales(grads, variables):
-    """The positions of "gradients" that are really new values: Keras overwrites the variables with them.
+    """The indices in `grads` of "gradients" that are really new values: Keras overwrites the variables with them.
 
     These are the scales of float8 layers, and the largest numbers that the layers have seen.
     """
@@ -289,7 +289,7 @@ def _scales(grads, variables):
 
 
 def _largest_of_all(step, grads, places):
-    """Replaces `grads` at `places` by the maxima over replicas, as one device would find in the whole batch."""
+    """Replaces gradients, those with the indices `places`, by the maxima over replicas, as in the whole batch."""
     context = tf.distribute.get_replica_context()
     own = tf.concat([tf.reshape(grads[i], [-1]) for i in places], axis=0)
     row = tf.one_hot(context.replica_id_in_sync_group, replicas(), dtype=own.dtype)

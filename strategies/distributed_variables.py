@@ -31,7 +31,7 @@ _RANDOM_STATE = "seed_generator_state"  # Keras' name for it
 
 
 class _Scalar:
-    """Converts to a Python number like a variable of one device, as in `float(optimizer.learning_rate)`."""
+    """Mixin for variables that convert to a Python number as on one device, as in `float(optimizer.learning_rate)`."""
 
     def __float__(self):
         return float(self.numpy())
@@ -41,7 +41,7 @@ class _Scalar:
 
 
 class OptimizerVariable(_Scalar, tf_internals.MirroredVariable):
-    """Optimizer state, including counters. TensorFlow would leave the step and copy the first replica's value."""
+    """Optimizer state, including counters, assigned on each replica by itself, since all compute the same value."""
 
     def _update_replica(self, update_fn, value, **kwargs):
         return update_fn(self._get_on_device_or_primary(), value, **kwargs)
@@ -74,7 +74,7 @@ class _KeptWithoutRows(_Scalar):
 
 
 class StatisticVariable(_KeptWithoutRows, tf_internals.MirroredVariable):
-    """Statistics of a layer, such as BatchNormalization's moving mean."""
+    """A statistic of a layer, such as BatchNormalization's moving mean, averaged over replicas when a step ends."""
 
     def _update_replica(self, update_fn, value, **kwargs):
         step = current_step()
@@ -127,7 +127,7 @@ class RandomStateVariable(_Scalar, tf_internals.MirroredVariable):
 
 
 class MetricVariable(_KeptWithoutRows, tf_internals.SyncOnReadVariable):
-    """State of a metric."""
+    """State of a metric, updated on each replica by itself and summed over replicas when read."""
 
 
 def variables_of(model: keras.Model) -> list[keras.Variable]:
@@ -142,18 +142,18 @@ def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def checksums(variables: Iterable[keras.Variable]) -> list[tuple[str, str]]:
-    """Paths and checksums of the variables that are equal on all replicas between steps."""
+    """Paths and checksums of the variables that are equal on all replicas between steps, to compare workers."""
     with tf.init_scope():
         return [(each.path, _checksum(each.value.values[0])) for each in held_alike(variables)]
 
 
 def held_alike(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
-    """Selects the variables that are equal on all replicas between steps."""
+    """Selects the variables that are equal on all replicas between steps, such as weights; not metrics."""
     return [each for each in variables if _is_held_alike(each)]
 
 
 def level_counters(variables: Iterable[keras.Variable]) -> None:
-    """Sets integers that are equal on all replicas between steps to the largest value in this process.
+    """Sets integers, such as `iterations`, that must be equal on all replicas to the largest value in this process.
 
     In a step that finds no batch, TensorFlow still runs operations that need no batch: it increments `iterations` of an
     optimizer and the draws of a seed generator. One device does so reliably. With several devices, TensorFlow may

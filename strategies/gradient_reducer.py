@@ -30,13 +30,15 @@ class GradientReducer:
         self._extended = extended
 
     def encodes(self, request: ReductionRequest) -> bool:
-        """Whether codecs apply: to sums of an optimizer's gradients that leave a worker or device."""
+        """Whether codecs encode a request's values: sums of an optimizer's gradients that leave a worker or device."""
         if request.optimizer is None or request.reduce_op != tf.distribute.ReduceOp.SUM:
             return False
         return self._extended.compresses and not is_uncompressed()
 
     def reduce(self, request: ReductionRequest) -> list[Gradient]:
-        """Returns the reduced values, with the same bits on all replicas. Each replica calls it in the same order.
+        """Sums or averages the values of a request over all replicas, which send their requests in the same order.
+
+        Returns the results, with the same bits on all replicas.
 
         Raises:
           CompiledCollectivesError: If XLA compiles the step for devices without compiled collectives.

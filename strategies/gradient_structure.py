@@ -1,4 +1,4 @@
-"""Makes all replicas exchange the same kinds of gradients in eager mode.
+"""Makes all replicas exchange the same kinds of gradients (dense, sparse or None) in eager mode.
 
 In eager mode each replica runs its own Python code, so it may take another branch and have other variables' gradients.
 """
@@ -17,7 +17,7 @@ _KINDS = ("dense", tf.int64, tf.int32)
 
 
 def of_one_kind(step: Step, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
-    """Converts `gradients` so that all replicas have the same kinds.
+    """Converts a replica's `gradients` so that all replicas have the same kinds: dense, sparse or None.
 
     None becomes zeros if another replica has a gradient. A gradient that is dense on any replica becomes dense on all.
     Replicas without rows of the batch do not count. Costs an exchange of three numbers per gradient, in eager mode.
@@ -56,7 +56,7 @@ def _are_alike_anyway():
 
 
 def _replicas_by_kind(step, gradients, counts):
-    """The number of replicas, apart from those with false `counts`, that have each kind: int [gradients, kinds]."""
+    """The number of replicas (only with true `counts`) that have each kind of a gradient: int [gradients, kinds]."""
     own = np.array([[counts and _kind(gradient) == kind for kind in _KINDS] for gradient in gradients], "float32")
     return step.all_reduce(tf.distribute.ReduceOp.SUM, tf.constant(own)).numpy().astype(int)
 

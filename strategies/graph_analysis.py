@@ -30,7 +30,7 @@ def may_differ(
     strict: bool = True,
     alike: Collection[Any] = (),
 ) -> bool:
-    """Whether a value depends on a batch or on random numbers, except through exchanges between replicas.
+    """Whether a value may differ between replicas: depends on a batch or random numbers, except through exchanges.
 
     Eager values do not show their origin, and may differ. Costs a walk over the operations that the value depends on,
     while the step is traced.

@@ -1,4 +1,4 @@
-"""Notes Keras' calls in which all workers take part, when they begin and when they run steps."""
+"""Records for the watchdog which call of Keras (such as `fit`) this worker is in, and when it runs steps."""
 
 import contextlib
 import inspect
@@ -19,7 +19,7 @@ _FUNCTIONS = {"train_function": TRAIN, "test_function": "test", "predict_functio
 
 
 def note_call(activity: Activity) -> None:
-    """Notes the innermost call of Keras in this thread, if there is one, and the functions of its model.
+    """Records the innermost running call of Keras in this thread, such as `fit`, and makes its model record its steps.
 
     Costs a look at the stack of this thread.
     """
@@ -35,7 +35,7 @@ def note_call(activity: Activity) -> None:
 
 
 class _EndOfCall(keras.callbacks.Callback):
-    """The last callback of a call, which notes its end."""
+    """The last callback of a `fit`, `evaluate` or `predict`, which records that the call is over."""
 
     def __init__(self, call: Call):
         super().__init__()
@@ -57,14 +57,14 @@ class _EndOfCall(keras.callbacks.Callback):
 
 @contextlib.contextmanager
 def building(activity: Activity, model: keras.Model, scope: Any) -> Iterator[None]:
-    """The scope in which Keras builds a model at the beginning of a call."""
+    """The scope in which Keras builds a model at the beginning of a `fit` or the like; recorded for the watchdog."""
     with activity.doing(BUILDING), scope:
         yield
     note_functions(activity, model)
 
 
 def note_functions(activity: Activity, model: keras.Model) -> None:
-    """Makes the model note executions of its functions, including functions that Keras has not made yet."""
+    """Makes a model record the runs of its `train_function` and the like, also if Keras has not made them yet."""
     for attribute in _FUNCTIONS:
         function = getattr(model, attribute, None)
         if not hasattr(function, "notes"):
@@ -73,7 +73,7 @@ def note_functions(activity: Activity, model: keras.Model) -> None:
 
 @contextlib.contextmanager
 def exchanging(activity: Activity) -> Iterator[None]:
-    """Notes that the block waits for all workers, if Keras waits between two steps, as for metrics.
+    """Records for the watchdog that the block waits for all workers, if Keras waits between steps, as for metrics.
 
     Raises:
       ClusterError: Instead of the error of a collective, if other workers are in another call.
@@ -88,7 +88,7 @@ def exchanging(activity: Activity) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained(activity: Activity, call: Call) -> Iterator[None]:
-    """Replaces an error of a collective by a `ClusterError` if workers are in different calls."""
+    """Replaces an error of a collective by a `ClusterError` if workers are in different calls of Keras."""
     try:
         yield
     except tf.errors.OutOfRangeError:
@@ -101,7 +101,7 @@ def explained(activity: Activity, call: Call) -> Iterator[None]:
 
 
 class NotedFunction:
-    """Replaces a `train_function`, `test_function` or `predict_function` of a model, and notes its executions.
+    """Replaces a `train_function`, `test_function` or `predict_function` of a model, and records when it runs.
 
     Args:
       model: The model.
@@ -146,7 +146,7 @@ class NotedFunction:
         return self._function(given if batches is None else (batch for batch in batches))
 
     def _made(self) -> Any:
-        """Makes the model's function, and keeps this object as the attribute of the model.
+        """Makes the function that this object replaces, and keeps this object as the attribute of the model.
 
         An override of `make_train_function` may return the function and leave the attribute as it is.
         """
@@ -160,7 +160,7 @@ class NotedFunction:
             setattr(model, self._attribute, place)
 
     def _alone(self, given: Any) -> str | None:
-        """The name of the call if it consists of this execution only."""
+        """The name of Keras' call if it runs this function only once, such as `train_on_batch`; else `None`."""
         if inspect.isgenerator(given):
             return "train_on_batch" if self._kind == TRAIN else "test_on_batch"
         call = self._activity.call

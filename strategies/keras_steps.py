@@ -25,7 +25,7 @@ _KERAS_STEPS = ("train_step", "test_step")
 
 
 class KerasStep(NamedTuple):
-    """A step function of a model.
+    """A `train_step` or `test_step` of a model, which a strategy is about to run on replicas.
 
     Attributes:
       name: "train_step" or "test_step".
@@ -76,7 +76,7 @@ def keras_step_of(fn, args, kwargs, trainer):
 
 
 def in_step(fn, args, kwargs, seed_generator):
-    """Wraps `fn` to run in a `Step`, unless it opens its own. Any distributed argument may hold the rows of a batch."""
+    """Wraps `fn`, which replicas run, to run in a `Step`, unless it opens one. Distributed arguments may hold rows."""
     leaves = tf.nest.flatten((args, kwargs))
     parts = [i for i, leaf in enumerate(leaves) if isinstance(leaf, tf.distribute.DistributedValues)]
     parts = [i for i in parts if not isinstance(leaves[i], tf.Variable)]
@@ -98,8 +98,8 @@ def on_one_of_many(called, reports, example):
 
     Args:
       called: The step.
-      reports: The reports of the strategy.
-      example: Returns a row for a replica without rows; see `at_least_one_row`.
+      reports: The object `strategy.reports`, which makes reports of steps.
+      example: Function that returns a stand-in row for a replica without rows.
     """
     name, model, fn, is_plain = called
 
@@ -160,8 +160,8 @@ def predict_step(fn, reports, example, spec):
 
     Args:
       fn: The step.
-      reports: The reports of the strategy.
-      example: Returns a row for a replica without rows; see `at_least_one_row`.
+      reports: The object `strategy.reports`, which makes reports of steps.
+      example: Function that returns a stand-in row for a replica without rows.
       spec: The element spec of the dataset that `predict` reads; `None` without a dataset.
     """
 
@@ -179,7 +179,7 @@ def predict_step(fn, reports, example, spec):
 
 
 def _average_statistics(step: steps.Step, logs: Any = None, report: tf.Tensor | None = None) -> Any:
-    """Averages float logs and the assigned statistics of a step by rows, and sums `report`, in one exchange.
+    """Averages float logs and assigned layer statistics of a step by rows, and sums `report`, in one exchange.
 
     Returns:
       The logs; with a report, the logs and the sum of all reports.
@@ -229,7 +229,7 @@ def _averages(values: list[tf.Tensor], step: steps.Step, report: tf.Tensor | Non
 
 
 def _laid_out(values: list[tf.Tensor]) -> list[tuple[list[int], list[tf.Tensor], list[Bucket]]]:
-    """Groups values by dtype: positions, values and their buckets, since many small operations are slow."""
+    """Groups logs and statistics by dtype: indices, values and their buckets, since many small operations are slow."""
     groups: dict[tf.DType, list[int]] = {}
     for i, value in enumerate(values):
         groups.setdefault(value.dtype, []).append(i)

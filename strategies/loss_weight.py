@@ -114,7 +114,7 @@ def reduction_told_by(degrees: Collection[Degree]) -> Literal["mean", "sum", "mi
     mean. The graphs of other gradients, such as those of float8 layers, need not be understood then.
 
     Args:
-      degrees: See `RowDegrees`.
+      degrees: By gradient: 0 for a mean over rows, 1 for a sum, NaN if mixed, `None` if unknown; see `RowDegrees`.
     """
     sure = {degree for degree in degrees if degree in (0.0, 1.0)}
     is_mixed = any(degree is not None and math.isnan(degree) for degree in degrees)

@@ -126,7 +126,7 @@ def _weighted_by_rows(update_state: Any) -> Any:
 
 
 class _AsTheyAre(keras.losses.Loss):
-    """Returns given values as the loss, so that Keras reduces them."""
+    """A Keras loss that returns given values as they are, so that Keras only weights and reduces them."""
 
     def __init__(self, reduction: str, dtype: str):
         super().__init__(reduction=reduction, dtype=dtype)
@@ -163,12 +163,12 @@ def _total(step: Step, values: tf.Tensor) -> tf.Tensor:
 
 
 def _unshared(step: Step, weight: tf.Tensor) -> tf.Tensor:
-    """Divides `weight` by the weight of the replica, by which its loss will be multiplied."""
+    """Divides `weight` by the weight of the replica's rows, by which its loss will be multiplied later."""
     return weight if _share(step) is None else tf.math.divide_no_nan(weight, step.weight)
 
 
 def _share(step: Step) -> tf.Tensor | None:
-    """This replica's share; `None` if the rows are not known."""
+    """The weight of this replica's loss by its rows (`Step.share`); `None` if the rows are not known."""
     if step.share is None:
         step.exchange_rows()
     return step.share

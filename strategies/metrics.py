@@ -17,7 +17,7 @@ class Result:
 
     Attributes:
       metric: The metric.
-      values: The values of the metric's variables at that time.
+      values: The values of the metric's variables when it returned the result.
       leaves: The tensors of the result, by their paths in it.
     """
 

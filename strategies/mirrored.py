@@ -1,4 +1,4 @@
-"""The strategy for one worker with several devices."""
+"""`MirroredStrategy`: the strategy for one worker with several devices."""
 
 import functools
 

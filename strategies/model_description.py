@@ -1,4 +1,4 @@
-"""Describes models and their `compile` arguments. Equal models have equal descriptions on all workers."""
+"""Describes models and their `compile` arguments in words, equal on all workers for equal models, to compare them."""
 
 import os
 import warnings
@@ -17,7 +17,7 @@ _LONG = 64
 
 
 def described_layers(model: keras.Model) -> list[str]:
-    """The layers of a model, with the settings of Keras' own layers. Costs the configuration of each layer."""
+    """One line for each layer of a model and each setting of Keras' own layers. Costs `get_config` of each layer."""
     lines = []
     for number, layer in enumerate(keras_internals.layers_of(model)):
         where = f"layer {number}, {type(layer).__name__}"
@@ -29,7 +29,7 @@ def described_layers(model: keras.Model) -> list[str]:
 
 
 def described_compile(model: keras.Model) -> list[str]:
-    """The optimizer, losses, metrics and options of a model, one line for each setting."""
+    """One line for each setting of a model's `compile`: optimizer, losses, metrics and options."""
     if not getattr(model, "compiled", False):
         return []
     try:

@@ -1,4 +1,4 @@
-"""The strategy for many workers, each with one or several devices."""
+"""`MultiWorkerMirroredStrategy`: the strategy for many workers, each with one or several devices."""
 
 import atexit
 import functools
@@ -120,7 +120,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             watchdog.start_alone(self)
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
-        """See `ReplicatedStrategy.distribute_datasets_from_function`."""
+        """Makes each worker's own dataset, and compares the lengths or settings of all; see `ReplicatedStrategy`."""
         dataset = super().distribute_datasets_from_function(dataset_fn, options)
         if self.extended._num_workers > 1 and isinstance(dataset, BalancedDataset):
             self.extended.agreement.on_sharding(dataset_fn.state.settings(), dataset_fn.state.settings_for_errors())
@@ -224,11 +224,11 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         )
 
     def _is_alike(self, what):
-        """Whether `what` is equal on all workers. Costs an exchange of one number."""
+        """Whether `what`, by its checksum, is equal on all workers. Costs an exchange of one number."""
         return len(set(self.extended.of_all_workers(_crc(what)))) == 1
 
     def _is_far_apart(self, variable):
-        """Whether the values of a variable differ between workers by more than processors round differently."""
+        """Whether the values of a variable differ between workers by more than the rounding of their processors."""
         own = tf.cast(variable.value.values[0], tf.float64)
         mean = self.reduce("SUM", own, axis=None) / self.extended._num_workers
         tolerance = _ROUNDING if variable.value.dtype.is_floating else 0
@@ -253,7 +253,7 @@ def _described_data(dataset, last):
 
 
 def _places_where(of_all_workers, holds):
-    """The positions in the workers' lists at which `holds` is true of all workers' values."""
+    """Returns the indices at which `holds` is true of the entries of all workers; each worker has one list."""
     return [place for place, said in enumerate(zip(*of_all_workers, strict=True)) if holds(said)]
 
 

@@ -38,7 +38,7 @@ _LINES_SECONDS = 10.0  # For making the workers' own connections, which are opti
 
 
 class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceExtended):
-    """The internal methods of the strategy for many workers.
+    """The internal methods of `MultiWorkerMirroredStrategy`: connects workers, makes variables, joins the cluster.
 
     Attributes:
       carried_bytes: Function that returns the bytes that steps exchanged over the workers' own connections; `None`
@@ -57,7 +57,7 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
         return self._num_workers > 1
 
     def of_all_workers(self, numbers):
-        """Gathers integers from all workers, by worker: one each, or lists of equal length."""
+        """Returns the integers of all workers, in the order of workers: one each, or lists of equal length."""
         own = tf.one_hot(self._id_in_cluster, self._num_workers, dtype=tf.int64)
         said = tf.tensordot(own, tf.constant(numbers, tf.int64), 0)
         with watchdog.waiting_for_all("`fit`, `evaluate`, `predict` and the distribution of datasets"):
@@ -116,7 +116,7 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
 
     @functools.cached_property
     def creations(self):
-        """Counts the variables that this worker makes."""
+        """Counts the variables that this worker makes, so that the watchdog notices workers with different models."""
         return watchdog.Creations()
 
     def _create_variable(self, next_creator, **kwargs):
@@ -135,11 +135,11 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
 
     @functools.cached_property
     def given_to_optimizers(self):
-        """This worker's own values of each optimizer's numbers. All workers use the chief's values."""
+        """Numbers, such as learning rates, that this worker gave its optimizers, to compare; the chief's are used."""
         return weakref.WeakKeyDictionary()
 
     def _described_variable(self, kwargs):
-        """Describes type, shape and maker of a variable to be made, without and with its name.
+        """Describes type, shape and maker of a variable to be made, without and with its name, to compare workers.
 
         Records the value in `given_to_optimizers` if an optimizer makes the variable from a float number.
         """

@@ -21,12 +21,12 @@ _MOST = 8  # Largest number of gradients to check.
 
 
 def in_words(number: int) -> str:
-    """Names in words the values that are not finite, from a number of `told`."""
+    """Names in words, for a warning, the values with an Inf or NaN, by a number that `told` has returned."""
     return _WORDS[number]
 
 
 def told(losses: Sequence[tf.Tensor], samples: Sequence[tf.Tensor], has_rows: Any) -> tf.Tensor:
-    """Returns a number that tells which values of a replica are not finite, float32 []; `FINITE` if all are.
+    """Returns a number that tells if losses, gradients or both of a replica have an Inf or NaN; `FINITE` if neither.
 
     Args:
       losses: The losses of the replica.
@@ -38,7 +38,7 @@ def told(losses: Sequence[tf.Tensor], samples: Sequence[tf.Tensor], has_rows: An
 
 
 def sampled(gradients: Sequence[Any]) -> list[tf.Tensor]:
-    """Takes elements of some gradients, the first included: at least one of each row and column of a matrix.
+    """Takes elements of some gradients, to look for Inf and NaN: at least one of each row and column of a matrix.
 
     Costs a copy of as many elements as the longer side of each matrix has, for at most eight gradients.
     """
@@ -48,7 +48,7 @@ def sampled(gradients: Sequence[Any]) -> list[tf.Tensor]:
 
 
 def _diagonal(values: tf.Tensor) -> tf.Tensor:
-    """Returns elements at equal distances, as large as at least one element of each row and column allows."""
+    """Returns few elements of a gradient, at equal distances, with at least one of each row and column."""
     columns = (values.shape[-1] if values.shape.rank else 1) or 1
     elements = values.shape.num_elements()
     stride = min(columns, columns if elements is None else max(1, elements // columns))

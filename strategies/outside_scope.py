@@ -28,7 +28,7 @@ _REMEDY = (
 
 
 class _Guard:
-    """The state of this process.
+    """What this process knows of its strategies, to find models that are compiled outside of all scopes.
 
     Attributes:
       watching: The creator scope that checks models as they are compiled; never left. `None` until a strategy is made
@@ -70,7 +70,7 @@ def keep_watching() -> None:
 
 
 def note_training() -> None:
-    """Notes that a model is trained with a strategy of several replicas."""
+    """Records that a strategy of several replicas trains a model; models outside of scopes then only cause warnings."""
     _Guard.has_trained = True
 
 

@@ -16,7 +16,7 @@ from tfdist.strategies.row_count import has_any
 
 
 class PaddedRows(tf.experimental.ExtensionType):
-    """Rows of different shapes, padded to one shape.
+    """Rows of the outputs of `predict` that have different shapes, padded to one shape.
 
     Keras joins `PaddedRows` like tensors, by `strategy.gather`, `tf.shape`, `tf.split` and `tf.concat`. The method
     `numpy` returns the result of `predict`.
@@ -30,7 +30,7 @@ class PaddedRows(tf.experimental.ExtensionType):
     sizes: tf.Tensor
 
     def padded_to(self, sizes: tf.Tensor) -> tf.Tensor:
-        """Returns the values, padded further so that each row has the shape `sizes`."""
+        """Returns the rows, padded further so that each has the shape `sizes`."""
         after = tf.concat([[0], sizes - tf.shape(self.values)[1:]], axis=0)
         return tf.pad(self.values, tf.stack([tf.zeros_like(after), after], axis=1))
 
@@ -68,7 +68,7 @@ def with_own_shapes(outputs: Any) -> Any:
 
 
 def gathered(local: Sequence[PaddedRows], gather: Callable[[Any, int], tf.Tensor]) -> PaddedRows:
-    """Gathers the rows of all replicas.
+    """Gathers the padded output rows of all replicas, for `predict`.
 
     Costs two exchanges of small tensors besides the rows: the largest shape, and the shapes of the rows.
 
@@ -84,7 +84,7 @@ def gathered(local: Sequence[PaddedRows], gather: Callable[[Any, int], tf.Tensor
 
 @tf.experimental.dispatch_for_api(tf.shape)
 def _shape(input: PaddedRows, out_type=None, name=None):
-    """Returns the number of rows alone: the other dimensions differ between rows."""
+    """Defines `tf.shape` of `PaddedRows`: the number of rows alone, since other dimensions differ between rows."""
     return tf.shape(input.values, out_type, name)[:1]
 
 

@@ -1,4 +1,4 @@
-"""The request by which a replica asks the reducer of its strategy for a reduction."""
+"""The request by which a replica asks its strategy to sum or average values, such as gradients, over replicas."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from tfdist.strategies.collectives.transport import Gradient
 
 @dataclasses.dataclass(frozen=True)
 class ReductionRequest:
-    """Values of one replica, to be reduced over all replicas.
+    """Values of one replica, to be summed or averaged over all replicas, and what is known of them.
 
     Attributes:
       reduce_op: Sum or mean.

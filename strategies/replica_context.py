@@ -1,4 +1,4 @@
-"""The replica context of a model's step, with collectives that are right for unequal shares."""
+"""The `tf.distribute.ReplicaContext` in a step of a Keras model, right also if replicas have unequal rows."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,14 +12,14 @@ from tfdist.strategies.step import Step
 
 
 class StepContext(tf.distribute.ReplicaContext):
-    """The replica context of a step of a Keras model.
+    """What `tf.distribute.get_replica_context()` returns in a step of a Keras model on several replicas.
 
     It differs from TensorFlow's context in three ways.
 
     - Gradients through `all_reduce` and `all_gather` are gradients of the loss over the global batch, also if replicas
-      have unequal shares. TensorFlow sums the gradients of all replicas' losses; this class weights them by rows.
-    - `all_gather` leaves out the results of a replica without rows on its stand-in row.
-    - In a step of the user's own `num_replicas_in_sync` is 1, as in the strategy; see `Step.is_plain`.
+      have unequal rows. TensorFlow sums the gradients of all replicas' losses; this class weights them by rows.
+    - `all_gather` leaves out what a replica without rows has computed on its stand-in row.
+    - In a step of the user's own `num_replicas_in_sync` is 1, since its losses are those of one device.
 
     Args:
       around: The surrounding context of the same replica.
@@ -42,11 +42,11 @@ class StepContext(tf.distribute.ReplicaContext):
 
     @property
     def num_replicas_in_sync(self):
-        """See `tf.distribute.ReplicaContext.num_replicas_in_sync`."""
+        """The number of replicas; 1 in a step of the user's own, whose losses are those of one device."""
         return self._step.shown_replicas(self.strategy, by_user=not call_stack.is_called_by_library())
 
     def all_reduce(self, reduce_op, value, options=None):
-        """See `tf.distribute.ReplicaContext.all_reduce`."""
+        """Reduces `value` over all replicas, as in TensorFlow. Gradients through it are those of the global batch."""
         if not call_stack.is_called_by_library():
             self._step.note_user_exchange()
         leaves, reduce_all = tf.nest.flatten(value), super().all_reduce
@@ -63,7 +63,7 @@ class StepContext(tf.distribute.ReplicaContext):
         return self._noted(tf.nest.pack_sequence_as(value, tf.nest.flatten(reduced(*leaves))))
 
     def all_gather(self, value, axis, options=None):
-        """See `tf.distribute.ReplicaContext.all_gather`. A replica without rows contributes no rows along axis 0."""
+        """Concatenates `value` of all replicas, as in TensorFlow. A replica without rows adds no rows along axis 0."""
         if not call_stack.is_called_by_library():
             self._step.note_user_exchange()
         gather_all = super().all_gather
@@ -84,12 +84,12 @@ class StepContext(tf.distribute.ReplicaContext):
 
     @property
     def _weighs(self) -> bool:
-        """Whether the step weights gradients by rows, after a tape has computed them, and not the loss."""
+        """Whether gradients are weighted by rows once a tape has computed them, as in a user's own step."""
         step = self._step
         return step.share is not None and not step.weights_loss
 
     def _of_global_loss(self, upstream: Sequence[Any], exchange: Callable[[list[Any]], Any]) -> list[Any]:
-        """Returns gradients of the loss over the global batch, divided by the weight that they get at the end."""
+        """Returns gradients of the loss over the global batch, divided by the weight that multiplies them later."""
         upstream = [tf.convert_to_tensor(leaf) for leaf in upstream]
         if not self._weighs or tf_internals.is_recorded():  # An inner gradient has no weight.
             return tf.nest.flatten(exchange(upstream))
@@ -111,7 +111,7 @@ class StepContext(tf.distribute.ReplicaContext):
         return tf.cond(has_rows, lambda: leaf, lambda: leaf[:0])
 
     def _noted(self, exchanged):
-        """Notes in the step that the rows of one replica do not change `exchanged`."""
+        """Records in the step that `exchanged` is equal on all replicas, for later checks of its graph."""
         leaves = tf.nest.flatten(exchanged, expand_composites=True)
         self._step.exchanges.results |= {leaf.ref() for leaf in leaves if tf.is_symbolic_tensor(leaf)}
         return exchanged

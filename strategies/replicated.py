@@ -50,7 +50,7 @@ class StrategyUse:
 
 
 class ReplicatedStrategy:
-    """Mixin for subclasses of `tf.distribute.Strategy`."""
+    """The public methods of both strategies, as a mixin for TensorFlow's strategies."""
 
     extended: Any
     reports: StepReports
@@ -176,9 +176,9 @@ class ReplicatedStrategy:
 
         Args:
           dataset_fn: A function of a `tf.distribute.InputContext`, or a `tfdist.data.BalancedSharding`. A function may
-            compose the datasets of several shardings, if it calls each with its own context. Shares then stay as they
-            are, the position counts epochs that were read, and `predict` reads in the order of training unless the
-            function calls the shardings with `training=False`.
+            compose the datasets of several shardings, if it calls each with its own context. The workers' shares then
+            stay as they are, the sharding's position counts epochs that were read, and `predict` reads in the order of
+            training unless the function calls the shardings with `training=False`.
           options: As in TensorFlow.
 
         Raises:
@@ -280,7 +280,7 @@ class ReplicatedStrategy:
         """Compares the size of the data that all workers read, for epochs that Keras is about to begin."""
 
     def _compare_rows(self, dataset, epochs):
-        """Returns a `RowComparison` for a dataset that all workers read, in `epochs` of Keras or in a custom loop."""
+        """Returns a `RowComparison` of a dataset that all workers read, in `epochs` of Keras or in a custom loop."""
 
     def _check_owned(self, model, variables):
         for variable in variables:
@@ -317,7 +317,7 @@ class ReplicatedStrategy:
         return tf.nest.map_structure(split, args)
 
     def _stand_in(self, model, whole, args):
-        """Returns a function that gives a row to a replica without rows.
+        """Returns a function that gives a stand-in row to a replica without rows.
 
         Args:
           model: Model that runs the step.
@@ -334,7 +334,7 @@ class ReplicatedStrategy:
         return row_of(first, noted)
 
     def _first_pass(self, row=None):
-        """Returns a `FirstPass`, which notes a row of a dataset as Keras reads it; `None` without other workers."""
+        """Returns a `FirstPass`, which stores a stand-in row as Keras reads a dataset; `None` without other workers."""
         return FirstPass(self._examples, row) if self.extended._num_workers > 1 else None
 
     def _make_reports(self):
@@ -345,7 +345,7 @@ class ReplicatedStrategy:
         self._use = StrategyUse()
 
     def _take_collective_keys(self):
-        """Separates the collectives of several strategies. All workers make their strategies in the same order."""
+        """Takes keys for this strategy's collectives alone. All workers make their strategies in the same order."""
         self._collective_key_base = next(_strategies_made) * _KEYS_PER_STRATEGY
 
     def _check_nobody_waits_for_steps(self, fn):
@@ -367,12 +367,12 @@ class ReplicatedStrategy:
 
 
 def _among_devices(replica, replicas, devices):
-    """Returns the part of a replica in a batch that only its worker has."""
+    """Returns a replica's (part, number of parts) of a batch that only its worker has."""
     del replicas
     return replica % devices, devices
 
 
 def _as_outputs_are_joined(replica, replicas, devices):
-    """Returns the part of a replica in a batch of all workers. Keras joins outputs by device first, then by worker."""
+    """Returns a replica's (part, number of parts) of a batch of all workers; outputs are joined by device first."""
     worker, device = divmod(replica, devices)
     return device * (replicas // devices) + worker, replicas

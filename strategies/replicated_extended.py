@@ -27,9 +27,10 @@ from tfdist.strategies.reduction_request import ReductionRequest
 
 
 class ReplicatedExtended:
-    """The `extended` half of both strategies, as a mixin for TensorFlow's classes.
+    """The `extended` half of both strategies (their internal methods), as a mixin for TensorFlow's classes.
 
-    Exchanges gradients with or without compression, makes variables by kind, and refuses exchanges that cannot work.
+    Sums gradients with or without compression, makes a class of variables for each kind (such as weights and metrics),
+    and refuses exchanges between replicas that cannot work.
     """
 
     communication: CompressionState | None = None
@@ -38,7 +39,7 @@ class ReplicatedExtended:
     _own_seed_generator: keras.random.SeedGenerator | None = None
 
     def compress(self, compression, time_exchanges):
-        """Sets the compression of gradients; see `MultiWorkerMirroredStrategy`."""
+        """Sets how gradients are compressed, by arguments of the strategy; called once, when the strategy is made."""
         policy = policy_of(compression)
         if policy is None:
             return
@@ -61,17 +62,17 @@ class ReplicatedExtended:
 
     @functools.cached_property
     def reducer(self) -> GradientReducer:
-        """Reduces the values of steps over all replicas."""
+        """The object that reduces gradients and other values of steps over all replicas."""
         return GradientReducer(self)
 
     @property
     def collectives(self):
-        """The collectives between replicas, or the `cross_device_ops` of the user."""
+        """The object that exchanges tensors between replicas: `Collectives`, or the `cross_device_ops` of the user."""
         return self._cross_device_ops
 
     @property
     def compresses(self) -> bool:
-        """Whether the strategy has codecs, and its gradients leave a worker or device."""
+        """Whether gradients are encoded: the strategy has codecs, and gradients leave a worker or device."""
         return self.communication is not None and self._crosses_border
 
     def _use_merge_call(self):
@@ -88,7 +89,7 @@ class ReplicatedExtended:
         return variable
 
     def update(self, var, fn, args=(), kwargs=None, group=True):
-        """See `tf.distribute.StrategyExtended.update`.
+        """Calls `fn` on each replica to update `var`; see `tf.distribute.StrategyExtended.update`.
 
         Raises:
           ScopeError: If an optimizer of this strategy updates a variable that was made outside of its scope.
@@ -120,7 +121,7 @@ class ReplicatedExtended:
         return self._container_strategy().reports.activity
 
     def seed_generator(self):
-        """Returns the generator of Keras' unseeded random operations, made outside of steps, where variables fail."""
+        """Returns Keras' generator of unseeded random operations, made before a step, which cannot make variables."""
         strategy = self._container_strategy()
         known = keras_internals.global_seed_generator() if keras_internals.has_global_seed_generator() else None
         if known is None or getattr(known.state.value, "distribute_strategy", None) is not strategy:
@@ -187,7 +188,7 @@ class ReplicatedExtended:
         )
 
     def of_each_replica(self, value):
-        """Returns one value per replica. TensorFlow passes a single value if all replicas gave the same object."""
+        """Returns `value` as one value per replica. TensorFlow passes a single one if replicas gave the same object."""
         if isinstance(value, tf.distribute.DistributedValues) or len(self.worker_devices) == 1:
             return value
         devices = iter(self.worker_devices)

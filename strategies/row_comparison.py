@@ -72,7 +72,7 @@ class RowsRead:
         self._passes = self._refused = 0
 
     def note(self, comparison: "RowComparison", checksum: int) -> None:
-        """Notes the first batch of a pass."""
+        """Records the first batch of a pass over the data: numbers the pass and stores the checksum for reports."""
         self._passes = (self._passes + 1) % _PASSES
         self.latest = comparison
         self.numbers.assign([self._passes, checksum])
@@ -96,7 +96,7 @@ class RowsRead:
 
 
 class RowComparison:
-    """The comparison of one dataset that is read by all workers.
+    """Compares the first batch of a dataset that all workers read, since each keeps only its own rows of it.
 
     Costs a read of one number for each batch, and a copy of a part of each row for the first batch of a pass. Before
     the first pass each worker sends two messages.
@@ -106,8 +106,8 @@ class RowComparison:
       origins: Origins of the tensors of a batch.
       purpose: Reader of the dataset, such as "fit", "evaluate", "predict", or "a custom loop".
       is_endless: Whether the data may have no end. Workers may then draw different rows.
-      rows_read: Takes the checksums of the first batches of passes.
-      compares_passes: Whether later passes are compared too.
+      rows_read: Takes the checksum of the first batch of each pass over the data.
+      compares_passes: Whether later passes over the data are compared too.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class RowComparison:
 
         Args:
           dataset: Dataset that all workers read.
-          note: Function that takes the first batch of each pass too, in the graph, and returns True.
+          note: Function that takes the first batch of each pass over the data too, in the graph, and returns True.
         """
 
         @tf.autograph.experimental.do_not_convert
@@ -190,19 +190,19 @@ class RowComparison:
                 self._agreement.say_late(self._name)
 
     def begins(self, iterator: Any) -> None:
-        """Counts an iterator that Keras has made, until it is freed."""
+        """Counts an iterator of Keras until it is freed; without iterators the comparison does not wait for peers."""
         self._iterators += 1
         weakref.finalize(iterator, self._ends).atexit = False
 
     def compare_no_more(self) -> None:
-        """Stops the comparison of later passes."""
+        """Stops the comparison of later passes over the data, where Keras reads only one batch to learn shapes."""
         self._compares_passes = False
 
     def _ends(self) -> None:
         self._iterators -= 1
 
     def explain(self, number: int) -> None:
-        """Compares in detail, after the checksums of pass `number` differed.
+        """Compares rows in detail with other workers, after the checksums of pass `number` over the data differed.
 
         Raises:
           ClusterError: If rows differ by more than rounding.
@@ -225,7 +225,7 @@ class RowComparison:
         return tensors
 
     def record(self, arrays: Sequence[np.ndarray]) -> None:
-        """Notes the first batch of a pass. Compares it if the pass is the first.
+        """Records samples of the first batch of a pass over the data. Compares them in the first pass.
 
         Raises:
           ClusterError: If workers read different rows.
@@ -259,7 +259,7 @@ class RowComparison:
         }
 
     def _judge(self, said: Mapping[int, Any], which: str) -> None:
-        """Raises an error, warns or does nothing, by the descriptions of all workers."""
+        """Raises an error, warns or does nothing, by the differences between the rows that workers describe."""
         workers = sorted(said)
         first = said[workers[0]]
         for worker in workers[1:]:
@@ -277,7 +277,7 @@ class RowComparison:
                 return
 
     def _is_hard(self, place: int) -> bool:
-        """Whether a difference in this tensor is certainly a mistake."""
+        """Whether a difference between workers in the tensor number `place` of a batch is certainly a mistake."""
         origin = self._origins[self._places[place][0]]
         if origin == Origin.GRAPH:
             return True

@@ -7,12 +7,12 @@ import tensorflow as tf
 
 
 def has_any(rows: int | tf.Tensor | None) -> bool | tf.Tensor:
-    """Whether there are rows, True or bool []; True if their number is unknown."""
+    """Whether a replica's batch has rows, by their number: True or bool []; True if the number is unknown."""
     return True if rows is None or (isinstance(rows, int) and rows > 0) else tf.convert_to_tensor(rows) > 0
 
 
 def any_rows(values: list[Any]) -> int | tf.Tensor | None:
-    """Returns 1 if one of several batches has rows, else 0; `None` if no value is a batch."""
+    """Returns 1 if one of a step's arguments is a batch with rows, else 0; `None` if no argument is a batch."""
     kinds = tf.Tensor | tf.RaggedTensor | tf.SparseTensor
     counts = [count_rows(value) for value in values if isinstance(value, kinds)]
     counts = [count for count in counts if count is not None]

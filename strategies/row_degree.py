@@ -49,7 +49,7 @@ _LOOPS = {"While", "StatelessWhile"}
 
 
 class RowDegrees:
-    """The degrees of the tensors of one replica's step.
+    """Finds the degrees of the tensors of one replica's step: the powers of its number of rows by which they grow.
 
     Visits each operation once, while the step is traced.
 
@@ -63,7 +63,7 @@ class RowDegrees:
         self._known: dict[tf.Operation, list[Degree]] = {}
 
     def of_gradients(self, gradients: Sequence[Any]) -> list[Degree]:
-        """Returns the degrees of the dense gradients, or of the sparse gradients if there are no dense ones."""
+        """Returns the degrees (powers of the rows) of the dense gradients; of the sparse ones if none is dense."""
         dense = [gradient for gradient in gradients if isinstance(gradient, tf.Tensor)]
         if dense:
             return [self.of(gradient) for gradient in dense]
@@ -71,7 +71,7 @@ class RowDegrees:
         return [_sum([self.of(values), float(_has_rows(values))]) for values in sparse]
 
     def of(self, tensor: tf.Tensor) -> Degree:
-        """Returns the degree of a tensor of a graph."""
+        """Returns a tensor's degree: 0 for a mean over rows, 1 for a sum; NaN if mixed, `None` if unknown."""
         waiting = [tensor.op]
         while waiting:
             operation = waiting[-1]
@@ -179,7 +179,7 @@ def _times(power: float, degree: Degree) -> Degree:
 
 
 def _only(degrees: Collection[Degree]) -> Degree:
-    """Returns the degree that all have in common; NaN if they differ, `None` if one is unknown."""
+    """Returns the degree that all `degrees` have in common; NaN if they differ, `None` if one is unknown."""
     if None in degrees:
         return None
     return next(iter(degrees)) if len(set(degrees)) == 1 else math.nan
@@ -222,7 +222,7 @@ _FOLDED: dict[str, Callable[..., Any]] = {"AddV2": np.add, "Sub": np.subtract, "
 
 
 def _static(tensor: tf.Tensor) -> Any:
-    """Returns the value of a constant, or of arithmetic on axes, as at the start of the gradient of a mean."""
+    """Returns the value of a constant, or of arithmetic on axes, as in the gradient of a mean; `None` if unknown."""
     value = tf.get_static_value(tensor)
     if value is None and tensor.op.type in ("Cast", "Identity"):
         return _static(tensor.op.inputs[0])
@@ -233,7 +233,7 @@ def _static(tensor: tf.Tensor) -> Any:
 
 
 def _adds_up_rows(operation: tf.Operation, inputs: Sequence[tf.Tensor], output: tf.Tensor) -> bool:
-    """Whether an operation has an input with rows and an output without rows."""
+    """Whether an operation sums over rows of the batch: it has an input with rows and an output without."""
     kind = operation.type
     rows = any(each.dtype == tf.variant or (_has_rows(each) and each.dtype.is_floating) for each in inputs)
     if kind == "Sum":

@@ -19,7 +19,7 @@ _ROUNDING = 1e-3  # Relative tolerance. Rounding differs between processors; oth
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A part of each row of one tensor.
+    """A part of each row of one tensor in a batch, to compare the rows that two workers read.
 
     Attributes:
       shape: Shape of the tensor.
@@ -38,7 +38,7 @@ class Sample:
 
     @property
     def distinct(self) -> int:
-        """Number of groups of rows that differ from each other."""
+        """Number of different groups of rows; if 1, the tensor (such as labels) does not tell rows apart."""
         return len({repr(group) for group in self.groups()})
 
     def groups(self) -> list[Any]:
@@ -58,7 +58,7 @@ class Sample:
             return np.stack([whole @ weights, np.sqrt(np.sum(whole * whole, axis=1))], axis=1).tolist()
 
     def described(self) -> dict[str, Any]:
-        """Returns what another worker needs for a comparison, in types of JSON."""
+        """Returns what another worker needs to compare its own rows with these, in types of JSON."""
         firsts = self.values[:: self.group_size]
         shown = [" ".join(str(each)[:_SHOWN_CHARACTERS] for each in row[:_SHOWN]) for row in firsts]
         return {
@@ -81,7 +81,7 @@ def sample(array: Any) -> Sample:
 
 
 def digest(samples: Sequence[Sample], bits: int = 24) -> int:
-    """Returns a checksum of samples with `bits` bits."""
+    """Returns a checksum, of `bits` bits, of samples of a batch, by which workers see whether their rows differ."""
     total = 0
     for each in samples:
         total = zlib.crc32(repr((each.shape, each.dtype)).encode(), total)

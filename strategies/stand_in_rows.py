@@ -30,7 +30,7 @@ _MOST_ROWS = 4  # Pipelines of one model and kind whose rows are kept.
 
 
 class ExampleRow:
-    """One row of an input pipeline, once it has been read.
+    """One row of an input pipeline, kept once it has been read, to stand in on replicas without rows.
 
     Attributes:
       kind: Types and ranks of the tensors in a batch of the pipeline.
@@ -50,30 +50,30 @@ class ExampleRow:
         return row
 
     def fits(self, shapes: list[tf.TensorShape]) -> bool:
-        """Returns whether a row is known that agrees with `shapes`, the static shapes beside the rows."""
+        """Returns whether a row was read that agrees with `shapes`, the static shapes beside the axis of rows."""
         pairs = zip(self.tensors or (), shapes, strict=False)
         return self.tensors is not None and all(shape.is_compatible_with(each.shape[1:]) for each, shape in pairs)
 
     def note(self, *tensors: np.ndarray) -> None:
-        """Stores the tensors of the row."""
+        """Stores copies of the tensors of the row that stands in."""
         # Copies, since TensorFlow's arrays share the memory of a whole batch, which it uses again.
         self.tensors = [np.array(tensor) for tensor in tensors]
 
 
 class ExampleRows:
-    """Stores one row for each model and each kind of batch."""
+    """Stores stand-in rows by model and by kind of batch (types and ranks of its tensors)."""
 
     def __init__(self):
         self._of_models: weakref.WeakKeyDictionary[Any, dict[_Kind, list[ExampleRow]]] = weakref.WeakKeyDictionary()
 
     def put(self, model: Any, row: ExampleRow) -> None:
-        """Stores `row` for the model that reads its pipeline, unless that is unknown (`None`)."""
+        """Stores a stand-in row for the model that reads its pipeline, unless the model is unknown (`None`)."""
         if model is not None:
             rows = self._of_models.setdefault(model, {})
             rows[row.kind] = [row, *rows.get(row.kind, [])][:_MOST_ROWS]
 
     def of(self, model: Any) -> Example:
-        """Returns a function that looks up a row for a model when the graph runs."""
+        """Returns a function that looks up a stand-in row for a model when the graph runs."""
         owner, known = weakref.ref(self), weakref.ref(model)  # TensorFlow may keep the function for ever.
 
         def give(row: list[tf.Tensor], count: int | tf.Tensor | None) -> list[tf.Tensor]:
@@ -95,14 +95,14 @@ class ExampleRows:
 
 
 def note_row(batch: Any, row: ExampleRow) -> tf.Tensor:
-    """Notes the first row of `batch` in the graph, if there is one and no row is known yet.
+    """Stores the first row of `batch` as a stand-in row when the graph runs, if it has one and none is stored yet.
 
     Args:
       batch: A batch of an input pipeline.
-      row: Where the row is noted.
+      row: Where the row is stored.
 
     Returns:
-      True, once the row is noted.
+      True, once the row is stored.
     """
     rows, own = count_rows(batch), _tensors_of(batch)
     if rows is None or not own:
@@ -121,7 +121,7 @@ def note_row(batch: Any, row: ExampleRow) -> tf.Tensor:
 
 
 def noting(dataset: tf.data.Dataset, row: ExampleRow) -> tf.data.Dataset:
-    """Returns `dataset` with a stage that notes a row of the first batch with rows.
+    """Returns `dataset` with a stage that stores in `row` a stand-in row, of the first batch with rows.
 
     Costs about 0.1 ms of processor time for each batch.
     """
@@ -178,7 +178,7 @@ def at_least_one_row(data: Any, rows: int | tf.Tensor | None, example: Example) 
 
 
 def row_of(batch: Any, otherwise: Example | None = None) -> Example:
-    """Returns a function that returns the first row of `batch`.
+    """Returns a function that returns the first row of `batch`, to stand in on a replica without rows.
 
     Args:
       batch: A batch with the structure of the data that lacks rows.
@@ -202,7 +202,7 @@ def _as_tensor(leaf: Any) -> Any:
 
 
 def _leaves_with_rows(batch: Any) -> tuple[list[int], list[Any]]:
-    """Returns the positions of the leaves with rows in a batch, and these leaves."""
+    """Returns the indices of the leaves of a batch that have rows, and these leaves."""
     leaves = tf.nest.flatten(batch)
     places = [place for place, leaf in enumerate(leaves) if _has_rows(leaf)]
     return places, [leaves[place] for place in places]

@@ -1,4 +1,4 @@
-"""Traces training steps of the user without a static number of rows, if they allow it."""
+"""Traces a user's `train_step` without a static number of rows, if possible, to tell mean losses from sums."""
 
 import weakref
 from typing import Any

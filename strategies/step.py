@@ -42,7 +42,7 @@ class Exchanges:
 
 @dataclasses.dataclass
 class Observed:
-    """Values of a step that are averaged, reported or checked at its end.
+    """Values that a replica's step records as it runs, to average, report or check them at its end.
 
     Attributes:
       statistics: Variables of layer statistics that the step has assigned, in order, without repeats.
@@ -50,7 +50,7 @@ class Observed:
       losses: Losses of this replica that optimizers have received.
       gradient_samples: Elements of this replica's gradients before the sum over replicas; see `not_finite`.
       summed_gradients: Gradients of optimizers, summed over all replicas.
-      moments: Moments of the step that `Step.mark` has noted.
+      moments: Moments, such as the arrival of data, whose time `Step.mark` has noted.
     """
 
     statistics: list[Any] = dataclasses.field(default_factory=list)
@@ -62,7 +62,7 @@ class Observed:
 
 
 class Step:
-    """One run of a step function on one replica.
+    """One run of a step function, such as a `train_step`, on one replica: what tfdist knows and records meanwhile.
 
     Constant attributes:
       model: The Keras model that runs the step, if any.
@@ -127,7 +127,7 @@ class Step:
         return [tensor for tensor in tensors if getattr(tensor, "graph", None) is self._graph]
 
     def mark(self, moment: int, after: Any) -> None:
-        """Notes the time at which the tensors in `after` exist. Only the first call for a `moment` of a step counts."""
+        """Notes, for the step's report, when the tensors in `after` exist. The first call for a `moment` counts."""
         if self.clock is not None and moment not in self.observed.moments:
             self.observed.moments.add(moment)
             self.clock.mark(moment, after)
@@ -153,12 +153,12 @@ class Step:
 
     @functools.cached_property
     def degrees(self) -> RowDegrees:
-        """How tensors of the step grow with the rows of this replica."""
+        """How tensors of the step grow with the rows of this replica, which tells mean losses from sums."""
         share: Any = self.share
         return RowDegrees(self.exchanges.results, {share.ref()})
 
     def shown_replicas(self, strategy: Any, *, by_user: bool) -> int:
-        """Returns the `num_replicas_in_sync` that code in the step sees; see `is_plain`."""
+        """Returns the `num_replicas_in_sync` that code in the step sees: 1 if the step `is_plain`."""
         if not self.is_plain:
             return strategy.extended.replicas
         self.exchanges.shown_replicas |= by_user
@@ -166,7 +166,7 @@ class Step:
         return 1
 
     def note_user_exchange(self) -> None:
-        """Notes that the user's code calls a collective itself."""
+        """Records that the user's code calls a collective itself; it may not also divide by the number of replicas."""
         self.exchanges.by_user = True
         self._check_means_by_hand()
 
@@ -180,11 +180,11 @@ class Step:
 
     @property
     def has_rows(self) -> bool | tf.Tensor:
-        """Whether this replica has rows; see `has_any`."""
+        """Whether this replica has rows of the global batch: True, or bool [] in a graph; True if unknown."""
         return has_any(self.rows)
 
     def exchange_rows(self) -> None:
-        """Computes the `share` of this replica. Costs an all-reduce of one number.
+        """Computes `share`, the weight of this replica's loss, from the rows of all. Costs an all-reduce of one number.
 
         Keras divides every loss by the number of replicas R, which is right only for equal shares. The exact weight of
         a replica's mean over n of N rows is n / N, so the factor R * n / N corrects the loss.
@@ -209,7 +209,7 @@ class Step:
         return tf.nest.pack_sequence_as(value, totals)
 
     def or_zeros(self, values: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
-        """Returns `values`, or zeros on a replica without rows, which has computed them on a stand-in row."""
+        """Returns gradients, or zeros on a replica without rows, which has computed them on a stand-in row."""
         if self.has_rows is True:
             return values
         # A branch starts once all of its inputs exist, so each bucket has its own branch and waits for no other bucket.
@@ -237,7 +237,7 @@ def current_step() -> Step | None:
 
 @contextmanager
 def running(rows: int | tf.Tensor | None, model: keras.Model | None = None, is_plain: bool = False) -> Iterator[Step]:
-    """Opens a `Step` for this thread."""
+    """Context in which this thread runs a step on a replica: makes a new `Step` the current one."""
     before = current_step()
     _local.step = Step(rows, model, is_plain)
     try:
@@ -247,10 +247,10 @@ def running(rows: int | tf.Tensor | None, model: keras.Model | None = None, is_p
 
 
 def is_keras_own(model: keras.Model, method: str) -> bool:
-    """Whether a model uses a method of `keras.Model` unchanged."""
+    """Whether a model uses a method of `keras.Model` unchanged, such as `train_step`."""
     return method not in vars(model) and getattr(type(model), method) is getattr(keras.Model, method)
 
 
 def _with_values(like, values):
-    """Returns `values`, with the indices of `like` if it has indices."""
+    """Returns `values` as a gradient like `like`: with its indices if it is sparse."""
     return tf.IndexedSlices(values, like.indices, like.dense_shape) if isinstance(like, tf.IndexedSlices) else values

@@ -70,7 +70,7 @@ class StepReport:
 
 
 class StepReports:
-    """The reports of a strategy, as `strategy.reports`. Keras' training steps report, custom loops do not.
+    """Makes and delivers reports of training steps, as `strategy.reports`. Steps of Keras report, custom loops do not.
 
     Costs a few timestamps and one callback into Python a step, and 4 R + 1 numbers in an exchange for R replicas, or
     7 R + 1 for several workers. A step that XLA compiles for a single replica reports nothing.
@@ -82,7 +82,7 @@ class StepReports:
         model trains on provides the function if it needs reports.
       latest: The newest report, `None` before the first step.
       num_replicas: Number of replicas, R.
-      asked_here: Whether this process was asked to stop.
+      asked_here: Whether this process has called `ask_to_stop`.
       activity: Records of the work of this worker in Keras' calls; see `Activity`.
       tells: Whether the training steps that were traced last report at all. Steps that XLA compiles, and a user's own
         train function, do not report.
@@ -135,7 +135,7 @@ class StepReports:
         self._stop.assign(1.0)
 
     def doing(self) -> Doing:
-        """Returns what this worker does now. Callable in any thread. Costs a read of a variable."""
+        """Returns what this worker does now, for the watchdog. Callable in any thread. Costs a read of a variable."""
         activity, call = self.activity, self.activity.call
         if call is None:
             return Doing(None, 0, activity.begun, None, False, False, None)
@@ -148,7 +148,7 @@ class StepReports:
         return Doing(call.name, call.number, activity.begun, phase, in_step, is_first, progress)
 
     def part_of(self, execution: Execution) -> str:
-        """Returns the phase of an execution that runs now."""
+        """Returns what a running step function does now: tracing, waiting for input, computing or exchanging."""
         times = self._clocks[0].times.numpy()
         asked, agrees, evaluated, tested = (times[place] for place in (_ASKED, _AGREES, _EVALUATED, _TESTED))
         begin, loss, share, gradients, end = times[:_SEEN]
@@ -164,7 +164,7 @@ class StepReports:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Notes that code inside this context reads a batch from an iterator, in Python or in the traced graph."""
+        """Records for the watchdog that the code inside reads a batch from an iterator, in Python or a traced graph."""
         before, self.is_reading = self.is_reading, True
         call, is_eager = self.activity.call, tf.executing_eagerly()
         try:
@@ -181,7 +181,7 @@ class StepReports:
             self.is_reading = before
 
     def agrees(self, own: tf.Tensor) -> None:
-        """Notes, while an iterator is read, that workers agree on whether any worker has data left.
+        """Records for the watchdog, while an iterator is read, that workers exchange whether any has data left.
 
         Args:
           own: Number that tells whether this worker has data left.
@@ -218,7 +218,7 @@ class StepReports:
         not_finite: Any = FINITE,
         learning_rate: Any = 0,
     ) -> tf.Tensor:
-        """Returns one replica's part of the report, float32 [n R + 1]. The sum over all replicas is the report.
+        """Returns one replica's part of a step's report, float32 [n R + 1]. The sum over all replicas is the report.
 
         Args:
           clock: Clock of the replica.
@@ -297,7 +297,7 @@ class StepReports:
 
 
 class Clock:
-    """Times of the moments of a replica's current step, in seconds since the epoch, on the host of its device."""
+    """Times of moments of a replica's current step, such as the arrival of data, in seconds since the epoch."""
 
     def __init__(self, device: str):
         self._host = host_of(device)
@@ -305,13 +305,13 @@ class Clock:
             self.times = tf.Variable(tf.zeros([_MOMENTS], tf.float64), trainable=False)
 
     def begin(self, data: Any) -> Any:
-        """Notes the time at which `data` has arrived. Returns `data` for the operations that start after that."""
+        """Notes when the batch `data` of a step has arrived. Returns `data` for operations that start after that."""
         noted = self.mark(BEGIN, data)
         with tf.control_dependencies([noted]):
             return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), data)
 
     def mark(self, moment: int, after: Any = ()) -> tf.Tensor:
-        """Notes the time at which the tensors in `after` exist. Returns a tensor that exists once that is done."""
+        """Notes the time when the tensors in `after` exist. Returns a tensor that exists once the time is noted."""
         after = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in tf.nest.flatten(after)]
         after = [leaf for leaf in after if isinstance(leaf, tf.Tensor)]
         with tf.device(self._host):
@@ -323,27 +323,27 @@ class Clock:
                 return _mark(self.times.handle, which, seen)
 
     def evaluates(self, data: Any) -> None:
-        """Notes the time at which `data` of an evaluation has arrived."""
+        """Notes when the batch `data` of an evaluation or prediction has arrived, for the watchdog and reports."""
         self.mark(_EVALUATED, data)
 
     def has_evaluated(self, outputs: Any) -> None:
-        """Notes the time at which `outputs` of an evaluation exist."""
+        """Notes when the `outputs` of an evaluation or prediction exist, for the watchdog."""
         self.mark(_TESTED, outputs)
 
     def compute_seconds(self) -> tf.Tensor:
-        """Returns the time that the replica needed for its own computation, float32 []."""
+        """Returns the seconds that the replica computed in this step, without waits for others, float32 []."""
         begin, loss, share, gradients, _ = tf.unstack(self.times.read_value()[:_SEEN])
         waited = tf.where(loss >= begin, tf.maximum(share - loss, 0), 0)
         return tf.cast(gradients - begin - waited, tf.float32)
 
     def seconds_before(self) -> tf.Tensor:
-        """Time between the last step and this one, float32 []; 0 without a last step, or after an evaluation."""
+        """Seconds between the last step and this one, float32 []; 0 without a last step, or after an evaluation."""
         times = self.times.read_value()
         begin, end, evaluated = times[BEGIN], times[END], times[_EVALUATED]
         return tf.cast(tf.where((end > 0) & (evaluated < end), tf.maximum(begin - end, 0), 0), tf.float32)
 
     def end(self, call: Callable[..., Any], value: tf.Tensor) -> None:
-        """Calls a function of `_in_order` with `value`. The function also notes the end of the step."""
+        """Calls, in the graph, a function made by `_in_order` with a step's report; notes the end of the step."""
         with tf.device(self._host):
             call(self.times.handle, value)
 

@@ -65,7 +65,7 @@ def calls_python(dataset: tf.data.Dataset) -> bool:
 
 
 def _kinds_of(dataset: tf.data.Dataset) -> Iterator[str]:
-    """Yields the kind of each operation in the functions of a pipeline."""
+    """Yields the type of each operation in the functions of a dataset's pipeline."""
     for stage in dataset_internals.datasets_read_by(dataset):
         for graph in dataset_internals.graphs_of_dataset_functions(stage):
             yield from _kinds_in(graph)
@@ -101,7 +101,7 @@ def _of_stage(dataset: Any, count: int, incoming: list[list[Origin]], graphs: li
 
 
 def _through(graph: Any, incoming: list[Origin]) -> list[Origin]:
-    """Returns the origins of the outputs of a function, by the origins of its inputs."""
+    """Returns the origins of the outputs of a pipeline's function, by the origins of its inputs."""
     inputs = graph.inputs[: len(graph.inputs) - len(graph.captures)]
     if len(inputs) != len(incoming):
         return [max([*incoming, _worst(graph)])] * len(graph.outputs)

@@ -1,4 +1,4 @@
-"""How tensors travel between replicas: launchers, buckets, sparse exchange. A collective knows no Keras."""
+"""How tensors travel between replicas: all-reduce in buckets, encoded gradients, TCP connections. Knows no Keras."""
 
 from tfdist.strategies.collectives.all_reduce import Collectives
 

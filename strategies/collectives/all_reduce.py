@@ -1,4 +1,4 @@
-"""All-reduce of both strategies, for buckets of dense tensors and rows of sparse tensors."""
+"""The collectives of both strategies: they sum dense tensors in buckets, and sparse tensors row by row."""
 
 from collections.abc import Sequence
 
@@ -81,13 +81,13 @@ class Collectives(tf_internals.CollectiveAllReduce):
         )
 
     def shard(self, replica: int, elements: int) -> slice:
-        """Returns the range of a bucket of `elements` that a replica of this worker exchanges."""
+        """Returns the range of a bucket of `elements` that a replica of this worker exchanges with other workers."""
         size = elements // self.spread
         place = replica if self.spread > 1 else 0
         return slice(place * size, (place + 1) * size)
 
     def owned(self, replica: int, elements: int) -> slice:
-        """Returns the chunk, within the replica's `shard`, that this replica sums for all ranks."""
+        """Returns the range of a bucket, within the replica's `shard`, that this replica sums for all ranks."""
         size = elements // self.spread // self.ranks
         rank = self.worker if self.spread > 1 else self.worker * self.replicas + replica
         start = self.shard(replica, elements).start + rank * size
@@ -119,7 +119,7 @@ class Collectives(tf_internals.CollectiveAllReduce):
                 launcher.count.assign(highest, read_value=False)
 
     def untouched(self, replica: int) -> tf.Variable:
-        """Returns a variable on a CPU of this worker that no operation reads or writes."""
+        """Returns a variable on a CPU of this worker, for operations that need a resource; none reads or writes it."""
         return self._launchers[replica].untouched
 
     def among_all(self, replica: int) -> Transport:
@@ -150,7 +150,7 @@ class Collectives(tf_internals.CollectiveAllReduce):
             self.count_alike(symbolic_tensors([value.values for value in per_replica_values]))
 
     def _all_reduce(self, reduce_op, value, replica_id, options):
-        """Reduces a nest of tensors and `IndexedSlices`. Called once per replica of this worker."""
+        """Reduces a nest of tensors and `IndexedSlices` over all replicas. Called once per replica of this worker."""
         flat = tf.nest.flatten(value)
         if self._group_size == 1:
             return value
@@ -174,7 +174,7 @@ class Collectives(tf_internals.CollectiveAllReduce):
         return totals
 
     def _laid_out(self, tensors, launcher, options):
-        """Groups dense tensors by the type of their sum. Yields the positions, tensors and buckets of each group."""
+        """Groups dense tensors by the type of their sum. Yields the indices, tensors and buckets of each group."""
         terms: dict[tf.DType, dict[int, tf.Tensor]] = {}
         for i, tensor in enumerate(tensors):
             if not isinstance(tensor, tf.IndexedSlices):

@@ -1,4 +1,4 @@
-"""Buckets: large tensors are cut and small ones joined, so that few collectives run and none of them takes long."""
+"""Buckets of gradients: large ones are cut and small ones joined, so that collectives are few and none takes long."""
 
 import itertools
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def part_bytes(ranks: int) -> int:
 
 
 class Segment(NamedTuple):
-    """The elements from `start` to `stop` of a flattened tensor, or all of them if `stop` is None."""
+    """A tensor's part in a bucket: the elements from `start` to `stop` of the flat tensor, or all if `stop` is None."""
 
     tensor: int
     start: int = 0
@@ -55,7 +55,7 @@ class Segment(NamedTuple):
         return 0 if self.stop is None else (self.stop - self.start) * tensor.dtype.size
 
     def padded(self, granule: int) -> int:
-        """Number of elements, rounded up to a multiple of `granule`."""
+        """Number of elements of the segment, rounded up to a multiple of `granule`, which a codec encodes as a unit."""
         stop = cast(int, self.stop)  # Only tensors of static size are encoded.
         return -(-(stop - self.start) // granule) * granule
 
@@ -104,7 +104,7 @@ def fill_buckets(
 
 
 def _cut(elements: int, limit: int, granule: int) -> list[tuple[int, int]]:
-    """Ranges of parts of equal size, apart from the last, so that few shapes are compiled."""
+    """Cuts a large tensor into ranges of equal size, apart from the last, so that few shapes are compiled."""
     parts = -(-elements // limit)
     size = -(-elements // (parts * granule)) * granule
     return [(start, min(start + size, elements)) for start in range(0, elements, size)]

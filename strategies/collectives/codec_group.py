@@ -19,7 +19,7 @@ _COMPILED_ELEMENTS = 1 << 14
 
 
 class CodecGroup:
-    """The gradients of one `WordCodec`, in buckets."""
+    """The gradients of an optimizer that share one `WordCodec`, in buckets, and their exchange in each step."""
 
     def __init__(self, codec: WordCodec, positions: list[int], gradients: Sequence[Gradient], collectives: Any):
         self.codec, self.positions = codec, positions
@@ -40,16 +40,16 @@ class CodecGroup:
         ]
 
     def initial_states(self):
-        """The states before the first step; None stands for zeros."""
+        """The codec states before the first step; None stands for zeros."""
         return [None] * self.num_states
 
     def sent_bytes(self, collectives):
-        """Bytes a replica sends per step."""
+        """Bytes that a replica sends per step for these gradients, for counts of traffic."""
         parts = [elements // collectives.spread for elements in self._elements]
         return sum(4 * sent_words(self.codec, part, collectives.ranks) for part in parts)
 
     def exchange(self, gradients, states, replica: int, collectives: Any, options: Any, watch: Stopwatch):
-        """Returns the sums of the gradients, the new states, and whether the sums are finite; `watch` times it.
+        """Returns the sums of the gradients, the new codec states, and whether the sums are finite; `watch` times it.
 
         If a worker has several devices, they first sum each bucket in full precision, each device one part: [elements]
         -> [elements / devices]. Each device exchanges its part with the matching devices of the other workers, and the
@@ -82,11 +82,11 @@ class CodecGroup:
         return sums, kept, tf.reduce_all(finite)
 
     def residuals(self, states):
-        """The residuals among `states`; the momentum states before them are left out."""
+        """The residuals among the codec states of a replica, without the momenta before them."""
         return [state for state, kind in zip(states, self._kinds, strict=True) if kind == self.kinds - 1]
 
     def _without_padding(self, bucket, first, second, replica, collectives):
-        """Sets states to zero where the bucket is padded."""
+        """Sets codec states to zero where the bucket is padded, since copied values there must leave no residual."""
         ones = [tf.ones([segment.stop - segment.start]) for segment in bucket]
         alone = [
             segment._replace(tensor=i, start=0, stop=one.shape[0])
@@ -121,7 +121,7 @@ class CodecGroup:
         ]
 
     def spread(self, kinds, replica, collectives):
-        """Inverse of `pending`. Returns flat states such that `pending` of all replicas sums to `kinds`."""
+        """Inverse of `pending`. Returns flat codec states such that `pending` of all replicas sums to `kinds`."""
         states = []
         for bucket, elements, (_, second) in zip(self._buckets, self._elements, self._splits, strict=True):
             shard = collectives.shard(replica, elements)
@@ -137,7 +137,7 @@ def _sum_of_own_part(within: Transport, bucket: tf.Tensor, options: Any) -> tf.T
 
 
 def in_two_shots(codec: WordCodec, ranks: int) -> bool:
-    """Whether sums are exchanged too. Two ranks send whole buckets, which takes as many bytes and half the coding."""
+    """Whether encoded sums are exchanged too. Two ranks send whole buckets: as many bytes, half the coding."""
     return codec.two_shot and ranks > 2
 
 
@@ -159,7 +159,7 @@ def sent_words(codec: WordCodec, elements: int, ranks: int) -> int:
 def all_reduce_encoded(
     codec: WordCodec, bucket: tf.Tensor, first: State, second: State, transport: Transport, options: Any
 ) -> tuple[tf.Tensor, State, State, tf.Tensor]:
-    """Sums the buckets of all ranks.
+    """Sums a bucket of gradients over all ranks, which exchange it encoded.
 
     Each rank owns one chunk of the bucket. It receives this chunk from all ranks, encoded, sums in float32 in the order
     of ranks, encodes the sum and sends it to all. The owner decodes its own message too, so all ranks hold the same
@@ -224,7 +224,7 @@ def _decode(codec: WordCodec, compiled: bool):
 
 
 def _checked(codec, total, rows, elements):
-    """Returns `total` and whether it is finite; reads its values, one more pass, only if no bound shows it."""
+    """Returns `total` and whether it is finite; reads all its values only if no bound of the codec shows it."""
 
     def look():
         return tf.reduce_all(tf.math.is_finite(total))
@@ -241,5 +241,5 @@ def _function(function, compiled):
 
 
 def _sum_rows(codec: WordCodec, rows: Sequence[tf.Tensor], elements: int) -> tf.Tensor:
-    """Decodes and sums in the order of ranks: [1, words] each -> float32 [1, elements]."""
+    """Decodes the message of each rank and sums in the order of ranks: [1, words] each -> float32 [1, elements]."""
     return sum_in_order([codec.decode(row, elements) for row in rows])

@@ -29,7 +29,7 @@ def carrier_of(dtype: tf.DType | None) -> tf.DType | None:
 
 
 def to_add_up(tensor: tf.Tensor) -> tf.Tensor:
-    """Converts `tensor` to a type that collectives can sum, if needed and possible; `added_up` converts back."""
+    """Converts `tensor` to a type that collectives can sum, if needed and possible; `added_up` converts sums back."""
     if tensor.dtype in _ADDED_AS:
         return tf.bitcast(tensor, _ADDED_AS[tensor.dtype])
     return tf.cast(tensor, _CARRIERS[tensor.dtype]) if _is_small(tensor.dtype) else tensor
@@ -63,7 +63,7 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
 
     Attributes:
       count: The key of the last launched collective, int32 [].
-      untouched: A variable on a CPU that no operation reads or writes.
+      untouched: A variable on a CPU, for operations that need a resource; none reads or writes it.
       transport: The transport of the replica: TensorFlow's collectives, unless others have set another one.
       is_ordered: Whether `all_reduce`, in a graph, adds in the order of replicas, over the transport.
     """
@@ -115,14 +115,14 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
         return tf.strings.substr(joined, tf.zeros_like(lengths), lengths)
 
     def all_reduce(self, input_tensor, control_input=None, options=None) -> tf.Tensor:
-        """Sums tensors of equal shape over all replicas; see `is_ordered`."""
+        """Sums tensors of equal shape over all replicas; in the order of replicas if `is_ordered`."""
         if not self.is_ordered or tf.executing_eagerly():
             return super().all_reduce(input_tensor, control_input, options)
         with tf.device(self._device), self._control_input(control_input):
             return all_reduce_in_order(self.transport, input_tensor, options)
 
     def next_exchange(self) -> tuple[int, tf.Tensor, tf.Tensor]:
-        """Counts an exchange that is no collective. Returns its group, its key, and a token that orders operations."""
+        """Counts an exchange over own connections. Returns its group, its key, and a token that orders operations."""
         return self._group_key, self._next_instance_key(), self._get_ordering_token()
 
     def has_timeout(self, options: Any) -> bool:
@@ -130,7 +130,7 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
         return bool(self._options.merge(options).timeout_seconds)
 
     def all_to_all(self, rows: tf.Tensor, options: Any) -> tf.Tensor:
-        """Sends row j to replica j: [replicas, ...] -> [replicas, ...] with row i from replica i."""
+        """Sends row j of a tensor to replica j: [replicas, ...] -> [replicas, ...] with row i from replica i."""
         key, token = self._next_instance_key(), self._get_ordering_token()
         options = self._options.merge(options)
         with tf.device(self._device):
@@ -152,19 +152,19 @@ class TensorFlowTransport:
         self._launcher, self.ranks = launcher, launcher._group_size
 
     def all_gather(self, rows, options):
-        """See `Transport.all_gather`."""
+        """Returns the tensors of all ranks in their order; see `Transport.all_gather`."""
         parts = tf.split(self._launcher._all_gather(rows, options), self.ranks)
         return [tf.ensure_shape(part, rows.shape) for part in parts]
 
     def all_gather_joined(self, rows, options):
-        """See `Transport.all_gather_joined`."""
+        """Returns the tensors of all ranks as one, joined along axis 0; see `Transport.all_gather_joined`."""
         return self._launcher._all_gather(rows, options)
 
     def all_to_all(self, rows, options):
-        """See `Transport.all_to_all`."""
+        """Sends row j to rank j, and returns the row from each rank; see `Transport.all_to_all`."""
         shape = [1, *rows.shape[1:]]
         return [tf.ensure_shape(part, shape) for part in tf.split(self._launcher.all_to_all(rows, options), self.ranks)]
 
     def all_reduce(self, tensor, options):
-        """See `Transport.all_reduce`."""
+        """Sums the tensors of all ranks; see `Transport.all_reduce`."""
         return self._launcher.all_reduce(tensor, options=options)

@@ -23,14 +23,14 @@ _NO_TIME = np.zeros([2])
 
 
 class Times:
-    """Total `Stopwatch.seconds` of each replica of this worker, in an object that checkpoints do not track."""
+    """Total seconds of coding and exchange, by replica of this worker, in an object that checkpoints do not track."""
 
     def __init__(self):
         self.of_replicas: list[tf.Variable] = []
 
 
 class Layout(tf.train.experimental.PythonState):
-    """Saves the layout of an exchange's states in checkpoints, and refuses checkpoints of another layout.
+    """Saves in checkpoints which codec states an `EncodedReducer` has, and refuses checkpoints of other states.
 
     TensorFlow would restore the variables that fit and ignore the rest, without a message.
 
@@ -44,11 +44,11 @@ class Layout(tf.train.experimental.PythonState):
         self._own = {"replicas": replicas, "worker": worker, "shapes": shapes}
 
     def serialize(self) -> str:
-        """Returns the layout as JSON, for the checkpoint."""
+        """Returns the layout of the codec states (replicas, worker, shapes) as JSON, for the checkpoint."""
         return json.dumps(self._own)
 
     def deserialize(self, saved: Any) -> None:
-        """Compares the layout in a checkpoint with this one.
+        """Compares the layout of codec states in a checkpoint with the layout in this process.
 
         Raises:
           ValueError: If the layouts differ.
@@ -191,7 +191,7 @@ class EncodedReducer(tf.Module):
         return totals
 
     def eagerly(self, gradients: list[list[Gradient]], done: tf.Tensor) -> list[list[Gradient]]:
-        """Runs the exchange for all replicas of this worker outside of a graph: [replica][gradient] in and out."""
+        """Sums the gradients outside of a graph, for all replicas of this worker: [replica][gradient] in and out."""
         if not hasattr(self, "_function"):
             self._function = tf.function(
                 lambda everyone, done: [self(replica, own, done) for replica, own in enumerate(everyone)],
@@ -204,7 +204,7 @@ class EncodedReducer(tf.Module):
         return function(gradients, done)
 
     def release(self) -> None:
-        """Frees the states. The exchange cannot be used afterwards."""
+        """Frees the codec states of a deleted optimizer. This object cannot be used afterwards."""
         self.states = []
         if hasattr(self, "_function"):
             del self._function  # Its graphs refer to this object.
@@ -235,7 +235,7 @@ class EncodedReducer(tf.Module):
         return [np.sum(arrays, axis=0) for arrays in zip(*replicas, strict=True)]
 
     def spread(self, pending: Sequence[np.ndarray]) -> None:
-        """Sets the states such that `pending()` of all workers sums to `pending`.
+        """Sets the codec states such that `pending()` of all workers sums to `pending`, for any number of replicas.
 
         Raises:
           ValueError: If `pending` is of other gradients or codecs.
@@ -278,7 +278,7 @@ class EncodedReducer(tf.Module):
                 self.times.of_replicas.append(tf.Variable(_NO_TIME, trainable=False, name="times"))
 
     def _count(self, replica, gradients, totals, done, options):
-        """Adds a step to the counts of a replica. Bytes of sparse rows leave out the padding to the longest replica."""
+        """Counts a step and its bytes for a replica. Sparse rows count without the padding to the longest replica."""
         collectives = self._collectives
         dense = [gradients[i] for i in self._raw if i not in self._sparse]
         raw = sent = tf.constant(round(collectives.uncompressed_bytes(dense, options)), tf.int64)
@@ -311,12 +311,12 @@ def _parts(gradients, codecs, collectives, seed) -> list[Any]:
 
 
 def _from(start_step: int, done: tf.Tensor, then: int, before: int) -> tf.Tensor:
-    """Returns `then` from step `start_step` on, and `before` in earlier steps, int64 []."""
+    """Returns the bytes of a step: `then` from step `start_step` on, and `before` in earlier steps, int64 []."""
     return tf.where(done >= start_step, tf.constant(then, tf.int64), tf.constant(before, tf.int64))
 
 
 def _from_step(part, done, gradients, states, replica, collectives, options, timed):
-    """Exchanges one part, uncompressed until its codec's `start_step`."""
+    """Sums the gradients of one codec over all replicas, uncompressed until the codec's `start_step`."""
 
     def encoded():
         watch = Stopwatch(collectives.untouched(replica), timed)
@@ -330,7 +330,7 @@ def _from_step(part, done, gradients, states, replica, collectives, options, tim
 
 
 def _rows_from_step(codec, done, slices, replica, collectives, options, timed):
-    """Exchanges sparse rows, uncompressed until the codec's `start_step`."""
+    """Exchanges the rows of a sparse gradient, uncompressed until the codec's `start_step`."""
     transport = collectives.among_all(replica)
 
     def encoded():
@@ -346,7 +346,7 @@ def _rows_from_step(codec, done, slices, replica, collectives, options, timed):
 
 
 def _is_finite(total: Gradient) -> tf.Tensor:
-    """Whether a sum is finite, bool []; equal on all replicas because the sums are."""
+    """Whether a summed gradient is finite, bool []; equal on all replicas because the sums are."""
     values = total.values if isinstance(total, tf.IndexedSlices) else total
     values = tf.abs(values) if values.dtype.is_complex else values
     return tf.reduce_all(tf.math.is_finite(values)) if values.dtype.is_floating else tf.constant(True)

@@ -13,13 +13,13 @@ _Result = TypeVar("_Result")
 
 
 class InMemoryTransport:
-    """The transport of one rank, eager only. Use `run_ranks` to make one for each rank."""
+    """Exchanges tensors with ranks in other threads, eagerly only. Use `run_ranks` to make one for each rank."""
 
     def __init__(self, rank: int, sent: list[Any], barrier: threading.Barrier):
         self.ranks, self._rank, self._sent, self._barrier = len(sent), rank, sent, barrier
 
     def all_gather(self, rows: tf.Tensor, options: Any = None) -> list[tf.Tensor]:
-        """See `Transport.all_gather`."""
+        """Returns the tensors of all ranks in their order; see `Transport.all_gather`."""
         del options
         return self._exchange(rows)
 
@@ -28,12 +28,12 @@ class InMemoryTransport:
         return tf.concat(self.all_gather(rows, options), axis=0)
 
     def all_to_all(self, rows: tf.Tensor, options: Any = None) -> list[tf.Tensor]:
-        """See `Transport.all_to_all`."""
+        """Sends row j to rank j, and returns the row from each rank; see `Transport.all_to_all`."""
         del options
         return [theirs[self._rank : self._rank + 1] for theirs in self._exchange(rows)]
 
     def all_reduce(self, tensor: tf.Tensor, options: Any = None) -> tf.Tensor:
-        """See `Transport.all_reduce`."""
+        """Sums the tensors of all ranks; see `Transport.all_reduce`."""
         return all_reduce_in_order(self, tensor, options)
 
     def _exchange(self, rows: tf.Tensor) -> list[tf.Tensor]:

@@ -80,7 +80,7 @@ def connect(board: CoordinationStore, addresses: Sequence[str], timeout_seconds:
 
 
 def _key(token: bytes) -> Secret:
-    """Returns the key that both ends must know. A stranger may read the token alone in the coordination store."""
+    """Returns the key that both workers must know. A stranger may read the token in the coordination store."""
     secret = Secret.from_env()
     return secret.joined(token) if secret else Secret(token)
 
@@ -88,7 +88,7 @@ def _key(token: bytes) -> Secret:
 def _call(
     worker: int, peer: int, address: str, said: Sequence | None, tls: Tls | None, timeout_seconds: float
 ) -> socket.socket:
-    """Connects to a worker of lower number."""
+    """Connects this worker to a peer of lower number, at the port that the peer has reported, and proves the key."""
     host = split_address(address)[0]
     if said is None:
         raise OSError(f"worker {peer} on {host} reported no port")

@@ -41,7 +41,7 @@ _Tag = tuple[int, int]  # The group of an exchange, and its key.
 
 
 class PeerExchange:
-    """Exchanges tensors between all workers, without copies of its own.
+    """Exchanges the tensors of steps between all workers, over their own connections and without extra copies.
 
     Args:
       worker: Number of this worker.
@@ -109,16 +109,16 @@ class PeerExchange:
         return [*parts[: self._worker], own, *parts[self._worker :]]
 
     def carried_bytes(self) -> int:
-        """Returns the number of bytes sent and received. While it grows, exchanges make progress, however slowly."""
+        """Returns the number of bytes sent and received, by which the watchdog sees progress, however slow."""
         return sum(line.sent + line.received for line in self._lines.values())
 
     @staticmethod
     def carries(rows: tf.Tensor) -> bool:
-        """Whether the connections can carry such a tensor: numbers, in a graph."""
+        """Whether the connections can carry a tensor like `rows`: numbers, in a graph."""
         return rows.dtype in _CARRIED and not tf.executing_eagerly()
 
     def _begin(self, inbox, group, key, sent):
-        """Sends this worker's part of an exchange and returns the key. The step waits for the result at the inbox."""
+        """Sends this worker's part of an exchange, returns its key. The step awaits the result in the queue `inbox`."""
         try:
             fault = self._join(inbox, (group, int(key)), sent)
         except Exception as error:  # On any error: peers must not wait for this worker.
@@ -148,7 +148,7 @@ class PeerExchange:
         return None
 
     def _give(self, peer, header, row):
-        """Sends a short row at once, as far as the connection has room and no row waits; a thread sends the rest."""
+        """Sends a message (header, row): a short one at once, if the connection has room; a thread sends the rest."""
         header, row = memoryview(header), memoryview(row)
         with self._sending[peer]:
             if row.nbytes <= _AT_ONCE_BYTES and self._given[peer] == self._sent[peer]:
@@ -160,7 +160,7 @@ class PeerExchange:
             self._send_queues[peer].put((header, row))
 
     def _round(self, tag, size):
-        """Returns the exchange of a tag. The first worker that takes part creates it. Needs the lock."""
+        """Returns the pending exchange with a tag (group, key), made when its first part comes. Needs the lock."""
         if tag not in self._rounds:
             self._rounds[tag] = _PendingCollective(self._worker, len(self._names), size)
         return self._rounds[tag]
@@ -176,13 +176,13 @@ class PeerExchange:
         )
 
     def _is_whole(self, tag, current, worker):
-        """Notes that a worker's part has arrived. Returns whether the exchange is complete now."""
+        """Records that a worker's part of an exchange has arrived. Returns whether all parts are there now."""
         with self._lock:
             current.missing.discard(worker)
             return not current.missing and self._rounds.pop(tag, None) is current
 
     def _lose(self, peer, error):
-        """Notes that a peer sends no more. Fails if this worker's step waits for that peer."""
+        """Records that the connection to a peer has ended. Fails all exchanges if this worker's step waits for it."""
         why = f"{self._names[peer]} is gone: its connection to this worker has ended ({error}). See its log."
         with self._lock:
             self._gone[peer] = why
@@ -214,7 +214,7 @@ class PeerExchange:
             inbox.enqueue([np.frombuffer(np.int32(_FAILED), np.uint8)])
 
     def _probe(self, *tokens):
-        """Raises if TensorFlow's collectives are aborted. Runs a collective of this worker alone."""
+        """Raises an error in the step if TensorFlow's collectives are aborted: runs one of this worker alone."""
         return tf.raw_ops.CollectiveReduceV2(
             input=tf.zeros([1]),
             group_size=1,
@@ -251,7 +251,7 @@ class PeerExchange:
                         self._poll.unregister(descriptor)
 
     def _takes(self, arrival):
-        """Receives the available bytes of an exchange, or of more if `has_more`. Returns whether more may come."""
+        """Receives the available bytes of a peer's messages. Returns whether the connection may bring more."""
         try:
             self._take(arrival)
             while arrival.has_more and self._fault is None:
@@ -285,7 +285,7 @@ class PeerExchange:
                 return
 
     def _wrong(self, peer, group, key, size):
-        """Returns an error message if a header is invalid, else `None`. Headers are not trusted."""
+        """Returns an error message if a received header is invalid, else `None`. Headers are not trusted."""
         if group < 0 or key <= 0 or not 0 <= size <= _MOST_BYTES:
             return f"has sent an invalid header: group {group}, key {key}, {size} bytes."
         with self._lock:
@@ -328,7 +328,7 @@ class PeerExchange:
                     self._fail(error.message)
 
     def _astray(self, now):
-        """Returns a worker that is overdue, although it has sent its part of an exchange not joined here, or `None`."""
+        """Returns a worker that this one awaits too long, while that one exchanges something else; else `None`."""
         unasked = [each for each in self._rounds.values() if each.inbox is None]
         late = [each for each in self._rounds.values() if each.waits(now - _UNLIKE_SECONDS)]
         peers = (peer for each in late for peer in sorted(each.missing))
@@ -336,7 +336,7 @@ class PeerExchange:
 
 
 class _PendingCollective:
-    """A pending exchange.
+    """An exchange between all workers of which some part has not arrived yet, with its receive buffer.
 
     Attributes:
       size: Number of bytes that each worker sends.
@@ -353,7 +353,7 @@ class _PendingCollective:
         self.inbox, self.since = None, 0.0
 
     def waits(self, since):
-        """Whether this worker's step has waited since before a time."""
+        """Whether this worker's step has waited for the exchange since before the time `since`."""
         return self.inbox is not None and self.since < since
 
     def row(self, peer):
@@ -374,7 +374,7 @@ class _PendingCollective:
 
 @functools.lru_cache(maxsize=1024)
 def _shape(size):
-    """Returns a tensor shape of at least `size` bytes."""
+    """Returns a tensor shape of at least `size` bytes, for a receive buffer; its dimensions fit into int32."""
     return tf.constant([size] if size <= _MOST_BYTES else [-(-size >> _ROW_BITS), 1 << _ROW_BITS])
 
 
@@ -414,7 +414,7 @@ class _Arrival:
 
     @property
     def has_more(self):
-        """Whether bytes have arrived that `epoll` does not know of."""
+        """Whether received bytes remain that `epoll` does not report, so that they must be read now."""
         return self._line.has_more
 
     def close(self):
@@ -423,6 +423,6 @@ class _Arrival:
 
 
 def _as(part, own):
-    """Converts bytes to a tensor with the type and shape of `own`."""
+    """Converts the received bytes of a peer to a tensor with the type and shape of `own`."""
     bits = tf.reshape(part, [-1, own.dtype.size] if own.dtype.size > 1 else [-1])
     return tf.ensure_shape(tf.reshape(tf.bitcast(bits, own.dtype), tf.shape(own)), own.shape)

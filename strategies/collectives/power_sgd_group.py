@@ -19,10 +19,10 @@ _MATRICES_BYTES = 64 << 20
 
 
 class PowerSGDGroup:
-    """The gradients of one `PowerSGD` codec, as matrices.
+    """The gradients of an optimizer that share one `PowerSGD` codec, as matrices, and their exchange in each step.
 
-    With error feedback the states are three per matrix: the matrix of the last step, its basis and this replica's back
-    projection. The factors of all matrices, which are equal on all replicas, follow.
+    With error feedback the codec states are three per matrix: the matrix of the last step, its basis and this replica's
+    back projection. The factors of all matrices, which are equal on all replicas, follow.
     """
 
     def __init__(self, codec: PowerSGD, positions: list[int], gradients: Sequence[Gradient], seed: int):
@@ -40,7 +40,7 @@ class PowerSGDGroup:
         self.kinds = 1 + codec.error_feedback
 
     def initial_states(self):
-        """The states before the first step; None stands for zeros."""
+        """The codec states before the first step; None stands for zeros."""
         codec = self.codec
         factors = [
             codec.start(rows, columns, self._seed + position)
@@ -49,12 +49,12 @@ class PowerSGDGroup:
         return [None] * (self.num_states - len(factors)) + factors
 
     def sent_bytes(self, collectives):
-        """Bytes a replica sends per step."""
+        """Bytes that a replica sends per step for these gradients, for counts of traffic."""
         sides = [[self._shapes[i][side] for i in group] for group in self._groups for side in range(2)]
         return sum(collectives.sum_bytes(4 * self.codec.rank * sum(side)) for side in sides)
 
     def exchange(self, gradients, states, replica: int, collectives: Any, options: Any, watch: Stopwatch):
-        """See `CodecGroup.exchange`."""
+        """Returns the sums of the gradients, new codec states, and whether the sums are finite; as in `CodecGroup`."""
         before, factors = self._apart(states)
         totals: list[Any] = [None] * len(self._shapes)
         finite = []
@@ -79,18 +79,18 @@ class PowerSGDGroup:
         return totals, [*(state for then in before for state in then), *factors], tf.reduce_all(finite)
 
     def residuals(self, states):
-        """See `CodecGroup.residuals`. Costs one pass over the matrices."""
+        """The residuals that follow from the codec states of a replica. Costs one pass over the matrices."""
         return [self.codec.rest(*then) for then in self._apart(states)[0]]
 
     def pending(self, states, replica, collectives):
-        """See `CodecGroup.pending`. Factors are equal on all replicas, so only the first replica counts them."""
+        """Returns a replica's codec states, [kind][gradient], to be summed over replicas; factors count once."""
         residuals, factors = self.residuals(states), self._apart(states)[1]
         first = collectives.is_first(replica)
         kinds = [[residual.numpy() for residual in residuals]] if residuals else []
         return [*kinds, [factor.numpy() if first else np.zeros_like(factor.numpy()) for factor in factors]]
 
     def spread(self, kinds, replica, collectives):
-        """See `CodecGroup.spread`."""
+        """Inverse of `pending`. Returns codec states such that `pending` of all replicas sums to `kinds`."""
         replicas, rank = collectives.ranks * collectives.spread, self.codec.rank
         states = []
         for matrix in (matrix for residuals in kinds[:-1] for matrix in residuals):
@@ -99,7 +99,7 @@ class PowerSGDGroup:
         return [*states, *kinds[-1]]
 
     def _apart(self, states):
-        """Splits the states: `[matrix, basis, back projection]` per matrix, if any; and the factors of all."""
+        """Splits the codec states: `[matrix, basis, back projection]` per matrix, if any; and the factors of all."""
         own, factors = list(states[: -len(self._factors)]), list(states[-len(self._factors) :])
         return [own[i : i + 3] for i in range(0, len(own), 3)], factors
 

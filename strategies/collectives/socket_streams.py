@@ -38,7 +38,7 @@ class PlainStream:
         return self._connection.fileno()
 
     def send_now(self, header: memoryview, row: memoryview) -> int:
-        """Sends as many bytes as the connection takes at once. Returns their number."""
+        """Sends as many bytes of a message (header, row) as the connection takes at once. Returns their number."""
         try:
             count = self._connection.sendmsg([header, row], [], socket.MSG_DONTWAIT)
         except OSError:  # The send buffer may be full. `send` raises any other error.
@@ -47,7 +47,7 @@ class PlainStream:
         return count
 
     def send(self, header: memoryview, row: memoryview) -> None:
-        """Sends all bytes, and waits until the connection has taken them.
+        """Sends all bytes of a message (header, row), and waits until the connection has taken them.
 
         Raises:
           OSError: If the connection fails.
@@ -100,25 +100,25 @@ class TlsStream(PlainStream):
 
     @property
     def has_more(self) -> bool:  # type: ignore[override]
-        """Whether TLS holds decrypted bytes that were not read yet."""
+        """Whether TLS holds decrypted bytes that were not read yet, of which `epoll` does not know."""
         with self._lock:
             return self._tls.pending() > 0
 
     def send_now(self, header: memoryview, row: memoryview) -> int:
-        """See `PlainStream.send_now`. The rest must be sent next, since TLS may have encrypted a part of it."""
+        """Sends as many bytes as TLS takes at once. The rest must be sent next, since TLS may have encrypted a part."""
         try:
             return self._send(memoryview(b"".join((header, row))))
         except OSError:
             return 0
 
     def send(self, header: memoryview, row: memoryview) -> None:
-        """See `PlainStream.send`."""
+        """Sends all bytes of a message, and waits until TLS has taken them."""
         # Header and row are joined, as in `send_now`, since TLS may have encrypted a part of the joined bytes.
         self._send_all(memoryview(b"".join((header, row[:_FIRST_BYTES]))))
         self._send_all(row[_FIRST_BYTES:])
 
     def receive_into(self, room: memoryview) -> int:
-        """See `PlainStream.receive_into`."""
+        """Decrypts the bytes that have arrived, as many as `room` holds; see `PlainStream.receive_into`."""
         try:
             with self._lock:
                 count = self._tls.recv_into(room)
@@ -154,5 +154,5 @@ class TlsStream(PlainStream):
 
 
 def stream_of(connection: socket.socket) -> PlainStream:
-    """Returns the stream over a connection."""
+    """Returns the stream over a connection between two workers, encrypted if it is a TLS connection."""
     return TlsStream(connection) if isinstance(connection, ssl.SSLSocket) else PlainStream(connection)

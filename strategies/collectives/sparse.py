@@ -11,7 +11,7 @@ from tfdist.strategies.compression import WordCodec
 
 
 def sum_duplicates(slices: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
-    """Sums rows of equal index, so that the result of a later scatter does not depend on its order."""
+    """Sums rows of equal index in a sparse gradient, so that the order of a later scatter does not matter."""
     if not isinstance(slices, tf.IndexedSlices):
         return slices
     indices, segment = tf.unique(slices.indices)
@@ -26,7 +26,7 @@ def all_reduce_sparse(
     codec: WordCodec | None = None,
     beside: Transport | None = None,
 ) -> tf.IndexedSlices:
-    """Concatenates the `slices` of all replicas, which may hold different numbers of rows, including none.
+    """Concatenates sparse gradients, the `slices` of all replicas, which may hold different numbers of rows or none.
 
     Without a codec, rows of equal index stay separate, as on one device, since Keras' adaptive optimizers square each
     row by itself. With a codec, each replica first sums its rows of equal index; then the values travel encoded row by
@@ -63,7 +63,7 @@ def all_reduce_sparse(
 
 
 def sparse_row_bytes(slices: tf.IndexedSlices, codec: WordCodec | None = None) -> int:
-    """Bytes of one row with its index, encoded by `codec` if given."""
+    """Bytes that one row of a sparse gradient takes to send with its index, encoded by `codec` if given."""
     width = slices.values.shape[1:].num_elements()
     if codec is None:
         dtype = carrier_of(slices.values.dtype) or slices.values.dtype
@@ -73,7 +73,7 @@ def sparse_row_bytes(slices: tf.IndexedSlices, codec: WordCodec | None = None) -
 
 
 def _encoded(values: tf.Tensor, codec: WordCodec) -> Any:
-    """Encodes the rows of `values`. Returns their words, and the function that decodes gathered words."""
+    """Encodes the rows of a sparse gradient. Returns int32 words, and a function that decodes gathered words."""
     shape = values.shape[1:]
     width = shape.num_elements()
     codec = _fit(codec, width)
@@ -88,7 +88,7 @@ def _encoded(values: tf.Tensor, codec: WordCodec) -> Any:
 
 
 def _fit(codec: WordCodec, width: int) -> WordCodec:
-    """`codec` with its block size reduced to the length of a row, rounded up to a multiple of 8."""
+    """`codec` with blocks no longer than a sparse gradient's row, rounded up to a multiple of 8, to save padding."""
     block = -(-width // 8) * 8
     if getattr(codec, "block_size", 0) <= block:
         return codec

@@ -1,4 +1,4 @@
-"""Times a replica's exchange: how long collectives take, and how long the coding between them takes."""
+"""Times a replica's exchange of compressed gradients: how long collectives take, and the coding between them."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from tfdist.strategies.collectives.transport import Transport
 
 
 class Stopwatch:
-    """Sums the times of one step while the graph runs. Each part of an exchange has its own stopwatch.
+    """Measures, while the graph runs, how long one replica codes and exchanges the gradients of one codec in a step.
 
     Each timestamp delays the operations after it. On GPUs a timestamp is the time at which operations are launched, not
     the time at which they run.
@@ -28,7 +28,7 @@ class Stopwatch:
         self._exchanging: list[tf.Tensor] = []
 
     def timed(self, transport: Transport) -> Transport:
-        """Wraps a transport so that its exchanges count as exchange time. They must not run at the same time."""
+        """Wraps a transport so that its collectives count as exchange time. They must not run at the same time."""
         return _TimedTransport(transport, self)
 
     def exchanged(self, collective: Callable[[tf.Tensor], Any], tensor: tf.Tensor) -> Any:
@@ -39,7 +39,7 @@ class Stopwatch:
         return result
 
     def begin(self, tensors: Any) -> Any:
-        """Starts timing when a nest of tensors is computed. Returns the nest, to be used for the timed operations."""
+        """Starts timing when a nest of tensors is computed. Returns the nest, to be used by the operations to time."""
         now, tensors = self._noted(tensors)
         self._begun.append(now)
         return tensors

@@ -1,4 +1,4 @@
-"""The transport of a replica over the workers' own TCP connections."""
+"""Moves a replica's tensors to other workers over the workers' own TCP connections."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ class TcpTransport(TensorFlowTransport):
         self._peers = peers
 
     def all_gather(self, rows, options):
-        """See `Transport.all_gather`."""
+        """Returns the tensors of all ranks in their order; see `Transport.all_gather`."""
         return self._exchange(rows, apart=False) if self._carries(rows, options) else super().all_gather(rows, options)
 
     def all_gather_joined(self, rows, options):
@@ -31,7 +31,7 @@ class TcpTransport(TensorFlowTransport):
         return tf.concat(self._exchange(rows, apart=False), axis=0)
 
     def all_to_all(self, rows, options):
-        """See `Transport.all_to_all`."""
+        """Sends row j to rank j, and returns the row from each rank; see `Transport.all_to_all`."""
         return self._exchange(rows, apart=True) if self._carries(rows, options) else super().all_to_all(rows, options)
 
     def _exchange(self, rows: tf.Tensor, apart: bool) -> list[tf.Tensor]:

@@ -1,4 +1,4 @@
-"""The interface through which the ranks of a group exchange tensors, and reductions that any transport can run."""
+"""The interface through which ranks (replicas or workers) exchange tensors, and sums that any transport can run."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
@@ -11,7 +11,7 @@ _WHOLE_BYTES = 48 << 10  # Sent by one rank to all other ranks together.
 
 
 class Transport(Protocol):
-    """Moves tensors between the ranks of a group. Each rank has its own transport.
+    """Moves tensors between the ranks of a group, such as all replicas. Each rank has its own transport.
 
     All ranks of a group must call the same methods in the same order, with tensors of equal type and shape.
 
@@ -22,7 +22,7 @@ class Transport(Protocol):
     ranks: int
 
     def all_gather(self, rows: tf.Tensor, options: Any) -> list[tf.Tensor]:
-        """Sends `rows` to all ranks. Returns the rows of each rank, in the order of ranks: `[n, ...]` each."""
+        """Sends the tensor `rows` to all ranks. Returns the tensors of all, in the order of ranks: `[n, ...]` each."""
         ...
 
     def all_gather_joined(self, rows: tf.Tensor, options: Any) -> tf.Tensor:
@@ -30,7 +30,7 @@ class Transport(Protocol):
         ...
 
     def all_to_all(self, rows: tf.Tensor, options: Any) -> list[tf.Tensor]:
-        """Sends row j of `[ranks, ...]` to rank j. Returns the row from each rank, in order: `[1, ...]` each."""
+        """Sends row j of a tensor `[ranks, ...]` to rank j. Returns the row from each rank in order: `[1, ...]`."""
         ...
 
     def all_reduce(self, tensor: tf.Tensor, options: Any) -> tf.Tensor:
@@ -39,7 +39,7 @@ class Transport(Protocol):
 
 
 def sum_in_order(terms: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Adds the terms one after another, so that the bits of the sum do not depend on timing."""
+    """Adds the tensors one after another, so that the bits of the sum do not depend on timing."""
     total = terms[0]
     for place, term in enumerate(terms[1:], start=1):
         # Without `Snapshot` TensorFlow would rewrite the sum to one `tf.add_n`, which adds in any order.
@@ -53,7 +53,7 @@ def is_sent_whole(size: int, ranks: int) -> bool:
 
 
 def all_reduce_in_order(transport: Transport, tensor: tf.Tensor, options: Any) -> tf.Tensor:
-    """Sums tensors in the order of ranks: the same bits on virtual devices and on workers, over any transport.
+    """Sums the tensors of all ranks in the order of ranks: the same bits on virtual devices and on workers.
 
     Each rank sums one part in the order of ranks and sends it to all. Each rank sends 2 (ranks - 1) / ranks of the
     tensor, as in a ring. Small tensors (48 KiB to all other ranks together) are sent whole to each rank.

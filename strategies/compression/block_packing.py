@@ -27,7 +27,7 @@ def rows_of(values: tf.Tensor) -> int:
 
 
 def split_blocks(values: tf.Tensor, block_size: int) -> tf.Tensor:
-    """[rows, elements] -> [rows, blocks, block_size]."""
+    """Splits each row of a gradient into blocks: [rows, elements] -> [rows, blocks, block_size]."""
     rows, elements = rows_of(values), values.shape[1]
     return tf.reshape(values, [rows, elements // block_size, block_size])
 
@@ -57,7 +57,7 @@ def absmax_bits(blocks: tf.Tensor) -> tf.Tensor:
 
 
 def pack(codes: tf.Tensor) -> tf.Tensor:
-    """Packs numbers of 1 or 2 bytes into words: [rows, ...] -> int32 [rows, words]."""
+    """Packs numbers of 1 or 2 bytes into int32 words: [rows, ...] -> int32 [rows, words]."""
     each = 4 // codes.dtype.size
     return tf.bitcast(tf.reshape(codes, [rows_of(codes), codes.shape[1:].num_elements() // each, each]), tf.int32)
 

@@ -47,7 +47,7 @@ class Codec:
             raise self._refusal("error_feedback", "True or False")
 
     def for_rows(self) -> "WordCodec":
-        """The codec for `tf.IndexedSlices`, without state because the rows differ from step to step."""
+        """The codec for rows of sparse gradients (`tf.IndexedSlices`), without residuals since rows differ by step."""
         raise NotImplementedError
 
     def round_trip(self, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -92,31 +92,31 @@ class WordCodec(Codec):
 
     @property
     def granule(self) -> int:
-        """The number of elements of a row must be a multiple of this."""
+        """Number of elements that are encoded as a unit; gradients are padded to a multiple of it."""
         raise NotImplementedError
 
     @property
     def states(self) -> int:
-        """Number of state tensors; each is float32 in the shape of the encoded values and starts as zeros."""
+        """Number of state tensors (residual, momentum), each float32, shaped like the encoded values, first zeros."""
         return int(self.error_feedback)
 
     def words(self, elements: int) -> int:
-        """Number of int32 words of an encoded row of `elements`."""
+        """Number of int32 words to which a row of `elements` float32 values is encoded."""
         raise NotImplementedError
 
     def encode(self, values: tf.Tensor) -> tf.Tensor:
-        """Float32 [rows, elements] -> int32 [rows, words]."""
+        """Encodes rows of gradients: float32 [rows, elements] -> int32 [rows, words]."""
         raise NotImplementedError
 
     def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
-        """Int32 [rows, words] -> float32 [rows, elements].
+        """Decodes what `encode` has returned: int32 [rows, words] -> float32 [rows, elements].
 
         If a row held an Inf or NaN before it was encoded, so does the decoded row, possibly at another position.
         """
         raise NotImplementedError
 
     def bound(self, words: tf.Tensor, elements: int) -> tf.Tensor | None:
-        """Upper bounds of the decoded magnitudes, float32 [rows, ...], or None if only decoding can tell.
+        """Upper bounds of the magnitudes in encoded rows, float32 [rows, ...], or None if only decoding can tell.
 
         The sum over rows bounds every sum of decoded rows. Not finite if any encoded value was not, so that a test for
         finite gradients need not look at each value.
@@ -143,7 +143,7 @@ class WordCodec(Codec):
         return words, (intended - self.decode(words, values.shape[-1]),)
 
     def round_trip(self, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """See `Codec`."""
+        """Encodes and decodes one gradient, for tests. Returns it and the error; see `Codec.round_trip`."""
         values = as_float32(values, type(self).__name__)
         if not values.shape.num_elements():
             return values, values
@@ -159,7 +159,7 @@ class WordCodec(Codec):
         return tuple(tf.reshape(part[0, :elements], values.shape) for part in (received, rest))
 
     def for_rows(self) -> "WordCodec":
-        """This codec without error feedback, because the rows of `tf.IndexedSlices` differ from step to step."""
+        """This codec without error feedback, for sparse gradients, whose rows differ from step to step."""
         return self._without_error_feedback()
 
     def _without_error_feedback(self) -> Self:

@@ -21,16 +21,17 @@ _EDGE, _INF = 0x7F7FF000, 0x7F800000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float16(WordCodec):
-    """Float16 with a power-of-two scale per block, so that tiny and huge gradients keep 11 bits of precision.
+    """Sends float16 numbers with a power-of-two scale per block: tiny and huge gradients keep 11 bits of precision.
 
     Halves the traffic. Costs two passes over the gradient and no state. A value that is 2^28 times smaller than the
     largest of its block loses bits; one that is 2^40 times smaller becomes 0.
 
     Args:
       block_size: Number of elements that share one scale, a multiple of 8.
-      min_elements: See `Codec`.
-      start_step: See `Codec`.
-      error_feedback: See `Codec`. Off by default, since rounding changes a value by at most 0.05 %, up or down.
+      min_elements: Gradients with fewer elements travel uncompressed; see `Codec`.
+      start_step: Number of the first compressed step, counted from 0.
+      error_feedback: Whether the error is added to the next gradient; see `Codec`. Off by default, since
+        rounding changes a value by at most 0.05 %, up or down.
 
     Raises:
       ValueError: If `block_size` is not a positive multiple of 8, or another option is out of range.
@@ -50,15 +51,15 @@ class Float16(WordCodec):
 
     @property
     def granule(self) -> int:
-        """The size of a block."""
+        """Number of elements of a block, which shares one scale; gradients are padded to a multiple of it."""
         return self.block_size
 
     def words(self, elements: int) -> int:
-        """Words of an encoded row: half as many as `elements`, and one scale per block."""
+        """Number of int32 words of an encoded row: half as many as `elements`, and one scale per block."""
         return elements // 2 + elements // self.block_size
 
     def encode(self, values: tf.Tensor) -> tf.Tensor:
-        """Float32 [rows, elements] -> int32 [rows, words]: values, then scales."""
+        """Encodes gradients: float32 [rows, elements] -> int32 [rows, words]: values, then scales."""
         self._check_values(values)
         blocks = split_blocks(values, self.block_size)
         largest = absmax_bits(blocks)
@@ -74,13 +75,13 @@ class Float16(WordCodec):
         return tf.concat([pack(halves), scales], axis=1)
 
     def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
-        """Int32 [rows, words] -> float32 [rows, elements]."""
+        """Decodes what `encode` has returned: int32 [rows, words] -> float32 [rows, elements]."""
         self._check_words(words, elements)
         scales = from_bits(words[:, elements // 2 :])
         blocks = split_blocks(tf.cast(unpack(words[:, : elements // 2], tf.float16), tf.float32), self.block_size)
         return tf.reshape(blocks * scales[:, :, tf.newaxis], [rows_of(words), elements])
 
     def bound(self, words: tf.Tensor, elements: int) -> tf.Tensor:
-        """The largest float16 times the scale of each block, float32 [rows, blocks]."""
+        """Upper bounds of the magnitudes in each block: the largest float16 times the scale, float32 [rows, blocks]."""
         # The product overflows to Inf for blocks that hold Inf, NaN, or numbers within a factor of 2 of Inf.
         return from_bits(words[:, elements // 2 :]) * tf.float16.max.astype("float32")

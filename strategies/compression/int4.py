@@ -13,7 +13,7 @@ __all__ = ["Int4"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int4(Quantised):
-    """Blockwise absmax quantization to four bits.
+    """Sends four-bit integers with one scale per block of a gradient (absmax quantization).
 
     Sends 7.7 times fewer bytes than float32. Costs as much as `Int8`. Rounds coarsely: every sixth of normally
     distributed values becomes 0, so keep error feedback on.
@@ -21,9 +21,9 @@ class Int4(Quantised):
     Args:
       block_size: Number of elements that share one scale, a multiple of 8. Larger blocks send fewer scales and quantize
         small values more coarsely.
-      min_elements: See `Codec`.
-      start_step: See `Codec`.
-      error_feedback: See `Codec`.
+      min_elements: Gradients with fewer elements travel uncompressed; see `Codec`.
+      start_step: Number of the first compressed step, counted from 0.
+      error_feedback: Whether the error is added to the next gradient; see `Codec`.
 
     Raises:
       ValueError: If `block_size` is not a positive multiple of 8, or another option is out of range.
@@ -40,7 +40,7 @@ class Int4(Quantised):
         self._check_integer("block_size", at_least=8, multiple_of=8)
 
     def words(self, elements: int) -> int:
-        """Words of an encoded row: an eighth of `elements`, and one scale per block."""
+        """Number of int32 words of an encoded row: an eighth of `elements`, and one scale per block."""
         return elements // 8 + elements // self.block_size
 
     def _pack(self, codes: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:

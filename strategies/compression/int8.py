@@ -13,7 +13,7 @@ __all__ = ["Int8"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8(Quantised):
-    """Blockwise absmax quantization to eight bits.
+    """Sends eight-bit integers with one scale per block of a gradient (absmax quantization).
 
     Sends 3.9 times fewer bytes than float32. Costs two passes over the gradient and, with error feedback, one more pass
     and one float32 copy of it. Zeros stay exact zeros.
@@ -21,9 +21,9 @@ class Int8(Quantised):
     Args:
       block_size: Number of elements that share one scale, a multiple of 4. Larger blocks send fewer scales and quantize
         small values more coarsely.
-      min_elements: See `Codec`.
-      start_step: See `Codec`.
-      error_feedback: See `Codec`.
+      min_elements: Gradients with fewer elements travel uncompressed; see `Codec`.
+      start_step: Number of the first compressed step, counted from 0.
+      error_feedback: Whether the error is added to the next gradient; see `Codec`.
 
     Raises:
       ValueError: If `block_size` is not a positive multiple of 4, or another option is out of range.
@@ -40,7 +40,7 @@ class Int8(Quantised):
         self._check_integer("block_size", at_least=4, multiple_of=4)
 
     def words(self, elements: int) -> int:
-        """Words of an encoded row: a quarter of `elements`, and one scale per block."""
+        """Number of int32 words of an encoded row: a quarter of `elements`, and one scale per block."""
         return elements // 4 + elements // self.block_size
 
     def _pack(self, codes: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:

@@ -20,7 +20,7 @@ _UNROLLED_RANK = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PowerSGD(Codec):
-    """Low-rank approximation of matrices by one power iteration per step, starting at the result of the step before.
+    """Sends low-rank factors of a matrix, from one power iteration per step, which starts at the last step's result.
 
     M is the gradient plus the residual, [rows, columns]. All workers begin the step with the same Q:
 
@@ -39,9 +39,9 @@ class PowerSGD(Codec):
     Args:
       rank: Number of columns of the factors. 4 suffices for matrices with thousands of columns, but not for 128.
       seed: Seed of the first Q.
-      min_elements: See `Codec`.
-      start_step: See `Codec`.
-      error_feedback: See `Codec`.
+      min_elements: Gradients with fewer elements travel uncompressed; see `Codec`.
+      start_step: Number of the first compressed step, counted from 0.
+      error_feedback: Whether the error is added to the next gradient; see `Codec`.
 
     Raises:
       ValueError: If `rank` is not positive, or another option is out of range.
@@ -61,7 +61,7 @@ class PowerSGD(Codec):
         self._check_integer("seed", at_least=0, at_most=2**31 - 1)
 
     def saves(self, rows: int, columns: int) -> bool:
-        """Whether the factors take less than half the bytes of a [rows, columns] matrix."""
+        """Whether low-rank factors take less than half the bytes of a [rows, columns] matrix, and so are worth it."""
         return 2 * self.rank * (rows + columns) < rows * columns
 
     def start(self, rows: int, columns: int, seed: int) -> tf.Tensor:
@@ -77,7 +77,7 @@ class PowerSGD(Codec):
         return tf.random.stateless_uniform([columns, self.rank], [self.seed, seed], -1.0, 1.0, alg="philox")
 
     def project(self, matrix: tf.Tensor, q: tf.Tensor) -> tf.Tensor:
-        """Multiplies with `q`, up to the lengths of columns: `[rows, columns], [columns, rank] -> [rows, rank]`."""
+        """Computes the first factor: matrix times scaled `q`, `[rows, columns], [columns, rank] -> [rows, rank]`."""
         _check_matrix(matrix)
         # Q is as large as the last gradient, so without scaling the product could overflow or underflow float32. A
         # column of zeros, as after a gradient of zeros, would remain zeros, so it is replaced by the first Q.
@@ -86,7 +86,7 @@ class PowerSGD(Codec):
         return tf.matmul(matrix, _unit_columns(q, self.start(rows, columns, 0)) * 2.0**-bits)
 
     def orthonormalise(self, p: tf.Tensor) -> tf.Tensor:
-        """Modified Gram-Schmidt over the columns of [rows, rank]. Linearly dependent columns become zeros."""
+        """Makes the columns of [rows, rank] orthonormal by modified Gram-Schmidt. Dependent columns become zeros."""
         done: list[tf.Tensor] = []
         for column in tf.unstack(_unit_columns(p, 0.0), axis=1):
             length = tf.norm(column)
@@ -110,11 +110,11 @@ class PowerSGD(Codec):
         return tf.transpose(tf.matmul(p / _headroom(p), matrix, transpose_a=True))
 
     def decode(self, p: tf.Tensor, q: tf.Tensor) -> tf.Tensor:
-        """Multiplies the factors: `[rows, rank], [columns, rank] -> [rows, columns]`."""
+        """Multiplies both factors to the decoded matrix: `[rows, rank], [columns, rank] -> [rows, columns]`."""
         return tf.matmul(p * _headroom(p), q, transpose_b=True)
 
     def rest(self, matrix: tf.Tensor, p: tf.Tensor, q: tf.Tensor) -> tf.Tensor:
-        """Computes `matrix - decode(p, q)`: `[rows, columns], [rows, rank], [columns, rank] -> [rows, columns]`."""
+        """Computes the residual, `matrix - decode(p, q)`: [rows, columns], [rows, rank], [columns, rank]."""
         if self.rank > _UNROLLED_RANK:
             return matrix - self.decode(p, q)
         # Once compiled, this is one pass over the matrix.
@@ -122,7 +122,7 @@ class PowerSGD(Codec):
         return matrix - tf.add_n([p[:, i : i + 1] * q[i : i + 1] for i in range(self.rank)])
 
     def round_trip(self, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """See `Codec`."""
+        """Encodes and decodes one gradient, for tests. Returns it and the error; see `Codec.round_trip`."""
         values = as_float32(values, "PowerSGD")
         if values.shape.rank < 2:
             raise ValueError(f"PowerSGD takes values with at least two axes, got shape {values.shape}. Reshape them.")
@@ -136,7 +136,7 @@ class PowerSGD(Codec):
         return tuple(tf.reshape(part, values.shape) for part in (self.decode(p, q), self.rest(matrix, p, q)))
 
     def for_rows(self) -> WordCodec:
-        """Float16: rows of `tf.IndexedSlices` have no residual, which this codec cannot do without."""
+        """`Float16` for sparse gradients, which have no residual, while this codec needs one to converge."""
         return Float16(min_elements=self.min_elements, start_step=self.start_step)
 
 
@@ -148,7 +148,7 @@ def _unit_columns(matrix: tf.Tensor, instead: tf.Tensor | float) -> tf.Tensor:
 
 
 def _headroom(p: tf.Tensor) -> float:
-    """A power of two of at least the square root of the rows of `p`, times 2^`_REPLICA_BITS`."""
+    """Divisor that keeps factors in range: a power of two, at least sqrt(rows of `p`) times 2^`_REPLICA_BITS`."""
     return 2.0 ** (((p.shape[0] - 1).bit_length() + 1) // 2 + _REPLICA_BITS)
 
 

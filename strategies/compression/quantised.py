@@ -16,7 +16,7 @@ _SMALLEST = 2.0**-118
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantised(WordCodec):
-    """Values divided by the largest magnitude of their block and rounded to integers from -`largest` to `largest`."""
+    """Base of `Int8` and `Int4`: sends the values of a block, scaled to integers from -`largest` to `largest`."""
 
     largest: ClassVar[int]
 
@@ -24,27 +24,27 @@ class Quantised(WordCodec):
 
     @property
     def granule(self) -> int:
-        """The size of a block."""
+        """Number of elements of a block, which shares one scale; gradients are padded to a multiple of it."""
         return self.block_size
 
     def encode(self, values: tf.Tensor) -> tf.Tensor:
-        """Float32 [rows, elements] -> int32 [rows, words]: codes, then scales."""
+        """Encodes gradients: float32 [rows, elements] -> int32 [rows, words]: integers, then scales."""
         self._check_values(values)
         return self._pack(*self._quantise(split_blocks(values, self.block_size)))
 
     def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
-        """Int32 [rows, words] -> float32 [rows, elements]."""
+        """Decodes what `encode` has returned: int32 [rows, words] -> float32 [rows, elements]."""
         self._check_words(words, elements)
         codes, scales = self._unpack(words, elements)
         blocks = split_blocks(tf.cast(codes, tf.float32), self.block_size)
         return tf.reshape(blocks * scales[:, :, tf.newaxis], [rows_of(words), elements])
 
     def bound(self, words: tf.Tensor, elements: int) -> tf.Tensor:
-        """The largest magnitude of each block, float32 [rows, blocks]."""
+        """The largest magnitude in each block before it was encoded, float32 [rows, blocks]; see `WordCodec.bound`."""
         return self._unpack(words, elements)[1] * self.largest
 
     def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
-        """See `WordCodec`."""
+        """Encodes `values` plus the residual, and computes the new residual; see `WordCodec.compress`."""
         self._check_values(values, state)
         if not self.error_feedback:
             return self.encode(values), ()
@@ -64,9 +64,9 @@ class Quantised(WordCodec):
         return tf.round(blocks * reciprocal[:, :, tf.newaxis]), absmax * (1 / self.largest)
 
     def _pack(self, codes: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
-        """Integers as float32 `[rows, blocks, block_size]` and scales `[rows, blocks]` -> int32 `[rows, words]`."""
+        """Packs integers, as float32 `[rows, blocks, block_size]`, and scales `[rows, blocks]` -> `[rows, words]`."""
         raise NotImplementedError
 
     def _unpack(self, words: tf.Tensor, elements: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """Int32 `[rows, words]` -> integers `[rows, elements]` and scales `[rows, blocks]`."""
+        """Inverse of `_pack`: int32 `[rows, words]` -> integers `[rows, elements]` and scales `[rows, blocks]`."""
         raise NotImplementedError

@@ -26,7 +26,7 @@ _BITS = np.array([[1 << k] for k in range(8)], np.int32)  # [8, 1]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sign(WordCodec):
-    """The sign of each value, with the mean magnitude of its block as scale.
+    """Sends the sign of each value of a gradient, with the mean magnitude of its block as scale.
 
     Sends 31 times fewer bytes than float32. Costs two passes over the gradient and, with error feedback, one more pass
     and one float32 copy of it. Every value decodes to plus or minus the scale, never to 0 except in blocks of zeros.
@@ -34,9 +34,9 @@ class Sign(WordCodec):
 
     Args:
       block_size: Number of elements that share one scale, a multiple of 32.
-      min_elements: See `Codec`.
-      start_step: See `Codec`.
-      error_feedback: See `Codec`.
+      min_elements: Gradients with fewer elements travel uncompressed; see `Codec`.
+      start_step: Number of the first compressed step, counted from 0.
+      error_feedback: Whether the error is added to the next gradient; see `Codec`.
 
     Raises:
       ValueError: If `block_size` is not a positive multiple of 32, or another option is out of range.
@@ -57,21 +57,21 @@ class Sign(WordCodec):
 
     @property
     def granule(self) -> int:
-        """The size of a block."""
+        """Number of elements of a block, which shares one scale; gradients are padded to a multiple of it."""
         return self.block_size
 
     def words(self, elements: int) -> int:
-        """Words of an encoded row: one bit per element, and one scale per block."""
+        """Number of int32 words of an encoded row: one bit per element, and one scale per block."""
         return elements // 32 + elements // self.block_size
 
     def encode(self, values: tf.Tensor) -> tf.Tensor:
-        """Float32 [rows, elements] -> int32 [rows, words]: signs, then scales."""
+        """Encodes gradients: float32 [rows, elements] -> int32 [rows, words]: signs, then scales."""
         self._check_values(values)
         blocks = split_blocks(values, self.block_size)
         return self._pack(blocks, self._scales(blocks))
 
     def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
-        """Int32 [rows, words] -> float32 [rows, elements]."""
+        """Decodes what `encode` has returned: int32 [rows, words] -> float32 [rows, elements]."""
         self._check_words(words, elements)
         signs = tf.reshape(
             unpack(words, tf.uint8)[:, : elements // 8],
@@ -82,11 +82,11 @@ class Sign(WordCodec):
         return tf.reshape(tf.where(positive, scales, -scales), [rows_of(words), elements])
 
     def bound(self, words: tf.Tensor, elements: int) -> tf.Tensor:
-        """The magnitude of each block, float32 [rows, blocks]."""
+        """The magnitude of all decoded values of each block, float32 [rows, blocks]; see `WordCodec.bound`."""
         return from_bits(words[:, elements // 32 :])
 
     def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
-        """See `WordCodec`."""
+        """Encodes `values` plus the residual, and computes the new residual; see `WordCodec.compress`."""
         self._check_values(values, state)
         if not self.error_feedback:
             return self.encode(values), ()
@@ -98,16 +98,16 @@ class Sign(WordCodec):
         return self._pack(blocks, scales), (tf.reshape(blocks - decoded, [rows_of(values), values.shape[1]]),)
 
     def for_rows(self) -> WordCodec:
-        """Float16, because `tf.IndexedSlices` have no residual, and this codec needs one to converge."""
+        """`Float16` for sparse gradients, which have no residual, while this codec needs one to converge."""
         return Float16(min_elements=self.min_elements, start_step=self.start_step)
 
     def _scales(self, blocks: tf.Tensor) -> tf.Tensor:
-        """Mean magnitudes: [rows, blocks, block_size] -> [rows, blocks]."""
+        """Mean magnitude of each block, its scale: [rows, blocks, block_size] -> [rows, blocks]."""
         # Dividing before the sum avoids overflow.
         return reduce_blocks(tf.abs(blocks) * (1 / self.block_size), tf.add, tf.reduce_sum)
 
     def _pack(self, blocks: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
-        """Blocks `[rows, blocks, block_size]` and scales `[rows, blocks]` -> int32 `[rows, words]`.
+        """Packs signs of blocks `[rows, blocks, block_size]` and scales `[rows, blocks]` -> int32 `[rows, words]`.
 
         Bit k of byte j of a block is the sign of its element j + k * block_size / 8.
         """

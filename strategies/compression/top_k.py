@@ -26,9 +26,9 @@ _LARGEST_BLOCK = 1 << 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopK(WordCodec):
-    """The largest value of each block of 1 / `ratio` elements, with its position; other values stay in the residual.
+    """Sends the largest value of each block of 1 / `ratio` elements with its index; others stay in the residual.
 
-    Sends 80 times fewer bytes than float32 at a ratio of 1 % and 2 workers. Workers choose different positions, so
+    Sends 80 times fewer bytes than float32 at a ratio of 1 % and 2 workers. Workers choose different values, so
     traffic grows with their number. From 8 / (5 * ratio) workers on (160 at 1 %) it saves nothing. Costs three passes
     over the gradient and one float32 copy of it, and one more copy with momentum. The largest values of the blocks are
     nearly the largest of the whole gradient, and are found without a sort.
@@ -38,9 +38,9 @@ class TopK(WordCodec):
       momentum: Momentum, from 0 to less than 1, applied here instead of in the optimizer; use an optimizer without
         momentum then. If not 0, a moving sum of gradients with this decay enters the residual, and both are set to 0
         where a value is sent.
-      min_elements: See `Codec`.
-      start_step: See `Codec`.
-      error_feedback: See `Codec`.
+      min_elements: Gradients with fewer elements travel uncompressed; see `Codec`.
+      start_step: Number of the first compressed step, counted from 0.
+      error_feedback: Whether the error is added to the next gradient; see `Codec`.
 
     Raises:
       ValueError: If an option is out of range, or `momentum` is set without error feedback.
@@ -67,26 +67,26 @@ class TopK(WordCodec):
 
     @property
     def granule(self) -> int:
-        """The size of a block, of which one value is sent."""
+        """Number of elements of a block, of which one value is sent; gradients are padded to a multiple of it."""
         return round(1 / self.ratio)
 
     @property
     def states(self) -> int:
-        """One tensor for the residual; with momentum one more, before it, for the moving sum."""
+        """Number of state tensors: one for the residual; with momentum one more, before it, for the moving sum."""
         return 2 if self.momentum else super().states
 
     def words(self, elements: int) -> int:
-        """Words of an encoded row: one value per block, and its position in one or two bytes."""
+        """Number of int32 words of an encoded row: one value per block, and its index in one or two bytes."""
         blocks = elements // self.granule
         return blocks + -(-blocks * self._position_type.size // 4)
 
     def encode(self, values: tf.Tensor) -> tf.Tensor:
-        """Float32 [rows, elements] -> int32 [rows, words]: values, then positions."""
+        """Encodes gradients: float32 [rows, elements] -> int32 [rows, words]: values, then their indices in blocks."""
         self._check_values(values)
         return self._pack(*self._largest(split_blocks(values, self.granule)))
 
     def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
-        """Int32 [rows, words] -> float32 [rows, elements]."""
+        """Decodes what `encode` has returned: int32 [rows, words] -> float32 [rows, elements]."""
         self._check_words(words, elements)
         count = elements // self.granule
         values = from_bits(words[:, :count, tf.newaxis])
@@ -94,7 +94,7 @@ class TopK(WordCodec):
         return tf.reshape(tf.where(self._at(positions), values, 0.0), [rows_of(words), elements])
 
     def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
-        """See `WordCodec`."""
+        """Encodes `values` plus the residual, and computes the new residual; see `WordCodec.compress`."""
         self._check_values(values, state)
         if not self.error_feedback:
             return self.encode(values), ()
@@ -108,7 +108,7 @@ class TopK(WordCodec):
         return self._pack(bits, positions), tuple(tf.where(sent, 0.0, part) for part in new)
 
     def for_rows(self) -> WordCodec:
-        """Float16, because `tf.IndexedSlices` have no residual, and this codec needs one to converge."""
+        """`Float16` for sparse gradients, which have no residual, while this codec needs one to converge."""
         return Float16(min_elements=self.min_elements, start_step=self.start_step)
 
     @property
@@ -116,11 +116,11 @@ class TopK(WordCodec):
         return tf.uint8 if self.granule <= 256 else tf.uint16
 
     def _at(self, positions: tf.Tensor) -> tf.Tensor:
-        """Mask of the sent values: positions int32 [rows, blocks] -> bool [rows, blocks, granule]."""
+        """Mask of the sent values: their indices int32 [rows, blocks] -> bool [rows, blocks, granule]."""
         return tf.equal(tf.range(self.granule), positions[:, :, tf.newaxis])
 
     def _largest(self, blocks: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Bits and position of each block's largest magnitude: [rows, blocks, granule] -> two int32 [rows, blocks]."""
+        """Bits and index of each block's largest magnitude: [rows, blocks, granule] -> two int32 [rows, blocks]."""
         bits = to_bits(blocks)
         largest = absmax_bits(blocks)
         same = tf.equal(tf.bitwise.bitwise_and(bits, 0x7FFFFFFF), largest[:, :, tf.newaxis])
@@ -131,7 +131,7 @@ class TopK(WordCodec):
         return tf.bitwise.bitwise_or(largest, tf.bitwise.left_shift(first, 31)), tf.bitwise.right_shift(first, 1)
 
     def _pack(self, bits: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
-        """Packs bits and positions, int32 `[rows, blocks]` each, into int32 `[rows, words]`."""
+        """Packs bits and indices of the sent values, int32 `[rows, blocks]` each, into int32 `[rows, words]`."""
         padding = -bits.shape[1] % (4 // self._position_type.size)
         positions = tf.pad(tf.cast(positions, self._position_type), [[0, 0], [0, padding]])
         return tf.concat([bits, pack(positions)], axis=1)
