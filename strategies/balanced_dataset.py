@@ -17,7 +17,7 @@ from tfdist.strategies.stand_in_rows import ExampleRow, ExampleRows
 
 
 class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
-    """The distributed batches of a `BalancedSharding`, for training or evaluation. Keras can inspect it without loss.
+    """The distributed batches of a `BalancedSharding`, to train or evaluate. Keras can learn shapes without a batch.
 
     Args:
       distribute: The strategy's function that makes a distributed dataset of a dataset function.
@@ -75,7 +75,7 @@ class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
         return BalancedDataset(self._distribute, self.sharding, self._examples, (*self._maps, fn))
 
     def prefetch(self, buffer_size: int) -> "BalancedDataset":
-        """Returns the dataset itself, which reads ahead already."""
+        """Returns this dataset itself, which reads batches ahead already. Keras calls it."""
         del buffer_size
         return self
 

@@ -21,7 +21,7 @@ def on_chief_alone(what: str) -> Iterator[None]:
 
 
 def is_on_chief_alone() -> bool:
-    """Whether this thread is inside a block of `on_chief_alone`."""
+    """Whether this thread runs code of the chief alone, such as a `ChiefOnly` callback, inside `on_chief_alone`."""
     return getattr(_local, "what", None) is not None
 
 

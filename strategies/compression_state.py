@@ -1,4 +1,4 @@
-"""The compressed exchanges of a strategy, their traffic, and the states of their codecs."""
+"""The compressed gradient exchanges of a strategy, their traffic, and the states of their codecs."""
 
 import dataclasses
 import gc
@@ -45,20 +45,20 @@ class TrafficTotals:
     exchange_seconds: float | None
 
     def __sub__(self, before: "TrafficTotals") -> "TrafficTotals":
-        """The traffic since `before`."""
+        """The traffic since `before`, an earlier total."""
         own, other = dataclasses.astuple(self), dataclasses.astuple(before)
         since: Any = (None if now is None else now - (then or 0) for now, then in zip(own, other, strict=True))
         return TrafficTotals(*since)
 
     def __add__(self, more: "TrafficTotals") -> "TrafficTotals":
-        """Both totals together. A time that only one of them has is kept."""
+        """The sum of two totals of traffic. A time that only one of them has is kept."""
         own, other = dataclasses.astuple(self), dataclasses.astuple(more)
         both: Any = (b if a is None else a + (b or 0) for a, b in zip(own, other, strict=True))
         return TrafficTotals(*both)
 
     @property
     def ratio(self) -> float:
-        """Raw bytes divided by sent bytes; 1 if nothing was sent."""
+        """Bytes of uncompressed exchanges divided by bytes sent; 1 if nothing was sent."""
         return self.raw_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
     @property
@@ -237,7 +237,7 @@ class CompressionState(tf.Module):
         return float(tf.sqrt(tf.add_n(squares))) if squares else 0.0
 
     def memory_bytes(self) -> int:
-        """Bytes of the codecs' states on this worker."""
+        """Bytes of memory that the codecs' states take on this worker."""
         states = [state for exchange in self.exchanges for replica in exchange.states for state in replica]
         return sum(state.shape.num_elements() * state.dtype.size for state in states)
 

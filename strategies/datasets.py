@@ -13,7 +13,7 @@ from tfdist.strategies.tensor_origin import calls_python
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """`dataset` without the thread that tunes its parallelism.
+    """`dataset` without the thread that tunes its parallelism, for whose end `fit` might wait.
 
     A signal tells that thread to end. A thread that wakes too quickly does not recognize the signal and sleeps on, for
     as long as the pipeline has lived or a minute, while `fit` waits. On two cores this happens in half of all cases.

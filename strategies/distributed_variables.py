@@ -60,7 +60,7 @@ class _KeptWithoutRows(_Scalar):
         return super().assign_sub(self._if_rows(value), *args, **kwargs)
 
     def _is_of_rows(self, value):
-        """Whether a replica computes `value` from its own rows."""
+        """Whether a replica computes the assigned `value` from its own rows of the batch."""
         del value
         return True
 

@@ -18,7 +18,7 @@ from tfdist.strategies.step import Step, current_step
 
 
 class GradientReducer:
-    """Reduces values over all replicas of a strategy.
+    """Sums or averages gradients and other values over all replicas of a strategy.
 
     Gradients are encoded if the strategy has `compression`. All other values travel as they are.
 

@@ -97,7 +97,7 @@ def on_one_of_many(called, reports, example):
     """Wraps a `KerasStep` for several replicas: counts rows, averages statistics and logs, and reports training.
 
     Args:
-      called: The step.
+      called: The `KerasStep` to wrap.
       reports: The object `strategy.reports`, which makes reports of steps.
       example: Function that returns a stand-in row for a replica without rows.
     """
@@ -159,7 +159,7 @@ def predict_step(fn, reports, example, spec):
     """Wraps Keras' step of `predict` for replicas that may have no rows, or outputs of different shapes.
 
     Args:
-      fn: The step.
+      fn: The step function that Keras runs on each replica.
       reports: The object `strategy.reports`, which makes reports of steps.
       example: Function that returns a stand-in row for a replica without rows.
       spec: The element spec of the dataset that `predict` reads; `None` without a dataset.

@@ -25,7 +25,7 @@ def global_losses(model: keras.Model, is_plain: bool) -> Iterator[None]:
 
     Args:
       model: The model.
-      is_plain: See `Step.is_plain`.
+      is_plain: Whether the step or `compute_loss` is the user's own; see `Step.is_plain`.
     """
     losses = keras_internals.ReplacedLosses(model, _GlobalLoss, _weighted_by_rows)
     compute_loss = model.compute_loss
@@ -83,7 +83,7 @@ class _GlobalLoss:
         return _AsTheyAre(reduction, self._loss.dtype)(values, values, sample_weight)
 
     def _values(self, y_true: Any, y_pred: Any) -> tuple[tf.Tensor, Any]:
-        """The loss before its reduction, and the mask of the places that count; `None` if all count."""
+        """The loss before its reduction, and the mask of its elements that count; `None` if all count."""
         loss, masks = self._loss, [keras_internals.get_keras_mask(y_pred)]
         y_true, y_pred = (
             keras.tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype), each)
@@ -157,7 +157,7 @@ def _product(mask: Any, weight: Any) -> tf.Tensor:
 
 
 def _total(step: Step, values: tf.Tensor) -> tf.Tensor:
-    """The sum of `values` over all places of all replicas with rows."""
+    """The sum of `values`, such as a mask or sample weights, over all elements and all replicas with rows."""
     own = tf.reduce_sum(values) * tf.cast(step.has_rows, tf.float32)
     return step.all_reduce(tf.distribute.ReduceOp.SUM, own)
 

@@ -66,7 +66,7 @@ def noted_results(model: keras.Model) -> Iterator[None]:
 
 
 def global_results(model: keras.Model, logs: Any, step: Step) -> Any:
-    """Replaces results of metrics in `logs` by the results over the rows of all replicas.
+    """Replaces results of metrics in a step's `logs` by the results over the rows of all replicas.
 
     At the end of an epoch Keras reads the metrics, unless their keys differ from those of the step's logs. Only then it
     reports the logs of the last step, so only then this function costs an exchange of the metrics' variables.

@@ -64,7 +64,7 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
             return self._container_strategy().reduce("SUM", said, axis=None).numpy().tolist()
 
     def connect_peers(self, transport):
-        """Sends the exchanges of a step over the workers' own connections if all can connect; not from GPUs.
+        """Makes steps exchange over the workers' own connections if all can connect; GPUs use TensorFlow's collectives.
 
         Raises:
           ClusterError: If TLS is configured, but TensorFlow's collectives would carry the exchanges.
@@ -221,7 +221,7 @@ def _is_local(device, worker_device):
 
 
 def _described(compression):
-    """Describes `compression` equally in every process, so without memory addresses."""
+    """Describes the `compression` argument equally in every process, so without memory addresses."""
     while isinstance(compression, functools.partial):
         compression = compression.func
     if compression is None or isinstance(compression, str | Codec):

@@ -18,7 +18,7 @@ class ReductionRequest:
       values: The values, equal in number, type and shape on all replicas; `IndexedSlices` may differ in their rows.
       optimizer: The optimizer that applies the values, if they are its gradients, which codecs may encode; else `None`.
       variables: The variables of the gradients; empty if unknown.
-      options: Communication options; encoded gradients do without them.
+      options: TensorFlow's `CommunicationOptions`; encoded gradients do without them.
     """
 
     reduce_op: tf.distribute.ReduceOp

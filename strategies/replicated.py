@@ -59,7 +59,7 @@ class ReplicatedStrategy:
     _use: "StrategyUse"
 
     def scope(self):
-        """Makes this strategy the current one; see `tf.distribute.Strategy.scope`."""
+        """Returns the context in which models are made for this strategy; see `tf.distribute.Strategy.scope`."""
         self._use.began = True
         self._check_opted_out_inside()
         keep_watching()

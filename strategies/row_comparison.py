@@ -78,7 +78,7 @@ class RowsRead:
         self.numbers.assign([self._passes, checksum])
 
     def check(self, passes: np.ndarray, checksums: np.ndarray) -> None:
-        """Compares the checksums of the rows that workers read. Does nothing while workers are in different passes.
+        """Compares checksums of the rows that workers read, unless workers are in different passes over the data.
 
         Args:
           passes: Number of the pass over the data, by replica; 0 except for the first replica of each worker.

@@ -146,7 +146,7 @@ class RowDegrees:
         return 0.0 if given.dtype == tf.resource else self._known[given.op][given.value_index]
 
     def _of_bodies(self, operation: tf.Operation) -> list[Degree]:
-        """Returns the degrees of the outputs of a function, or of both branches, by the degrees of the inputs."""
+        """Returns the degrees of the outputs of a called function, or of a branch, by the degrees of the inputs."""
         given = list(operation.inputs)[1 if operation.type in _BRANCHES else 0 :]
         found = []
         for body in tf_internals.bodies_of_call(operation):
@@ -186,13 +186,13 @@ def _only(degrees: Collection[Degree]) -> Degree:
 
 
 def _of_one_gradient(degrees: Collection[Degree]) -> Degree:
-    """Returns the degree of a loop with inputs of degree 0, and gradients of one degree."""
+    """Returns the degree of a loop's outputs, if its inputs have degree 0 or one other degree, that of gradients."""
     grown = {degree for degree in degrees if degree != 0}
     return _only(grown) if grown else 0.0
 
 
 def _alike(inputs: Sequence[tf.Tensor], degrees: Sequence[Degree]) -> Degree:
-    """Returns the common degree of the terms of a sum. Constants do not count: they guard divisions, or are zeros."""
+    """Returns the degree that all terms of a sum have. Constants do not count: they guard divisions, or are zeros."""
     pairs = zip(inputs, degrees, strict=True)
     counted = [degree for each, degree in pairs if each.op.type not in ("Const", "ZerosLike", "Fill")]
     return _only(counted) if counted else 0.0

@@ -34,7 +34,7 @@ class ExampleRow:
 
     Attributes:
       kind: Types and ranks of the tensors in a batch of the pipeline.
-      tensors: The row, as NumPy arrays; `None` before one has been read.
+      tensors: The tensors of the row, as NumPy arrays; `None` before one has been read.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class ExampleRow:
 
     @classmethod
     def of(cls, batch: Any) -> "ExampleRow":
-        """Returns the first row of a batch of eager tensors."""
+        """Returns the first row of a batch of eager tensors, as a stand-in row."""
         row, tensors = cls(), _tensors_of(tf.nest.map_structure(_first_row, batch))
         row.kind = _kind_of(tensors)
         row.note(*[tensor.numpy() for tensor in tensors])

@@ -117,7 +117,7 @@ class Step:
 
     @property
     def not_finite(self) -> tf.Tensor:
-        """Number that tells which losses and gradients of this replica are not finite; see `not_finite.told`."""
+        """Number that tells, for the step's report, if losses or gradients of this replica have an Inf or NaN."""
         losses = self._outside_of_branches(self.observed.losses)
         gradients = self._outside_of_branches(self.observed.gradient_samples)
         return not_finite.told(losses, gradients, self.has_rows)
@@ -194,7 +194,7 @@ class Step:
             self.share = rows / self.all_reduce(tf.distribute.ReduceOp.MEAN, rows)
 
     def all_reduce(self, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
-        """Reduces a value of the step itself over all replicas. Replicas without rows contribute their value too.
+        """Reduces a value of tfdist's own, such as rows, over all replicas; those without rows contribute theirs too.
 
         The gradient of the reduction is the same reduction of the gradients.
         """

@@ -197,7 +197,7 @@ class StepReports:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether this worker set `stop_training` on the model that was trained last."""
+        """Whether `stop_training` is set on this worker for the model that was trained last."""
         return bool(getattr(self._trained and self._trained(), "stop_training", False))
 
     @property
@@ -206,7 +206,7 @@ class StepReports:
         return float(self._clocks[0].times.numpy()[_EVALUATED])
 
     def clock(self, local: int) -> "Clock":
-        """Returns the clock of this worker's replica number `local`."""
+        """Returns the clock, which times the steps, of this worker's replica number `local`."""
         return self._clocks[local]
 
     def of_replica(
@@ -240,7 +240,7 @@ class StepReports:
         return tf.concat([*(place * each for each in said), [self._stop]], axis=0)
 
     def tell(self, local: int, totals: tf.Tensor, model: Any) -> None:
-        """Ends a step of a replica. The first replica of a worker also passes the summed report to the listeners."""
+        """Ends a step of a replica. A worker's first replica also passes the report (`totals`) to listeners."""
         if local:
             self._clocks[local].mark(END, totals[-1])
             return

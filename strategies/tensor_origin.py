@@ -20,7 +20,7 @@ _PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 
 
 class Origin(enum.IntEnum):
-    """The origin of a tensor of a batch. A larger value means a less predictable tensor.
+    """The origin of a tensor of a batch, that is, what makes it. A larger value means a less predictable tensor.
 
     Attributes:
       GRAPH: Stored, or computed by operations that give the same value each time.
@@ -43,7 +43,7 @@ def origins_of(dataset: tf.data.Dataset) -> list[Origin]:
 
 
 def sizes_of(dataset: tf.data.Dataset) -> list[int]:
-    """Returns the known numbers of elements along a pipeline, last stage first, without stages that keep the number."""
+    """Returns the known numbers of elements along a dataset's pipeline, last stage first, where they change."""
     sizes: list[int] = []
     for stage in dataset_internals.datasets_read_by(dataset):
         size = int(stage.cardinality())
@@ -53,7 +53,7 @@ def sizes_of(dataset: tf.data.Dataset) -> list[int]:
 
 
 def reads_files(dataset: tf.data.Dataset) -> bool:
-    """Whether TensorFlow's AutoShardPolicy.AUTO gives each worker its own files."""
+    """Whether a dataset reads files, of which AutoShardPolicy.AUTO gives each worker its own."""
     readers = (tf.data.TFRecordDataset, tf.data.TextLineDataset, tf.data.FixedLengthRecordDataset)
     stages = dataset_internals.datasets_read_by(dataset)
     return any(isinstance(stage, readers) for stage in stages) or any(map(_READERS.match, _kinds_of(dataset)))
@@ -72,7 +72,7 @@ def _kinds_of(dataset: tf.data.Dataset) -> Iterator[str]:
 
 
 def _kinds_in(graph: Any) -> list[str]:
-    """Returns the types of the operations of a function, and of the functions that it may call."""
+    """Returns the types of the operations of a pipeline's function, and of the functions that it may call."""
     definition = graph.as_graph_def()
     bodies = [definition.node, *(each.node_def for each in definition.library.function)]
     return [node.op for body in bodies for node in body]

@@ -17,12 +17,12 @@ _HIERARCHY_KEYS = 1 << 10
 
 
 class Collectives(tf_internals.CollectiveAllReduce):
-    """`CollectiveAllReduce` with run-time instance keys, buckets by dtype and a deterministic sparse exchange.
+    """Exchanges tensors between replicas: `CollectiveAllReduce` with run-time keys, buckets and ordered sparse sums.
 
     Args:
       devices: The devices of this worker, one per replica.
       group_size: Number of replicas on all workers.
-      options: Communication options.
+      options: TensorFlow's `CommunicationOptions` for collectives.
       collective_keys: The strategy's collective keys.
       worker: Index of this worker. If workers have several devices each, gradients to encode are first summed over the
         worker's devices, so that they cross the network once.
@@ -67,12 +67,12 @@ class Collectives(tf_internals.CollectiveAllReduce):
         return 2 * (replicas - 1) / replicas / self.spread
 
     def sum_bytes(self, size: int) -> float:
-        """Bytes a replica sends to sum a tensor of `size` bytes; see `ring`."""
+        """Bytes that a replica sends to sum a tensor of `size` bytes over all replicas; see `ring`."""
         whole = self._launchers[0].is_ordered and is_sent_whole(size, self._group_size)
         return size * (self._group_size - 1 if whole else self.ring)
 
     def uncompressed_bytes(self, tensors: Sequence[tf.Tensor], options=None) -> float:
-        """Bytes a replica sends to sum these tensors uncompressed; see `ring`."""
+        """Bytes that a replica sends to sum these tensors uncompressed, for counts of traffic; see `ring`."""
         laid_out = self._laid_out(tensors, self._launchers[0], self._options.merge(options or self._options))
         return sum(
             self.sum_bytes(sum(segment.bytes_of(members[segment.tensor]) for segment in bucket))
@@ -94,7 +94,7 @@ class Collectives(tf_internals.CollectiveAllReduce):
         return slice(start, start + size)
 
     def is_first(self, replica: int) -> bool:
-        """Whether `replica` of this worker is the first replica of the cluster."""
+        """Whether `replica` of this worker is the first replica of the cluster, which warns and counts for all."""
         return self.worker == 0 and replica == 0
 
     def use(self, peers: PeerExchange) -> None:

@@ -113,7 +113,7 @@ def _cut(elements: int, limit: int, granule: int) -> list[tuple[int, int]]:
 def join(
     bucket: Bucket, tensors: Sequence[tf.Tensor], granule: int = 1, multiple: int = 1, *, repeats: bool = False
 ) -> tf.Tensor:
-    """Concatenates a bucket's segments: shapes [...] -> [elements].
+    """Concatenates the parts of tensors in a bucket, to be sent as one tensor: shapes [...] -> [elements].
 
     Each segment is padded to a multiple of `granule`, with zeros or, if `repeats`, with copies of its last elements.
     The whole is then padded with zeros to a multiple of `multiple`.
@@ -141,7 +141,7 @@ def join(
 def separate(
     buckets: list[Bucket], totals: list[tf.Tensor], like: Sequence[tf.Tensor], granule: int = 1
 ) -> list[tf.Tensor]:
-    """Inverse of `join` for all buckets: [elements] each -> tensors of the shapes and dtypes of `like`."""
+    """Splits summed buckets, the inverse of `join`: [elements] each -> tensors of the shapes and dtypes of `like`."""
     parts: dict[int, list[tuple[int, tf.Tensor]]] = {position: [] for position in range(len(like))}
     for bucket, total in zip(buckets, totals, strict=True):
         for segment, part in zip(bucket, _split(bucket, total, granule), strict=True):

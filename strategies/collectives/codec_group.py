@@ -142,7 +142,7 @@ def in_two_shots(codec: WordCodec, ranks: int) -> bool:
 
 
 def state_shapes(codec: WordCodec, elements: int, ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Returns the shapes of a bucket's float32 state tensors, for the first encoding and for the second."""
+    """Returns the shapes of a bucket's codec states, float32, for the first encoding and for that of the sum."""
     if not in_two_shots(codec, ranks):
         return [(1, elements)] * codec.states, []
     chunk = elements // ranks
@@ -173,7 +173,7 @@ def all_reduce_encoded(
       first: The codec's state for the first encoding; see `state_shapes`.
       second: The codec's state for the second encoding.
       transport: This rank's transport.
-      options: Communication options.
+      options: TensorFlow's `CommunicationOptions` for collectives.
 
     Returns:
       The sum, float32 [elements]; the new `first` and `second`; and whether the sum is finite, bool []. An Inf or NaN

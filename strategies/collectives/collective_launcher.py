@@ -24,7 +24,7 @@ _BYTES = [bytes([byte]) for byte in range(256)]
 
 
 def carrier_of(dtype: tf.DType | None) -> tf.DType | None:
-    """A supported type to which tensors of an unsupported `dtype` can be cast without loss, or None."""
+    """A type that collectives support, to which an unsupported `dtype` can be cast without loss, or None."""
     return None if dtype is None else _CARRIERS.get(tf.as_dtype(dtype))
 
 
@@ -50,7 +50,7 @@ def _is_small(dtype):
 
 
 class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
-    """A collective launcher that computes instance keys while the step runs.
+    """Launches the collectives of one replica, with instance keys that it computes while the step runs.
 
     Every collective needs an instance key that is equal on all replicas and that no other running collective has.
     TensorFlow feeds the key when a `tf.function` is called, which fails in nested control flow (`steps_per_execution`,

@@ -148,7 +148,7 @@ class EncodedReducer(tf.Module):
           replica: Index of the replica within this worker.
           gradients: The gradients of that replica.
           done: Number of steps the optimizer has taken, equal on all workers. Codecs begin at their `start_step`.
-          options: Communication options.
+          options: TensorFlow's `CommunicationOptions` for collectives.
         """
         collectives = self._collectives
         options = options or tf_internals.CommunicationOptions()

@@ -24,7 +24,7 @@ class InMemoryTransport:
         return self._exchange(rows)
 
     def all_gather_joined(self, rows: tf.Tensor, options: Any = None) -> tf.Tensor:
-        """See `Transport.all_gather_joined`."""
+        """Returns the tensors of all ranks as one, joined along axis 0; see `Transport.all_gather_joined`."""
         return tf.concat(self.all_gather(rows, options), axis=0)
 
     def all_to_all(self, rows: tf.Tensor, options: Any = None) -> list[tf.Tensor]:

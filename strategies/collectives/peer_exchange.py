@@ -72,7 +72,7 @@ class PeerExchange:
     def exchange(
         self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor, *, apart: bool
     ) -> list[tf.Tensor]:
-        """Returns the rows that each worker sends to this worker, in the order of workers.
+        """Sends a tensor to all workers, and returns what each of them sends to this one, in the order of workers.
 
         Args:
           rows: A tensor of equal type and shape on all workers; [workers, ...] if `apart`.
@@ -418,7 +418,7 @@ class _Arrival:
         return self._line.has_more
 
     def close(self):
-        """Closes the connection in both directions."""
+        """Closes the connection to the peer in both directions."""
         self._line.close()
 
 

@@ -129,7 +129,7 @@ def all_reduce_low_rank(
         error feedback.
       factors: For each gradient the factor Q, [columns, rank], equal on all replicas.
       transport: This replica's transport to all replicas.
-      options: Communication options.
+      options: TensorFlow's `CommunicationOptions` for collectives.
 
     Returns:
       The sums, the new `before` and `factors`, and whether the sums are finite, bool []. An Inf or NaN on any replica
@@ -170,7 +170,7 @@ def _join(codec: PowerSGD, compiled: bool):
 
 
 def _all_reduce(tensors, transport, options):
-    """Sums a list of small tensors over all ranks in one collective."""
+    """Sums the factors of several matrices, small tensors, over all ranks in one collective."""
     sizes = [tensor.shape.num_elements() for tensor in tensors]
     joined = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
     parts = tf.split(transport.all_reduce(joined, options), sizes)

@@ -15,7 +15,7 @@ _PIECE_BYTES = 4 << 20  # Bytes to send before `sent` is updated; the size of a 
 
 
 class PlainStream:
-    """A TCP connection, written by one thread and read by another.
+    """A TCP connection between two workers, written by one thread and read by another.
 
     Args:
       connection: The connection.
@@ -84,7 +84,7 @@ class PlainStream:
 
 
 class TlsStream(PlainStream):
-    """A connection encrypted by TLS. Reads and writes are short and do not block, since they must not overlap.
+    """A connection between workers encrypted by TLS. Reads and writes do not block, since they must not overlap.
 
     Args:
       connection: The connection, after the TLS handshake.

@@ -35,7 +35,7 @@ def all_reduce_sparse(
     Args:
       slices: The slices of this replica.
       transport: This replica's transport to all replicas.
-      options: Communication options.
+      options: TensorFlow's `CommunicationOptions` for collectives.
       codec: Codec of the values; None leaves them uncompressed.
       beside: Transport for the indices, which travel at the same time as the values; by default `transport`.
 

@@ -25,7 +25,7 @@ class TcpTransport(TensorFlowTransport):
         return self._exchange(rows, apart=False) if self._carries(rows, options) else super().all_gather(rows, options)
 
     def all_gather_joined(self, rows, options):
-        """See `Transport.all_gather_joined`."""
+        """Returns the tensors of all ranks as one, joined along axis 0; see `Transport.all_gather_joined`."""
         if not self._carries(rows, options):
             return super().all_gather_joined(rows, options)
         return tf.concat(self._exchange(rows, apart=False), axis=0)

@@ -26,7 +26,7 @@ class Transport(Protocol):
         ...
 
     def all_gather_joined(self, rows: tf.Tensor, options: Any) -> tf.Tensor:
-        """Sends `rows` to all ranks. Returns the rows of all ranks in one tensor, in the order of ranks."""
+        """Sends the tensor `rows` to all ranks. Returns the tensors of all, in order, joined along axis 0."""
         ...
 
     def all_to_all(self, rows: tf.Tensor, options: Any) -> list[tf.Tensor]:

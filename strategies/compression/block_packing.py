@@ -22,7 +22,7 @@ def from_bits(words: tf.Tensor) -> tf.Tensor:
 
 
 def rows_of(values: tf.Tensor) -> int:
-    """The static number of rows, or -1 (for use in `tf.reshape`) if it is unknown while tracing."""
+    """The static number of rows of a tensor, or -1 (for use in `tf.reshape`) if it is unknown while tracing."""
     return -1 if values.shape[0] is None else values.shape[0]
 
 

@@ -38,7 +38,7 @@ class PowerSGD(Codec):
 
     Args:
       rank: Number of columns of the factors. 4 suffices for matrices with thousands of columns, but not for 128.
-      seed: Seed of the first Q.
+      seed: Seed of the random factor Q in the first step.
       min_elements: Gradients with fewer elements travel uncompressed; see `Codec`.
       start_step: Number of the first compressed step, counted from 0.
       error_feedback: Whether the error is added to the next gradient; see `Codec`.
@@ -65,7 +65,7 @@ class PowerSGD(Codec):
         return 2 * self.rank * (rows + columns) < rows * columns
 
     def start(self, rows: int, columns: int, seed: int) -> tf.Tensor:
-        """Returns the first Q of a matrix, float32 `[columns, rank]`. It depends on the seeds only.
+        """Returns the factor Q of a matrix in its first step, float32 `[columns, rank]`. It depends on the seeds only.
 
         Args:
           rows: Rows of the matrix.

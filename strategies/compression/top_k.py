@@ -1,4 +1,4 @@
-"""Codec that sends only the largest values."""
+"""Codec that sends only the largest values of a gradient."""
 
 import dataclasses
 import numbers
