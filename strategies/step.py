@@ -180,7 +180,7 @@ class Step:
 
     @property
     def has_rows(self) -> bool | tf.Tensor:
-        """Whether this replica has rows of the global batch: True, or bool [] in a graph; True if unknown."""
+        """Whether this replica has rows of the global batch: True, also if unknown, or a tensor bool []."""
         return has_any(self.rows)
 
     def exchange_rows(self) -> None:
