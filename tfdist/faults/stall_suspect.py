@@ -97,7 +97,7 @@ def _named(call: Any) -> str:
 
 
 def meeting_of(name: str, number: int) -> dict[str, Any]:
-    """Returns the position to report for a worker that waits for its peers at the beginning of a call of Keras."""
+    """Makes the position of a worker that waits for its peers at the beginning of a call, for `unlike_calls`."""
     return {"section": MEETING, "call": [name, number]}
 
 
