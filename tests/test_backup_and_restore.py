@@ -94,7 +94,6 @@ SOME_ROWS = [
     *(
         "steps",
         "PyDataset that draws",
-        "endless dataset that draws",
         "metric that is a vector",
     ),
 ]

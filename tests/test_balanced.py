@@ -27,9 +27,9 @@ STEPS = 9  # in an epoch
 DEADLINE_SECONDS = 20
 SHARES = {"2x1": (5, 11), "1x3": (1, 2, 5), "3x1": (1, 2, 5)}
 BY_DEFAULT = {
-    "2x1": ["steps_per_execution", "masks", "batch_normalization"],
+    "2x1": ["masks", "batch_normalization"],
     "1x3": [],
-    "3x1": ["plain"],
+    "3x1": [],
 }
 
 

@@ -372,7 +372,7 @@ def test_rows_that_a_codec_would_lengthen_stay_uncompressed(pools):
         assert 0 < sent <= raw
 
 
-@pytest.mark.parametrize("placement", ["1x4", "3x1"])
+@pytest.mark.parametrize("placement", ["1x4", pytest.param("3x1", marks=pytest.mark.exhaustive)])
 def test_bytes_of_small_tensors_are_counted(pools, placement):
     others, replicas = (3, 4) if placement == "1x4" else (2, 1)  # replicas per worker
     small, large = pools(placement).run(checks.bytes_of_small_tensors, placement, [1000, 120_000])[0]

@@ -130,7 +130,7 @@ def test_custom_loop_learns(run, way, data_dir):
     assert printed("test accuracy", text) > 0.9
 
 
-@pytest.mark.parametrize("way", by_default(launcher))
+@pytest.mark.parametrize("way", by_default(one_process))
 def test_char_lm_beats_the_unigram_entropy(run, way):
     text = run(way, "char_lm.py", "--steps", "30", "--width", "64", "--blocks", "1")
     assert printed("validation loss", text) < printed("unigram entropy", text) - 0.1

@@ -9,7 +9,14 @@ from certificates import Authority
 from tfdist.testing import run_workers
 
 
-@pytest.mark.parametrize("scenario", checks.SCENARIOS, ids=lambda scenario: scenario.__name__)
+EXHAUSTIVE = (checks.a_message_larger_than_one_dimension_can_count_arrives,)  # It takes 2 GiB and half a minute.
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(each, marks=pytest.mark.exhaustive if each in EXHAUSTIVE else ()) for each in checks.SCENARIOS],
+    ids=lambda scenario: scenario.__name__,
+)
 def test_transport_scenarios_without_tls(scenario):
     run_workers(checks.run, 1, args=(scenario,), timeout_seconds=300)
 
