@@ -8,7 +8,6 @@ import tcp_transport_checks as checks
 from certificates import Authority
 from tfdist.testing import run_workers
 
-
 EXHAUSTIVE = (checks.a_message_larger_than_one_dimension_can_count_arrives,)  # It takes 2 GiB and half a minute.
 
 
