@@ -29,12 +29,6 @@ class GradientReducer:
     def __init__(self, extended: Any):
         self._extended = extended
 
-    def encodes(self, request: ReductionRequest) -> bool:
-        """Whether codecs encode a request's values: sums of an optimizer's gradients that leave a worker or device."""
-        if request.optimizer is None or request.reduce_op != tf.distribute.ReduceOp.SUM:
-            return False
-        return self._extended.compresses and not is_uncompressed()
-
     def reduce(self, request: ReductionRequest) -> list[Gradient]:
         """Sums or averages the values of a request over all replicas, which send their requests in the same order.
 
@@ -64,7 +58,9 @@ class GradientReducer:
         return without_heads(_in_one_frame(step, exchange, values))
 
     def _encoded_reducer(self, request, values):
-        if not self.encodes(request):
+        """Returns the reducer of sums of an optimizer's gradients that leave a worker or device; else `None`."""
+        is_of_gradients = request.optimizer is not None and request.reduce_op == tf.distribute.ReduceOp.SUM
+        if not is_of_gradients or not self._extended.compresses or is_uncompressed():
             return None
         return self._extended.communication.exchange_of(request.optimizer, values, request.variables)
 

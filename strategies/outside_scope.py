@@ -28,7 +28,7 @@ _REMEDY = (
 
 
 class _Guard:
-    """What this process knows of its strategies, to find models that are compiled outside of all scopes.
+    """The facts about this process' strategies by which models compiled outside of all scopes are found.
 
     Attributes:
       watching: The creator scope that checks models as they are compiled; never left. `None` until a strategy is made

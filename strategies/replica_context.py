@@ -12,7 +12,7 @@ from tfdist.strategies.step import Step
 
 
 class StepContext(tf.distribute.ReplicaContext):
-    """What `tf.distribute.get_replica_context()` returns in a step of a Keras model on several replicas.
+    """The result of `tf.distribute.get_replica_context()` in a step of a Keras model on several replicas.
 
     It differs from TensorFlow's context in three ways.
 

@@ -272,7 +272,7 @@ class StepReports:
     def _check_learning_rates(self, of_workers: np.ndarray) -> None:
         """Refuses different learning rates on workers, whose replicas would drift apart."""
         unlike = np.flatnonzero(of_workers != of_workers[0])
-        if len(unlike):
+        if len(unlike) and np.isfinite(of_workers).all():  # NaN differs from itself.
             raise ClusterError(
                 f"All workers must train with the same learning rate, but in training step {self.number} worker 0 has "
                 f"{of_workers[0]:g}, worker {unlike[0]} has {of_workers[unlike[0]]:g}. Let code that sets it, such as "

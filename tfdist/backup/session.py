@@ -26,7 +26,7 @@ class BackupOptions:
 
 @dataclasses.dataclass
 class BackupSession:
-    """What this process keeps of a backup directory from one `fit` to the next, such as the number of steps."""
+    """The facts about a backup directory that this process keeps from one `fit` to the next, such as step counts."""
 
     finished: int = 0
     sites: list[str] = dataclasses.field(default_factory=list)  # call sites of all `fit`s, with the running one

@@ -13,7 +13,7 @@ from tfdist.backup.fit_progress import FitProgress
 
 @dataclasses.dataclass(frozen=True)
 class FitInput:
-    """What a backup needs to know of the input of a `fit`.
+    """The facts about the input of a `fit` that its backup needs.
 
     Attributes:
       epochs: Keras' `EpochIterator` if all epochs share one iterator, as under `steps_per_epoch`; otherwise `None`.
@@ -66,7 +66,7 @@ class CapturedState:
 
 
 class WorkerPart(NamedTuple):
-    """What one worker saved in a commit: arrays, JSON and `late` arrays of `CapturedState`s."""
+    """The state of one worker in a commit: arrays, JSON, and `late` arrays, read only if replicas have changed."""
 
     arrays: Mapping[str, np.ndarray]
     plain: Any
@@ -81,7 +81,7 @@ class SavedState:
       path: Folder of the commit, for messages.
       progress: Progress of the program at the commit.
       shared: Arrays that are equal on all workers. `plain` is JSON that is.
-      parts: What this worker saved if `is_alike`, otherwise what each former worker saved.
+      parts: The state that this worker saved if `is_alike`; otherwise the states of all former workers.
       worker: Number of this worker.
       is_alike: Whether the commit was made by the present number of workers and replicas.
       finished: Number of `fit`s that this process has finished.
@@ -108,7 +108,7 @@ class SavedState:
 
     @property
     def own(self) -> WorkerPart:
-        """What this worker saved in the commit. A worker that did not exist before gets what worker 0 saved."""
+        """The state that this worker saved in the commit; that of worker 0 for a worker that did not exist then."""
         return self.parts[self.worker if not self.is_alike and self.worker < len(self.parts) else 0]
 
 

@@ -76,7 +76,7 @@ class Call:
     Attributes:
       name: Name of the call, such as "fit".
       number: Position of the call among all such calls under the strategy, counted from 1.
-      phase: What the call does outside of an execution, such as `BUILDING` or `CALLBACK`.
+      phase: Part of the call that runs outside of an execution, such as `BUILDING` or `CALLBACK`.
       execution: The current execution, `None` between executions.
       executions: Number of finished executions.
       steps: Number of finished training steps.
@@ -105,7 +105,7 @@ class Call:
 
 
 class Doing(NamedTuple):
-    """What a worker does at one moment, as the watchdog reads it.
+    """The work of a worker at one moment, as the watchdog reads it.
 
     Attributes:
       call: Name of the innermost call that is under way; `None` outside of calls.

@@ -52,7 +52,7 @@ class Verdict:
     """Worker 0's decision to admit or refuse a worker that has introduced itself.
 
     Attributes:
-      refused: What does not fit, "cluster", "versions" or "index"; `None` if the worker is admitted.
+      refused: The reason of a refusal, "cluster", "versions" or "index"; `None` if the worker is admitted.
       problem: The full error text; empty without an error.
       is_plain: Whether the error ends the job.
     """

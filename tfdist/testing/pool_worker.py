@@ -1,4 +1,4 @@
-"""What a worker process of a `WorkerPool` runs: prepares the process, then answers calls until the parent exits."""
+"""Runs in a worker process of a `WorkerPool`: prepares the process, then answers calls until the parent exits."""
 
 import contextlib
 import ctypes
