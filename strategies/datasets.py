@@ -1,5 +1,6 @@
 """The distributed datasets that Keras and custom loops read, and changes to the pipelines behind them."""
 
+import functools
 from typing import Any
 
 import tensorflow as tf
@@ -176,6 +177,10 @@ class PeekableDataset(tf.distribute.DistributedDataset):
         with self._comparison.beginning() as is_first:
             iterator = dataset_internals.NotedIterator(untuned_on_devices(iter(self._dataset), reads_at_once=is_first))
             self._comparison.begins(iterator)
+        strategy = self._dataset._strategy
+        if self._comparison.counts_batches and (call := strategy.reports.activity.call) is not None:
+            check = self._comparison.check_batches
+            call.at_end.append(functools.partial(check, strategy.extended.of_all_workers))
         return iterator
 
     @property

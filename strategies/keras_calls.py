@@ -43,6 +43,8 @@ class _EndOfCall(keras.callbacks.Callback):
 
     def _end(self, name: str) -> None:
         if self._call.name == name:  # A `fit` passes its callbacks to its validation.
+            for function in self._call.at_end:
+                function()
             self._call.is_over = True
 
     def on_train_end(self, logs: Any = None) -> None:

@@ -111,7 +111,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 share_seed(self)
             extended.connect_peers(transport)
             watchdog.start(self, extended.board, extended.creations, extended.carried_bytes)
-            self.reports.rows_read = RowsRead(host_of(extended.worker_devices[0]))
+            self.reports.rows_read = RowsRead(host_of(extended.worker_devices[0]), len(extended.worker_devices))
             watch_models_outside(extended._num_workers)
             self._use = StrategyUse()  # Without the exchanges above, which are not the user's.
             if extended.should_checkpoint:
@@ -155,6 +155,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     def _begin_fit(self, model, fit):
         if self.extended._num_workers == 1:
             return
+        self.reports.rows_read.begin_fit()
         if self.extended.should_checkpoint:
             _warn_of_writers(fit.callbacks)
         on_all = [type(each).__name__ for each in fit.callbacks if getattr(each, "runs_on_all_workers", False)]
@@ -220,7 +221,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         is_endless = epochs.steps_per_epoch is not None if epochs else size == tf.data.UNKNOWN_CARDINALITY
         is_endless |= size == tf.data.INFINITE_CARDINALITY
         return RowComparison(
-            self.extended.agreement, origins, purpose, is_endless, self.reports.rows_read, purpose == "fit"
+            *(self.extended.agreement, origins, keras_stack.reader(), purpose, is_endless),
+            *(self.reports.rows_read, purpose == "fit"),
         )
 
     def _is_alike(self, what):

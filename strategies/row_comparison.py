@@ -25,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tfdist._compat.dataset_internals import on_threads
 from tfdist.errors import ClusterError
 from tfdist.faults.worker_comparison import WorkerComparison
 from tfdist.strategies import row_samples
@@ -57,6 +58,7 @@ class RowsRead:
 
     Args:
       host: The CPU of this worker, with its job and task. `tf.data` reads variables of its own worker's CPU only.
+      replicas_per_worker: Number of replicas of each worker.
 
     Attributes:
       host: As given.
@@ -64,35 +66,48 @@ class RowsRead:
       latest: The comparison that noted the numbers last.
     """
 
-    def __init__(self, host: str) -> None:
-        self.host = host
+    def __init__(self, host: str, replicas_per_worker: int) -> None:
+        self.host, self._replicas_per_worker = host, replicas_per_worker
         with tf.device(host):
             self.numbers = tf.Variable(tf.zeros([2]), trainable=False)
         self.latest: RowComparison | None = None
         self._passes = self._refused = 0
 
+    def begin_fit(self) -> None:
+        """Forgets the rows of an earlier `fit`, before a `fit` reads its first batch."""
+        self.latest = None
+        self.numbers.assign([0.0, 0.0])
+
     def note(self, comparison: "RowComparison", checksum: int) -> None:
         """Records the first batch of a pass over the data: numbers the pass and stores the checksum for reports."""
-        self._passes = (self._passes + 1) % _PASSES
+        self._passes = self._passes % _PASSES + 1
         self.latest = comparison
         self.numbers.assign([self._passes, checksum])
 
-    def check(self, passes: np.ndarray, checksums: np.ndarray) -> None:
-        """Compares checksums of the rows that workers read, unless workers are in different passes over the data.
+    def check(self, model: Any, rows: np.ndarray, passes: np.ndarray, checksums: np.ndarray) -> None:
+        """Compares the rows that workers read, unless workers are in different passes over the data.
 
         Args:
+          model: The model that took the step.
+          rows: Rows in the step, by replica.
           passes: Number of the pass over the data, by replica; 0 except for the first replica of each worker.
           checksums: Checksum of the first batch of that pass, by replica.
 
         Raises:
-          ClusterError: If workers read different rows in the same pass.
+          ClusterError: If workers read different rows in the same pass, or the data of a worker ended before others'.
         """
         number = int(passes.max())
-        said = checksums[passes > 0]
-        if self.latest is None or number == self._refused or len(set(passes[passes > 0])) != 1 or len(set(said)) == 1:
+        of_workers = passes[:: self._replicas_per_worker]
+        if self.latest is None or self.latest.model() is not model or (of_workers != number).any():
             return
-        self._refused = number
-        self.latest.explain(number)
+        if number != self._refused and len(set(checksums[:: self._replicas_per_worker])) != 1:
+            self._refused = number
+            self.latest.explain(number)
+        # A short last batch leaves a worker without rows only if the replicas of others have fewer rows than this.
+        if rows.max() >= len(of_workers):
+            of_worker = rows.reshape(len(of_workers), -1).sum(axis=1)
+            if not of_worker.all():
+                self.latest.refuse_end(int(of_worker.argmax()), int(of_worker.argmin()))
 
 
 class RowComparison:
@@ -104,21 +119,28 @@ class RowComparison:
     Args:
       agreement: Exchanges the descriptions of the workers.
       origins: Origins of the tensors of a batch.
+      model: Model that reads the dataset; `None` in a custom loop.
       purpose: Reader of the dataset, such as "fit", "evaluate", "predict", or "a custom loop".
       is_endless: Whether the data may have no end. Workers may then draw different rows.
       rows_read: Takes the checksum of the first batch of each pass over the data.
       compares_passes: Whether later passes over the data are compared too.
+
+    Attributes:
+      model: Function that returns the model that reads the dataset, if it is alive.
+      counts_batches: Whether `check_batches` can compare the number of batches at the end of a pass.
     """
 
     def __init__(
         self,
         agreement: WorkerComparison,
         origins: Sequence[Origin],
+        model: Any,
         purpose: str,
         is_endless: bool,
         rows_read: RowsRead,
         compares_passes: bool,
     ):
+        self.model: Callable[[], Any] = weakref.ref(model) if model is not None else lambda: None
         self._agreement, self._purpose, self._is_endless = agreement, purpose, is_endless
         self._name = agreement.next_name("rows")
         self._origins = origins
@@ -134,8 +156,9 @@ class RowComparison:
         _alive[self._number] = self
         if purpose == CUSTOM_LOOP:
             _kept[self._number] = self
+        self.counts_batches = False
         with ThreadPoolExecutor(1) as pool:  # Outside of the scope, which would make a copy per replica.
-            self._left = pool.submit(_one_on, rows_read.host).result()
+            self._left, self._batches = pool.submit(_numbers_on, rows_read.host).result()
 
     def watch(self, dataset: tf.data.Dataset, note: Callable[[Any], tf.Tensor]) -> tf.data.Dataset:
         """Returns `dataset` with a stage that compares the first batch before it passes the batch on.
@@ -147,6 +170,8 @@ class RowComparison:
 
         @tf.autograph.experimental.do_not_convert
         def compare(*batch):
+            if self.counts_batches:
+                self._batches.assign_add(1)
             tensors = self._tensors_of(batch)
             arguments = [tf.constant(self._number, tf.int64), *tensors]
 
@@ -155,9 +180,12 @@ class RowComparison:
 
             return tf.cond(self._left > 0, look, lambda: tf.constant(True))
 
-        # A filter is the only stage that keeps the known batch size, which TensorFlow needs to split batches.
+        # A filter passes the batch on without copying it. Its own thread makes it cheap; the stages below keep theirs.
+        threads = dataset.options().threading.private_threadpool_size or 0
         size = int(dataset.cardinality())
-        watched = dataset.filter(compare)
+        self.counts_batches = size == tf.data.UNKNOWN_CARDINALITY and self._purpose in ("evaluate", "predict")
+        self.counts_batches &= not self._is_endless
+        watched = on_threads(on_threads(dataset, threads).filter(compare), 1)
         return watched if size == tf.data.UNKNOWN_CARDINALITY else watched.apply(_of_size(size))
 
     @contextlib.contextmanager
@@ -178,6 +206,7 @@ class RowComparison:
         self._is_awaited = is_first
         if self._compares_passes and self._has_recorded:
             self._left.assign(1)  # Before the iterator is made, which may read at once.
+        self._batches.assign(0)
         yield is_first
         if is_first:
             has_come = self._has_come.wait(_FIRST_BATCH_SECONDS)
@@ -196,7 +225,7 @@ class RowComparison:
 
     def compare_no_more(self) -> None:
         """Stops the comparison of later passes over the data, where Keras reads only one batch to learn shapes."""
-        self._compares_passes = False
+        self._compares_passes = self.counts_batches = False
 
     def _ends(self) -> None:
         self._iterators -= 1
@@ -209,6 +238,26 @@ class RowComparison:
         """
         said = self._agreement.exchange_described(f"{self._name}-pass-{number}", self._described())
         self._judge(said, f"the first batch of pass {number}")
+
+    def check_batches(self, of_all_workers: Callable[[int], list[int]]) -> None:
+        """Compares how many batches workers have read in a pass over data whose length was unknown.
+
+        Args:
+          of_all_workers: Exchanges a number with all workers.
+
+        Raises:
+          ClusterError: If workers have read different numbers of batches.
+        """
+        counts = of_all_workers(int(self._batches))
+        if len(set(counts)) > 1:
+            self.refuse_end(counts.index(max(counts)), counts.index(min(counts)))
+
+    def refuse_end(self, longer: int, shorter: int) -> None:
+        """Raises an error that names a worker with more data, and one whose data has ended before."""
+        raise ClusterError(
+            f"All workers must read the same rows in the same order, but in `{self._purpose}` the data of worker "
+            f"{shorter} ends before that of worker {longer}. This is {self._agreement.here}. {_REMEDIES}"
+        )
 
     def _tensors_of(self, batch: tuple[Any, ...]) -> list[tf.Tensor]:
         has_parts = 1 < len(batch) <= len(_PARTS)
@@ -320,9 +369,12 @@ def _record(number: np.ndarray, *arrays: np.ndarray) -> bool:
     return True
 
 
-def _one_on(host: str) -> tf.Variable:
+def _numbers_on(host: str) -> tuple[tf.Variable, tf.Variable]:
     with tf.device(host):
-        return tf.Variable(1, trainable=False, dtype=tf.int64)
+        return (
+            tf.Variable(1, trainable=False, dtype=tf.int64),
+            tf.Variable(0, trainable=False, dtype=tf.int64),
+        )
 
 
 def _of_size(size: int) -> Any:

@@ -251,15 +251,14 @@ class StepReports:
     def _take(self, model: weakref.ref, totals: np.ndarray) -> None:
         rows, compute, own, not_finite, *read = np.split(totals[:-1], (len(totals) - 1) // self.num_replicas)
         not_finite = np.rint(not_finite).astype(np.int64)  # A sum of float32 may be a little less than the number.
-        number = self.number + 1
+        number, trained = self.number + 1, model()
         self._trained = model
         self.activity.stepped()
         self.latest = StepReport(number, np.rint(rows).astype(np.int64), compute, own, bool(totals[-1] > 0))
         if self.rows_read is not None:
             *rows_read, learning_rates = read
-            self.rows_read.check(*rows_read)
+            self.rows_read.check(trained, self.latest.rows, *rows_read)
             self._check_learning_rates(learning_rates[:: len(self._clocks)])
-        trained = model()
         if not_finite.any() and trained is not None and trained not in self._told:
             self._told.add(trained)
             self._warn_of(not_finite, trained.name)

@@ -52,6 +52,14 @@ def _sliced(x=X, y=Y):
     return tf.data.Dataset.from_tensor_slices((x, y))
 
 
+def _ending_early(worker):
+    def batches():
+        yield from ((X[row:][:BATCH], Y[row:][:BATCH]) for row in range(0, ROWS - BATCH * worker, BATCH))
+
+    signature = (tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1]))
+    return {"x": tf.data.Dataset.from_generator(batches, output_signature=signature)}
+
+
 def _in_another_order_from_the_third_pass(worker):
     passes = []
 
@@ -83,6 +91,7 @@ CASES = {
     "an own generator of numbers": lambda worker: {"x": Batches(np.random.default_rng())},
     "a part of a generator": lambda worker: {"x": generated(BATCH * worker, 2)},
     "another width": lambda worker: {"x": np.pad(X, ((0, 0), (0, worker))), "y": Y, "batch_size": BATCH},
+    "an early end": _ending_early,
     "from the third pass on": _in_another_order_from_the_third_pass,
     "a part of endless data": lambda worker: {
         "x": generated(BATCH * worker, 2, endless=True),

@@ -43,6 +43,12 @@ def test_different_rows_in_a_later_epoch_are_named_on_all_workers(pools):
         assert "the first batch of pass" in message and "row 0 of the labels" in message
 
 
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_an_early_end_of_the_data_of_one_worker_is_named_on_all_workers(method, pools):
+    for _, message, _ in pools("2x1").run(checks.outcome, "an early end", method):
+        assert "the data of worker 1 ends before that of worker 0" in message
+
+
 def test_different_learning_rates_in_a_later_epoch_are_named_on_all_workers(pools):
     for _, message, _ in pools("2x1").run(checks.outcome, "another learning rate from the second epoch on"):
         assert "ClusterError" in message and "worker 0 has 0.01, worker 1 has 0.02" in message

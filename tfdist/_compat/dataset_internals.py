@@ -25,7 +25,7 @@ from tensorflow.python.distribute.input_lib import (
 # epoch may wait for TensorFlow's autotuner.
 from tensorflow.python.data.ops.multi_device_iterator_ops import OwnedMultiDeviceIterator
 
-# Base class of datasets with the same element structure as their input; see `CountedDataset`.
+# Base class of datasets with the same element structure as their input; see `CountedDataset` and `on_threads`.
 from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDataset
 
 # Places an iterator on a device; see `make_iterators_on_devices_anew`.
@@ -45,6 +45,7 @@ __all__ = [
     "inputs_of",
     "make_iterators_on_devices_anew",
     "maps_elements",
+    "on_threads",
     "set_cardinality",
     "set_datasets_of_worker",
     "spec_on_a_replica",
@@ -115,6 +116,27 @@ class CountedDataset(UnaryUnchangedStructureDataset):
 
     map, prefetch, with_options = _counted("map"), _counted("prefetch"), _counted("with_options")
     cache, enumerate, scan, shuffle = _counted("cache"), _counted("enumerate"), _counted("scan"), _counted("shuffle")
+
+
+class _DatasetOnThreads(UnaryUnchangedStructureDataset):
+    def __init__(self, dataset: tf.data.Dataset, threads: int):
+        variant = tf.raw_ops.PrivateThreadPoolDataset(
+            input_dataset=dataset._variant_tensor, num_threads=threads, **dataset._flat_structure
+        )
+        super().__init__(dataset, variant)
+
+
+def on_threads(dataset: tf.data.Dataset, threads: int) -> tf.data.Dataset:
+    """`dataset` whose stages call their functions on threads of its own, until a stage below has its own, too.
+
+    Without it: comparing the rows of a batch takes five times as much processor time, since the threads that all
+    datasets share wait for work in a loop.
+
+    Args:
+      dataset: The dataset.
+      threads: Number of threads; 0 for as many as the machine has cores.
+    """
+    return _DatasetOnThreads(dataset, threads)
 
 
 class _ReplacingIterator(DistributedIterator):

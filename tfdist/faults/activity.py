@@ -81,6 +81,7 @@ class Call:
       executions: Number of finished executions.
       steps: Number of finished training steps.
       fault: The error of the call, once one is known.
+      at_end: Functions to call when the call has ended without an error, on all workers.
       is_over: Whether the call has finished. A failed call ends when the object that Keras keeps for it is deleted.
     """
 
@@ -90,6 +91,7 @@ class Call:
         self.execution: Execution | None = None
         self.executions = self.steps = 0
         self.fault: str | None = None
+        self.at_end: list[Callable[[], None]] = []
         self.is_over = False
         self.ended_step = 0.0
         self._lives = lives
