@@ -99,7 +99,7 @@ def word_cases(codec: WordCodec, elements: int) -> list[Case]:
 
 def low_rank_cases(codec: PowerSGD, elements: int) -> list[Case]:
     side = math.isqrt(elements)
-    matrix, q = random_values(side, side), codec.start(side, side, 0)
+    matrix, q = random_values(side, side), codec.start(side, 0)
 
     def factors(gradient):
         p = codec.orthonormalise(codec.project(gradient, q))

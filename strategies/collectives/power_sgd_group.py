@@ -43,8 +43,8 @@ class PowerSGDGroup:
         """The codec states before the first step; None stands for zeros."""
         codec = self.codec
         factors = [
-            codec.start(rows, columns, self._seed + position)
-            for position, (rows, columns) in zip(self.positions, self._shapes, strict=True)
+            codec.start(columns, self._seed + position)
+            for position, (_, columns) in zip(self.positions, self._shapes, strict=True)
         ]
         return [None] * (self.num_states - len(factors)) + factors
 

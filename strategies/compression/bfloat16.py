@@ -8,8 +8,6 @@ import tensorflow as tf
 from tfdist.strategies.compression.block_packing import pack, unpack
 from tfdist.strategies.compression.codec import WordCodec
 
-__all__ = ["BFloat16"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BFloat16(WordCodec):
@@ -18,8 +16,7 @@ class BFloat16(WordCodec):
     Halves the traffic. Costs one pass over the gradient and no state. `Float16` sends as many bytes with 3 more bits.
 
     Args:
-      min_elements: Gradients with fewer elements travel uncompressed; see `Codec`.
-      start_step: Number of the first compressed step, counted from 0.
+      min_elements, start_step: See `Codec`.
       error_feedback: Whether the error is added to the next gradient; see `Codec`. Off by default, since
         rounding changes a value by at most 0.4 %, in either direction.
 
@@ -36,15 +33,12 @@ class BFloat16(WordCodec):
 
     @property
     def granule(self) -> int:
-        """Number of elements that are encoded as a unit: 2, since an int32 word holds two values."""
         return 2
 
     def words(self, elements: int) -> int:
-        """Number of int32 words of an encoded row: half as many as `elements`."""
         return elements // 2
 
     def encode(self, values: tf.Tensor) -> tf.Tensor:
-        """Encodes gradients: float32 [rows, elements] -> int32 [rows, words], two values per word."""
         self._check_values(values)
         # Clamp finite values, since the largest float32 would round to Inf. Inf and NaN are kept.
         largest = tf.bfloat16.max
@@ -52,6 +46,5 @@ class BFloat16(WordCodec):
         return pack(tf.cast(clamped, tf.bfloat16))
 
     def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
-        """Decodes what `encode` has returned: int32 [rows, words] -> float32 [rows, elements]."""
         self._check_words(words, elements)
         return tf.cast(unpack(words, tf.bfloat16), tf.float32)

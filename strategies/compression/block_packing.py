@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-__all__ = ["absmax_bits", "from_bits", "pack", "reduce_blocks", "rows_of", "split_blocks", "to_bits", "unpack"]
-
 _LANES = 8
 
 

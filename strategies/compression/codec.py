@@ -2,11 +2,9 @@
 
 import dataclasses
 import numbers
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import tensorflow as tf
-
-__all__ = ["ENCODED", "Codec", "WordCodec", "as_float32"]
 
 State = tuple[tf.Tensor, ...]
 
@@ -143,7 +141,6 @@ class WordCodec(Codec):
         return words, (intended - self.decode(words, values.shape[-1]),)
 
     def round_trip(self, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Encodes and decodes one gradient, for tests. Returns it and the error; see `Codec.round_trip`."""
         values = as_float32(values, type(self).__name__)
         if not values.shape.num_elements():
             return values, values
@@ -159,10 +156,6 @@ class WordCodec(Codec):
         return tuple(tf.reshape(part[0, :elements], values.shape) for part in (received, rest))
 
     def for_rows(self) -> "WordCodec":
-        """This codec without error feedback, for sparse gradients, whose rows differ from step to step."""
-        return self._without_error_feedback()
-
-    def _without_error_feedback(self) -> Self:
         return dataclasses.replace(self, error_feedback=False)
 
     # The checks run while tracing, so they cost nothing per step.

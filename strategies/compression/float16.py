@@ -5,10 +5,9 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from tfdist.strategies.compression.block_packing import absmax_bits, from_bits, pack, rows_of, split_blocks, unpack
+from tfdist.strategies.compression.block_codec import BlockCodec
+from tfdist.strategies.compression.block_packing import absmax_bits, from_bits, pack, unpack
 from tfdist.strategies.compression.codec import WordCodec
-
-__all__ = ["Float16"]
 
 _MANTISSA_BITS = 23
 # The bits of a float32 power of two are its exponent, biased by 127, above the mantissa bits. Scaling brings the
@@ -20,7 +19,7 @@ _EDGE, _INF = 0x7F7FF000, 0x7F800000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Float16(WordCodec):
+class Float16(BlockCodec):
     """Sends float16 numbers with a power-of-two scale per block: tiny and huge gradients keep 11 bits of precision.
 
     Halves the traffic. Costs two passes over the gradient and no state. A value that is 2^28 times smaller than the
@@ -28,8 +27,7 @@ class Float16(WordCodec):
 
     Args:
       block_size: Number of elements that share one scale, a multiple of 8.
-      min_elements: Gradients with fewer elements travel uncompressed; see `Codec`.
-      start_step: Number of the first compressed step, counted from 0.
+      min_elements, start_step: See `Codec`.
       error_feedback: Whether the error is added to the next gradient; see `Codec`. Off by default, since
         rounding changes a value by at most 0.05 %, up or down.
 
@@ -42,26 +40,17 @@ class Float16(WordCodec):
 
     name: ClassVar[str] = "float16"
 
+    codes_per_word: ClassVar[int] = 2
+    multiple: ClassVar[int] = 8
+    # The product with a scale overflows to Inf for blocks that hold Inf, NaN, or numbers within a factor of 2 of Inf.
+    largest: ClassVar[float] = float(tf.float16.max)
+
     block_size: int = 4096
     error_feedback: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_integer("block_size", at_least=8, multiple_of=8)
+    compress = WordCodec.compress  # Decodes words: without them XLA would leave out the conversion to float16.
 
-    @property
-    def granule(self) -> int:
-        """Number of elements of a block, which shares one scale; gradients are padded to a multiple of it."""
-        return self.block_size
-
-    def words(self, elements: int) -> int:
-        """Number of int32 words of an encoded row: half as many as `elements`, and one scale per block."""
-        return elements // 2 + elements // self.block_size
-
-    def encode(self, values: tf.Tensor) -> tf.Tensor:
-        """Encodes gradients: float32 [rows, elements] -> int32 [rows, words]: values, then scales."""
-        self._check_values(values)
-        blocks = split_blocks(values, self.block_size)
+    def _codes(self, blocks: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         largest = absmax_bits(blocks)
         exponents = tf.bitwise.right_shift(largest, _MANTISSA_BITS)
         # From the smallest exponent that gives a normal number as scale to the largest exponent of finite numbers.
@@ -72,16 +61,10 @@ class Float16(WordCodec):
         on_edge = tf.logical_and(largest >= _EDGE, largest < _INF)
         reciprocals = tf.where(on_edge, reciprocals * (1 - 2.0**-11), reciprocals)
         halves = tf.cast(blocks * reciprocals[:, :, tf.newaxis], tf.float16)
-        return tf.concat([pack(halves), scales], axis=1)
+        return halves, from_bits(scales)
 
-    def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
-        """Decodes what `encode` has returned: int32 [rows, words] -> float32 [rows, elements]."""
-        self._check_words(words, elements)
-        scales = from_bits(words[:, elements // 2 :])
-        blocks = split_blocks(tf.cast(unpack(words[:, : elements // 2], tf.float16), tf.float32), self.block_size)
-        return tf.reshape(blocks * scales[:, :, tf.newaxis], [rows_of(words), elements])
+    def _pack_codes(self, codes: tf.Tensor) -> tf.Tensor:
+        return pack(codes)
 
-    def bound(self, words: tf.Tensor, elements: int) -> tf.Tensor:
-        """Upper bounds of the magnitudes in each block: the largest float16 times the scale, float32 [rows, blocks]."""
-        # The product overflows to Inf for blocks that hold Inf, NaN, or numbers within a factor of 2 of Inf.
-        return from_bits(words[:, elements // 2 :]) * tf.float16.max.astype("float32")
+    def _unpack_codes(self, words: tf.Tensor, elements: int) -> tf.Tensor:
+        return unpack(words[:, : elements // 2], tf.float16)

@@ -5,10 +5,8 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from tfdist.strategies.compression.block_packing import from_bits, pack, to_bits, unpack
-from tfdist.strategies.compression.quantised import Quantised
-
-__all__ = ["Int8"]
+from tfdist.strategies.compression.block_codec import Quantised
+from tfdist.strategies.compression.block_packing import pack, unpack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,9 +19,7 @@ class Int8(Quantised):
     Args:
       block_size: Number of elements that share one scale, a multiple of 4. Larger blocks send fewer scales and quantize
         small values more coarsely.
-      min_elements: Gradients with fewer elements travel uncompressed; see `Codec`.
-      start_step: Number of the first compressed step, counted from 0.
-      error_feedback: Whether the error is added to the next gradient; see `Codec`.
+      min_elements, start_step, error_feedback: See `Codec`.
 
     Raises:
       ValueError: If `block_size` is not a positive multiple of 4, or another option is out of range.
@@ -33,19 +29,13 @@ class Int8(Quantised):
     """
 
     name: ClassVar[str] = "int8"
-    largest: ClassVar[int] = 127
+    codes_per_word: ClassVar[int] = 4
+    multiple: ClassVar[int] = 4
+    largest: ClassVar[float] = 127
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_integer("block_size", at_least=4, multiple_of=4)
+    def _pack_codes(self, codes: tf.Tensor) -> tf.Tensor:
+        return pack(tf.cast(codes, tf.int8))
 
-    def words(self, elements: int) -> int:
-        """Number of int32 words of an encoded row: a quarter of `elements`, and one scale per block."""
-        return elements // 4 + elements // self.block_size
-
-    def _pack(self, codes: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
-        return tf.concat([pack(tf.cast(codes, tf.int8)), to_bits(scales)], axis=1)
-
-    def _unpack(self, words: tf.Tensor, elements: int) -> tuple[tf.Tensor, tf.Tensor]:
+    def _unpack_codes(self, words: tf.Tensor, elements: int) -> tf.Tensor:
         # Unpack all words, scales included, and slice the int8 codes: faster than slicing the words first.
-        return unpack(words, tf.int8)[:, :elements], from_bits(words[:, elements // 4 :])
+        return unpack(words, tf.int8)[:, :elements]

@@ -8,8 +8,6 @@ import tensorflow as tf
 from tfdist.strategies.compression.codec import Codec, WordCodec, as_float32
 from tfdist.strategies.compression.float16 import Float16
 
-__all__ = ["PowerSGD"]
-
 # A column is linearly dependent on the columns before it if less than this part of its length remains beside them.
 _DEPENDENT = 1e-6
 # Factors are divided by powers of two, so that sums over 2^3 replicas cannot overflow for any matrices.
@@ -39,9 +37,7 @@ class PowerSGD(Codec):
     Args:
       rank: Number of columns of the factors. 4 suffices for matrices with thousands of columns, but not for 128.
       seed: Seed of the random factor Q in the first step.
-      min_elements: Gradients with fewer elements travel uncompressed; see `Codec`.
-      start_step: Number of the first compressed step, counted from 0.
-      error_feedback: Whether the error is added to the next gradient; see `Codec`.
+      min_elements, start_step, error_feedback: See `Codec`.
 
     Raises:
       ValueError: If `rank` is not positive, or another option is out of range.
@@ -64,15 +60,8 @@ class PowerSGD(Codec):
         """Whether low-rank factors take less than half the bytes of a [rows, columns] matrix, and so are worth it."""
         return 2 * self.rank * (rows + columns) < rows * columns
 
-    def start(self, rows: int, columns: int, seed: int) -> tf.Tensor:
-        """Returns the factor Q of a matrix in its first step, float32 `[columns, rank]`. It depends on the seeds only.
-
-        Args:
-          rows: Rows of the matrix.
-          columns: Columns of the matrix.
-          seed: Number of the matrix, so that each matrix gets another Q.
-        """
-        del rows
+    def start(self, columns: int, seed: int) -> tf.Tensor:
+        """Returns the factor Q of matrix number `seed` in its first step, float32 `[columns, rank]`."""
         # A uniform distribution has the same bits on every device; the logarithms of a normal one may differ.
         return tf.random.stateless_uniform([columns, self.rank], [self.seed, seed], -1.0, 1.0, alg="philox")
 
@@ -81,9 +70,9 @@ class PowerSGD(Codec):
         _check_matrix(matrix)
         # Q is as large as the last gradient, so without scaling the product could overflow or underflow float32. A
         # column of zeros, as after a gradient of zeros, would remain zeros, so it is replaced by the first Q.
-        rows, columns = matrix.shape
+        columns = matrix.shape[1]
         bits = (columns - 1).bit_length() + _REPLICA_BITS
-        return tf.matmul(matrix, _unit_columns(q, self.start(rows, columns, 0)) * 2.0**-bits)
+        return tf.matmul(matrix, _unit_columns(q, self.start(columns, 0)) * 2.0**-bits)
 
     def orthonormalise(self, p: tf.Tensor) -> tf.Tensor:
         """Makes the columns of [rows, rank] orthonormal by modified Gram-Schmidt. Dependent columns become zeros."""
@@ -122,7 +111,6 @@ class PowerSGD(Codec):
         return matrix - tf.add_n([p[:, i : i + 1] * q[i : i + 1] for i in range(self.rank)])
 
     def round_trip(self, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Encodes and decodes one gradient, for tests. Returns it and the error; see `Codec.round_trip`."""
         values = as_float32(values, "PowerSGD")
         if values.shape.rank < 2:
             raise ValueError(f"PowerSGD takes values with at least two axes, got shape {values.shape}. Reshape them.")
@@ -131,7 +119,7 @@ class PowerSGD(Codec):
         columns = values.shape[-1]
         rows = values.shape.num_elements() // columns
         matrix = tf.reshape(values, [rows, columns])
-        p = self.orthonormalise(self.project(matrix, self.start(rows, columns, 0)))
+        p = self.orthonormalise(self.project(matrix, self.start(columns, 0)))
         q = self.back_project(matrix, p)
         return tuple(tf.reshape(part, values.shape) for part in (self.decode(p, q), self.rest(matrix, p, q)))
 

@@ -19,8 +19,6 @@ from tfdist.strategies.compression.block_packing import (
 from tfdist.strategies.compression.codec import State, WordCodec
 from tfdist.strategies.compression.float16 import Float16
 
-__all__ = ["TopK"]
-
 _LARGEST_BLOCK = 1 << 16
 
 
@@ -38,9 +36,7 @@ class TopK(WordCodec):
       momentum: Momentum, from 0 to less than 1, applied here instead of in the optimizer; use an optimizer without
         momentum then. If not 0, a moving sum of gradients with this decay enters the residual, and both are set to 0
         where a value is sent.
-      min_elements: Gradients with fewer elements travel uncompressed; see `Codec`.
-      start_step: Number of the first compressed step, counted from 0.
-      error_feedback: Whether the error is added to the next gradient; see `Codec`.
+      min_elements, start_step, error_feedback: See `Codec`.
 
     Raises:
       ValueError: If an option is out of range, or `momentum` is set without error feedback.
@@ -86,7 +82,6 @@ class TopK(WordCodec):
         return self._pack(*self._largest(split_blocks(values, self.granule)))
 
     def decode(self, words: tf.Tensor, elements: int) -> tf.Tensor:
-        """Decodes what `encode` has returned: int32 [rows, words] -> float32 [rows, elements]."""
         self._check_words(words, elements)
         count = elements // self.granule
         values = from_bits(words[:, :count, tf.newaxis])
@@ -94,7 +89,6 @@ class TopK(WordCodec):
         return tf.reshape(tf.where(self._at(positions), values, 0.0), [rows_of(words), elements])
 
     def compress(self, values: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
-        """Encodes `values` plus the residual, and computes the new residual; see `WordCodec.compress`."""
         self._check_values(values, state)
         if not self.error_feedback:
             return self.encode(values), ()
