@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv unit test lint format
+.PHONY: venv unit test lint format docs docs-serve
 
 venv: $(BIN)/pytest
 
@@ -25,3 +25,15 @@ lint: venv
 format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The packages of the site only: it is built from the sources, without TensorFlow.
+.docs-venv/bin/mkdocs: setup.cfg
+	$(PYTHON) -m venv .docs-venv
+	.docs-venv/bin/pip install -q $$(sed -n '/^docs =/,/^[a-z]* =/s/^    \([a-z].*\)/\1/p' setup.cfg)
+	touch $@
+
+docs: .docs-venv/bin/mkdocs
+	NO_MKDOCS_2_WARNING=1 $< build --strict
+
+docs-serve: .docs-venv/bin/mkdocs
+	NO_MKDOCS_2_WARNING=1 $< serve

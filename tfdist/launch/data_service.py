@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=socket.gethostname(),
         metavar="NAME",
         help="name or address by which other hosts reach this host; TensorFlow's servers listen at all addresses of "
-        "the host, whatever NAME is, see docs/security.md (default: %(default)s)",
+        "the host, whatever NAME is, see docs/how_to/security.md (default: %(default)s)",
     )
     parser.add_argument(
         "--work-dir",
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         if is_loopback(args.host):
             logging.warning(
                 "TensorFlow's servers listen at all addresses of this host, not at %s alone: close their ports in a "
-                "firewall, or start the service and the job in one network namespace (docs/security.md).",
+                "firewall, or start the service and the job in one network namespace (docs/how_to/security.md).",
                 args.host,
             )
         while not stopped.wait(1.0):  # Short waits, so that signals are handled.

@@ -88,7 +88,7 @@ class Tls:
             return self._client.wrap_socket(connection, server_hostname=host)
         except ssl.SSLCertVerificationError as error:
             problem = f"its certificate is not valid for {host}: {error.verify_message}"
-            raise RefusedError(f"{problem}. See docs/security.md on certificates") from error
+            raise RefusedError(f"{problem}. See docs/how_to/security.md on certificates") from error
         except ssl.SSLError as error:
             raise RefusedError(f"the TLS handshake failed ({_reason(error)}). {_FOR_ALL}") from error
 
