@@ -68,7 +68,7 @@ class Run:
         return list((self.directory / "tmp").iterdir())
 
     def gone(self):
-        return eventually(lambda: not any(is_alive(pid) for pid in self.pids().values()), 5)
+        return eventually(lambda: not any(is_alive(pid) for pid in self.pids().values()), 30)
 
 
 @contextlib.contextmanager
@@ -84,10 +84,13 @@ def nothing_left(directory):
 
 
 def beside_progress(text, *printed):
-    """Returns the lines of a run's output other than Keras' progress and lines that start with `printed`."""
+    """Returns the lines of a run's output other than Keras' progress and lines that start with `printed`.
+
+    Also leaves out the lines of workers that wait for others to start, since this takes long on a busy machine.
+    """
     plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]|\x08", "", text)
     lines = [line.strip() for line in plain.splitlines()]
-    progress = re.compile(r"Epoch \d+/\d+$|.*\d[mu]?s/(?:step|epoch)\b")
+    progress = re.compile(r"Epoch \d+/\d+$|.*\d[mu]?s/(?:step|epoch)\b|.* workers have joined; waiting ")
     return [line for line in lines if line and not progress.match(line) and not line.startswith(printed)]
 
 

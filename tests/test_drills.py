@@ -29,31 +29,28 @@ def state(process):
     return pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def speed(process, seconds=1.5):
-    """Returns the CPU seconds of a process per second."""
-
-    def computed():
-        return sum(map(int, pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
-
-    before, start = computed(), time.monotonic()
-    time.sleep(seconds)
-    return (computed() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - start)
+def stopped_share(process):
+    """Returns the part of the next second during which a process is stopped."""
+    states = []
+    for _ in range(100):
+        time.sleep(0.01)
+        states.append(state(process))
+    return states.count("T") / len(states)
 
 
 def test_a_frozen_process_can_continue(busy):
     faults.freeze(busy.pid)
-    assert eventually(lambda: state(busy) == "T", 2)
+    assert eventually(lambda: state(busy) == "T")
     faults.thaw(busy.pid)
-    assert eventually(lambda: state(busy) == "R", 2)
+    assert eventually(lambda: state(busy) == "R")
 
 
-def test_a_slow_process_computes_less_and_can_continue(busy):
+def test_a_slow_process_is_stopped_most_of_the_time_and_can_continue(busy):
     with faults.Slowdown(busy.pid, 1) as slowdown:
-        full = speed(busy)
+        assert stopped_share(busy) == 0
         slowdown.change(5)
-        slow = speed(busy)
-    assert slow < 0.5 * full
-    assert eventually(lambda: state(busy) == "R", 2)
+        assert eventually(lambda: stopped_share(busy) > 0.5)
+    assert eventually(lambda: state(busy) == "R")
     with pytest.raises(ValueError, match="at least 1"):
         faults.Slowdown(busy.pid, 0.5)
 

@@ -347,7 +347,8 @@ while len(list(here.glob("pid-*"))) < 3: time.sleep(0.01)
 if worker == 2:
     os.kill(os.getpid(), signal.SIGKILL)
 # Peers notice a little later.
-time.sleep(0.5)
+while pathlib.Path(f"/proc/{(here / 'pid-2').read_text()}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+    time.sleep(0.01)
 sys.exit(1)
 """
     )
@@ -363,12 +364,12 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_period(run):
 if worker == 1:
     while len(list(here.glob("pid-*"))) < 2: time.sleep(0.01)
     sys.exit(5)
-time.sleep(60)
+time.sleep(100)
 """
     )
     start = time.monotonic()
     code, _, _ = run.finish("--workers", 2, "--grace-seconds", 1, script)
-    assert code == 5 and run.gone() and 1 < time.monotonic() - start < 15
+    assert code == 5 and run.gone() and 1 < time.monotonic() - start < 60
 
 
 def test_a_worker_may_use_its_grace_period(run):
@@ -460,7 +461,6 @@ def test_a_second_separate_ctrl_c_kills_at_once(run):
         run.wait_for_pids(2)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):  # a single request
             process.send_signal(signum)
-            time.sleep(0.1)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1)
         process.send_signal(signal.SIGINT)

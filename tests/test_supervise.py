@@ -92,7 +92,7 @@ def test_a_failed_group_is_started_again_on_fresh_ports(run):
     assert [each["outcome"] for each in failure(run)["attempts"]] == ["failed", "done"]
 
 
-@pytest.mark.parametrize("restarts", [0, 2])
+@pytest.mark.parametrize("restarts", [0, 1])
 def test_without_a_commit_there_are_no_more_restarts_than_allowed(run, restarts):
     code, err = finish(run, 2, "meet()\nsys.exit(3) if worker == 1 else time.sleep(60)", restarts=restarts)
     assert code == 3 and attempts(run) == [2] * (restarts + 1)
@@ -128,16 +128,16 @@ NAN = "RuntimeError('NaN or Inf loss encountered at batch 3. Loss value: nan.')"
         (f"import tfdist; raise {FILE}", 1, "does not fix a configuration error"),
         (f"raise {FILE}", 1, "does not fix a configuration error"),  # before tfdist could report it
         ("import nothing_of_that_name", 1, "does not fix a program error"),
-        ("exec('x = = 1')", 1, "does not fix a program error"),
+        pytest.param("exec('x = = 1')", 1, "does not fix a program error", marks=pytest.mark.exhaustive),
         ("import tfdist; raise KeyError('x') from ValueError()", 1, "does not fix a program error"),
         ("import argparse; argparse.ArgumentParser().parse_args(['--odd'])", 1, "configuration error"),
         (f"import tfdist; raise {NAN}", 1, "no backup to continue from"),
         (f"import tfdist; commit(3); raise {NAN}", 2, "read the same data again and failed again"),
         ("import tfdist; raise RuntimeError('of a kind that nobody knows')", 2, ""),
-        ("import tfdist; raise OSError(5, 'Input/output error')", 3, ""),
+        pytest.param("import tfdist; raise OSError(5, 'Input/output error')", 3, "", marks=pytest.mark.exhaustive),
         ("import tfdist; raise ValueError('x') from OSError(5, 'Input/output error')", 3, ""),
         ("die()", 3, ""),
-        ("sys.exit(7)", 3, ""),
+        pytest.param("sys.exit(7)", 3, "", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_failure_is_retried_only_if_a_restart_may_help(run, fails, tries, words):
@@ -185,8 +185,8 @@ def test_a_script_that_python_cannot_compile_starts_no_worker(run):
     [("", 1), ("if attempt == 1: commit(1)", 1), ("commit(1)", 0), ("(run_dir / 'restored').touch()", 0)],
 )
 def test_the_first_restart_without_a_backup_warns_that_training_starts_over(run, commits, times):
-    code, err = finish(run, 1, f"{commits}\nif attempt < 3: die()")
-    assert code == 0 and attempts(run) == [1] * 4, err
+    code, err = finish(run, 1, f"{commits}\nif attempt < 2: die()")
+    assert code == 0 and attempts(run) == [1] * 3, err
     assert err.count("training starts over at epoch 1") == err.count("BackupAndRestore") == times
 
 
@@ -220,7 +220,7 @@ def test_workers_that_fill_one_data_cache_get_an_error_at_once(run):
 def test_repeated_training_of_committed_steps_is_no_progress_and_tried_only_twice(run):
     body = """
         commit(5)
-        time.sleep(3)
+        time.sleep(1.5)
         commit(10 + attempt)
         sys.exit(4)  # after a fit that removes its backups, on other storage than a disk
     """
@@ -280,7 +280,7 @@ def test_a_stopped_worker_does_not_delay_the_restart(run):
     body = "meet()\nif attempt == 0: os.kill(os.getpid(), signal.SIGSTOP) if worker == 0 else die()"
     code, _ = finish(run, 2, body, "--grace-seconds", 600)
     assert code == 0 and attempts(run) == [2, 2]
-    assert failure(run)["attempts"][0]["seconds"] < 10
+    assert failure(run)["attempts"][0]["seconds"] < 300
 
 
 def test_a_deleted_run_folder_does_not_end_the_job(run):
@@ -381,13 +381,13 @@ def test_a_worker_that_reports_a_failure_but_still_runs_has_failed(run):
         import tfdist, threading
         meet()
         if worker == 1:
-            threading.Thread(target=time.sleep, args=(60,)).start()
+            threading.Thread(target=time.sleep, args=(100,)).start()
             raise ValueError("on purpose")
-        time.sleep(60)
+        time.sleep(100)
     """
     code, err = finish(run, 2, body, "--grace-seconds", 1, restarts=0)
     assert code == 1 and "worker 1 raised ValueError: on purpose" in err and "but still runs" in err
-    assert failure(run)["worker"] == 1 and failure(run)["attempts"][0]["seconds"] < 20
+    assert failure(run)["worker"] == 1 and failure(run)["attempts"][0]["seconds"] < 60
 
 
 def test_workers_that_still_run_after_others_ended_are_named():
@@ -503,10 +503,12 @@ ENDS = {
 def test_a_stop_signal_waits_for_the_save_and_reports_it(run, name):
     act, expected = ENDS[name]
     body = f"if worker == 1: {act}\nelse: {SAVES}"
-    options = ["--workers", 2, "--grace-seconds", 1, "--log-dir", run.logs]
+    # A worker that does not end by itself is killed after the grace period.
+    options = ["--workers", 2, "--grace-seconds", 30 if expected == PREEMPTED else 1, "--log-dir", run.logs]
     with run.start(*options, script(run, body), restarts=3) as process:
-        run.wait_for_pids(2)
-        time.sleep(0.1)
+        pids = run.wait_for_pids(2)
+        if name == "had finished":
+            assert eventually(lambda: not is_alive(pids["pid-0-1"]))
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == expected and run.gone() and attempts(run) == [2]
@@ -536,10 +538,10 @@ def test_a_signal_to_every_process_saves_without_a_restart(run):
 
 def test_a_stop_signal_in_a_restart_pause_ends_the_job(run):
     with run.start("--workers", 1, "--log-dir", run.logs, script(run, "sys.exit(1)"), restarts=20) as process:
-        assert eventually(lambda: len(attempts(run)) == 4)  # then comes a pause of 4 s
-        time.sleep(1)
+        while "starting again in 4 s" not in (line := process.stderr.readline()):
+            assert line, "it ended"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(2) == 143
+        assert process.wait(DEADLINE_SECONDS) == 143
     assert attempts(run) == [1] * 4
 
 
