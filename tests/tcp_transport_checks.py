@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 import time
+import traceback
 
 import tensorflow as tf
 from tensorflow.python.distribute.cross_device_utils import CollectiveKeys
@@ -27,9 +28,34 @@ def scenario(function):
     return function
 
 
-def run(scenario, files=()):
-    """Runs a scenario in this process, which it may leave in any state; over TLS if there are `files`."""
-    scenario(ConnectedWorkers(files))
+def run_each(scenarios):
+    """Runs scenarios, each in a forked process, since a scenario may leave its process in any state.
+
+    Args:
+      scenarios: Each scenario with the TLS files of its workers; without files, they do not use TLS.
+
+    Returns:
+      The traceback of each scenario, or "" if it passed.
+    """
+    return [run_forked(*each) for each in scenarios]
+
+
+def run_forked(scenario, files):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        failure = ""
+        try:
+            scenario(ConnectedWorkers(files))
+        except BaseException:
+            failure = traceback.format_exc()
+        os.write(writer, failure[-10_000:].encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as told:
+        failure = told.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return failure or (f"the process ended with {status}" if status else "")
 
 
 class ConnectedWorkers:
