@@ -303,7 +303,7 @@ def mistakes_of_a_first_step(mistake):
 def sent_under_named_codecs():
     """Returns the compression ratio of a policy that returns names of codecs."""
     strategy = tfdist.MirroredStrategy(compression=lambda shape, *_: "powersgd(1)" if shape.rank == 2 else None)
-    build(strategy).fit(*data(BATCH), batch_size=BATCH, verbose=0)
+    build(strategy).train_on_batch(*data(BATCH))
     return strategy.communication.traffic().ratio
 
 
@@ -351,7 +351,6 @@ def residuals_of_the_second_of_two_models(folder, collected):
     """Returns states of the second of two equal models, the same after a restart, and states of the first model."""
     x, y = data(BATCH)
     strategy = tfdist.MirroredStrategy(compression=CODECS["int8"])
-    gc.collect()
     gc.disable()
     try:
         norms = []
@@ -433,7 +432,7 @@ def what_is_compressed(placement):
 def memory_of_two_models(placement):
     """Returns codec bytes of one model, of two, and after deleting the first; and the number of steps."""
     strategy = strategy_of(placement, CODECS["int8"])
-    gc.collect()  # frees models of earlier tests
+    gc.freeze()  # Freeing earlier datasets may wait a minute for their tuners.
     before = strategy.communication.traffic()
     models, kept = [], []
     for _ in range(2):
@@ -443,6 +442,7 @@ def memory_of_two_models(placement):
     del models[0]
     keras.backend.clear_session()
     gc.collect()
+    gc.unfreeze()
     models[0].fit(*data(), batch_size=BATCH, epochs=1, verbose=0)
     return [*kept, strategy.communication.memory_bytes()], (strategy.communication.traffic() - before).steps
 

