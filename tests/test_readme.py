@@ -1,4 +1,4 @@
-"""The examples of the README run as they are."""
+"""The examples of the README and of the pages in `docs/` run as they are."""
 
 import contextlib
 import os
@@ -10,16 +10,18 @@ import sysconfig
 
 import pytest
 
+from code_blocks import BLOCKS, code
 from launched import beside_progress
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import TFConfigError
 
 TFDIST = str(pathlib.Path(sysconfig.get_path("scripts")) / "tfdist")
-README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
-
-
-def block(name):
-    return re.search(rf"<!-- test: {name} -->\n```python\n(.*?)```", README, re.DOTALL)[1]
+OTHERS = [
+    block
+    for block in BLOCKS
+    if (block.kind, block.language) == ("run", "python")
+    and block.name not in ("main", "compression", "balanced", "faults", "testing")
+]
 
 
 def run(command, folder):
@@ -31,15 +33,24 @@ def run(command, folder):
 
 @pytest.mark.parametrize("launcher", [[sys.executable], [TFDIST, "run", "--workers", "2"]])
 def test_the_script_runs_on_one_worker_and_on_two(launcher, tmp_path):
-    (tmp_path / "train.py").write_text(block("main"))
+    (tmp_path / "train.py").write_text(code("main"))
 
     run([*launcher, "train.py"], tmp_path)
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.keras", "train.py"]
 
 
-def shown(name):
-    return re.search(rf"<!-- test: {name} -->\n```\w+\n(.*?)```", README, re.DOTALL)[1]
+@pytest.mark.parametrize("block", OTHERS, ids=[block.name for block in OTHERS])
+def test_a_script_without_a_test_of_its_own_runs(block, tmp_path):
+    (tmp_path / "train.py").write_text(block.code)
+
+    run([sys.executable, "train.py"] if block.workers == 1 else [TFDIST, "run", "--workers", "2", "train.py"], tmp_path)
+
+
+def test_the_changed_lines_are_those_of_the_script():
+    changed = [line[1:] for line in code("diff").splitlines() if line.startswith("+")]
+    assert len(changed) == 3
+    assert [line for line in changed if line not in code("main").splitlines()] == []
 
 
 @pytest.mark.parametrize(
@@ -52,7 +63,7 @@ def shown(name):
 def test_under_a_scheduler_each_process_is_a_worker(name, environ, rank, tmp_path):
     """Starts the processes as a scheduler would, all on this machine."""
     (tmp_path / "train.py").write_text("import os; print(os.environ['TF_CONFIG'])")
-    (line,) = [line for line in shown(name).splitlines() if "tfdist run" in line]
+    (line,) = [line for line in code(name).splitlines() if "tfdist run" in line]
     command = line[line.index("tfdist run") :].replace("node1:4,node2:4", "localhost:2").split()
     command = [TFDIST, *command[1:2], "--base-port", str(free_ports(1)[0]), *command[2:]]
     with contextlib.ExitStack() as stack:
@@ -67,7 +78,7 @@ def test_under_a_scheduler_each_process_is_a_worker(name, environ, rank, tmp_pat
 
 
 def test_the_pods_are_workers_of_one_cluster():
-    manifest = shown("kubernetes")
+    manifest = code("kubernetes")
     value = re.search(r"value: '(\{.*\})'", manifest)[1]
     specs = [ClusterSpec.from_json(value.replace("$(INDEX)", str(index))) for index in range(2)]
     name, size = re.search(r"name: (\w+)", manifest)[1], int(re.search(r"parallelism: (\d+)", manifest)[1])
@@ -75,19 +86,19 @@ def test_the_pods_are_workers_of_one_cluster():
 
 
 def test_the_compressed_script_runs_on_two_workers(tmp_path):
-    (tmp_path / "train.py").write_text(block("compression"))
+    (tmp_path / "train.py").write_text(code("compression"))
 
     assert "sent_bytes=" in run([TFDIST, "run", "--workers", "2", "train.py"], tmp_path)
 
 
 def test_the_balanced_script_runs_on_two_workers(tmp_path):
-    (tmp_path / "train.py").write_text(block("balanced"))
+    (tmp_path / "train.py").write_text(code("balanced"))
 
     assert "(2, 0) Statistics(rows=" in run([TFDIST, "run", "--workers", "2", "train.py"], tmp_path)
 
 
 def test_the_killed_script_ends_by_itself(tmp_path):
-    (tmp_path / "train.py").write_text(block("faults"))
+    (tmp_path / "train.py").write_text(code("faults"))
 
     out = run([TFDIST, "run", "--workers", "2", "train.py"], tmp_path)
 
@@ -97,20 +108,16 @@ def test_the_killed_script_ends_by_itself(tmp_path):
 
 
 def test_the_test_helper_runs(tmp_path):
-    (tmp_path / "check.py").write_text(block("testing"))
+    (tmp_path / "check.py").write_text(code("testing"))
 
     run([sys.executable, "check.py"], tmp_path)
 
 
-def test_the_error_equals_the_readme():
-    shown = " ".join(re.search(r"```\n(TFConfigError: .*?)```", README, re.DOTALL)[1].split())
+def test_the_error_is_as_shown():
+    (shown,) = [" ".join(block.code.split()) for block in BLOCKS if block.code.startswith("TFConfigError: ")]
     cluster = '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 3}}'
 
     with pytest.raises(TFConfigError) as raised:
         ClusterSpec.from_json(cluster)
 
     assert f"TFConfigError: {raised.value}" == shown
-
-
-def test_no_placeholder_is_left():
-    assert "@@" not in README
