@@ -299,8 +299,8 @@ def slowed(placement, by_callback=False):
     """Returns the rows of each step when worker 1 has a slow layer or a slow callback."""
     strategy = strategy_of(placement)
     keras.utils.set_random_seed(1)
-    slow = Slow(own_index() if by_callback else 1, 0.003)
-    pause = 0.03 if by_callback and own_index() == 1 else 0
+    slow = Slow(own_index() if by_callback else 1, 0.006)
+    pause = 0.08 if by_callback and own_index() == 1 else 0
     callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(pause))
     with strategy.scope():
         model = keras.Sequential([layers.Input((6,)), slow, layers.Dense(3)])

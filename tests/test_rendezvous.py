@@ -214,7 +214,7 @@ def test_many_silent_or_sending_strangers_do_not_block_workers():
 
 def test_a_stranger_at_the_address_of_worker_0_is_not_accepted():
     specs = clusters(2)
-    group = Meeting(START_SECONDS / 2)
+    group = Meeting(START_SECONDS)
     with socket.create_server(("127.0.0.1", int(specs[0].address.rpartition(":")[2]))) as server:
         server.settimeout(DEADLINE_SECONDS)
         group.add(1, specs[1])
