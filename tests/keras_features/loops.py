@@ -139,7 +139,7 @@ class SeveralOptimizers(Subclassed):
         return tape.gradient(loss, variables), variables
 
 
-@row(placements=("1x2",))
+@row()
 def several_optimizers_in_a_custom_step(place):
     model = built(place, SeveralOptimizers, optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.2))
     x, y = data(37)
@@ -490,7 +490,7 @@ def scaled_losses_of_steps(place):
     return _by_recipes(place, [_mean, _average_loss], scaler)
 
 
-@row(placements=("1x2",))
+@row()
 def a_mean_in_compute_loss(place):
     model = built(place, ByKerasStep)
     x, y = data(3 * BATCH + 5)

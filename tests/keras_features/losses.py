@@ -55,7 +55,7 @@ def a_masked_loss_by_weights_without_weights(place):
     return outcome(model := built(place, words, loss=loss, metrics=None), fit(model, x, x % 3))
 
 
-@row(placements=("1x2",))
+@row()
 def losses_that_are_matched_in_a_custom_loop(place):
     """Keras matches losses with outputs at the first call, here in the step."""
     strategy = place.strategy or tf.distribute.get_strategy()
@@ -110,7 +110,7 @@ def _losses_by_sums_and_by_weights(place, **arguments):
     return outcome(model, history)
 
 
-@row(placements=("1x2",))
+@row()
 def losses_of_some_outputs(place):
     losses = {"value": keras.losses.MeanSquaredError(reduction="sum")}
     model = built(place, two_towers, optimizer=lambda: keras.optimizers.SGD(0.01), loss=losses, metrics=None)
