@@ -1044,16 +1044,18 @@ def own_data_of_each(policy):
         options.autotune.enabled = False
         return batches.with_options(options)
 
-    def trained(data, **steps):
-        with place.scope():
-            model = keras.Sequential([layers.Input((1,)), layers.Dense(1, kernel_initializer="zeros")])
-            model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[OfTargets(name="mean")])
-        logs = model.fit(data(), verbose=0, epochs=2, validation_data=data(), **steps).history
-        return model, (int(model.optimizer.iterations), logs["mean"], logs["val_mean"])
+    with place.scope():
+        model = keras.Sequential([layers.Input((1,)), layers.Dense(1, kernel_initializer="zeros")])
+        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[OfTargets(name="mean")])
 
-    results = {kind: trained(lambda kind=kind: dataset(kind))[1] for kind in ("known", "unknown")}
-    results["distributed"] = trained(lambda: place.experimental_distribute_dataset(dataset("known")))[1]
-    model, results["infinite"] = trained(lambda: dataset("infinite"), steps_per_epoch=4, validation_steps=4)
+    def trained(data, **steps):
+        before = int(model.optimizer.iterations)
+        logs = model.fit(data(), verbose=0, epochs=2, validation_data=data(), **steps).history
+        return int(model.optimizer.iterations) - before, logs["mean"], logs["val_mean"]
+
+    results = {kind: trained(lambda kind=kind: dataset(kind)) for kind in ("known", "unknown")}
+    results["distributed"] = trained(lambda: place.experimental_distribute_dataset(dataset("known")))
+    results["infinite"] = trained(lambda: dataset("infinite"), steps_per_epoch=4, validation_steps=4)
     errors = []
     for data in (dataset("known"), place.experimental_distribute_dataset(dataset("known"))):
         try:

@@ -116,7 +116,7 @@ REPLICATED = {
     "residuals": {"breaks": [3, 8, 15], "save_freq": 3, "compressed": "int8"},
     "steps_per_execution that leaves a rest": {"breaks": [10, 16], "save_freq": 4, "model": {"steps": 4}},
     "balanced": {
-        **{"breaks": [8, 15], "save_freq": 4, "data_kind": "balanced", "compressed": "powersgd"},
+        **{"breaks": [15], "save_freq": 4, "data_kind": "balanced", "compressed": "powersgd"},
         "evaluates": True,
     },
     "balanced, epochs": {"breaks": [8, 15], "save_freq": "epoch", "data_kind": "balanced"},
@@ -134,7 +134,7 @@ def test_a_fit_interrupted_and_resumed_on_two_devices_equals_one_fit(row, pools,
 
 FITS = {"fits": 2, "delete_checkpoint": False}
 KILLED = {
-    "a process": ("plain", 1, 1, [[0, 9], [0, 15]], {"save_freq": 4, "monitors": True}),
+    "a process": ("plain", 1, 1, [[0, 13]], {"save_freq": 4, "monitors": True}),
     "in the second fit": ("plain", 1, 1, [[0, 9], [0, 29]], {"save_freq": 4, "model": {"vectors": True}, **FITS}),
     "two devices": ("1x2", 1, 2, [[0, 9], [0, 15]], {"save_freq": 4, "data_kind": "balanced", "compressed": "int8"}),
     "two devices, in the second fit": (
@@ -152,7 +152,7 @@ KILLED = {
 }
 
 
-@pytest.mark.parametrize("where", by_default(KILLED, ["two workers"]))
+@pytest.mark.parametrize("where", by_default(KILLED, ["a process"]))
 def test_killed_workers_resume_with_equal_results(where, tmp_path):
     """SIGKILL ends the workers; each start runs in new processes."""
     placement, workers, devices, kills, options = KILLED[where]
@@ -170,7 +170,7 @@ def test_killed_workers_resume_with_equal_results(where, tmp_path):
     assert pathlib.Path(directory).exists() == (options.get("delete_checkpoint") is False)
 
 
-@pytest.mark.parametrize("position", ["first", "last"])
+@pytest.mark.parametrize("position", [pytest.param("first", marks=pytest.mark.exhaustive), "last"])
 def test_a_finished_fit_is_skipped_with_the_state_of_its_end(position, pools, tmp_path):
     check, directory = checks.broken_off_in_the_second_fit, str(tmp_path / "backup")
     resumed, unbroken = pools("single").run(check, directory, delete_checkpoint=False, position=position)[0]
@@ -181,11 +181,12 @@ def test_a_finished_fit_is_skipped_with_the_state_of_its_end(position, pools, tm
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"compiled_anew": True, "save_freq": 3, "model": {"optimizer": "sgd", "steps": 2}},
-        {"model": {"averages": True}},
+        pytest.param({}, id="compiled once", marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"compiled_anew": True, "save_freq": 3, "model": {"optimizer": "sgd", "steps": 2}}, id="compiled anew"
+        ),
+        pytest.param({"model": {"averages": True}}, id="averages of weights"),
     ],
-    ids=["compiled once", "compiled anew", "averages of weights"],
 )
 def test_a_finished_fit_without_a_backup_of_its_end_is_skipped_with_later_state(options, pools, tmp_path):
     check, directory = checks.broken_off_in_the_second_fit, str(tmp_path / "backup")
@@ -203,7 +204,7 @@ SKIPPED = {
 }
 
 
-@pytest.mark.parametrize("moment", SKIPPED)
+@pytest.mark.parametrize("moment", by_default(SKIPPED, ["after a backup of its own", "before one, then after one"]))
 def test_a_script_that_skips_a_finished_fit_continues_with_the_next(moment, pools, tmp_path):
     breaks, options, expected = SKIPPED[moment]
     check, directory = checks.skipped_in_later_starts, str(tmp_path / "backup")

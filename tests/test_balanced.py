@@ -27,7 +27,7 @@ STEPS = 9  # in an epoch
 DEADLINE_SECONDS = 20
 SHARES = {"2x1": (5, 11), "1x3": (1, 2, 5), "3x1": (1, 2, 5)}
 BY_DEFAULT = {
-    "2x1": ["masks", "batch_normalization"],
+    "2x1": ["batch_normalization"],
     "1x3": [],
     "3x1": [],
 }
@@ -68,7 +68,9 @@ def test_unequal_shares_equal_one_device(placement, case, pools, one_device):
     assert (len(rows), workers[0]["position"]) == (checks.EPOCHS * STEPS, (checks.EPOCHS, 0))
 
 
-@pytest.mark.parametrize("placement", ["2x1", "1x2", pytest.param("2x2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "placement", ["2x1", *(pytest.param(place, marks=pytest.mark.exhaustive) for place in ("1x2", "2x2"))]
+)
 def test_evaluate_and_predict_read_each_example_once_in_order(placement, pools):
     for evaluated, predicted, expected in pools(placement).run(checks.evaluate_and_predict, placement):
         np.testing.assert_allclose(*evaluated, rtol=1e-5)
@@ -145,7 +147,7 @@ def test_a_worker_that_is_slow_between_steps_gets_a_smaller_share(pools):
     assert fast > slow + 4
 
 
-@pytest.mark.parametrize("placement", ["2x1", "1x2"])
+@pytest.mark.parametrize("placement", [pytest.param("1x2", marks=pytest.mark.exhaustive), "2x1"])
 def test_a_custom_loop_reads_each_example_once_and_counts_epochs(placement, pools):
     workers = pools(placement).run(checks.custom_loop, placement)
 
@@ -154,7 +156,7 @@ def test_a_custom_loop_reads_each_example_once_and_counts_epochs(placement, pool
     assert {tuple(positions) for _, positions in workers} == {((1, 0), (2, 0))}
 
 
-@pytest.mark.parametrize("placement", ["2x1", "1x2"])
+@pytest.mark.parametrize("placement", [pytest.param("1x2", marks=pytest.mark.exhaustive), "2x1"])
 def test_reading_without_training_counts_no_epoch(placement, pools):
     for positions in pools(placement).run(checks.look_and_train, placement):
         assert positions == [(0, 0), (1, 0), (2, 0)]
@@ -213,7 +215,7 @@ def test_an_interrupted_fit_leaves_no_listeners():
     assert listening() == before
 
 
-@pytest.mark.parametrize("placement", ["2x1", "1x2"])
+@pytest.mark.parametrize("placement", [pytest.param("1x2", marks=pytest.mark.exhaustive), "2x1"])
 def test_an_audit_names_repeated_and_missed_examples_on_every_worker(placement, pools):
     errors = [error for error, _, _ in pools(placement).run(checks.audited, placement, broken=True)]
 
@@ -610,7 +612,7 @@ def test_an_invalid_position_is_refused(state):
 
 
 def test_a_position_is_small_for_any_number_of_replicas():
-    for replicas in (1, 3, 16, 200, 3000):
+    for replicas in (1, 3, 16, 200, 1000):
         sharding = sharding_of(replicas, size=4000)
         assert len(sharding.serialize()) < 1000
         sharding_of(replicas, size=4000).deserialize(sharding.serialize())

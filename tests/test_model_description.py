@@ -38,7 +38,10 @@ def own_pool():
     pool.close()
 
 
-@pytest.mark.parametrize(("case", "words"), [("width", ("[4, 3]", "[5, 3]")), ("one layer more", ("Dense", "Batch"))])
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [pytest.param("width", ("[4, 3]", "[5, 3]"), marks=pytest.mark.exhaustive), ("one layer more", ("Dense", "Batch"))],
+)
 def test_different_variables_are_named_on_all_workers_in_seconds(case, words, own_pool):
     for kind, message in own_pool.run(checks.outcome_of_variables, case):
         assert kind == "ClusterError" and "the same variables" in message, message

@@ -54,6 +54,7 @@ def test_different_learning_rates_in_a_later_epoch_are_named_on_all_workers(pool
         assert "ClusterError" in message and "worker 0 has 0.01, worker 1 has 0.02" in message
 
 
+@pytest.mark.exhaustive  # Worker 0 waits for half a minute.
 def test_an_error_before_the_first_batch_of_one_worker_ends_the_job(tmp_path):
     """Worker 0 has its first batch and waits for that of worker 1, which never comes."""
     (tmp_path / "file").write_text("1")
