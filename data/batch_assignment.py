@@ -20,15 +20,10 @@ _STEPS_BETWEEN_CHANGES = 4  # Steps measured under new shares, after they are in
 
 
 class When(NamedTuple):
-    """The epoch of a batch in training, and whether another epoch begins after it.
-
-    Attributes:
-      epoch: The epoch of the batch.
-      begins: The epoch that begins after the batch if it is the last of an epoch, else 0.
-    """
+    """The epoch of a batch in training, and whether another epoch begins after it."""
 
     epoch: int
-    begins: int
+    begins: int  # The epoch that begins after the batch if it is the last of an epoch, else 0.
 
 
 class BatchAssignment:
@@ -47,7 +42,6 @@ class BatchAssignment:
       lead: Number of steps by which reading may be ahead of training; None if shares never change.
 
     Attributes:
-      place: The argument.
       finished: Whether all steps were assigned.
       closed: Whether `close` has ended the assignment.
       epoch: The epoch of the steps being assigned.

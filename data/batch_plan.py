@@ -47,13 +47,8 @@ class BatchPlan:
 def split(rows: int, weights: Sequence[float], at_most: Sequence[int] | None = None) -> tuple[int, ...]:
     """Splits a batch's rows in proportion to replicas' weights, by largest remainder, with one or more each if it can.
 
-    Args:
-      rows: Number of rows, at least 0.
-      weights: Weight of each replica, at least 0 and not all 0.
-      at_most: Largest number of rows of each replica; together at least `rows`.
-
-    Returns:
-      Rows of each replica; their sum is `rows`. If remainders are equal, the earlier replica goes first.
+    Weights are at least 0 and not all 0. No replica gets more rows than `at_most`. If remainders are equal, the earlier
+    replica goes first.
 
     Raises:
       ValueError: If the sum of `at_most` is less than `rows`.

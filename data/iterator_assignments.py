@@ -26,7 +26,6 @@ class IteratorAssignments:
       repeat: Whether epochs follow each other without end.
 
     Attributes:
-      plan, shares: The arguments.
       position: The epoch and step to train on next.
       lock: Protects `shares` and `position`.
       reports: The attached strategy's reports of training steps, if there is one.
@@ -97,13 +96,10 @@ class IteratorAssignments:
     # The methods below are called by the pipeline.
 
     def begin(self, place: ReplicaTopology, *, training: bool, is_started: bool) -> BatchAssignment:
-        """Returns the assignment of batches for an iterator when its first batch is read.
+        """Returns the assignment of batches for an iterator when its first batch is read by the worker at `place`.
 
-        Args:
-          place: The replicas of the worker that reads.
-          training: As for `start`.
-          is_started: Whether `start` is called for each iterator. Keras drops some of them, so the assignment is that
-            of the newest iterator that was not read from.
+        `is_started` tells whether `start` is called for each iterator. Keras drops some iterators, so the assignment is
+        then that of the newest one that was not read from.
         """
         with self.lock:
             if is_started:

@@ -84,9 +84,7 @@ def finished(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def _taken(dataset: tf.data.Dataset, on_end: Callable[[np.ndarray], None] | None) -> tf.data.Dataset:
     """Drops the epochs from a dataset of (batch or batches, epochs that begin after them), and reports them.
 
-    Args:
-      dataset: The dataset after all stages that read ahead.
-      on_end: Called with the epoch that begins when the batch before it is taken, or None.
+    Must follow all stages that read ahead. For `on_end` see `Pipeline.dataset`.
     """
     if on_end is None:
         return dataset.map(lambda batch, _: batch)

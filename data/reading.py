@@ -43,15 +43,10 @@ class Reader:
         )
 
     def batches(self, groups: tf.data.Dataset, num_parallel_calls: int, *, replica: int) -> tf.data.Dataset:
-        """Splits groups of batches into single batches, and reads and decodes the examples of each.
+        """Splits groups of batches of `coalesced` into single batches, and reads and decodes the examples of each.
 
-        Args:
-          groups: Groups of batches of example numbers, see `coalesced`.
-          num_parallel_calls: Number of batches that are read at the same time.
-          replica: Number of this worker's first replica. It varies the random numbers that `map_fn` draws.
-
-        Returns:
-          A dataset of pairs: a batch, and the number of the epoch that begins after it, 0 if none does.
+        Returns a dataset of pairs: a batch, and the number of the epoch that begins after it, 0 if none does. `replica`
+        is the number of this worker's first replica, see `drawing_afresh`.
         """
 
         def read(indices: tf.Tensor, length: tf.Tensor, end: tf.Tensor, *examples: tf.Tensor) -> Any:
@@ -130,11 +125,8 @@ def drawing_afresh(map_fn: Callable[..., Any], replica: int = 0) -> Callable[...
     """Wraps `map_fn` so that its unseeded random operations draw new numbers in each graph that traces it.
 
     With the global seed, which all workers share, they would draw the same numbers in each batch and on each worker.
-    With op determinism, which requires a seed, workers draw different numbers, but each batch of a worker the same.
-
-    Args:
-      map_fn: A function that is called in a graph of its own.
-      replica: Number of this worker's first replica, which changes the seed where one is needed.
+    With op determinism, which requires a seed, workers draw different numbers, but each batch of a worker the same. The
+    seed then varies with `replica`, the number of this worker's first replica.
     """
 
     def draw(*example: Any) -> Any:

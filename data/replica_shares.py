@@ -61,12 +61,9 @@ class Shares:
             self._before = np.zeros(place.replicas)
 
     def learn(self, assignment: BatchAssignment, report: Any, *, is_first: bool) -> None:
-        """Decides the shares of one more step, from the measured times of a step that was trained on.
+        """Decides the shares of one more step, from the report of a step that was trained on.
 
-        Args:
-          assignment: The batch assignment that uses the shares.
-          report: The report of that step, with rows and times of all replicas.
-          is_first: Whether training may have paused before the step; its own time before computing is then ignored.
+        If `is_first`, training may have paused before that step, and its time before computing is ignored.
         """
         before = report.own_seconds - report.compute_seconds
         self._before = np.where((before > 0) & (not is_first), before, self._before)

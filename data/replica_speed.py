@@ -51,12 +51,7 @@ class SpeedModel:
         return all(speed.weight > 2 for speed in self._speeds)
 
     def proposal(self, current: Sequence[int], at_most: Sequence[int]) -> tuple[int, ...]:
-        """Shares of a global batch for which all replicas take equally long, or `current` if the gain is small.
-
-        Args:
-          current: The present rows by replica.
-          at_most: Largest number of rows of each replica.
-        """
+        """Shares of a global batch for which all replicas take equally long, or `current` if the gain is small."""
         if not self.knows_all():
             return tuple(current)
         lines = self.coefficients()

@@ -14,11 +14,7 @@ _CHARACTERS = 1000  # Largest size of a saved state, except for the shares of ve
 class ShardingState:
     """Saves, restores and describes the position, shares and speeds of a `BalancedSharding`.
 
-    Args:
-      source: The source of the examples.
-      seed: Seed of the order.
-      assignments: The object that holds the position and the shares.
-      settings: Further settings that must be equal on all workers, by name.
+    `settings` are further settings that must be equal on all workers, by name.
     """
 
     def __init__(self, source: Source, seed: int, assignments: IteratorAssignments, settings: dict[str, Any]):

@@ -9,8 +9,7 @@ from typing import Any
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a bound method for `tf.data` without a reference to its object, so that the object can be deleted.
 
-    Args:
-      method: A method of an object that something else keeps alive as long as the wrapper is called.
+    Something else must keep the object alive as long as the wrapper is called.
     """
     known = weakref.WeakMethod(method)
 
@@ -28,8 +27,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 def listen(listeners: list[Callable[..., None]], method: Callable[..., None]) -> Callable[[], None]:
     """Adds a method to `listeners` until its object is deleted, since a `fit` that fails does not end its callbacks.
 
-    Returns:
-      A function that removes it earlier.
+    Returns a function that removes it earlier.
     """
 
     def end(_: Any = None) -> None:

@@ -60,11 +60,7 @@ def batches_of_own(dataset: tf.data.Dataset, workers: int) -> int:
     """The number of batches that this worker takes of its own rows; negative if unknown or infinite.
 
     Under OFF a step takes a part of a batch, since batch_size counts the rows of all workers. TensorFlow assigns files
-    to workers without telling how many rows a worker gets.
-
-    Args:
-      dataset: A result of `divided_one_by_one`, for which `is_own_of_each` is true.
-      workers: Number of workers.
+    to workers without telling how many rows a worker gets. `dataset` must be a result of `divided_one_by_one`.
     """
     batches = int(dataset.cardinality())
     if _policy_of(dataset) == AutoShardPolicy.OFF:
@@ -75,10 +71,7 @@ def batches_of_own(dataset: tf.data.Dataset, workers: int) -> int:
 def end_for_all(distributed: Any, dataset: tf.data.Dataset, batches: int) -> None:
     """Makes Keras read a dataset with separate rows on each worker until no worker has rows left.
 
-    Args:
-      distributed: The distributed dataset.
-      dataset: The dataset that was distributed.
-      batches: The largest number of batches of a worker; see `batches_of_own`.
+    `batches` is the largest number of batches of a worker; see `batches_of_own`.
     """
     if _policy_of(dataset) == AutoShardPolicy.HINT:
         dataset_internals.end_when_all_have_ended(distributed)

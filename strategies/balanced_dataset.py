@@ -24,9 +24,6 @@ class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
       sharding: The `tfdist.data.BalancedSharding` to read.
       examples: Keeps stand-in rows for replicas without rows.
       maps: Functions that `map` applies to each batch.
-
-    Attributes:
-      sharding: As given.
     """
 
     def __init__(

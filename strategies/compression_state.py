@@ -100,10 +100,7 @@ class CompressionState(tf.Module):
     def exchange_of(self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]) -> EncodedReducer:
         """Returns the `EncodedReducer` that sums these gradients of an optimizer, and makes it at the first call.
 
-        Args:
-          optimizer: The optimizer that applies the gradients.
-          gradients: The gradients of one replica.
-          variables: The variables of the gradients; empty if they are not known.
+        `variables` are the variables of the gradients; empty if they are not known.
 
         Raises:
           ValueError: If collectives cannot sum gradients of this type, if the policy chooses a codec that cannot encode

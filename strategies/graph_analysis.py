@@ -75,11 +75,9 @@ def may_differ(
 
 
 def _is_length(tensor: tf.Tensor, of_any_batch: bool) -> bool:
-    """Whether a tensor is the length of an axis of a shape, such as `tf.shape(x)[1]`.
+    """Whether a tensor is the length of an axis of a shape, such as `tf.shape(x)[1]`; static if `of_any_batch`.
 
-    Args:
-      tensor: The tensor.
-      of_any_batch: Whether the length must be static. Otherwise any length counts but the dynamic number of rows.
+    Otherwise any length counts but the dynamic number of rows.
     """
     operation = tensor.op
     if operation.type not in ("StridedSlice", "Unpack") or operation.inputs[0].op.type != "Shape":

@@ -105,11 +105,7 @@ def explained(activity: Activity, call: Call) -> Iterator[None]:
 class NotedFunction:
     """Replaces a `train_function`, `test_function` or `predict_function` of a model, and records when it runs.
 
-    Args:
-      model: The model.
-      attribute: The name of the replaced attribute.
-      function: The replaced function; `None` if the model has to make it at the first call.
-      activity: Records the executions.
+    Without a `function`, the model makes it at the first call.
 
     Raises:
       ClusterError: Instead of the error of a collective, if other workers are in another call.

@@ -96,10 +96,7 @@ def in_step(fn, args, kwargs, seed_generator):
 def on_one_of_many(called, reports, example):
     """Wraps a `KerasStep` for several replicas: counts rows, averages statistics and logs, and reports training.
 
-    Args:
-      called: The `KerasStep` to wrap.
-      reports: The object `strategy.reports`, which makes reports of steps.
-      example: Function that returns a stand-in row for a replica without rows.
+    The function `example` returns a stand-in row for a replica without rows.
     """
     name, model, fn, is_plain = called
 
@@ -158,11 +155,7 @@ def on_the_only(called, reports):
 def predict_step(fn, reports, example, spec):
     """Wraps Keras' step of `predict` for replicas that may have no rows, or outputs of different shapes.
 
-    Args:
-      fn: The step function that Keras runs on each replica.
-      reports: The object `strategy.reports`, which makes reports of steps.
-      example: Function that returns a stand-in row for a replica without rows.
-      spec: The element spec of the dataset that `predict` reads; `None` without a dataset.
+    The function `example` returns a stand-in row. `spec` is the element spec of the dataset, if `predict` reads one.
     """
 
     @tf.autograph.experimental.do_not_convert

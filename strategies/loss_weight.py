@@ -58,10 +58,7 @@ def weighted(step: Step, gradients: Sequence[Any], optimizer: Any) -> list[Any]:
 
     Costs a walk over the operations of the gradients, while the step is traced.
 
-    Args:
-      step: The step of the replica, after `exchange_rows`.
-      gradients: Tensors, `IndexedSlices` and `None`.
-      optimizer: The optimizer of the gradients, to be named in errors.
+    Call it after `step.exchange_rows`. `gradients` may hold `None`. Errors name the optimizer.
 
     Raises:
       LossReductionError: If no such weight exists for the loss, or the gradients were summed over replicas before.

@@ -21,11 +21,7 @@ def global_losses(model: keras.Model, is_plain: bool) -> Iterator[None]:
 
     A replica's loss is weighted by its rows, which is right for plain means over rows. `_GlobalLoss` replaces other
     losses. For an unreduced loss Keras takes the gradient of the sum and logs the mean. In Keras' own steps such a loss
-    is converted to one number; a step of the user's may reduce it differently.
-
-    Args:
-      model: The model.
-      is_plain: Whether the step or `compute_loss` is the user's own; see `Step.is_plain`.
+    is converted to one number; a step of the user's (`is_plain`) may reduce it differently.
     """
     losses = keras_internals.ReplacedLosses(model, _GlobalLoss, _weighted_by_rows)
     compute_loss = model.compute_loss

@@ -9,8 +9,6 @@ import keras
 
 from tfdist._compat import keras_internals
 
-__all__ = ["described_compile", "described_layers"]
-
 # Settings that differ between processes: counters, random numbers, addresses and file names.
 _OWN = {"name", "seed", "registered_name", "build_config", "compile_config", "shared_object_id", "code", "closure"}
 _LONG = 64

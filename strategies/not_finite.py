@@ -12,8 +12,6 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["FINITE", "in_words", "sampled", "told"]
-
 FINITE = 0
 _LOSS, _GRADIENTS = 1, 2
 _WORDS = {_LOSS: "the loss", _GRADIENTS: "gradients", _LOSS + _GRADIENTS: "the loss and gradients"}
@@ -28,10 +26,8 @@ def in_words(number: int) -> str:
 def told(losses: Sequence[tf.Tensor], samples: Sequence[tf.Tensor], has_rows: Any) -> tf.Tensor:
     """Returns a number that tells if losses, gradients or both of a replica have an Inf or NaN; `FINITE` if neither.
 
-    Args:
-      losses: The losses of the replica.
-      samples: Elements of its gradients, from `sampled`.
-      has_rows: Whether the replica has rows. If not, its loss is the loss of a stand-in row and does not count.
+    `samples` are elements of its gradients, from `sampled`. Without rows, the loss is that of a stand-in row and does
+    not count.
     """
     loss = tf.logical_and(_is_broken(losses), has_rows)
     return _LOSS * tf.cast(loss, tf.float32) + _GRADIENTS * tf.cast(_is_broken(samples), tf.float32)

@@ -50,9 +50,6 @@ def watch_models_outside(workers: int) -> None:
     With several workers the training raises a `ScopeError`, unless a model was trained with a strategy before. In that
     case it warns. On several devices of one process it warns too: the result is right, but only one device trains.
     Costs a look at the stack of calls for each new variable.
-
-    Args:
-      workers: Number of workers that train together.
     """
     _Guard.workers = max(_Guard.workers, workers)
     # TensorFlow raises if an outer scope is left first. Inside the watching scope itself this does nothing.

@@ -70,11 +70,8 @@ def with_own_shapes(outputs: Any) -> Any:
 def gathered(local: Sequence[PaddedRows], gather: Callable[[Any, int], tf.Tensor]) -> PaddedRows:
     """Gathers the padded output rows of all replicas, for `predict`.
 
-    Costs two exchanges of small tensors besides the rows: the largest shape, and the shapes of the rows.
-
-    Args:
-      local: Rows of this worker's replicas.
-      gather: Gathers a value of each replica along an axis; see `tf.distribute.Strategy.gather`.
+    Costs two exchanges of small tensors besides the rows: the largest shape, and the shapes of the rows. For `gather`
+    see `tf.distribute.Strategy.gather`.
     """
     shapes = gather(tf_internals.regroup([tf.shape(rows.values)[None, 1:] for rows in local]), 0)
     most = tf.reduce_max(shapes, axis=0)

@@ -20,10 +20,6 @@ class StepContext(tf.distribute.ReplicaContext):
       have unequal rows. TensorFlow sums the gradients of all replicas' losses; this class weights them by rows.
     - `all_gather` leaves out what a replica without rows has computed on its stand-in row.
     - In a step of the user's own `num_replicas_in_sync` is 1, since its losses are those of one device.
-
-    Args:
-      around: The surrounding context of the same replica.
-      step: The step that the replica runs.
     """
 
     def __init__(self, around: tf.distribute.ReplicaContext, step: Step):

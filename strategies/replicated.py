@@ -40,13 +40,9 @@ _KEYS_PER_STRATEGY = 1 << 16
 
 @dataclasses.dataclass
 class StrategyUse:
-    """Record of how the program has used a strategy. It outlives the strategy, so that it can be read afterwards.
+    """Record of how the program has used a strategy. It outlives the strategy, so that it can be read afterwards."""
 
-    Attributes:
-      began: Whether the program has entered the strategy's scope or reduced a value.
-    """
-
-    began: bool = False
+    began: bool = False  # Whether the program has entered the strategy's scope or reduced a value.
 
 
 class ReplicatedStrategy:
@@ -294,9 +290,7 @@ class ReplicatedStrategy:
     def _split_plain_batch(self, args, place):
         """Splits a batch that Keras passes whole, as for `train_on_batch`.
 
-        Args:
-          args: Arguments of the step.
-          place: Maps (replica, number of replicas, replicas per worker) to a replica's (part, number of parts).
+        `place` maps (replica, number of replicas, replicas per worker) to a replica's (part, number of parts).
         """
         whole = tf.distribute.DistributedValues | tf.RaggedTensor | tf.SparseTensor
         replicas, devices = self.num_replicas_in_sync, len(self.extended.worker_devices)
@@ -319,10 +313,7 @@ class ReplicatedStrategy:
     def _stand_in(self, model, whole, args):
         """Returns a function that gives a stand-in row to a replica without rows.
 
-        Args:
-          model: Model that runs the step.
-          whole: Arguments of the step as they were given.
-          args: Arguments of the step, with the batch of a `train_on_batch` and the like split.
+        `whole` are the arguments of the step as given, in `args` the batch of a `train_on_batch` and the like is split.
         """
         if args is not whole:
             return row_of(whole[0])

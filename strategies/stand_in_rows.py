@@ -95,14 +95,9 @@ class ExampleRows:
 
 
 def note_row(batch: Any, row: ExampleRow) -> tf.Tensor:
-    """Stores the first row of `batch` as a stand-in row when the graph runs, if it has one and none is stored yet.
+    """Stores the first row of `batch` in `row` when the graph runs, if it has one and none is stored yet.
 
-    Args:
-      batch: A batch of an input pipeline.
-      row: Where the row is stored.
-
-    Returns:
-      True, once the row is stored.
+    Returns True, once the row is stored.
     """
     rows, own = count_rows(batch), _tensors_of(batch)
     if rows is None or not own:
@@ -150,13 +145,7 @@ def noting(dataset: tf.data.Dataset, row: ExampleRow) -> tf.data.Dataset:
 
 
 def at_least_one_row(data: Any, rows: int | tf.Tensor | None, example: Example) -> Any:
-    """Returns `data`, or a batch with one stand-in row if `data` has no rows.
-
-    Args:
-      data: A replica's batch.
-      rows: Number of rows in the batch.
-      example: Returns the stand-in row.
-    """
+    """Returns `data`, a replica's batch, or a batch with the one row that `example` returns if `data` has no rows."""
     has_rows = has_any(rows)
     if has_rows is True:
         return data
@@ -180,9 +169,7 @@ def at_least_one_row(data: Any, rows: int | tf.Tensor | None, example: Example) 
 def row_of(batch: Any, otherwise: Example | None = None) -> Example:
     """Returns a function that returns the first row of `batch`, to stand in on a replica without rows.
 
-    Args:
-      batch: A batch with the structure of the data that lacks rows.
-      otherwise: Returns the row if `batch` has no rows. Without this function the row of zeros stays.
+    If `batch` has no rows, it returns the row of `otherwise`, or without that function the row of zeros.
     """
 
     def give(row: list[tf.Tensor], count: int | tf.Tensor | None) -> list[tf.Tensor]:

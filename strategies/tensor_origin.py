@@ -9,8 +9,6 @@ import tensorflow as tf
 
 from tfdist._compat import dataset_internals
 
-__all__ = ["Origin", "calls_python", "origins_of", "reads_files", "sizes_of"]
-
 _DRAWS = re.compile(
     "Random|Rng|Multinomial|TruncatedNormal|SampleDistorted|StatelessGamma|NonDeterministic|Stateful[A-Z]"
 )

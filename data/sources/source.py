@@ -73,9 +73,7 @@ class Source(abc.ABC):
     def failure(self, index: int, problem: str) -> SourceError:
         """Returns the error for an example that cannot be read.
 
-        Args:
-          index: Index of the example.
-          problem: The problem and its remedy, as sentences that follow "Example 3 (record 3 of a.tfrecord)".
+        The problem and its remedy are sentences that follow "Example 3 (record 3 of a.tfrecord)".
         """
         return SourceError(f"Example {index} ({self.describe(index)}) {problem} Read by {this_worker()}.")
 

@@ -143,12 +143,8 @@ class EncodedReducer(tf.Module):
         """Adds the exchange of one replica of this worker to the graph, and returns the sums of the gradients.
 
         If any replica has an Inf or NaN in any gradient, the sum is not finite on all replicas, and no state changes.
-
-        Args:
-          replica: Index of the replica within this worker.
-          gradients: The gradients of that replica.
-          done: Number of steps the optimizer has taken, equal on all workers. Codecs begin at their `start_step`.
-          options: TensorFlow's `CommunicationOptions` for collectives.
+        `done` is the number of steps that the optimizer has taken, equal on all workers: codecs begin at their
+        `start_step`.
         """
         collectives = self._collectives
         options = options or tf_internals.CommunicationOptions()

@@ -18,8 +18,6 @@ from tfdist.network.secret import Secret
 from tfdist.network.tls import Tls
 from tfdist.network.tls import connect as connect_tls
 
-__all__ = ["connect"]
-
 _TOKEN_BYTES = 32
 _TRY_SECONDS = 3.0
 # Heartbeats detect a dead host sooner. This limit ends a broken connection between two workers that both still reach

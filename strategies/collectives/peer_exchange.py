@@ -21,8 +21,6 @@ import tensorflow as tf
 from tfdist._compat import tf_internals
 from tfdist.strategies.collectives.socket_streams import stream_of
 
-__all__ = ["PeerExchange"]
-
 _HEADER = struct.Struct("!iiq")  # The group of an exchange, its key in the group, the number of bytes that follow.
 _CARRIED = (tf.int8, tf.uint8, tf.int16, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _KEY_BYTES = 4  # The key of an exchange follows the received bytes in the same tensor.
@@ -74,15 +72,14 @@ class PeerExchange:
     ) -> list[tf.Tensor]:
         """Sends a tensor to all workers, and returns what each of them sends to this one, in the order of workers.
 
+        If `apart`, row j of [workers, ...] goes only to worker j, and only the row for this worker, [1, ...], returns.
+
         Args:
-          rows: A tensor of equal type and shape on all workers; [workers, ...] if `apart`.
+          rows: A tensor of equal type and shape on all workers.
           group: The key of the group of replicas that exchange.
           key: int32 [], positive, different from the keys of the group's other pending exchanges.
           token: A handle by which TensorFlow orders operations that can fail.
-          apart: Whether row j goes only to worker j. If not, all rows go to all workers.
-
-        Returns:
-          The rows of each worker. If `apart`, only the row for this worker, [1, ...].
+          apart: Whether each worker gets a row of its own. If not, all rows go to all workers.
 
         Raises:
           tf.errors.UnavailableError: While the graph runs, if a worker is gone or TensorFlow's collectives fail.

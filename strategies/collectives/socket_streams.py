@@ -6,8 +6,6 @@ import socket
 import ssl
 import threading
 
-__all__ = ["PlainStream", "TlsStream", "stream_of"]
-
 _RECORD_BYTES = 1 << 14  # Largest payload of a TLS record.
 _FIRST_BYTES = 4 * _RECORD_BYTES
 _WAIT_MILLISECONDS = 50
@@ -16,9 +14,6 @@ _PIECE_BYTES = 4 << 20  # Bytes to send before `sent` is updated; the size of a 
 
 class PlainStream:
     """A TCP connection between two workers, written by one thread and read by another.
-
-    Args:
-      connection: The connection.
 
     Attributes:
       has_more: Whether bytes have arrived that `epoll` does not know of.
@@ -84,11 +79,7 @@ class PlainStream:
 
 
 class TlsStream(PlainStream):
-    """A connection between workers encrypted by TLS. Reads and writes do not block, since they must not overlap.
-
-    Args:
-      connection: The connection, after the TLS handshake.
-    """
+    """A connection between workers that TLS encrypts. Reads and writes do not block, since they must not overlap."""
 
     def __init__(self, connection: ssl.SSLSocket):
         super().__init__(connection)
