@@ -18,10 +18,8 @@ _SECONDS_TOGETHER = 0.003  # Longest time to collect batches, since training may
 def coalesced(begin: Callable[[], BatchAssignment], most: int, *, are_equal: bool) -> tf.data.Dataset:
     """Returns a dataset of groups of batches, as indices of examples, whose examples a `Reader` reads.
 
-    Args:
-      begin: Function that returns the batch assignment for an iterator. TensorFlow never releases it.
-      most: Number of examples at which a group is full.
-      are_equal: Whether batches of a group must have equal numbers of examples.
+    TensorFlow never releases `begin`, which returns the batch assignment for an iterator. A group is full at `most`
+    examples. If `are_equal`, batches of a group have equal numbers of examples.
 
     Returns:
       A dataset of three int64 tensors: the indices of the examples, [batches, longest], padded with -1; the lengths of

@@ -16,9 +16,7 @@ _SEEDS = 1 << 31
 class Reader:
     """Makes a batch of tensors from a vector of example indices. Errors name the example that failed.
 
-    Args:
-      source: The source of the examples.
-      map_fn: A function applied to each example, as in `tf.data.Dataset.map`, in parallel; or None.
+    Applies `map_fn` to each example, in parallel, as `tf.data.Dataset.map` does.
 
     Raises:
       TypeError: If `map_fn` is not a function.

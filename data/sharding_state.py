@@ -65,11 +65,7 @@ class ShardingState:
         return epoch, step, state
 
     def restore(self, text: str) -> None:
-        """Continues training at the position that `save` has saved, on any number of replicas.
-
-        Raises:
-          PositionError: If the state belongs to another source, seed, order or batch size, as in `read`.
-        """
+        """Continues training at the position that `save` has saved, on any number of replicas; raises as `read`."""
         epoch, step, state = self.read(text)
         here = self._assignments
         if step >= here.plan.steps_per_epoch:  # The next batch was a short last one, now left out.

@@ -13,11 +13,7 @@ def as_count(value: Any) -> int | None:
 
 
 def checked_count(name: str, value: Any) -> int:
-    """Returns the argument `value` as an int, after a check that it is an integer of at least 1.
-
-    Raises:
-      ValueError: If it is not an integer of at least 1; the message names the argument.
-    """
+    """Returns the argument `value` as an int; raises a ValueError that names it, if it is no integer of at least 1."""
     count = as_count(value)
     if count is None:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.")
@@ -25,21 +21,13 @@ def checked_count(name: str, value: Any) -> int:
 
 
 def checked_whole(name: str, value: Any) -> int:
-    """Returns the argument `value` as an int, which may be negative, after a check that it is an integer.
-
-    Raises:
-      ValueError: If it is not an integer; the message names the argument.
-    """
+    """Returns the argument `value` as an int, which may be negative; raises a ValueError if it is no integer."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{name} must be an integer, equal on all workers, got {value!r}.")
     return int(value)
 
 
 def check_truth(name: str, value: Any) -> None:
-    """Checks that the argument `value` is True or False.
-
-    Raises:
-      ValueError: If it is not; the message names the argument.
-    """
+    """Raises a ValueError that names the argument if `value` is not True or False."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {value!r}.")

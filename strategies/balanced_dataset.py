@@ -19,11 +19,8 @@ from tfdist.strategies.stand_in_rows import ExampleRow, ExampleRows
 class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
     """The distributed batches of a `BalancedSharding`, to train or evaluate. Keras can learn shapes without a batch.
 
-    Args:
-      distribute: The strategy's function that makes a distributed dataset of a dataset function.
-      sharding: The `tfdist.data.BalancedSharding` to read.
-      examples: Keeps stand-in rows for replicas without rows.
-      maps: Functions that `map` applies to each batch.
+    `distribute` makes a distributed dataset of a dataset function. `examples` keeps stand-in rows for replicas without
+    rows. `maps` are applied to each batch.
     """
 
     def __init__(
@@ -174,11 +171,7 @@ def _who_reads(context):
 
 
 def check_reads_no_sharding(dataset: Any) -> None:
-    """Refuses a dataset made by a call of a sharding, since its batches are not split among workers.
-
-    Raises:
-      ValueError: If `dataset` reads from a dataset of a sharding.
-    """
+    """Raises a ValueError if `dataset` was made by a call of a sharding: its batches are not split among workers."""
     if any(map(_is_of_sharding, dataset_internals.datasets_read_by(dataset))):
         raise ValueError(
             "A strategy must read a BalancedSharding itself, but got a dataset that a call of the sharding made: each "

@@ -26,11 +26,7 @@ def is_on_chief_alone() -> bool:
 
 
 def check_in_company() -> None:
-    """Refuses an operation that needs all workers, since the chief alone would wait for its peers.
-
-    Raises:
-      ClusterError: If this thread is inside a block of `on_chief_alone`.
-    """
+    """Raises a ClusterError inside `on_chief_alone`, for operations in which the chief would wait for its peers."""
     what = getattr(_local, "what", None)
     if what is not None:
         raise ClusterError(

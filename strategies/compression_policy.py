@@ -47,11 +47,7 @@ def uncompressed() -> Iterator[None]:
 
 
 def check_opted_out_inside() -> None:
-    """Fails if `uncompressed` was opened around a call that runs replicas, instead of on a replica.
-
-    Raises:
-      RuntimeError: If this thread is inside `uncompressed` and on no replica.
-    """
+    """Raises a RuntimeError if `uncompressed` was opened around a call that runs replicas, instead of on a replica."""
     if is_uncompressed() and not (tf.distribute.has_strategy() and tf.distribute.get_replica_context()):
         raise RuntimeError(_OPENED_AROUND)
 

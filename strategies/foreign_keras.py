@@ -9,11 +9,7 @@ class ForKerasModels:
     """Mixin that makes a Keras callback refuse models of tf_keras. List it first among the bases."""
 
     def set_model(self, model: keras.Model) -> None:
-        """Sets the model of the callback, after a check that it is a model of `keras`.
-
-        Raises:
-          TypeError: If `model` is a model of tf_keras.
-        """
+        """Sets the model of the callback; see `check_is_keras_model`."""
         check_is_keras_model(self, model)
         super().set_model(model)  # type: ignore[misc]
 

@@ -31,10 +31,7 @@ def of_one_kind(step: Step, gradients: list[Any], variables: Sequence[Any]) -> l
 def check_of_one_kind(step: Step, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     """Fails if replicas have gradients of different kinds, after Keras has removed gradients that are None.
 
-    Costs an exchange of three numbers per variable of the optimizer, in eager mode only.
-
-    Raises:
-      ValueError: If replicas differ; raised on all replicas.
+    Costs an exchange of three numbers per variable of the optimizer, in eager mode only. All replicas raise the error.
     """
     if _are_alike_anyway():
         return

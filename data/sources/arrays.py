@@ -56,14 +56,7 @@ class ArraysSource(Source):
 class _OnDisk:
     """An array in a file on disk, from which a source reads rows without loading the whole.
 
-    Args:
-      name: Name of the array in error messages.
-      array: An `np.memmap` or an h5py dataset.
-      failure: Function that makes an error from the index of a row and the problem.
-
-    Attributes:
-      shape: Shape of the whole array.
-      dtype: Type of the array as a tensor.
+    The array is an `np.memmap` or an h5py dataset. `failure` makes an error from the index of a row and the problem.
     """
 
     def __init__(self, name: str, array: Any, failure: Callable[[int, str], Exception]):

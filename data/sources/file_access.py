@@ -195,9 +195,7 @@ class RemoteFile:
 def open_to_read(path: str, made: tuple[int, int]) -> LocalFile | RemoteFile:
     """Opens a data file to read at any offset, and keeps it open among the files that were read recently.
 
-    Args:
-      path: Path of the file.
-      made: Expected size and time of the last change, so that a file that replaced another is opened again.
+    `made` is the expected size and time of the last change, so that a file that replaced another is opened again.
     """
     del made
     return LocalFile(path) if is_local(path) else RemoteFile(path)

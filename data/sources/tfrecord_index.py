@@ -62,10 +62,6 @@ def load_index(path: str, check_data: bool) -> TFRecordIndex:
     seconds. With `check_data` it reads the whole file, with `tf.data`. Any number of processes may build an index at
     the same time; each writes its own draft and renames it.
 
-    Args:
-      path: Path of the file.
-      check_data: Whether to compare all data with their CRCs, if that was not done before.
-
     Raises:
       SourceError: If the file is missing, truncated or no TFRecord file. The message names the first broken record.
     """

@@ -71,14 +71,9 @@ def fill_buckets(
     The backward pass yields gradients from the last layer to the first, so the last tensors are exchanged first. A
     tensor as large as a bucket travels alone, in equal parts. A tensor of unknown size travels alone and whole.
 
-    Args:
-      tensors: The tensors; only their shapes and dtypes are read.
-      limit_bytes: Largest size of a bucket.
-      granule: Tensors are cut at multiples of this number of elements, and count as padded to such a multiple.
-      part_bytes: Largest size of a part of a tensor that travels alone, if larger than `limit_bytes`.
-
-    Returns:
-      The buckets. They depend on shapes and dtypes alone, so they are equal on all replicas.
+    Tensors are cut at multiples of `granule` elements, and count as padded to such a multiple. Parts of a tensor that
+    travels alone have up to `part_bytes`, if that is larger than `limit_bytes`. The buckets depend on shapes and dtypes
+    alone, so they are equal on all replicas.
     """
     buckets: list[Bucket] = []
     open_bucket: Bucket | None = None

@@ -33,12 +33,9 @@ class Layout(tf.train.experimental.PythonState):
     """Saves in checkpoints which codec states an `EncodedReducer` has, and refuses checkpoints of other states.
 
     TensorFlow would restore the variables that fit and ignore the rest, without a message.
-
-    Attributes:
-      refusal: The error message for the last restored checkpoint, or None if it was accepted.
     """
 
-    refusal: str | None = None
+    refusal: str | None = None  # The error message for the last restored checkpoint, unless it was accepted.
 
     def __init__(self, replicas: int, worker: int, shapes: Any):
         self._own = {"replicas": replicas, "worker": worker, "shapes": shapes}

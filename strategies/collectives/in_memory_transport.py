@@ -47,12 +47,9 @@ class InMemoryTransport:
 def run_ranks(
     ranks: int, rank_function: Callable[[InMemoryTransport, int], _Result], timeout_seconds: float = 60
 ) -> Sequence[_Result]:
-    """Runs a function on several ranks at once, each in a thread, and returns their results in the order of ranks.
+    """Runs a function of a transport and a rank on several ranks at once, each in a thread. Returns all results.
 
-    Args:
-      ranks: Number of ranks.
-      rank_function: A function of the rank's transport and its number.
-      timeout_seconds: Longest wait of a rank for the others in one exchange.
+    A rank waits for the others for up to `timeout_seconds` in one exchange.
 
     Raises:
       Exception: The error of a rank that has failed.

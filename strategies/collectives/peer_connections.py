@@ -32,13 +32,7 @@ def connect(board: CoordinationStore, addresses: Sequence[str], timeout_seconds:
     of lower number, and accepts those of higher number. Both ends prove that they know the token, and the secret of the
     job if there is one.
 
-    Args:
-      board: The coordination store, in which workers exchange ports and tokens.
-      addresses: Addresses of all workers.
-      timeout_seconds: Longest time for all connections.
-
-    Returns:
-      The connections, by number of the peer.
+    Workers exchange ports and tokens in the coordination store `board`. Returns the connections, by number of the peer.
 
     Raises:
       ClusterError: If the secret or the TLS files are invalid.

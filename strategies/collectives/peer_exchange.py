@@ -41,10 +41,7 @@ _Tag = tuple[int, int]  # The group of an exchange, and its key.
 class PeerExchange:
     """Exchanges the tensors of steps between all workers, over their own connections and without extra copies.
 
-    Args:
-      worker: Number of this worker.
-      lines: Connections to all peers, by number of the peer.
-      names: Names of all workers, for error messages.
+    `lines` are the connections to all peers, by number of the peer. Errors use the `names` of the workers.
     """
 
     def __init__(self, worker: int, lines: Mapping[int, socket.socket], names: Sequence[str]):
@@ -72,7 +69,7 @@ class PeerExchange:
     ) -> list[tf.Tensor]:
         """Sends a tensor to all workers, and returns what each of them sends to this one, in the order of workers.
 
-        If `apart`, row j of [workers, ...] goes only to worker j, and only the row for this worker, [1, ...], returns.
+        If `apart`, row j of [workers, ...] goes only to worker j, and each worker sends only one row, [1, ...].
 
         Args:
           rows: A tensor of equal type and shape on all workers.

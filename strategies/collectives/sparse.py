@@ -32,15 +32,8 @@ def all_reduce_sparse(
     row by itself. With a codec, each replica first sums its rows of equal index; then the values travel encoded row by
     row, and the indices exactly. Each replica sends (replicas - 1) times the size of the longest slices.
 
-    Args:
-      slices: The slices of this replica.
-      transport: This replica's transport to all replicas.
-      options: TensorFlow's `CommunicationOptions` for collectives.
-      codec: Codec of the values; None leaves them uncompressed.
-      beside: Transport for the indices, which travel at the same time as the values; by default `transport`.
-
-    Returns:
-      Slices in the order of replicas, equal on all replicas.
+    The indices travel over the transport `beside`, if given, at the same time as the values. Returns slices in the
+    order of replicas, equal on all replicas.
     """
     if codec is not None:
         slices = sum_duplicates(slices)
