@@ -1,5 +1,6 @@
 """README and pages of `docs/`: links lead somewhere, code blocks are run or say why not."""
 
+import ast
 import collections
 import pathlib
 import re
@@ -7,6 +8,8 @@ import re
 import pytest
 
 from code_blocks import BLOCKS, PAGES, ROOT
+from test_package import HOUSE, PUBLIC
+from tfdist.launch import cli
 
 NO_CODE = ("", "text")  # languages of output and drawings
 
@@ -51,3 +54,45 @@ def test_each_link_of_a_page_leads_to_a_file_and_a_heading(page):
         if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors(path)):
             broken.append(link)
     assert broken == []
+
+
+REFERENCE = {path.name: path.read_text() for path in sorted((ROOT / "docs/reference").glob("*.md"))}
+MODULES = {f"{module}.{name}" for module, names in PUBLIC.items() for name in names} & {*PUBLIC, "tfdist.data.sources"}
+
+
+def test_each_public_name_is_in_the_reference():
+    shown = set(re.findall(r"^::: (\S+)$", "\n".join(REFERENCE.values()), re.MULTILINE))
+    known = {f"{module}.{name}" for module, names in PUBLIC.items() for name in names}
+    sources = next(
+        ast.literal_eval(node.value)
+        for node in ast.parse((ROOT / "data/sources/__init__.py").read_text()).body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"
+    )
+    known |= {f"tfdist.data.sources.{name}" for name in sources}
+    short = {name: name.replace("tfdist.strategies.", "tfdist.") for name in known - MODULES}  # both import paths work
+    assert [name for name in sorted(short) if short[name] not in shown] == []
+
+
+def test_each_environment_variable_is_in_the_reference():
+    source = "".join(path.read_text() for folder in HOUSE for path in (ROOT / folder).rglob("*.py"))
+    deadlines = re.findall(r"^    (\w+_seconds): float", (ROOT / "tfdist/faults/fault_tolerance.py").read_text(), re.M)
+    names = {*re.findall(r"TFDIST_[A-Z_]*[A-Z]\b", source), *(f"TFDIST_{name.upper()}" for name in deadlines)}
+    assert len(deadlines) == 5
+    assert [name for name in sorted(names) if f"`{name}`" not in REFERENCE["environment.md"]] == []
+
+
+def test_each_command_is_in_the_reference():
+    names = [command.name for command in cli._COMMANDS]
+    assert names and [name for name in names if f"<!-- help: {name} -->" not in REFERENCE["command_line.md"]] == []
+
+
+def test_each_exit_code_is_in_the_reference():
+    codes = re.findall(r"^[A-Z]+ = (\d+)$", (ROOT / "tfdist/exit_codes.py").read_text(), re.MULTILINE)
+    assert codes and [code for code in codes if f"\n| {code} |" not in REFERENCE["exit_codes.md"]] == []
+
+
+def test_each_file_of_a_run_is_in_the_reference():
+    """The docstring of the module lists the files, with `<n>` and `<i>` for numbers."""
+    listed = (ROOT / "tfdist/run_files.py").read_text().split('"""')[1]
+    names = re.findall(r"^    +([\w<>.-]+/?)  ", listed, re.MULTILINE)
+    assert len(names) > 6 and [name for name in names if name not in REFERENCE["run_directory.md"]] == []
