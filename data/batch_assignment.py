@@ -34,8 +34,7 @@ class BatchAssignment:
 
     Args:
       plan: Computes the examples of the global batches.
-      epoch: The epoch of the first step.
-      step: The number of the first step in that epoch.
+      epoch, step: The epoch of the first step, and its number in that epoch.
       shares: Rows of a whole global batch that each replica gets.
       place: Which of the cluster's replicas are this worker's.
       repeat: Whether another epoch follows.

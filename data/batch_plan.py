@@ -10,19 +10,12 @@ from tfdist.data.example_order import Order, Unshuffled
 
 @dataclasses.dataclass(frozen=True)
 class BatchPlan:
-    """The global batches of a data set. Batch k depends only on k, the epoch, the order and the batch size.
+    """The global batches of a data set. Batch k depends only on k, the epoch, the order and the batch size."""
 
-    Attributes:
-      num_examples: Number of examples, at least 1.
-      global_batch_size: Number of examples per global batch, at least 1.
-      order: Order of the examples in an epoch.
-      drop_remainder: Whether to leave out the last batch of an epoch if it is short.
-    """
-
-    num_examples: int
-    global_batch_size: int
-    order: Order
-    drop_remainder: bool = False
+    num_examples: int  # Number of examples, at least 1.
+    global_batch_size: int  # Number of examples per global batch, at least 1.
+    order: Order  # Order of the examples in an epoch.
+    drop_remainder: bool = False  # Whether to leave out the last batch of an epoch if it is short.
 
     @property
     def steps_per_epoch(self) -> int:

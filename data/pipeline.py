@@ -18,11 +18,7 @@ from tfdist.data.validation import checked_count
 class Pipeline:
     """Makes `tf.data` datasets of batches from the indices of examples that a worker is assigned.
 
-    Args:
-      source: The source of the examples.
-      map_fn: A function applied to each example, or None.
-      num_parallel_calls: Number of batches that are read and decoded at the same time.
-      service: Address of a tf.data service that makes the batches, or None.
+    The arguments are those of `BalancedSharding`.
 
     Raises:
       ValueError: If `num_parallel_calls` is not a positive integer or `tf.data.AUTOTUNE`; also see `Service`.

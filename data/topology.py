@@ -14,19 +14,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaTopology:
-    """Which replicas of the cluster belong to one worker, and which part of a global batch each replica gets.
+    """Which replicas of the cluster belong to one worker, and which part of a global batch each replica gets."""
 
-    Attributes:
-      replicas: Number of replicas on all workers.
-      own: Numbers of the replicas of this worker.
-      parts: For each replica the index of its part of a global batch.
-      at_most: For each replica the largest number of rows of a global batch.
-    """
-
-    replicas: int
-    own: range
-    parts: tuple[int, ...]
-    at_most: tuple[int, ...]
+    replicas: int  # Number of replicas on all workers.
+    own: range  # Numbers of the replicas of this worker.
+    parts: tuple[int, ...]  # For each replica the index of its part of a global batch.
+    at_most: tuple[int, ...]  # For each replica the largest number of rows of a global batch.
 
     @classmethod
     def of(cls, context: "tf.distribute.InputContext", global_batch_size: int, max_rows: Any) -> "ReplicaTopology":

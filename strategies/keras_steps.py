@@ -25,19 +25,12 @@ _KERAS_STEPS = ("train_step", "test_step")
 
 
 class KerasStep(NamedTuple):
-    """A `train_step` or `test_step` of a model, which a strategy is about to run on replicas.
+    """A `train_step` or `test_step` of a model, which a strategy is about to run on replicas."""
 
-    Attributes:
-      name: "train_step" or "test_step".
-      model: The model.
-      function: The Python function of the step, which takes a batch.
-      is_plain: Whether the model overrides this step or `compute_loss`; see `Step.is_plain`.
-    """
-
-    name: str
-    model: keras.Model
-    function: Callable[[Any], Any]
-    is_plain: bool
+    name: str  # "train_step" or "test_step".
+    model: keras.Model  # The model.
+    function: Callable[[Any], Any]  # The Python function of the step, which takes a batch.
+    is_plain: bool  # Whether the model overrides this step or `compute_loss`; see `Step.is_plain`.
 
 
 @contextlib.contextmanager

@@ -13,17 +13,11 @@ from tfdist.strategies.step import Step, current_step
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Result:
-    """A result that a metric returned on this replica during a step.
+    """A result that a metric returned on this replica during a step."""
 
-    Attributes:
-      metric: The metric.
-      values: The values of the metric's variables when it returned the result.
-      leaves: The tensors of the result, by their paths in it.
-    """
-
-    metric: keras.Metric
-    values: list[tf.Tensor]
-    leaves: dict[str, Any]
+    metric: keras.Metric  # The metric.
+    values: list[tf.Tensor]  # The values of the metric's variables when it returned the result.
+    leaves: dict[str, Any]  # The tensors of the result, by their paths in it.
 
 
 def check_states(model: keras.Model) -> None:

@@ -28,20 +28,15 @@ _REMEDY = (
 
 
 class _Guard:
-    """The facts about this process' strategies by which models compiled outside of all scopes are found.
+    """The facts about this process' strategies by which models compiled outside of all scopes are found."""
 
-    Attributes:
-      watching: The creator scope that checks models as they are compiled; never left. `None` until a strategy is made
-        outside of all such scopes.
-      workers: The largest number of workers of a strategy in this process. More than one makes such training an error.
-      thread: The thread of `watching`.
-      has_trained: Whether a model was trained with a strategy of several replicas.
-    """
-
+    # The creator scope that checks models as they are compiled; never left. `None` until a strategy is made outside of
+    # all such scopes.
     watching: Any = None
+    # The largest number of workers of a strategy in this process. More than one makes such training an error.
     workers = 1
-    thread: int | None = None
-    has_trained = False
+    thread: int | None = None  # The thread of `watching`.
+    has_trained = False  # Whether a model was trained with a strategy of several replicas.
 
 
 def watch_models_outside(workers: int) -> None:

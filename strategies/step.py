@@ -25,39 +25,29 @@ _local = threading.local()
 
 @dataclasses.dataclass
 class Exchanges:
-    """Exchanges between replicas in one step.
+    """Exchanges between replicas in one step."""
 
-    Attributes:
-      count: Number of exchanges that optimizers and the user's code have begun.
-      by_user: Whether the user's code has called a collective itself.
-      results: References to the tensors that replicas have exchanged, including those of the step itself.
-      shown_replicas: Whether the user's code has read the number of replicas.
-    """
-
-    count: int = 0
-    by_user: bool = False
+    count: int = 0  # Number of exchanges that optimizers and the user's code have begun.
+    by_user: bool = False  # Whether the user's code has called a collective itself.
+    # References to the tensors that replicas have exchanged, including those of the step itself.
     results: set[Any] = dataclasses.field(default_factory=set)
-    shown_replicas: bool = False
+    shown_replicas: bool = False  # Whether the user's code has read the number of replicas.
 
 
 @dataclasses.dataclass
 class Observed:
-    """Values that a replica's step records as it runs, to average, report or check them at its end.
+    """Values that a replica's step records as it runs, to average, report or check them at its end."""
 
-    Attributes:
-      statistics: Variables of layer statistics that the step has assigned, in order, without repeats.
-      results: Results of metrics, see `metrics.Result`.
-      losses: Losses of this replica that optimizers have received.
-      gradient_samples: Elements of this replica's gradients before the sum over replicas; see `not_finite`.
-      summed_gradients: Gradients of optimizers, summed over all replicas.
-      moments: Moments, such as the arrival of data, whose time `Step.mark` has noted.
-    """
-
+    # Variables of layer statistics that the step has assigned, in order, without repeats.
     statistics: list[Any] = dataclasses.field(default_factory=list)
-    results: list[Any] = dataclasses.field(default_factory=list)
+    results: list[Any] = dataclasses.field(default_factory=list)  # Results of metrics, see `metrics.Result`.
+    # Losses of this replica that optimizers have received.
     losses: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    # Elements of this replica's gradients before the sum over replicas; see `not_finite`.
     gradient_samples: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    # Gradients of optimizers, summed over all replicas.
     summed_gradients: list[tf.Tensor | tf.IndexedSlices] = dataclasses.field(default_factory=list)
+    # Moments, such as the arrival of data, whose time `Step.mark` has noted.
     moments: set[int] = dataclasses.field(default_factory=set)
 
 

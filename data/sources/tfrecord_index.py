@@ -29,23 +29,14 @@ _MASK_DELTA = 0xA282EAD8
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TFRecordIndex:
-    """The offsets of the records of one TFRecord file, and the file's size and age when it was indexed.
+    """The offsets of the records of one TFRecord file, and the file's size and age when it was indexed."""
 
-    Attributes:
-      path: Path of the file.
-      size: Size of the file in bytes when it was indexed.
-      mtime: Time of the last change before indexing, in nanoseconds.
-      lengths: Bytes of data in each record, int64 [n].
-      digest: 16 hex digits of the lengths and the CRCs of all data, so they depend on the contents of the file.
-      checked: Whether the data of all records were checked and match their CRCs.
-    """
-
-    path: str
-    size: int
-    mtime: int
-    lengths: np.ndarray
-    digest: str
-    checked: bool
+    path: str  # Path of the file.
+    size: int  # Size of the file in bytes when it was indexed.
+    mtime: int  # Time of the last change before indexing, in nanoseconds.
+    lengths: np.ndarray  # Bytes of data in each record, int64 [n].
+    digest: str  # 16 hex digits of the lengths and the CRCs of all data, so they depend on the contents of the file.
+    checked: bool  # Whether the data of all records were checked and match their CRCs.
 
     @property
     def offsets(self) -> np.ndarray:

@@ -29,7 +29,6 @@ class Collectives(tf_internals.CollectiveAllReduce):
 
     Attributes:
       replicas: Number of replicas of this worker.
-      worker: Index of this worker.
       ranks: Number of participants of an encoded exchange: the workers if each has several devices, else the replicas.
       spread: Number of devices of a worker that share an encoded exchange; 1 with one device per worker or one worker.
     """
