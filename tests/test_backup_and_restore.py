@@ -92,7 +92,6 @@ ROWS = {
 
 SOME_ROWS = [
     *(
-        "steps",
         "PyDataset that draws",
         "metric that is a vector",
     ),
@@ -183,7 +182,9 @@ def test_a_finished_fit_is_skipped_with_the_state_of_its_end(position, pools, tm
     [
         pytest.param({}, id="compiled once", marks=pytest.mark.exhaustive),
         pytest.param(
-            {"compiled_anew": True, "save_freq": 3, "model": {"optimizer": "sgd", "steps": 2}}, id="compiled anew"
+            {"compiled_anew": True, "save_freq": 3, "model": {"optimizer": "sgd", "steps": 2}},
+            id="compiled anew",
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param({"model": {"averages": True}}, id="averages of weights"),
     ],
@@ -927,6 +928,7 @@ def test_a_position_in_other_batches_is_refused():
     assert not ShardingPositions([]).continues(captured([train], train, [sharding_at(8)])), "arrays now"
 
 
+@pytest.mark.exhaustive
 def test_another_number_of_replicas_continues_with_the_next_global_batch(pools, tmp_path):
     epochs, history, iterations = pools("1x2").run(checks.resumed_with_fewer, str(tmp_path / "backup"))[0]
     assert epochs == list(range(checks.EPOCHS))

@@ -100,7 +100,8 @@ def test_compressed_gradients_of_unequal_shares(pools, one_device):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("placement", ["2x1", pytest.param("1x2", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("placement", ["2x1", "1x2"])
 def test_only_training_moves_the_position(placement, pools):
     for history, expected, positions in pools(placement).run(checks.together, placement):
         np.testing.assert_allclose([history["val_loss"][-1], history["val_accuracy"][-1]], expected, rtol=1e-5)

@@ -306,7 +306,8 @@ def test_policies_that_choose_other_codecs_on_another_worker_raise(pools):
         assert "worker 0 has None as the codec of trainable variable 0, worker 1 has 'int8' as the codec" in said
 
 
-@pytest.mark.parametrize("collected", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("collected", [False, True])
 def test_residuals_are_restored_to_the_right_one_of_equal_models(collected, pools, tmp_path):
     for left, resumed, of_first in pools("1x2").run(
         checks.residuals_of_the_second_of_two_models, str(tmp_path), collected

@@ -522,6 +522,7 @@ def test_a_missing_worker_is_logged_during_the_wait(job):
         assert error.startswith("tfdist.errors.WorkerLostError") and "worker 2 at 127.0.0.1:" in error
 
 
+@pytest.mark.exhaustive
 def test_a_strategy_waits_no_longer_than_start_timeout_seconds(job):
     job.start(TRAIN, workers=2, which=[1], TFDIST_START_TIMEOUT_SECONDS=str(START_SECONDS))
     assert job.wait() == [1]
@@ -539,7 +540,8 @@ def test_a_killed_worker_ends_its_peers(job, killed):
 ENCODED = TRAIN.replace("Strategy()", "Strategy(compression=tfdist.compression.Int8(min_elements=1))")
 
 
-@pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_worker_ends_peers_that_wait_for_its_encoded_gradients(killed, job):
     job.train(ENCODED + "assert strategy.extended._peers is not None\nfit(build())", workers=3)
     job.processes[killed].kill()
@@ -763,7 +765,7 @@ model.make_train_function = make_train_function
 @pytest.mark.parametrize(
     ("made", "devices"),
     [
-        pytest.param(WITHOUT_STRATEGY, 1, id="no strategy"),
+        pytest.param(WITHOUT_STRATEGY, 1, id="no strategy", marks=pytest.mark.exhaustive),
         pytest.param(OF_STRATEGY.format(True), 1, id="compiled"),
         pytest.param(OF_STRATEGY.format(False), 1, id="not compiled", marks=pytest.mark.exhaustive),
         pytest.param(ON_TWO_DEVICES, 2, id="own train function", marks=pytest.mark.exhaustive),

@@ -277,7 +277,7 @@ def test_gradients_of_sums_grow_with_the_rows():
     assert of_recipes(dense, SUMS) == {name: {1.0} for name in SUMS}
 
 
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("make", [pytest.param(normalized, marks=pytest.mark.exhaustive), *MODELS[1:]])
 def test_layers_between_do_not_change_the_degree(make):
     if make is sequence:  # The analysis understands the graph of a loop only in part.
         assert reduction_told_by(degrees_of(make, plain_mean)) == "mean"

@@ -53,6 +53,7 @@ def test_unseeded_shuffled_epochs_have_each_row_once(placement):
         np.testing.assert_array_equal(seen, np.full(24, 2))
 
 
+@pytest.mark.exhaustive
 def test_saved_files_are_equal_on_all_workers(pools, tmp_path):
     first, second = pools("2x1").run(checks.saved_weights, "2x1", str(tmp_path))
 

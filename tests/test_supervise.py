@@ -737,6 +737,7 @@ for step in range(20):
     assert (failure(run)["worker"], failure(run)["signal"]) == (1, "SIGKILL")
 
 
+@pytest.mark.exhaustive
 def test_two_hosts_restart_together(run):
     body = (
         TRAINS + "for step in range(20):\n    assert total() == 2\n    if (attempt, worker, step) == (0, 0, 5): die()"

@@ -730,7 +730,8 @@ def test_a_worker_that_alone_set_stop_training_is_named(tmp_path, writes):
     assert stall["worker"] == 0 and stall["suspect"] == 1 and stall["step"] == 16
 
 
-@pytest.mark.parametrize("strategy", ["MirroredStrategy", pytest.param(MANY, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["MirroredStrategy", MANY])
 def test_an_endless_loop_of_a_lone_supervised_worker_is_ended(strategy, tmp_path):
     codes, outputs, reports = train(tmp_path, fault=True, sleep=0, stall_seconds=3, workers=1, strategy=strategy)
     assert codes == [STALLED], outputs

@@ -96,7 +96,7 @@ def predict_outputs_as_long_as_the_longest_of_a_batch(place):
     return outcome(model, **values)
 
 
-@row(placements=("2x1",))
+@row()
 def predict_tokens_of_padded_texts(place):
     """The graph is traced on batches of one length, then of another; a replica may have no rows."""
     values = {}

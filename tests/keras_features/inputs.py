@@ -292,7 +292,7 @@ class Context:
     input_pipeline_id, num_input_pipelines, num_replicas_in_sync = 0, 1, 1
 
 
-@row(placements=("2x1",), same_bits=False)
+@row(same_bits=False)
 def input_padded_by_each_replica(place):
     """Sentences have 1 to 6 words. A replica pads to its own longest sentence, one device to the longest of all."""
     x = np.arange(1, 7) * (np.arange(6) <= (np.arange(12) * 5 % 6)[:, None])

@@ -468,7 +468,7 @@ def steps_of_a_static_number_of_rows(place):
     return outcome(model, history, endless=endless["objective"])
 
 
-@row(placements=("1x2",), same_bits=False)
+@row(same_bits=False)
 def gradient_penalty_in_a_step(place):
     return _by_recipes(place, [_gradient_penalty], lambda: keras.optimizers.SGD(0.01))
 
@@ -484,7 +484,7 @@ def losses_of_what_replicas_exchange(place):
     return _by_recipes(place, [_square_of_the_global_mean, _square_of_the_gathered_mean])
 
 
-@row(placements=("1x2",))
+@row()
 def scaled_losses_of_steps(place):
     scaler = lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01, global_clipnorm=0.1))  # noqa: E731
     return _by_recipes(place, [_mean, _average_loss], scaler)

@@ -87,7 +87,7 @@ def losses_that_are_numbers(place):
     return outcome(model, history, once=model.train_on_batch(x[:BATCH], y[:BATCH]))
 
 
-@row(placements=("1x2",))
+@row()
 def losses_by_sums_and_by_weights(place):
     return _losses_by_sums_and_by_weights(place)
 
@@ -152,7 +152,7 @@ def add_loss_and_regularizers(place):
 
 
 # Replicas of a process take turns at each exchange, and Keras collects losses in lists that they share.
-@row(placements=("1x2",))
+@row()
 def add_loss_around_exchanges_eagerly(place):
     def make():
         exchange = layers.BatchNormalization(synchronized=True)
