@@ -20,10 +20,7 @@ _LEAD = 4  # Steps by which reading may be ahead of training while shares change
 class IteratorAssignments:
     """Gives each iterator of a `BalancedSharding` its batches, from the position of training on, by present shares.
 
-    Args:
-      plan: Computes the examples of the global batches to train on.
-      shares: The rows of a global batch that each replica gets.
-      repeat: Whether epochs follow each other without end.
+    Under `repeat` epochs follow each other without end.
 
     Attributes:
       position: The epoch and step to train on next.

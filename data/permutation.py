@@ -31,9 +31,7 @@ class Permutation:
     def __call__(self, positions: np.ndarray, variants: np.ndarray | None = None) -> np.ndarray:
         """Returns the elements of the permutation at `positions`, int64 [k] -> int64 [k].
 
-        Args:
-          positions: Positions from 0 to n - 1.
-          variants: For each position the number of a permutation under the same key, int64 [k]; by default 0.
+        `variants` hold for each position the number of a permutation under the same key, int64 [k]; by default 0.
         """
         return self._walk(positions, variants, self._keys, 0)
 

@@ -55,13 +55,8 @@ class Reader:
     def __call__(self, indices: tf.Tensor, examples: Any = None, *, replica: int = 0) -> Any:
         """Reads the examples of one batch in a `tf.data` graph.
 
-        Args:
-          indices: int64 [b], where b may be 0.
-          examples: The examples as the source reads them, if they were read before.
-          replica: Number of this worker's first replica; see `drawing_afresh`.
-
-        Returns:
-          The structure that `map_fn` returns, with a leading dimension b in each tensor.
+        `indices` are int64 [b], where b may be 0. `examples` were read before, if given. For `replica` see
+        `drawing_afresh`. Returns the structure that `map_fn` returns, with a leading dimension b in each tensor.
 
         Raises:
           ValueError: If the results of `map_fn` cannot be batched.

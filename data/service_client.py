@@ -90,10 +90,9 @@ class Service:
         assignment.note_end()
 
     def batches(self, assignment: BatchAssignment) -> Iterator[tuple[When, np.ndarray, Any]]:
-        """Makes the batches of a batch assignment, on the service or else here. Reads the assignment ahead.
+        """Yields position, indices and batch for each batch of an assignment, made by the service or else here.
 
-        Yields:
-          The position in training, the indices, and the batch, a structure of `element_spec`.
+        Reads the assignment ahead.
 
         Raises:
           tf.errors.OpError: If an example cannot be read or mapped; the message names it.

@@ -29,14 +29,10 @@ class Statistics:
 
 
 class StepTimes:
-    """Computes statistics of how replicas share the work, from the reports of training steps.
-
-    Attributes:
-      statistics: Statistics of the last step; None before the first step.
-    """
+    """Computes statistics of how replicas share the work, from the reports of training steps."""
 
     def __init__(self) -> None:
-        self.statistics: Statistics | None = None
+        self.statistics: Statistics | None = None  # Of the last step.
         self._ended = 0.0
 
     def begin(self) -> None:

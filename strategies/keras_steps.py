@@ -167,8 +167,7 @@ def predict_step(fn, reports, example, spec):
 def _average_statistics(step: steps.Step, logs: Any = None, report: tf.Tensor | None = None) -> Any:
     """Averages float logs and assigned layer statistics of a step by rows, and sums `report`, in one exchange.
 
-    Returns:
-      The logs; with a report, the logs and the sum of all reports.
+    Returns the logs; with a report, the logs and the sum of all reports.
     """
     leaves = [_as_tensor(leaf) for leaf in tf.nest.flatten(logs)]
     floats = [i for i, leaf in enumerate(leaves) if is_float(leaf)]

@@ -109,9 +109,6 @@ def reduction_told_by(degrees: Collection[Degree]) -> Literal["mean", "sum", "mi
 
     All gradients have the degree of their loss. So one gradient that surely belongs to a mean shows that the loss is a
     mean. The graphs of other gradients, such as those of float8 layers, need not be understood then.
-
-    Args:
-      degrees: By gradient: 0 for a mean over rows, 1 for a sum, NaN if mixed, `None` if unknown; see `RowDegrees`.
     """
     sure = {degree for degree in degrees if degree in (0.0, 1.0)}
     is_mixed = any(degree is not None and math.isnan(degree) for degree in degrees)

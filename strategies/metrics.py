@@ -21,11 +21,7 @@ class Result:
 
 
 def check_states(model: keras.Model) -> None:
-    """Fails if the state of a metric is not summed over replicas when it is read, since each worker would log its own.
-
-    Raises:
-      ValueError: If a metric of `model` holds a variable that was not made by `add_variable`.
-    """
+    """Raises a ValueError if a metric's variable was not made by `add_variable`: each worker would log its own."""
     for metric in [one for each in model.metrics for one in (each, *_compiled(each))]:
         held = [value for value in vars(metric).values() if isinstance(value, tf.Variable)]
         for variable in [*(variable.value for variable in metric.variables), *held]:

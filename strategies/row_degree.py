@@ -51,11 +51,8 @@ _LOOPS = {"While", "StatelessWhile"}
 class RowDegrees:
     """Finds the degrees of the tensors of one replica's step: the powers of its number of rows by which they grow.
 
-    Visits each operation once, while the step is traced.
-
-    Args:
-      exchanged: References to tensors that replicas have exchanged. The rows of one replica do not change them.
-      grown: References to tensors that have degree 1 regardless of the graph.
+    Visits each operation once, while the step is traced. The rows of one replica do not change the tensors that
+    replicas have `exchanged`. The tensors in `grown` have degree 1 regardless of the graph.
     """
 
     def __init__(self, exchanged: Collection[Any], grown: Collection[Any]):

@@ -72,11 +72,7 @@ def is_local(path: str) -> bool:
 
 
 def stat(path: str) -> tuple[int, int]:
-    """Returns a file's size in bytes and time of the last change in nanoseconds, to notice if it is replaced.
-
-    Raises:
-      SourceError: If the file cannot be read.
-    """
+    """Returns a file's size in bytes and time of the last change in nanoseconds, or raises a SourceError."""
     try:
         if is_local(path):
             local = os.stat(path)

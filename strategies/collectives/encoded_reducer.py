@@ -45,21 +45,13 @@ class Layout(tf.train.experimental.PythonState):
         return json.dumps(self._own)
 
     def deserialize(self, saved: Any) -> None:
-        """Compares the layout of codec states in a checkpoint with the layout in this process.
-
-        Raises:
-          ValueError: If the layouts differ.
-        """
+        """Raises a ValueError if the layout of codec states in a checkpoint differs from that in this process."""
         there, here = json.loads(saved), json.loads(self.serialize())
         self.refusal = None if there == here else self._refusal_of(there, here)
         self.check()
 
     def check(self) -> None:
-        """Fails if the last restored checkpoint was refused, for callers that caught the first error.
-
-        Raises:
-          ValueError: If the checkpoint that was restored last was refused.
-        """
+        """Raises a ValueError if the last restored checkpoint was refused, for callers that caught the first error."""
         if self.refusal is not None:
             raise ValueError(self.refusal)
 

@@ -375,11 +375,7 @@ def _shape(size):
 class _Arrival:
     """The message that is being received from a peer: a header, then as many bytes as the header states.
 
-    Attributes:
-      peer: Number of the peer.
-      header: Memory for the header.
-      tag: Tag of the exchange, from the header.
-      current: That exchange.
+    The attribute `current` is the exchange that the header names by its `tag`.
     """
 
     def __init__(self, peer, line):

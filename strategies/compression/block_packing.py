@@ -33,10 +33,7 @@ def split_blocks(values: tf.Tensor, block_size: int) -> tf.Tensor:
 def reduce_blocks(blocks: tf.Tensor, combine: Callable, reduce: Callable) -> tf.Tensor:
     """Reduces each block to one number: `[rows, blocks, block_size] -> [rows, blocks]`.
 
-    Args:
-      blocks: The blocks to reduce.
-      combine: The operation on two tensors, for example `tf.maximum`.
-      reduce: The same operation along an axis, for example `tf.reduce_max`.
+    `combine` does on two tensors what `reduce` does along an axis, as `tf.maximum` and `tf.reduce_max` do.
     """
     rows, (count, block_size) = rows_of(blocks), blocks.shape[1:]
     # Combining slices of the blocks uses vector instructions; a reduction over a whole block would be scalar.
