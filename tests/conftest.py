@@ -41,7 +41,7 @@ UNIT = {
         "test_replica_speed",
         "test_run_words",
     ),
-    *("test_documentation", "test_sources", "test_symlink_safe_files", "test_traffic"),
+    *("test_deploy", "test_documentation", "test_sources", "test_symlink_safe_files", "test_traffic"),
 }
 
 

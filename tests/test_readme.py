@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import sysconfig
@@ -75,14 +74,6 @@ def test_under_a_scheduler_each_process_is_a_worker(name, environ, rank, tmp_pat
         errors = [job.communicate(timeout=400)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], errors
     assert all(f"worker {index} of 2 at localhost" in error for index, error in enumerate(errors)), errors
-
-
-def test_the_pods_are_workers_of_one_cluster():
-    manifest = code("kubernetes")
-    value = re.search(r"value: '(\{.*\})'", manifest)[1]
-    specs = [ClusterSpec.from_json(value.replace("$(INDEX)", str(index))) for index in range(2)]
-    name, size = re.search(r"name: (\w+)", manifest)[1], int(re.search(r"parallelism: (\d+)", manifest)[1])
-    assert [spec.address for spec in specs] == [f"{name}-{index}.{name}:2222" for index in range(size)]
 
 
 def test_the_compressed_script_runs_on_two_workers(tmp_path):
