@@ -1,0 +1,55 @@
+"""Code blocks of Get started, Migrate from and Concepts run as they are, on workers that live for all of them.
+
+A block of kind `diff` shows the changes of a script. Its new version runs: the lines that are not removed.
+"""
+
+import pathlib
+import runpy
+
+import pytest
+
+from code_blocks import BLOCKS, ROOT, code
+
+SECTIONS = ("docs/get_started/", "docs/migrate/", "docs/concepts/")
+CHANGED = ("from_tf_distribute", "from_horovod", "from_ray_train")
+SCRIPTS = [
+    block
+    for block in BLOCKS
+    if block.kind == "run"
+    and block.place.startswith(SECTIONS)
+    and (block.language == "python" or block.name in CHANGED)
+    and block.name != "main"
+]
+
+
+def run_script(text, folder):
+    """Runs a script in a folder, from a file, since `tf.function` reads sources."""
+    import os
+
+    os.chdir(folder)
+    path = pathlib.Path(f"worker-{os.environ.get('TFDIST_SLOT', '')}-{os.getpid()}.py").absolute()
+    path.write_text(text)
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def new_version(diff):
+    return "".join(line[1:] + "\n" for line in diff.splitlines() if not line.startswith("-"))
+
+
+@pytest.mark.parametrize("block", SCRIPTS, ids=[block.name for block in SCRIPTS])
+def test_a_block_runs(block, pools, tmp_path):
+    text = new_version(block.code) if block.language == "diff" else block.code
+
+    pools("1x2" if block.workers == 1 else "2x1").run(run_script, text, str(tmp_path))
+
+
+def test_the_first_run_is_that_of_the_readme():
+    (command,) = [block.code for block in BLOCKS if block.kind == "command" and block.said == "run"]
+    assert " && ".join(code("first_run").splitlines()) == command.strip()
+
+
+def test_each_page_of_a_section_has_an_entry_in_its_index():
+    for section in SECTIONS:
+        index = (ROOT / section / "index.md").read_text()
+        pages = {path.name for path in (ROOT / section).glob("*.md")} - {"index.md"}
+        assert {page for page in pages if f"]({page})" not in index} == set()
