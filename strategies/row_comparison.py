@@ -25,10 +25,11 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdist._compat.dataset_internals import on_threads
+from tfdist._compat.dataset_internals import map_in_place
 from tfdist.errors import ClusterError
 from tfdist.faults.worker_comparison import WorkerComparison
 from tfdist.strategies import row_samples
+from tfdist.strategies.stand_in_rows import identity
 from tfdist.strategies.tensor_origin import Origin
 
 __all__ = ["CUSTOM_LOOP", "RowComparison", "RowsRead"]
@@ -167,26 +168,29 @@ class RowComparison:
           dataset: Dataset that all workers read.
           note: Function that takes the first batch of each pass over the data too, in the graph, and returns True.
         """
+        is_unknown = int(dataset.cardinality()) == tf.data.UNKNOWN_CARDINALITY
+        self.counts_batches = is_unknown and self._purpose in ("evaluate", "predict") and not self._is_endless
+        is_tuple = type(dataset.element_spec) is tuple
 
         @tf.autograph.experimental.do_not_convert
         def compare(*batch):
-            if self.counts_batches:
-                self._batches.assign_add(1)
-            tensors = self._tensors_of(batch)
-            arguments = [tf.constant(self._number, tf.int64), *tensors]
+            leaves = tf.nest.flatten(batch, expand_composites=True)
+            places = [place for place, leaf in enumerate(leaves) if leaf is not None]
 
-            def look():
-                return tf.logical_and(tf.numpy_function(_record, arguments, tf.bool), note(batch))
+            def look(*tensors):
+                given = dict(zip(places, tensors, strict=True))
+                whole = [given.get(place) for place in range(len(leaves))]
+                whole = tf.nest.pack_sequence_as(batch, whole, expand_composites=True)
+                arguments = [tf.constant(self._number, tf.int64), *self._tensors_of(whole)]
+                return tf.logical_and(tf.numpy_function(_record, arguments, tf.bool), note(whole))
 
-            return tf.cond(self._left > 0, look, lambda: tf.constant(True))
+            looked = _true_if(self._left > 0, look, [leaves[place] for place in places])
+            counted = [self._batches.assign_add(1)] if self.counts_batches else []
+            with tf.control_dependencies([looked, *counted]):
+                passed = tf.nest.map_structure(identity, batch)
+            return passed if is_tuple else passed[0]
 
-        # A filter passes the batch on without copying it. Its own thread makes it cheap; the stages below keep theirs.
-        threads = dataset.options().threading.private_threadpool_size or 0
-        size = int(dataset.cardinality())
-        self.counts_batches = size == tf.data.UNKNOWN_CARDINALITY and self._purpose in ("evaluate", "predict")
-        self.counts_batches &= not self._is_endless
-        watched = on_threads(on_threads(dataset, threads).filter(compare), 1)
-        return watched if size == tf.data.UNKNOWN_CARDINALITY else watched.apply(_of_size(size))
+        return map_in_place(dataset, compare)
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[bool]:
@@ -377,5 +381,13 @@ def _numbers_on(host: str) -> tuple[tf.Variable, tf.Variable]:
         )
 
 
-def _of_size(size: int) -> Any:
-    return tf.data.experimental.assert_cardinality(size)
+def _true_if(condition: tf.Tensor, function: Callable[..., tf.Tensor], arguments: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns `function(*arguments)` if `condition` holds when the graph runs, otherwise true; both of type bool []."""
+    specs = [tf.TensorSpec(each.shape, each.dtype) for each in arguments]
+    branches = [
+        tf.function(each, autograph=False).get_concrete_function(*specs)
+        for each in (function, lambda *_: tf.constant(True))
+    ]
+    return tf.raw_ops.If(
+        cond=condition, input=arguments, Tout=[tf.bool], then_branch=branches[0], else_branch=branches[1]
+    )[0]

@@ -139,7 +139,7 @@ def noting(dataset: tf.data.Dataset, row: ExampleRow) -> tf.data.Dataset:
             tf.logical_not(tf.raw_ops.ReadVariableOp(resource=flag, dtype=tf.bool)), has_any(rows)
         )
         with tf.control_dependencies([tf.cond(is_wanted, take, tf.no_op)]):
-            return tf.nest.map_structure(_kept, batch)
+            return tf.nest.map_structure(identity, batch)
 
     return dataset.map(tf.autograph.experimental.do_not_convert(look))
 
@@ -210,7 +210,8 @@ def _kind_of(tensors: list[tf.Tensor]) -> _Kind:
     return tuple((tensor.dtype.name, tensor.shape.rank) for tensor in tensors)
 
 
-def _kept(leaf: Any) -> Any:
+def identity(leaf: Any) -> Any:
+    """Returns `leaf` as the output of an operation, if it is a tensor, so that it can wait for other operations."""
     return tf.identity(leaf) if isinstance(leaf, tf.Tensor) else leaf
 
 
