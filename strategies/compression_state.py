@@ -16,6 +16,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist._compat import keras_internals
+from tfdist.strategies.collectives.all_reduce import Collectives
 from tfdist.strategies.collectives.collective_launcher import is_added_up
 from tfdist.strategies.collectives.encoded_reducer import RAW_BYTES, SENT_BYTES, STEPS, EncodedReducer
 from tfdist.strategies.collectives.transport import Gradient
@@ -85,10 +86,10 @@ class CompressionState(tf.Module):
     number of workers use `state` and `redistribute`.
     """
 
-    def __init__(self, policy: Policy, collectives: Callable[[], Any], time_exchanges: bool):
+    def __init__(self, policy: Policy, collectives: Collectives, time_exchanges: bool):
         super().__init__(name="communication")
         self._policy, self._time_exchanges = policy, time_exchanges
-        self._make_collectives = collectives
+        self._collectives = collectives
         self._known = _Known()
         self._has_warned = False
 
@@ -124,7 +125,7 @@ class CompressionState(tf.Module):
         paths = keras_internals.paths_in_optimizer(optimizer, places) or [""] * len(gradients)
         codecs = list(map(self._codec_of, gradients, paths, itertools.count()))
         seed = int(key[1][:6], 16)
-        made = EncodedReducer(gradients, codecs, self._make_collectives(), seed, self._time_exchanges)
+        made = EncodedReducer(gradients, codecs, self._collectives, seed, self._time_exchanges)
         _warn_of_unfit(made.dense_codecs, optimizer)
         if not made.encodes:
             self._warn_of_none(gradients, codecs)
@@ -225,7 +226,7 @@ class CompressionState(tf.Module):
         if not timed:
             return TrafficTotals(steps, raw, sent, None, None)
         times = [replica.numpy() for each in timed for replica in each.of_replicas]
-        encoding, exchanging = np.sum(times, axis=0) / self._make_collectives().replicas
+        encoding, exchanging = np.sum(times, axis=0) / self._collectives.replicas
         return TrafficTotals(steps, raw, sent, float(encoding), float(exchanging))
 
     def residual_norm(self) -> float:
@@ -240,7 +241,7 @@ class CompressionState(tf.Module):
 
     def _warn_of_none(self, gradients: Sequence[Gradient], codecs: Sequence[Codec | None]) -> None:
         """Warns once if no gradient of an optimizer is compressed, with the reason for the largest gradient."""
-        if self._has_warned or not self._make_collectives().is_first(0):
+        if self._has_warned or not self._collectives.is_first(0):
             return
         self._has_warned = True
         largest = max(range(len(gradients)), key=lambda i: gradients[i].shape.num_elements() or 0)

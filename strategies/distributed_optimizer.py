@@ -245,7 +245,7 @@ def _exchange(optimizer: Any, grads: list[Any]) -> list[Any]:
     step.observed.gradient_samples += sampled(grads)
     reduce, op = tf.distribute.get_strategy().extended.reducer.reduce, tf.distribute.ReduceOp.SUM
     of = [variable for variable, grad in zip(step.variables, grads, strict=True) if grad is not None]
-    summed = _to_present(lambda present: reduce(ReductionRequest(op, present, optimizer, of)), grads)
+    summed = _to_present(lambda present: reduce(ReductionRequest(op, present, optimizer, of), step), grads)
     step.observed.summed_gradients += [grad for grad in summed if grad is not None]
     return summed
 

@@ -1,8 +1,7 @@
 """Reduces values over all replicas: gradients of optimizers, values of the user, values of the step itself."""
 
-import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,8 +12,9 @@ from tfdist.strategies import batch_independent_rows
 from tfdist.strategies.collectives import Collectives
 from tfdist.strategies.collectives.transport import Gradient
 from tfdist.strategies.compression_policy import is_uncompressed
+from tfdist.strategies.compression_state import CompressionState
 from tfdist.strategies.reduction_request import ReductionRequest
-from tfdist.strategies.step import Step, current_step
+from tfdist.strategies.step import Step
 
 
 class GradientReducer:
@@ -23,23 +23,29 @@ class GradientReducer:
     Gradients are encoded if the strategy has `compression`. All other values travel as they are.
 
     Args:
-      extended: The `extended` half of the strategy.
+      collectives: Exchanges tensors between replicas: `Collectives`, or the `cross_device_ops` of the user.
+      communication: Makes the reducers of encoded gradients; `None` if gradients are not encoded.
+      devices: The devices of this worker.
+      replicas: Number of replicas on all workers.
+
+    Attributes:
+      communication: As given.
     """
 
-    def __init__(self, extended: Any):
-        self._extended = extended
+    def __init__(self, collectives: Any, communication: CompressionState | None, devices: Sequence[str], replicas: int):
+        self._collectives, self.communication = collectives, communication
+        self._devices, self._replicas = devices, replicas
 
-    def reduce(self, request: ReductionRequest) -> list[Gradient]:
+    def reduce(self, request: ReductionRequest, step: Step) -> list[Gradient]:
         """Sums or averages the values of a request over all replicas, which send their requests in the same order.
 
-        Returns the results, with the same bits on all replicas.
+        Returns the results, with the same bits on all replicas. `step` is the step that this replica runs.
 
         Raises:
           CompiledCollectivesError: If XLA compiles the step for devices without compiled collectives.
           ValueError: If gradients have a type that collectives cannot sum, or a codec that cannot encode them.
         """
         self.check_compiled()
-        step, collectives = current_step(), self._extended.collectives
         values = _shaped(request.values, request.variables)
         encoded_reducer = self._encoded_reducer(request, values)
         values, without_heads = batch_independent_rows.with_heads(values, step)
@@ -47,30 +53,31 @@ class GradientReducer:
             done = tf.convert_to_tensor(request.optimizer.iterations)
             if tf.executing_eagerly():
                 return _merged(step, _exchange_eagerly, encoded_reducer, values, done)
-            exchange = functools.partial(_exchange, encoded_reducer, _replica(), done)
-        elif tf.executing_eagerly() or not isinstance(collectives, Collectives):
+            exchange: Callable[..., Any] = functools.partial(encoded_reducer, step.replica, done=done)
+        elif tf.executing_eagerly() or not isinstance(self._collectives, Collectives):
             # Replicas run one after another, or other `cross_device_ops` need the values of all: leave the step.
             all_reduce = functools.partial(_all_reduce_eagerly, request.reduce_op, request.options)
             return without_heads(_merged(step, all_reduce, values))
         else:
             options = request.options or tf_internals.CommunicationOptions()
-            exchange = functools.partial(_all_reduce, collectives, request.reduce_op, _replica(), options)
+            exchange = functools.partial(
+                self._collectives._all_reduce, request.reduce_op, replica_id=step.replica, options=options
+            )
         return without_heads(_in_one_frame(step, exchange, values))
 
     def _encoded_reducer(self, request, values):
         """Returns the reducer of sums of an optimizer's gradients that leave a worker or device; else `None`."""
         is_of_gradients = request.optimizer is not None and request.reduce_op == tf.distribute.ReduceOp.SUM
-        if not is_of_gradients or not self._extended.compresses or is_uncompressed():
+        if not is_of_gradients or self.communication is None or is_uncompressed():
             return None
-        return self._extended.communication.exchange_of(request.optimizer, values, request.variables)
+        return self.communication.exchange_of(request.optimizer, values, request.variables)
 
     def check_compiled(self):
         """Refuses exchanges in code that XLA compiles for devices without compiled collectives."""
-        devices, replicas = self._extended.worker_devices, self._extended.replicas
-        if is_compiled() and replicas > 1 and not all("GPU" in device for device in devices):
+        if is_compiled() and self._replicas > 1 and not all("GPU" in device for device in self._devices):
             raise CompiledCollectivesError(
                 "jit_compile=True compiles the whole step, and XLA has no collectives for CPU devices. Got "
-                f"{replicas} replicas, here on {', '.join(devices)}. "
+                f"{self._replicas} replicas, here on {', '.join(self._devices)}. "
                 "Pass jit_compile=False to `compile` (or `tf.function`); `predict` and single layers may stay compiled."
             )
 
@@ -78,19 +85,6 @@ class GradientReducer:
 def is_compiled() -> bool:
     """Whether XLA compiles the operations traced now."""
     return not tf.executing_eagerly() and tf_internals.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
-
-
-def _exchange(encoded_reducer, replica, done, values):
-    return encoded_reducer(replica, values, done)
-
-
-def _all_reduce(collectives, reduce_op, replica, options, values):
-    return collectives._all_reduce(reduce_op, values, replica, options)
-
-
-def _replica() -> int:
-    """The index of the replica within its worker."""
-    return tf_internals.get_current_replica_id_as_int()
 
 
 def _shaped(gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
@@ -112,20 +106,20 @@ def _of_shape(gradient, shape):
     return tf.IndexedSlices(values, gradient.indices, tf.constant(list(shape), gradient.indices.dtype))
 
 
-def _in_one_frame(step: Step | None, exchange, values):
+def _in_one_frame(step: Step, exchange, values):
     """Calls `exchange` so that TensorFlow matches its collectives with the collectives of other replicas.
 
     TensorFlow identifies a collective of a process also by the loop that it runs in, and each replica has its own
     loop. Inside a function that is not inlined, a collective belongs to no loop.
     """
-    if step is None or not step.in_loop:
+    if not step.in_loop:
         return exchange(values)
     return tf.function(lambda own: exchange(own), autograph=False, experimental_attributes={"_noinline": True})(values)
 
 
-def _merged(step: Step | None, function, *args):
+def _merged(step: Step, function, *args):
     """Calls a function of the strategy and the arguments of all replicas, for replicas that run one after another."""
-    with contextlib.nullcontext() if step is None else step.losses_kept():
+    with step.losses_kept():
         return tf.distribute.get_replica_context().merge_call(function, args)
 
 

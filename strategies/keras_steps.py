@@ -97,7 +97,7 @@ def on_one_of_many(called, reports, example):
     def on_replica(data):
         around = tf.distribute.get_replica_context()
         with steps.running(row_count.count_rows(data), model, is_plain) as step, StepContext(around, step):
-            local = tf_internals.get_current_replica_id_as_int()
+            local = step.replica
             if name != "train_step":
                 reports.clock(local).evaluates(data)
                 logs = fn(at_least_one_row(data, step.rows, example))
@@ -174,7 +174,7 @@ def _average_statistics(step: steps.Step, logs: Any = None, report: tf.Tensor | 
     values = [statistic.read_value() for statistic in step.observed.statistics] + [leaves[i] for i in floats]
     averages, total = _averages(values, step, report)
     for statistic, average in zip(step.observed.statistics, averages, strict=False):
-        statistic.values[tf_internals.get_current_replica_id_as_int()].assign(average)
+        statistic.values[step.replica].assign(average)
     for i, average in zip(floats, averages[len(step.observed.statistics) :], strict=True):
         leaves[i] = average
     logs = tf.nest.pack_sequence_as(logs, leaves)

@@ -34,21 +34,24 @@ class ReplicatedExtended:
     """
 
     communication: CompressionState | None = None
+    reducer: GradientReducer
     _num_workers = 1
     _crosses_border: bool
     _own_seed_generator: keras.random.SeedGenerator | None = None
 
     def compress(self, compression, time_exchanges):
         """Sets how gradients are compressed, by arguments of the strategy; called once, when the strategy is made."""
-        policy = policy_of(compression)
-        if policy is None:
-            return
-        if self._num_replicas_in_sync > 1 and not isinstance(self._cross_device_ops, Collectives):
+        policy, collectives = policy_of(compression), self._cross_device_ops
+        if policy is not None and self._num_replicas_in_sync > 1 and not isinstance(collectives, Collectives):
             raise ValueError(
                 f"compression={compression!r} exchanges gradients by collectives, but cross_device_ops is "
-                f"{type(self._cross_device_ops).__name__}. Leave cross_device_ops out."
+                f"{type(collectives).__name__}. Leave cross_device_ops out."
             )
-        self.communication = CompressionState(policy, lambda: self._cross_device_ops, time_exchanges)
+        if policy is not None:
+            self.communication = CompressionState(policy, collectives, time_exchanges)
+        # Gradients are encoded only if they leave a worker or device.
+        encoding = self.communication if self._crosses_border else None
+        self.reducer = GradientReducer(collectives, encoding, self.worker_devices, self._num_replicas_in_sync)
 
     @property
     def replicas(self):
@@ -59,21 +62,6 @@ class ReplicatedExtended:
         """Refuses an operation of all workers if the chief alone has begun it and the cluster has other workers."""
         if self._num_workers > 1:
             check_in_company()
-
-    @functools.cached_property
-    def reducer(self) -> GradientReducer:
-        """The object that reduces gradients and other values of steps over all replicas."""
-        return GradientReducer(self)
-
-    @property
-    def collectives(self):
-        """The object that exchanges tensors between replicas: `Collectives`, or the `cross_device_ops` of the user."""
-        return self._cross_device_ops
-
-    @property
-    def compresses(self) -> bool:
-        """Whether gradients are encoded: the strategy has codecs, and gradients leave a worker or device."""
-        return self.communication is not None and self._crosses_border
 
     def _use_merge_call(self):
         # Replicas exchange by collectives and never leave the step for that, so an optimizer can exchange gradients
@@ -170,13 +158,14 @@ class ReplicatedExtended:
             check_of_one_kind(step, optimizer, values, variables)
         applies = optimizer if isinstance(optimizer, keras.optimizers.Optimizer) else None
         request = ReductionRequest(reduce_op, values, applies, variables, options)
-        if applies is None and self.compresses and keras_stack.tf_keras_exchanges_gradients() and not is_uncompressed():
+        encodes = self.reducer.communication is not None
+        if applies is None and encodes and keras_stack.tf_keras_exchanges_gradients() and not is_uncompressed():
             raise ValueError(
                 "`compression` is for optimizers of `keras`, but gradients of an optimizer of tf_keras are exchanged. "
                 "Build the model with `import keras`, and unset TF_USE_LEGACY_KERAS, which makes `tf.keras` tf_keras; "
                 "or leave `compression` out."
             )
-        totals = self.reducer.reduce(request)
+        totals = self.reducer.reduce(request, steps.Step(None) if step is None else step)
         if optimizers.sums_rows_in_place(optimizer):
             totals = [sum_duplicates(total) for total in totals]
         return tf.nest.pack_sequence_as(value, totals)

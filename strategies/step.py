@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,6 +56,7 @@ class Step:
     """One run of a step function, such as a `train_step`, on one replica: what tfdist knows and records meanwhile.
 
     Constant attributes:
+      replica: Index of the replica within its worker; `None` outside of `strategy.run`.
       model: The Keras model that runs the step, if any.
       rows: Rows of the global batch that this replica holds, int or int32 []; `None` if unknown. In a step without a
         Keras model: 1 if the replica has rows, else 0.
@@ -79,6 +81,7 @@ class Step:
 
     def __init__(self, rows: int | tf.Tensor | None, model: keras.Model | None = None, is_plain: bool = False):
         self.rows, self.model, self.is_plain = rows, model, is_plain
+        self.replica: int = tf_internals.get_current_replica_id_as_int()
         # A step of Keras' own has one loss for all gradients. Weighting the loss saves one product per gradient.
         self.weights_loss = model is not None and not self.is_plain
         self.exchanges, self.observed = Exchanges(), Observed()
@@ -188,11 +191,15 @@ class Step:
 
         The gradient of the reduction is the same reduction of the gradients.
         """
-        reduce = tf.distribute.get_strategy().extended.reducer.reduce
+        reducer = tf.distribute.get_strategy().extended.reducer
+        known = weakref.ref(self)  # TensorFlow never releases gradient functions. They must not keep the model.
+
+        def reduce(*values):
+            return reducer.reduce(ReductionRequest(reduce_op, values), known() or Step(None))
 
         @tf.custom_gradient
         def reduced(*own):
-            return reduce(ReductionRequest(reduce_op, own)), lambda *up: reduce(ReductionRequest(reduce_op, up))
+            return reduce(*own), reduce
 
         totals = tf.nest.flatten(reduced(*tf.nest.flatten(value)))
         self.exchanges.results |= {total.ref() for total in totals if tf.is_symbolic_tensor(total)}

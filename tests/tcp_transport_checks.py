@@ -74,9 +74,8 @@ class ConnectedWorkers:
             self._encrypt(files)
         self.exchanges = [PeerExchange(worker, {1 - worker: self.ends[worker]}, NAMES) for worker in range(2)]
         self.launchers = [CollectiveLauncher(77, 2, CollectiveKeys(), "/device:CPU:0", OPTIONS) for _ in range(2)]
-        for launcher, exchange in zip(self.launchers, self.exchanges, strict=True):
-            launcher.transport, launcher.is_ordered = TcpTransport(launcher, exchange), True
-        self._steps = [sums(launcher) for launcher in self.launchers]
+        pairs = zip(self.launchers, self.exchanges, strict=True)
+        self._steps = [sums(TcpTransport(launcher, True, exchange)) for launcher, exchange in pairs]
         self.ended = [None, None]
         assert self.both() == [[2000, 1000]] * 2, self.ended
         self.ended = [None, None]
@@ -119,9 +118,9 @@ class ConnectedWorkers:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
 
 
-def sums(launcher):
+def sums(transport):
     def step(*tensors):
-        return [launcher.all_reduce(each, options=OPTIONS) for each in tensors]
+        return [transport.all_reduce(each, OPTIONS) for each in tensors]
 
     return tf.function(step, autograph=False)
 

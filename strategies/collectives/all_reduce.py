@@ -10,6 +10,7 @@ from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher
 from tfdist.strategies.collectives.peer_exchange import PeerExchange
 from tfdist.strategies.collectives.sparse import all_reduce_sparse
 from tfdist.strategies.collectives.tcp_transport import TcpTransport
+from tfdist.strategies.collectives.tensorflow_transport import TensorFlowTransport
 from tfdist.strategies.collectives.transport import Transport, is_sent_whole
 
 # Far above the group keys of the strategy's other collectives.
@@ -41,18 +42,20 @@ class Collectives(tf_internals.CollectiveAllReduce):
         self.spread = self.replicas if 1 < self.replicas < group_size else 1
         self.ranks = group_size // self.spread
 
-        def launchers(keys, size):
+        def transports(keys, size, is_ordered=False):
             placed = zip(keys, self._devices, strict=True)
-            return [CollectiveLauncher(key, size, collective_keys, device, options) for key, device in placed]
+            launchers = [CollectiveLauncher(key, size, collective_keys, device, options) for key, device in placed]
+            return [TensorFlowTransport(each, is_ordered and "CPU" in each._device) for each in launchers]
 
-        self._launchers = launchers([group_key] * self.replicas, group_size)
-        for launcher in self._launchers:  # With several devices per worker, a ring crosses the network fewer times.
-            launcher.is_ordered = self.spread == 1 and "CPU" in launcher._device
-        self._across, self._within = [], []
+        # With several devices per worker, a ring crosses the network fewer times.
+        self._among_all = transports([group_key] * self.replicas, group_size, is_ordered=self.spread == 1)
+        self._launchers = [transport.launcher for transport in self._among_all]  # TensorFlow's methods use them.
+        self._across: list[TensorFlowTransport] = []
+        self._within: list[TensorFlowTransport] = []
         if self.spread > 1:
             first = group_key + _HIERARCHY_KEYS
-            self._across = launchers([first + i for i in range(self.replicas)], self.ranks)
-            self._within = launchers([first + self.replicas + worker] * self.replicas, self.replicas)
+            self._across = transports([first + i for i in range(self.replicas)], self.ranks)
+            self._within = transports([first + self.replicas + worker] * self.replicas, self.replicas)
 
     def device(self, replica: int) -> str:
         """Returns the device of a replica of this worker."""
@@ -67,12 +70,12 @@ class Collectives(tf_internals.CollectiveAllReduce):
 
     def sum_bytes(self, size: int) -> float:
         """Bytes that a replica sends to sum a tensor of `size` bytes over all replicas; see `ring`."""
-        whole = self._launchers[0].is_ordered and is_sent_whole(size, self._group_size)
+        whole = self._among_all[0].is_ordered and is_sent_whole(size, self._group_size)
         return size * (self._group_size - 1 if whole else self.ring)
 
     def uncompressed_bytes(self, tensors: Sequence[tf.Tensor], options=None) -> float:
         """Bytes that a replica sends to sum these tensors uncompressed, for counts of traffic; see `ring`."""
-        laid_out = self._laid_out(tensors, self._launchers[0], self._options.merge(options or self._options))
+        laid_out = self._laid_out(tensors, self._among_all[0], self._options.merge(options or self._options))
         return sum(
             self.sum_bytes(sum(segment.bytes_of(members[segment.tensor]) for segment in bucket))
             for _, members, buckets in laid_out
@@ -98,9 +101,10 @@ class Collectives(tf_internals.CollectiveAllReduce):
 
     def use(self, peers: PeerExchange) -> None:
         """Sends collectives of CPUs over the workers' own connections; with several devices, only encoded ones."""
-        for launcher in self._across or self._launchers:
-            if "CPU" in launcher._device:
-                launcher.transport = TcpTransport(launcher, peers)
+        transports = self._across or self._among_all
+        for place, transport in enumerate(transports):
+            if "CPU" in transport.launcher._device:
+                transports[place] = TcpTransport(transport.launcher, transport.is_ordered, peers)
 
     def count_alike(self, data: Sequence[tf.Tensor] = ()) -> None:
         """Sets the instance keys of this worker's replicas to the highest of them, after `data` are computed.
@@ -111,11 +115,12 @@ class Collectives(tf_internals.CollectiveAllReduce):
         """
         if self._group_size == 1:
             return
-        for launchers in filter(None, (self._launchers, self._across, self._within)):
+        for transports in filter(None, (self._among_all, self._across, self._within)):
+            counts = [transport.launcher.count for transport in transports]
             with tf.control_dependencies(data):
-                highest = tf.reduce_max(tf.stack([launcher.count for launcher in launchers]))
-            for launcher in launchers:
-                launcher.count.assign(highest, read_value=False)
+                highest = tf.reduce_max(tf.stack(counts))
+            for count in counts:
+                count.assign(highest, read_value=False)
 
     def untouched(self, replica: int) -> tf.Variable:
         """Returns a variable on a CPU of this worker, for operations that need a resource; none reads or writes it."""
@@ -123,18 +128,18 @@ class Collectives(tf_internals.CollectiveAllReduce):
 
     def among_all(self, replica: int) -> Transport:
         """Returns the transport of a replica of this worker to all replicas."""
-        return self._launchers[replica].transport
+        return self._among_all[replica]
 
     def across_workers(self, replica: int) -> Transport:
         """Returns the transport on which a replica exchanges encoded gradients.
 
         It leads to the matching replicas of the other workers if workers have several devices, else to all replicas.
         """
-        return (self._across or self._launchers)[replica].transport
+        return (self._across or self._among_all)[replica]
 
     def within_worker(self, replica: int) -> Transport | None:
         """Returns the transport of a replica to the other devices of its worker; `None` if `spread` is 1."""
-        return self._within[replica].transport if self._within else None
+        return self._within[replica] if self._within else None
 
     def _all_reduce_per_replica_values(self, reduce_op, per_replica_values, options):
         self._count_alike_before(per_replica_values)
@@ -153,26 +158,26 @@ class Collectives(tf_internals.CollectiveAllReduce):
         flat = tf.nest.flatten(value)
         if self._group_size == 1:
             return value
-        launcher = self._launchers[replica_id]
+        transport = self._among_all[replica_id]
         options = self._options.merge(options)
         with tf.device(self._devices[replica_id]):
-            flat = self._sum(flat, launcher, options)
+            flat = self._sum(flat, transport, options)
             if reduce_op == tf.distribute.ReduceOp.MEAN:
                 flat = [_divide(tensor, self._group_size) for tensor in flat]
         return tf.nest.pack_sequence_as(value, flat)
 
-    def _sum(self, tensors, launcher, options):
+    def _sum(self, tensors, transport, options):
         totals = [
-            all_reduce_sparse(tensor, launcher.transport, options) if isinstance(tensor, tf.IndexedSlices) else tensor
+            all_reduce_sparse(tensor, transport, options) if isinstance(tensor, tf.IndexedSlices) else tensor
             for tensor in tensors
         ]
-        for group, members, buckets in self._laid_out(tensors, launcher, options):
-            reduced = [launcher.transport.all_reduce(join(bucket, members), options) for bucket in buckets]
+        for group, members, buckets in self._laid_out(tensors, transport, options):
+            reduced = [transport.all_reduce(join(bucket, members), options) for bucket in buckets]
             for i, total in zip(group, separate(buckets, reduced, members), strict=True):
                 totals[i] = added_up(total, tensors[i].dtype)
         return totals
 
-    def _laid_out(self, tensors, launcher, options):
+    def _laid_out(self, tensors, transport, options):
         """Groups dense tensors by the type of their sum. Yields the indices, tensors and buckets of each group."""
         terms: dict[tf.DType, dict[int, tf.Tensor]] = {}
         for i, tensor in enumerate(tensors):
@@ -180,7 +185,7 @@ class Collectives(tf_internals.CollectiveAllReduce):
                 term = to_add_up(tensor)
                 terms.setdefault(term.dtype, {})[i] = term
         # TensorFlow's ring all-reduce waits for its own copies, so it does not gain from larger parts.
-        largest = part_bytes(self._group_size) if launcher.is_ordered else BUCKET_BYTES
+        largest = part_bytes(self._group_size) if transport.is_ordered else BUCKET_BYTES
         for group in terms.values():
             members = list(group.values())
             limit = options.bytes_per_pack or bucket_bytes(members)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.strategies.collectives.all_reduce import Collectives
 from tfdist.strategies.collectives.buckets import BUCKET_BYTES, Bucket, fill_buckets, join, part_bytes, separate
 from tfdist.strategies.collectives.stopwatch import Stopwatch
 from tfdist.strategies.collectives.transport import Gradient, Transport, sum_in_order
@@ -21,7 +22,7 @@ _COMPILED_ELEMENTS = 1 << 14
 class CodecGroup:
     """The gradients of an optimizer that share one `WordCodec`, in buckets, and their exchange in each step."""
 
-    def __init__(self, codec: WordCodec, positions: list[int], gradients: Sequence[Gradient], collectives: Any):
+    def __init__(self, codec: WordCodec, positions: list[int], gradients: Sequence[Gradient], collectives: Collectives):
         self.codec, self.positions = codec, positions
         self._like = like = [tf.TensorSpec(gradients[i].shape, tf.float32) for i in positions]
         self._granule = codec.granule
@@ -43,12 +44,12 @@ class CodecGroup:
         """The codec states before the first step; None stands for zeros."""
         return [None] * self.num_states
 
-    def sent_bytes(self, collectives):
+    def sent_bytes(self, collectives: Collectives) -> float:
         """Bytes that a replica sends per step for these gradients, for counts of traffic."""
         parts = [elements // collectives.spread for elements in self._elements]
         return sum(4 * sent_words(self.codec, part, collectives.ranks) for part in parts)
 
-    def exchange(self, gradients, states, replica: int, collectives: Any, options: Any, watch: Stopwatch):
+    def exchange(self, gradients, states, replica: int, collectives: Collectives, options: Any, watch: Stopwatch):
         """Returns the sums of the gradients, the new codec states, and whether the sums are finite; `watch` times it.
 
         If a worker has several devices, they first sum each bucket in full precision, each device one part: [elements]
@@ -99,7 +100,7 @@ class CodecGroup:
             [state * tf.reshape(mask[owned], state.shape) for state in second],
         )
 
-    def pending(self, states, replica, collectives):
+    def pending(self, states, replica: int, collectives: Collectives):
         """Returns a replica's codec states (momenta, residuals), shaped like the gradients: [kind of state][gradient].
 
         The states of the optimizer as a whole are their sum over replicas; `spread` divides such a sum again.
@@ -120,7 +121,7 @@ class CodecGroup:
             for buckets in kinds
         ]
 
-    def spread(self, kinds, replica, collectives):
+    def spread(self, kinds, replica: int, collectives: Collectives):
         """Inverse of `pending`. Returns flat codec states such that `pending` of all replicas sums to `kinds`."""
         states = []
         for bucket, elements, (_, second) in zip(self._buckets, self._elements, self._splits, strict=True):

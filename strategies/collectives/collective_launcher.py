@@ -5,7 +5,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._compat import tf_internals
-from tfdist.strategies.collectives.transport import Transport, all_reduce_in_order
 
 # Far above TensorFlow's keys for broadcasts of initial values, which count up from 100.
 _FIRST_INSTANCE_KEY = 1 << 20
@@ -64,15 +63,10 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
     Attributes:
       count: The key of the last launched collective, int32 [].
       untouched: A variable on a CPU, for operations that need a resource; none reads or writes it.
-      transport: The transport of the replica: TensorFlow's collectives, unless others have set another one.
-      is_ordered: Whether `all_reduce`, in a graph, adds in the order of replicas, over the transport.
     """
-
-    is_ordered = False
 
     def __init__(self, group_key, group_size, collective_keys, device, options):
         super().__init__(group_key, group_size, collective_keys, device, options)
-        self.transport: Transport = TensorFlowTransport(self)
         host = tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0)
         with tf.init_scope(), tf.device(host.to_string()):
             self.count = tf.Variable(_FIRST_INSTANCE_KEY, dtype=tf.int32, trainable=False, name="collectives_launched")
@@ -114,13 +108,6 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
         lengths = self._all_gather(lengths, options)
         return tf.strings.substr(joined, tf.zeros_like(lengths), lengths)
 
-    def all_reduce(self, input_tensor, control_input=None, options=None) -> tf.Tensor:
-        """Sums tensors of equal shape over all replicas; in the order of replicas if `is_ordered`."""
-        if not self.is_ordered or tf.executing_eagerly():
-            return super().all_reduce(input_tensor, control_input, options)
-        with tf.device(self._device), self._control_input(control_input):
-            return all_reduce_in_order(self.transport, input_tensor, options)
-
     def next_exchange(self) -> tuple[int, tf.Tensor, tf.Tensor]:
         """Counts an exchange over own connections. Returns its group, its key, and a token that orders operations."""
         return self._group_key, self._next_instance_key(), self._get_ordering_token()
@@ -143,28 +130,3 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
                 communication_hint=options.implementation.value,
                 timeout_seconds=options.timeout_seconds or 0,
             )
-
-
-class TensorFlowTransport:
-    """The transport of a replica over TensorFlow's collectives: NCCL between GPUs, gRPC between CPUs."""
-
-    def __init__(self, launcher: CollectiveLauncher):
-        self._launcher, self.ranks = launcher, launcher._group_size
-
-    def all_gather(self, rows, options):
-        """Returns the tensors of all ranks in their order; see `Transport.all_gather`."""
-        parts = tf.split(self._launcher._all_gather(rows, options), self.ranks)
-        return [tf.ensure_shape(part, rows.shape) for part in parts]
-
-    def all_gather_joined(self, rows, options):
-        """Returns the tensors of all ranks as one, joined along axis 0; see `Transport.all_gather_joined`."""
-        return self._launcher._all_gather(rows, options)
-
-    def all_to_all(self, rows, options):
-        """Sends row j to rank j, and returns the row from each rank; see `Transport.all_to_all`."""
-        shape = [1, *rows.shape[1:]]
-        return [tf.ensure_shape(part, shape) for part in tf.split(self._launcher.all_to_all(rows, options), self.ranks)]
-
-    def all_reduce(self, tensor, options):
-        """Sums the tensors of all ranks; see `Transport.all_reduce`."""
-        return self._launcher.all_reduce(tensor, options=options)

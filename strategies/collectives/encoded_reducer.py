@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._compat import tf_internals
+from tfdist.strategies.collectives.all_reduce import Collectives
 from tfdist.strategies.collectives.codec_group import CodecGroup
 from tfdist.strategies.collectives.power_sgd_group import PowerSGDGroup
 from tfdist.strategies.collectives.sparse import all_reduce_sparse, sparse_row_bytes
@@ -91,7 +92,7 @@ class EncodedReducer(tf.Module):
         self,
         gradients: Sequence[Gradient],
         codecs: Sequence[Codec | None],
-        collectives: Any,
+        collectives: Collectives,
         seed: int,
         timed: bool = False,
     ):

@@ -19,21 +19,17 @@ class InMemoryTransport:
         self.ranks, self._rank, self._sent, self._barrier = len(sent), rank, sent, barrier
 
     def all_gather(self, rows: tf.Tensor, options: Any = None) -> list[tf.Tensor]:
-        """Returns the tensors of all ranks in their order; see `Transport.all_gather`."""
         del options
         return self._exchange(rows)
 
     def all_gather_joined(self, rows: tf.Tensor, options: Any = None) -> tf.Tensor:
-        """Returns the tensors of all ranks as one, joined along axis 0; see `Transport.all_gather_joined`."""
         return tf.concat(self.all_gather(rows, options), axis=0)
 
     def all_to_all(self, rows: tf.Tensor, options: Any = None) -> list[tf.Tensor]:
-        """Sends row j to rank j, and returns the row from each rank; see `Transport.all_to_all`."""
         del options
         return [theirs[self._rank : self._rank + 1] for theirs in self._exchange(rows)]
 
     def all_reduce(self, tensor: tf.Tensor, options: Any = None) -> tf.Tensor:
-        """Sums the tensors of all ranks; see `Transport.all_reduce`."""
         return all_reduce_in_order(self, tensor, options)
 
     def _exchange(self, rows: tf.Tensor) -> list[tf.Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.strategies.collectives.all_reduce import Collectives
 from tfdist.strategies.collectives.buckets import fill_buckets
 from tfdist.strategies.collectives.stopwatch import Stopwatch
 from tfdist.strategies.collectives.transport import Gradient, Transport
@@ -48,12 +49,12 @@ class PowerSGDGroup:
         ]
         return [None] * (self.num_states - len(factors)) + factors
 
-    def sent_bytes(self, collectives):
+    def sent_bytes(self, collectives: Collectives) -> float:
         """Bytes that a replica sends per step for these gradients, for counts of traffic."""
         sides = [[self._shapes[i][side] for i in group] for group in self._groups for side in range(2)]
         return sum(collectives.sum_bytes(4 * self.codec.rank * sum(side)) for side in sides)
 
-    def exchange(self, gradients, states, replica: int, collectives: Any, options: Any, watch: Stopwatch):
+    def exchange(self, gradients, states, replica: int, collectives: Collectives, options: Any, watch: Stopwatch):
         """Returns the sums of the gradients, new codec states, and whether the sums are finite; as in `CodecGroup`."""
         before, factors = self._apart(states)
         totals: list[Any] = [None] * len(self._shapes)
@@ -82,14 +83,14 @@ class PowerSGDGroup:
         """The residuals that follow from the codec states of a replica. Costs one pass over the matrices."""
         return [self.codec.rest(*then) for then in self._apart(states)[0]]
 
-    def pending(self, states, replica, collectives):
+    def pending(self, states, replica: int, collectives: Collectives):
         """Returns a replica's codec states, [kind][gradient], to be summed over replicas; factors count once."""
         residuals, factors = self.residuals(states), self._apart(states)[1]
         first = collectives.is_first(replica)
         kinds = [[residual.numpy() for residual in residuals]] if residuals else []
         return [*kinds, [factor.numpy() if first else np.zeros_like(factor.numpy()) for factor in factors]]
 
-    def spread(self, kinds, replica, collectives):
+    def spread(self, kinds, replica: int, collectives: Collectives):
         """Inverse of `pending`. Returns codec states such that `pending` of all replicas sums to `kinds`."""
         replicas, rank = collectives.ranks * collectives.spread, self.codec.rank
         states = []

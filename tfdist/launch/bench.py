@@ -31,6 +31,7 @@ from tfdist.strategies.compression import NAMES
 from tfdist.strategies.compression_policy import policy_of
 from tfdist.strategies.compression_state import TrafficTotals
 from tfdist.strategies.reduction_request import ReductionRequest
+from tfdist.strategies.step import current_step
 
 __all__ = [
     "COMPRESSIONS",
@@ -162,7 +163,7 @@ def exchange(strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optim
 
     def on_replica(value):
         request = ReductionRequest(tf.distribute.ReduceOp.SUM, [value], optimizer)
-        (total,) = strategy.extended.reducer.reduce(request)
+        (total,) = strategy.extended.reducer.reduce(request, current_step())
         return total
 
     return strategy.run(on_replica, args=(tensor,))

@@ -1,0 +1,35 @@
+"""Moves a replica's tensors to other replicas by TensorFlow's collectives: NCCL between GPUs, gRPC between CPUs."""
+
+import tensorflow as tf
+
+from tfdist.strategies.collectives.collective_launcher import CollectiveLauncher
+from tfdist.strategies.collectives.transport import all_reduce_in_order
+
+
+class TensorFlowTransport:
+    """The transport of a replica over TensorFlow's collectives.
+
+    Args:
+      launcher: Launcher of the replica.
+      is_ordered: Whether `all_reduce`, in a graph, adds in the order of replicas.
+    """
+
+    def __init__(self, launcher: CollectiveLauncher, is_ordered: bool):
+        self.launcher, self.is_ordered, self.ranks = launcher, is_ordered, launcher._group_size
+
+    def all_gather(self, rows, options):
+        parts = tf.split(self.launcher._all_gather(rows, options), self.ranks)
+        return [tf.ensure_shape(part, rows.shape) for part in parts]
+
+    def all_gather_joined(self, rows, options):
+        return self.launcher._all_gather(rows, options)
+
+    def all_to_all(self, rows, options):
+        shape = [1, *rows.shape[1:]]
+        return [tf.ensure_shape(part, shape) for part in tf.split(self.launcher.all_to_all(rows, options), self.ranks)]
+
+    def all_reduce(self, tensor, options):
+        if not self.is_ordered or tf.executing_eagerly():
+            return self.launcher.all_reduce(tensor, options=options)
+        with tf.device(self.launcher._device):
+            return all_reduce_in_order(self, tensor, options)
