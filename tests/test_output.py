@@ -7,11 +7,27 @@ import sys
 
 import pytest
 
-from tfdist.launch.terminal_filter import LIBRARY_LINES, TerminalFilter, is_library_line
+from tfdist.launch.terminal_filter import TerminalFilter, is_library_line
 from tfdist.launch.worker_output import LineSplitter
 
-OF_LIBRARIES = [each.example for each in LIBRARY_LINES] + [
+# An example for each pattern of the filter, and more.
+OF_LIBRARIES = [
+    "E0000 00:00:1795638386.023032    7025 cuda_platform.cc:52] failed call to cuInit: UNKNOWN ERROR (303)",
+    "2026-11-25 20:26:27.022455: I tensorflow/core/platform/cpu_feature_guard.cc:210] This TensorFlow binary is",
+    "\t [[{{node MultiDeviceIteratorGetNextFromShard}}]]",
     "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+    "To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with the appropriate",
+    "/job:worker/replica:0/task:1",
+    "The error could be from a previous operation. Restart your program to reset.",
+    "\t [[{{node cond/CollectiveReduceV2}}]] [type.googleapis.com/tensorflow.DerivedStatus='']",
+    "Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling",
+    ':UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"failed to connect to all addresses"}',
+    "INFO:tensorflow:Using MirroredStrategy with devices ('/job:worker/task:0/device:CPU:0',)",
+    "I1125 20:26:27.022455 139651931122560 collective_all_reduce_strategy.py:603] Enabled multi-worker collective",
+    "I1125 20:26:32.067678 139651931122560 dataset_info.py:711] Load dataset info from /root/tensorflow_datasets/d",
+    "/lib/keras/src/trainers/epoch_iterator.py:74: UserWarning: `shuffle=True` was passed, but will be ignored",
+    "  self.data_adapter = data_adapters.get_data_adapter(",
+    "ERROR:absl:worker 1 at 127.0.0.1:61882 is gone: its process ended. See its log for the reason.",
     "I0000 00:00:1795638386.883499    8822 coordination_service.h:529] /job:worker/replica:0/task:1 has connected",
     "W0000 00:00:1795638626.048188   16903 queue_base.cc:286] 1908: Skipping cancelled dequeue",
     "E0000 00:00:1795638626.047282   16924 base_collective_executor.cc:252] BaseCollectiveExecutor::StartAbort",

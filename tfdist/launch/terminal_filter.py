@@ -5,11 +5,8 @@ an action of the user. All other output passes unchanged: output of the script, 
 bars, tracebacks.
 """
 
-import dataclasses
 import re
 from collections.abc import Callable
-
-__all__ = ["LIBRARY_LINES", "LibraryLine", "TerminalFilter", "is_library_line"]
 
 _MOST_BYTES = 1 << 16
 _MORE_LINES = 10
@@ -21,124 +18,60 @@ _OF_DUMP = re.compile(
     rb"|$"
 )
 
-
-@dataclasses.dataclass(frozen=True)
-class LibraryLine:
-    """A format of lines that libraries such as TensorFlow print, which the terminal does not show.
-
-    Attributes:
-      what: Name of the code that prints the line.
-      pattern: Regular expression that matches from the start of the line.
-      example: Example of such a line.
-      anywhere: Whether the text may also start in the middle of a line, after an unfinished progress bar.
-    """
-
-    what: str
-    pattern: str
-    example: str
-    anywhere: bool = False
-
-
-LIBRARY_LINES = (
-    LibraryLine(
-        "C++ code of TensorFlow, XLA and the coordination service: all but fatal errors",
-        r"[IWE]\d{4} \d\d:\d\d:\d+\.\d+ +\d+ [\w.-]+\.(?:cc|cu|cpp|h):\d+\] ",
-        "E0000 00:00:1795638386.023032    7025 cuda_platform.cc:52] failed call to cuInit: UNKNOWN ERROR (303)",
-        anywhere=True,
-    ),
-    LibraryLine(
-        "the same in versions of TensorFlow up to 2.19",
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE] \S+\.(?:cc|cu|cpp|h):\d+\] ",
-        "2026-11-25 20:26:27.022455: I tensorflow/core/platform/cpu_feature_guard.cc:210] This TensorFlow binary is",
-        anywhere=True,
-    ),
-    LibraryLine(
-        "the place in the graph, on a line of its own after a message of C++ code",
-        r"\s*\[\[\{\{(?:function_)?node ",
-        "\t [[{{node MultiDeviceIteratorGetNextFromShard}}]]",
-    ),
-    LibraryLine(
-        "absl's C++ logging",
-        r"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR",
-        "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
-    ),
-    LibraryLine(
-        "the second line of cpu_feature_guard.cc",
-        r"To enable the following instructions: .*rebuild TensorFlow",
-        "To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with the appropriate",
-    ),
-    LibraryLine(
-        "the list of tasks after a message of coordination_service.cc",
-        r"/job:\w+/replica:\d+/task:\d+$",
-        "/job:worker/replica:0/task:1",
-    ),
-    LibraryLine(
-        "the second line of an aborted collective",
-        r"The error could be from a previous operation\. Restart your program to reset\."
-        r"(?: \[type\.googleapis\.com/.*)?$",
-        "The error could be from a previous operation. Restart your program to reset.",
-    ),
-    LibraryLine(
-        "the node of the graph that failed, in local_rendezvous.cc",
-        r"\t \[\[\{\{.*\[type\.googleapis\.com/tensorflow\.",
-        "\t [[{{node cond/CollectiveReduceV2}}]] [type.googleapis.com/tensorflow.DerivedStatus='']",
-    ),
-    LibraryLine(
-        "gRPC, after a message of the coordination service",
-        r"Additional GRPC error information from remote target ",
-        "Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling",
-    ),
-    LibraryLine(
-        "gRPC's details",
-        r':(?:UNKNOWN:Error received from peer|\{"created":)',
-        ':UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"failed to connect to all addresses"}',
-    ),
-    LibraryLine(
-        "Python code of TensorFlow at level INFO",
-        r"INFO:tensorflow:",
-        "INFO:tensorflow:Using MirroredStrategy with devices ('/job:worker/task:0/device:CPU:0',)",
-    ),
-    LibraryLine(
-        "the same once more, where absl's logging is in use",
-        r"I\d{4} \d\d:\d\d:\d\d\.\d{6} +\d+ "
-        r"(?:collective_all_reduce_strategy|mirrored_strategy|cross_device_ops)\.py:\d+\] ",
-        "I1125 20:26:27.022455 139651931122560 collective_all_reduce_strategy.py:603] Enabled multi-worker collective",
-    ),
-    LibraryLine(
-        "TFDS at level INFO, where absl's logging is in use",
-        r"I\d{4} \d\d:\d\d:\d\d\.\d{6} +\d+ (?:dataset_builder\.py:\d+\] (?:Generating|Reusing|Overwrite|Skipping)|"
-        r"dataset_info\.py:\d+\] (?:Load dataset info|Field info|Loading info)|writer\.py:\d+\] Done writing|"
-        r"reader\.py:\d+\] Creating a tf\.data\.Dataset|logging_logger\.py:\d+\] Constructing)",
-        "I1125 20:26:32.067678 139651931122560 dataset_info.py:711] Load dataset info from /root/tensorflow_datasets/d",
-        anywhere=True,
-    ),
-    LibraryLine(
-        "Keras, of its own default `shuffle=True`, on every `fit` of a dataset",
-        r".*/keras/src/trainers/epoch_iterator\.py:\d+: UserWarning: `shuffle=True` was passed, but will be ignored",
-        "/lib/keras/src/trainers/epoch_iterator.py:74: UserWarning: `shuffle=True` was passed, but will be ignored",
-    ),
-    LibraryLine(
-        "the line of source that Python shows below it",
-        r"  self\.data_adapter = data_adapters\.get_data_adapter\($",
-        "  self.data_adapter = data_adapters.get_data_adapter(",
-    ),
-    LibraryLine(
-        "tfdist, about a peer that has ended, which `tfdist run` reports itself",
-        r"(?:ERROR:absl:|E\d{4} \S+ +\d+ coordination_store\.py:\d+\] )worker \d+ at \S+ is gone: its process ended",
-        "ERROR:absl:worker 1 at 127.0.0.1:61882 is gone: its process ended. See its log for the reason.",
-    ),
+# Lines of libraries that the terminal does not show. tests/test_output.py has an example of each pattern.
+# These may also start in the middle of a line, after an unfinished progress bar.
+_PATTERNS_ANYWHERE = (
+    # C++ code of TensorFlow, XLA and the coordination service: all but fatal errors
+    r"[IWE]\d{4} \d\d:\d\d:\d+\.\d+ +\d+ [\w.-]+\.(?:cc|cu|cpp|h):\d+\] ",
+    # The same in versions of TensorFlow up to 2.19
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE] \S+\.(?:cc|cu|cpp|h):\d+\] ",
+    # TFDS at level INFO, where absl's logging is in use
+    r"I\d{4} \d\d:\d\d:\d\d\.\d{6} +\d+ (?:dataset_builder\.py:\d+\] (?:Generating|Reusing|Overwrite|Skipping)|"
+    r"dataset_info\.py:\d+\] (?:Load dataset info|Field info|Loading info)|writer\.py:\d+\] Done writing|"
+    r"reader\.py:\d+\] Creating a tf\.data\.Dataset|logging_logger\.py:\d+\] Constructing)",
 )
-_AT_START = re.compile("|".join(f"(?:{each.pattern})" for each in LIBRARY_LINES).encode())
-_ANYWHERE = re.compile("|".join(f"(?:{each.pattern})" for each in LIBRARY_LINES if each.anywhere).encode())
+# These are at the start of a line.
+_PATTERNS_AT_START = (
+    # The place in the graph, on a line of its own after a message of C++ code
+    r"\s*\[\[\{\{(?:function_)?node ",
+    # absl's C++ logging
+    r"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR",
+    # The second line of cpu_feature_guard.cc
+    r"To enable the following instructions: .*rebuild TensorFlow",
+    # The list of tasks after a message of coordination_service.cc
+    r"/job:\w+/replica:\d+/task:\d+$",
+    # The second line of an aborted collective
+    r"The error could be from a previous operation\. Restart your program to reset\."
+    r"(?: \[type\.googleapis\.com/.*)?$",
+    # The node of the graph that failed, in local_rendezvous.cc
+    r"\t \[\[\{\{.*\[type\.googleapis\.com/tensorflow\.",
+    # gRPC, after a message of the coordination service
+    r"Additional GRPC error information from remote target ",
+    # gRPC's details
+    r':(?:UNKNOWN:Error received from peer|\{"created":)',
+    # Python code of TensorFlow at level INFO
+    r"INFO:tensorflow:",
+    # The same once more, where absl's logging is in use
+    r"I\d{4} \d\d:\d\d:\d\d\.\d{6} +\d+ "
+    r"(?:collective_all_reduce_strategy|mirrored_strategy|cross_device_ops)\.py:\d+\] ",
+    # Keras, of its own default `shuffle=True`, on every `fit` of a dataset
+    r".*/keras/src/trainers/epoch_iterator\.py:\d+: UserWarning: `shuffle=True` was passed, but will be ignored",
+    # The line of source that Python shows below it
+    r"  self\.data_adapter = data_adapters\.get_data_adapter\($",
+    # tfdist, about a peer that has ended, which `tfdist run` reports itself
+    r"(?:ERROR:absl:|E\d{4} \S+ +\d+ coordination_store\.py:\d+\] )worker \d+ at \S+ is gone: its process ended",
+)
+_ANYWHERE = re.compile("|".join(_PATTERNS_ANYWHERE).encode())
+_AT_START = re.compile("|".join((*_PATTERNS_ANYWHERE, *_PATTERNS_AT_START)).encode())
 
 
 def is_library_line(line: str) -> bool:
-    """Returns whether a line, without its line end, is one that libraries print, by the formats in `LIBRARY_LINES`."""
+    """Returns whether a line, without its line end, is one that libraries print, by their patterns."""
     return _AT_START.match(line.encode()) is not None
 
 
 class TerminalFilter:
-    """Removes lines of libraries (`LIBRARY_LINES`), crash dumps and reported tracebacks from a worker's standard error.
+    """Removes lines of libraries, crash dumps and reported tracebacks from a worker's standard error.
 
     Call `feed` with each chunk read. When the stream pauses, `flush` returns the incomplete last line.
 
