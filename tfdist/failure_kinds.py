@@ -15,20 +15,6 @@ from collections.abc import Sequence
 
 import tfdist.errors
 
-__all__ = [
-    "Cause",
-    "FailureKind",
-    "cause_from_text",
-    "causes_of",
-    "exception_in_log",
-    "is_refusal",
-    "kind_of_exception",
-    "tell_kind",
-    "telling_line",
-    "told_kind",
-    "user_line",
-]
-
 
 class FailureKind(enum.StrEnum):
     """Kinds of failures of workers, to decide on a restart. A restart helps with neither of the first two kinds."""

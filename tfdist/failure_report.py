@@ -17,8 +17,6 @@ from typing import Any
 from tfdist.run_files import ATTEMPT, RunFiles, is_supervised
 from tfdist.symlink_safe_file import write_whole
 
-__all__ = ["LEFT", "install_hook", "note_step", "write_report"]
-
 LEFT = "left"
 """Report kind of a worker that had finished, but exits as a failure because another worker failed."""
 

@@ -15,8 +15,6 @@ from absl import logging
 
 from tfdist.symlink_safe_file import no_follow
 
-__all__ = ["OTHER_HOST_SECONDS", "held", "way_out"]
-
 OTHER_HOST_SECONDS = 120.0  # An NFS server keeps a dead host's locks for its lease time, 90 s by default.
 _POLL_SECONDS, _TELL_SECONDS = 0.1, 30.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

@@ -22,8 +22,6 @@ import pathlib
 
 from tfdist.symlink_safe_file import write_whole
 
-__all__ = ["ATTEMPT", "RUN_DIR", "RunFiles", "is_restarted", "is_supervised", "log_path"]
-
 RUN_DIR = "TFDIST_RUN_DIR"
 """Environment variable with the folder of this run, which all attempts on this host share."""
 

@@ -4,8 +4,6 @@ import errno
 import os
 import pathlib
 
-__all__ = ["no_follow", "write_whole"]
-
 
 def no_follow(path: str | os.PathLike[str], flags: int) -> int:
     """Opens a file unless its path is a symbolic link; an `opener` for the built-in `open`.

@@ -15,8 +15,6 @@ from tfdist.cluster.address import split_address
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.errors import ClusterError, TFConfigError
 
-__all__ = ["HeldPorts", "check_bindable", "free_ports", "hold_ports", "is_held"]
-
 _HELD = "TFDIST_HELD_PORTS"  # Environment variable that lists the ports held for the workers.
 _FIRST_PORT = 10000
 _RETRY_SECONDS = 1.0

@@ -7,11 +7,6 @@ from typing import Any
 from tfdist.cluster.address import checked_port, is_digits
 from tfdist.errors import TFConfigError
 
-__all__ = [
-    *("BASE_PORT", "MPI_RANKS", "addresses_on", "expand_counts", "expand_hosts", "mpi_place", "slurm_place"),
-    "slurm_port",
-]
-
 BASE_PORT = 12345
 """The default port of the first worker on each machine."""
 

@@ -12,8 +12,6 @@ from tfdist.cluster.address import is_digits, split_address
 from tfdist.cluster.schedulers import BASE_PORT, addresses_on, mpi_place, slurm_place, slurm_port
 from tfdist.errors import TFConfigError
 
-__all__ = ["DEVICES_PER_WORKER_VARIABLE", "ClusterSpec", "is_chief"]
-
 DEVICES_PER_WORKER_VARIABLE = "TFDIST_DEVICES_PER_WORKER"
 """The environment variable that tells the strategy in a worker how many logical devices to make."""
 

@@ -18,22 +18,6 @@ import tensorflow as tf
 
 from tfdist._compat import keras_stack
 
-__all__ = [
-    "BUILDING",
-    "CALLBACK",
-    "COMPUTE",
-    "EXCHANGE",
-    "INPUT",
-    "MEETING",
-    "TRACING",
-    "TRAIN",
-    "Activity",
-    "Call",
-    "Doing",
-    "Execution",
-    "is_between_steps",
-]
-
 BUILDING = "building"
 TRACING = "tracing"
 INPUT = "input"

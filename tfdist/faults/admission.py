@@ -6,8 +6,6 @@ from typing import Any
 
 from tfdist.network.connection_acceptor import printable
 
-__all__ = ["PLAIN_SECONDS", "Admission", "Introduction", "Verdict"]
-
 PLAIN_SECONDS = 3.0
 """How long a misfit on a host of this cluster must keep trying before it ends the job."""
 

@@ -12,8 +12,6 @@ from tfdist.faults.coordination_store import CoordinationStore
 from tfdist.faults.peer_liveness import PeerLiveness
 from tfdist.faults.peer_probe import PeerProbe
 
-__all__ = ["watch_chief"]
-
 _POLL_PART, _SILENCE_PART = 0.1, 0.8  # Fractions of the heartbeat timeout: this error comes first.
 _STOP_SECONDS = 0.1
 

@@ -13,8 +13,6 @@ from absl import logging
 from tfdist._compat import tf_internals
 from tfdist.errors import ClusterError
 
-__all__ = ["DONE", "OVER", "CoordinationStore"]
-
 DONE = "done"
 """The subject under which a worker writes, at its end, whether it is done."""
 

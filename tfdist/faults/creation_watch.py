@@ -12,8 +12,6 @@ from absl import logging
 from tfdist.errors import ClusterError
 from tfdist.faults.coordination_store import CoordinationStore
 
-__all__ = ["CreationWatch"]
-
 _RULE = "All workers must make the same variables in the same order"
 _POLL_SECONDS = 1.0
 _WAIT_SECONDS = 2.0  # Before a waiting worker sends the description of its variable.

@@ -7,8 +7,6 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["FaultTolerance", "options_of"]
-
 _LONGEST_SECONDS = 2_000_000  # TensorFlow counts milliseconds in 32 bits.
 
 

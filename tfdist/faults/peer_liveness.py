@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 
 from tfdist.cluster.address import split_address
 
-__all__ = ["PeerLiveness"]
-
 _DONE, _FAILED = b"bye\n", b"bad\n"
 _IDLE_SECONDS = 30  # Keeps firewalls from dropping an idle connection.
 _CHECKS, _CHECK_SECONDS = 5, 0.2

@@ -9,8 +9,6 @@ from tfdist._compat import tf_internals
 from tfdist.errors import WorkerLostError
 from tfdist.faults.fault_tolerance import options_of
 
-__all__ = ["PeerProbe"]
-
 _PAUSE_SECONDS = 1.0
 
 

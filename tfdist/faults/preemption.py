@@ -26,8 +26,6 @@ from tfdist.faults.fault_tolerance import FaultTolerance, options_of
 from tfdist.faults.process_exit import end_with
 from tfdist.run_files import is_supervised
 
-__all__ = ["LoneReports", "Watch", "give_signals_back", "install", "leave", "uninstall"]
-
 _LEAVE_SECONDS = 10.0  # For handlers, `finally` blocks and `atexit` functions after the save.
 _MAIN_SECONDS = 0.1  # For the main thread to notice that no training is under way.
 _JOIN_SECONDS = 2.0

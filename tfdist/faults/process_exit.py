@@ -7,8 +7,6 @@ import multiprocessing
 import os
 import sys
 
-__all__ = ["end_with"]
-
 _code: int | None = None
 
 

@@ -50,8 +50,6 @@ from tfdist.network.handshake import (
 from tfdist.network.secret import Secret
 from tfdist.network.tls import Tls, connect
 
-__all__ = ["addresses_of", "connecting", "meet", "unconnected"]
-
 _STATUS_SECONDS = 1.0
 _LOG_SECONDS = 5.0
 _RETRY_SECONDS = 0.2

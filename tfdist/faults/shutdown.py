@@ -18,8 +18,6 @@ from tfdist.faults.coordination_store import DONE, CoordinationStore
 from tfdist.faults.peer_liveness import PeerLiveness
 from tfdist.faults.process_exit import end_with
 
-__all__ = ["leave_together"]
-
 _FAREWELL_SECONDS = 2.0
 _TELL_SECONDS = 20.0  # Healthy workers end within seconds of each other, and log nothing.
 _LINE_LENGTH = 500

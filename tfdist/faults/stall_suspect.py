@@ -6,18 +6,6 @@ from typing import Any
 
 from tfdist.faults.activity import COMPUTE, EXCHANGE, INPUT, MEETING
 
-__all__ = [
-    "ITS_END",
-    "UNLIKE_CALLS",
-    "WAITING",
-    "Positions",
-    "describe",
-    "meeting_of",
-    "suspect_of",
-    "unlike_calls",
-    "yet_to_come",
-]
-
 Positions = Mapping[int, Mapping[str, Any] | None]
 """The position of each worker: its "step", "section", "call" and "begun"; `None` if the worker does not answer."""
 

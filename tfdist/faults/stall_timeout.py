@@ -7,8 +7,6 @@ from typing import Any
 
 from tfdist.faults.activity import BUILDING, COMPUTE, EXCHANGE, INPUT, MEETING, TRACING
 
-__all__ = ["StallTimeout"]
-
 _FLOOR_SECONDS = 60.0
 _CAP_SECONDS = 1800.0
 _UNSEEN_SECONDS = 600.0  # For a first exchange with invisible bytes: 440 MB at 6 Mbit/s.

@@ -33,21 +33,6 @@ from tfdist.strategies.compression_state import TrafficTotals
 from tfdist.strategies.reduction_request import ReductionRequest
 from tfdist.strategies.step import current_step
 
-__all__ = [
-    "COMPRESSIONS",
-    "BenchPlan",
-    "ModelExchange",
-    "Row",
-    "check_sum",
-    "exchange",
-    "measure",
-    "measure_aloud",
-    "predict",
-    "print_tables",
-    "recommendation",
-    "report",
-]
-
 _GRACE_SECONDS = 5.0  # Lets the chief, which has the results, end first.
 _LONGEST_SECONDS = 1e6
 _LEAST_REPETITIONS, _MOST_REPETITIONS = 3, 50

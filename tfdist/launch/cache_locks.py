@@ -11,8 +11,6 @@ import re
 import stat
 from collections.abc import Iterator
 
-__all__ = ["describe", "is_left_behind", "lock_named_in", "locks_in", "remove"]
-
 _SUFFIX = ".lockfile"
 _LOCK = re.compile(r"cache lockfile already exists \('(?P<path>[^']+\.lockfile)'\)")
 # Other hosts cannot write to these file systems, so a process of this machine made any lock there.

@@ -26,8 +26,6 @@ from tfdist.launch.stop_signals import stop_signals
 from tfdist.launch.supervisor import Supervisor, SupervisorOptions
 from tfdist.launch.worker_count_limit import WorkerLimits, refusal
 
-__all__ = ["main"]
-
 _SAME_REQUEST_SECONDS = 1.0
 _STARTING_OPTIONS = ("--workers", "-n", "--slurm", "--mpi")
 

@@ -27,16 +27,6 @@ from tfdist.launch.terminal_filter import is_library_line
 from tfdist.launch.worker_group import WorkerExit, describe_exit
 from tfdist.run_files import RunFiles, log_path
 
-__all__ = [
-    "Failure",
-    "first_failure",
-    "is_consequence",
-    "not_started",
-    "reported_messages",
-    "reported_since",
-    "reported_stack",
-]
-
 _TAIL_LINES = 30
 _TAIL_BYTES = 1 << 16
 _FROM_REPORT = ("exception", "message", "stack", "suspect", "step", "section")

@@ -10,8 +10,6 @@ import struct
 
 from tfdist.errors import ClusterError
 
-__all__ = ["enter"]
-
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # From sched.h. `os.unshare` needs Python 3.12.
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _LIBC = ctypes.CDLL(None, use_errno=True)

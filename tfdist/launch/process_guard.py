@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from tfdist.errors import ClusterError
 
-__all__ = ["ProcessGuard"]
-
 # Remembers the last line of its input. At the end of input, kills the process groups in that line. Uses a shell, which
 # starts in a millisecond and needs a megabyte.
 _SCRIPT = """

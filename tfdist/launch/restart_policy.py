@@ -4,8 +4,6 @@ import enum
 
 from tfdist.failure_kinds import FailureKind
 
-__all__ = ["Chance", "Commits", "Restarts", "Size", "chance_of"]
-
 _LONGEST_PAUSE_SECONDS = 30.0
 
 

@@ -14,8 +14,6 @@ from tfdist.cluster import ClusterSpec
 from tfdist.folder_lock import held, way_out
 from tfdist.run_files import RunFiles
 
-__all__ = ["KEPT_RUNS", "folder_of_run"]
-
 KEPT_RUNS = 20
 """Number of folders of this user's runs that stay in the temporary directory, including the newest."""
 

@@ -3,8 +3,6 @@
 from tfdist.exit_codes import PREEMPTED
 from tfdist.launch.first_failure import Failure
 
-__all__ = ["details_of", "duration", "outcome_line"]
-
 _CRASH = "Fatal Python error: "
 
 

@@ -3,8 +3,6 @@
 import signal
 import threading
 
-__all__ = ["hear_of_children", "stop_signals"]
-
 
 def stop_signals() -> list[int]:
     """Returns the signals that ask this process to stop, except ignored ones, as under `nohup` and in background jobs.

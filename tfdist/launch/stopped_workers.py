@@ -4,8 +4,6 @@ import math
 import pathlib
 from collections.abc import Callable, Mapping
 
-__all__ = ["SECONDS", "StoppedWorkers"]
-
 SECONDS = 15.0  # Longer than peers need to notice and report a stopped worker that trains with them.
 _LOOK_SECONDS = 1.0
 

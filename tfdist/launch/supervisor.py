@@ -35,8 +35,6 @@ from tfdist.network.secret import SECRET, new_secret, secret_is_given
 from tfdist.run_files import ATTEMPT, RUN_DIR, RunFiles
 from tfdist.symlink_safe_file import write_whole
 
-__all__ = ["Stragglers", "Supervisor", "SupervisorOptions"]
-
 _FAILURE_GRACE_SECONDS = 2.0
 _CAUSE_SECONDS = 1.5
 _PORT_SECONDS, _FIRST_PORT_SECONDS = 10.0, 3.0  # Workers of the previous attempt may exit slowly.

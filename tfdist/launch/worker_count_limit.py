@@ -6,8 +6,6 @@ import resource
 
 from tfdist.launch.memory_limit import free_memory
 
-__all__ = ["WorkerLimits", "refusal"]
-
 _FILES_A_WORKER, _FILES_OF_OWN = 6, 64  # Log, pipe ends, a held port. Own files of this process.
 _PROCESSES_A_WORKER = 2  # The threads of each process count as well.
 _BYTES_A_WORKER = 16 << 20  # An idle Python process. TensorFlow needs some 400 MB.

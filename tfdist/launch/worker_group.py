@@ -18,8 +18,6 @@ from tfdist.launch.stop_signals import hear_of_children
 from tfdist.launch.worker_output import WorkerOutput
 from tfdist.run_files import log_path
 
-__all__ = ["WorkerExit", "WorkerGroup", "describe_exit"]
-
 _SLOT = "TFDIST_SLOT"  # Distinguishes the workers of a machine, also after some are left out.
 _POLL_SECONDS = 0.05
 _DRAIN_SECONDS = 1.0

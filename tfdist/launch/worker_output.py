@@ -18,8 +18,6 @@ from typing import IO, Protocol
 from tfdist.launch.terminal_filter import TerminalFilter
 from tfdist.symlink_safe_file import no_follow
 
-__all__ = ["LineSplitter", "WorkerOutput"]
-
 _CHUNK_BYTES = 1 << 16
 _LINE_BYTES = 1 << 16
 _IDLE_MILLISECONDS = 50  # After this time, an incomplete line is shown.

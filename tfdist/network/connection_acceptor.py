@@ -16,8 +16,6 @@ from absl import logging
 from tfdist.network.handshake import NotOursError, RefusedError
 from tfdist.network.tls import Tls, accept, handshake
 
-__all__ = ["ConnectionAcceptor", "Warnings", "printable", "remote_host"]
-
 T = TypeVar("T")
 
 _GUEST_SECONDS = 3.0

@@ -17,8 +17,6 @@ from typing import Any
 
 from tfdist.network.secret import SECRET, Secret
 
-__all__ = ["LINE_BYTES", "NotOursError", "RefusedError", "introduce", "parse", "receive", "receive_line", "send"]
-
 LINE_BYTES = 1 << 14
 """The longest line that is accepted before a proof. A parsed line may take twenty times as much memory."""
 

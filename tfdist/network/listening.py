@@ -10,8 +10,6 @@ from absl import logging
 
 from tfdist.cluster.address import is_loopback
 
-__all__ = ["addresses_of", "listen"]
-
 
 def listen(host: str, port: int, backlog: int, *, reuse_port: bool = False) -> list[socket.socket]:
     """Listens at those addresses of a host name that belong to this machine.

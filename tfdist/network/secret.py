@@ -10,8 +10,6 @@ from typing import Any
 
 from tfdist.errors import ClusterError
 
-__all__ = ["SECRET", "SECRET_FILE", "Secret", "new_secret", "secret_is_given"]
-
 SECRET = "TFDIST_SECRET"
 """The environment variable with the secret of this job."""
 

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from tfdist.errors import ClusterError
 from tfdist.network.handshake import RefusedError, send
 
-__all__ = ["TLS_VARIABLES", "Tls", "TlsFiles", "accept", "connect", "handshake"]
-
 TLS_VARIABLES = ("TFDIST_TLS_CERT", "TFDIST_TLS_KEY", "TFDIST_TLS_CA")
 """The environment variables with the paths of the certificate, its key and the authority's certificate."""
 

@@ -17,8 +17,6 @@ from tfdist.cluster import ClusterSpec
 from tfdist.run_files import ATTEMPT
 from tfdist.testing import faults
 
-__all__ = ["Fault"]
-
 
 class Fault(keras.callbacks.Callback):
     """Injects a fault into a worker at the end of a training step, once per attempt.

@@ -2,8 +2,6 @@
 
 from tfdist.errors import ClusterError
 
-__all__ = ["virtual_devices"]
-
 
 def virtual_devices(n: int) -> list[str]:
     """Splits this process's CPU into logical devices.

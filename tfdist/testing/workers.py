@@ -28,8 +28,6 @@ from tfdist.testing.pool_worker import is_importing_main
 from tfdist.testing.worker_handle import GRACE_SECONDS, WorkerHandle
 from tfdist.testing.worker_replies import Died, Raised, Reply, Returned, doubt
 
-__all__ = ["WorkerPool", "run_workers"]
-
 T = TypeVar("T")
 
 _POLL_SECONDS = 0.25
