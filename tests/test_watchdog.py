@@ -208,7 +208,7 @@ def test_validation_and_skipped_batches_count_as_progress():
 
 def test_a_fit_without_a_strategy_is_watched_only_within_another_fit():
     strategy = tfdist.MirroredStrategy(["CPU:0"])
-    dog = Watchdog(strategy, watchdog.Alone(0), StallTimeout(), Creations())
+    dog = Watchdog(strategy, CoordinationStore(0, 1), StallTimeout(), Creations())
     x, seen = np.ones((4, 2)), []
 
     def look():
@@ -512,7 +512,9 @@ def test_training_alone_on_one_worker_keeps_the_numbers_of_watchdogs_equal():
     def made(board):
         return Watchdog(Lone(), board, StallTimeout(), Creations())._subject
 
-    first, *_, second = (made(board) for board in (CoordinationStore(0, 2), watchdog.Alone(1), CoordinationStore(0, 2)))
+    first, *_, second = (
+        made(board) for board in (CoordinationStore(0, 2), CoordinationStore(1, 1), CoordinationStore(0, 2))
+    )
     assert int(second.split("-")[1]) == int(first.split("-")[1]) + 1
 
 
@@ -657,7 +659,7 @@ def test_a_failed_call_has_ended_although_its_exception_is_kept():
     model.fit(x, x[:, :1], verbose=0)
     assert strategy.reports.doing().call is None
     fails("on_train_batch_begin")
-    dog = Watchdog(strategy, watchdog.Alone(0), StallTimeout(0.001), Creations())
+    dog = Watchdog(strategy, CoordinationStore(0, 1), StallTimeout(0.001), Creations())
     dog._look(1.0)
     dog._look(1.0)
     assert dog._patience.is_over

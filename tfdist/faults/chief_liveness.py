@@ -39,7 +39,7 @@ def watch_chief(
             except ClusterError as error:
                 if 0 not in lifelines.ended:
                     lifelines.silent.add(0)
-                    board.report_silence(str(error))
+                    board.abort(str(error))
                 return
 
     def stop() -> None:  # Must precede exit handlers that could wait forever for worker 0, and TensorFlow's shutdown.

@@ -30,7 +30,7 @@ class CoordinationStore:
 
     Args:
       worker: Index of this worker.
-      workers: Number of workers.
+      workers: Number of workers; 1 if this worker trains alone, even if others run beside it.
     """
 
     def __init__(self, worker: int, workers: int):
@@ -40,7 +40,7 @@ class CoordinationStore:
     @property
     def others(self) -> list[int]:
         """The indices of this worker's peers, whose values it can read."""
-        return [worker for worker in range(self.workers) if worker != self.worker]
+        return [worker for worker in range(self.workers) if worker != self.worker] if self.workers > 1 else []
 
     def say(self, subject: str, what: Any, worker: int | None = None) -> None:
         """Writes this worker's value for a subject, replacing its earlier value.
@@ -97,17 +97,13 @@ class CoordinationStore:
         """Makes all workers' collectives fail after a worker has ended; only this worker's, if worker 0 has ended."""
         message = f"worker {worker} at {address} is gone: its process ended. See its log for the reason."
         if worker == 0:
-            self._abort(message)
+            self.abort(message)
         else:
             logging.error(message)  # TensorFlow's own error may have come first.
             with contextlib.suppress(tf.errors.OpError):
                 self.report_error(message)
             with contextlib.suppress(tf.errors.OpError):
                 self.say_over(False, worker)
-
-    def report_silence(self, message: str) -> None:
-        """Makes only this worker's collectives fail: worker 0, which informs the peers, does not answer."""
-        self._abort(message)
 
     def say_over(self, done: bool, worker: int | None = None) -> None:
         """Stores that a worker's program has ended, so that peers stop waiting for it. Costs three messages.
@@ -186,7 +182,8 @@ class CoordinationStore:
                 heard[worker] = self._await(subject, worker, deadline)
         return heard
 
-    def _abort(self, message: str) -> None:
+    def abort(self, message: str) -> None:
+        """Makes only this worker's collectives fail, if worker 0, which informs the peers, is gone or silent."""
         logging.error(message)
         tf_internals.context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 

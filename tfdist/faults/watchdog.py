@@ -69,7 +69,6 @@ from tfdist.run_files import is_supervised
 
 __all__ = [
     "WAITING",
-    "Alone",
     "Creations",
     "Watchdog",
     "moved",
@@ -168,22 +167,6 @@ class Creations:
             self.since = None
 
 
-class Alone(CoordinationStore):
-    """Replaces the coordination store for the watchdog of a worker that trains alone, even if others run beside it.
-
-    Args:
-      worker: Index of this worker in its cluster.
-    """
-
-    def __init__(self, worker: int) -> None:
-        super().__init__(worker, 1)
-
-    @property
-    def others(self) -> list[int]:
-        """An empty list: this worker trains alone, so the watchdog has no peers to ask."""
-        return []
-
-
 def start(
     strategy: Any, board: CoordinationStore, creations: Creations, carried: Callable[[], int] | None = None
 ) -> None:
@@ -207,7 +190,7 @@ def start_alone(strategy: Any) -> None:
     """Watches the training of a strategy with one worker, if `tfdist run` can restart it."""
     if is_supervised():
         cluster = ClusterSpec.from_env()
-        start(strategy, Alone(cluster.worker_id if cluster else 0), Creations())
+        start(strategy, CoordinationStore(cluster.worker_id if cluster else 0, 1), Creations())
 
 
 class Watchdog:

@@ -1,11 +1,9 @@
 """Finds the failure that caused all others in a group of workers, and describes it for the user and for restarts."""
 
-import contextlib
 import dataclasses
 import json
 import pathlib
 import re
-import signal
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +22,7 @@ from tfdist.failure_kinds import (
 )
 from tfdist.failure_report import LEFT
 from tfdist.launch.terminal_filter import is_library_line
-from tfdist.launch.worker_group import WorkerExit, describe_exit
+from tfdist.launch.worker_group import WorkerExit, describe_exit, signal_name
 from tfdist.run_files import RunFiles, log_path
 
 _TAIL_LINES = 30
@@ -131,10 +129,6 @@ class Failure:
         because = "" if self.suspect is None else f", probably because of worker {self.suspect}"
         return f"worker {self.worker} ended by {self.kind}{because}: {self.message or describe_exit(self.exit_code)}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the failure in the format of `failure.json`, the supervisor's summary for the user."""
-        return dataclasses.asdict(self)
-
 
 def first_failure(
     run_dir: pathlib.Path, attempt: int, by_themselves: Sequence[WorkerExit], asked: Sequence[WorkerExit], since: float
@@ -176,19 +170,12 @@ def reported_since(run_dir: pathlib.Path, attempt: int, pids: Mapping[int, int])
 
 def reported_stack(run_dir: pathlib.Path, attempt: int, worker: int) -> str:
     """Returns the traceback in a worker's failure report, or an empty string."""
-    try:
-        return str(json.loads(RunFiles(run_dir).report(attempt, worker).read_text())["stack"] or "")
-    except (OSError, ValueError, LookupError, TypeError):
-        return ""
+    return str(_read(RunFiles(run_dir).report(attempt, worker)).get("stack") or "")
 
 
 def reported_messages(run_dir: pathlib.Path, attempt: int) -> list[str]:
     """Returns the error messages in the failure reports of all workers of an attempt."""
-    messages = []
-    for path in RunFiles(run_dir).reports(attempt):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            messages.append(str(json.loads(path.read_text())["message"]))
-    return messages
+    return [str(_read(path).get("message") or "") for path in RunFiles(run_dir).reports(attempt)]
 
 
 def not_started(attempt: int, worker: int | None, error: Exception, time: float) -> Failure:
@@ -224,7 +211,7 @@ def _failure(
         time=report.get("time", ended.time),
         kind=report.get("kind") or ("signal" if returncode < 0 else "stall" if returncode == STALLED else "exit"),
         exit_code=returncode if returncode >= 0 else 128 - returncode,
-        signal=_signal_name(-returncode) if returncode < 0 else None,
+        signal=signal_name(-returncode) if returncode < 0 else None,
         log=str(path),
         reason=telling_line(message) if message else None,
         line=user_line(stack) if stack else None,
@@ -263,18 +250,17 @@ def _report_from_log(output: str) -> Mapping[str, Any]:
 
 def _report(run_dir: pathlib.Path, attempt: int, worker: int, pid: int) -> Mapping[str, Any]:
     """Returns a worker's failure report. Empty if the report is missing, incomplete or of another process."""
+    report = _read(RunFiles(run_dir).report(attempt, worker))
+    return report if report.get("pid") == pid and isinstance(report.get("time"), int | float) else {}
+
+
+def _read(path: pathlib.Path) -> Mapping[str, Any]:
+    """Returns the failure report in a file. Empty if the file is missing or incomplete."""
     try:
-        report = json.loads(RunFiles(run_dir).report(attempt, worker).read_text())
-        return report if report["pid"] == pid and isinstance(report["time"], int | float) else {}
-    except (OSError, ValueError, LookupError, TypeError):
+        report = json.loads(path.read_text())
+    except (OSError, ValueError):
         return {}
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # A real-time signal has no name.
-        return f"signal {number}"
+    return report if isinstance(report, dict) else {}
 
 
 def _end_of(path: pathlib.Path) -> str:

@@ -491,7 +491,7 @@ class Supervisor:
         run = {"outcome": outcome, "run_exit_code": exit_code}
         attempts = [dataclasses.asdict(attempt) for attempt in self._attempts]
         try:
-            text = json.dumps({**run, **failures[-1].to_json(), "attempts": attempts}, indent=1)
+            text = json.dumps({**run, **dataclasses.asdict(failures[-1]), "attempts": attempts}, indent=1)
             write_whole(self._files.summary, text)
         except OSError as error:
             logging.error("failure.json could not be written: %s", error)  # The job continues.

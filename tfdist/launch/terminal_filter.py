@@ -70,7 +70,30 @@ def is_library_line(line: str) -> bool:
     return _AT_START.match(line.encode()) is not None
 
 
-class TerminalFilter:
+class OutputFilter:
+    """Selects the bytes of a worker's output that the terminal shows. This base class shows all."""
+
+    _rest = b""
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether bytes are held back, so that `flush` must be called when the output pauses."""
+        return bool(self._rest)
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Returns the bytes to show of this chunk of output and of earlier bytes held back."""
+        return chunk
+
+    def flush(self) -> bytes:
+        """Returns the bytes to show of those held back, at a pause of the output."""
+        return b""
+
+    def end(self) -> bytes:
+        """Returns the bytes to show of those held back, at the end of the output."""
+        return b""
+
+
+class TerminalFilter(OutputFilter):
     """Removes lines of libraries, crash dumps and reported tracebacks from a worker's standard error.
 
     Call `feed` with each chunk read. When the stream pauses, `flush` returns the incomplete last line.
@@ -82,16 +105,10 @@ class TerminalFilter:
 
     def __init__(self, reported_stack: Callable[[], str] = str):
         self._reported_stack = reported_stack
-        self._rest = b""
         self._end_of_stack: bytes | None = None  # Last line of the reported traceback, once the traceback begins.
         self._left = 0  # How often that line will still appear.
         self._most_left = 0  # Largest number of lines until then.
         self._in_dump = False
-
-    @property
-    def has_rest(self) -> bool:
-        """Whether the filter holds an incomplete line, so that `flush` must be called when the stream pauses."""
-        return bool(self._rest)
 
     def feed(self, chunk: bytes) -> bytes:
         """Filters a chunk of output: returns the bytes to show of it and of the incomplete line before it."""

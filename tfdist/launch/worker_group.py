@@ -129,7 +129,7 @@ class WorkerGroup:
     def poll(self) -> None:
         """Records workers that have ended since the last `poll`, and kills child processes that they left running."""
         for index in list(self._running):
-            if _has_ended(self._running[index]):
+            if has_ended(self._running[index]):
                 self._reap(index)
         if os.getpid() == 1:
             reap_orphans([process.pid for process in self._running.values()])
@@ -224,10 +224,15 @@ def describe_exit(returncode: int) -> str:
     """Describes how a process ended: "ended with exit code 3", "was killed by SIGKILL"."""
     if returncode >= 0:
         return f"ended with exit code {returncode}"
+    return f"was killed by {signal_name(-returncode)}"
+
+
+def signal_name(number: int) -> str:
+    """Returns the name of a signal, such as "SIGKILL"."""
     try:
-        return f"was killed by {signal.Signals(-returncode).name}"
+        return signal.Signals(number).name
     except ValueError:  # A real-time signal has no name.
-        return f"was killed by signal {-returncode}"
+        return f"signal {number}"
 
 
 def reap_orphans(own: Collection[int]) -> None:
@@ -250,6 +255,6 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
     """Returns whether the process has ended. Does not reap the process, so its id stays reserved."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None

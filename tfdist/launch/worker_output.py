@@ -13,9 +13,9 @@ import threading
 import time
 import tty
 from collections.abc import Callable
-from typing import IO, Protocol
+from typing import IO
 
-from tfdist.launch.terminal_filter import TerminalFilter
+from tfdist.launch.terminal_filter import OutputFilter, TerminalFilter
 from tfdist.symlink_safe_file import no_follow
 
 _CHUNK_BYTES = 1 << 16
@@ -49,12 +49,12 @@ class WorkerOutput:
     def __init__(self, path: pathlib.Path, *, show: str, name: str = "", reported_stack: Callable[[], str] = str):
         self._log: IO[bytes] = open(path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 (see `finish`)
         self._ends: list[int] = []  # The worker's descriptors.
-        self._sources: list[tuple[int, int | None, _View]] = []  # Source, target, view.
+        self._sources: list[tuple[int, int | None, OutputFilter]] = []  # Source, target, view.
         self._pumps: list[threading.Thread] = []
         self.stderr: int = subprocess.STDOUT
         # This process also copies output that goes only to the log, so that a full disk is no error in the worker.
         if show == "calm":
-            self.stdout = self._open_source(_STDOUT, _Everything(), terminal=os.isatty(_STDOUT))
+            self.stdout = self._open_source(_STDOUT, OutputFilter(), terminal=os.isatty(_STDOUT))
             self.stderr = self._open_source(_STDERR, TerminalFilter(reported_stack), terminal=os.isatty(_STDERR))
         else:
             shown = _STDOUT if show == "by line" else None
@@ -82,7 +82,7 @@ class WorkerOutput:
         if not any(pump.is_alive() for pump in self._pumps):
             self._log.close()
 
-    def _open_source(self, shown: int | None, view: "_View", *, terminal: bool) -> int:
+    def _open_source(self, shown: int | None, view: OutputFilter, *, terminal: bool) -> int:
         """Opens a channel, returns the worker's end. The output goes to the log and, filtered by `view`, to `shown`."""
         if terminal and shown is not None:
             ours, theirs = pty.openpty()
@@ -99,7 +99,7 @@ class WorkerOutput:
         while self._ends:
             os.close(self._ends.pop())
 
-    def _pump(self, source: int, shown: int | None, view: "_View") -> None:
+    def _pump(self, source: int, shown: int | None, view: OutputFilter) -> None:
         """Copies a worker's output until its end even if writes fail, because the worker must not block on a full pipe.
 
         Shows no more output once its reader is gone (`| head`), but keeps writing the log: a full disk may get room.
@@ -118,48 +118,14 @@ class WorkerOutput:
         _show(shown, view.end())
 
 
-class _View(Protocol):
-    """Interface of filters that select which bytes of a worker's output the terminal shows."""
-
-    @property
-    def has_rest(self) -> bool:
-        """Whether the filter holds back bytes of a worker's output, which `flush` may return."""
-
-    def feed(self, chunk: bytes) -> bytes:
-        """Returns the bytes that the terminal shows of this chunk of output and of earlier bytes held back."""
-
-    def flush(self) -> bytes:
-        """Returns those held back bytes that the terminal shows when a worker's output pauses."""
-
-    def end(self) -> bytes:
-        """Returns those held back bytes that the terminal shows when a worker's output has ended."""
-
-
-class _Everything:
-    has_rest = False
-
-    def feed(self, chunk: bytes) -> bytes:
-        return chunk
-
-    def flush(self) -> bytes:
-        return b""
-
-    end = flush
-
-
-class _NamedLines:
+class _NamedLines(OutputFilter):
     """Shows whole lines of a worker's output, each after the worker's name."""
-
-    has_rest = False
 
     def __init__(self, name: bytes):
         self._name, self._lines = name, LineSplitter()
 
     def feed(self, chunk: bytes) -> bytes:
         return self._named(self._lines.split(chunk))
-
-    def flush(self) -> bytes:
-        return b""
 
     def end(self) -> bytes:
         return self._named(self._lines.rest())

@@ -15,6 +15,7 @@ from multiprocessing.connection import Pipe
 from typing import IO
 
 from tfdist.cluster import DEVICES_PER_WORKER_VARIABLE, ClusterSpec
+from tfdist.launch.worker_group import has_ended
 from tfdist.testing.worker_replies import Died, Reply
 
 GRACE_SECONDS = 1.0  # Time for a process to end by itself with its own exit code.
@@ -62,13 +63,6 @@ class WorkerHandle:
         self.kill(after_seconds=GRACE_SECONDS)
         return Died(self.index, self.process.wait())
 
-    def has_ended(self) -> bool:
-        """Returns whether the worker process has ended.
-
-        Does not reap the process: `kill` is safe while its id is reserved.
-        """
-        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-
     def dump_stacks(self) -> None:
         """Makes the worker print the stacks of all its threads, to explain a timeout."""
         os.kill(self.process.pid, signal.SIGUSR1)
@@ -85,7 +79,7 @@ class WorkerHandle:
         if self.process.returncode is not None:
             return
         deadline = time.monotonic() + after_seconds
-        while not self.has_ended() and time.monotonic() < deadline:
+        while not has_ended(self.process) and time.monotonic() < deadline:
             time.sleep(0.01)
         os.killpg(self.process.pid, signal.SIGKILL)
 

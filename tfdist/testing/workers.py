@@ -22,7 +22,7 @@ from tfdist.cluster import ClusterSpec
 from tfdist.cluster.ports import HeldPorts, hold_ports
 from tfdist.errors import WorkerError, WorkerTimeoutError
 from tfdist.launch.stop_signals import hear_of_children
-from tfdist.launch.worker_group import describe_exit
+from tfdist.launch.worker_group import describe_exit, has_ended
 from tfdist.network.secret import SECRET, new_secret, secret_is_given
 from tfdist.testing.pool_worker import is_importing_main
 from tfdist.testing.worker_handle import GRACE_SECONDS, WorkerHandle
@@ -197,7 +197,7 @@ class WorkerPool:
             ready = wait([worker.connection for worker in waiting], min(remaining, _POLL_SECONDS))
             for worker in list(waiting):
                 # A process forked by the worker can keep the pipe open, so check the worker too.
-                if worker.connection in ready or worker.has_ended():
+                if worker.connection in ready or has_ended(worker.process):
                     reply = worker.receive()
                     replies.append(reply)
                     waiting.remove(worker)
