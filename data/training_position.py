@@ -21,9 +21,8 @@ class TrainingPosition:
     @property
     def next(self) -> tuple[int, int]:
         """The epoch to train on next, and the step in it."""
-        if self._counted is not None and (epoch := self._counted.epoch_taken) > max(self._next[0], self._epoch_before):
-            self._next = epoch, 0
-        return self._next
+        epoch = self._counted.epoch_taken if self._counted is not None else 0
+        return (epoch, 0) if epoch > max(self._next[0], self._epoch_before) else self._next
 
     def count(self, assignment: BatchAssignment | None) -> None:
         """Counts from now on the epochs taken from this assignment's iterator, or none, to move the position."""
