@@ -13,7 +13,7 @@ from absl import logging
 from tfdist._compat import keras_internals, keras_stack, tf_internals
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
-from tfdist.faults import rendezvous, watchdog
+from tfdist.faults import watchdog
 from tfdist.faults.coordination_store import CoordinationStore
 from tfdist.faults.creation_watch import CreationWatch
 from tfdist.faults.worker_comparison import WorkerComparison
@@ -34,7 +34,7 @@ _TLS_ERROR = (
     "the authority in TFDIST_TLS_CA, and open the hosts' ports to each other; or unset the variables TFDIST_TLS_*, and "
     "protect the network by other means."
 )
-_LINES_SECONDS = 10.0  # For making the workers' own connections, which are optional.
+_CONNECT_SECONDS = 10.0  # For making the workers' own connections, which are optional.
 
 
 class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceExtended):
@@ -101,17 +101,17 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
 
     def _connect_workers(self):
         """Connects all workers with each other. Returns the transport, or `None` and the reason of the failure."""
-        addresses = rendezvous.addresses_of(ClusterSpec.from_env())
+        addresses = ClusterSpec.from_env().training_addresses
         names = [f"worker {worker} at {address}" for worker, address in enumerate(addresses)]
-        lines, problem = {}, "see the logs of its peers"
+        connections, problem = {}, "see the logs of its peers"
         try:
-            lines = connect(self.board, addresses, _LINES_SECONDS)
+            connections = connect(self.board, addresses, _CONNECT_SECONDS)
         except (OSError, ClusterError) as error:
             problem = str(error)
-        if all(self.of_all_workers(int(bool(lines)))):
-            return PeerExchange(self._id_in_cluster, lines, names), ""
-        for line in lines.values():
-            line.close()
+        if all(self.of_all_workers(int(bool(connections)))):
+            return PeerExchange(self._id_in_cluster, connections, names), ""
+        for connection in connections.values():
+            connection.close()
         return None, f"{names[self._id_in_cluster]} on {socket.gethostname()} cannot connect to all peers: {problem}"
 
     @functools.cached_property

@@ -47,28 +47,28 @@ def connect(board: CoordinationStore, addresses: Sequence[str], timeout_seconds:
     admit = functools.partial(_admit, board, _key(token))
     with contextlib.ExitStack() as stack, ConnectionAcceptor(listeners, admit, tls) as reception:
         try:
-            said = board.exchange("lines", [port, token.hex()], timeout_seconds)
+            said = board.exchange("connections", [port, token.hex()], timeout_seconds)
         except tf.errors.OpError as error:
             raise OSError(error.message) from error
-        lines: dict[int, socket.socket] = {}
+        connections: dict[int, socket.socket] = {}
         for peer in range(board.worker):
             rest_seconds = max(0.1, deadline - time.monotonic())
-            lines[peer] = stack.enter_context(
+            connections[peer] = stack.enter_context(
                 _call(board.worker, peer, addresses[peer], said.get(peer), tls, rest_seconds)
             )
-        while missing := [i for i in range(board.worker + 1, board.workers) if i not in lines]:
+        while missing := [i for i in range(board.worker + 1, board.workers) if i not in connections]:
             guest = reception.next(deadline - time.monotonic())
             if guest is None:
                 raise OSError("not connected in time: " + ", ".join(f"worker {i} at {addresses[i]}" for i in missing))
-            line, _, peer = guest
+            connection, _, peer = guest
             if peer in missing:
-                lines[peer] = stack.enter_context(line)
+                connections[peer] = stack.enter_context(connection)
             else:
-                line.close()
-        for line in lines.values():
-            _set_up(line)
+                connection.close()
+        for connection in connections.values():
+            _set_up(connection)
         stack.pop_all()
-        return lines
+        return connections
 
 
 def _key(token: bytes) -> Secret:
@@ -88,11 +88,11 @@ def _call(
     try:
         connection = socket.create_connection((host, port), timeout=min(_TRY_SECONDS, timeout_seconds))
         connection.settimeout(timeout_seconds)  # The kernel connects; the reply needs a thread of the peer.
-        line = connect_tls(tls, connection, host)
-        introduce(line, _key(bytes.fromhex(token)), {"worker": worker})
+        secured = connect_tls(tls, connection, host)
+        introduce(secured, _key(bytes.fromhex(token)), {"worker": worker})
     except (OSError, NotOursError, RefusedError) as error:
         raise OSError(f"worker {worker} cannot connect to worker {peer} at {host}:{port}: {error}") from error
-    return line
+    return secured
 
 
 def _admit(board: CoordinationStore, key: Secret, connection: socket.socket) -> int:
@@ -103,13 +103,13 @@ def _admit(board: CoordinationStore, key: Secret, connection: socket.socket) -> 
     return peer
 
 
-def _set_up(line: socket.socket) -> None:
-    line.settimeout(None)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def _set_up(connection: socket.socket) -> None:
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError):  # Not available on this machine, or not allowed.
         # The default of Linux. Some machines are set to BBR, which mistakes bursts in both directions for a slow link.
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_SECONDS // 2)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_SECONDS * 1000)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_SECONDS // 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_SECONDS * 1000)

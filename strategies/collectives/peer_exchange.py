@@ -41,26 +41,26 @@ _Tag = tuple[int, int]  # The group of an exchange, and its key.
 class PeerExchange:
     """Exchanges the tensors of steps between all workers, over their own connections and without extra copies.
 
-    `lines` are the connections to all peers, by number of the peer. Errors use the `names` of the workers.
+    `connections` are the connections to all peers, by number of the peer. Errors use the `names` of the workers.
     """
 
-    def __init__(self, worker: int, lines: Mapping[int, socket.socket], names: Sequence[str]):
+    def __init__(self, worker: int, connections: Mapping[int, socket.socket], names: Sequence[str]):
         self._worker, self._names = worker, names
-        self._lines = {peer: stream_of(line) for peer, line in lines.items()}
+        self._streams = {peer: stream_of(connection) for peer, connection in connections.items()}
         self._lock = threading.Lock()
         self._rounds: dict[_Tag, _PendingCollective] = {}
         self._gone: dict[int, str] = {}  # Error messages about peers without a connection.
         self._fault: str | None = None
         self._has_aborted = threading.Event()  # Set when TensorFlow's collectives are aborted after a fault.
-        self._sending = {peer: threading.Lock() for peer in lines}
+        self._sending = {peer: threading.Lock() for peer in connections}
         # Complete exchanges, which the receiving thread delivers.
         self._whole: queue.SimpleQueue[tuple[_Tag, _PendingCollective]] = queue.SimpleQueue()
         self._poll = select.epoll()
         self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._send_queues: dict[int, queue.SimpleQueue] = {peer: queue.SimpleQueue() for peer in lines}
+        self._send_queues: dict[int, queue.SimpleQueue] = {peer: queue.SimpleQueue() for peer in connections}
         # Numbers of messages put in the send queues, and of those sent. Only the sending thread changes the latter.
-        self._given, self._sent = dict.fromkeys(lines, 0), dict.fromkeys(lines, 0)
-        threads: list = [("send", self._send, (peer,)) for peer in lines]
+        self._given, self._sent = dict.fromkeys(connections, 0), dict.fromkeys(connections, 0)
+        threads: list = [("send", self._send, (peer,)) for peer in connections]
         for name, target, args in [*threads, ("receive", self._receive, ()), ("watch", self._watch, ())]:
             threading.Thread(target=target, args=args, name=f"tfdist-peers-{name}", daemon=True).start()
 
@@ -81,7 +81,7 @@ class PeerExchange:
         Raises:
           tf.errors.UnavailableError: While the graph runs, if a worker is gone or TensorFlow's collectives fail.
         """
-        workers, others = len(self._names), len(self._lines)
+        workers, others = len(self._names), len(self._streams)
         sent = tf.reshape(tf.bitcast(rows, tf.uint8), [workers if apart else 1, -1])
         size = tf.shape(sent, tf.int64)[1] if sent.shape[1] is None else sent.shape[1]
         with tf.init_scope(), tf.device("CPU:0"):
@@ -104,7 +104,7 @@ class PeerExchange:
 
     def carried_bytes(self) -> int:
         """Returns the number of bytes sent and received, by which the watchdog sees progress, however slow."""
-        return sum(line.sent + line.received for line in self._lines.values())
+        return sum(stream.sent + stream.received for stream in self._streams.values())
 
     @staticmethod
     def carries(rows: tf.Tensor) -> bool:
@@ -133,7 +133,7 @@ class PeerExchange:
                 self._rounds.pop(tag)
                 return fault
             current.inbox, current.since = inbox, time.monotonic()
-        for peer in self._lines:
+        for peer in self._streams:
             self._give(peer, _HEADER.pack(*tag, size), sent[peer] if len(sent) > 1 else sent[0])
         if self._is_whole(tag, current, self._worker):
             # The receiving thread delivers: in a thread of the step, TensorFlow would set up its operations each time.
@@ -146,7 +146,7 @@ class PeerExchange:
         header, row = memoryview(header), memoryview(row)
         with self._sending[peer]:
             if row.nbytes <= _AT_ONCE_BYTES and self._given[peer] == self._sent[peer]:
-                count = self._lines[peer].send_now(header, row)
+                count = self._streams[peer].send_now(header, row)
                 if count == header.nbytes + row.nbytes:
                     return
                 header, row = header[count:], row[max(count - header.nbytes, 0) :]
@@ -222,18 +222,18 @@ class PeerExchange:
     # Threads: one sender of long messages per peer, one receiver, and one watcher.
 
     def _send(self, peer):
-        line, letters = self._lines[peer], self._send_queues[peer]
+        stream, waiting = self._streams[peer], self._send_queues[peer]
         try:
             while True:
-                header, row = letters.get()
-                line.send(header, row)
+                header, row = waiting.get()
+                stream.send(header, row)
                 del row  # Frees its memory before the next message comes.
                 self._sent[peer] += 1
         except Exception as error:  # On any error: steps must not wait for this peer.
             self._lose(peer, error)
 
     def _receive(self):
-        arrivals = {line.fileno(): _Arrival(peer, line) for peer, line in self._lines.items()}
+        arrivals = {stream.fileno(): _Arrival(peer, stream) for peer, stream in self._streams.items()}
         for descriptor in [self._wakeup_fd, *arrivals]:
             self._poll.register(descriptor, select.EPOLLIN)
         with tf.device("CPU:0"):  # Entered once, since each step evicts Python from the CPU caches and slows calls.
@@ -378,8 +378,8 @@ class _Arrival:
     The attribute `current` is the exchange that the header names by its `tag`.
     """
 
-    def __init__(self, peer, line):
-        self.peer, self._line, self.header = peer, line, bytearray(_HEADER.size)
+    def __init__(self, peer, stream):
+        self.peer, self._stream, self.header = peer, stream, bytearray(_HEADER.size)
         self.expect(None, None)
 
     def expect(self, tag, current):
@@ -387,15 +387,15 @@ class _Arrival:
         self.tag, self.current = tag, current
         self._rest = memoryview(self.header if current is None else current.row(self.peer))
         if current is None:
-            self._line.wake_at(1)
+            self._stream.wake_at(1)
 
     def fill(self):
         """Receives the available part of the expected bytes. Returns whether they are complete."""
         while self._rest.nbytes:
             try:
-                count = self._line.receive_into(self._rest)
+                count = self._stream.receive_into(self._rest)
             except BlockingIOError:
-                self._line.wake_at(min(self._rest.nbytes, _WAKING_BYTES))
+                self._stream.wake_at(min(self._rest.nbytes, _WAKING_BYTES))
                 return False
             if not count:
                 raise EOFError("closed")
@@ -405,11 +405,11 @@ class _Arrival:
     @property
     def has_more(self):
         """Whether received bytes remain that `epoll` does not report, so that they must be read now."""
-        return self._line.has_more
+        return self._stream.has_more
 
     def close(self):
         """Closes the connection to the peer in both directions."""
-        self._line.close()
+        self._stream.close()
 
 
 def _as(part, own):
