@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pathlib
 import pty
 import resource
 import shlex
@@ -16,7 +17,8 @@ import pytest
 from launched import ARRIVE, DEADLINE_SECONDS, eventually, is_alive, nothing_left
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
-from tfdist.launch import WorkerGroup
+from tfdist.launch import WorkerGroup, cli
+from tfdist.launch.arguments import CommandParser
 from tfdist.launch.worker_count_limit import WorkerLimits, refusal
 
 TENSORFLOW_SECONDS = 400
@@ -172,7 +174,8 @@ def test_the_script_runs_as_under_python(run):
     assert trace.count("  File ") == 2 and "KeyError: 'told'" in trace, trace
 
 
-def test_plain_keras_does_not_train_in_several_workers(run):
+@pytest.mark.parametrize("is_module", [False, True], ids=["script", "module"])
+def test_plain_keras_does_not_train_in_several_workers(run, is_module):
     body = """
         import keras, numpy as np
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
@@ -182,7 +185,8 @@ def test_plain_keras_does_not_train_in_several_workers(run):
         model.fit(np.ones((4, 4)), np.ones((4, 1)), verbose=0)
         leave(f"trained-{worker}", os.getpid())
     """
-    with run.start("--workers", 2, run.script(body)) as process:
+    script = run.script(body)
+    with run.start("--workers", 2, *(["-m", pathlib.Path(script).stem] if is_module else [script])) as process:
         _, err = process.communicate(timeout=TENSORFLOW_SECONDS)
     assert process.returncode == 1 and "ScopeError" in err and "tfdist.MultiWorkerMirroredStrategy()" in err, err
     assert list(run.directory.glob("ready-*")) and not list(run.directory.glob("trained-*"))
@@ -574,6 +578,20 @@ WRONG = {
     "in one, after it": (["script.py", "--workers=2", "x"], "tfdist run --workers=2 script.py"),
     "flag, after it": (["script.py", "--slurm", "--x"], "tfdist run --slurm script.py"),
 }
+
+
+def test_an_option_after_the_script_is_named(run):
+    script = run.script("print(sys.argv)")
+    code, _, err = run.finish("--workers", 1, script, "--lr", 1, "--tee", "--log-dir=logs", "--help")
+    assert code == 0 and "--tee comes after the script, so it is an argument of the script" in err, err
+    code, _, err = run.finish("--workers", 1, script, "--help", "-n", 2)
+    assert code == 0 and "comes after" not in err, err
+
+
+def test_hints_know_all_options():
+    parser = CommandParser(prog="tfdist run")
+    cli._add_run_arguments(parser)
+    assert set(parser.options()) == {option for action in parser._actions for option in action.option_strings}
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -31,10 +32,14 @@ class CommandParser(argparse.ArgumentParser):
             doubtful = self._given  # Argparse may have used the value of a misspelt option as the script.
         super().error(message + self._suggestions(doubtful))
 
+    def options(self) -> list[str]:
+        """Returns all options of the command, such as "--workers" and "-n"."""
+        columns = re.findall(r"^  -.*?(?=  |$)", self.format_help(), re.MULTILINE)
+        return re.findall(r"(?<![\w-])--?[a-z][a-z-]*", " ".join(columns))
+
     def _suggestions(self, arguments: Sequence[str]) -> str:
         """Returns a text that suggests the most similar option for each unknown option in `arguments`."""
-        columns = re.findall(r"^  -.*?(?=  |$)", self.format_help(), re.MULTILINE)
-        known = re.findall(r"(?<![\w-])--?[a-z][a-z-]*", " ".join(columns))
+        known = self.options()
         named = [each.partition("=")[0] for each in arguments if each.startswith("-")]
         unknown = [
             name for name in dict.fromkeys(named) if re.fullmatch(r"--?[a-z][a-z-]*", name) and name not in known
@@ -52,16 +57,6 @@ def stray_option(arguments: Sequence[str], names: Sequence[str]) -> str | None:
     return None
 
 
-def positive_int(text: str) -> int:
-    """Parses a command line value that must be a whole number of at least 1."""
-    return _whole_number(text, 1)
-
-
-def count(text: str) -> int:
-    """Parses a command line value that must be a whole number of at least 0."""
-    return _whole_number(text, 0)
-
-
 def _whole_number(text: str, least: int) -> int:
     try:
         value = int(text)
@@ -70,6 +65,10 @@ def _whole_number(text: str, least: int) -> int:
     if value < least:
         raise argparse.ArgumentTypeError(f"needs a whole number of at least {least}, got {text}")
     return value
+
+
+count = functools.partial(_whole_number, least=0)
+positive_int = functools.partial(_whole_number, least=1)
 
 
 def seconds(text: str) -> float:
@@ -93,6 +92,9 @@ def _quantity(text: str, units: Mapping[str, int]) -> int:
     raise argparse.ArgumentTypeError(f"needs a whole number, with or without a unit ({', '.join(units)}), got {text!r}")
 
 
+parameters = functools.partial(_quantity, units=_COUNTS)  # The number of parameters of a model: "25M".
+
+
 def sizes(text: str) -> tuple[int, ...]:
     """Parses the option for sizes of float32 tensors, in bytes: "1KiB,4MB"."""
     found = sorted({_quantity(part, BINARY | DECIMAL) for part in text.split(",")})
@@ -105,11 +107,6 @@ def sizes(text: str) -> tuple[int, ...]:
 def names(text: str) -> tuple[str, ...]:
     """Parses an option with names of codecs and drops duplicates: "none,int8"."""
     return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-
-
-def parameters(text: str) -> int:
-    """Parses the option for the number of parameters of a model: "25M"."""
-    return _quantity(text, _COUNTS)
 
 
 def bit_rate(text: str) -> float:

@@ -177,6 +177,9 @@ def _run(args: argparse.Namespace) -> int:
     command = _worker_command(args)
     spec = _own_place(args)
     options = _run_options(args)
+    own = [option for option in args.parser.options() if option.startswith("--") and option != "--help"]
+    if args.script != "tfdist.launch.cli" and (stray := arguments.stray_option(args.script_args, own)):
+        logging.info("%s", _misplaced(stray, args))
     if args.private_network:
         private_network.enter()
     with folder_of_run(args, spec) as run_dir, _caught_signals() as caught:
@@ -200,16 +203,19 @@ def _own_place(args: argparse.Namespace) -> ClusterSpec | None:
         return ClusterSpec.from_mpi(args.mpi, base_port=args.base_port)
     if not text.strip():
         if stray := arguments.stray_option(args.script_args, _STARTING_OPTIONS):
-            name = " ".join(["-m", args.script] if args.is_module else [args.script])
-            args.parser.error(
-                f"{stray} comes after the script, so it is an argument of the script; put options of tfdist before "
-                f"the script: tfdist run {stray} {name}"
-            )
+            args.parser.error(_misplaced(stray, args))
         args.parser.error(
             "give --workers 2 to start two workers on this machine; to start one worker on each host, set TF_CONFIG, "
             "or give --slurm or --mpi"
         )
     return ClusterSpec.from_json(text)
+
+
+def _misplaced(stray: str, args: argparse.Namespace) -> str:
+    return (
+        f"{stray} comes after the script, so it is an argument of the script; put options of tfdist before the script: "
+        f"tfdist run {stray} {'-m ' if args.is_module else ''}{args.script}"
+    )
 
 
 def _run_options(args: argparse.Namespace) -> SupervisorOptions:
@@ -245,25 +251,17 @@ def _worker_command(args: argparse.Namespace) -> list[str]:
             args.parser.error(
                 f"there is no module {args.script!r} to run; install it, or change to the directory that holds it"
             )
-        return [sys.executable, "-m", args.script, *_script_args(args)]
+        return [sys.executable, worker_script.__file__, "-m", args.script, *_script_args(args)]
     if not os.path.exists(args.script):
         args.parser.error(f"there is no script {args.script!r} to run; to run a module, put -m before its name")
-    _check_syntax(args)
-    if pathlib.Path(args.script).suffix != ".py" or not os.path.isfile(args.script):
+    if not (args.script.endswith(".py") and os.path.isfile(args.script)):
         return [sys.executable, args.script, *_script_args(args)]
-    return [sys.executable, worker_script.__file__, args.script, *_script_args(args)]
-
-
-def _check_syntax(args: argparse.Namespace) -> None:
-    """Refuses a script that Python cannot compile, before all workers start and fail because of it."""
-    path = pathlib.Path(args.script)
-    if path.suffix != ".py" or not path.is_file():
-        return
     with contextlib.suppress(OSError, ValueError):  # Python's own error says more.
         try:
-            compile(path.read_bytes(), args.script, "exec", dont_inherit=True)
+            compile(pathlib.Path(args.script).read_bytes(), args.script, "exec", dont_inherit=True)
         except SyntaxError as error:
             args.parser.error(f"{args.script} has a syntax error at line {error.lineno}: {error.msg}. Correct it.")
+    return [sys.executable, worker_script.__file__, args.script, *_script_args(args)]
 
 
 def _script_args(args: argparse.Namespace) -> list[str]:

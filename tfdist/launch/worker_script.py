@@ -1,4 +1,4 @@
-"""Runs a worker's script as `python script.py` does, and adds a guard: models of plain Keras refuse to train.
+"""Runs a script or module as `python` does, and adds a guard to it: models of plain Keras refuse to train.
 
 If a script uses no strategy, each worker would train its own model and write the same files. The guard needs Keras, so
 it is set once the script has imported Keras. This file is run by its path and loads only the standard library.
@@ -9,6 +9,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import runpy
 import sys
 import types
 from collections.abc import Sequence
@@ -69,23 +70,27 @@ def _print_without_this_file(kind: type, error: BaseException, trace: types.Trac
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
-def _run(path: str) -> None:
+def _run_script(path: str, module: types.ModuleType) -> None:
     file = os.path.abspath(path)
-    module = types.ModuleType("__main__")
     vars(module).update(
         __file__=file, __cached__=None, __loader__=importlib.machinery.SourceFileLoader("__main__", file)
     )
-    sys.modules["__main__"] = module
     with open(path, "rb") as script:
         source = script.read()
     exec(compile(source, file, "exec", dont_inherit=True), vars(module))
 
 
 if __name__ == "__main__":
-    sys.argv = sys.argv[1:]
+    _is_module = sys.argv[1] == "-m"
+    sys.argv = sys.argv[1 + _is_module :]
     if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
+        sys.path[0] = os.getcwd() if _is_module else os.path.dirname(os.path.realpath(sys.argv[0]))
     sys.excepthook = _print_without_this_file
     if (_workers := _number_of_workers()) > 1:
         sys.meta_path.insert(0, _AfterKeras(_workers))
-    _run(sys.argv[0])
+    sys.modules["__main__"] = _main = types.ModuleType("__main__")
+    if _is_module:
+        # As `python -m` does. The public `run_module` would remove `__main__` at its end.
+        runpy._run_module_as_main(sys.argv[0])  # type: ignore[attr-defined]
+    else:
+        _run_script(sys.argv[0], _main)
