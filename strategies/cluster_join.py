@@ -45,7 +45,7 @@ def join(cluster_resolver, options, connect):
     if named is None:
         os.environ["TF_CONFIG"] = cluster.to_json()
     deadline = time.monotonic() + options.start_timeout_seconds
-    lines = rendezvous.meet(cluster, options.start_timeout_seconds)
+    connections = rendezvous.meet(cluster, options.start_timeout_seconds)
     least, most = _CONNECT_SECONDS
     most = max(most, options.start_timeout_seconds / 5)
     seconds = max(least, min(most, deadline - time.monotonic()))
@@ -58,16 +58,16 @@ def join(cluster_resolver, options, connect):
     preemption.give_signals_back()
     if cluster.num_workers > 1:
         board = CoordinationStore(cluster.worker_id, cluster.num_workers)
-        addresses = rendezvous.addresses_of(cluster)
-        lifelines = PeerLiveness(lines, addresses, lambda worker: board.report_loss(worker, addresses[worker]))
-        leave_together(board, lifelines, options.shutdown_timeout_seconds)
+        addresses = cluster.training_addresses
+        liveness = PeerLiveness(connections, addresses, lambda worker: board.report_loss(worker, addresses[worker]))
+        leave_together(board, liveness, options.shutdown_timeout_seconds)
         if cluster.worker_id:
-            watch_chief(jobs, lifelines, board, options.heartbeat_timeout_seconds)
+            watch_chief(jobs, liveness, board, options.heartbeat_timeout_seconds)
 
 
 def _check_alike(named, cluster):
     """Checks that TF_CONFIG and the resolver agree, since other code reads the chief from TF_CONFIG."""
-    places = [(spec.describe(), ", ".join(rendezvous.addresses_of(spec))) for spec in (named, cluster)]
+    places = [(spec.describe(), ", ".join(spec.training_addresses)) for spec in (named, cluster)]
     if places[0] != places[1]:
         said, resolved = (f"{place} (of {addresses})" for place, addresses in places)
         raise TFConfigError(
@@ -103,7 +103,7 @@ def first_exchange():
         yield
     except tf.errors.OpError as error:
         cluster = ClusterSpec.from_env()
-        addresses = ", ".join(rendezvous.addresses_of(cluster))
+        addresses = ", ".join(cluster.training_addresses)
         raise ClusterError(
             f"All workers must be able to connect to each other at their addresses in TF_CONFIG ({addresses}), but "
             f"their first exchange failed. This is {cluster.describe()}, on {socket.gethostname()}. Correct the "

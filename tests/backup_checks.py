@@ -18,7 +18,7 @@ import tfdist
 from keras_features import start_anew
 from keras_features.models import Noise
 from tfdist import compression
-from tfdist.backup import serialization, session
+from tfdist.backup import between_fits, serialization
 from tfdist.callbacks import BackupAndRestore
 
 BATCH, STEPS, EPOCHS = 8, 6, 4  # 24 steps in all
@@ -301,7 +301,7 @@ def broken_off_in_the_second_fit(directory, **options):
     options = {"fits": 2, "epochs": 1, "save_freq": 4, **options}
     assert train("plain", directory, break_off=STEPS + 5, **options) is None
     _await_save()
-    session.processes.pop(os.path.realpath(directory)).store.release()
+    between_fits.processes.pop(os.path.realpath(directory)).store.release()
     resumed = train("plain", directory, **options)
     return resumed, unbroken("plain", **options)
 
@@ -325,7 +325,7 @@ def skipped_in_later_starts(directory, breaks, **options):
             model.fit(*data(), batch_size=BATCH, epochs=2, verbose=0, callbacks=[*backup, count, broken])
         except BrokenOffError:
             _await_save()
-            session.processes.pop(os.path.realpath(directory)).store.release()
+            between_fits.processes.pop(os.path.realpath(directory)).store.release()
         return len(trained), model.get_weights()
 
     trained = []
@@ -373,7 +373,7 @@ def refusals(directory):
     }
     said, before = {}, None
     for name, run in wrong.items():
-        session.processes.clear()  # as in another process
+        between_fits.processes.clear()  # as in another process
         try:
             run()
         except (BackupError, ValueError) as error:

@@ -23,11 +23,11 @@ import backup_checks as checks
 import tfdist
 from tfdist.backup import (
     backed_up_fit,
+    between_fits,
     commit_writer,
     random_states,
     save_schedule,
     serialization,
-    session,
     snapshot,
     step_counter,
     variable_states,
@@ -37,7 +37,8 @@ from tfdist.backup.callback_states import CallbackStates
 from tfdist.backup.sharding_positions import ShardingPositions
 from tfdist.backup.state_provider import CapturedState, StateProvider, TrainedFit
 from tfdist.errors import BackupError, PositionError
-from tfdist.faults import coordination_store, peer_probe, preemption
+from tfdist.faults import coordination_store, peer_probe, preemption, watchdog
+from tfdist.faults.stall_suspect import AGREEING
 from tfdist.testing import WorkerPool
 
 
@@ -226,7 +227,7 @@ def test_a_fit_that_a_callback_stopped_is_logged_as_done(tmp_path, caplog):
         backup = tfdist.callbacks.BackupAndRestore(directory, delete_checkpoint=False)
         done = model.fit(*checks.data(), epochs=4, verbose=0, callbacks=[stop, backup])
         assert done.epoch == [0, 1]
-        session.processes.pop(directory)  # as in another process
+        between_fits.processes.pop(directory)  # as in another process
     told = [record.getMessage() for record in caplog.records if "Restored" in record.getMessage()]
     assert len(told) == 1 and "a callback stopped this fit at the end of epoch 2" in told[0], told
     assert "continues after" not in told[0]
@@ -354,7 +355,7 @@ def broken_off(directory, step, **options):
 
 
 def another_process(directory):
-    session.processes.pop(directory).store.release()
+    between_fits.processes.pop(directory).store.release()
 
 
 def fit_on(directory, *others, epochs=1, initial_epoch=0, **options):
@@ -786,6 +787,16 @@ def test_the_chief_does_not_wait_for_a_lost_worker(monkeypatch):
     assert set(service.asked) == {"/job:worker/replica:0/task:1"}
     decided = next(value for key, value in service.said.items() if key.endswith("/decided/0"))
     assert "has not answered" in json.loads(decided)["error"], "the others hear of it"
+
+
+def test_the_watchdog_knows_that_the_training_thread_waits_for_an_agreement(monkeypatch):
+    monkeypatch.setattr(coordination_store, "tf_internals", types.SimpleNamespace(context=Service(words={"1": 0})))
+    settled = []
+    of_worker = agreement.ChiefDecision(strategy_of_workers(2), 600)
+    for topic in ("fit", "save"):
+        with contextlib.suppress(TypeError):  # The service does not return the decision.
+            of_worker.settle(topic, 0, lambda said: settled.append(list(watchdog._sections)))
+    assert settled == [[AGREEING], []] and watchdog._sections == []
 
 
 def test_a_worker_without_the_backup_callback_is_named_after_the_timeout(monkeypatch):

@@ -579,7 +579,7 @@ def tls_environment(directory):
 def test_workers_with_certificates_train_over_tls(job):
     check = """
 from tfdist.strategies.collectives.socket_streams import TlsStream
-assert all(isinstance(each, TlsStream) for each in strategy.extended._peers._lines.values())
+assert all(isinstance(each, TlsStream) for each in strategy.extended._peers._streams.values())
 """
     job.start(ENCODED + check + "fit(build(), epochs=2)", **tls_environment(job.directory))
     assert job.wait() == [0, 0], job.output(0) + job.output(1)

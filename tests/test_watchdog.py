@@ -38,7 +38,7 @@ from tfdist.faults.activity import (
 )
 from tfdist.faults.coordination_store import DONE, OVER, CoordinationStore
 from tfdist.faults.shutdown import hear_aloud
-from tfdist.faults.stall_suspect import ITS_END, describe, suspect_of, unlike_calls, yet_to_come
+from tfdist.faults.stall_suspect import AGREEING, ITS_END, SAVE, describe, suspect_of, unlike_calls, yet_to_come
 from tfdist.faults.stall_timeout import StallTimeout
 from tfdist.faults.watchdog import Creations, Watchdog, start
 from tfdist.faults.worker_comparison import WorkerComparison
@@ -308,6 +308,10 @@ def test_the_suspect_is_the_worker_that_its_peers_wait_for(name):
 def test_a_worker_that_waits_for_no_peer_suspects_itself_and_not_a_silent_peer():
     assert suspect_of({0: None, 1: at(4, CALLBACK)}, own=1) == 1
     assert suspect_of({0: None, 1: at(4, "exchange")}, own=1) == 0
+    for section in (AGREEING, SAVE):
+        assert suspect_of({0: None, 1: at(4, section)}, own=1) == 0, "it waits for the silent peer"
+        assert suspect_of({0: at(4, CALLBACK), 1: at(4, section)}, own=1) == 0
+    assert suspect_of({0: at(4, EXCHANGE), 1: at(4, AGREEING)}, own=1) is None
 
 
 def test_a_failed_or_unlimited_watchdog_still_refuses_different_models(caplog, monkeypatch):

@@ -153,7 +153,8 @@ def told_kind(text: str) -> FailureKind | None:
 
 
 def _kind_of_one(cause: Cause) -> FailureKind:
-    is_of_tensorflow = "OpError" in cause.names or _is_op_error(cause)
+    # A `Cause` that comes from a log has only the class name.
+    is_of_tensorflow = "OpError" in cause.names or (len(cause.names) == 1 and cause.names[0] in _BY_CLASS)
     if is_of_tensorflow and (quoted := _quoted(cause.text)):
         return _kind_of_one(quoted)
     for base, pattern, kind in _BY_TEXT:
@@ -166,11 +167,6 @@ def _kind_of_one(cause: Cause) -> FailureKind:
     if number and (kind == FailureKind.UNKNOWN or cause.names[0] == "OSError"):
         return FailureKind.CONFIGURATION if int(number[1]) in _LASTING_ERRNOS else FailureKind.ENVIRONMENT
     return kind
-
-
-def _is_op_error(cause: Cause) -> bool:
-    """Returns whether an exception is a TensorFlow error. A `Cause` that comes from a log has only the class name."""
-    return len(cause.names) == 1 and cause.names[0] in _BY_CLASS
 
 
 def _quoted(text: str) -> Cause | None:

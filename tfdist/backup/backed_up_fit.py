@@ -8,6 +8,7 @@ import keras
 from absl import logging
 
 from tfdist.backup import backup_cleanup, resume_agreement
+from tfdist.backup.between_fits import BackupOptions, of_directory
 from tfdist.backup.callback_states import CallbackStates
 from tfdist.backup.chief_decision import ChiefDecision
 from tfdist.backup.commit_store import CommitStore
@@ -19,7 +20,6 @@ from tfdist.backup.random_states import RandomStates
 from tfdist.backup.residual_states import ResidualStates
 from tfdist.backup.resume_message import resume_message
 from tfdist.backup.save_schedule import SaveSchedule
-from tfdist.backup.session import BackupOptions, of_directory
 from tfdist.backup.snapshot import Checkpoint, FitStates
 from tfdist.backup.state_provider import FitInput, TrainedFit
 from tfdist.backup.step_counter import uncount_steps

@@ -13,9 +13,11 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist.errors import CHIEF_SAYS, BackupError, ClusterError
+from tfdist.faults import watchdog
 from tfdist.faults.coordination_store import CoordinationStore
-from tfdist.faults.fault_tolerance import options_of
+from tfdist.faults.fault_deadlines import options_of
 from tfdist.faults.peer_probe import PeerProbe
+from tfdist.faults.stall_suspect import AGREEING
 
 _ASK_SECONDS = 5.0  # Interval of the checks whether a silent worker is alive.
 _LOOK_SECONDS = 0.5  # Timeout for reading a value that exists.
@@ -73,7 +75,8 @@ class ChiefDecision:
         Raises:
           BackupError: If a worker does not begin in time, or has other arguments.
         """
-        self._settle("fit", dict(told), _compare, self._begin_seconds, _NOT_COME)
+        with watchdog.section(AGREEING):
+            self._settle("fit", dict(told), _compare, self._begin_seconds, _NOT_COME)
 
     def settle(self, topic: str, said: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Sends a message to the chief, and returns the chief's decision on the messages of all workers. Both are JSON.
@@ -83,7 +86,10 @@ class ChiefDecision:
         Raises:
           BackupError: If a worker sends no message in time or is unresponsive, or if the chief could not decide.
         """
-        return self._settle(topic, said, decide, self._timeout_seconds, _LATE)
+        if topic == "save":  # In a thread of its own, while the training thread trains.
+            return self._settle(topic, said, decide, self._timeout_seconds, _LATE)
+        with watchdog.section(AGREEING):
+            return self._settle(topic, said, decide, self._timeout_seconds, _LATE)
 
     def _settle(self, topic: str, said: Any, decide: Callable[[list[Any]], Any], seconds: float, fault: str) -> Any:
         if self.workers == 1:

@@ -21,7 +21,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from absl import logging
@@ -209,14 +209,7 @@ class CommitStore:
             cannot be listed.
         """
         self._faulty = []
-        for step in sorted(self._seen_steps(), reverse=True):
-            path = os.path.join(self.directory, f"step-{step}")
-            fault = _fault_of(path, step)
-            if isinstance(fault, Commit):
-                return fault
-            logging.warning("Backup %s is skipped: %s.", path, fault)
-            self._faulty.append(path)
-        return None
+        return self._first_whole(self._seen_steps(), self._faulty)
 
     def tell_of_keras(self) -> None:
         """Warns if Keras' own callback has left a backup in the directory, which tfdist cannot restore."""
@@ -233,14 +226,7 @@ class CommitStore:
 
         Costs and errors as in `newest_whole`.
         """
-        for step in sorted(self._seen_steps(), reverse=True):
-            if self._ended_fit(step) == fit:
-                path = os.path.join(self.directory, f"step-{step}")
-                fault = _fault_of(path, step)
-                if isinstance(fault, Commit):
-                    return fault
-                logging.warning("Backup %s, the end of a fit, is skipped: %s.", path, fault)
-        return None
+        return self._first_whole([step for step in self._seen_steps() if self._ended_fit(step) == fit], [])
 
     def set_faulty_aside(self) -> None:
         """Renames the damaged commits that `newest_whole` skipped, so that they are not the newest. Deletes nothing.
@@ -328,9 +314,20 @@ class CommitStore:
             return bool(_HALF.fullmatch(name))
         return MANIFEST not in self._files.names(os.path.join(self.directory, name))
 
+    def _first_whole(self, steps: Iterable[int], faulty: list[str]) -> Commit | None:
+        """Returns the first undamaged commit. Logs the damaged ones before it, and adds their folders to `faulty`."""
+        for step in steps:
+            path = os.path.join(self.directory, f"step-{step}")
+            fault = _fault_of(path, step)
+            if isinstance(fault, Commit):
+                return fault
+            logging.warning("Backup %s is skipped: %s.", path, fault)
+            faulty.append(path)
+        return None
+
     def _seen_steps(self) -> list[int]:
         try:
-            return self._steps()
+            return sorted(self._steps(), reverse=True)
         except OSError as error:
             raise BackupError(f"The backups in {self.directory} cannot be listed ({error}). Start again.") from error
 
@@ -382,9 +379,7 @@ def _fit_that_is_ended(manifest: Mapping[str, Any]) -> int | None:
 def probe_writing(directory: str, *, may_be_full: Callable[[], bool]) -> None:
     """Checks that a directory is writable by a small file, because permission bits always pass for root.
 
-    Args:
-      directory: The directory to write to.
-      may_be_full: Called if the disk is full; returns whether a warning suffices.
+    If the disk is full, `may_be_full` tells whether a warning suffices.
 
     Raises:
       OSError: If the file cannot be written.

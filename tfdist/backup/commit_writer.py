@@ -16,6 +16,7 @@ from tfdist.backup.commit_store import CommitStore, Draft
 from tfdist.backup.part_files import pack, write_part
 from tfdist.backup.snapshot import Snapshot
 from tfdist.faults import watchdog
+from tfdist.faults.stall_suspect import SAVE
 from tfdist.run_files import ATTEMPT, RunFiles
 
 _NICENESS = 10  # Gets a tenth of a busy core and all of an idle core.
@@ -77,7 +78,7 @@ class CommitWriter:
     def wait(self) -> None:
         """Waits until the last snapshot of the `fit` is committed; raises like `save`."""
         if self._thread is not None:
-            with watchdog.section("save"):
+            with watchdog.section(SAVE):
                 self._thread.join()
             self._thread = None
         self.check()

@@ -6,7 +6,7 @@ import keras
 
 from tfdist._compat import keras_internals, keras_stack
 from tfdist.backup.backed_up_fit import FitBackup
-from tfdist.backup.session import BackupOptions
+from tfdist.backup.between_fits import BackupOptions
 from tfdist.backup.state_provider import FitInput
 from tfdist.errors import BackupError
 

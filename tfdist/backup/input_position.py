@@ -95,10 +95,8 @@ class InputPosition(StateProvider):
     ) -> None:
         """Prepares an epoch before Keras makes its iterator. Passes over batches trained on before a restart.
 
-        Args:
-          random: The `RandomStates` of the `fit`.
-          saved: The restored states of a commit by `StateProvider` name, if the epoch continues from it.
-          lacks_variables: Whether a step must make variables of the commit.
+        `saved` has the restored states of a commit by `StateProvider` name, if the epoch continues from it.
+        `lacks_variables`: whether a step must make variables of the commit.
         """
         counted = self.count_steps()
         if counted is None or counted.iterator is None or self._begins_anew(counted):

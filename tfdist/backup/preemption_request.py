@@ -10,7 +10,7 @@ from tfdist._compat import keras_stack
 from tfdist.backup.chief_decision import ChiefDecision
 from tfdist.backup.commit_writer import CommitWriter
 from tfdist.faults import preemption
-from tfdist.faults.fault_tolerance import options_of
+from tfdist.faults.fault_deadlines import options_of
 
 
 class PreemptionRequest:
@@ -19,11 +19,6 @@ class PreemptionRequest:
     A supervisor asks by a file, which each commit looks for, because a signal may come when no `fit` listens. If steps
     report, all workers learn of a request from the report of the same step. Otherwise, as in custom loops, all workers
     learn of it from a commit, and leave after the next commit.
-
-    Args:
-      strategy: The strategy of the model.
-      agreement: The workers' `ChiefDecision`.
-      validates: Whether epochs end with a validation.
 
     Attributes:
       listens: Whether signals are handled: true from `begin` to `end`.
@@ -46,7 +41,7 @@ class PreemptionRequest:
         Args:
           model: The model of the running Keras `fit`. `None` in a custom loop, which cannot be seen to run or to end.
         """
-        is_under_way = functools.partial(_is_fitting, weakref.ref(model)) if model is not None else _always
+        is_under_way = functools.partial(_is_fitting, weakref.ref(model)) if model is not None else lambda: True
         self._watch = preemption.install(self._strategy, self._reports, is_under_way)
         self._reports.listeners.append(self._hear)
         self.listens = True
@@ -91,7 +86,3 @@ class PreemptionRequest:
 def _is_fitting(model: weakref.ref[Any]) -> bool:
     """Whether a Keras `fit` of this model is under way in this thread, so that a step will react to a signal."""
     return any(fitting is model() for fitting in keras_stack.fitting_models())
-
-
-def _always() -> bool:
-    return True

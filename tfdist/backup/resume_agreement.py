@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from absl import logging
 
 from tfdist.backup import backup_cleanup
+from tfdist.backup.between_fits import BackupOptions, BackupSession
 from tfdist.backup.chief_decision import ChiefDecision
 from tfdist.backup.commit_store import LOCK, Commit, CommitStore, probe_writing
 from tfdist.backup.commit_writer import tell_of_untold, versions
-from tfdist.backup.session import BackupOptions, BackupSession
 from tfdist.backup.snapshot import Checkpoint, FitStates
 from tfdist.backup.storage import is_remote
 from tfdist.errors import BackupError
@@ -87,9 +87,7 @@ def _tell_of_versions(commit: Commit) -> None:
 def _choose(store: CommitStore | None, sites: list[str]) -> dict[str, Any]:
     """Claims the backup directory and chooses a commit to restore, on the chief: the newest, or an earlier `fit`'s end.
 
-    Args:
-      store: The commits in the directory.
-      sites: The call sites of the finished `fit`s of this process and of the `fit` that begins.
+    `sites` has the call sites of the finished `fit`s of this process and of the `fit` that begins.
     """
     assert store is not None
     store.claim(goes_on=is_restarted())

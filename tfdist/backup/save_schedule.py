@@ -15,7 +15,6 @@ class SaveSchedule:
 
     Args:
       save_freq: A number of steps or a `datetime.timedelta`. Any other value causes no save after a step.
-      agreement: The workers' `ChiefDecision`.
       steps: Number of steps that were trained before.
     """
 

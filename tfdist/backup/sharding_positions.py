@@ -28,11 +28,7 @@ class ShardingPositions:
         self._at_epoch = self._now()
 
     def begin_epoch(self, saved: Mapping[str, Any] | None = None) -> None:
-        """Notes the positions of the shardings at the beginning of an epoch, to restore them if it is reread.
-
-        Args:
-          saved: The positions in a commit, if the commit was made in this epoch.
-        """
+        """Notes the positions at the beginning of an epoch, or those in a commit of this epoch, to read it again."""
         self._at_epoch = self._now()
         if saved is not None:
             for place, before in self._matched(saved).items():

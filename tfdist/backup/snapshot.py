@@ -84,10 +84,7 @@ class FitStates:
     def read(self, commit: Commit, agreement: ChiefDecision, finished: int) -> Checkpoint:
         """Reads a commit, and checks before training that it fits the model and the data.
 
-        Args:
-          commit: The commit.
-          agreement: The present workers' `ChiefDecision`.
-          finished: Number of `fit`s that this process has finished.
+        `finished` is the number of `fit`s that this process has finished.
 
         Raises:
           BackupError: If the commit is of another model or of other data, or if a file is damaged.

@@ -97,9 +97,7 @@ class CountedSteps:
 def count_steps(model: keras.Model, former: CountedSteps | None = None) -> CountedSteps:
     """Wraps the model's train function in `CountedSteps`, unless it is one already, and returns the wrapper.
 
-    Args:
-      model: The model.
-      former: The `CountedSteps` of this `fit` so far, which continue if the train function was replaced.
+    If the train function was replaced, the `former` wrapper of this `fit` continues.
     """
     if not isinstance(model.train_function, CountedSteps):
         reports = getattr(model.distribute_strategy, "reports", None)

@@ -11,8 +11,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfdist.backup.between_fits import BackupOptions
 from tfdist.backup.fit_discovery import of_running_fit
-from tfdist.backup.session import BackupOptions
 from tfdist.backup.storage import is_remote
 from tfdist.strategies.foreign_keras import ForKerasModels
 

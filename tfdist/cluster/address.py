@@ -50,11 +50,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def checked_port(port: int) -> int:
-    """Returns `port` if it is a valid TCP port, otherwise raises.
-
-    Raises:
-      ValueError: If `port` is not from 1 to 65535.
-    """
+    """Returns `port`. Raises `ValueError` unless it is a TCP port, from 1 to 65535."""
     if not 1 <= port <= 65535:
         raise ValueError(f"a port is a number from 1 to 65535, got {port}")
     return port

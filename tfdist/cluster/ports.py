@@ -49,10 +49,7 @@ class HeldPorts:
 
 
 def hold_ports(n: int) -> HeldPorts:
-    """Finds free TCP ports and holds them for workers that are started next.
-
-    Args:
-      n: Number of ports.
+    """Finds `n` free TCP ports and holds them for workers that are started next.
 
     Raises:
       ValueError: If `n` is negative.
@@ -71,17 +68,11 @@ def is_held(port: int) -> bool:
 
 
 def free_ports(n: int) -> list[int]:
-    """Finds TCP ports that are free on this machine.
+    """Returns `n` TCP ports that are free on this machine.
 
     All ports are held until the last one is found, so they are distinct. Where possible they lie outside the kernel's
     range for outgoing connections. A worker takes seconds to bind its port, and a port of that range can be taken in
     the meantime.
-
-    Args:
-      n: Number of ports.
-
-    Returns:
-      `n` distinct port numbers.
 
     Raises:
       ValueError: If `n` is negative.
@@ -151,20 +142,16 @@ def check_bindable(spec: ClusterSpec, *, pod_seconds: float = 0.0) -> None:
         # TensorFlow listens at all interfaces, whatever host TF_CONFIG names.
         _bind(port, reuse=True).close()
     except OSError as error:
+        problem = f"which cannot be opened here: {error}. Use another port"
         if error.errno == errno.EADDRINUSE:
-            raise TFConfigError(
-                f"TF_CONFIG gives this process ({spec.describe()}) port {port}, but that port is already taken on this "
-                f"machine. `ss -ltnp 'sport = :{port}'` shows which process holds it, often a worker of an earlier "
-                f"run: end it, or give this process another port in every worker's TF_CONFIG."
-            ) from error
-        if error.errno == errno.EACCES:
-            raise TFConfigError(
-                f"TF_CONFIG gives this process ({spec.describe()}) port {port}, which this user may not open. "
-                f"Use a port above 1023 in every worker's TF_CONFIG."
-            ) from error
+            problem = (
+                f"but that port is already taken on this machine. `ss -ltnp 'sport = :{port}'` shows which process "
+                "holds it, often a worker of an earlier run: end it, or give this process another port"
+            )
+        elif error.errno == errno.EACCES:
+            problem = "which this user may not open. Use a port above 1023"
         raise TFConfigError(
-            f"TF_CONFIG gives this process ({spec.describe()}) port {port}, which cannot be opened here: {error}. "
-            f"Use another port in every worker's TF_CONFIG."
+            f"TF_CONFIG gives this process ({spec.describe()}) port {port}, {problem} in every worker's TF_CONFIG."
         ) from error
 
 

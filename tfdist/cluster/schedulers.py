@@ -91,16 +91,7 @@ def _check_by_host(environ: Mapping[str, str], rank: int, nodes: Sequence[int]) 
 
 
 def mpi_place(environ: Mapping[str, str], hosts: Sequence[str] | str) -> tuple[int, list[str]]:
-    """Returns the MPI rank of this process, and the host of each process.
-
-    Args:
-      environ: The environment.
-      hosts: Hosts in the order of ranks, in the format of `mpirun -H`: "node1" has one process, "node1:4" has four. A
-        list, or one string with commas.
-
-    Raises:
-      TFConfigError: If MPI did not start this process, or `hosts` has a different number of processes than MPI.
-    """
+    """Returns the MPI rank of this process, and the host of each process; see `ClusterSpec.from_mpi`."""
     size = next((name for name in MPI_RANKS if environ.get(name, "").strip()), None)
     if size is None:
         raise TFConfigError(

@@ -46,7 +46,7 @@ class ClusterSpec:
     @property
     def num_workers(self) -> int:
         """The number of processes that train together: the chief and the workers, not the evaluator."""
-        return len(self._training_addresses)
+        return len(self.training_addresses)
 
     @property
     def worker_id(self) -> int:
@@ -67,7 +67,7 @@ class ClusterSpec:
     @property
     def workers_on_host(self) -> list[int]:
         """The workers on this worker's host, including this worker."""
-        hosts = [_canonical(split_address(address)[0]) for address in self._training_addresses]
+        hosts = [_canonical(split_address(address)[0]) for address in self.training_addresses]
         return [worker for worker, host in enumerate(hosts) if host == hosts[self.worker_id]]
 
     @property
@@ -76,7 +76,8 @@ class ClusterSpec:
         return self.workers_on_host.index(self.worker_id)
 
     @property
-    def _training_addresses(self) -> tuple[str, ...]:
+    def training_addresses(self) -> tuple[str, ...]:
+        """The addresses of all training processes, by worker."""
         return (*self.jobs.get("chief", ()), *self.jobs.get("worker", ()))
 
     def describe(self) -> str:

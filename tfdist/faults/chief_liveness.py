@@ -17,7 +17,7 @@ _STOP_SECONDS = 0.1
 
 
 def watch_chief(
-    jobs: Mapping[str, Sequence[str]], lifelines: PeerLiveness, board: CoordinationStore, timeout_seconds: float
+    jobs: Mapping[str, Sequence[str]], liveness: PeerLiveness, board: CoordinationStore, timeout_seconds: float
 ) -> None:
     """Checks worker 0 regularly in a thread; if worker 0 does not answer, collectives fail with an error that names it.
 
@@ -25,7 +25,7 @@ def watch_chief(
 
     Args:
       jobs: The cluster: addresses of tasks by job.
-      lifelines: The liveness connections. They show whether worker 0 has ended, and record that it is silent.
+      liveness: The liveness connections. They show whether worker 0 has ended, and record that it is silent.
       board: The coordination store of this worker.
       timeout_seconds: How long heartbeats may fail.
     """
@@ -33,18 +33,18 @@ def watch_chief(
     stopping = threading.Event()
 
     def watch() -> None:
-        while not (stopping.wait(_POLL_PART * timeout_seconds) or 0 in lifelines.ended):
+        while not (stopping.wait(_POLL_PART * timeout_seconds) or 0 in liveness.ended):
             try:
                 health.check(0)
             except ClusterError as error:
-                if 0 not in lifelines.ended:
-                    lifelines.silent.add(0)
+                if 0 not in liveness.ended:
+                    liveness.silent.add(0)
                     board.abort(str(error))
                 return
 
     def stop() -> None:  # Must precede exit handlers that could wait forever for worker 0, and TensorFlow's shutdown.
         stopping.set()
-        while thread.is_alive() and 0 not in lifelines.ended:
+        while thread.is_alive() and 0 not in liveness.ended:
             thread.join(_STOP_SECONDS)
 
     thread = threading.Thread(target=watch, name="tfdist-silence", daemon=True)

@@ -26,7 +26,8 @@ _ASK_SECONDS = 5.0  # Between two checks whether a peer's program has ended.
 class CoordinationStore:
     """Holds one value for each subject and worker. Each worker writes its own values, and all workers can read them.
 
-    Each call costs a message to worker 0, which hosts the store: less than a millisecond on a quiet network.
+    All calls raise `tf.errors.OpError` if the coordination service is out of reach. Each call costs a message to worker
+    0, which hosts the store: less than a millisecond on a quiet network.
 
     Args:
       worker: Index of this worker.
@@ -43,16 +44,7 @@ class CoordinationStore:
         return [worker for worker in range(self.workers) if worker != self.worker] if self.workers > 1 else []
 
     def say(self, subject: str, what: Any, worker: int | None = None) -> None:
-        """Writes this worker's value for a subject, replacing its earlier value.
-
-        Args:
-          subject: The name under which the workers' values are stored.
-          what: The value, of a type that JSON supports.
-          worker: The worker to write for, if it is lost; this worker if None.
-
-        Raises:
-          tf.errors.OpError: If the coordination service is out of reach.
-        """
+        """Writes a JSON value of this worker, or of a lost `worker`, for a subject, replacing an earlier value."""
         self.forget(subject, worker)  # A key can only be written once.
         self.say_once(subject, what, worker)
 
@@ -60,17 +52,13 @@ class CoordinationStore:
         """Writes a value like `say` at half the cost, for a subject without an earlier value of this worker.
 
         Raises:
-          tf.errors.OpError: If an earlier value exists, or the coordination service is out of reach.
+          tf.errors.OpError: If an earlier value exists.
         """
         key = _key(subject, self.worker if worker is None else worker)
         tf_internals.context.context().set_config_key_value(key, json.dumps(what))
 
     def forget(self, subject: str, worker: int | None = None) -> None:
-        """Removes the stored value of this worker, or of `worker`, for a subject.
-
-        Raises:
-          tf.errors.OpError: If the coordination service is out of reach.
-        """
+        """Removes the stored value of this worker, or of `worker`, for a subject."""
         with contextlib.suppress(tf.errors.NotFoundError):
             tf_internals.context.context().delete_config_key_value(
                 _key(subject, self.worker if worker is None else worker)
@@ -80,17 +68,13 @@ class CoordinationStore:
         """Waits until a worker has stored a value for a subject, and returns the value.
 
         Raises:
-          tf.errors.OpError: If no value comes in time, or the coordination service is out of reach.
+          tf.errors.OpError: If no value comes in time.
         """
         milliseconds = max(1, round(timeout_seconds * 1000))  # 0 would wait forever.
         return json.loads(tf_internals.context.context().get_config_key_value(_key(subject, worker), milliseconds))
 
     def report_error(self, message: str) -> None:
-        """Makes all present and future collectives of all workers fail with an error, so that no worker waits forever.
-
-        Raises:
-          tf.errors.OpError: If the coordination service is out of reach.
-        """
+        """Makes all present and future collectives of all workers fail, so that no worker waits forever."""
         tf_internals.context.context().report_error_to_cluster(tf.errors.UNAVAILABLE, message)
 
     def report_loss(self, worker: int, address: str) -> None:
@@ -108,12 +92,7 @@ class CoordinationStore:
     def say_over(self, done: bool, worker: int | None = None) -> None:
         """Stores that a worker's program has ended, so that peers stop waiting for it. Costs three messages.
 
-        Args:
-          done: Whether the worker is done, rather than failed.
-          worker: The worker to write for, if it is lost; this worker if None.
-
-        Raises:
-          tf.errors.OpError: If the coordination service is out of reach.
+        `done` means without a failure. `worker` is the worker to write for, if it is lost; this worker if None.
         """
         self.say(DONE, done, worker)
         with contextlib.suppress(tf.errors.AlreadyExistsError):
@@ -156,7 +135,6 @@ class CoordinationStore:
 
         Raises:
           ClusterError: If the worker has written no value.
-          tf.errors.OpError: If the coordination service is out of reach.
         """
         try:
             return self.hear(subject, worker, _LOOK_SECONDS)
@@ -171,7 +149,6 @@ class CoordinationStore:
 
         Raises:
           ClusterError: If a worker's program has ended while a value is still missing.
-          tf.errors.OpError: If the coordination service is out of reach.
         """
         deadline = time.monotonic() + timeout_seconds
         with contextlib.suppress(tf.errors.AlreadyExistsError):
@@ -195,6 +172,12 @@ class CoordinationStore:
             if absent is not None:
                 return self.last_word(subject, worker, f"a comparison ({subject})", absent)
         return self.hear(subject, worker, max(0.1, left))
+
+
+def reported(error: Exception, beginning: str) -> str | None:
+    """Returns the message with this beginning that a peer gave to `report_error`, if it has caused an error."""
+    _, begun, rest = str(error).partition(beginning)
+    return f"{begun}{rest}".split(" [type.googleapis.com")[0].splitlines()[0] if begun else None
 
 
 def _key(subject: str, worker: int) -> str:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist.errors import ClusterError
-from tfdist.faults.coordination_store import CoordinationStore
+from tfdist.faults.coordination_store import CoordinationStore, reported
 
 _RULE = "All workers must make the same variables in the same order"
 _POLL_SECONDS = 1.0
@@ -53,7 +53,7 @@ class CreationWatch:
         try:
             yield
         except tf.errors.OpError as error:
-            message = _reported_in(error) or self._difference(described, _ANSWER_SECONDS)
+            message = reported(error, f"{_RULE}, but number") or self._difference(described, _ANSWER_SECONDS)
             if message is not None:
                 raise ClusterError(message) from error
             raise
@@ -79,12 +79,6 @@ class CreationWatch:
         except (tf.errors.OpError, ClusterError):  # The job ends for another reason.
             return None
         return unlike(self._number, said, f"worker {self._board.worker} on {socket.gethostname()}")
-
-
-def _reported_in(error: Exception) -> str | None:
-    """Returns how a peer says that variables differ, if its report made this creation fail; otherwise `None`."""
-    _, begun, rest = str(error).partition(f"{_RULE}, but number")
-    return f"{begun}{rest}".split(" [type.googleapis.com")[0].splitlines()[0] if begun else None
 
 
 def unlike(number: int, said: Mapping[int, Sequence[str]], here: str) -> str | None:

@@ -10,7 +10,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.cluster.address import split_address
 
@@ -23,7 +23,7 @@ class PeerLiveness:
     """Liveness connections to peers, which a thread watches to notice at once when a peer's process ends.
 
     Args:
-      lines: The connection to each peer, by worker.
+      connections: The connection to each peer, by worker.
       addresses: The addresses of all workers.
       on_loss: Called with each worker that has ended without a goodbye.
 
@@ -33,29 +33,31 @@ class PeerLiveness:
       silent: The workers that did not answer.
     """
 
-    def __init__(self, lines: Mapping[int, socket.socket], addresses: list[str], on_loss: Callable[[int], None]):
-        self._lines = dict(lines)
+    def __init__(
+        self, connections: Mapping[int, socket.socket], addresses: Sequence[str], on_loss: Callable[[int], None]
+    ):
+        self._connections = dict(connections)
         self._addresses = addresses
         self._on_loss = on_loss
         self._lock = threading.Lock()  # TLS connections cannot be read and written at the same time.
         self.left: set[int] = set()
         self.ended: set[int] = set()
         self.silent: set[int] = set()
-        for line in self._lines.values():
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
-        threading.Thread(target=self._watch, name="tfdist-lifelines", daemon=True).start()
+        for connection in self._connections.values():
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
+        threading.Thread(target=self._watch, name="tfdist-liveness", daemon=True).start()
 
     def say_goodbye(self, *, done: bool) -> None:
         """Tells peers that this process ends, done or failed, so that they do not report it as lost."""
-        for line in self._lines.values():
+        for connection in self._connections.values():
             with self._lock, contextlib.suppress(OSError):
-                line.sendall(_DONE if done else _FAILED)
+                connection.sendall(_DONE if done else _FAILED)
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
-            for worker, line in self._lines.items():
-                selector.register(line, selectors.EVENT_READ, worker)
+            for worker, connection in self._connections.items():
+                selector.register(connection, selectors.EVENT_READ, worker)
             while selector.get_map():
                 for key, _ in selector.select():
                     selector.unregister(key.fileobj)
@@ -66,7 +68,7 @@ class PeerLiveness:
     def _has_died(self, worker: int) -> bool:
         try:
             with self._lock:
-                said = self._lines[worker].recv(len(_DONE))
+                said = self._connections[worker].recv(len(_DONE))
             if said == _DONE:
                 self.left.add(worker)
             if said:

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdist._compat import tf_internals
 from tfdist.errors import WorkerLostError
-from tfdist.faults.fault_tolerance import options_of
+from tfdist.faults.fault_deadlines import options_of
 
 _PAUSE_SECONDS = 1.0
 

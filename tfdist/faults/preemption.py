@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 from absl import logging
 
 from tfdist.exit_codes import PREEMPTED
-from tfdist.faults.fault_tolerance import FaultTolerance, options_of
-from tfdist.faults.process_exit import end_with
+from tfdist.faults.fault_deadlines import FaultTolerance, options_of
+from tfdist.faults.process_exit import end_with, flush
 from tfdist.run_files import is_supervised
 
 _LEAVE_SECONDS = 10.0  # For handlers, `finally` blocks and `atexit` functions after the save.
@@ -254,7 +254,7 @@ class _Preemption:
     def _on_interrupt_again(self) -> None:
         if time.monotonic() - self._asked_time >= _SAME_REQUEST_SECONDS:
             logging.error("Ctrl-C again: leaving at once. Work since the newest backup is lost.")
-            _flush()
+            flush()
             os._exit(128 + signal.SIGINT)
 
     def _on_signal(self, signum: int) -> None:
@@ -303,19 +303,13 @@ class _Preemption:
                 handler(self._signum, None)
             except BaseException as error:  # Also SystemExit: this process is leaving already.
                 logging.info("The handler of signal %s raised %r.", self._signum, error)
-        _flush()
+        flush()
 
 
 def _is_interrupt_free() -> bool:
     """Returns whether Ctrl-C would end this program by KeyboardInterrupt, in a session that is not interactive."""
     is_interactive = sys.flags.interactive or hasattr(sys, "ps1")  # IPython and notebooks have `sys.ps1` too.
     return not is_interactive and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
 
 
 def _after(seconds: float, function: Callable[[], Any]) -> threading.Timer:

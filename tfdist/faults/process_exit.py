@@ -29,10 +29,15 @@ def _end() -> None:
         for child in multiprocessing.active_children():
             child.kill()
         logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()
+        flush()
         os._exit(_code)
+
+
+def flush() -> None:
+    """Writes out what standard output and error still hold, before the process ends without clean-up."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 atexit.register(_end)  # Registered at import, so that it runs among the last.

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -66,10 +66,6 @@ _PACKAGES = ("tfdist", "tensorflow", "keras")
 def meet(cluster: ClusterSpec, timeout_seconds: float) -> Mapping[int, socket.socket]:
     """Waits until all workers of a cluster have come, and logs the missing workers every few seconds.
 
-    Args:
-      cluster: The cluster, seen from this worker.
-      timeout_seconds: How long all workers may take to come.
-
     Returns:
       The connections of the rendezvous, by peer: on worker 0 to every peer, on the other workers to worker 0.
 
@@ -106,7 +102,7 @@ def connecting(cluster: ClusterSpec, timeout_seconds: float) -> Iterator[None]:
 
 def unconnected(cluster: ClusterSpec, seconds: float) -> str:
     """Returns the error text for workers that have all come, but that TensorFlow did not connect in time."""
-    workers = enumerate(addresses_of(cluster))
+    workers = enumerate(cluster.training_addresses)
     others = ", ".join(f"worker {worker} at {address}" for worker, address in workers if worker != cluster.worker_id)
     return (
         f"TensorFlow must connect all {cluster.num_workers} workers within {seconds:.0f} s after they have joined, but "
@@ -128,7 +124,7 @@ class _Wait:
         """Logs the missing workers from time to time, with the reason if known; raises after the deadline."""
         now = time.monotonic()
         come = self._cluster.num_workers - len(missing)
-        names = ", ".join(f"worker {worker} at {addresses_of(self._cluster)[worker]}" for worker in missing)
+        names = ", ".join(f"worker {worker} at {self._cluster.training_addresses[worker]}" for worker in missing)
         names += f" ({why})" if why else ""
         if now - self._start > self._timeout_seconds:
             raise WorkerLostError(
@@ -177,7 +173,7 @@ class _Desk:
         self._secret = secret
         own = _introduction(cluster)
         self._line_bytes = max(LINE_BYTES, 2 * len(repr(own)))
-        self._admission = Admission(own, secret is not None, _Resolved(addresses_of(cluster)))
+        self._admission = Admission(own, secret is not None, _Resolved(cluster.training_addresses))
         self._come: dict[int, _Come] = {}
         self._warnings = Warnings()
         self._misfit: str | None = None
@@ -265,13 +261,9 @@ class _Desk:
 
 
 class _Resolved:
-    """The IP addresses of the workers' hosts, looked up in a thread since name servers may be slow.
+    """The IP addresses of the workers' hosts, looked up in a thread since name servers may be slow."""
 
-    Args:
-      addresses: The addresses of the workers.
-    """
-
-    def __init__(self, addresses: list[str]):
+    def __init__(self, addresses: Sequence[str]):
         self._addresses = addresses
         self._found: dict[str, Collection[str]] = {}
         threading.Thread(target=self._look_up, name="tfdist-resolve", daemon=True).start()
@@ -327,7 +319,7 @@ def _report(cluster: ClusterSpec, secret: Secret | None, wait: _Wait) -> Mapping
 
 def _connect(cluster: ClusterSpec, tls: Tls | None) -> socket.socket:
     """Opens a connection to worker 0, with TLS if the job uses it."""
-    host, port = split_address(addresses_of(cluster)[0])
+    host, port = split_address(cluster.training_addresses[0])
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(socket.create_connection((host, port), timeout=3 * _STATUS_SECONDS))
         secured = connect(tls, connection, host)
@@ -380,7 +372,7 @@ class _Refusals:
         """Records why worker 0 refuses this worker, and logs the first refusal."""
         if self.last is None:
             self._since = time.monotonic()
-            logging.warning("worker 0 at %s refuses this worker: %s", addresses_of(self._cluster)[0], why)
+            logging.warning("worker 0 at %s refuses this worker: %s", self._cluster.training_addresses[0], why)
         self.last = why
 
     def forget(self) -> None:
@@ -401,14 +393,9 @@ class _Refusals:
 # All workers.
 
 
-def addresses_of(cluster: ClusterSpec) -> list[str]:
-    """Returns the addresses of all training processes, by worker."""
-    return [*cluster.jobs.get("chief", ()), *cluster.jobs.get("worker", ())]
-
-
 def _introduction(cluster: ClusterSpec) -> Introduction:
     versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in _PACKAGES)
-    return Introduction(cluster.worker_id, tuple(addresses_of(cluster)), versions, socket.gethostname())
+    return Introduction(cluster.worker_id, cluster.training_addresses, versions, socket.gethostname())
 
 
 def _is_status(message: dict[str, Any], workers: int) -> bool:

@@ -24,7 +24,7 @@ _LINE_LENGTH = 500
 _installed = False
 
 
-def leave_together(board: CoordinationStore, lifelines: PeerLiveness, timeout_seconds: float) -> None:
+def leave_together(board: CoordinationStore, liveness: PeerLiveness, timeout_seconds: float) -> None:
     """Makes this process wait for its peers at the end of its program. Only the first call in a process has an effect.
 
     After an exception a program does not wait, and its peers do not wait for it. After `sys.exit` a program waits with
@@ -35,14 +35,14 @@ def leave_together(board: CoordinationStore, lifelines: PeerLiveness, timeout_se
 
     Args:
       board: The coordination store of this worker.
-      lifelines: The liveness connections, through which this worker says goodbye. Otherwise peers would report a loss.
+      liveness: The liveness connections, through which this worker says goodbye. Otherwise peers would report a loss.
       timeout_seconds: How long to wait for a worker that is not done. A worker that is gone is not waited for.
     """
     global _installed
     if not _installed:
         _installed = True
-        _tell_of_exceptions(board, lifelines)
-        atexit.register(_leave, board, lifelines, timeout_seconds, os.getpid())
+        _tell_of_exceptions(board, liveness)
+        atexit.register(_leave, board, liveness, timeout_seconds, os.getpid())
 
 
 def hear_aloud(board: CoordinationStore, subject: str, worker: int, timeout_seconds: float) -> Any:
@@ -63,7 +63,7 @@ def hear_aloud(board: CoordinationStore, subject: str, worker: int, timeout_seco
         raise
 
 
-def _tell_of_exceptions(board: CoordinationStore, lifelines: PeerLiveness) -> None:
+def _tell_of_exceptions(board: CoordinationStore, liveness: PeerLiveness) -> None:
     """Reports an uncaught exception to the peers at once, since a running thread may delay the `atexit` functions."""
     before, pid = sys.excepthook, os.getpid()
 
@@ -73,13 +73,13 @@ def _tell_of_exceptions(board: CoordinationStore, lifelines: PeerLiveness) -> No
         finally:
             goes_on = sys.flags.interactive or hasattr(sys, "ps1")
             if os.getpid() == pid and threading.current_thread() is threading.main_thread() and not goes_on:
-                _report(board, lifelines, error)
+                _report(board, liveness, error)
 
     sys.excepthook = hook
 
 
-def _report(board: CoordinationStore, lifelines: PeerLiveness, error: BaseException) -> None:
-    if 0 in lifelines.silent:  # A message to worker 0 would wait forever.
+def _report(board: CoordinationStore, liveness: PeerLiveness, error: BaseException) -> None:
+    if 0 in liveness.silent:  # A message to worker 0 would wait forever.
         return
     with contextlib.suppress(tf.errors.OpError):  # The error may have been reported already.
         # Without this report, the peers notice only by missing heartbeats, after seconds.
@@ -87,23 +87,23 @@ def _report(board: CoordinationStore, lifelines: PeerLiveness, error: BaseExcept
         board.report_error(tell_kind(words, error))
 
 
-def _leave(board: CoordinationStore, lifelines: PeerLiveness, timeout_seconds: float, pid: int) -> None:
+def _leave(board: CoordinationStore, liveness: PeerLiveness, timeout_seconds: float, pid: int) -> None:
     if os.getpid() != pid:  # A forked child is not a worker.
         return
     error = getattr(sys, "last_value", None)
     done = error is None
     if error is not None:
-        _report(board, lifelines, error)
+        _report(board, liveness, error)
     may_leave = False
     try:
-        if 0 not in lifelines.silent:
+        if 0 not in liveness.silent:
             board.say_over(done)
             may_leave = done and _wait_for_others(board, timeout_seconds)
     except tf.errors.DeadlineExceededError:
         may_leave = True  # A peer may be busy for long, such as a chief that saves alone.
     except tf.errors.OpError:  # Worker 0 is gone or cut off. It may have left at its deadline.
-        may_leave = lifelines.left >= {0} if board.worker else lifelines.left >= set(board.others)
-    lifelines.say_goodbye(done=may_leave)
+        may_leave = liveness.left >= {0} if board.worker else liveness.left >= set(board.others)
+    liveness.say_goodbye(done=may_leave)
     if not done:
         end_with(1)
     elif not may_leave:

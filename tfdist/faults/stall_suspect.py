@@ -11,10 +11,12 @@ Positions = Mapping[int, Mapping[str, Any] | None]
 
 ITS_END = "its program has ended"
 WAITING = "waiting for the chief"
+AGREEING = "agreement on a backup"
+SAVE = "save"
 UNLIKE_CALLS = "All workers must make the same calls in the same order"
 
 # How likely it is that a worker waits for peers in this section. In all other sections workers do not wait.
-_WAITS = {COMPUTE: 1, INPUT: 2, MEETING: 3, EXCHANGE: 3, WAITING: 3}
+_WAITS = {SAVE: 1, COMPUTE: 1, INPUT: 2, MEETING: 3, EXCHANGE: 3, WAITING: 3, AGREEING: 3}
 
 
 def suspect_of(positions: Positions, own: int | None = None) -> int | None:

@@ -53,7 +53,7 @@ from tfdist.errors import ClusterError
 from tfdist.exit_codes import STALLED
 from tfdist.failure_report import write_report
 from tfdist.faults.activity import EXCHANGE, MEETING, Call
-from tfdist.faults.coordination_store import CoordinationStore
+from tfdist.faults.coordination_store import CoordinationStore, reported
 from tfdist.faults.stall_suspect import (
     ITS_END,
     UNLIKE_CALLS,
@@ -134,18 +134,12 @@ def waiting_for_all(what: str) -> Iterator[_Meeting]:
     try:
         yield meeting
     except tf.errors.OpError as error:
-        fault = meeting.fault or _fault_in(error)
+        fault = meeting.fault or reported(error, UNLIKE_CALLS)
         if fault:
             raise ClusterError(fault) from error
         raise
     finally:
         _meetings.remove(meeting)
-
-
-def _fault_in(error: Exception) -> str | None:
-    """Returns the error text that a peer has reported, if this report made a collective fail; else `None`."""
-    _, marker, rest = str(error).partition(UNLIKE_CALLS)
-    return f"{marker}{rest}".split(" [type.googleapis.com")[0].splitlines()[0] if marker else None
 
 
 class Creations:
@@ -176,7 +170,7 @@ def start(
 
     Args:
       strategy: The strategy.
-      board: The coordination store through which workers exchange their positions.
+      board: The coordination store for the workers' positions; a store of one worker for a worker that trains alone.
       creations: The variables that this worker creates.
       carried: Returns the number of bytes that steps have exchanged with peers; `None` if this number is unknown.
     """
@@ -433,7 +427,7 @@ class Watchdog:
 
         Takes about 4 s unless the reason is known at once, such as the end of a worker.
         """
-        fault = call.fault or (_meetings[-1].fault if _meetings else None) or _fault_in(error)
+        fault = call.fault or (_meetings[-1].fault if _meetings else None) or reported(error, UNLIKE_CALLS)
         is_known = any(said in str(error) for said in _SAID_OF_ENDS)
         if fault or is_known or "ollective" not in str(error):
             return fault

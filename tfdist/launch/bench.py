@@ -27,6 +27,7 @@ from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
 from tfdist.launch.arguments import BINARY, DECIMAL
 from tfdist.launch.memory_limit import free_memory
+from tfdist.launch.run_summary import named
 from tfdist.strategies.compression import NAMES
 from tfdist.strategies.compression_policy import policy_of
 from tfdist.strategies.compression_state import TrafficTotals
@@ -199,7 +200,7 @@ def _check_equal(plan: BenchPlan, strategy: tf.distribute.Strategy) -> None:
     others = [worker for worker, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise ClusterError(
-            f"All workers need the same --sizes and --compression, but {_workers(others)} got other values than the "
+            f"All workers need the same --sizes and --compression, but {named(others)} got other values than the "
             f"chief. Start the same command on every host."
         )
 
@@ -214,7 +215,7 @@ def _reason_to_skip(
     rooms = strategy.extended.of_all_workers(_room(strategy, spec))
     small = [worker for worker, room in enumerate(rooms) if size > room]
     if small:
-        return f"it exceeds an eighth of the free memory of {_workers(small)}, {_show_bytes(min(rooms))} a replica"
+        return f"it exceeds an eighth of the free memory of {named(small)}, {_show_bytes(min(rooms))} a replica"
     known = [row for row in rows if row.times]
     seconds = predict(known, size) * (_LEAST_REPETITIONS + 1) + plan.seconds if len(known) > 1 else 0.0
     is_late = time.monotonic() + seconds > plan.deadline
@@ -336,14 +337,7 @@ def _expectations(rows: Sequence[Row], model: ModelExchange) -> list[dict]:
 
 
 def report(rows: Sequence[Row], spec: ClusterSpec, command: str, model: ModelExchange) -> dict:
-    """Returns all results of `tfdist bench`, with the machine and versions, for JSON.
-
-    Args:
-      rows: Rows from `measure`.
-      spec: The cluster.
-      command: Command line of the user.
-      model: Model and network for the predictions.
-    """
+    """Returns all results of `tfdist bench` for JSON, with the machine, the versions and the user's command line."""
     cpus = [line for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "machine": {
@@ -369,22 +363,15 @@ def report(rows: Sequence[Row], spec: ClusterSpec, command: str, model: ModelExc
 
 
 def recommendation(expectations: Sequence[Mapping]) -> str | None:
-    """Returns the codec or "none" with the shortest step on the link, None without a link. `_BY_LOSS` breaks near ties.
-
-    Args:
-      expectations: The expectations in the result of `report`.
-    """
+    """Returns the codec with the shortest step on the link, by `_BY_LOSS` among near ones; None without a link."""
     costs = {
         each["compression"]: each["step_seconds"]["high"] if "step_seconds" in each else each["link_exchange_seconds"]
         for each in expectations
         if "link_exchange_seconds" in each
     }
     near = [name for name, cost in costs.items() if cost <= _ABOUT * min(costs.values())]
-    return min(near, key=_loss) if near else None
-
-
-def _loss(name: str) -> int:
-    return _BY_LOSS.index(name) if name in _BY_LOSS else len(_BY_LOSS)
+    by_loss = [*_BY_LOSS, *near]
+    return min(near, key=by_loss.index) if near else None
 
 
 def print_tables(rows: Sequence[Row], expectations: Sequence[Mapping]) -> None:
@@ -491,7 +478,3 @@ def _show_rate(bits_per_second: float) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
-
-
-def _workers(indices: Sequence[int]) -> str:
-    return ", ".join(f"worker {index}" for index in indices)

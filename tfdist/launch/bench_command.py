@@ -215,16 +215,14 @@ class _Timeout:
     def end_in(self, seconds: float) -> None:
         """Sets a new time limit for the block, counted from now."""
         self._cancel()
-        self._timer = threading.Timer(seconds, self._end, [self._why(), 1])
+        why = (
+            f"the measurement did not finish within --timeout {self._seconds:g} s; check that every worker runs and "
+            f"can be reached, or give a longer --timeout or smaller --sizes"
+        )
+        self._timer = threading.Timer(seconds, self._end, [why, 1])
         self._timer.daemon = True
         self._timer.start()
 
     def _cancel(self) -> None:
         if self._timer:
             self._timer.cancel()
-
-    def _why(self) -> str:
-        return (
-            f"the measurement did not finish within --timeout {self._seconds:g} s; check that every worker runs and "
-            f"can be reached, or give a longer --timeout or smaller --sizes"
-        )

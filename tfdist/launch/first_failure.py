@@ -157,13 +157,7 @@ def first_failure(
 
 
 def reported_since(run_dir: pathlib.Path, attempt: int, pids: Mapping[int, int]) -> Mapping[int, float]:
-    """Returns the times of the workers' failure reports, in seconds since the epoch, by worker.
-
-    Args:
-      run_dir: Folder of the run.
-      attempt: Number of the attempt.
-      pids: Process ids of the workers, by worker.
-    """
+    """Returns the times of the reports of workers with these process ids, in seconds since the epoch, by worker."""
     reports = {worker: _report(run_dir, attempt, worker, pid) for worker, pid in pids.items()}
     return {worker: report["time"] for worker, report in reports.items() if report}
 

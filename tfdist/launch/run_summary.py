@@ -1,5 +1,7 @@
 """Texts that summarize a run of `tfdist run` when it ends: the outcome, the duration, details of a failure."""
 
+from collections.abc import Sequence
+
 from tfdist.exit_codes import PREEMPTED
 from tfdist.launch.first_failure import Failure
 
@@ -17,15 +19,13 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def outcome_line(outcome: str, exit_code: int, seconds: float, attempts: int) -> str:
-    """Returns a line with the outcome, the duration and the number of attempts of a run.
+def named(workers: Sequence[int]) -> str:
+    """Lists workers for a message: "worker 1, worker 3"."""
+    return ", ".join(f"worker {worker}" for worker in workers)
 
-    Args:
-      outcome: "done", "failed", "preempted" or "stopped", as in `Attempt`.
-      exit_code: Exit code of the run.
-      seconds: Duration of the run.
-      attempts: Number of attempts.
-    """
+
+def outcome_line(outcome: str, exit_code: int, seconds: float, attempts: int) -> str:
+    """Returns a line with the outcome of a run (as in `Attempt`), its duration and its number of attempts."""
     took = f"{duration(seconds)}, {attempts} attempt{'' if attempts == 1 else 's'}"
     if outcome == "done":
         return f"done in {took}"

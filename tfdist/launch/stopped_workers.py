@@ -12,9 +12,6 @@ class StoppedWorkers:
     """Measures how long workers have been stopped (SIGSTOP), to kill them. A stop by a debugger does not count.
 
     Costs one read of a file in `/proc` per worker and second.
-
-    Args:
-      is_stopped: Returns whether the process with a given id is stopped.
     """
 
     def __init__(self, is_stopped: Callable[[int], bool] | None = None):

@@ -28,7 +28,7 @@ from tfdist.launch.first_failure import (
     reported_stack,
 )
 from tfdist.launch.restart_policy import Chance, Commits, Restarts, Size, chance_of
-from tfdist.launch.run_summary import details_of, outcome_line
+from tfdist.launch.run_summary import details_of, named, outcome_line
 from tfdist.launch.stopped_workers import SECONDS, StoppedWorkers
 from tfdist.launch.worker_group import WorkerExit, WorkerGroup
 from tfdist.network.secret import SECRET, new_secret, secret_is_given
@@ -117,8 +117,8 @@ class Stragglers:
         if not exits or not running or now < (self._due or exits[-1].time + _ALONE_SECONDS):
             return None
         self._due = now + _ALONE_AGAIN_SECONDS
-        ended = _named([each.index for each in exits])
-        return f"{ended} ended with exit code {exits[-1].returncode}; still running: {_named(running)}"
+        ended = named([each.index for each in exits])
+        return f"{ended} ended with exit code {exits[-1].returncode}; still running: {named(running)}"
 
 
 class Supervisor:
@@ -157,11 +157,6 @@ class Supervisor:
         self._cache_folders: set[pathlib.Path] = set()
         self._has_told_of_backups = False
         self._ports: HeldPorts | None = None
-
-    @property
-    def attempts(self) -> tuple[Attempt, ...]:
-        """The attempts (starts of all workers) that this run has made so far."""
-        return tuple(self._attempts)
 
     def run(self) -> int:
         """Runs the job until it is done, has failed for good or is stopped by a signal.
@@ -274,7 +269,7 @@ class Supervisor:
             group.stop(None, grace_seconds=options.grace_seconds, hurry=lambda: len(caught) > 1)
             return ended("resized" if wants_room else "preempted", PREEMPTED)
         if stuck:
-            logging.error("%s reported a failure %g s ago, but still runs", _named(stuck), options.grace_seconds)
+            logging.error("%s reported a failure %g s ago, but still runs", named(stuck), options.grace_seconds)
         else:
             self._wait_for_the_cause(group, number)
         by_themselves, others, since = group.exits, group.running, time.time()
@@ -495,10 +490,6 @@ class Supervisor:
             write_whole(self._files.summary, text)
         except OSError as error:
             logging.error("failure.json could not be written: %s", error)  # The job continues.
-
-
-def _named(workers: Sequence[int]) -> str:
-    return ", ".join(f"worker {worker}" for worker in workers)
 
 
 def _wait_for_port(spec: ClusterSpec, seconds: float) -> None:

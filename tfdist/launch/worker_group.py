@@ -238,10 +238,7 @@ def signal_name(number: int) -> str:
 def reap_orphans(own: Collection[int]) -> None:
     """Reaps ended children that this process did not start. The first process of a container inherits such children.
 
-    Otherwise they would stay zombies. The function does not reap this process's own children.
-
-    Args:
-      own: Process ids of this process's own children.
+    Otherwise they would stay zombies. The function does not reap this process's own children, given by process id.
     """
     with contextlib.suppress(ChildProcessError):  # No children.
         # Stops at an ended child of its own. The next `poll` reaps that child and then continues with the orphans.

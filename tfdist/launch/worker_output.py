@@ -138,10 +138,7 @@ class LineSplitter:
     """Splits bytes into lines as a terminal would show them, and splits lines longer than 64 KiB.
 
     A progress bar, which uses carriage returns and backspaces, becomes one line with its last state. The current state
-    of a long progress bar becomes a line every 30 s.
-
-    Args:
-      clock: Returns the time in seconds.
+    of a long progress bar becomes a line every 30 s by `clock`, which returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -198,12 +195,8 @@ def _put(place: int | None, data: bytes) -> int | None:
     """Writes output to a file descriptor. Returns the descriptor, or None if the write failed, to stop writing."""
     if place is not None:
         try:
-            _write_all(place, data)
+            while data:
+                data = data[os.write(place, data) :]
         except OSError:
             return None
     return place
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]

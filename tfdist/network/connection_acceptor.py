@@ -93,14 +93,9 @@ class ConnectionAcceptor(Generic[T]):
         self.close()
 
     def next(self, seconds: float) -> tuple[socket.socket, str, T] | None:
-        """Returns the next connection that has passed its handshake.
+        """Returns the next connection that has passed its handshake, for the caller to close; `None` after `seconds`.
 
-        Args:
-          seconds: How long to wait for a connection.
-
-        Returns:
-          The connection, the peer's address and the handshake's return value; `None` after the time. The caller closes
-          the connection.
+        With it come the peer's address and the handshake's return value.
         """
         try:
             return self._admitted.get(timeout=max(0.0, seconds))

@@ -33,12 +33,9 @@ class RefusedError(Exception):
 
 
 def introduce(connection: socket.socket, secret: Secret | None, message: dict[str, Any]) -> None:
-    """The connecting end of the handshake: sends a message with a proof of the secret, after the other end's proof.
+    """The connecting end of the handshake: proves the secret after the other end, and sends a JSON message.
 
-    Args:
-      connection: A connection with a timeout.
-      secret: The secret of the job, if there is one.
-      message: The message, of types that JSON supports.
+    The connection must have a timeout.
 
     Raises:
       NotOursError: If the other end does not speak this protocol.
@@ -69,10 +66,7 @@ def introduce(connection: socket.socket, secret: Secret | None, message: dict[st
 def receive(connection: socket.socket, secret: Secret | None, most_bytes: int = LINE_BYTES) -> dict[str, Any]:
     """The accepting end of the handshake: proves the secret, and returns the message of the end that connects.
 
-    Args:
-      connection: A connection with a timeout.
-      secret: The secret of the job, if there is one. With a secret, only a message with a valid proof is returned.
-      most_bytes: The longest line to accept.
+    The connection must have a timeout. With a secret, only a message with a valid proof is returned.
 
     Raises:
       NotOursError: If the other end does not speak this protocol.
@@ -101,11 +95,7 @@ def receive(connection: socket.socket, secret: Secret | None, most_bytes: int = 
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Sends a message to a worker as one line of JSON.
-
-    Raises:
-      OSError: If the connection fails.
-    """
+    """Sends a message to a worker as one line of JSON. Raises `OSError` if the connection fails."""
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 

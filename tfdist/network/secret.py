@@ -33,24 +33,14 @@ def secret_is_given(environ: Mapping[str, str] | None = None) -> bool:
 
 
 class Secret:
-    """A key that the workers of a job share. The key is never sent and never printed.
-
-    Args:
-      key: The bytes of the key.
-    """
+    """A key that the workers of a job share. The key is never sent and never printed."""
 
     def __init__(self, key: bytes):
         self._key = key
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "Secret | None":
-        """Reads the secret from TFDIST_SECRET, or from the file that TFDIST_SECRET_FILE names.
-
-        Args:
-          environ: The environment, `os.environ` if None.
-
-        Returns:
-          The secret, or None if neither variable is set.
+        """Reads the secret from TFDIST_SECRET, or from the file that TFDIST_SECRET_FILE names; None if neither is set.
 
         Raises:
           ClusterError: If both variables are set, the file cannot be read, or the secret is shorter than 16 bytes.

@@ -32,10 +32,7 @@ class TlsFiles:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "TlsFiles | None":
-        """Reads the paths from TFDIST_TLS_CERT, TFDIST_TLS_KEY and TFDIST_TLS_CA; `None` if none is set.
-
-        Args:
-          environ: The environment, `os.environ` if None.
+        """Reads the paths from the environment (`os.environ` if None); returns `None` if no variable is set.
 
         Raises:
           ClusterError: If only some of these variables are set.
@@ -52,9 +49,6 @@ class TlsFiles:
 
 class Tls:
     """Wraps connections between workers in TLS 1.3, with certificates on both ends.
-
-    Args:
-      files: The files of this worker.
 
     Raises:
       ClusterError: If a file cannot be read, or is not of the needed kind.
@@ -96,12 +90,7 @@ class Tls:
 
 
 def connect(tls: Tls | None, connection: socket.socket, host: str) -> socket.socket:
-    """Secures a connection to a worker on `host`; returns the connection unchanged without TLS.
-
-    Raises:
-      RefusedError: If the other end has no certificate for `host`, or no TLS.
-      OSError: If the connection fails.
-    """
+    """Secures a connection to a worker by `Tls.connect`; returns the connection unchanged without TLS."""
     return tls.connect(connection, host) if tls else connection
 
 

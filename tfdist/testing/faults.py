@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from types import TracebackType
 
 __all__ = ["Slowdown", "corrupt", "cut_network", "fill_disk", "freeze", "small_disk", "thaw"]
 
@@ -78,9 +77,7 @@ class Slowdown:
     def __enter__(self) -> "Slowdown":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def change(self, factor: float) -> None:

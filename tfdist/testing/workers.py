@@ -15,7 +15,6 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
-from types import TracebackType
 from typing import Any, TypeVar
 
 from tfdist.cluster import ClusterSpec
@@ -77,12 +76,8 @@ class WorkerPool:
     Use the pool as a context manager. Create it in the main thread: workers started from another thread outlive a
     killed parent while TensorFlow holds the GIL.
 
-    Args:
-      num_workers: Number of workers.
-      devices_per_worker: Number of logical CPU devices in each worker.
-      timeout_seconds: Time limit of one `run`, including the start of the workers.
-      env: Environment variables for the workers, in addition to the variables of this process. By default,
-        TF_CPP_MIN_LOG_LEVEL is 2 and CUDA_VISIBLE_DEVICES is -1, unless set here or in this process.
+    The arguments are those of `run_workers`; `timeout_seconds` limits one `run`. By default, TF_CPP_MIN_LOG_LEVEL is 2
+    and CUDA_VISIBLE_DEVICES is -1 in the workers, unless set in `env` or in this process.
 
     Raises:
       ValueError: If a number is not positive, or `env` contains TF_CONFIG.
@@ -119,27 +114,14 @@ class WorkerPool:
     def __enter__(self) -> "WorkerPool":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
-        """Calls `fn(*args, **kwargs)` once in each worker process, all at the same time.
-
-        Args:
-          fn: A function at the top level of a module, which each worker imports.
-          *args: Arguments of `fn`, the same for every worker.
-          **kwargs: Keyword arguments of `fn`, the same for every worker.
-
-        Returns:
-          Return values of `fn`, in the order of the workers.
+        """Calls `fn(*args, **kwargs)` once in each worker process, all at the same time, as `run_workers` does.
 
         Raises:
-          ValueError: If the pool is closed.
-          TypeError: If `fn` or its arguments cannot be sent to another process.
-          WorkerError: If a worker failed. `__cause__` is the exception of that worker.
-          WorkerTimeoutError: If a worker did not return in time.
+          ValueError: If the pool is closed. Other errors are those of `run_workers`.
         """
         if self._closed:
             raise ValueError("This WorkerPool is closed. Call run inside its `with` block, or make a new pool.")

@@ -68,10 +68,7 @@ class FaultTolerance:
                 )
 
     def with_environment(self, environ: Mapping[str, str] | None = None) -> "FaultTolerance":
-        """Returns these deadlines, replaced by the numbers that environment variables set.
-
-        Args:
-          environ: The environment, `os.environ` if None.
+        """Returns these deadlines, replaced by the numbers that environment variables (`os.environ` if None) set.
 
         Raises:
           ValueError: If a variable is not a valid number of seconds.
