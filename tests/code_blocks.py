@@ -52,6 +52,7 @@ def blocks_of(path):
             kind, said = mark.groups() if mark else (None, "")
             yield Block(f"{path.relative_to(ROOT)}:{begin + 1}", language, kind, said, code)
             begin = None
+    assert begin is None, f"{path}:{begin + 1}: the code block has no end"
 
 
 BLOCKS = [block for path in PAGES for block in blocks_of(path)]
