@@ -42,6 +42,7 @@ UNIT = {
         "test_run_words",
     ),
     *("test_deploy", "test_documentation", "test_sources", "test_symlink_safe_files", "test_traffic"),
+    "test_troubleshooting",
 }
 
 
