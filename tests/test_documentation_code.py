@@ -9,6 +9,8 @@ import runpy
 import pytest
 
 from code_blocks import BLOCKS, ROOT, code
+from tfdist.cluster import ClusterSpec
+from tfdist.errors import TFConfigError
 
 SECTIONS = ("docs/get_started/", "docs/migrate/", "docs/concepts/")
 CHANGED = ("from_tf_distribute", "from_horovod", "from_ray_train")
@@ -46,6 +48,17 @@ def test_a_block_runs(block, pools, tmp_path):
 def test_the_first_run_is_that_of_the_readme():
     (command,) = [block.code for block in BLOCKS if block.kind == "command" and block.said == "run"]
     assert " && ".join(code("first_run").splitlines()) == command.strip()
+
+
+def test_the_error_of_parameter_servers_is_as_shown():
+    cluster = (
+        '{"cluster": {"ps": ["10.0.0.9:2222"], "worker": ["10.0.0.1:2222"]}, "task": {"type": "worker", "index": 0}}'
+    )
+
+    with pytest.raises(TFConfigError) as raised:
+        ClusterSpec.from_json(cluster)
+
+    assert f"tfdist.errors.TFConfigError: {raised.value}" == " ".join(code("parameter_servers_error").split())
 
 
 def test_each_page_of_a_section_has_an_entry_in_its_index():
