@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdist._compat.dataset_internals import map_in_place
+from tfdist._compat import dataset_internals
 from tfdist.errors import ClusterError
 from tfdist.faults.worker_comparison import WorkerComparison
 from tfdist.strategies import row_samples
@@ -190,7 +190,7 @@ class RowComparison:
                 passed = tf.nest.map_structure(identity, batch)
             return passed if is_tuple else passed[0]
 
-        return map_in_place(dataset, compare)
+        return dataset_internals.map_in_place(dataset, compare)
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[bool]:
