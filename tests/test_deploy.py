@@ -136,6 +136,14 @@ def test_the_nodes_of_the_runtime_are_workers_of_one_cluster():
     assert job["spec"]["trainer"]["command"] == pods_of_the_runtime()["containers"][0]["command"]
 
 
+def test_kubernetes_accepts_the_manifests():
+    """Of the runtime, whose kind is Kubeflow's, the schemas of Kubernetes know the pods."""
+    schemas = pytest.importorskip("kubernetes_validate")
+    named = {"metadata": {"name": "node"}, "spec": pods_of_the_runtime()}
+    for document in [*documents("kubernetes/job.yaml"), {"apiVersion": "v1", "kind": "Pod"} | named]:
+        schemas.validate(document, schemas.latest_version(), strict=True)
+
+
 @pytest.mark.parametrize("pods", [pods_of_the_job, pods_of_the_runtime])
 def test_pods_set_variables_that_are_read_and_have_time_to_save(pods):
     pods = pods()
