@@ -56,7 +56,9 @@ def main(argv):
     rows = FLAGS.batches * FLAGS.batch_size
     arrays = np.zeros([rows, FLAGS.features], np.float32), np.zeros([rows], np.int64)
     plain = tf.data.Dataset.from_tensor_slices(arrays).batch(FLAGS.batch_size)
-    comparison = RowComparison(_Alone(), origins_of(plain), None, "fit", False, RowsRead("/device:CPU:0", 1), True)
+    comparison = RowComparison(
+        _Alone(), origins_of(plain), None, "fit", False, RowsRead("/device:CPU:0", 1), True, False
+    )
     watched = comparison.watch(plain, lambda batch: tf.constant(True))
     costs = []
     for _ in range(FLAGS.rounds):

@@ -155,7 +155,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     def _begin_fit(self, model, fit):
         if self.extended._num_workers == 1:
             return
-        self.reports.rows_read.begin_fit()
+        self.reports.rows_read.forget()
+        self.reports.activity.call.at_end.append(self.reports.rows_read.forget)
         if self.extended.should_checkpoint:
             _warn_of_writers(fit.callbacks)
         on_all = [type(each).__name__ for each in fit.callbacks if getattr(each, "runs_on_all_workers", False)]
@@ -220,9 +221,11 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         size = int(dataset.cardinality())
         is_endless = epochs.steps_per_epoch is not None if epochs else size == tf.data.UNKNOWN_CARDINALITY
         is_endless |= size == tf.data.INFINITE_CARDINALITY
+        has_unknown_end = bool(epochs) and not is_endless and epochs.data_adapter.num_batches is None
         return RowComparison(
-            *(self.extended.agreement, origins, keras_stack.reader(), purpose, is_endless),
-            *(self.reports.rows_read, purpose == "fit"),
+            *(self.extended.agreement, origins, keras_stack.reader(), purpose, is_endless, self.reports.rows_read),
+            compares_passes=purpose == "fit",
+            counts_batches=has_unknown_end and purpose in ("evaluate", "predict"),
         )
 
     def _is_alike(self, what):

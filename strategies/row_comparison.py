@@ -74,8 +74,8 @@ class RowsRead:
         self.latest: RowComparison | None = None
         self._passes = self._refused = 0
 
-    def begin_fit(self) -> None:
-        """Forgets the rows of an earlier `fit`, before a `fit` reads its first batch."""
+    def forget(self) -> None:
+        """Forgets the rows of a `fit`, before another one reads its first batch, and at its end."""
         self.latest = None
         self.numbers.assign([0.0, 0.0])
 
@@ -105,7 +105,7 @@ class RowsRead:
             self._refused = number
             self.latest.explain(number)
         # A short last batch leaves a worker without rows only if the replicas of others have fewer rows than this.
-        if rows.max() >= len(of_workers):
+        if rows.max() >= len(of_workers) and not self.latest.is_endless:
             of_worker = rows.reshape(len(of_workers), -1).sum(axis=1)
             if not of_worker.all():
                 self.latest.refuse_end(int(of_worker.argmax()), int(of_worker.argmin()))
@@ -125,10 +125,12 @@ class RowComparison:
       is_endless: Whether the data may have no end. Workers may then draw different rows.
       rows_read: Takes the checksum of the first batch of each pass over the data.
       compares_passes: Whether later passes over the data are compared too.
+      counts_batches: Whether `check_batches` will compare the number of batches at the end of a pass.
 
     Attributes:
       model: Function that returns the model that reads the dataset, if it is alive.
-      counts_batches: Whether `check_batches` can compare the number of batches at the end of a pass.
+      is_endless: As given.
+      counts_batches: As given; false once Keras reads only one batch to learn shapes.
     """
 
     def __init__(
@@ -140,9 +142,10 @@ class RowComparison:
         is_endless: bool,
         rows_read: RowsRead,
         compares_passes: bool,
+        counts_batches: bool,
     ):
         self.model: Callable[[], Any] = weakref.ref(model) if model is not None else lambda: None
-        self._agreement, self._purpose, self._is_endless = agreement, purpose, is_endless
+        self._agreement, self._purpose, self.is_endless = agreement, purpose, is_endless
         self._name = agreement.next_name("rows")
         self._origins = origins
         self._places: list[tuple[int, str]] = []  # Leaf and name of each compared tensor.
@@ -157,7 +160,7 @@ class RowComparison:
         _alive[self._number] = self
         if purpose == CUSTOM_LOOP:
             _kept[self._number] = self
-        self.counts_batches = False
+        self.counts_batches = counts_batches
         with ThreadPoolExecutor(1) as pool:  # Outside of the scope, which would make a copy per replica.
             self._left, self._batches = pool.submit(_numbers_on, rows_read.host).result()
 
@@ -168,8 +171,6 @@ class RowComparison:
           dataset: Dataset that all workers read.
           note: Function that takes the first batch of each pass over the data too, in the graph, and returns True.
         """
-        is_unknown = int(dataset.cardinality()) == tf.data.UNKNOWN_CARDINALITY
-        self.counts_batches = is_unknown and self._purpose in ("evaluate", "predict") and not self._is_endless
         is_tuple = type(dataset.element_spec) is tuple
 
         @tf.autograph.experimental.do_not_convert
@@ -252,8 +253,11 @@ class RowComparison:
         Raises:
           ClusterError: If workers have read different numbers of batches.
         """
-        counts = of_all_workers(int(self._batches))
-        if len(set(counts)) > 1:
+        has_stopped = getattr(
+            self.model(), {"evaluate": "stop_evaluating"}.get(self._purpose, "stop_predicting"), False
+        )
+        counts = of_all_workers(-1 if has_stopped else int(self._batches))
+        if len(set(counts)) > 1 and min(counts) >= 0:  # After a callback has stopped the call, workers read ahead.
             self.refuse_end(counts.index(max(counts)), counts.index(min(counts)))
 
     def refuse_end(self, longer: int, shorter: int) -> None:
@@ -335,7 +339,7 @@ class RowComparison:
         if origin == Origin.GRAPH:
             return True
         decides = self._purpose == "predict" or self._parts[place] == _LABELS
-        return origin == Origin.PYTHON and decides and not self._is_endless
+        return origin == Origin.PYTHON and decides and not self.is_endless
 
     def _of_kind(self, holds: Callable[[int], bool]) -> list[row_samples.Sample]:
         return [each for place, each in enumerate(self._samples) if holds(place)]

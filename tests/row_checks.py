@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from unittest import mock
 
 import keras
@@ -52,6 +53,20 @@ def _sliced(x=X, y=Y):
     return tf.data.Dataset.from_tensor_slices((x, y))
 
 
+class _Stop(keras.callbacks.Callback):
+    """Ends an evaluation at its second batch. One worker waits before, so that it reads ahead."""
+
+    runs_on_all_workers = True
+
+    def __init__(self, worker):
+        super().__init__()
+        self._seconds = 2 * worker
+
+    def on_test_batch_end(self, batch, logs=None):
+        time.sleep(self._seconds)
+        self.model.stop_evaluating = batch == 1
+
+
 def _ending_early(worker):
     def batches():
         yield from ((X[row:][:BATCH], Y[row:][:BATCH]) for row in range(0, ROWS - BATCH * worker, BATCH))
@@ -92,6 +107,7 @@ CASES = {
     "a part of a generator": lambda worker: {"x": generated(BATCH * worker, 2)},
     "another width": lambda worker: {"x": np.pad(X, ((0, 0), (0, worker))), "y": Y, "batch_size": BATCH},
     "an early end": _ending_early,
+    "a callback that stops": lambda worker: {**_ending_early(0), "callbacks": [_Stop(worker)]},
     "from the third pass on": _in_another_order_from_the_third_pass,
     "a part of endless data": lambda worker: {
         "x": generated(BATCH * worker, 2, endless=True),

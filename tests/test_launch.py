@@ -465,7 +465,7 @@ def test_a_second_separate_ctrl_c_kills_at_once(run):
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):  # a single request
             process.send_signal(signum)
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(1)
+            process.wait(2)  # A request within a second of the first counts as the same.
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 130 and run.gone()

@@ -67,6 +67,10 @@ def test_correct_programs_are_not_refused(case, pools):
     assert pools("2x1").run(checks.outcome, case) == [("nothing", "", True)] * 2
 
 
+def test_an_evaluation_that_a_callback_stops_is_not_refused(pools):
+    assert pools("2x1").run(checks.outcome, "a callback that stops", "evaluate") == [("nothing", "", True)] * 2
+
+
 def test_different_rows_of_endless_data_get_a_warning(pools):
     (_, said, _), (_, of_other, _) = pools("2x1").run(checks.outcome, "a part of endless data")
     assert "worker 0 has row 0" in said and "worker 1 has" in said and of_other == ""

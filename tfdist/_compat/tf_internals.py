@@ -31,7 +31,7 @@ from tensorflow.python.distribute import input_lib
 # Combines one value per replica into a distributed value. Without it: no compression in eager steps.
 from tensorflow.python.distribute.distribute_utils import regroup
 
-# The replica that a thread is tracing, as a Python number, to select a launcher. The public API returns a tensor.
+# The replica that a thread is tracing, as a Python number, to select a transport. The public API returns a tensor.
 from tensorflow.python.distribute.values_util import get_current_replica_id_as_int
 
 # Pass AutoGraph's status on to a user's step function before we wrap it, as `strategy.run` itself does. Without them:
