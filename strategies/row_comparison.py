@@ -387,11 +387,10 @@ def _numbers_on(host: str) -> tuple[tf.Variable, tf.Variable]:
 
 def _true_if(condition: tf.Tensor, function: Callable[..., tf.Tensor], arguments: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns `function(*arguments)` if `condition` holds when the graph runs, otherwise true; both of type bool []."""
+
+    def otherwise(*tensors: tf.Tensor) -> tf.Tensor:  # TensorFlow names the inputs after the argument.
+        return tf.constant(True)
+
     specs = [tf.TensorSpec(each.shape, each.dtype) for each in arguments]
-    branches = [
-        tf.function(each, autograph=False).get_concrete_function(*specs)
-        for each in (function, lambda *_: tf.constant(True))
-    ]
-    return tf.raw_ops.If(
-        cond=condition, input=arguments, Tout=[tf.bool], then_branch=branches[0], else_branch=branches[1]
-    )[0]
+    one, other = (tf.function(each, autograph=False).get_concrete_function(*specs) for each in (function, otherwise))
+    return tf.raw_ops.If(cond=condition, input=arguments, Tout=[tf.bool], then_branch=one, else_branch=other)[0]

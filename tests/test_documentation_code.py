@@ -1,4 +1,4 @@
-"""Code blocks of Get started, Migrate from and Concepts run as they are, on workers that live for all of them.
+"""Code blocks of several sections run as they are, on workers that live for all of them.
 
 A block of kind `diff` shows the changes of a script. Its new version runs: the lines that are not removed.
 """
@@ -14,13 +14,17 @@ from tfdist.errors import TFConfigError
 
 SECTIONS = ("docs/get_started/", "docs/migrate/", "docs/concepts/")
 CHANGED = ("from_tf_distribute", "from_horovod", "from_ray_train")
+HOW_TO = ("tfrecord", "custom_step", "custom_loop", "export", "callbacks", "bottleneck")
 SCRIPTS = [
     block
     for block in BLOCKS
-    if block.kind == "run"
-    and block.place.startswith(SECTIONS)
-    and (block.language == "python" or block.name in CHANGED)
-    and block.name != "main"
+    if (
+        block.kind == "run"
+        and block.place.startswith(SECTIONS)
+        and (block.language == "python" or block.name in CHANGED)
+        and block.name != "main"
+    )
+    or block.name in HOW_TO
 ]
 
 

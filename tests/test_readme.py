@@ -11,6 +11,7 @@ import pytest
 
 from code_blocks import BLOCKS, code
 from launched import beside_progress
+from test_documentation_code import HOW_TO, SECTIONS
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import TFConfigError
 
@@ -19,10 +20,8 @@ OTHERS = [
     block
     for block in BLOCKS
     if (block.kind, block.language) == ("run", "python")
-    and block.name not in ("main", "compression", "balanced", "faults", "testing")
-    and not block.place.startswith(
-        ("docs/get_started/", "docs/migrate/", "docs/concepts/")
-    )  # test_documentation_code.py
+    and block.name not in ("main", "compression", "balanced", "faults", "testing", *HOW_TO)
+    and not block.place.startswith(SECTIONS)
 ]
 
 
