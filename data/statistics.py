@@ -32,7 +32,7 @@ class StepTimes:
     """Computes statistics of how replicas share the work, from the reports of training steps."""
 
     def __init__(self) -> None:
-        self.statistics: Statistics | None = None  # Of the last step.
+        self.statistics: Statistics | None = None  # The statistics of the last step.
         self._ended = 0.0
 
     def begin(self) -> None:

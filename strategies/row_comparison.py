@@ -44,6 +44,7 @@ _kept: "dict[int, RowComparison]" = {}  # Kept until compared: an iterator may o
 
 _PARTS = ("features", "labels", "sample weights")
 _LABELS = 1
+_STOPS = {"evaluate": "stop_evaluating", "predict": "stop_predicting"}  # Attributes of a model that callbacks set.
 _FIRST_BATCH_SECONDS = 2.0  # Longest wait for a first batch, which may fail or never come.
 _PASSES = 1 << 20  # Numbers of passes start again here: float32 holds them exactly.
 _REMEDIES = (
@@ -253,9 +254,7 @@ class RowComparison:
         Raises:
           ClusterError: If workers have read different numbers of batches.
         """
-        has_stopped = getattr(
-            self.model(), {"evaluate": "stop_evaluating"}.get(self._purpose, "stop_predicting"), False
-        )
+        has_stopped = getattr(self.model(), _STOPS[self._purpose], False)
         counts = of_all_workers(-1 if has_stopped else int(self._batches))
         if len(set(counts)) > 1 and min(counts) >= 0:  # After a callback has stopped the call, workers read ahead.
             self.refuse_end(counts.index(max(counts)), counts.index(min(counts)))
@@ -379,10 +378,7 @@ def _record(number: np.ndarray, *arrays: np.ndarray) -> bool:
 
 def _numbers_on(host: str) -> tuple[tf.Variable, tf.Variable]:
     with tf.device(host):
-        return (
-            tf.Variable(1, trainable=False, dtype=tf.int64),
-            tf.Variable(0, trainable=False, dtype=tf.int64),
-        )
+        return tf.Variable(1, trainable=False, dtype=tf.int64), tf.Variable(0, trainable=False, dtype=tf.int64)
 
 
 def _true_if(condition: tf.Tensor, function: Callable[..., tf.Tensor], arguments: Sequence[tf.Tensor]) -> tf.Tensor:

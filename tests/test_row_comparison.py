@@ -1,5 +1,7 @@
 """Workers that read the whole data notice different rows; nothing is refused where a difference may be intended."""
 
+from unittest import mock
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import tensorflow as tf
 
 import row_checks as checks
 from tfdist.errors import WorkerError
+from tfdist.strategies.row_comparison import RowsRead
 from tfdist.strategies.row_samples import difference, digest, sample
 from tfdist.strategies.tensor_origin import origins_of, reads_files, sizes_of
 from tfdist.testing import run_workers
@@ -47,6 +50,32 @@ def test_different_rows_in_a_later_epoch_are_named_on_all_workers(pools):
 def test_an_early_end_of_the_data_of_one_worker_is_named_on_all_workers(method, pools):
     for _, message, _ in pools("2x1").run(checks.outcome, "an early end", method):
         assert "the data of worker 1 ends before that of worker 0" in message
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_endless", "is_of_another_fit", "ended"),
+    [
+        ([4, 4, 0, 0], False, False, [(0, 1)]),
+        ([4, 0, 4, 0], False, False, []),
+        ([1, 1, 0, 0], False, False, []),  # The rest of a batch, too small for all replicas.
+        ([4, 4, 0, 0], True, False, []),  # Workers may draw batches of other sizes.
+        ([4, 4, 0, 0], False, True, []),
+    ],
+)
+def test_a_worker_without_rows_has_ended_early_only_if_its_peers_have_enough(
+    rows, is_endless, is_of_another_fit, ended
+):
+    model, found = keras.Sequential(), []
+    comparison = mock.Mock(is_endless=is_endless, refuse_end=lambda *workers: found.append(workers))
+    comparison.model = lambda: model
+    read = RowsRead("/device:CPU:0", 2)
+    read.note(comparison, 7)
+    if is_of_another_fit:
+        read.forget()
+
+    read.check(model, np.array(rows), np.array([1, 0, 1, 0]), np.array([7, 0, 7, 0]))
+
+    assert found == ended
 
 
 def test_different_learning_rates_in_a_later_epoch_are_named_on_all_workers(pools):
