@@ -4,7 +4,6 @@ import functools
 import gc
 import os
 import pathlib
-import random
 import signal
 import sys
 
@@ -69,13 +68,8 @@ class QuickPool(WorkerPool):
         super().__init__(num_workers, timeout_seconds=400)
 
     def run(self, fn, *args, **kwargs):
-        super().run(prepare, self._devices)  # at each call, since a failure replaces the workers
+        super().run(make_quick, self._devices)  # at each call, since a failure replaces the workers
         return super().run(fn, *args, **kwargs)
-
-
-def prepare(devices):
-    make_quick(devices)
-    forget_seeds()
 
 
 def make_quick(devices):
@@ -90,16 +84,6 @@ def make_quick(devices):
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
-
-
-def forget_seeds():
-    """Gives a worker new random states, as in a new program, so that no test sees the seed of an earlier one."""
-    import numpy as np
-    import tensorflow as tf
-
-    random.seed()
-    np.random.set_bit_generator(np.random.MT19937())  # `np.random.seed()` would count as a seed that the user set
-    tf.random.set_seed(None)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import time
 from unittest import mock
 
@@ -129,6 +130,15 @@ CASES = {
     "augmented in Python": lambda worker: {"x": generated(noise=1.0)},
     "rounded in another way": lambda worker: {"x": X * (1 + 1e-6 * worker), "y": Y, "batch_size": BATCH, "epochs": 2},
 }
+
+
+def outcome_in_a_new_program(case):
+    """Returns `outcome(case)` as in a process in which nobody has set a seed and no strategy exists yet."""
+    random.seed()
+    np.random.set_bit_generator(np.random.MT19937())  # `np.random.seed()` would count as a seed that the user set.
+    tf.random.set_seed(None)
+    strategy.cache_clear()
+    return outcome(case)
 
 
 def outcome(case, method="fit"):
