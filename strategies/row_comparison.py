@@ -186,7 +186,7 @@ class RowComparison:
                 arguments = [tf.constant(self._number, tf.int64), *self._tensors_of(whole)]
                 return tf.logical_and(tf.numpy_function(_record, arguments, tf.bool), note(whole))
 
-            looked = _true_if(self._left > 0, look, [leaves[place] for place in places])
+            looked = _once_if(self._left > 0, look, [leaves[place] for place in places])
             counted = [self._batches.assign_add(1)] if self.counts_batches else []
             with tf.control_dependencies([looked, *counted]):
                 passed = tf.nest.map_structure(identity, batch)
@@ -381,12 +381,20 @@ def _numbers_on(host: str) -> tuple[tf.Variable, tf.Variable]:
         return tf.Variable(1, trainable=False, dtype=tf.int64), tf.Variable(0, trainable=False, dtype=tf.int64)
 
 
-def _true_if(condition: tf.Tensor, function: Callable[..., tf.Tensor], arguments: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns `function(*arguments)` if `condition` holds when the graph runs, otherwise true; both of type bool []."""
+def _once_if(condition: tf.Tensor, function: Callable[..., tf.Tensor], arguments: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Runs `function(*arguments)`, which returns true, if `condition` holds when the graph runs; both of type bool [].
 
-    def otherwise(*tensors: tf.Tensor) -> tf.Tensor:  # TensorFlow names the inputs after the argument.
-        return tf.constant(True)
+    A loop of no or one turn: TensorFlow runs the condition of a `While` in the same thread, and the branches of an `If`
+    in a pool, which takes ten times as long.
+    """
 
-    specs = [tf.TensorSpec(each.shape, each.dtype) for each in arguments]
-    one, other = (tf.function(each, autograph=False).get_concrete_function(*specs) for each in (function, otherwise))
-    return tf.raw_ops.If(cond=condition, input=arguments, Tout=[tf.bool], then_branch=one, else_branch=other)[0]
+    def continues(goes_on: tf.Tensor, *tensors: tf.Tensor) -> tf.Tensor:  # TensorFlow names the inputs after these.
+        return goes_on
+
+    def turn(goes_on: tf.Tensor, *tensors: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        return tf.logical_not(function(*tensors)), *tensors
+
+    inputs = [condition, *arguments]
+    specs = [tf.TensorSpec(each.shape, each.dtype) for each in inputs]
+    cond, body = (tf.function(each, autograph=False).get_concrete_function(*specs) for each in (continues, turn))
+    return tf.raw_ops.While(input=inputs, cond=cond, body=body, output_shapes=[spec.shape for spec in specs])[0]

@@ -126,7 +126,7 @@ def map_in_place(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.d
 
     Without it: each element passes to a thread of a pool and back. That takes longer than a short function, and the
     element waits while training steps use all cores. The function must hold no lowered control flow, such as `tf.cond`;
-    use `tf.raw_ops.If`.
+    use `tf.raw_ops.While`, which stays in that thread.
     """
     return _MapDataset(dataset, function, use_inter_op_parallelism=False)
 
