@@ -26,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # `--no-loadscope-reorder` starts these files first, in this order: files that compute beside files that wait.
 LONGEST = (
     *("test_keras_features", "test_supervise", "test_faults", "test_watchdog", "test_compressed_training"),
-    *("test_examples", "test_readme", "test_backup_and_restore", "test_balanced", "test_strategies"),
+    *("test_examples", "test_gallery", "test_readme", "test_backup_and_restore", "test_balanced", "test_strategies"),
     "test_compression",
 )
 # Tests in these files need neither other processes nor a training step, except tests with the marker `slow`.
