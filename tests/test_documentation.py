@@ -75,6 +75,20 @@ def test_each_public_name_is_in_the_reference():
     assert [name for name in sorted(short) if short[name] not in shown] == []
 
 
+def has_example(name, page):
+    """Whether code, a link or a table on a page of the reference uses a name, beside the entry of the name itself."""
+    entry = page.partition(f"::: {name}\n")[2].partition("\n::: ")[0]
+    elsewhere = re.findall(r"^```.*?^```$|^\|.*$", page, re.DOTALL | re.MULTILINE)
+    last = re.compile(rf"\b{name.rpartition('.')[2]}\b")
+    return "](" in entry or "Example" in entry or any(last.search(text) for text in elsewhere)
+
+
+@pytest.mark.parametrize("page", REFERENCE)
+def test_each_entry_of_the_reference_has_an_example(page):
+    names = re.findall(r"^::: (\S+)$", REFERENCE[page], re.MULTILINE)
+    assert [name for name in names if not has_example(name, REFERENCE[page])] == []
+
+
 def test_each_environment_variable_is_in_the_reference():
     source = "".join(path.read_text() for folder in HOUSE for path in (ROOT / folder).rglob("*.py"))
     fields = [field.name for field in dataclasses.fields(tfdist.FaultTolerance)]

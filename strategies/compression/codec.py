@@ -80,7 +80,8 @@ class Codec:
 class WordCodec(Codec):
     """A codec that encodes rows of float32 as rows of int32 words, which every collective can carry.
 
-    Base class for your own codecs: define `granule`, `words`, `encode` and `decode`.
+    Base class for your own codecs: define `granule`, `words`, `encode` and `decode`. The arguments `min_elements`,
+    `start_step` and `error_feedback` are those of `Codec`.
     """
 
     # True: all-to-all of encoded chunks, sum of the decoded chunks, encode again, all-gather. False: one all-gather.

@@ -43,12 +43,12 @@ finally:
 
 
 def freeze(pid: int) -> None:
-    """Stops a process (SIGSTOP). The process stays alive, keeps its connections and answers nothing."""
+    """Stops the process with the id `pid` (SIGSTOP). It stays alive, keeps its connections and answers nothing."""
     os.kill(pid, signal.SIGSTOP)
 
 
 def thaw(pid: int) -> None:
-    """Continues a process that `freeze` has stopped."""
+    """Continues the process with the id `pid`, which `freeze` has stopped."""
     os.kill(pid, signal.SIGCONT)
 
 

@@ -76,8 +76,12 @@ class WorkerPool:
     Use the pool as a context manager. Create it in the main thread: workers started from another thread outlive a
     killed parent while TensorFlow holds the GIL.
 
-    The arguments are those of `run_workers`; `timeout_seconds` limits one `run`. By default, TF_CPP_MIN_LOG_LEVEL is 2
-    and CUDA_VISIBLE_DEVICES is -1 in the workers, unless set in `env` or in this process.
+    Args:
+      num_workers: Number of workers.
+      devices_per_worker: Number of logical CPU devices in each worker.
+      timeout_seconds: Time limit of one `run`, including the start of the workers.
+      env: Environment variables for the workers, in addition to the variables of this process. TF_CPP_MIN_LOG_LEVEL is
+        2 and CUDA_VISIBLE_DEVICES is -1 in the workers, unless set here or in this process.
 
     Raises:
       ValueError: If a number is not positive, or `env` contains TF_CONFIG.
