@@ -3,6 +3,8 @@
 A block of kind `diff` shows the changes of a script. Its new version runs: the lines that are not removed.
 """
 
+import contextlib
+import io
 import pathlib
 import runpy
 
@@ -26,23 +28,45 @@ SCRIPTS = [
     )
     or block.name in HOW_TO
 ]
+# Other blocks and tests run the same code of tfdist by default. `bottleneck` takes a minute on a slow machine.
+ALIKE = ("for_users_of_ddp", "from_ray_train", "custom_loop_that_clips", "bottleneck")
 
 
-def run_script(text, folder):
-    """Runs a script in a folder, from a file, since `tf.function` reads sources."""
+def run_script(text, folder, environ=()):
+    """Runs a script in a folder, from a file, since `tf.function` reads sources. Returns what it prints.
+
+    Later scripts of the process find the environment and the policy of Keras as they were.
+    """
     import os
 
+    import keras
+
+    before, policy, printed = dict(os.environ), keras.mixed_precision.dtype_policy(), io.StringIO()
+    os.environ.update(environ)
     os.chdir(folder)
     path = pathlib.Path(f"worker-{os.environ.get('TFDIST_SLOT', '')}-{os.getpid()}.py").absolute()
     path.write_text(text)
-    runpy.run_path(str(path), run_name="__main__")
+    try:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(str(path), run_name="__main__")
+    finally:
+        keras.mixed_precision.set_dtype_policy(policy)
+        os.environ.clear()
+        os.environ.update(before)
+    return printed.getvalue()
 
 
 def new_version(diff):
     return "".join(line[1:] + "\n" for line in diff.splitlines() if not line.startswith("-"))
 
 
-@pytest.mark.parametrize("block", SCRIPTS, ids=[block.name for block in SCRIPTS])
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, id=block.name, marks=[pytest.mark.exhaustive] if block.name in ALIKE else [])
+        for block in SCRIPTS
+    ],
+)
 def test_a_block_runs(block, pools, tmp_path):
     text = new_version(block.code) if block.language == "diff" else block.code
 

@@ -41,8 +41,8 @@ def test_digits_on_two_workers_learns_saves_and_prints_little(length, least, run
 
 
 def test_digits_learns_in_one_process_and_fails_below_the_accuracy_asked_for(run, data_dir):
-    with pytest.raises(AssertionError, match=r"test accuracy: 0\.(8[5-9]|9)"):
-        run(one_process, "digits.py", "--epochs", "4", "--data_dir", data_dir, "--min_accuracy", "1")
+    with pytest.raises(AssertionError, match=r"test accuracy: 0\.[5-9]"):
+        run(one_process, "digits.py", "--epochs", "2", "--data_dir", data_dir, "--min_accuracy", "1")
 
 
 @pytest.mark.parametrize("way", by_default(two_devices))

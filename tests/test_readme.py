@@ -1,4 +1,4 @@
-"""The examples of the README and of the pages in `docs/` run as they are."""
+"""The examples of the README and of the pages in `docs/` run as they are, most of them on workers that live on."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ import pytest
 
 from code_blocks import BLOCKS, code
 from launched import beside_progress
-from test_documentation_code import HOW_TO, SECTIONS
+from test_documentation_code import HOW_TO, SECTIONS, run_script
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import TFConfigError
 
@@ -32,6 +32,7 @@ def run(command, folder):
     return done.stdout + done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("launcher", [[sys.executable], [TFDIST, "run", "--workers", "2"]])
 def test_the_script_runs_on_one_worker_and_on_two(launcher, tmp_path):
     (tmp_path / "train.py").write_text(code("main"))
@@ -41,11 +42,16 @@ def test_the_script_runs_on_one_worker_and_on_two(launcher, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.keras", "train.py"]
 
 
-@pytest.mark.parametrize("block", OTHERS, ids=[block.name for block in OTHERS])
-def test_a_script_without_a_test_of_its_own_runs(block, tmp_path):
-    (tmp_path / "train.py").write_text(block.code)
+@pytest.mark.parametrize("placement", ["single", "2x1"])
+def test_the_script_runs_on_workers_that_live_on(placement, pools, tmp_path):
+    pools(placement).run(run_script, code("main"), str(tmp_path))
 
-    run([sys.executable, "train.py"] if block.workers == 1 else [TFDIST, "run", "--workers", "2", "train.py"], tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".py"] == ["best.keras"]
+
+
+@pytest.mark.parametrize("block", OTHERS, ids=[block.name for block in OTHERS])
+def test_a_script_without_a_test_of_its_own_runs(block, pools, tmp_path):
+    pools("1x2" if block.workers == 1 else "2x1").run(run_script, block.code, str(tmp_path))
 
 
 def test_the_changed_lines_are_those_of_the_script():
@@ -78,18 +84,25 @@ def test_under_a_scheduler_each_process_is_a_worker(name, environ, rank, tmp_pat
     assert all(f"worker {index} of 2 at localhost" in error for index, error in enumerate(errors)), errors
 
 
-def test_the_compressed_script_runs_on_two_workers(tmp_path):
-    (tmp_path / "train.py").write_text(code("compression"))
+def test_the_compressed_script_runs_on_two_workers(pools, tmp_path):
+    printed = pools("2x1").run(run_script, code("compression"), str(tmp_path))
 
-    assert "sent_bytes=" in run([TFDIST, "run", "--workers", "2", "train.py"], tmp_path)
-
-
-def test_the_balanced_script_runs_on_two_workers(tmp_path):
-    (tmp_path / "train.py").write_text(code("balanced"))
-
-    assert "(2, 0) Statistics(rows=" in run([TFDIST, "run", "--workers", "2", "train.py"], tmp_path)
+    assert all("sent_bytes=" in text for text in printed), printed
 
 
+def test_the_balanced_script_runs_on_two_workers(pools, tmp_path):
+    printed = pools("2x1").run(run_script, code("balanced"), str(tmp_path))
+
+    assert all("(2, 0) Statistics(rows=" in text for text in printed), printed
+
+
+def test_the_killed_script_kills_no_worker_in_a_later_attempt(pools, tmp_path):
+    pools("2x1").run(run_script, code("faults"), str(tmp_path), {"TFDIST_ATTEMPT": "1"})
+
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".py"] == []
+
+
+@pytest.mark.exhaustive
 def test_the_killed_script_ends_by_itself(tmp_path):
     (tmp_path / "train.py").write_text(code("faults"))
 

@@ -600,7 +600,17 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "steps"), [*((kind, 1) for kind in KINDS), ("tf.data", 2), ("arrays", "eager")])
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [
+        *(("PyDataset", 1), ("distributed", 1), ("tf.data", 2), ("arrays", "eager")),
+        *(
+            pytest.param(kind, 1, marks=pytest.mark.exhaustive)
+            for kind in KINDS
+            if kind not in ("PyDataset", "distributed")
+        ),
+    ],
+)
 def test_activities_are_noted_for_all_kinds_of_input(kind, steps, monkeypatch):
     def refused():
         raise AssertionError("frames of other threads are not looked at while training is healthy")
@@ -762,13 +772,9 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("act", "kind", "verbose", "writes", "steps"),
-    [
-        pytest.param(*cell, marks=() if cell == ("stops", "tf.data", 1, True, 4) else pytest.mark.exhaustive)
-        for cell in CELLS
-    ],
-)
+# By default, test_faults.py has a worker that stops alone, and the tests above compare calls without processes.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("act", "kind", "verbose", "writes", "steps"), CELLS)
 def test_no_worker_waits_beyond_its_deadline_for_a_different_call(act, kind, verbose, writes, steps, tmp_path):
     options = {"act": act, "kind": kind, "verbose": verbose, "writes": writes, "steps": steps}
     codes, outputs, reports = launch(tmp_path, "unlike_calls", options, 6, 2)

@@ -15,8 +15,8 @@ import tfdist
 
 def mnist_dataset(batch_size):
     rng = np.random.default_rng(0)
-    y_train = rng.integers(0, 10, 6000)
-    x_train = rng.integers(0, 100, (6000, 28, 28)).astype(np.uint8)
+    y_train = rng.integers(0, 10, 1000)
+    x_train = rng.integers(0, 100, (1000, 28, 28)).astype(np.uint8)
     for digit in range(10):  # a bright column shows the digit
         x_train[y_train == digit, :, 2 * digit + 4] = 255
     # The `x` arrays are in uint8 and have values in the [0, 255] range.
@@ -58,7 +58,7 @@ with strategy.scope():
     # Model building/compiling need to be within `strategy.scope()`.
     multi_worker_model = build_and_compile_cnn_model()
 
-multi_worker_model.fit(multi_worker_dataset, epochs=3, steps_per_epoch=20)
+multi_worker_model.fit(multi_worker_dataset, epochs=2, steps_per_epoch=5)
 
 # Model saving and loading, as in the tutorial: every worker saves; only the chief uses the final path.
 model_path = os.path.join(sys.argv[1], "keras-model.keras")
