@@ -43,6 +43,8 @@ MODES = {
     "functions_eagerly": {},
 }
 BATCH = 12
+# Widths of the hidden layers: a kernel for each codec of a mixture, and a model that is traced in a third of the time.
+WIDTHS, FEW = (33, 20, 17), (33,)
 
 
 def data(rows=BATCH * 10):
@@ -51,7 +53,7 @@ def data(rows=BATCH * 10):
     return x, (x @ rng.normal(size=(9, 4))).argmax(1)
 
 
-def build(strategy, accumulate=None, policy="float32", **compile_options):
+def build(strategy, accumulate=None, policy="float32", widths=WIDTHS, **compile_options):
     start_anew()
     keras.mixed_precision.set_global_policy(policy)
     try:
@@ -59,7 +61,7 @@ def build(strategy, accumulate=None, policy="float32", **compile_options):
             model = keras.Sequential(
                 [
                     layers.Input((9,)),
-                    *(layers.Dense(width, activation="tanh") for width in (33, 20, 17)),
+                    *(layers.Dense(width, activation="tanh") for width in widths),
                     layers.Dense(4),
                 ]
             )
@@ -89,7 +91,7 @@ def policy(name):
 def train(placement, codec, mode="plain", epochs=5):
     """Trains, for 50 steps by default. Returns weights, whether all replicas hold the same bits, and bytes sent."""
     strategy = strategy_of(placement, policy(codec))
-    model = build(strategy, **MODES[mode])
+    model = build(strategy, widths=WIDTHS if codec in MIXTURES else FEW, **MODES[mode])
     x, y = data()
     tf.config.run_functions_eagerly(mode == "functions_eagerly")
     try:
@@ -102,37 +104,44 @@ def train(placement, codec, mode="plain", epochs=5):
 
 
 def unbroken_and_resumed(placement, codec, folder):
-    """Returns weights after 4 epochs, and after 2 and 2 epochs with a restart in between."""
+    """Returns weights after 4 epochs, and after the last two of them with a restart before them."""
     x, y = data()
-    results = []
-    for epochs in ([4], [2, 2]):
-        path = None
+    results, path = [], None
+    for epochs in ([2, 2], [2]):
+        # A new strategy, so that its state comes from the checkpoint only.
+        strategy_of.cache_clear()
+        strategy = strategy_of(placement, policy(codec))
+        worker = 0 if placement.startswith("1x") else strategy.cluster_resolver.task_id
+        model = build(strategy)
+        whole = tf.train.Checkpoint(model=model, communication=strategy.communication)
+        if path:
+            whole.read(path).expect_partial()
         for part in epochs:
-            # A new strategy, so that its state comes from the checkpoint only.
-            strategy_of.cache_clear()
-            strategy = strategy_of(placement, policy(codec))
-            worker = 0 if placement.startswith("1x") else strategy.cluster_resolver.task_id
-            model = build(strategy)
-            whole = tf.train.Checkpoint(model=model, communication=strategy.communication)
-            if path:
-                whole.read(path).expect_partial()
             model.fit(x, y, batch_size=BATCH, epochs=part, verbose=0, shuffle=False)
-            path = whole.write(f"{folder}/state-{worker}")
+            path = path or whole.write(f"{folder}/state-{worker}")
         results.append(model.get_weights())
     return results
 
 
 def handed_on(codec):
-    """Returns states of three replicas, of one replica that takes them over, and of two that take over its states."""
-    x, y = data(BATCH)
+    """Returns states of three replicas, of one replica that takes them over, and of two that take over its states.
+
+    Each takes a step in a loop of its own, which is traced sooner than `fit`.
+    """
     states = []
     for devices in (3, 1, 2):
         strategy = tfdist.MirroredStrategy([f"CPU:{i}" for i in range(devices)], compression=policy(codec))
-        model = build(strategy)
+        start_anew()
+        with strategy.scope():
+            layer, optimizer = layers.Dense(33), keras.optimizers.SGD(0.1)
+            layer.build((None, 9))
+            optimizer.build(layer.trainable_variables)
+        given = [tf.random.stateless_normal(each.shape, [1, 2]) for each in layer.trainable_variables]
         if states:
             strategy.communication.redistribute(states[-1:])
             states.append(strategy.communication.state())
-        model.fit(x, y, batch_size=BATCH, verbose=0)
+        apply = functools.partial(optimizer.apply, given, layer.trainable_variables)
+        tf.function(functools.partial(strategy.run, apply))()
         if devices == 2:  # The first step has created the exchange, so that the exchange can now take the states.
             strategy.communication.redistribute(states[-1:])
         states.append(strategy.communication.state())
@@ -146,7 +155,7 @@ def residuals_of_a_later_phase(folder):
     for phases in ([False, True], [True]):
         strategy_of.cache_clear()
         strategy = strategy_of("1x2", policy("int8"))
-        model = build(strategy)
+        model = build(strategy, widths=WIDTHS[:2])
         whole = tf.train.Checkpoint(communication=strategy.communication)
         if kept:
             whole.read(f"{folder}/state").expect_partial()
@@ -268,7 +277,7 @@ class OptingOut(keras.Sequential):
 def opt_outs_that_would_do_nothing():
     """Returns errors of `uncompressed` around `run`, `train_on_batch`, `scope`, `fit`; in a step without a strategy."""
     strategy = strategy_of("1x2", CODECS["int8"])
-    model = build(strategy)
+    model = build(strategy, widths=FEW)
     x, y = data(BATCH)
 
     def around(call):
@@ -303,7 +312,7 @@ def mistakes_of_a_first_step(mistake):
 def sent_under_named_codecs():
     """Returns the compression ratio of a policy that returns names of codecs."""
     strategy = tfdist.MirroredStrategy(compression=lambda shape, *_: "powersgd(1)" if shape.rank == 2 else None)
-    build(strategy).train_on_batch(*data(BATCH))
+    build(strategy, widths=FEW).train_on_batch(*data(BATCH))
     return strategy.communication.traffic().ratio
 
 
@@ -355,7 +364,7 @@ def residuals_of_the_second_of_two_models(folder, collected):
     try:
         norms = []
         for steps in (3, 1):
-            model = build(strategy)
+            model = build(strategy, widths=FEW)
             for _ in range(steps):
                 model.train_on_batch(x, y)
             norms.append({name: array.copy() for name, array in strategy.communication.state().items()})
@@ -367,7 +376,7 @@ def residuals_of_the_second_of_two_models(folder, collected):
     finally:
         gc.enable()
     strategy = tfdist.MirroredStrategy(compression=CODECS["int8"])
-    model = build(strategy)
+    model = build(strategy, widths=FEW)
     tf.train.Checkpoint(model=model, communication=strategy.communication).read(path).expect_partial()
     model.train_on_batch(x * np.nan, y)  # A step with NaN does not change the states.
     return left, strategy.communication.state(), norms[0]
@@ -379,7 +388,7 @@ def restored_on_other_replicas(codec, folder):
     said, path = [], None
     for devices, named, early in ((3, codec, None), (2, codec, True), (2, codec, False), (3, "bfloat16", True)):
         strategy = tfdist.MirroredStrategy([f"CPU:{i}" for i in range(devices)], compression=policy(named))
-        model = build(strategy)
+        model = build(strategy, widths=FEW)
         whole = tf.train.Checkpoint(communication=strategy.communication)
         if path is None:
             model.train_on_batch(x, y)
@@ -436,7 +445,7 @@ def memory_of_two_models(placement):
     before = strategy.communication.traffic()
     models, kept = [], []
     for _ in range(2):
-        models.append(build(strategy))
+        models.append(build(strategy, widths=FEW))
         models[-1].fit(*data(), batch_size=BATCH, epochs=1, verbose=0)
         kept.append(strategy.communication.memory_bytes())
     del models[0]
