@@ -67,6 +67,15 @@ BAD = {"inf": np.inf, "minus inf": -np.inf, "nan": np.nan, "minus nan": -np.nan}
 POWERS = {"huge": 2.0**99, "tiny": 2.0**-40, "tiniest": 2.0**-98}  # 6e29, 9e-13, 3e-30
 
 
+# Codecs of the same class as another row. XLA takes a second for each shape.
+VARIANTS = [name for name in TABLE if " " in name and name != "topk with momentum"]
+
+
+def marked(is_exhaustive):
+    """Returns the marks of a case, which is left out by default if `is_exhaustive`."""
+    return pytest.mark.exhaustive if is_exhaustive else ()
+
+
 @pytest.fixture(params=TABLE)
 def row(request):
     return TABLE[request.param]
@@ -119,8 +128,20 @@ def run(codec: WordCodec, mode: str, elements: int) -> Outcome:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", BLOCKS)
-def test_conformance(row, mode, blocks):
+@pytest.mark.parametrize(
+    ("name", "mode", "blocks"),
+    [
+        pytest.param(
+            *(name, mode, blocks),
+            marks=marked((mode != "eager" and blocks == 1) or (mode == "compiled" and name in VARIANTS)),
+        )
+        for name in TABLE
+        for mode in MODES
+        for blocks in BLOCKS
+    ],
+)
+def test_conformance(name, mode, blocks):
+    row = TABLE[name]
     codec, elements = row.codec, row.codec.granule * blocks
     outcome = run(codec, mode, elements)
     assert outcome.words.shape == (len(outcome.values), codec.words(elements))
@@ -146,7 +167,9 @@ def test_conformance(row, mode, blocks):
         np.testing.assert_array_equal(outcome.decoded[name], outcome.decoded["ordinary"] * np.float32(power), name)
 
 
-def test_all_modes_agree(row):
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marked(name in VARIANTS)) for name in TABLE])
+def test_all_modes_agree(name):
+    row = TABLE[name]
     outcomes = [run(row.codec, mode, row.codec.granule * BLOCKS[-1]) for mode in MODES]
     for name in FINITE:
         for other in outcomes[1:]:
@@ -168,7 +191,14 @@ def test_without_error_feedback_there_is_no_state(row):
 
 
 @pytest.mark.parametrize("codec", [Float16(), BFloat16(), Int8(), Int4(), TopK()], ids=lambda codec: codec.name)
-@pytest.mark.parametrize("largest", [np.float32(3.38e38), np.finfo(np.float32).max])
+@pytest.mark.parametrize(
+    ("mode", "largest"),
+    [
+        pytest.param(mode, largest, marks=marked(mode == "compiled" and largest < np.finfo(np.float32).max))
+        for mode in MODES
+        for largest in (np.float32(3.38e38), np.finfo(np.float32).max)
+    ],
+)
 def test_the_largest_numbers_stay_finite(codec, mode, largest):
     values = tf.constant(np.resize([largest, -largest, 0.0], codec.granule)[np.newaxis].astype(np.float32))
     decoded = MODES[mode](lambda values: codec.decode(codec.encode(values), codec.granule))(values).numpy()
@@ -205,9 +235,11 @@ def test_the_bound_shows_values_that_are_not_finite(name, bad):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LIGHT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=marked(name.startswith(("float16", "int4")))) for name in LIGHT]
+)
 def test_residuals_do_not_drift(name):
-    codec, steps = TABLE[name].codec, 2000
+    codec, steps = TABLE[name].codec, 1000
     shape = [1, codec.granule * max(2, 256 // codec.granule)]
 
     @tf.function(jit_compile=True)
@@ -228,7 +260,14 @@ def test_residuals_do_not_drift(name):
         np.testing.assert_allclose(sent + residual, given, atol=0.05)
 
 
-@pytest.mark.parametrize("ratio", [0.5, 0.3, 0.01, 1 / 300])
+@pytest.mark.parametrize(
+    ("mode", "ratio"),
+    [
+        pytest.param(mode, ratio, marks=marked(mode == "compiled" and ratio in (0.5, 0.01)))
+        for mode in MODES
+        for ratio in (0.5, 0.3, 0.01, 1 / 300)
+    ],
+)
 def test_top_k_sends_the_first_of_the_largest(mode, ratio):
     codec = TopK(ratio)
     # Few distinct magnitudes, so that most blocks have ties.
@@ -303,6 +342,7 @@ def test_power_sgd_is_exact_up_to_its_rank(mode, scale, rank):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=marked(mode == "compiled")) for mode in MODES])
 def test_power_sgd_orthonormalises(mode):
     orthonormalise = MODES[mode](PowerSGD(5).orthonormalise)
     for seed, rank in itertools.product(range(10), [1, 2, 5]):
@@ -314,6 +354,7 @@ def test_power_sgd_orthonormalises(mode):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=marked(mode == "compiled")) for mode in MODES])
 def test_power_sgd_improves_from_step_to_step(mode):
     codec = PowerSGD(2)
     matrix = tf.constant(np.random.default_rng(0).standard_normal([50, 30]) @ np.diag(0.8 ** np.arange(30)), tf.float32)
@@ -362,7 +403,8 @@ def test_power_sgd_sums_the_largest_numbers_of_several_replicas(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["eager", "graph"])  # XLA ignores numeric checks
+# XLA ignores numeric checks.
+@pytest.mark.parametrize("mode", ["eager", pytest.param("graph", marks=pytest.mark.exhaustive)])
 def test_a_gradient_of_zeros_divides_by_nothing(mode):
     words = [row.codec for row in TABLE.values()]
     sizes = [[2, codec.granule * 2] for codec in words]
@@ -390,8 +432,14 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=marked(name in VARIANTS and size in ("3", "block", "many")))
+        for name in ALONE
+        for size in SIZES
+    ],
+)
 def test_round_trip_of_any_size(name, size):
     codec = ALONE[name]
     elements = SIZES[size](getattr(codec, "granule", 64))
@@ -474,7 +522,7 @@ def test_power_sgd_starts_equal_on_workers_and_different_for_matrices(mode):
 
 @pytest.mark.slow
 def test_power_sgd_residuals_of_two_workers_do_not_drift():
-    codec, shape, steps = PowerSGD(2), [24, 16], 1000
+    codec, shape, steps = PowerSGD(2), [24, 16], 600
 
     @tf.function(jit_compile=True)
     def train():
@@ -490,7 +538,7 @@ def test_power_sgd_residuals_of_two_workers_do_not_drift():
         return norms.stack()
 
     norms = train().numpy()
-    assert norms[750:].mean() < 1.1 * norms[250:500].mean()
+    assert norms[450:].mean() < 1.1 * norms[150:300].mean()
 
 
 def test_power_sgd_knows_when_it_saves():
