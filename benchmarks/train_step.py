@@ -83,7 +83,7 @@ def available_codecs() -> list[str]:
     if importlib.util.find_spec("tfdist.compression") is None:
         return []
     code = "from tfdist.strategies.compression import NAMES; print(*NAMES)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, timeout=300)
     if done.returncode:
         sys.exit(f"The codecs of tfdist cannot be imported: {done.stderr.strip().splitlines()[-1]}")
     return [*done.stdout.split(), "powersgd(4)"]

@@ -272,13 +272,38 @@ sys.exit(100 if "tensorflow" in sys.modules else exit_code)
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    """Returns exit code, output and errors of the command for each of `REFUSALS`, all called by one process."""
+    code = f"""
+import contextlib, io, json, sys
+from tfdist.launch import cli
+told = {{}}
+for name, (arguments, _) in {REFUSALS}.items():
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            exit_code = cli.main(["bench", *arguments])
+        except SystemExit as ended:
+            exit_code = ended.code
+    told[name] = 100 if "tensorflow" in sys.modules else exit_code, out.getvalue(), err.getvalue()
+print(json.dumps(told))
+"""
+    environ = {**os.environ, "TF_CONFIG": ""}
+    options = {"capture_output": True, "text": True, "timeout": DEADLINE_SECONDS}
+    directory = tmp_path_factory.mktemp("refused")
+    done = subprocess.run([sys.executable, "-c", code], env=environ, cwd=directory, **options)
+    assert done.returncode == 0, done.stderr
+    assert files(directory) == []
+    return json.loads(done.stdout)
+
+
 @pytest.mark.parametrize("name", REFUSALS)
-def test_wrong_arguments_raise_without_tensorflow(name, tmp_path):
-    arguments, words = REFUSALS[name]
-    code, out, err = called(arguments, tmp_path)
+def test_wrong_arguments_raise_without_tensorflow(name, refused):
+    _, words = REFUSALS[name]
+    code, out, err = refused[name]
     assert (code, out) == (2, ""), err
     assert [word for word in words if word not in err] == []
-    assert files(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -446,11 +446,22 @@ def test_a_column_without_its_keras_says_not_installed():
     assert done.stdout == "not installed\n", done.stderr
 
 
-def test_short_run_in_the_lab_reports_all_and_leaves_nothing(tmp_path):
+# Each variant starts two more workers, which takes most of the time.
+@pytest.mark.parametrize(
+    "variants", [["tfdist"], pytest.param(["stock", "tfdist"], marks=pytest.mark.exhaustive)], ids=",".join
+)
+def test_short_run_in_the_lab_reports_all_and_leaves_nothing(variants, tmp_path):
     if why := netlab.why_not():
         pytest.skip(why)
     path = tmp_path / "train_step.json"
-    flags = ["--quick", "--models=embedding", "--variants=stock,tfdist", "--steps=3", "--rounds=1"]
+    flags = [
+        "--quick",
+        "--codecs=",
+        "--models=embedding",
+        f"--variants={','.join(variants)}",
+        "--steps=3",
+        "--rounds=1",
+    ]
     with run(*flags, "--links=200mbit", f"--json={path}") as process:
         try:
             out, _ = process.communicate(timeout=RUN_SECONDS)
@@ -462,9 +473,7 @@ def test_short_run_in_the_lab_reports_all_and_leaves_nothing(tmp_path):
     rows = [report.Row.from_json(values) for values in result["rows"]]
     if busy := [row.error for row in rows if row.error and "off by more than" in row.error]:
         pytest.skip(f"the lab cannot measure here now: {busy[0]}")
-    assert [(row.variant, row.link, row.error) for row in rows] == [
-        (name, "200mbit", None) for name in ("stock", "tfdist")
-    ]
+    assert [(row.variant, row.link, row.error) for row in rows] == [(name, "200mbit", None) for name in variants]
     for row in rows:
         assert row.link_bits_per_second == pytest.approx(200e6, rel=0.1)
         # A step must send at least the embedding rows of its batch, to one other worker.
@@ -494,7 +503,7 @@ def test_a_drill_has_the_results_of_the_undisturbed_run(flags):
     ("signum", "code"), [pytest.param(signal.SIGKILL, -9, marks=pytest.mark.exhaustive), (signal.SIGTERM, 143)]
 )
 def test_ended_run_leaves_no_workers(signum, code, tmp_path):
-    with run("--nolab", "--quick", "--variants=stock", TMPDIR=str(tmp_path)) as process:
+    with run("--nolab", "--quick", "--codecs=", "--variants=stock", TMPDIR=str(tmp_path)) as process:
         started = eventually(lambda: len(children_left()) == 2)
         process.send_signal(signum)
         out, _ = process.communicate(timeout=RUN_SECONDS)

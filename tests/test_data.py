@@ -1,11 +1,12 @@
 """The digits dataset, and several processes that prepare a dataset at the same time."""
 
+import contextlib
 import fcntl
 import os
+import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 
 import numpy as np
@@ -16,18 +17,48 @@ from tfdist.data import loading
 
 DEADLINE_SECONDS = 300
 
-LOAD = """
-import sys, tfdist
-print(sum(1 for _ in tfdist.data.load("digits", "train", sys.argv[1], timeout_seconds=150)), "rows")
-"""
+# Three processes that load a dataset. They are forked, since its import takes seconds; the first never ends to prepare.
+LOADERS = """
+import os, pathlib, signal, sys, time, tfdist
+folder, load = pathlib.Path(sys.argv[1]), tfdist.data.load
 
-STALL = """
-import sys, time, tfdist
 def stall(*_):
     print("preparing", flush=True)
     time.sleep(1000)
-tfdist.data.Digits._generate_examples = stall
-tfdist.data.load("digits", "train", sys.argv[1])
+
+def loader(number):
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        output = os.open(folder / f"output-{number}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        if number == 0:
+            tfdist.data.Digits._generate_examples = stall
+        print(sum(1 for _ in load("digits", "train", folder / "data", timeout_seconds=250)), "rows", flush=True)
+        code = 0
+    finally:
+        os._exit(code)
+
+def wait_for(text, number):
+    path = folder / f"output-{number}"
+    while not path.exists() or text not in path.read_text():
+        time.sleep(0.05)
+
+pids = [loader(0)]
+try:
+    wait_for("preparing", 0)
+    pids += [loader(number) for number in (1, 2)]
+    for number in (1, 2):
+        wait_for(f"Waiting for process {pids[0]} on ", number)
+    os.kill(pids[0], signal.SIGKILL)
+    print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
+except BaseException:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    raise
 """
 
 
@@ -36,34 +67,9 @@ def data_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("digits")
 
 
-@pytest.fixture
-def start(tmp_path):
-    """Returns a function that starts Python code with a data_dir. Kills the processes at the end."""
-    processes = []
-
-    def start(code, data_dir):
-        path = tmp_path / f"output-{len(processes)}"
-        with path.open("w") as output:
-            command = [sys.executable, "-c", code, str(data_dir)]
-            processes.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
-        return processes[-1], path
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
-
-
 def read(split, data_dir):
     images, labels = zip(*tfdist.data.load("digits", split, data_dir).as_numpy_iterator(), strict=True)
     return np.stack(images), np.stack(labels)
-
-
-def wait_for_text(path, text):
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while text not in path.read_text():
-        assert time.monotonic() < deadline, f"no {text!r} in:\n{path.read_text()}"
-        time.sleep(0.1)
 
 
 def test_splits_hold_every_image_once(data_dir):
@@ -100,18 +106,20 @@ def test_preparing_twice_writes_the_same_files(data_dir, tmp_path):
     assert contents(tmp_path) == contents(data_dir)
 
 
-def test_one_waiting_process_prepares_after_the_preparer_is_killed(start, tmp_path):
-    preparer, output = start(STALL, tmp_path / "data")
-    wait_for_text(output, "preparing")
-    waiters = [start(LOAD, tmp_path / "data") for _ in range(2)]
-    for waiter, output in waiters:
-        wait_for_text(output, f"Waiting for process {preparer.pid} on {socket.gethostname()}")
-        assert waiter.poll() is None
-    preparer.kill()
-    for waiter, output in waiters:
-        assert waiter.wait(DEADLINE_SECONDS) == 0, output.read_text()
-        assert "1433 rows" in output.read_text()
-    assert sum(output.read_text().count("Downloading and preparing") for _, output in waiters) == 1
+def test_one_waiting_process_prepares_after_the_preparer_is_killed(tmp_path):
+    command = [sys.executable, "-c", LOADERS, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as loaders:
+        try:
+            printed, _ = loaders.communicate(timeout=DEADLINE_SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(loaders.pid, signal.SIGKILL)
+    _, *waiters = [(tmp_path / f"output-{number}").read_text() for number in range(3)]
+    assert printed == "[-9, 0, 0]\n", waiters
+    for output in waiters:
+        assert f" on {socket.gethostname()}, which prepares" in output
+        assert "1433 rows" in output
+    assert sum(output.count("Downloading and preparing") for output in waiters) == 1
 
 
 def test_waiting_ends_at_its_deadline_and_names_the_holder(tmp_path):

@@ -138,24 +138,42 @@ def test_wheel_ships_every_module_and_nothing_beside_the_package(tree, wheel):
     assert shipped(wheel) == expected | {"tfdist/py.typed"}
 
 
-def test_every_module_of_the_wheel_imports_outside_the_tree(wheel, tmp_path):
-    site = tmp_path / "site"
-    pip("install", "--no-deps", "--no-index", "--target", site, wheel)
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """Imports the installed wheel. Returns its folder, the file of each module, and names of each public module.
+
+    The names are those in `__all__`, with whether each exists and has a docstring.
+    """
+    folder = tmp_path_factory.mktemp("installed")
+    site = folder / "site"
+    pip("install", "--no-deps", "--no-index", "--no-compile", "--target", site, wheel)
     modules = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in shipped(wheel)]
     # Without `site`, Python reads no .pth file, and thus not the one of an editable install, which leads to the tree.
     path = [str(site), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    files = answer(
+    found = answer(
         f"""
         import sys
         sys.path += {path}
         import importlib, json
-        names = {sorted(name for name in modules if not name.endswith("py.typed"))}
-        print(json.dumps({{name: importlib.import_module(name).__file__ for name in names}}))
+        files = {{}}
+        for name in {sorted(name for name in modules if not name.endswith("py.typed"))}:
+            files[name] = importlib.import_module(name).__file__
+        public = {{}}
+        for name in {list(PUBLIC)}:
+            module = importlib.import_module(name)
+            objects = {{each: getattr(module, each, None) for each in module.__all__}}
+            public[name] = {{each: bool(obj is not None and obj.__doc__) for each, obj in objects.items()}}
+        print(json.dumps({{"files": files, "public": public}}))
         """,
         "-I",
         "-S",
-        cwd=tmp_path,
+        cwd=folder,
     )
+    return site, found["files"], found["public"]
+
+
+def test_every_module_of_the_wheel_imports_outside_the_tree(installed):
+    site, files, _ = installed
     assert len(files) > 10
     assert {name: file for name, file in files.items() if not file.startswith(f"{site}{os.sep}")} == {}
 
@@ -194,23 +212,9 @@ def test_modules_that_start_workers_do_not_load_tensorflow(module, tmp_path):
     assert answer(f"import {module}, json, sys; print(json.dumps('tensorflow' in sys.modules))", cwd=tmp_path) is False
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """Returns the names in `__all__` of each public module, and whether each name exists and has a docstring."""
-    code = f"""
-        import importlib, json
-        found = {{}}
-        for name in {list(PUBLIC)}:
-            module = importlib.import_module(name)
-            objects = {{public: getattr(module, public, None) for public in module.__all__}}
-            found[name] = {{public: bool(obj is not None and obj.__doc__) for public, obj in objects.items()}}
-        print(json.dumps(found))
-    """
-    return answer(code, cwd=tmp_path_factory.mktemp("found"))
-
-
 @pytest.mark.parametrize("module", PUBLIC)
-def test_public_names_are_documented_and_listed(module, found):
+def test_public_names_are_documented_and_listed(module, installed):
+    _, _, found = installed
     assert sorted(found[module]) == sorted(PUBLIC[module])
     assert [name for name, documented in found[module].items() if not documented] == []
 

@@ -139,7 +139,7 @@ def is_alive(pid):
         return False
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_values_come_back_in_the_order_of_workers(num_workers):
     results = run_workers(pid_and_arguments, num_workers, args=(1, "two"), kwargs={"three": [3]})
     assert [result[0] for result in results] == list(range(num_workers))
@@ -201,7 +201,7 @@ def test_deadline_names_the_worker_and_where_it_hangs(started_pool):
     ("how", "words"),
     [
         (signal.SIGKILL, "was killed by SIGKILL"),
-        (signal.SIGSEGV, "was killed by SIGSEGV"),
+        pytest.param(signal.SIGSEGV, "was killed by SIGSEGV", marks=pytest.mark.exhaustive),
         (0, "ended with exit code 7"),
     ],
 )
@@ -320,8 +320,17 @@ def test_a_script_without_a_main_guard_gets_an_error(tmp_path):
     assert done.returncode == 1 and '`if __name__ == "__main__":`' in done.stderr
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-@pytest.mark.parametrize("busy", ["time.sleep(100)", "ctypes.PyDLL(None).sleep(100)"], ids=["idle", "holding the GIL"])
+@pytest.mark.parametrize(
+    ("busy", "how"),
+    [
+        pytest.param("time.sleep(100)", signal.SIGKILL, id="idle-9", marks=pytest.mark.exhaustive),
+        pytest.param("time.sleep(100)", signal.SIGINT, id="idle-2"),
+        pytest.param("ctypes.PyDLL(None).sleep(100)", signal.SIGKILL, id="holding the GIL-9"),
+        pytest.param(
+            "ctypes.PyDLL(None).sleep(100)", signal.SIGINT, id="holding the GIL-2", marks=pytest.mark.exhaustive
+        ),
+    ],
+)
 def test_workers_end_with_their_parent(tmp_path, how, busy):
     path = script(
         tmp_path,
