@@ -124,7 +124,7 @@ def drawn(files, service):
 
 
 def test_random_operations_on_servers_draw_new_numbers(files, service, pools):
-    (values,) = pools("single").run(drawn, files, service)
+    (values,) = pools("1x2").run(drawn, files, service)
     assert len(values) == len(set(values)) == 2 * EXAMPLES
 
 
@@ -141,7 +141,7 @@ def drawn_by_workers(files, service):
 
 
 def test_under_op_determinism_workers_draw_different_numbers(files, service, pools):
-    ((there, here),) = pools("single").run(drawn_by_workers, files, service)
+    ((there, here),) = pools("1x2").run(drawn_by_workers, files, service)
     assert len(set(there)) == len(set(here)) == 2
 
 
