@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import textwrap
 import time
 import zipfile
@@ -149,7 +148,7 @@ def installed(wheel, tmp_path_factory):
     pip("install", "--no-deps", "--no-index", "--no-compile", "--target", site, wheel)
     modules = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in shipped(wheel)]
     # Without `site`, Python reads no .pth file, and thus not the one of an editable install, which leads to the tree.
-    path = [str(site), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    path = [str(site), *(folder for folder in sys.path if folder.endswith("site-packages"))]
     found = answer(
         f"""
         import sys
