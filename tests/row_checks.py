@@ -121,8 +121,8 @@ CASES = {
         "callbacks": [keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 * (2 if worker and epoch else 1))],
     },
     "NumPy's random numbers": lambda worker: {"x": Batches(), "epochs": 2},
-    "arrays": lambda worker: {"x": X, "y": Y, "batch_size": BATCH, "epochs": 3, "validation_data": (X, Y)},
-    "shuffled": lambda worker: {"x": _sliced().shuffle(ROWS).batch(BATCH), "epochs": 3},
+    "arrays": lambda worker: {"x": X, "y": Y, "batch_size": BATCH, "epochs": 2, "validation_data": (X, Y)},
+    "shuffled": lambda worker: {"x": _sliced().shuffle(ROWS).batch(BATCH), "epochs": 2},
     "augmented by TensorFlow": lambda worker: {
         "x": _sliced().map(_noisy, num_parallel_calls=2).batch(BATCH),
         "epochs": 2,

@@ -78,7 +78,10 @@ def initial_weights(placement):
 
 def rows_of_an_epoch(placement):
     """Counts how often each row is seen in two epochs that Keras shuffles, without a seed from the user."""
-    random.seed(os.urandom(8))  # seeds as in a fresh process; this process was forked
+    # As in a new process, in which nobody has set a seed.
+    keras.backend.clear_session(free_memory=False)
+    tf.random.set_seed(None)
+    random.seed(os.urandom(8))
     place = tfdist.MirroredStrategy() if placement == "1x2" else tfdist.MultiWorkerMirroredStrategy()
     with place.scope():
         model = Recorder()

@@ -17,7 +17,7 @@ from tfdist.strategies.model_description import described_compile, described_lay
         ("rate", ("rate=0.1", "rate=0.2")),
         ("optimizer", ("the optimizer Adam", "the optimizer SGD")),
         ("learning rate", ("learning_rate=0.1", "learning_rate=0.2")),
-        ("momentum", ("momentum=0.1", "momentum=0.2")),
+        pytest.param("momentum", ("momentum=0.1", "momentum=0.2"), marks=pytest.mark.exhaustive),
         ("loss", ("loss=mse", "loss=mae")),
         ("metrics", ("metrics", "mse")),
         ("steps per execution", ("steps_per_execution=1", "steps_per_execution=2")),

@@ -254,12 +254,15 @@ def degrees_of(make, recipe):
     model = make()
     found = []
 
+    @tf.autograph.experimental.do_not_convert  # A strategy analyses a step outside of AutoGraph, too.
+    def analyze(gradients):
+        found[:] = RowDegrees(set(), set()).of_gradients([each for each in gradients if each is not None])
+
     @tf.function
     def step(x, y):
         with tf.GradientTape() as tape:
             loss = recipe(model, x, y)
-        gradients = tape.gradient(loss, model.trainable_weights)
-        found[:] = RowDegrees(set(), set()).of_gradients([each for each in gradients if each is not None])
+        analyze(tape.gradient(loss, model.trainable_weights))
 
     step.get_concrete_function(tf.TensorSpec([None, 6]), tf.TensorSpec([None, 4]))
     return set(found)

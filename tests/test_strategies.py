@@ -5,7 +5,6 @@ import pytest
 import tensorflow as tf
 
 import strategy_checks as checks
-from conftest import sizes
 from tfdist.faults.activity import TRAIN, Execution
 from tfdist.strategies.not_finite import sampled
 from tfdist.strategies.step_report import StepReports
@@ -24,8 +23,7 @@ def alternating(cases, placements=PLACEMENTS):
     ]
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["made at once", "made late"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("placement", "late"), alternating([[False], [True]]))
 def test_random_layers_differ_between_replicas_and_repeat_with_the_seed(placement, late, pools):
     def drawn(seed):
         workers = pools(placement).run(checks.masks, placement, seed, late)
@@ -47,9 +45,8 @@ def test_workers_that_seed_differently_start_from_the_same_weights(pools):
 
 
 @pytest.mark.parametrize("placement", [pytest.param("1x2", marks=pytest.mark.exhaustive), "2x1"])
-def test_unseeded_shuffled_epochs_have_each_row_once(placement):
-    workers, devices = sizes(placement)
-    for seen in run_workers(checks.rows_of_an_epoch, workers, args=(placement,), devices_per_worker=devices):
+def test_unseeded_shuffled_epochs_have_each_row_once(placement, pools):
+    for seen in pools(placement).run(checks.rows_of_an_epoch, placement):
         np.testing.assert_array_equal(seen, np.full(24, 2))
 
 
@@ -108,7 +105,10 @@ def test_small_integers_and_complex_numbers_are_summed(placement, pools):
                 np.testing.assert_array_equal(total, value + value)  # wraps around after the largest value
 
 
-@pytest.mark.parametrize(("placement", "devices"), [("1x2", (2, 2)), ("2x1", (1, 2)), ("2x2", (2, 4))])
+@pytest.mark.parametrize(
+    ("placement", "devices"),
+    [("1x2", (2, 2)), ("2x1", (1, 2)), pytest.param("2x2", (2, 4), marks=pytest.mark.exhaustive)],
+)
 def test_all_devices_of_a_worker_are_used(placement, devices, pools):
     assert set(pools(placement).run(checks.number_of_devices, placement)) == {devices}
 
@@ -129,20 +129,20 @@ def test_custom_loops_and_fit_may_alternate(placement, replicas, pools):
         assert totals == [replicas] * 4
 
 
-@pytest.mark.parametrize("placement", ["1x2", "2x1"])
+@pytest.mark.parametrize("placement", ON_WORKERS)
 def test_autograph_converts_a_custom_loop_without_warnings(placement, pools):
     for said, total in pools(placement).run(checks.said_of_a_loop, placement):
         assert said == [] and total == 2, "the branch on data was taken on each replica"
 
 
-@pytest.mark.parametrize(("placement", "kind"), alternating([["run"], ["reduce"]], ["1x2", "2x1", "2x2"]))
+@pytest.mark.parametrize(("placement", "kind"), alternating([["run"], ["reduce"]], ["1x2", "2x2", "2x1"]))
 def test_a_step_without_data_counts_no_collectives(placement, kind, pools):
     for before, after in pools(placement).run(checks.counts_around_the_end_of_data, placement, kind):
         assert len(set(before)) == len(set(after)) == 1
         assert after == before, "all workers' data end in the same step: nobody asks who has any"
 
 
-@pytest.mark.parametrize(("placement", "replicas"), [("1x2", 2), ("2x2", 4)])
+@pytest.mark.parametrize(("placement", "replicas"), [("1x2", 2), pytest.param("2x2", 4, marks=pytest.mark.exhaustive)])
 def test_replicas_exchange_again_after_a_step_failed_halfway(placement, replicas, pools):
     for totals in pools(placement).run(checks.reductions_after_unequal_counts, placement):
         assert totals == [replicas] * 4
@@ -152,7 +152,7 @@ def test_a_lone_replica_counts_nothing(pools):
     assert pools("single").run(checks.captured_by_a_lone_replica) == [[]]
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", ["1x2", pytest.param("2x1", marks=pytest.mark.exhaustive)])
 def test_the_states_of_rows_stay_on_their_replica(placement, pools):
     states = [state for worker in pools(placement).run(checks.states_of_rows, placement) for state in worker]
 
@@ -172,7 +172,7 @@ def test_only_pipelines_of_users_are_tuned(kind, tuned, pools):
     assert pools("1x2").run(checks.is_tuned, kind) == [(tuned, [False, False])]
 
 
-@pytest.mark.parametrize("placement", ["single", "2x1"])
+@pytest.mark.parametrize("placement", [pytest.param("single", marks=pytest.mark.exhaustive), "2x1"])
 def test_a_replica_reports_compute_time_without_waiting(placement, pools):
     for compute, own, delay in pools(placement).run(checks.seconds_of_replicas, placement):
         assert np.all(compute[:, -1] >= delay)
@@ -212,13 +212,13 @@ def test_only_the_chief_runs_the_hooks_of_a_callback(pools):
     assert pools("2x1").run(checks.hooks_run_by, "2x1") == [[0, ["loss"], "end"] * 2, []]
 
 
-@pytest.mark.parametrize("placement", ["1x2", "2x1"])
+@pytest.mark.parametrize("placement", ON_WORKERS)
 def test_a_model_that_was_never_compiled_predicts(placement, pools):
     for predicted, called in pools(placement).run(checks.predicted_without_compile, placement):
         np.testing.assert_allclose(predicted, called, rtol=1e-5)
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_files_of_the_chief_exist_when_fit_returns_or_all_workers_raise(fails, pools, tmp_path):
     (_, of_chief), (is_there, of_other) = pools("2x1").run(checks.found_after_fit, "2x1", str(tmp_path), fails)
 
@@ -316,7 +316,9 @@ def test_a_model_outside_the_scope_is_refused_on_workers_and_gets_a_warning_on_d
     assert messages == ["trained", "trained"] and len(said) == 1
 
 
-@pytest.mark.parametrize("source", ["generator", "PyDataset", "dataset"])
+@pytest.mark.parametrize(
+    "source", ["generator", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("PyDataset", "dataset"))]
+)
 def test_array_views_from_python_code_are_not_written_to(source, pools):
     assert pools("1x2").run(checks.labels_after_training, "1x2", source) == [list(range(48))]
 
@@ -392,7 +394,7 @@ def test_random_operations_of_tensorflow_differ_between_replicas(placement, pool
     assert len(set(drawn)) == 2
 
 
-@pytest.mark.parametrize("placement", ON_WORKERS)
+@pytest.mark.parametrize("placement", ["1x2", pytest.param("2x1", marks=pytest.mark.exhaustive)])
 def test_a_custom_loop_with_a_short_last_batch_leaves_what_fit_leaves(placement, pools):
     for looped, fitted in pools(placement).run(checks.loop_and_fit, placement):
         for one, other in zip(looped, fitted, strict=True):
@@ -407,7 +409,14 @@ def test_an_optimizer_made_outside_the_scope_is_named(placement, pools):
 
 @pytest.mark.parametrize(
     ("placement", "case"),
-    alternating([["an input that the forward pass hides"], ["an input"], ["a gradient of rows"], ["a gradient"]]),
+    [
+        *alternating([["a gradient of rows"], ["an input"]]),
+        *(
+            pytest.param(placement, case, marks=pytest.mark.exhaustive)
+            for case in ("an input that the forward pass hides", "a gradient")
+            for placement in PLACEMENTS
+        ),
+    ],
 )
 def test_all_workers_log_a_loss_or_gradient_that_is_not_finite_on_one(placement, case, pools):
     for told in pools(placement).run(checks.told_of_not_finite, placement, case):

@@ -34,7 +34,7 @@ def evaluate_uneven(place):
     return outcome(model, loss=loss)
 
 
-@row(placements=("2x1",))
+@row()
 def predict_uneven(place):
     model = built(place)
     x, _ = data(37)
@@ -184,7 +184,7 @@ def run_eagerly(place):
 
 @row(placements=("1x2",))
 def steps_per_execution(place):
-    model = built(place, steps_per_execution=4)
+    model = built(place, steps_per_execution=3)
     history = fit(model)
     x, y = data(37)
     return outcome(

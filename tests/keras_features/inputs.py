@@ -210,7 +210,7 @@ def input_last_batch_short(place):
     return outcome(model, history)
 
 
-@row(placements=("1x2",))
+@row()
 def input_last_batch_of_one_row(place):
     model = built(place)
     x, y = data(33)
@@ -224,7 +224,7 @@ def input_first_batch_does_not_divide(place):
     return outcome(model, model.fit(x, y, batch_size=7, verbose=0, shuffle=False).history)
 
 
-@row(placements=("1x2", "2x1"))
+@row(placements=("2x1",))
 def input_unequal_rows_per_worker(place):
     """One replica reads 3 of each 8 rows, and the other reads 5; one device reads the same global batches."""
     model = built(place)
@@ -382,7 +382,7 @@ def input_nested(place):
     return outcome(model, model.fit(dataset, verbose=0).history)
 
 
-@row(placements=("2x1",))
+@row()
 def validation_data(place):
     model = built(place)
     x, y = data(37)

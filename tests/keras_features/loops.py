@@ -454,7 +454,7 @@ def _by_recipes(place, recipes, optimizer=lambda: keras.optimizers.SGD(0.3), mak
 
 @row(placements=("1x2",))
 def means_of_steps_as_on_one_device(place):
-    return _by_recipes(place, [_mean, _mean_and_keras_loss, _average_loss])
+    return _by_recipes(place, [_mean_and_keras_loss, _average_loss])
 
 
 @row(same_bits=False)  # Several workers do not know the number of rows while tracing.

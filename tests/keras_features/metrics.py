@@ -27,7 +27,7 @@ def metrics_with_state(place):
     return outcome(model, history)
 
 
-@row(placements=("1x2",))
+@row()
 def metrics_of_vectors(place):
     with place.scope():
         model = compiled(mlp(), metrics=[keras.metrics.F1Score(average=None)], loss="categorical_crossentropy")

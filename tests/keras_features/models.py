@@ -1,6 +1,8 @@
 """Rows for models and layers."""
 
 import functools
+import gc
+from unittest import mock
 
 import keras
 import numpy as np
@@ -48,7 +50,7 @@ class CustomStep(Subclassed):
         return self.compute_metrics(x, y, prediction)
 
 
-@row(placements=("1x2",))
+@row()
 def custom_train_step(place):
     model = built(place, CustomStep, optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.2))
     x, y = data(37)
@@ -95,7 +97,8 @@ def bfloat16_weights_and_small_integers(place):
     history = fit(model)
     x, _ = data(9)
     outputs = model.predict(x, batch_size=BATCH, verbose=0)
-    with place.scope():
+    # Keras collects garbage here, and freeing the datasets of earlier rows may wait half a minute for their tuners.
+    with place.scope(), mock.patch.object(gc, "collect"):
         model.quantize("int8")
     return outcome(model, history, outputs=outputs.astype("float32"))
 
@@ -210,7 +213,7 @@ def model_that_fit_builds(place):
     return outcome(model, history, evaluated=model.evaluate(x, y, verbose=0))
 
 
-@row(placements=("1x2", "2x1"), exempt="replicas draw different masks")
+@row(placements=("2x1",), exempt="replicas draw different masks")
 def dropout(place):
     model = built(
         place, lambda: keras.Sequential([layers.Input((6,)), layers.Dense(5), layers.Dropout(0.5), layers.Dense(3)])
@@ -246,7 +249,7 @@ def recurrent_over_embedding(place):
     return outcome(model, fit(model, x, y))
 
 
-@row(placements=("2x1", "2x2"))
+@row(placements=("2x2",))
 def embedding_adam_sparse(place):
     model = built(
         place,
