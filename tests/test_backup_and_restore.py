@@ -115,10 +115,8 @@ REPLICATED = {
     "unseeded noise": {"breaks": [9, 15], "save_freq": 4, "model": {"noise": True}},
     "residuals": {"breaks": [3, 8, 15], "save_freq": 3, "compressed": "int8"},
     "steps_per_execution that leaves a rest": {"breaks": [10, 16], "save_freq": 4, "model": {"steps": 4}},
-    "balanced": {
-        **{"breaks": [15], "save_freq": 4, "data_kind": "balanced", "compressed": "powersgd"},
-        "evaluates": True,
-    },
+    "balanced": {"breaks": [15], "save_freq": 4, "data_kind": "balanced", "compressed": "powersgd"},
+    "balanced, evaluates": {"breaks": [15], "save_freq": 4, "data_kind": "balanced", "evaluates": True},
     "balanced, epochs": {"breaks": [8, 15], "save_freq": "epoch", "data_kind": "balanced"},
     "balanced, shorter epochs": {"breaks": [5], "save_freq": 2, "data_kind": "balanced, shorter epochs"},
 }
@@ -153,18 +151,19 @@ KILLED = {
 
 
 @pytest.mark.parametrize("where", by_default(KILLED, ["a process"]))
-def test_killed_workers_resume_with_equal_results(where, tmp_path):
-    """SIGKILL ends the workers; each start runs in new processes."""
+def test_killed_workers_resume_with_equal_results(where, pools, tmp_path):
+    """SIGKILL ends the workers; other processes continue."""
     placement, workers, devices, kills, options = KILLED[where]
     directory = str(tmp_path / "backup")
     with WorkerPool(workers, devices, timeout_seconds=400) as pool:
         for kill in kills:
             with pytest.raises(Exception, match=r"SIGKILL|signal 9|killed"):
                 pool.run(checks.train, placement, directory, break_off=kill, kills=True, **options)
-        newest = max(int(path.name.partition("-")[2]) for path in pathlib.Path(directory).glob("step-*"))
-        assert newest > 4
-        resumed = pool.run(checks.train, placement, directory, **options)
-        unbroken = pool.run(checks.unbroken, placement, **options)
+    newest = max(int(path.name.partition("-")[2]) for path in pathlib.Path(directory).glob("step-*"))
+    assert newest > 4
+    others = pools("single" if placement == "plain" else placement)
+    resumed = others.run(checks.train, placement, directory, **options)
+    unbroken = others.run(checks.unbroken, placement, **options)
     for mine, other in zip(resumed, unbroken, strict=True):
         assert_equal(mine, other)
     assert pathlib.Path(directory).exists() == (options.get("delete_checkpoint") is False)

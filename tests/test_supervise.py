@@ -776,7 +776,8 @@ def test_workers_in_a_collective_end_with_a_killed_supervisor(run):
         assert run.gone()
 
 
-def test_ctrl_c_in_a_fit_with_backups_saves_and_tells_how_to_resume(run):
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_ctrl_c_in_a_fit_with_backups_saves_and_tells_how_to_resume(workers, run):
     body = """
         os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", CUDA_VISIBLE_DEVICES="-1")
         import keras, numpy as np, tfdist
@@ -791,15 +792,17 @@ def test_ctrl_c_in_a_fit_with_backups_saves_and_tells_how_to_resume(run):
         backup = tfdist.callbacks.BackupAndRestore(here / "backup")
         model.fit(np.ones((640, 8)), np.ones((640, 1)), batch_size=8, epochs=9, verbose=0, callbacks=[slow, backup])
     """
-    with run.start("--workers", 2, "--log-dir", run.logs, script(run, body), restarts=1) as process:
-        assert eventually(lambda: len(list(run.directory.glob("pid-in-*"))) == 2, TENSORFLOW_SECONDS)
+    with run.start("--workers", workers, "--log-dir", run.logs, script(run, body), restarts=1) as process:
+        assert eventually(lambda: len(list(run.directory.glob("pid-in-*"))) == workers, TENSORFLOW_SECONDS)
         process.send_signal(signal.SIGINT)
         codes, errors = finished([process], TENSORFLOW_SECONDS)
-    assert codes == [PREEMPTED] and attempts(run) == [2] and len(list((run.directory / "backup").glob("step-*"))) == 1
+    assert codes == [PREEMPTED] and attempts(run) == [workers], errors
+    assert len(list((run.directory / "backup").glob("step-*"))) == 1
     assert "To continue, start the same command again." in errors and "Traceback" not in errors, errors
 
 
-def test_an_error_after_fit_repeats_no_training(run):
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_an_error_after_fit_repeats_no_training(workers, run):
     body = """
         os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", CUDA_VISIBLE_DEVICES="-1")
         import keras, numpy as np, tfdist
@@ -815,12 +818,12 @@ def test_an_error_after_fit_repeats_no_training(run):
                 model.compile("sgd", "mse")
             done = model.fit(np.ones((40, 8)), np.ones((40, 1)), batch_size=8, verbose=0, callbacks=[count, backup])
             assert done.epoch == [0]
-        if attempt == 0 and worker == 1: raise OSError("the disk is full")
+        if attempt == 0 and worker == len(cluster) - 1: raise OSError("the disk is full")
     """
-    with run.start("--workers", 2, "--log-dir", run.logs, script(run, body), restarts=1) as process:
+    with run.start("--workers", workers, "--log-dir", run.logs, script(run, body), restarts=1) as process:
         codes, errors = finished([process], TENSORFLOW_SECONDS)
-    assert codes == [0] and attempts(run) == [2, 2], errors
-    assert [(run.directory / f"steps-{worker}").read_text() for worker in range(2)] == ["0 " * 10] * 2
+    assert codes == [0] and attempts(run) == [workers] * 2, errors
+    assert [(run.directory / f"steps-{worker}").read_text() for worker in range(workers)] == ["0 " * 10] * workers
     told = (run.logs / "attempt-1" / "worker-0.log").read_text()
     assert "the end of fit 1 of this program" in told and "the end of this fit, so it trains nothing" in told
     assert not (run.directory / "backup").exists()
@@ -829,8 +832,8 @@ def test_an_error_after_fit_repeats_no_training(run):
 def test_the_example_ends_with_the_weights_of_an_uninterrupted_run(run):
     example = pathlib.Path(__file__).parent.parent / "examples" / "survive_kill.py"
     env = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    data = ("--data_dir", run.directory / "data")
-    with run.start("--workers", 2, "--log-dir", run.logs, example, *data, env=env, restarts=1) as process:
+    flags = ("--data_dir", run.directory / "data", "--epochs", 1, "--kill_step", 15)
+    with run.start("--workers", 2, "--log-dir", run.logs, example, *flags, env=env, restarts=1) as process:
         output, errors = process.communicate(timeout=TENSORFLOW_SECONDS)
     assert process.returncode == 0, errors
     assert "restarts: 1; weights equal an unbroken run's, bit for bit: True" in output
