@@ -26,7 +26,7 @@ def fit_shuffled_two_epochs(place):
     return outcome(model, history)
 
 
-@row(placements=("2x1",))
+@row()
 def evaluate_uneven(place):
     model = built(place, weighted_metrics=["mae"], loss="mse", make=lambda: one_output())
     x, y = data(37)

@@ -334,7 +334,7 @@ def input_py_dataset(place):
     return outcome(model, model.fit(Batches(), verbose=0, shuffle=False).history)
 
 
-@row(placements=("2x1",))
+@row()
 def input_generator(place):
     model = built(place)
     x, y = data()
