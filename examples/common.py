@@ -10,16 +10,16 @@ import tfdist
 flags.DEFINE_integer("devices", 0, "Virtual CPU devices to train on without TF_CONFIG. 0: all GPUs, else the CPU.", 0)
 
 
-def make_strategy() -> tf.distribute.Strategy:
+def make_strategy(compression: str | None = None) -> tf.distribute.Strategy:
     """Returns a strategy for several workers if TF_CONFIG is set, else for this machine's devices. Call it first."""
     if os.environ.get("TF_CONFIG"):
-        return tfdist.MultiWorkerMirroredStrategy()
+        return tfdist.MultiWorkerMirroredStrategy(compression=compression)
     devices = flags.FLAGS.devices
     if not devices:
-        return tfdist.MirroredStrategy()
+        return tfdist.MirroredStrategy(compression=compression)
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
-    return tfdist.MirroredStrategy([f"CPU:{i}" for i in range(devices)])
+    return tfdist.MirroredStrategy([f"CPU:{i}" for i in range(devices)], compression=compression)
 
 
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
