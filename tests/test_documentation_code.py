@@ -32,10 +32,11 @@ SCRIPTS = [
 ALIKE = ("for_users_of_ddp", "from_ray_train", "custom_loop_that_clips", "bottleneck")
 
 
-def run_script(text, folder, environ=()):
+def run_script(text, folder, environ=(), alone=False):
     """Runs a script in a folder, from a file, since `tf.function` reads sources. Returns what it prints.
 
-    Later scripts of the process find the environment and the policy of Keras as they were.
+    Later scripts of the process find the environment and the policy of Keras as they were. If `alone`, the script finds
+    no TF_CONFIG. With it, a strategy of several workers would have to be the first in the process.
     """
     import os
 
@@ -43,6 +44,8 @@ def run_script(text, folder, environ=()):
 
     before, policy, printed = dict(os.environ), keras.mixed_precision.dtype_policy(), io.StringIO()
     os.environ.update(environ)
+    if alone:
+        os.environ.pop("TF_CONFIG", None)
     os.chdir(folder)
     path = pathlib.Path(f"worker-{os.environ.get('TFDIST_SLOT', '')}-{os.getpid()}.py").absolute()
     path.write_text(text)
@@ -70,7 +73,8 @@ def new_version(diff):
 def test_a_block_runs(block, pools, tmp_path):
     text = new_version(block.code) if block.language == "diff" else block.code
 
-    pools("1x2" if block.workers == 1 else "2x1").run(run_script, text, str(tmp_path))
+    pool = pools("1x2" if block.workers == 1 else "2x1")
+    pool.run(run_script, text, str(tmp_path), alone=block.workers == 1)
 
 
 def test_the_first_run_is_that_of_the_readme():

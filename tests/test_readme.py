@@ -44,14 +44,15 @@ def test_the_script_runs_on_one_worker_and_on_two(launcher, tmp_path):
 
 @pytest.mark.parametrize("placement", ["single", "2x1"])
 def test_the_script_runs_on_workers_that_live_on(placement, pools, tmp_path):
-    pools(placement).run(run_script, code("main"), str(tmp_path))
+    pools(placement).run(run_script, code("main"), str(tmp_path), alone=placement == "single")
 
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".py"] == ["best.keras"]
 
 
 @pytest.mark.parametrize("block", OTHERS, ids=[block.name for block in OTHERS])
 def test_a_script_without_a_test_of_its_own_runs(block, pools, tmp_path):
-    pools("1x2" if block.workers == 1 else "2x1").run(run_script, block.code, str(tmp_path))
+    pool = pools("1x2" if block.workers == 1 else "2x1")
+    pool.run(run_script, block.code, str(tmp_path), alone=block.workers == 1)
 
 
 def test_the_changed_lines_are_those_of_the_script():
