@@ -2,7 +2,7 @@
 
 The first run writes the files: PNG images, in several files for training and for the test.
 
-One process (about 25 s on 2 cores, 97.3 % test accuracy):
+One process (97.3 % test accuracy):
     python examples/image_files.py
 
 One process, 2 virtual devices:
