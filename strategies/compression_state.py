@@ -30,7 +30,8 @@ class TrafficTotals:
 
     Attributes:
       steps: Number of exchanges, without those inside of `uncompressed()`.
-      raw_bytes: Bytes that uncompressed exchanges would have sent.
+      raw_bytes: Bytes that uncompressed exchanges would have sent. Rows of a sparse gradient count after rows of equal
+        indices were added up, which only a codec does.
       sent_bytes: Bytes sent: values, scales, indices and padding.
       encode_seconds: Seconds spent on encoding, decoding, sums and residuals: the mean over this worker's replicas, and
         the sum over buckets. Several buckets may run at once. Counts encoded buckets only, from each codec's
