@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv unit test lint format docs docs-serve
+.PHONY: venv unit test lint format docs docs-serve docs-browser
 
 venv: $(BIN)/pytest
 
@@ -34,6 +34,11 @@ format: venv
 
 docs: .docs-venv/bin/mkdocs
 	NO_MKDOCS_2_WARNING=1 $< build --strict
+
+# Needs Chromium.
+docs-browser: docs
+	.docs-venv/bin/pip install -q 'playwright>=1.40,<2'
+	.docs-venv/bin/python docs/check_in_browser.py
 
 docs-serve: .docs-venv/bin/mkdocs
 	NO_MKDOCS_2_WARNING=1 $< serve
