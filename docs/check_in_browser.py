@@ -15,7 +15,7 @@ import shutil
 import sys
 import threading
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Error, Page, sync_playwright
 
 SITE = pathlib.Path(__file__).parents[1] / "site"
 SIZES = ((1280, 900), (400, 800))
@@ -74,11 +74,11 @@ def not_found(browser: Browser, root: str) -> list[str]:
     for term in TERMS:
         page = browser.new_page()
         page.goto(root, timeout=1000 * SECONDS)
-        page.locator("label[for=__search]").first.click()
-        page.locator("input.md-search__input").fill(term)
         try:
+            page.locator("input.md-search__input").click(timeout=1000 * SECONDS)
+            page.locator("input.md-search__input").press_sequentially(term)
             page.locator(".md-search-result__item").first.wait_for(timeout=1000 * SECONDS)
-        except Exception as error:
+        except Error as error:
             faults.append(f"The search does not find {term!r}: {error}")
         page.close()
     return faults
