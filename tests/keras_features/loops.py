@@ -400,6 +400,12 @@ def _sum_by_the_static_rows(model, x, y):
     return tf.reduce_sum(losses) / x.shape[0]
 
 
+def _sum_by_the_rows(model, x, y):
+    rows = tf.shape(x)[0]
+    losses = model.losses_of(tf.concat([x[:, :-1], tf.ones([rows, 1])], axis=1), y)
+    return tf.reduce_sum(losses) / tf.cast(rows, tf.float32)
+
+
 def _square_of_the_global_mean(model, x, y):
     context = tf.distribute.get_replica_context()
     total = context.all_reduce("SUM", tf.reduce_sum(model(x), axis=0))
@@ -457,12 +463,14 @@ def means_of_steps_as_on_one_device(place):
     return _by_recipes(place, [_mean_and_keras_loss, _average_loss])
 
 
-@row(same_bits=False)  # Several workers do not know the number of rows while tracing.
+@row(same_bits=False)
 def steps_of_a_static_number_of_rows(place):
     x, y = data(3 * BATCH)
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH, drop_remainder=True)
     model = built(place, ByRecipe, optimizer=lambda: keras.optimizers.SGD(0.3), metrics=None)
-    model.recipe = _sum_by_the_static_rows
+    # Several workers do not know the number of rows while tracing.
+    knows_rows = place.name.startswith(("single", "1x"))
+    model.recipe = _sum_by_the_static_rows if knows_rows else _sum_by_the_rows
     history = model.fit(dataset, epochs=2, verbose=0).history
     endless = model.fit(dataset.repeat(), steps_per_epoch=4, verbose=0).history
     return outcome(model, history, endless=endless["objective"])
