@@ -30,8 +30,8 @@ class TrafficTotals:
 
     Attributes:
       steps: Number of exchanges, without those inside of `uncompressed()`.
-      raw_bytes: Bytes that uncompressed exchanges would have sent. Rows of a sparse gradient count after rows of equal
-        indices were added up, which only a codec does.
+      raw_bytes: Bytes that uncompressed exchanges would have sent. With a codec, a replica first adds up the rows of a
+        sparse gradient that have the same index. Such rows count once, though an uncompressed exchange sends each.
       sent_bytes: Bytes sent: values, scales, indices and padding.
       encode_seconds: Seconds spent on encoding, decoding, sums and residuals: the mean over this worker's replicas, and
         the sum over buckets. Several buckets may run at once. Counts encoded buckets only, from each codec's

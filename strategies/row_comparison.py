@@ -384,8 +384,8 @@ def _numbers_on(host: str) -> tuple[tf.Variable, tf.Variable]:
 def _once_if(condition: tf.Tensor, function: Callable[..., tf.Tensor], arguments: Sequence[tf.Tensor]) -> tf.Tensor:
     """Runs `function(*arguments)`, which returns true, if `condition` holds when the graph runs; both of type bool [].
 
-    A loop of no or one turn: TensorFlow runs the condition of a `While` in the same thread, and the branches of an `If`
-    in a pool, which takes ten times as long.
+    It is a loop of no turn or one turn. TensorFlow runs the condition of a `While` in the same thread. It would run the
+    branches of an `If` in a thread pool, which costs more than the rest of the comparison.
     """
 
     def continues(goes_on: tf.Tensor, *tensors: tf.Tensor) -> tf.Tensor:  # TensorFlow names the inputs after these.

@@ -1,4 +1,4 @@
-"""Runs every example in the four ways that its header names."""
+"""Runs digits.py, custom_loop.py and char_lm.py in the ways that their headers name, and TensorFlow's tutorial."""
 
 import pytest
 
