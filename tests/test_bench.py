@@ -251,6 +251,7 @@ REFUSALS = {
     "no file": ((*TWO, "--json", "."), ("--json", "directory")),
     "no rate": ((*TWO, "--link", "fast"), ("--link", "such as 100mbit", "got fast")),
     "no rate at all": ((*TWO, "--link", "0mbit"), ("--link", "got 0mbit")),
+    "too few GPUs": ((*TWO, "--gpus-per-worker", "1"), ("--gpus-per-worker", "2 workers", "CUDA_VISIBLE_DEVICES=3 ")),
     "unknown option": ((*TWO, "--sises", "1KiB"), ("--sises 1KiB", "did you mean --sizes")),
 }
 
@@ -289,7 +290,7 @@ for name, (arguments, _) in {REFUSALS}.items():
     told[name] = 100 if "tensorflow" in sys.modules else exit_code, out.getvalue(), err.getvalue()
 print(json.dumps(told))
 """
-    environ = {**os.environ, "TF_CONFIG": ""}
+    environ = {**os.environ, "TF_CONFIG": "", "CUDA_VISIBLE_DEVICES": "3"}
     options = {"capture_output": True, "text": True, "timeout": DEADLINE_SECONDS}
     directory = tmp_path_factory.mktemp("refused")
     done = subprocess.run([sys.executable, "-c", code], env=environ, cwd=directory, **options)
@@ -308,7 +309,11 @@ def test_wrong_arguments_raise_without_tensorflow(name, refused):
 
 @pytest.mark.parametrize(
     ("workers", "arguments", "words"),
-    [(1, (), ("TF_CONFIG names 1", "--workers 2")), (3, TWO, ("TF_CONFIG names 3", "--workers is 2"))],
+    [
+        (1, (), ("TF_CONFIG names 1", "--workers 2")),
+        (3, TWO, ("TF_CONFIG names 3", "--workers is 2")),
+        (2, ("--gpus-per-worker", "1"), ("--gpus-per-worker", "set its CUDA_VISIBLE_DEVICES")),
+    ],
 )
 def test_a_tf_config_that_does_not_fit_raises_without_tensorflow(workers, arguments, words, tmp_path):
     spec = ClusterSpec.local(workers, 0, free_ports(workers))

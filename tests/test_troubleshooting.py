@@ -29,7 +29,7 @@ ELSEWHERE = {
     "tfdist/faults/creation_watch.py": ["All workers must make the same variables in the same order"],
     "tfdist/faults/watchdog.py": ["All workers must make the same calls in the same order"],
     "tfdist/launch/bench_command.py": ["the measurement did not finish within --timeout … s"],
-    "tfdist/launch/cli.py": ["TF_CONFIG must be JSON"],
+    "tfdist/launch/cli.py": ["TF_CONFIG must be JSON", "and the first one takes nearly all memory of"],
     "tfdist/launch/supervisor.py": ["the first failure", "every line of each worker"],
     "tfdist/network/connection_acceptor.py": ["A connection from … is closed"],
 }

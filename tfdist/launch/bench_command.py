@@ -17,6 +17,7 @@ from absl import logging
 
 from tfdist.cluster import DEVICES_PER_WORKER_VARIABLE, ClusterSpec
 from tfdist.launch import arguments
+from tfdist.launch.worker_group import SLOT
 from tfdist.symlink_safe_file import write_whole
 
 
@@ -76,6 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="D",
         help="number of logical devices of each worker (default: all GPUs, or all logical CPUs)",
     )
+    parser.add_argument(
+        "--gpus-per-worker",
+        type=arguments.count,
+        metavar="G",
+        help="with --workers: give each worker G GPUs of its own, as in `tfdist run`; 0 hides all GPUs (default: every "
+        "worker sees all GPUs)",
+    )
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="file to which the chief writes the results")
     parser.add_argument(
         "--timeout",
@@ -103,8 +111,9 @@ def run(args: argparse.Namespace) -> int:
         except OSError as error:
             args.parser.error(f"--json {args.json} cannot be written: {error}")
     if spec is None:
+        gpus = [] if args.gpus_per_worker is None else ["--gpus-per-worker", str(args.gpus_per_worker)]
         in_workers = ["-m", "tfdist.launch.cli", *args.argv]
-        return int(args.main(["run", "--workers", str(args.workers), "--max-restarts", "0", *in_workers]))
+        return int(args.main(["run", "--workers", str(args.workers), "--max-restarts", "0", *gpus, *in_workers]))
     if args.devices_per_worker:
         os.environ[DEVICES_PER_WORKER_VARIABLE] = str(args.devices_per_worker)
     deadline = time.monotonic() + args.timeout
@@ -180,6 +189,11 @@ def _cluster_of(args: argparse.Namespace) -> ClusterSpec | None:
         args.parser.error(
             "TF_CONFIG names no cluster to measure; start this command on every host with its TF_CONFIG, or give "
             "--workers 2 to start two workers on this machine"
+        )
+    if spec is not None and args.gpus_per_worker is not None and SLOT not in os.environ:
+        args.parser.error(
+            "--gpus-per-worker is for workers that this command starts, but TF_CONFIG names this process as a worker; "
+            "set its CUDA_VISIBLE_DEVICES instead"
         )
     workers = args.workers if spec is None else spec.num_workers
     if args.workers not in (None, workers):

@@ -19,8 +19,16 @@ from absl import flags, logging
 import tfdist
 from tfdist.cluster import ClusterSpec
 from tfdist.cluster.launch_check import warn_if_one_of_many
-from tfdist.errors import TfdistError
-from tfdist.launch import arguments, bench_command, data_service, private_network, worker_script
+from tfdist.errors import ClusterError, TfdistError
+from tfdist.launch import (
+    arguments,
+    bench_command,
+    data_service,
+    gpu_discovery,
+    gpu_shares,
+    private_network,
+    worker_script,
+)
 from tfdist.launch.run_dir import KEPT_RUNS, folder_of_run
 from tfdist.launch.stop_signals import stop_signals
 from tfdist.launch.supervisor import Supervisor, SupervisorOptions
@@ -146,6 +154,13 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of logical devices that the strategy makes in each worker",
     )
     parser.add_argument(
+        "--gpus-per-worker",
+        type=arguments.count,
+        metavar="G",
+        help="give each worker of this machine G GPUs of its own, of those in CUDA_VISIBLE_DEVICES if it is set; 0 "
+        "hides all GPUs (default: every worker sees all GPUs)",
+    )
+    parser.add_argument(
         "--log-dir",
         type=pathlib.Path,
         metavar="DIR",
@@ -176,7 +191,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     command = _worker_command(args)
     spec = _own_place(args)
-    options = _run_options(args)
+    options = _run_options(args, spec)
     own = [option for option in args.parser.options() if option.startswith("--") and option != "--help"]
     if args.script != "tfdist.launch.cli" and (stray := arguments.stray_option(args.script_args, own)):
         logging.info("%s", _misplaced(stray, args))
@@ -218,7 +233,7 @@ def _misplaced(stray: str, args: argparse.Namespace) -> str:
     )
 
 
-def _run_options(args: argparse.Namespace) -> SupervisorOptions:
+def _run_options(args: argparse.Namespace, spec: ClusterSpec | None) -> SupervisorOptions:
     workers = args.workers or 1
     least = args.min_workers or workers
     if args.private_network and args.workers is None:
@@ -237,8 +252,28 @@ def _run_options(args: argparse.Namespace) -> SupervisorOptions:
         grace_seconds=args.grace_seconds,
         regrow_seconds=args.regrow_seconds,
         devices_per_worker=args.devices_per_worker,
+        visible_gpus=_visible_gpus(args, spec),
         tee=args.tee,
     )
+
+
+def _visible_gpus(args: argparse.Namespace, spec: ClusterSpec | None) -> Sequence[str] | None:
+    """Returns the GPUs of each slot of this machine, or None to leave CUDA_VISIBLE_DEVICES as it is."""
+    here = len(spec.workers_on_host) if spec else args.workers
+    if args.gpus_per_worker is None:
+        warning = gpu_shares.sharing_warning(os.environ, workers=here, gpus=gpu_discovery.count_device_files())
+        if warning and not (spec and spec.slot):  # Several commands on one machine warn once.
+            logging.warning("%s", warning)
+        return None
+    shares: Sequence[str] = ()
+    try:
+        found = gpu_discovery.find_gpus(os.environ) if args.gpus_per_worker else gpu_discovery.FoundGpus((), "")
+        shares = gpu_shares.share_gpus(
+            found, workers=here, gpus_per_worker=args.gpus_per_worker, is_by_scheduler=spec is not None
+        )
+    except ClusterError as error:
+        args.parser.error(f"--gpus-per-worker: {error}")
+    return shares
 
 
 def _worker_command(args: argparse.Namespace) -> list[str]:
@@ -302,6 +337,7 @@ _COMMANDS = (
         tfdist run -n 4 train.py --epochs 10           four workers on this machine; --epochs is the script's
         tfdist run -n 4 --log-dir logs -m package.train    a module; logs in a folder of your choice
         tfdist run --workers 4 --min-workers 3 train.py    continue with three if one cannot come back
+        tfdist run -n 4 --gpus-per-worker 1 train.py   a GPU of its own for each worker
         TF_CONFIG=... tfdist run train.py              this host's worker of a cluster of several hosts
         srun --ntasks-per-node=1 tfdist run --slurm train.py
         """,

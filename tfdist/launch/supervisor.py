@@ -27,6 +27,7 @@ from tfdist.launch.first_failure import (
     reported_since,
     reported_stack,
 )
+from tfdist.launch.gpu_discovery import VISIBLE_DEVICES
 from tfdist.launch.restart_policy import Chance, Commits, Restarts, Size, chance_of
 from tfdist.launch.run_summary import details_of, named, outcome_line
 from tfdist.launch.stopped_workers import SECONDS, StoppedWorkers
@@ -54,6 +55,7 @@ class SupervisorOptions:
       grace_seconds: Time for workers to save and leave.
       regrow_seconds: Time that a reduced job runs before it tries all workers again, after its next commit.
       devices_per_worker: Number of logical devices per worker; None leaves the environment unchanged.
+      visible_gpus: Value of CUDA_VISIBLE_DEVICES for each slot of this machine; None leaves the environment unchanged.
       tee: Whether to print the lines of all workers, each after the worker's name.
     """
 
@@ -64,6 +66,7 @@ class SupervisorOptions:
     grace_seconds: float = 30.0
     regrow_seconds: float = 300.0
     devices_per_worker: int | None = None
+    visible_gpus: Sequence[str] | None = None
     tee: bool = False
 
 
@@ -219,6 +222,7 @@ class Supervisor:
                 log_dir=directory,
                 env=self._env(number),
                 slots=[self._spec.slot] if self._spec else self._size.slots,
+                env_of_slot=self._env_of_slot,
                 tee=self._options.tee,
                 reported_stack=functools.partial(reported_stack, self._run_dir, number),
             )
@@ -408,11 +412,18 @@ class Supervisor:
             env[DEVICES_PER_WORKER_VARIABLE] = str(self._options.devices_per_worker)
         return env
 
+    def _env_of_slot(self, slot: int) -> dict[str, str]:
+        gpus = self._options.visible_gpus
+        return {} if gpus is None else {VISIBLE_DEVICES: gpus[slot]}
+
     def _tell_start(self, workers: int, directory: pathlib.Path) -> None:
         what = f"{workers} worker{'s' if workers > 1 else ''} on this machine"
         if self._spec:
             what = self._spec.describe()
-        logging.info("%s; logs in %s", what, directory)
+        slots = [self._spec.slot] if self._spec else self._size.slots
+        gpus = [self._env_of_slot(slot).get(VISIBLE_DEVICES) for slot in slots]
+        seen = f", {VISIBLE_DEVICES} {' | '.join(filter(None, gpus))}" if any(gpus) else ""
+        logging.info("%s%s; logs in %s", what, seen, directory)
 
     def _tell_restart(self, attempt: Attempt, pause: float, *, is_smaller: bool) -> None:
         if attempt.failure:

@@ -18,7 +18,7 @@ from tfdist.launch.stop_signals import hear_of_children
 from tfdist.launch.worker_output import WorkerOutput
 from tfdist.run_files import log_path
 
-_SLOT = "TFDIST_SLOT"  # Distinguishes the workers of a machine, also after some are left out.
+SLOT = "TFDIST_SLOT"  # Distinguishes the workers of a machine, also after some are left out.
 _POLL_SECONDS = 0.05
 _DRAIN_SECONDS = 1.0
 _KILL_SECONDS = 60.0
@@ -56,6 +56,7 @@ class WorkerGroup:
         lines of libraries and crash dumps.
       env: Variables to add to the environment of each worker.
       slots: Value of TFDIST_SLOT for each worker. Without it, TFDIST_SLOT is not set.
+      env_of_slot: Returns variables to add to the environment of the worker with this slot.
       tee: Whether to print all lines of all workers instead, each after "[worker <index>] ".
       reported_stack: Returns the traceback that a worker has reported, which is not shown here, or an empty string.
     """
@@ -68,6 +69,7 @@ class WorkerGroup:
         log_dir: pathlib.Path,
         env: Mapping[str, str] | None = None,
         slots: Sequence[int] | None = None,
+        env_of_slot: Callable[[int], Mapping[str, str]] = lambda slot: {},
         tee: bool = False,
         reported_stack: Callable[[int], str] = lambda worker: "",
     ):
@@ -76,6 +78,7 @@ class WorkerGroup:
         self._log_dir = log_dir
         self._env = dict(env or {})
         self._slots = slots
+        self._env_of_slot = env_of_slot
         self._tee = tee
         self._reported_stack = reported_stack
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -117,7 +120,7 @@ class WorkerGroup:
         try:
             for place, spec in enumerate(self._specs):
                 self._not_started = spec.worker_id
-                self._start_worker(spec, {_SLOT: str(self._slots[place])} if self._slots else {})
+                self._start_worker(spec, self._own_env(self._slots[place]) if self._slots else {})
                 self._guard.watch(process.pid for process in self._running.values())
             self._not_started = None
         except BaseException:
@@ -173,6 +176,9 @@ class WorkerGroup:
         if self._guard:
             self._guard.close()
             self._guard = None
+
+    def _own_env(self, slot: int) -> dict[str, str]:
+        return {SLOT: str(slot), **self._env_of_slot(slot)}
 
     def _start_worker(self, spec: ClusterSpec, own_env: Mapping[str, str]) -> None:
         index = spec.worker_id
