@@ -42,7 +42,14 @@ UNIT = {
         "test_replica_speed",
         "test_run_words",
     ),
-    *("test_deploy", "test_documentation", "test_sources", "test_symlink_safe_files", "test_traffic"),
+    *(
+        "test_deploy",
+        "test_documentation",
+        "test_offline_bundle",
+        "test_sources",
+        "test_symlink_safe_files",
+        "test_traffic",
+    ),
     "test_troubleshooting",
 }
 
