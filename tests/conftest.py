@@ -63,6 +63,29 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.unit)
 
 
+def pytest_collection_finish():
+    if "tensorflow" in sys.modules:
+        untune_pipelines()
+
+
+def untune_pipelines():
+    """Makes each `tf.data` pipeline of this process without the thread that tunes it.
+
+    TensorFlow may wait for the end of such a thread as long as its pipeline has lived, up to a minute. In a process
+    that lives for many tests, any test may free the pipelines of those before it, and wait for several such threads.
+    """
+    import tensorflow as tf
+    from tensorflow.python.data.ops import dataset_ops
+
+    def untuned(dataset):
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        return dataset.with_options(options)
+
+    # Every new iterator calls it; no public option covers the pipelines that Keras makes.
+    dataset_ops.DatasetV2._apply_debug_options = untuned
+
+
 def sizes(placement):
     """Returns the number of workers of a placement such as "2x1", and of devices in each worker."""
     return (1, 1) if placement == "single" else tuple(map(int, placement.split("x")))
@@ -90,13 +113,17 @@ def prepare(devices):
 
 
 def make_quick(devices):
-    """Prepares a new worker: creates devices, imports Keras, and exempts existing objects from garbage collection."""
+    """Prepares a new worker: creates devices, imports Keras, and exempts existing objects from garbage collection.
+
+    Pipelines have no tuner; see `untune_pipelines`.
+    """
     if "keras" in sys.modules:
         return
     if devices > 1:
         virtual_devices(devices)
     import keras  # noqa: F401 (for its side effects)
 
+    untune_pipelines()
     # `clear_session` collects garbage; skip the objects that stay anyway.
     gc.collect()
     gc.freeze()
