@@ -116,16 +116,18 @@ class NotedFunction:
     def __init__(self, model: keras.Model, attribute: str, function: Callable[[Any], Any] | None, activity: Activity):
         self._model, self._attribute = weakref.ref(model), attribute
         self._function, self._kind, self._activity = function, _FUNCTIONS[attribute], activity
+        self._in_graph: Any = None
 
     def __call__(self, given: Any) -> Any:
         """Runs the function on Keras' argument: an iterator, or batches."""
         reads = isinstance(given, tf.data.Iterator | tf.distribute.DistributedIterator)
-        executing = self._activity.executing(self._kind, reads=reads, alone=self._alone(given))
+        one = reads and getattr(self._model(), "steps_per_execution", None) == 1
+        executing = self._activity.executing(self._kind, reads=reads, takes_one_batch=one, alone=self._alone(given))
         with executing as call, explained(self._activity, call):
             if self._function is None:
                 self._function = self._made()
             try:
-                return self._traced(self._function, given)
+                return self._traced(self._reading() if one else self._function, given)
             except tf.errors.OutOfRangeError:  # The data have ended, and Keras did not know their length.
                 level_counters(variables_of(self._model()))
                 raise
@@ -141,7 +143,21 @@ class NotedFunction:
             if needed_before or not needs_static_rows(self._model()):
                 raise
         self._function = self._made()
-        return self._function(given if batches is None else (batch for batch in batches))
+        function = self._function if function is not self._in_graph else self._reading()
+        return function(given if batches is None else (batch for batch in batches))
+
+    def _reading(self) -> Any:
+        """Returns the function with its reading of a batch inside of a graph.
+
+        Up to version 3.15 Keras reads there itself. So a step is traced once for all numbers of rows, and an exchange
+        of whether any worker has data left is part of the graph.
+        """
+        model: Any = self._model()
+        if model.run_eagerly or not keras_stack.reads_outside_graph(self._function):
+            return self._function
+        if self._in_graph is None or self._in_graph.python_function is not self._function:
+            self._in_graph = tf.function(self._function, reduce_retracing=True, autograph=False)
+        return self._in_graph
 
     def _made(self) -> Any:
         """Makes the function that this object replaces, and keeps this object as the attribute of the model.

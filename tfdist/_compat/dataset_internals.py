@@ -8,8 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-# Describes a dataset's elements on each replica. Without it: `fit` reads a batch to learn the shapes.
-from tensorflow.python.distribute.values import PerReplicaSpec
+# Values of replicas, and the description of a dataset's elements on each replica; see `_OfSpec`. Without them: `fit`
+# reads a batch to learn the shapes.
+from tensorflow.python.distribute.values import PerReplica, PerReplicaSpec
 
 # Classes of distributed datasets and of their iterators; see `CountingIterator`. Keras accepts no other foreign
 # dataset class. Without them: `fit` refuses a BalancedSharding, and a `fit` on a dataset that the user distributed
@@ -180,6 +181,49 @@ class CountingIterator(_ReplacingIterator):
         return super()._type_spec
 
 
+class _OneBatch:
+    """Stands for a `tf.experimental.Optional` of a batch that was read. At the end of the data reading raises instead.
+
+    Args:
+      batch: The batch, one part for each replica.
+      spec: Element spec of the iterator.
+    """
+
+    def __init__(self, batch: Any, spec: Any):
+        self._batch = batch
+        if tf.executing_eagerly():
+            self._batch = tf.nest.map_structure(_of_spec, batch, spec)
+
+    def has_value(self) -> bool:
+        """Returns True: there is a batch."""
+        return True
+
+    def get_value(self) -> Any:
+        """Returns the batch."""
+        return self._batch
+
+
+class _OfSpec(PerReplica):
+    """Values of replicas with the spec of their iterator, which leaves the number of rows open.
+
+    Without it: a `tf.function` is traced again for each number of rows. Workers with unequal numbers trace at different
+    times, and wait for different collectives.
+    """
+
+    def __init__(self, values: Any, spec: PerReplicaSpec):
+        super().__init__(values)
+        self._spec = spec
+
+    @property
+    def _type_spec(self) -> PerReplicaSpec:
+        return self._spec
+
+
+def _of_spec(value, spec):
+    fits = isinstance(value, PerReplica) and isinstance(spec, PerReplicaSpec) and spec.is_compatible_with(value)
+    return _OfSpec(value.values, spec) if fits else value
+
+
 class NotedIterator(_ReplacingIterator):
     """A distributed iterator that tells its strategy when a batch is requested, in Python or in a graph.
 
@@ -195,7 +239,13 @@ class NotedIterator(_ReplacingIterator):
             return super().get_next(name)
 
     def get_next_as_optional(self) -> Any:
-        """Returns the next batches as an Optional; tells the strategy that this worker waits for input."""
+        """Returns the next batches as an Optional; tells the strategy that this worker waits for input.
+
+        From Keras 3.16 on, `fit` asks for each batch in this way. TensorFlow would exchange, before each step, whether
+        any worker has data left, also if all end in the same step. `get_next` exchanges this only if they may not.
+        """
+        if self._strategy.reports.takes_one_batch():
+            return _OneBatch(self.get_next(), self.element_spec)
         with self._strategy.reports.reading():
             return super().get_next_as_optional()
 

@@ -16,7 +16,6 @@ from keras.src.backend.common import global_state
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 
 # The types of models and of what reads their input, for annotations; see `keras_stack`.
-from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.trainers import epoch_iterator as keras_epoch_iterator
 
 # Keras' adapters of input data, to distinguish a user's dataset from a dataset that Keras creates. Without them: `fit`
@@ -52,7 +51,7 @@ __all__ = [
 ]
 
 
-def unmatched_compiled(model: keras_trainer.TensorFlowTrainer) -> list[Any]:
+def unmatched_compiled(model: keras.Model) -> list[Any]:
     """Returns the metrics and losses of `compile` that Keras has not matched with outputs of the model yet."""
     compiled = (model._compile_metrics, model._compile_loss)
     return [each for each in compiled if each is not None and not each.built]
@@ -110,7 +109,7 @@ def layers_of(model: keras.Model) -> list[Any]:
     return list(model._flatten_layers(include_self=False))
 
 
-def kept_losses(model: keras_trainer.TensorFlowTrainer) -> list[tuple[Any, list]]:
+def kept_losses(model: keras.Model) -> list[tuple[Any, list]]:
     """Returns each layer with its `add_loss` losses. Without it: a regularizer is lost, or counted twice."""
     return [(layer, layer._losses[:]) for layer in model._flatten_layers()]
 
@@ -157,7 +156,7 @@ def count_steps_of(epochs: keras_epoch_iterator.EpochIterator, dataset: Any) -> 
     epochs._num_batches = epochs.data_adapter.num_batches
 
 
-def is_made_in_scope(model: keras_trainer.TensorFlowTrainer) -> bool:
+def is_made_in_scope(model: keras.Model) -> bool:
     """Returns whether a model was created in a strategy's scope. That strategy trains it, wherever it is compiled.
 
     Without it: a model created in a `OneDeviceStrategy` scope and compiled outside that scope is refused.

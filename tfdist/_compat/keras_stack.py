@@ -62,6 +62,7 @@ __all__ = [
     "model_to_build",
     "purpose",
     "reader",
+    "reads_outside_graph",
     "running_calls",
     "running_fit",
     "spec_to_predict",
@@ -71,11 +72,10 @@ __all__ = [
     "variables_of_summed_gradients",
 ]
 
-_LOOPS = (
-    keras_trainer.TensorFlowTrainer.fit,
-    keras_trainer.TensorFlowTrainer.evaluate,
-    keras_trainer.TensorFlowTrainer.predict,
-)
+# The class of `fit` and of what it calls. Keras 3.16 renames it to `Trainer`.
+_TRAINER: Any = getattr(keras_trainer, "TensorFlowTrainer", None) or keras_trainer.Trainer
+
+_LOOPS = (_TRAINER.fit, _TRAINER.evaluate, _TRAINER.predict)
 
 
 def _owner_of(*methods: Any) -> Any:
@@ -90,12 +90,25 @@ def _owner_in(module: Any) -> Any:
     return frame.f_locals.get("self") if frame.f_globals.get("__name__") == module.__name__ else None
 
 
-def called_by_trainer() -> bool:
-    """Returns whether the module of Keras' `fit` called the caller, to tell Keras' own calls from a user's."""
-    return call_stack.caller().f_globals.get("__name__") == keras_trainer.__name__
+def called_by_trainer(more: int = 0) -> bool:
+    """Returns whether the module of Keras' `fit` called the caller, to tell Keras' own calls from a user's.
+
+    With `more`, the call is that many frames further out.
+    """
+    return call_stack.caller(more).f_globals.get("__name__") == keras_trainer.__name__
 
 
-def calling_trainer() -> keras_trainer.TensorFlowTrainer | None:
+def reads_outside_graph(function: Any) -> bool:
+    """Returns whether Keras' own train or test function reads the batch of a single step in Python, as from 3.16 on.
+
+    Without it: steps are traced for a fixed number of rows, and reading takes longer.
+    """
+    code = getattr(function, "__code__", None)
+    is_keras_own = getattr(function, "__module__", None) == keras_trainer.__name__
+    return is_keras_own and code is not None and "get_next_as_optional" in code.co_names
+
+
+def calling_trainer() -> keras.Model | None:
     """Returns the model whose `fit`, `evaluate` or `predict` called the caller to run a step."""
     return _owner_in(keras_trainer)
 
@@ -115,7 +128,7 @@ def variable_being_made() -> keras.Variable | None:
 
 def is_peeking() -> bool:
     """Returns whether Keras is building a model from the first batch, which must stay available for training."""
-    return call_stack.frame_of(keras_trainer.TensorFlowTrainer._maybe_symbolic_build) is not None
+    return call_stack.frame_of(_TRAINER._maybe_symbolic_build) is not None
 
 
 def epochs_to_distribute() -> keras_epoch_iterator.EpochIterator | None:
@@ -146,14 +159,14 @@ def epochs_of_iterator() -> keras_epoch_iterator.EpochIterator | None:
     return _owner_in(keras_epoch_iterator)
 
 
-def model_to_build() -> keras_trainer.TensorFlowTrainer | None:
+def model_to_build() -> keras.Model | None:
     """Returns the model that Keras builds before its first step, if Keras called the caller to get the scope for that.
 
     Keras does this under strategies only. Without it: models without a `call`, and losses that get their targets only
     in a step, train on one device but fail here.
     """
     frame = call_stack.caller()
-    builds = frame.f_code is keras_trainer.TensorFlowTrainer._maybe_symbolic_build.__code__
+    builds = frame.f_code is _TRAINER._maybe_symbolic_build.__code__
     return frame.f_locals["self"] if builds else None
 
 
@@ -178,9 +191,9 @@ def beginning_fit() -> BeginningFit | None:
     Without it: workers with models that diverged between two fits train different models. Workers with unequal numbers
     of epochs wait for each other. And no warning names callbacks that overwrite each other's files.
     """
-    frame = call_stack.frame_of(keras_trainer.TensorFlowTrainer._maybe_symbolic_build)
+    frame = call_stack.frame_of(_TRAINER._maybe_symbolic_build)
     caller = frame and frame.f_back
-    if caller is None or caller.f_code is not inspect.unwrap(keras_trainer.TensorFlowTrainer.fit).__code__:
+    if caller is None or caller.f_code is not inspect.unwrap(_TRAINER.fit).__code__:
         return None
     given = caller.f_locals
     callbacks = tf.nest.flatten(getattr(given.get("callbacks"), "callbacks", given.get("callbacks")) or [])
@@ -193,7 +206,7 @@ def epochs_of_beginning_fit() -> keras_epoch_iterator.EpochIterator | None:
 
     Without it: workers at different positions in the data train on, and read examples twice or never.
     """
-    frame = call_stack.frame_of(keras_trainer.TensorFlowTrainer._maybe_symbolic_build)
+    frame = call_stack.frame_of(_TRAINER._maybe_symbolic_build)
     return frame.f_locals.get("iterator") if frame else None
 
 
@@ -202,15 +215,15 @@ def makes_for_comparison() -> bool:
     return call_stack.frame_of(get_attr_skipset) is not None
 
 
-def model_in_compile() -> keras_trainer.TensorFlowTrainer | None:
+def model_in_compile() -> keras.Model | None:
     """Returns the model that runs Keras' `compile` in this thread.
 
     Without it: workers train different models, created outside the scope, and no error appears before the end.
     """
-    return _owner_of(keras_trainer.TensorFlowTrainer.compile)
+    return _owner_of(_TRAINER.compile)
 
 
-def model_in_step() -> keras_trainer.TensorFlowTrainer | None:
+def model_in_step() -> keras.Model | None:
     """Returns the model that `fit` trains in this thread, if not in callbacks or validation; else `None`."""
     fit, *others = (inspect.unwrap(method).__code__ for method in _LOOPS)
     for frame in call_stack.frames():
@@ -232,7 +245,7 @@ class KerasCall(NamedTuple):
     """
 
     name: str
-    model: keras_trainer.TensorFlowTrainer
+    model: keras.Model
     epochs: keras_epoch_iterator.EpochIterator
     callbacks: keras.callbacks.CallbackList | None
 
@@ -262,7 +275,7 @@ def is_evaluating() -> bool:
 
 def is_predicting() -> bool:
     """Returns whether Keras' `predict` runs in this thread, to refuse data that each worker has for itself."""
-    return call_stack.frame_of(keras_trainer.TensorFlowTrainer.predict) is not None
+    return call_stack.frame_of(_TRAINER.predict) is not None
 
 
 def spec_to_predict() -> Any:
@@ -270,7 +283,7 @@ def spec_to_predict() -> Any:
 
     Without it: workers trace `predict` on batches of different lengths, and only some workers exchange the lengths.
     """
-    frame = call_stack.frame_of(keras_trainer.TensorFlowTrainer.predict)
+    frame = call_stack.frame_of(_TRAINER.predict)
     dataset = keras_internals.dataset_of(frame and frame.f_locals.get("epoch_iterator"))
     return tf.nest.map_structure(dataset_internals.spec_on_a_replica, getattr(dataset, "element_spec", None))
 
@@ -292,9 +305,9 @@ def is_keras_call(file: str, function: str) -> bool:
 _KERAS_CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 
-def fitting_models() -> list[keras_trainer.TensorFlowTrainer]:
+def fitting_models() -> list[keras.Model]:
     """Returns the models that run Keras' `fit` in this thread, innermost first, to see whose steps train on data."""
-    code = inspect.unwrap(keras_trainer.TensorFlowTrainer.fit).__code__
+    code = inspect.unwrap(_TRAINER.fit).__code__
     return [frame.f_locals["self"] for frame in call_stack.frames() if frame.f_code is code]
 
 
@@ -310,7 +323,7 @@ def purpose() -> str:
     return "validation" if name == "fit" and "epoch_iterator" in frame.f_locals else name
 
 
-def reader() -> keras_trainer.TensorFlowTrainer | None:
+def reader() -> keras.Model | None:
     """Returns the model that runs the `fit`, `evaluate` or `predict` that distributes a dataset.
 
     Without it: for unequal models on workers, `predict` raises an error of TensorFlow, or no error at all.
