@@ -185,7 +185,7 @@ def write_whole(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> 
 
 
 def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def _program() -> list[str]:

@@ -122,7 +122,7 @@ class NotedFunction:
         """Runs the function on Keras' argument: an iterator, or batches."""
         reads = isinstance(given, tf.data.Iterator | tf.distribute.DistributedIterator)
         one = reads and getattr(self._model(), "steps_per_execution", None) == 1
-        executing = self._activity.executing(self._kind, reads=reads, takes_one_batch=one, alone=self._alone(given))
+        executing = self._activity.executing(self._kind, reads=reads, alone=self._alone(given))
         with executing as call, explained(self._activity, call):
             if self._function is None:
                 self._function = self._made()

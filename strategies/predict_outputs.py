@@ -38,7 +38,8 @@ class PaddedRows(tf.experimental.ExtensionType):
         """Returns an array if all rows have one shape, otherwise a ragged tensor, as Keras does for unequal batches."""
         sizes = self.sizes.numpy()
         most = sizes.max(axis=0) if len(sizes) else self.values.shape[1:]
-        values = self.values[(slice(None), *(slice(size) for size in most))]
+        within = (slice(None), *(slice(size) for size in most))
+        values = self.values[within]
         unlike = np.flatnonzero((sizes != most).any(axis=0))
         if not unlike.size:
             return values.numpy()

@@ -21,7 +21,6 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdist._compat import keras_stack
 from tfdist.errors import ClusterError
 from tfdist.faults.activity import (
     COMPUTE,
@@ -180,11 +179,6 @@ class StepReports:
             yield
         finally:
             self.is_reading = before
-
-    def takes_one_batch(self) -> bool:
-        """Returns whether Keras, which called the caller, reads one batch for a single step, in `fit` or `evaluate`."""
-        execution = self.activity.call and self.activity.call.execution
-        return bool(execution and execution.takes_one_batch) and keras_stack.called_by_trainer(more=1)
 
     def agrees(self, own: tf.Tensor) -> None:
         """Records for the watchdog, while an iterator is read, that workers exchange whether any has data left.

@@ -39,6 +39,7 @@ UNIT = {
         "test_compression",
         "test_failure_kinds",
         "test_output",
+        "test_private_names",
         "test_replica_speed",
         "test_run_words",
     ),

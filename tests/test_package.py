@@ -73,6 +73,7 @@ PUBLIC = {
         "SourceError",
         "TFConfigError",
         "TfdistError",
+        "VersionError",
         "WorkerError",
         "WorkerLostError",
         "WorkerTimeoutError",

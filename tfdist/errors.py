@@ -16,6 +16,7 @@ __all__ = [
     "SourceError",
     "TFConfigError",
     "TfdistError",
+    "VersionError",
     "WorkerError",
     "WorkerLostError",
     "WorkerTimeoutError",
@@ -79,6 +80,10 @@ class ScopeError(TfdistError, ValueError):
 
 class SourceError(TfdistError, ValueError):
     """An example cannot be read: its record is broken, its file has changed, or it differs from other examples."""
+
+
+class VersionError(TfdistError, ImportError):
+    """The installed TensorFlow or Keras is known to fail, or lacks a private name that tfdist uses."""
 
 
 class WorkerError(TfdistError, RuntimeError):

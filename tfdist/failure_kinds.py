@@ -16,8 +16,10 @@ from collections.abc import Sequence
 import tfdist.errors
 
 
-class FailureKind(enum.StrEnum):
+class FailureKind(str, enum.Enum):
     """Kinds of failures of workers, to decide on a restart. A restart helps with neither of the first two kinds."""
+
+    __str__ = str.__str__  # As in `enum.StrEnum`, which Python 3.10 does not have.
 
     CONFIGURATION = "configuration"
     """An option, a path, a permission or a cluster description is wrong."""

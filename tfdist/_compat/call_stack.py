@@ -36,7 +36,8 @@ def site_of(frame: FrameType | None) -> str:
     """Returns a call site, to tell one `fit` from another: hashes of code and offset of a frame and its callers."""
     callers = []
     while frame is not None:
-        code = hashlib.sha256(frame.f_code.co_qualname.encode() + frame.f_code.co_code).hexdigest()[:12]
+        name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # Python 3.10 has no qualified name here.
+        code = hashlib.sha256(name.encode() + frame.f_code.co_code).hexdigest()[:12]
         callers.append(f"{code}:{frame.f_lasti}")
         frame = frame.f_back
     return "/".join(reversed(callers))

@@ -244,7 +244,7 @@ class NotedIterator(_ReplacingIterator):
         From Keras 3.16 on, `fit` asks for each batch in this way. TensorFlow would exchange, before each step, whether
         any worker has data left, also if all end in the same step. `get_next` exchanges this only if they may not.
         """
-        if self._strategy.reports.takes_one_batch():
+        if self._strategy.extended.is_read_for_one_step():
             return _OneBatch(self.get_next(), self.element_spec)
         with self._strategy.reports.reading():
             return super().get_next_as_optional()

@@ -13,7 +13,8 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 
 # The generator of unseeded random operations. Without it: random numbers start anew after a restore.
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+from keras.src.random import seed_generator as keras_seed_generator
+from keras.src.random.seed_generator import global_seed_generator
 
 # The types of models and of what reads their input, for annotations; see `keras_stack`.
 from keras.src.trainers import epoch_iterator as keras_epoch_iterator
@@ -49,6 +50,10 @@ __all__ = [
     "source_of",
     "unmatched_compiled",
 ]
+
+
+# The name of that generator in Keras' global state. Keras 3.12 has no constant for it.
+_GLOBAL_SEED_GENERATOR = getattr(keras_seed_generator, "GLOBAL_SEED_GENERATOR", "global_seed_generator")
 
 
 def unmatched_compiled(model: keras.Model) -> list[Any]:
@@ -138,12 +143,12 @@ def counter_of(optimizer: Any) -> Any:
 
 def has_global_seed_generator() -> bool:
     """Returns whether Keras' global seed generator exists, since an unseeded random operation was called."""
-    return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is not None
+    return global_state.get_global_attribute(_GLOBAL_SEED_GENERATOR) is not None
 
 
 def set_global_seed_generator(generator) -> None:
     """Sets the generator of unseeded random operations in this thread. Keras has one generator per thread."""
-    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
+    global_state.set_global_attribute(_GLOBAL_SEED_GENERATOR, generator)
 
 
 def count_steps_of(epochs: keras_epoch_iterator.EpochIterator, dataset: Any) -> None:

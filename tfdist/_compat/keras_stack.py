@@ -62,6 +62,7 @@ __all__ = [
     "model_to_build",
     "purpose",
     "reader",
+    "reads_for_one_step",
     "reads_outside_graph",
     "running_calls",
     "running_fit",
@@ -90,12 +91,19 @@ def _owner_in(module: Any) -> Any:
     return frame.f_locals.get("self") if frame.f_globals.get("__name__") == module.__name__ else None
 
 
-def called_by_trainer(more: int = 0) -> bool:
-    """Returns whether the module of Keras' `fit` called the caller, to tell Keras' own calls from a user's.
+def called_by_trainer() -> bool:
+    """Returns whether the module of Keras' `fit` called the caller, to tell Keras' own calls from a user's."""
+    return call_stack.caller().f_globals.get("__name__") == keras_trainer.__name__
 
-    With `more`, the call is that many frames further out.
+
+def reads_for_one_step(more: int) -> bool:
+    """Returns whether the module of Keras' `fit` called a function `more` frames further out, and runs single steps.
+
+    Without it: from Keras 3.16 on, each step of a `fit` on a BalancedSharding has one exchange more.
     """
-    return call_stack.caller(more).f_globals.get("__name__") == keras_trainer.__name__
+    frame = call_stack.caller(more)
+    model = frame.f_locals.get("self") if frame.f_globals.get("__name__") == keras_trainer.__name__ else None
+    return getattr(model, "steps_per_execution", None) == 1
 
 
 def reads_outside_graph(function: Any) -> bool:

@@ -59,8 +59,11 @@ class LocalFiles:
     def digest(self, path: str) -> str:
         """Returns the SHA-256 of a file."""
         self.size(path)
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        with open(path, "rb", buffering=0) as file:
+            while piece := file.read(_PIECE_BYTES):
+                digest.update(piece)
+        return digest.hexdigest()
 
     def move(self, source: str, target: str) -> None:
         """Renames a folder and flushes the new name to the disk, which completes a commit."""

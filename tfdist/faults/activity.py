@@ -41,15 +41,14 @@ class Execution:
     Attributes:
       kind: `TRAIN`, "test" or "predict".
       reads: Whether the function itself reads from an iterator.
-      takes_one_batch: Whether it reads one batch only.
       since: Start of the execution, in seconds since the epoch.
       is_tracing: Whether Python traces the function now.
       traced_at: End of Python's tracing, in seconds since the epoch; `None` without tracing.
       is_marked: Whether the graph of the function notes its requests for input.
     """
 
-    def __init__(self, kind: str, reads: bool, takes_one_batch: bool = False):
-        self.kind, self.reads, self.takes_one_batch = kind, reads, takes_one_batch
+    def __init__(self, kind: str, reads: bool):
+        self.kind, self.reads = kind, reads
         self.since = time.time()
         self.is_tracing = self.is_marked = False
         self.traced_at: float | None = None
@@ -180,15 +179,12 @@ class Activity:
             call.phase, self._calls = phase, before
 
     @contextlib.contextmanager
-    def executing(
-        self, kind: str, *, reads: bool, takes_one_batch: bool = False, alone: str | None
-    ) -> Iterator[Call]:
+    def executing(self, kind: str, *, reads: bool, alone: str | None) -> Iterator[Call]:
         """Records for the watchdog that the innermost call of Keras runs one or more steps in TensorFlow in the block.
 
         Args:
           kind: `TRAIN`, "test" or "predict".
           reads: Whether the function itself reads from an iterator.
-          takes_one_batch: Whether it reads one batch only.
           alone: Name of the call if it consists of this execution only.
         """
         call = None if alone else self.call
@@ -196,7 +192,7 @@ class Activity:
         if call is None:
             call = self._new(alone or kind, None)
             self._calls = [*self._calls, call]
-        call.execution = Execution(kind, reads, takes_one_batch)
+        call.execution = Execution(kind, reads)
         call.ended_step = time.monotonic()
         ends = single
         try:

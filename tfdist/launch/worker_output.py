@@ -1,6 +1,7 @@
 """Copies a worker's output to its log file and, for some workers, to the terminal."""
 
 import contextlib
+import fcntl
 import math
 import os
 import pathlib
@@ -87,8 +88,9 @@ class WorkerOutput:
         if terminal and shown is not None:
             ours, theirs = pty.openpty()
             tty.setraw(theirs)  # The real terminal converts line ends.
-            with contextlib.suppress(termios.error):
-                termios.tcsetwinsize(theirs, termios.tcgetwinsize(shown))
+            with contextlib.suppress(OSError):
+                size = fcntl.ioctl(shown, termios.TIOCGWINSZ, bytes(8))
+                fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
         else:
             ours, theirs = os.pipe()
         self._sources.append((ours, shown, view))

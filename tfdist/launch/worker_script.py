@@ -83,7 +83,7 @@ def _run_script(path: str, module: types.ModuleType) -> None:
 if __name__ == "__main__":
     _is_module = sys.argv[1] == "-m"
     sys.argv = sys.argv[1 + _is_module :]
-    if not sys.flags.safe_path:
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.10 has no such flag.
         sys.path[0] = os.getcwd() if _is_module else os.path.dirname(os.path.realpath(sys.argv[0]))
     sys.excepthook = _print_without_this_file
     if (_workers := _number_of_workers()) > 1:
