@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv unit test lint format docs docs-serve docs-browser
+.PHONY: venv unit test matrix lint format docs docs-serve docs-browser
 
 venv: $(BIN)/pytest
 
@@ -16,6 +16,11 @@ unit: venv
 
 test: venv
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --instafail
+
+# All supported versions, each in an environment of its own; noxfile.py has more commands.
+matrix: venv
+	$(BIN)/pip install -q 'nox[uv]'
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/nox
 
 lint: venv
 	$(BIN)/ruff check .
