@@ -156,8 +156,10 @@ class Collectives(tf_internals.CollectiveAllReduce):
     def _all_reduce(self, reduce_op, value, replica_id, options):
         """Reduces a nest of tensors and `IndexedSlices` over all replicas. Called once per replica of this worker."""
         flat = tf.nest.flatten(value)
-        if self._group_size == 1:
-            return value
+        if self._group_size == 1:  # The caller would read a variable by another reduction, without end.
+            return tf.nest.map_structure(
+                lambda leaf: leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf), value
+            )
         transport = self._among_all[replica_id]
         options = self._options.merge(options)
         with tf.device(self._devices[replica_id]):
