@@ -38,7 +38,7 @@ class BalancedDataset(dataset_internals.DistributedDatasetsFromFunction):
         keras_calls.note_call(self._strategy.reports.activity)
         fitting, epochs = keras_stack.fitting_models(), keras_stack.epochs_of_iterator()
         if epochs and fitting and not keras_stack.is_evaluating():
-            _check_strategy(fitting[0])
+            _check_strategy(fitting[0], self._strategy)
         if keras_stack.is_peeking() and (specs := specs_of_known_ranks(self)) is not None:
             return iter([specs])
         training = not (epochs and keras_stack.is_evaluating())
@@ -121,7 +121,13 @@ def _keeping_rows(fn):
     return mapped
 
 
-def _check_strategy(model):
+def _check_strategy(model, strategy):
+    if hasattr(model.distribute_strategy, "shardings") and model.distribute_strategy is not strategy:
+        raise ScopeError(
+            f"A model must train on a BalancedSharding that its own strategy has distributed, but model {model.name!r} "
+            "was made in the scope of another strategy, so no report of its steps would reach the sharding. Make one "
+            "strategy, build the model in its scope, and call its `distribute_datasets_from_function`."
+        )
     if not hasattr(model.distribute_strategy, "shardings"):
         raise ScopeError(
             f"Model {model.name!r} must be made inside `with strategy.scope():` to train on a BalancedSharding, but "

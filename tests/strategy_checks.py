@@ -947,6 +947,32 @@ def on_gpus():
     return [type(ops).__name__ for ops in chosen]
 
 
+def normalized_on(device):
+    """Trains batch normalization on one device, by a strategy of that device alone or (None) without a strategy."""
+    keras.utils.set_random_seed(1)
+    with tfdist.MirroredStrategy([device]).scope() if device else contextlib.nullcontext():
+        model = keras.Sequential([layers.Input((4,)), layers.BatchNormalization(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    model.fit(x, x[:, :1], batch_size=4, epochs=2, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+def sharding_of_another_strategy():
+    """Trains on a BalancedSharding that another strategy of the same devices has distributed. Returns the error."""
+    x = np.ones((8, 4), "float32")
+    with tfdist.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    other = tfdist.MirroredStrategy(["CPU:0", "CPU:1"])
+    data = other.distribute_datasets_from_function(tfdist.data.BalancedSharding((x, x[:, :1]), global_batch_size=4))
+    try:
+        model.fit(data, verbose=0)
+    except tfdist.errors.ScopeError as error:
+        return str(error)
+    return ""
+
+
 def unequal_devices():
     if own_index() == 1:
         tfdist.testing.virtual_devices(2)

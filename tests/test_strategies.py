@@ -257,6 +257,18 @@ def test_other_cross_device_ops_are_used(pools):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_a_single_device_that_is_not_the_host_trains_as_without_a_strategy(pools):
+    (own,), (plain,) = (pools("1x2").run(checks.normalized_on, device) for device in ("CPU:1", None))
+    for weight, expected in zip(own, plain, strict=True):
+        np.testing.assert_allclose(weight, expected, rtol=0, atol=1e-6)
+
+
+def test_a_sharding_that_another_strategy_has_distributed_is_refused(pools):
+    (error,) = pools("1x2").run(checks.sharding_of_another_strategy)
+    for text in ("its own strategy", "'sequential", "distribute_datasets_from_function"):
+        assert text in error
+
+
 def test_whole_numbers_on_gpus_are_reduced_on_the_host(pools):
     assert pools("1x2").run(checks.on_gpus) == [["Collectives", "Collectives", "ReductionToOneDevice"]]
 
