@@ -6,7 +6,7 @@
 
 The column of Keras 2 needs `tf_keras`. Each feature is a function that trains a tiny network. It runs in all columns,
 and for the right result on one device without a strategy, with the same version of Keras. All runs start from the same
-weights and read the same rows. `jit_compile` is off, since XLA has no collectives on CPUs.
+weights and read the same rows. `jit_compile` is off, since XLA cannot compile a step of several replicas.
 
 A cell is one of
 - "equals one device": equal to a relative 1e-5 of the largest number of each array, and bit-identical on both workers;

@@ -42,7 +42,7 @@ class GradientReducer:
         Returns the results, with the same bits on all replicas. `step` is the step that this replica runs.
 
         Raises:
-          CompiledCollectivesError: If XLA compiles the step for devices without compiled collectives.
+          CompiledCollectivesError: If XLA compiles the step, and there are several replicas.
           ValueError: If gradients have a type that collectives cannot sum, or a codec that cannot encode them.
         """
         self.check_compiled()
@@ -73,11 +73,11 @@ class GradientReducer:
         return self.communication.exchange_of(request.optimizer, values, request.variables)
 
     def check_compiled(self):
-        """Refuses exchanges in code that XLA compiles for devices without compiled collectives."""
-        if is_compiled() and self._replicas > 1 and not all("GPU" in device for device in self._devices):
+        """Refuses a step of several replicas that XLA compiles: it would become a program of a single device."""
+        if is_compiled() and self._replicas > 1:
             raise CompiledCollectivesError(
-                "jit_compile=True compiles the whole step, and XLA has no collectives for CPU devices. Got "
-                f"{self._replicas} replicas, here on {', '.join(self._devices)}. "
+                "With jit_compile=True, XLA compiles the whole step to a program of one device, which cannot exchange "
+                f"gradients. Got {self._replicas} replicas, here on {', '.join(self._devices)}. "
                 "Pass jit_compile=False to `compile` (or `tf.function`); `predict` and single layers may stay compiled."
             )
 

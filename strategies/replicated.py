@@ -76,8 +76,7 @@ class ReplicatedStrategy:
         clips them, weights unequal shares by their rows, and averages logs over all replicas.
 
         Raises:
-          CompiledCollectivesError: If XLA compiles the call or a collective in `fn`, and the devices have no compiled
-            collectives.
+          CompiledCollectivesError: If XLA compiles the call or a collective in `fn`, and there are several replicas.
           ClusterError: If the chief alone calls `run`, in a `ChiefOnly` callback, and the cluster has other workers.
           RuntimeError: If the strategy compresses, and `run` is called inside `tfdist.compression.uncompressed`.
         """

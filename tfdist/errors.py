@@ -59,7 +59,7 @@ class WorkerLostError(ClusterError):
 
 
 class CompiledCollectivesError(TfdistError, ValueError):
-    """`jit_compile=True` is set, but the platform has no compiled collectives."""
+    """`jit_compile=True` is set, but XLA cannot compile the step of several replicas."""
 
 
 class LossReductionError(TfdistError, ValueError):

@@ -52,7 +52,8 @@ from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.distribute import multi_worker_util
 
-# Whether XLA compiles a graph. XLA on a CPU has no collectives. Without it: TensorFlow raises its own, unclear error.
+# Whether XLA compiles a graph. It cannot compile a step of several replicas. Without it: TensorFlow raises its own,
+# unclear error.
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 # The graphs inside a `tf.while_loop`. Without them: an exchange in a loop on several devices waits forever.
