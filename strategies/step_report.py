@@ -32,7 +32,7 @@ from tfdist.faults.activity import (
     Doing,
     Execution,
 )
-from tfdist.strategies.collectives.stopwatch import present_time
+from tfdist.strategies.collectives.stopwatch import computed_by, present_time
 from tfdist.strategies.not_finite import FINITE, in_words
 from tfdist.strategies.row_comparison import RowsRead
 
@@ -299,7 +299,7 @@ class Clock:
     """Times of moments of a replica's current step, such as the arrival of data, in seconds since the epoch."""
 
     def __init__(self, device: str):
-        self._host = host_of(device)
+        self._device, self._host = device, host_of(device)
         with tf.device(self._host):
             self.times = tf.Variable(tf.zeros([_MOMENTS], tf.float64), trainable=False)
 
@@ -313,6 +313,7 @@ class Clock:
         """Notes the time when the tensors in `after` exist. Returns a tensor that exists once the time is noted."""
         after = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in tf.nest.flatten(after)]
         after = [leaf for leaf in after if isinstance(leaf, tf.Tensor)]
+        after = computed_by(self._device, after)
         with tf.device(self._host):
             numbers = [leaf for leaf in after if leaf.shape.rank == 0 and leaf.dtype.is_floating]
             seen = tf.cast(numbers[0], tf.float64) if numbers else tf.constant(0.0, tf.float64)

@@ -65,7 +65,7 @@ def trained(codec, ranks, steps):
             tf.zeros(shape) if value is None else value
             for shape, value in zip(group.state_shapes, group.initial_states(), strict=True)
         ]
-        watch, sums = Stopwatch(None, is_on=False), []
+        watch, sums = Stopwatch("CPU:0", None, is_on=False), []
         for step in range(steps):
             own = [gradients(rank, step)[i] for i in positions]
             totals, states, finite = group.exchange(own, states, 0, collectives, None, watch)

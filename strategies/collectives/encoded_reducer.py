@@ -305,7 +305,7 @@ def _from_step(part, done, gradients, states, replica, collectives, options, tim
     """Sums the gradients of one codec over all replicas, uncompressed until the codec's `start_step`."""
 
     def encoded():
-        watch = Stopwatch(collectives.untouched(replica), timed)
+        watch = Stopwatch(collectives.device(replica), collectives.untouched(replica), timed)
         return *part.exchange(gradients, states, replica, collectives, options, watch), watch.seconds()
 
     def raw():
@@ -320,7 +320,7 @@ def _rows_from_step(codec, done, slices, replica, collectives, options, timed):
     transport = collectives.among_all(replica)
 
     def encoded():
-        watch = Stopwatch(collectives.untouched(replica), timed)
+        watch = Stopwatch(collectives.device(replica), collectives.untouched(replica), timed)
         values = watch.timed(transport)
         joined = all_reduce_sparse(watch.begin(slices), values, options, codec, beside=transport)
         return tf.IndexedSlices(watch.end(joined.values), joined.indices, joined.dense_shape), watch.seconds()

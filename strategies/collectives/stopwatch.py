@@ -1,7 +1,7 @@
 """Times a replica's exchange of compressed gradients: how long collectives take, and the coding between them."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,16 +13,16 @@ from tfdist.strategies.collectives.transport import Transport
 class Stopwatch:
     """Measures, while the graph runs, how long one replica codes and exchanges the gradients of one codec in a step.
 
-    Each timestamp delays the operations after it. On GPUs a timestamp is the time at which operations are launched, not
-    the time at which they run.
+    Each timestamp delays the operations after it.
 
     Args:
+      device: Device of the replica.
       untouched: A variable on a CPU that no operation reads or writes; see `CollectiveLauncher`.
       is_on: Whether to measure. If not, all times are 0, and nothing is added to the graph.
     """
 
-    def __init__(self, untouched: tf.Variable, is_on: bool):
-        self._apart, self._is_on = untouched, is_on
+    def __init__(self, device: str, untouched: tf.Variable, is_on: bool):
+        self._device, self._apart, self._is_on = device, untouched, is_on
         self._begun: list[tf.Tensor] = []
         self._whole: list[tf.Tensor] = []
         self._exchanging: list[tf.Tensor] = []
@@ -55,7 +55,7 @@ class Stopwatch:
         if not self._is_on:
             return tf.constant(0.0, tf.float64), tensors
         leaves = tf.nest.flatten(tensors, expand_composites=True)
-        with tf.device(self._apart.device), tf.control_dependencies(leaves):
+        with tf.device(self._apart.device), tf.control_dependencies(computed_by(self._device, leaves)):
             now = _timestamp(self._apart.handle)
         with tf.control_dependencies([now]):
             leaves = tf.identity_n(leaves)  # `tf.identity` would copy integers from a GPU to the host and back.
@@ -96,6 +96,22 @@ def _timestamp(apart):
     # any order. Therefore this function takes a resource, although it does not use it.
     del apart
     return present_time()
+
+
+def computed_by(device: str, tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+    """Returns tensors to wait for until `device` has computed all of `tensors`.
+
+    On a CPU these are `tensors`. On a GPU an operation counts as done when its kernel is launched. A GPU runs kernels
+    in the order of their launch, so there a copy to the host of one number, launched after all `tensors`, tells when
+    they are computed. Costs one small kernel and one copy.
+    """
+    numbers = [tensor for tensor in tensors if tensor.dtype.is_floating]  # Integers may lie in the memory of the host.
+    if "GPU" not in device or not numbers:
+        return tensors
+    with tf.device(device), tf.control_dependencies(tensors):
+        number = tf.reduce_sum(tf.cast(tf.reshape(numbers[-1], [-1])[:1], tf.float64))
+    with tf.device(tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string()):
+        return [tf.identity(number)]
 
 
 def present_time() -> tf.Tensor:
