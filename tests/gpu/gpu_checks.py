@@ -1,0 +1,273 @@
+"""Functions that the tests on GPUs run in worker processes."""
+
+import functools
+import os
+import tempfile
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+import tfdist
+from tfdist import compression
+
+KIND = os.environ.get("TFDIST_GPU_TESTS_ON", "GPU")
+BATCH, STEPS = 32, 6
+SMALL = {"min_elements": 64}
+CODECS = {
+    "float16": compression.Float16(error_feedback=True, **SMALL),
+    "bfloat16": compression.BFloat16(error_feedback=True, **SMALL),
+    "int8": compression.Int8(**SMALL),
+    "int4": compression.Int4(**SMALL),
+    "sign": compression.Sign(**SMALL),
+    "topk": compression.TopK(0.05, **SMALL),
+    "topk_momentum": compression.TopK(0.05, momentum=0.9, **SMALL),
+    "powersgd": compression.PowerSGD(2, **SMALL),
+}
+
+
+def devices():
+    """Returns the names of this process's logical devices, such as ["GPU:0", "GPU:1"]."""
+    return [f"{KIND}:{number}" for number in range(len(tf.config.list_logical_devices(KIND)))]
+
+
+def about():
+    """Describes the card and the versions in use."""
+    details = {}
+    if KIND == "GPU":
+        details = tf.config.experimental.get_device_details(tf.config.list_physical_devices("GPU")[0])
+    build = tf.sysconfig.get_build_info()
+    found = {name: build.get(name) for name in ("cuda_version", "cudnn_version")}
+    return {"card": details, "devices": devices(), "tensorflow": tf.__version__, "keras": keras.__version__, **found}
+
+
+def strategy(placement, codec=None, hierarchical=False):
+    """Returns the strategy of these arguments, the same at each call."""
+    return _strategy(placement, codec, hierarchical)
+
+
+@functools.cache
+def _strategy(placement, codec, hierarchical):
+    """Makes a strategy once in this process.
+
+    Args:
+      placement: "plain" for no strategy, "mirrored" for the devices of this process, or "workers".
+      codec: Name of a codec, or `None`.
+      hierarchical: Whether the devices of a process reduce by hierarchical copies.
+    """
+    if placement == "plain":
+        return None
+    compressed = CODECS[codec] if codec else None
+    if placement == "mirrored":
+        ops = tf.distribute.HierarchicalCopyAllReduce() if hierarchical else None
+        return tfdist.MirroredStrategy(devices(), ops, compression=compressed)
+    # Two processes share one GPU, which NCCL refuses.
+    ring = tf.distribute.experimental.CommunicationImplementation.RING
+    options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
+    return tfdist.MultiWorkerMirroredStrategy(communication_options=options, compression=compressed)
+
+
+def rows(batches=STEPS):
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(BATCH * batches, 12, 12, 3)).astype("float32")
+    return images, (images.mean((1, 2)) @ rng.normal(size=(3, 4))).argmax(1)
+
+
+def build(placement, codec=None, hierarchical=False, policy="float32", optimizer="sgd", dense=False, **compiled):
+    """Makes a small CNN whose batch normalization counts the rows of all replicas; `dense` leaves out convolutions."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    keras.mixed_precision.set_global_policy(policy)
+    place = strategy(placement, codec, hierarchical)
+    try:
+        with tf.device(f"{KIND}:0") if place is None else place.scope():
+            normalized = layers.BatchNormalization(synchronized=place is not None and place.num_replicas_in_sync > 1)
+            convolved = [layers.Conv2D(8, 3, activation="relu"), normalized, layers.Conv2D(16, 3, activation="tanh")]
+            model = keras.Sequential(
+                [
+                    layers.Input((12, 12, 3)),
+                    *([normalized] if dense else convolved),
+                    layers.Flatten(),
+                    layers.Dense(24, activation="tanh"),
+                    layers.Dense(4, dtype="float32"),
+                ]
+            )
+            rule = keras.optimizers.Adam(0.01) if optimizer == "adam" else keras.optimizers.SGD(0.05, momentum=0.9)
+            compiled = {"jit_compile": False, **compiled}
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(rule, loss, metrics=["accuracy"], **compiled)
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+    return model
+
+
+def train(placement, codec=None, hierarchical=False, epochs=2, **options):
+    """Trains the CNN. Returns its weights, the history, the loss scale if there is one, and whether replicas agree."""
+    model = build(placement, codec, hierarchical, **options)
+    history = model.fit(*rows(), batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0).history
+    loss, accuracy = model.evaluate(*rows(), batch_size=BATCH, verbose=0)
+    scale = getattr(model.optimizer, "dynamic_scale", None)
+    return {
+        "weights": model.get_weights(),
+        "history": history,
+        "evaluated": [loss, accuracy],
+        "predicted": model.predict(rows()[0], batch_size=BATCH, verbose=0),
+        "scale": None if scale is None else float(scale),
+        "replicas_agree": _replicas_agree(model, placement, codec, hierarchical),
+    }
+
+
+def _replicas_agree(model, placement, codec, hierarchical):
+    place = strategy(placement, codec, hierarchical)
+    if place is None:
+        return True
+    copies = [place.experimental_local_results(variable.value) for variable in model.trainable_variables]
+    return all(np.array_equal(copy.numpy(), one[0].numpy()) for one in copies for copy in one[1:])
+
+
+def overflow(placement):
+    """Trains in float16 on a batch whose gradients overflow. Returns the loss scale before and after it."""
+    model = build(placement, policy="mixed_float16")
+    images, labels = rows(1)
+    model.train_on_batch(images, labels)
+    before, kept = float(model.optimizer.dynamic_scale), model.get_weights()
+    model.train_on_batch(np.full_like(images, 6e4), labels)
+    same = [np.array_equal(a, b) for a, b in zip(kept[:4], model.get_weights()[:4], strict=True)]
+    return before, float(model.optimizer.dynamic_scale), all(same[:2])
+
+
+def coded(name, mode, device):
+    """Compresses rows with a residual on a device. Returns the words, the decoded rows and the new state."""
+    codec = CODECS[name]
+    elements = 16 * codec.granule if hasattr(codec, "granule") else 4096
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((3, elements)).astype(np.float32)
+    values[1] *= 1e-6
+    values[2, rng.random(elements) < 0.9] = 0
+    states = [tf.constant(rng.standard_normal((3, elements)).astype(np.float32) * 0.1) for _ in range(codec.states)]
+
+    def traced(fn):
+        return fn if mode == "eager" else tf.function(fn, autograph=False, jit_compile=mode == "compiled")
+
+    with tf.device(device):
+        words, state = traced(codec.compress)(tf.constant(values), tuple(states))
+        decoded = traced(lambda words: codec.decode(words, elements))(words)
+    return [result.numpy() for result in (words, decoded, *state)]
+
+
+def codec_differences(name, mode):
+    """Compares a codec on the GPU with the codec on the CPU.
+
+    Returns:
+      The share of words that differ, and for the decoded rows and each state the largest difference relative to the
+      largest value of a row.
+    """
+    own, reference = coded(name, mode, f"{KIND}:0"), coded(name, "graph", "CPU:0")
+    words = float(np.mean(own[0] != reference[0]))
+    return words, [
+        float(np.max(np.abs(a - b) / np.max(np.abs(b), axis=-1, keepdims=True).clip(1e-30)))
+        for a, b in zip(own[1:], reference[1:], strict=True)
+    ]
+
+
+class Products(layers.Layer):
+    """Multiplies matrices until the device has worked for a while, after the input has arrived."""
+
+    def __init__(self, size, times):
+        super().__init__()
+        self.size, self.times = size, times
+
+    def build(self, shape):
+        self.matrix = self.add_weight(shape=(self.size, self.size), initializer="glorot_uniform")
+
+    def call(self, x):
+        value = self.matrix + 0 * tf.reduce_mean(x)
+        for _ in range(self.times):
+            value = tf.matmul(value, self.matrix)
+        return x + tf.reduce_sum(value, axis=0)[: x.shape[-1]]
+
+
+def busy_seconds(size, times):
+    """Times the products of the layer `Products` and their gradients on this process's first device."""
+    with tf.device(devices()[0]):
+        matrix = tf.random.normal([size, size], stddev=size**-0.5)
+
+        @tf.function
+        def work(matrix):
+            with tf.GradientTape() as tape:
+                tape.watch(matrix)
+                value = matrix
+                for _ in range(times):
+                    value = tf.matmul(value, matrix)
+            return tape.gradient(value, matrix)
+
+        seconds = []
+        for _ in range(4):
+            start = time.monotonic()
+            work(matrix)[0, 0].numpy()  # Waits for the device.
+            seconds.append(time.monotonic() - start)
+    return min(seconds)
+
+
+def timed_steps(placement, size, times, steps=6):
+    """Trains a model that keeps the device busy. Returns the seconds that steps report, and `busy_seconds`."""
+    place = strategy(placement)
+    busy = busy_seconds(size, times)
+    keras.utils.set_random_seed(1)
+    with place.scope():
+        model = keras.Sequential([layers.Input((8,)), Products(size, times), layers.Dense(4)])
+        model.compile("sgd", "mse", jit_compile=False)
+    reported = []
+
+    def listen(report):
+        reported.append(report.compute_seconds.tolist())
+
+    place.reports.listeners.append(listen)
+    model.fit(np.ones((8 * steps, 8)), np.ones((8 * steps, 4)), batch_size=8, verbose=0)
+    place.reports.listeners.remove(listen)
+    return reported[1:], busy
+
+
+class BrokenOffError(Exception):
+    """Ends a `fit` as an error in the user's code would."""
+
+
+def resumed():
+    """Trains twice: at once, and with an error after an epoch and BackupAndRestore. Returns both results' weights."""
+
+    class BreakOff(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise BrokenOffError
+
+    def fit(*callbacks):
+        model = build("mirrored", optimizer="adam")
+        model.fit(*rows(), batch_size=BATCH, epochs=4, shuffle=False, verbose=0, callbacks=list(callbacks))
+        return model.get_weights()
+
+    whole = fit()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            fit(tfdist.callbacks.BackupAndRestore(folder), BreakOff())
+        except BrokenOffError:
+            return whole, fit(tfdist.callbacks.BackupAndRestore(folder))
+    raise AssertionError("the first training did not break off")
+
+
+def balanced(placement):
+    """Trains on a BalancedSharding, which divides rows by the reported speed. Returns weights and rows by replica."""
+    place = strategy(placement)
+    model = build(placement)
+    images, labels = rows()
+    data = tfdist.data.BalancedSharding((images, labels), global_batch_size=BATCH, shuffle=False)
+    seen = []
+
+    def listen(report):
+        seen.append(report.rows.tolist())
+
+    place.reports.listeners.append(listen)
+    model.fit(place.distribute_datasets_from_function(data), epochs=2, verbose=0)
+    place.reports.listeners.remove(listen)
+    return model.get_weights(), seen
