@@ -1,0 +1,272 @@
+"""Measures codecs, the overhead of a strategy of one worker, and workers that share a GPU.
+
+    python -m benchmarks.gpu                        # about 6 minutes on an H100
+    python -m benchmarks.gpu --parts codecs         # codecs, transformer or shared
+    python -m benchmarks.gpu --device CPU:0 --elements 1048576 --layers 1 --batch_size 1    # tries the program
+
+- codecs: GB of float32 per second of each codec for one row, as plain operations and compiled by XLA. For comparison, a
+  multiplication reads and writes each byte once. Operations are queued one after another. The clock stops when the GPU
+  has finished all of them.
+- transformer: the time of a step of `fit` of a language model in mixed_bfloat16, with and without XLA. It compares plain
+  Keras with `tfdist.MirroredStrategy` on the same GPU. All models stay alive and take turns.
+- shared: the time of a step of two worker processes on the same GPU, with each codec. They exchange by gRPC, through the
+  memory of the host, since NCCL refuses two processes on one GPU.
+"""
+
+import functools
+import json
+import math
+import os
+import pathlib
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+
+# Must be set before TensorFlow starts: the parts share the GPU with worker processes.
+os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+
+import keras
+import numpy as np
+import rich.console
+import rich.table
+import tensorflow as tf
+from absl import app, flags
+
+import tfdist
+from benchmarks.record import describe_run
+from tfdist.strategies.compression import NAMES, Codec, PowerSGD
+from tfdist.testing import WorkerPool
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("parts", ["codecs", "transformer", "shared"], "The measurements to make.")
+flags.DEFINE_string("device", "GPU:0", "The device to measure.")
+flags.DEFINE_integer("elements", 100_000_000, "Elements of the row that codecs encode.", 1)
+flags.DEFINE_integer("repeats", 10, "Runs of each codec in a block, and steps of each training in a block.", 1)
+flags.DEFINE_integer("rounds", 5, "Blocks of each measurement, of which the median counts.", 1)
+flags.DEFINE_integer("layers", 12, "Layers of the language model; 12 have 100 M parameters with its embedding.", 1)
+flags.DEFINE_integer("batch_size", 32, "Rows of 512 tokens in a step of the language model.", 1)
+flags.DEFINE_string("json", None, "A file for the results.")
+
+_LENGTH, _WIDTH, _HEADS, _VOCABULARY = 512, 768, 12, 16384
+# Bytes per element that `compress` must move if it reads the gradient and the residual twice, once for the scales and
+# once for the codes, and writes the residual and the words. A codec that needs no scales reads them once.
+_READ_TWICE, _READ_ONCE = 8 + 8 + 4, 8 + 4
+_PASSES = {**dict.fromkeys(("float16", "int8", "int4", "sign"), _READ_TWICE), "bfloat16": _READ_ONCE}
+
+
+def seconds_of(call: Callable[[], object], repeats: int, rounds: int) -> float:
+    """The median duration of one call, from blocks of calls that end when the device has finished."""
+    times = []
+    _finish(call())
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            result = call()
+        _finish(result)
+        times.append((time.perf_counter() - start) / repeats)
+    return statistics.median(times)
+
+
+def _finish(result: object) -> None:
+    tf.reshape(tf.nest.flatten(result)[-1], [-1])[:1].numpy()
+
+
+def measure_copy() -> float:
+    """Bytes per second, read and written, of the fastest simple operation on the device."""
+    with tf.device(FLAGS.device):
+        values = tf.random.normal([FLAGS.elements])
+        double = tf.function(lambda x: x * 2, jit_compile=True)
+        return 8 * FLAGS.elements / seconds_of(lambda: double(values), FLAGS.repeats, FLAGS.rounds)
+
+
+def codec_operations(codec: Codec, compiled: bool) -> Iterator[tuple[str, int, Callable[[], object]]]:
+    """Yields the name of each operation of a codec, the elements that it processes, and a call that runs it."""
+
+    def bind(fn, *args):
+        traced = tf.function(fn, jit_compile=compiled, autograph=False)
+        return lambda: traced(*args)
+
+    if isinstance(codec, PowerSGD):
+        side = math.isqrt(FLAGS.elements)
+        matrix, q = tf.random.normal([side, side]), codec.start(side, 0)
+
+        def factors(gradient, residual):
+            intended = gradient + residual
+            p = codec.orthonormalise(codec.project(intended, q))
+            own_q = codec.back_project(intended, p)
+            return p, own_q, intended - codec.decode(p, own_q)
+
+        p, own_q, _ = factors(matrix, matrix)
+        yield "compress", side**2, bind(factors, matrix, tf.random.normal([side, side]))
+        yield "decode", side**2, bind(codec.decode, p, own_q)
+        return
+    elements = math.ceil(FLAGS.elements / codec.granule) * codec.granule
+    values = tf.random.normal([1, elements])
+    state = (tf.random.normal([1, elements], stddev=0.1),) * codec.states
+    words = codec.encode(values)
+    yield "compress", elements, bind(codec.compress, values, state)
+    yield "decode", elements, bind(functools.partial(codec.decode, elements=elements), words)
+
+
+def measure_codecs() -> list[dict]:
+    copied = measure_copy()
+    rows = [{"codec": "multiply (a read, a write)", "bytes_per_second": copied}]
+    with tf.device(FLAGS.device):
+        for name, make in NAMES.items():
+            for compiled in (False, True):
+                row = {"codec": name, "way": "compiled" if compiled else "plain operations"}
+                for operation, elements, call in codec_operations(make(), compiled):
+                    seconds = seconds_of(call, FLAGS.repeats, FLAGS.rounds)
+                    row[operation] = 4e-9 * elements / seconds
+                    row[f"{operation}_ms_per_100M"] = 1e11 * seconds / elements
+                if name in _PASSES:
+                    bound = _PASSES[name] + 4 * _words_per_element(make())
+                    row["share_of_bandwidth"] = row["compress"] / 4 * bound * 1e9 / copied
+                rows.append(row)
+                print(row, flush=True)
+    return rows
+
+
+def _words_per_element(codec: Codec) -> float:
+    return codec.words(codec.granule * 16) / (codec.granule * 16)
+
+
+def language_model() -> keras.Model:
+    """A causal transformer. Its parameters: 85 M in 12 layers, 12.6 M in each of two tables of the vocabulary."""
+    layers = keras.layers
+    inputs = layers.Input((_LENGTH,), dtype="int32")
+    x = layers.Embedding(_VOCABULARY, _WIDTH)(inputs)
+    for _ in range(FLAGS.layers):
+        normal = layers.LayerNormalization()(x)
+        x = layers.Add()([x, layers.MultiHeadAttention(_HEADS, _WIDTH // _HEADS)(normal, normal, use_causal_mask=True)])
+        hidden = layers.Dense(4 * _WIDTH, activation="gelu")(layers.LayerNormalization()(x))
+        x = layers.Add()([x, layers.Dense(_WIDTH)(hidden)])
+    return keras.Model(inputs, layers.Dense(_VOCABULARY, dtype="float32")(layers.LayerNormalization()(x)))
+
+
+def make_training(strategy: tf.distribute.Strategy | None, jit_compile: bool) -> Callable[[], float]:
+    """Builds the model, and returns a function that trains a block of steps and returns the seconds of a step."""
+    keras.utils.set_random_seed(0)
+    with strategy.scope() if strategy else tf.device(FLAGS.device):
+        model = language_model()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(1e-4), loss, jit_compile=jit_compile)
+    tokens = np.random.default_rng(0).integers(_VOCABULARY, size=(FLAGS.batch_size, _LENGTH + 1)).astype("int32")
+    data = tf.data.Dataset.from_tensors((tokens[:, :-1], tokens[:, 1:])).repeat()
+
+    def block() -> float:
+        start = time.perf_counter()
+        model.fit(data, steps_per_epoch=FLAGS.repeats, verbose=0)
+        float(keras.ops.convert_to_numpy(model.trainable_variables[0])[0, 0])
+        return (time.perf_counter() - start) / FLAGS.repeats
+
+    block.parameters = model.count_params()
+    return block
+
+
+def measure_transformer() -> list[dict]:
+    rows = []
+    keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    for jit_compile in (False, True):
+        blocks = {
+            "Keras": make_training(None, jit_compile),
+            "Keras again": make_training(None, jit_compile),
+            "MirroredStrategy": make_training(tfdist.MirroredStrategy([FLAGS.device]), jit_compile),
+        }
+        for block in blocks.values():
+            block()  # traces, and compiles
+        times = {name: [] for name in blocks}
+        for _ in range(FLAGS.rounds):
+            for name, block in blocks.items():
+                times[name].append(block())
+        for name, seconds in times.items():
+            ratios = [own / plain for own, plain in zip(seconds, times["Keras"], strict=True)]
+            row = {"training": name, "jit_compile": jit_compile, "parameters": blocks[name].parameters}
+            row |= {"step_ms": 1e3 * statistics.median(seconds), "ratio": statistics.median(ratios)}
+            rows.append(row)
+            print(row, flush=True)
+        del blocks
+        keras.utils.clear_session()
+    keras.mixed_precision.set_global_policy("float32")
+    return rows
+
+
+# The code below runs in the workers.
+
+
+@functools.cache
+def shared_strategy(codec: str | None) -> tf.distribute.Strategy:
+    ring = tf.distribute.experimental.CommunicationImplementation.RING
+    options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
+    return tfdist.MultiWorkerMirroredStrategy(communication_options=options, compression=codec)
+
+
+def shared_block(codec: str | None, repeats: int, rounds: int) -> float:
+    """Trains a dense network of 21 M parameters on this worker. Returns the median seconds of a step."""
+    keras.utils.set_random_seed(0)
+    with shared_strategy(codec).scope():
+        model = keras.Sequential([keras.Input((1024,)), *[keras.layers.Dense(2048, "relu") for _ in range(5)]])
+        model.compile("sgd", "mse", jit_compile=False)
+    data = tf.data.Dataset.from_tensors((np.ones([256, 1024], "float32"), np.ones([256, 2048], "float32"))).repeat()
+    times = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        model.fit(data, steps_per_epoch=repeats, verbose=0)
+        times.append((time.perf_counter() - start) / repeats)
+    return statistics.median(times[1:])
+
+
+def measure_shared() -> list[dict]:
+    rows = []
+    with WorkerPool(2, timeout_seconds=300, env=_visible()) as pool:
+        for codec in (None, *NAMES):
+            seconds = max(pool.run(shared_block, codec, FLAGS.repeats, FLAGS.rounds))
+            rows.append({"workers": 2, "codec": codec or "uncompressed", "step_ms": 1e3 * seconds})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def _visible() -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")} if "GPU" in FLAGS.device else {}
+
+
+def describe_gpu() -> dict:
+    """Name and driver of the card, and the versions for which TensorFlow was built; empty without a GPU."""
+    if "GPU" not in FLAGS.device:
+        return {}
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    card = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.strip()
+    build = tf.sysconfig.get_build_info()
+    return {"card": card, "cuda": build.get("cuda_version"), "cudnn": build.get("cudnn_version")}
+
+
+def print_tables(results: dict[str, list[dict]]) -> None:
+    for part, rows in results.items():
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        table = rich.table.Table(*names, title=part)
+        for row in rows:
+            table.add_row(*(_cell(row.get(name, "")) for name in names))
+        rich.console.Console(width=160).print(table)
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def main(_) -> None:
+    measurements = {"shared": measure_shared, "codecs": measure_codecs, "transformer": measure_transformer}
+    unknown = sorted(set(FLAGS.parts) - set(measurements))
+    if unknown:
+        raise app.UsageError(f"--parts takes {', '.join(measurements)}, got {', '.join(unknown)}.")
+    # The workers start first, before this process takes memory of the GPU.
+    results = {name: measure() for name, measure in measurements.items() if name in FLAGS.parts}
+    machine = {**describe_run(), **describe_gpu()}
+    print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    print_tables(results)
+    if FLAGS.json:
+        pathlib.Path(FLAGS.json).write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    app.run(main)
