@@ -7,10 +7,10 @@
 - codecs: GB of float32 per second of each codec for one row, as plain operations and compiled by XLA. For comparison, a
   multiplication reads and writes each byte once. Operations are queued one after another. The clock stops when the GPU
   has finished all of them.
-- transformer: the time of a step of `fit` of a language model in mixed_bfloat16, with and without XLA. It compares plain
-  Keras with `tfdist.MirroredStrategy` on the same GPU. All models stay alive and take turns.
-- shared: the time of a step of two worker processes on the same GPU, with each codec. They exchange by gRPC, through the
-  memory of the host, since NCCL refuses two processes on one GPU.
+- transformer: the time of a step of `fit` of a language model in mixed_bfloat16, with and without XLA. It compares
+  plain Keras with `tfdist.MirroredStrategy` on the same GPU. All models stay alive and take turns.
+- shared: the time of a step of two worker processes on the same GPU, with each codec. They exchange by gRPC, through
+  the memory of the host, since NCCL refuses two processes on one GPU.
 """
 
 import functools
