@@ -132,6 +132,12 @@ def make_quick(devices):
 
 
 @pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    """Returns a folder for the data sets of the examples, so that only the first example prepares them."""
+    return str(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
 def pools():
     """Returns a function: `pools(placement)` is the pool of a placement, started at its first use."""
     opened = []

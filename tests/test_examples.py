@@ -12,11 +12,6 @@ def run(tmp_path):
         yield run
 
 
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("data"))
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", by_default(by_hand))
 def test_digits_learns(run, way, data_dir):

@@ -1,4 +1,4 @@
-"""Runs the examples of the gallery on small data, each in one way by default: on two workers, or on two devices."""
+"""Runs the examples of the gallery on small data, each in one way by default."""
 
 import json
 import os
@@ -16,11 +16,6 @@ def run(tmp_path):
         yield run
 
 
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("data"))
-
-
 @pytest.mark.parametrize("way", by_default(launcher))
 def test_image_files_learns_of_augmented_images(run, way, data_dir, tmp_path):
     text = run(way, "image_files.py", "--epochs", "5", "--data_dir", data_dir, "--folder", str(tmp_path / "files"))
@@ -36,7 +31,7 @@ def test_the_recommender_beats_popularity_with_a_codec_for_its_rows(run, way):
     assert printed("hit rate", text) > printed("hit rate of popularity", text) + 0.05
 
 
-@pytest.mark.parametrize("way", by_default(launcher))
+@pytest.mark.parametrize("way", by_default(two_devices))
 def test_text_classification_learns_and_saves_a_model_of_strings(run, way, tmp_path):
     flags = ("--epochs", "1", "--batch_size", "128", "--save", str(tmp_path / "model.keras"))
     text = run(way, "text_classification.py", *flags)
@@ -44,9 +39,9 @@ def test_text_classification_learns_and_saves_a_model_of_strings(run, way, tmp_p
     assert (tmp_path / "model.keras").exists()
 
 
-@pytest.mark.parametrize("way", by_default(two_devices))
+@pytest.mark.parametrize("way", by_default(one_process))
 def test_the_forecast_beats_repeating_the_series(run, way):
-    text = run(way, "time_series.py", "--days", "140", "--epochs", "6", "--width", "16")
+    text = run(way, "time_series.py", "--days", "140", "--epochs", "3", "--batch_size", "32", "--width", "16")
     naive = min(printed("error of repeating yesterday", text), printed("error of repeating last week", text))
     assert printed("error of the forecast", text) < 0.9 * naive
 
