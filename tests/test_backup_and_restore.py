@@ -91,12 +91,7 @@ ROWS = {
 }
 
 
-SOME_ROWS = [
-    *(
-        "PyDataset that draws",
-        "metric that is a vector",
-    ),
-]
+SOME_ROWS = ["PyDataset that draws", "metric that is a vector", "monitors, steps"]
 
 
 @pytest.mark.parametrize("row", by_default(ROWS, SOME_ROWS))
@@ -150,7 +145,9 @@ KILLED = {
 }
 
 
-@pytest.mark.parametrize("where", by_default(KILLED, ["a process"]))
+# By default, test_supervise.py kills a worker of an example.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("where", KILLED)
 def test_killed_workers_resume_with_equal_results(where, pools, tmp_path):
     """SIGKILL ends the workers; other processes continue."""
     placement, workers, devices, kills, options = KILLED[where]
