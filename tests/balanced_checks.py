@@ -117,6 +117,41 @@ def train(placement, case, policy, compression=None):
     return outcome(model, history) | {"rows": rows, "position": sharding.position}
 
 
+class CountsTraces(layers.Layer):
+    """Counts how often Python runs the layer: when the model is built, and when a step is traced."""
+
+    count = 0
+
+    def call(self, x):
+        CountsTraces.count += 1
+        return x
+
+
+class WrapsTrainFunction(keras.Model):
+    """A model that calls Keras' train function in a function of its own."""
+
+    def make_train_function(self, force=False):
+        if self.train_function is None or force:
+            super().make_train_function(force)
+            keras_own = self.train_function
+            self.train_function = lambda iterator: dict(keras_own(iterator))
+
+
+def train_by_wrapped_function(placement, policy):
+    """Returns the result of a model of `WrapsTrainFunction`, and how often its step was traced after its first run."""
+    strategy = strategy_of(placement)
+    start_anew()
+    with Place(strategy, "", "").scope():
+        hidden = layers.Dense(5, activation="tanh")(CountsTraces()(inputs := layers.Input((6,))))
+        model = WrapsTrainFunction(inputs, layers.Dense(3)(hidden))
+        model.compile(CASES["plain"][2](), CROSSENTROPY, metrics=["accuracy"])
+    traces = []
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: traces.append(CountsTraces.count))
+    _, data = distributed(strategy, arrays(), policy=policy)
+    history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[note]).history
+    return outcome(model, history) | {"later_traces": traces[-1] - traces[0]}
+
+
 def evaluate_and_predict(placement):
     strategy = strategy_of(placement)
     model = prepared(strategy)

@@ -68,6 +68,14 @@ def test_unequal_shares_equal_one_device(placement, case, pools, one_device):
     assert (len(rows), workers[0]["position"]) == (checks.EPOCHS * STEPS, (checks.EPOCHS, 0))
 
 
+def test_a_wrapped_train_function_is_traced_once_for_all_numbers_of_rows(pools, one_device):
+    workers = pools("2x1").run(checks.train_by_wrapped_function, "2x1", SHARES["2x1"])
+
+    assert [result["later_traces"] for result in workers] == [0, 0]
+    assert_agree(workers)
+    assert_same(workers[0], one_device("plain"), tolerance=1e-5)
+
+
 @pytest.mark.parametrize(
     "placement", ["2x1", *(pytest.param(place, marks=pytest.mark.exhaustive) for place in ("1x2", "2x2"))]
 )
