@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 
 import pytest
 
@@ -281,6 +282,12 @@ def test_different_versions_and_equal_indices_are_named_soon(secret, monkeypatch
         assert all(words in results[index] for index in (0, 1)), results
         assert (len(answers) == 1) == bool(secret), answers
         assert secret or not re.search(r"127\.0|tensorflow", answers[0]), answers
+
+
+def test_versions_are_those_of_loaded_packages(monkeypatch):
+    """The metadata of a nightly build are under another name."""
+    monkeypatch.setitem(sys.modules, "keras", types.SimpleNamespace(__version__="3.99.0.dev1"))
+    assert "keras 3.99.0.dev1" in rendezvous._introduction(clusters(1)[0]).versions
 
 
 @pytest.mark.exhaustive

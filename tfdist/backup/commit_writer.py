@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
@@ -151,8 +152,9 @@ class CommitWriter:
 
 def versions() -> dict[str, str]:
     """Returns the versions of the packages that affect the bits of a training, to compare them at a restart."""
-    versions = {name: importlib.metadata.version(name) for name in ("tfdist", "keras")}
-    return {**versions, "tensorflow": tf.__version__}
+    # A nightly build of Keras is installed under another name, so its package has no metadata as `keras`.
+    loaded = {"keras": keras.__version__, "tensorflow": tf.__version__}
+    return {"tfdist": importlib.metadata.version("tfdist"), **loaded}
 
 
 def _is_room_wanted() -> bool:

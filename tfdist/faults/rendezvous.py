@@ -394,8 +394,13 @@ class _Refusals:
 
 
 def _introduction(cluster: ClusterSpec) -> Introduction:
-    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in _PACKAGES)
+    versions = ", ".join(f"{package} {_version_of(package)}" for package in _PACKAGES)
     return Introduction(cluster.worker_id, cluster.training_addresses, versions, socket.gethostname())
+
+
+def _version_of(package: str) -> str:
+    """Returns the version of the loaded package. A nightly build of Keras is installed under another name."""
+    return getattr(sys.modules.get(package), "__version__", None) or importlib.metadata.version(package)
 
 
 def _is_status(message: dict[str, Any], workers: int) -> bool:
