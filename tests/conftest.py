@@ -140,11 +140,24 @@ def data_dir(tmp_path_factory):
 @pytest.fixture(scope="session")
 def pools():
     """Returns a function: `pools(placement)` is the pool of a placement, started at its first use."""
+    yield from opened_once(QuickPool)
+
+
+@pytest.fixture(scope="session")
+def gpu_pools():
+    """Returns a function: `gpu_pools(workers, devices)` is a pool whose processes share a GPU, started at first use."""
+    from gpu_devices import GpuPool
+
+    yield from opened_once(GpuPool)
+
+
+def opened_once(make):
+    """Yields a function that makes a pool of its arguments at the first call. Closes the pools in the end."""
     opened = []
 
     @functools.cache
-    def pool(placement):
-        opened.append(QuickPool(placement))
+    def pool(*args):
+        opened.append(make(*args))
         return opened[-1]
 
     yield pool

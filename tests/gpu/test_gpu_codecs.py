@@ -2,6 +2,9 @@
 
 import gpu_checks as checks
 import pytest
+from gpu_devices import NEEDS_GPU
+
+pytestmark = NEEDS_GPU
 
 MODES = ["eager", "graph", "compiled"]
 # The largest difference of a decoded value, relative to the largest value of its row: one step of the codec. A GPU adds

@@ -11,6 +11,9 @@ import sys
 import gpu_checks as checks
 import numpy as np
 import pytest
+from gpu_devices import NEEDS_GPU
+
+pytestmark = NEEDS_GPU
 
 # Size of the matrices and number of products, which take a GPU or a core some tenths of a second.
 BUSY = {"GPU": (4096, 24), "CPU": (512, 12)}[checks.KIND]

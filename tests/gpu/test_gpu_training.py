@@ -3,8 +3,11 @@
 import gpu_checks as checks
 import numpy as np
 import pytest
+from gpu_devices import NEEDS_GPU
 
 import tfdist
+
+pytestmark = NEEDS_GPU
 
 PLACEMENTS = {"one replica": (1, 1, "mirrored"), "two devices": (1, 2, "mirrored"), "two workers": (2, 1, "workers")}
 # Largest difference between weights after 12 steps. Sums over replicas round in another order, and some kernels of

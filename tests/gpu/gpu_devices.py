@@ -1,4 +1,4 @@
-"""Provides pools of processes that use a GPU, and skips the tests of this folder where there is none.
+"""Processes that use a GPU, and the marks of tests that need one.
 
 One GPU is enough: two logical devices share it, or two worker processes. To try the code of these tests without a GPU,
 set TFDIST_GPU_TESTS_ON=CPU, which takes CPU devices in the place of GPUs.
@@ -31,19 +31,13 @@ def why_no_gpu() -> str | None:
     return None if "GPUs:" in counted.stdout else f"TensorFlow does not start: {counted.stderr[-500:]}"
 
 
-def pytest_collection_modifyitems(items):
-    """Marks the tests of this folder, and skips them without a GPU."""
-    own = [item for item in items if pathlib.Path(__file__).parent in item.path.parents]
-    for item in own:
-        item.add_marker(pytest.mark.gpu)
-        if why_no_gpu():
-            item.add_marker(pytest.mark.skip(reason=why_no_gpu()))
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(why_no_gpu() is not None, reason=str(why_no_gpu()))]
 
 
 class GpuPool(WorkerPool):
     """Processes that share one GPU. Each splits its part of the GPU into logical devices."""
 
-    def __init__(self, workers, devices):
+    def __init__(self, workers=1, devices=1):
         self._devices = devices
         visible = {} if KIND == "CPU" else {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
         super().__init__(workers, timeout_seconds=240, env={"TF_FORCE_GPU_ALLOW_GROWTH": "true", **visible})
@@ -68,18 +62,3 @@ def make_devices(kind, count):
         part = tf.config.LogicalDeviceConfiguration(memory_limit=4096 if kind == "GPU" else None)
         tf.config.set_logical_device_configuration(physical, [part] * count)
     tf.config.experimental.enable_tensor_float_32_execution(False)
-
-
-@pytest.fixture(scope="session")
-def gpu_pools():
-    """Returns a function: `gpu_pools(workers, devices)` is the pool of that size, started at its first use."""
-    opened = []
-
-    @functools.cache
-    def pool(workers=1, devices=1):
-        opened.append(GpuPool(workers, devices))
-        return opened[-1]
-
-    yield pool
-    for pool in opened:
-        pool.close()
