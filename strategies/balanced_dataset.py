@@ -122,16 +122,16 @@ def _keeping_rows(fn):
 
 
 def _check_strategy(model, strategy):
-    if hasattr(model.distribute_strategy, "shardings") and model.distribute_strategy is not strategy:
-        raise ScopeError(
-            f"A model must train on a BalancedSharding that its own strategy has distributed, but model {model.name!r} "
-            "was made in the scope of another strategy, so no report of its steps would reach the sharding. Make one "
-            "strategy, build the model in its scope, and call its `distribute_datasets_from_function`."
-        )
     if not hasattr(model.distribute_strategy, "shardings"):
         raise ScopeError(
             f"Model {model.name!r} must be made inside `with strategy.scope():` to train on a BalancedSharding, but "
             "was made outside. Move the lines that build and compile the model there."
+        )
+    if model.distribute_strategy is not strategy:
+        raise ScopeError(
+            f"A model must train on a BalancedSharding that its own strategy has distributed, but model {model.name!r} "
+            "was made in the scope of another strategy, so no report of its steps would reach the sharding. Make one "
+            "strategy, build the model in its scope, and call its `distribute_datasets_from_function`."
         )
 
 

@@ -33,16 +33,6 @@ def devices():
     return [f"{KIND}:{number}" for number in range(len(tf.config.list_logical_devices(KIND)))]
 
 
-def about():
-    """Describes the card and the versions in use."""
-    details = {}
-    if KIND == "GPU":
-        details = tf.config.experimental.get_device_details(tf.config.list_physical_devices("GPU")[0])
-    build = tf.sysconfig.get_build_info()
-    found = {name: build.get(name) for name in ("cuda_version", "cudnn_version")}
-    return {"card": details, "devices": devices(), "tensorflow": tf.__version__, "keras": keras.__version__, **found}
-
-
 def strategy(placement, codec=None, hierarchical=False):
     """Returns the strategy of these arguments, the same at each call."""
     return _strategy(placement, codec, hierarchical)
@@ -128,14 +118,22 @@ def _replicas_agree(model, placement, codec, hierarchical):
 
 
 def overflow(placement):
-    """Trains in float16 on a batch whose gradients overflow. Returns the loss scale before and after it."""
+    """Trains in float16 on a batch whose gradients overflow.
+
+    Returns:
+      The loss scale before and after that batch, and whether the batch left the trainable weights as they were.
+    """
     model = build(placement, policy="mixed_float16")
     images, labels = rows(1)
     model.train_on_batch(images, labels)
-    before, kept = float(model.optimizer.dynamic_scale), model.get_weights()
+    before, kept = float(model.optimizer.dynamic_scale), _trainable(model)
     model.train_on_batch(np.full_like(images, 6e4), labels)
-    same = [np.array_equal(a, b) for a, b in zip(kept[:4], model.get_weights()[:4], strict=True)]
-    return before, float(model.optimizer.dynamic_scale), all(same[:2])
+    is_kept = all(map(np.array_equal, kept, _trainable(model)))
+    return before, float(model.optimizer.dynamic_scale), is_kept
+
+
+def _trainable(model):
+    return [keras.ops.convert_to_numpy(variable) for variable in model.trainable_variables]
 
 
 def coded(name, mode, device):

@@ -17,7 +17,7 @@ class _TestedVersions(NamedTuple):
       first: Oldest tested version, as major and minor number.
       last: Newest tested version.
       works_from: The oldest version in which tfdist is not known to fail.
-      lacks: What versions before `works_from` lack.
+      lacks: The part that is missing in versions before `works_from`.
     """
 
     first: tuple[int, int]

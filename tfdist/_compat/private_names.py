@@ -152,7 +152,7 @@ _NAMES_BY_FEATURE = {
     "optimizers that sum gradients over replicas": (
         *(f"{_OPTIMIZER}.{name}" for name in ("_all_reduce_sum_gradients(filtered_grads_and_vars)", "_clip_gradients")),
         *(f"{_OPTIMIZER}.{name}" for name in ("_backend_apply_gradients", "_trainable_variables", "_iterations")),
-        *(f"{_OPTIMIZER}.{name}" for name in ("_get_variable_index",)),
+        f"{_OPTIMIZER}._get_variable_index",
         "?keras.src.optimizers.multi_optimizer:MultiOptimizer._inner_optimizers",
         "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer._stateful_handle_finite_grads(self)",
     ),
@@ -177,7 +177,7 @@ class PrivateName(NamedTuple):
       variables: Alternative names of a local variable of a function, which tfdist reads from the function's frame. Or
         those of a global variable or key that the function uses. Empty for other names.
       is_optional: Whether some versions offer no such module, and need nothing of it.
-      feature: What needs the name.
+      feature: The feature of tfdist that needs the name.
     """
 
     module: str
