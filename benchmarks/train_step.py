@@ -4,6 +4,7 @@
     python -m benchmarks.train_step --json benchmarks/results/train_step.json       # everything, some hours;
                                                                                     # continues an earlier run
     python -m benchmarks.train_step --models mlp --links 100mbit,1gbit --variants stock,tfdist-loop
+    python -m benchmarks.train_step --quick --other_packages /tmp/other       # tfdist before and after a change
 
 Workers are processes on hosts of `benchmarks.netlab`, which needs root; `--nolab` uses loopback instead. All variants
 train the same models on the same batches with equal numbers of threads:
@@ -13,6 +14,9 @@ train the same models on the same batches with equal numbers of threads:
     tfdist-loop  the same loop under tfdist.MultiWorkerMirroredStrategy
     tfdist       Keras 3 `fit` under tfdist.MultiWorkerMirroredStrategy; tfdist+<codec> with compression
     ddp          PyTorch DistributedDataParallel on gloo; ddp+<hook> with a communication hook
+
+With `--other_packages DIR` each variant of tfdist is measured once more, as `other-<variant>`, with the packages in
+DIR: another commit of tfdist (`pip install --no-deps --target DIR <checkout>`) or another version of Keras.
 
 As many variants as fit into memory stay alive together and take turns in random order, block by block, so that a drift
 of the machine affects all alike. Unless `--variants` leaves it out, `stock` is always one of them, and the others are
@@ -55,6 +59,7 @@ flags.DEFINE_float(
 flags.DEFINE_integer("rounds", 3, "Blocks of each variant in one start.", 1)
 flags.DEFINE_integer("starts", 1, "Starts of all processes; two starts of the same program can differ by 5 %.", 1)
 flags.DEFINE_bool("nolab", False, "Use loopback: needs no root, but has no link of known rate.")
+flags.DEFINE_string("other_packages", None, "A folder of packages with which tfdist is measured once more.")
 flags.DEFINE_string("json", None, "A file for the results, for `benchmarks.report`.")
 
 _QUICK_CODECS = ("float16", "int8", "powersgd(4)")
@@ -76,6 +81,17 @@ def make_variants(codecs: Sequence[str]) -> dict[str, Variant]:
         # On gloo the hook can abort if several buckets, with messages of several sizes each, travel at once.
         "ddp+powersgd-1-bucket": Variant("torch_ddp", {"hook": "powersgd", "bucket_megabytes": 1000}),
     }
+
+
+def with_other_packages(variants: dict[str, Variant], folder: str | None) -> dict[str, Variant]:
+    """Adds a variant `other-<name>` for each variant of tfdist, with the packages in `folder`; none if it is None."""
+    if folder is None:
+        return variants
+    if not pathlib.Path(folder).is_dir():
+        raise app.UsageError(f"--other_packages takes a folder made by `pip install --target`, got {folder}.")
+    path = str(pathlib.Path(folder).absolute())
+    others = {name: dataclasses.replace(each, packages=path) for name, each in variants.items() if "tfdist" in name}
+    return variants | {f"other-{name}": each for name, each in others.items()}
 
 
 def available_codecs() -> list[str]:
@@ -174,14 +190,16 @@ def main(arguments: Sequence[str]) -> None:
     if unknown := [name for name in FLAGS.codecs or [] if name not in codecs]:
         raise app.UsageError(f"--codecs takes {', '.join(codecs)}; got {', '.join(unknown)}.")
     few = _QUICK_CODECS if quick else codecs
-    everyone = make_variants(codecs)
-    default = make_variants(few if FLAGS.codecs is None else FLAGS.codecs)
+    everyone = with_other_packages(make_variants(codecs), FLAGS.other_packages)
+    default = with_other_packages(make_variants(few if FLAGS.codecs is None else FLAGS.codecs), FLAGS.other_packages)
     names = chosen("variants", list(everyone), list(default))
     models = chosen("models", list(MODELS), ["mlp"] if quick else list(MODELS))
     plan = Plan(FLAGS.steps, FLAGS.seconds, FLAGS.rounds, FLAGS.starts)
     if not FLAGS.nolab and (why := why_not()):
         sys.exit(f"{why}\nOr use --nolab to measure over loopback, without links of known rate.")
     settings = {**dataclasses.asdict(plan), **THREADS, "network": _LOOPBACK if FLAGS.nolab else "netlab"}
+    if FLAGS.other_packages:
+        settings["other_packages"] = FLAGS.other_packages
     record = Record(path, settings, KEY)
     begin = time.monotonic()
     with contextlib.nullcontext() if FLAGS.nolab else Netlab(hosts=max(workers), rate=None) as lab:

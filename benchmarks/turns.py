@@ -32,10 +32,11 @@ _PATIENCE_SECONDS = (5.0, 15.0, 45.0)
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to train: a module of `benchmarks.peers`, and options of its `prepare`."""
+    """A way to train: a module of `benchmarks.peers`, options of its `prepare`, packages that precede the installed."""
 
     peer: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    packages: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +176,8 @@ class Cast:
         with contextlib.ExitStack() as stack:
             for name, variant in variants.items():
                 begin = time.monotonic()
-                group = Group(self._network.hosts, [next(ports) for _ in range(workers)], variant.peer, variant.options)
+                free = [next(ports) for _ in range(workers)]
+                group = Group(self._network.hosts, free, variant.peer, variant.options, variant.packages)
                 self._groups[name] = stack.enter_context(group)
                 for alone in (True, False):
                     self._train(name, alone=alone, warmup=_WARMUP_STEPS, steps=1, timeout_seconds=_START_SECONDS)

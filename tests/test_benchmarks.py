@@ -120,6 +120,7 @@ def test_every_cast_has_the_reference_and_missing_variants():
         ("nolab", True, "--links needs the lab"),
         ("codecs", ["int9"], "--codecs takes float16; got int9"),
         ("variants", ["horse"], "--variants takes stock, tfdist-loop, .*; got horse"),
+        ("other_packages", "/no-such-folder", "--other_packages takes a folder"),
     ],
 )
 def test_wrong_flags_raise_before_work_begins(flag, value, words, monkeypatch):
@@ -404,6 +405,13 @@ def test_failed_group_gives_its_reason_in_one_line_and_ends():
         with pytest.raises(GroupError, match="no_such_peer") as caught:
             group.train("mlp", alone=True, warmup=1, steps=1, timeout_seconds=60)
     assert "\n" not in str(caught.value)
+
+
+def test_other_packages_precede_the_installed_ones(tmp_path):
+    (tmp_path / "keras.py").write_text("raise RuntimeError('another Keras')")
+    with Group([turns.Loopback()], free_ports(1), "keras_fit", {}, str(tmp_path)) as group:
+        with pytest.raises(GroupError, match="another Keras"):
+            group.train("mlp", alone=True, warmup=1, steps=1, timeout_seconds=60)
 
 
 def test_late_group_is_ended_and_leaves_no_files(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Pipe, wait
 from types import TracebackType
 from typing import Any, Protocol
@@ -50,7 +50,7 @@ class Host(Protocol):
 
 
 class _Worker:
-    def __init__(self, host: Host, spec: ClusterSpec):
+    def __init__(self, host: Host, spec: ClusterSpec, packages: str | None):
         self.output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
         # For temporary files that TensorFlow would remove at exit: workers are killed before that.
         self._folder = tempfile.TemporaryDirectory(prefix="tfdist-benchmark-", ignore_cleanup_errors=True)
@@ -68,8 +68,9 @@ class _Worker:
         }
         environ.pop(DEVICES_PER_WORKER_VARIABLE, None)
         with remote:
+            arguments = [str(remote.fileno()), *([packages] if packages else [])]
             self.process = subprocess.Popen(
-                host.command([sys.executable, "-u", "-m", "benchmarks.peers.worker", str(remote.fileno())]),
+                host.command([sys.executable, "-u", "-m", "benchmarks.peers.worker", *arguments]),
                 cwd=_ROOT,
                 env=environ,
                 stdin=subprocess.DEVNULL,
@@ -117,15 +118,23 @@ class Group:
       ports: A free TCP port on each host.
       peer: The module of this folder that trains.
       options: Further arguments of its `prepare`.
+      packages: A folder with Python packages that precede the installed ones.
     """
 
-    def __init__(self, hosts: Sequence[Host], ports: Sequence[int], peer: str, options: dict[str, Any]):
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        ports: Sequence[int],
+        peer: str,
+        options: Mapping[str, Any],
+        packages: str | None = None,
+    ):
         self._peer, self._options = peer, tuple(options.items())
         addresses = tuple(f"{host.address}:{port}" for host, port in zip(hosts, ports, strict=True))
         self._workers: list[_Worker] = []
         try:
             for index, host in enumerate(hosts):
-                self._workers.append(_Worker(host, ClusterSpec({"worker": addresses}, "worker", index)))
+                self._workers.append(_Worker(host, ClusterSpec({"worker": addresses}, "worker", index), packages))
         except BaseException:
             self.close()
             raise

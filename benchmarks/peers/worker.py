@@ -1,6 +1,6 @@
 """A worker process of a benchmark: trains as ordered, and answers with times and bytes.
 
-    python -m benchmarks.peers.worker <file descriptor>
+    python -m benchmarks.peers.worker <file descriptor> [<folder of packages that precede the installed ones>]
 
 The starter (`group.py`) holds the other end of the socket. A peer is a module with one function,
 
@@ -57,6 +57,7 @@ def _follow(order: Order) -> Answer:
 
 def main() -> None:
     fd = int(sys.argv[1])
+    sys.path[:0] = sys.argv[2:]
     os.set_inheritable(fd, False)
     with Connection(fd) as connection:
         while True:
