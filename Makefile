@@ -15,7 +15,7 @@ unit: venv
 	$(BIN)/python -m pytest -m unit -n 2
 
 test: venv
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --instafail
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --instafail
 
 # All supported versions, each in an environment of its own; noxfile.py has more commands.
 matrix: venv

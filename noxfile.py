@@ -115,7 +115,7 @@ def matrix(session: nox.Session, tensorflow: str, keras: str) -> None:
     several = [test for tests in others for test in tests]
     # Both are run, also after a failure: the table has the numbers of each.
     failed = run_tests(session, results / "unit.xml", [*ON_TWO_CORES, *unit])
-    if run_tests(session, results / "workers.xml", [*ON_TWO_CORES, *several]) or failed:
+    if run_tests(session, results / "workers.xml", several) or failed:  # One process shares the pools of workers.
         session.error(f"Tests failed with {cell}.")
 
 

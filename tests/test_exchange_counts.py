@@ -18,10 +18,14 @@ SEVERAL = {"steps_per_execution": STEPS_PER_EXECUTION}
     ("data", "options", "of_a_step", "between_epochs"),
     [
         pytest.param("arrays", {}, 4, 8, id="fit"),
-        pytest.param("pipeline", {}, 4, 9, id="fit on a pipeline of unknown length"),
+        pytest.param(*("pipeline", {}, 4, 9), marks=pytest.mark.exhaustive, id="fit on a pipeline of unknown length"),
         pytest.param("balanced", {}, 3, 8, id="BalancedSharding"),
         pytest.param("arrays", SEVERAL, 4, 8, id="steps_per_execution"),
-        pytest.param("balanced", SEVERAL, 4, 8, id="BalancedSharding and steps_per_execution"),
+        pytest.param(
+            *("balanced", SEVERAL, 4, 8),
+            marks=pytest.mark.exhaustive,
+            id="BalancedSharding and steps_per_execution",
+        ),
         pytest.param("arrays", {"codec": "int8"}, 5, 8, id="int8"),
     ],
 )

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from example_runs import DEADLINE_SECONDS, EXAMPLES, by_default, launcher, one_process, printed, runs, two_devices
+from example_runs import DEADLINE_SECONDS, EXAMPLES, by_default, one_process, printed, runs, two_devices
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def run(tmp_path):
         yield run
 
 
-@pytest.mark.parametrize("way", by_default(launcher))
+@pytest.mark.parametrize("way", by_default(one_process))
 def test_image_files_learns_of_augmented_images(run, way, data_dir, tmp_path):
     text = run(way, "image_files.py", "--epochs", "5", "--data_dir", data_dir, "--folder", str(tmp_path / "files"))
     assert printed("test accuracy", text) > 0.8
