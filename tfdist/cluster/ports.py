@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from absl import logging
 
 from tfdist.cluster.address import split_address
+from tfdist.cluster.port_holder import holder_of
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.errors import ClusterError, TFConfigError
 
@@ -131,11 +132,21 @@ def check_bindable(spec: ClusterSpec, *, pod_seconds: float = 0.0) -> None:
     Raises:
       TFConfigError: If the host name does not resolve, or the port is taken or not permitted.
     """
-    host, port = split_address(spec.address)
+    host, _ = split_address(spec.address)
     if not os.environ.get("KUBERNETES_SERVICE_HOST"):
         _resolve(host, spec)
     elif pod_seconds:
         _wait_for_name(host, spec, pod_seconds)
+    check_port(spec)
+
+
+def check_port(spec: ClusterSpec) -> None:
+    """Checks that this worker can open its own port. Needs no name server.
+
+    Raises:
+      TFConfigError: If the port is taken or not permitted.
+    """
+    _, port = split_address(spec.address)
     if is_held(port):
         return
     try:
@@ -144,9 +155,10 @@ def check_bindable(spec: ClusterSpec, *, pod_seconds: float = 0.0) -> None:
     except OSError as error:
         problem = f"which cannot be opened here: {error}. Use another port"
         if error.errno == errno.EADDRINUSE:
+            holder = holder_of(port) or f"a process that `ss -ltnp 'sport = :{port}'` shows to root"
             problem = (
-                f"but that port is already taken on this machine. `ss -ltnp 'sport = :{port}'` shows which process "
-                "holds it, often a worker of an earlier run: end it, or give this process another port"
+                f"but that port is already taken on this machine. It is held by {holder}, often a worker of an earlier "
+                "run: end it, or give this process another port"
             )
         elif error.errno == errno.EACCES:
             problem = "which this user may not open. Use a port above 1023"
