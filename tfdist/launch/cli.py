@@ -19,6 +19,8 @@ from absl import flags, logging
 import tfdist
 from tfdist.cluster import ClusterSpec
 from tfdist.cluster.launch_check import warn_if_one_of_many
+from tfdist.doctor import doctor_command
+from tfdist.doctor.start_checks import warn_at_start
 from tfdist.errors import ClusterError, TfdistError
 from tfdist.launch import (
     arguments,
@@ -195,6 +197,7 @@ def _run(args: argparse.Namespace) -> int:
     own = [option for option in args.parser.options() if option.startswith("--") and option != "--help"]
     if args.script != "tfdist.launch.cli" and (stray := arguments.stray_option(args.script_args, own)):
         logging.info("%s", _misplaced(stray, args))
+    warn_at_start(spec, args.log_dir)
     if args.private_network:
         private_network.enter()
     with folder_of_run(args, spec) as run_dir, _caught_signals() as caught:
@@ -355,6 +358,17 @@ _COMMANDS = (
         """,
         bench_command.add_arguments,
         bench_command.run,
+    ),
+    _Command(
+        "doctor",
+        "check before a job whether its workers can start, connect and compute",
+        """
+        tfdist doctor --workers 4                      four workers on this machine
+        TF_CONFIG=... tfdist doctor --script train.py  on each host of a cluster
+        srun tfdist doctor --backup-dir /shared/backup     all tasks of a Slurm step
+        """,
+        doctor_command.add_arguments,
+        doctor_command.run,
     ),
     _Command(
         "data-service",
