@@ -1,6 +1,7 @@
 """Joins this process to its cluster: waits for all workers, connects them within deadlines, and shares the seed."""
 
 import contextlib
+import functools
 import os
 import random
 import socket
@@ -12,6 +13,8 @@ import tensorflow as tf
 from tfdist._compat import tf_internals
 from tfdist.cluster import ClusterSpec, check_bindable
 from tfdist.errors import ClusterError, TFConfigError
+from tfdist.events import recorder
+from tfdist.events.event_file import LOST_PEER
 from tfdist.faults import preemption, rendezvous
 from tfdist.faults.chief_liveness import watch_chief
 from tfdist.faults.coordination_store import CoordinationStore
@@ -45,12 +48,14 @@ def join(cluster_resolver, options, connect):
     if named is None:
         os.environ["TF_CONFIG"] = cluster.to_json()
     deadline = time.monotonic() + options.start_timeout_seconds
-    connections = rendezvous.meet(cluster, options.start_timeout_seconds)
+    recorder.begin()
+    with recorder.starting("rendezvous"):
+        connections = rendezvous.meet(cluster, options.start_timeout_seconds)
     least, most = _CONNECT_SECONDS
     most = max(most, options.start_timeout_seconds / 5)
     seconds = max(least, min(most, deadline - time.monotonic()))
     _set_deadlines(cluster_resolver, options, _REGISTER_PART * seconds)
-    with rendezvous.connecting(cluster, seconds):
+    with recorder.starting("connection to TensorFlow's coordination service"), rendezvous.connecting(cluster, seconds):
         try:
             connect(cluster_resolver)
         except tf.errors.DeadlineExceededError as error:
@@ -59,10 +64,17 @@ def join(cluster_resolver, options, connect):
     if cluster.num_workers > 1:
         board = CoordinationStore(cluster.worker_id, cluster.num_workers)
         addresses = cluster.training_addresses
-        liveness = PeerLiveness(connections, addresses, lambda worker: board.report_loss(worker, addresses[worker]))
+        liveness = PeerLiveness(connections, addresses, functools.partial(_on_loss, board, addresses))
         leave_together(board, liveness, options.shutdown_timeout_seconds)
         if cluster.worker_id:
             watch_chief(jobs, liveness, board, options.heartbeat_timeout_seconds)
+
+
+def _on_loss(board, addresses, worker):
+    """Makes all collectives fail after a peer's process has ended, and writes what this worker did at this moment."""
+    recorder.capture_failure(LOST_PEER, peer=worker)
+    board.report_loss(worker, addresses[worker])
+    recorder.write_failure(LOST_PEER, peer=worker)
 
 
 def _check_alike(named, cluster):

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfdist._compat import keras_stack
 from tfdist.errors import ClusterError
+from tfdist.events.event_buffer import EVENTS
 from tfdist.faults.activity import BUILDING, TRAIN, Activity, Call
 from tfdist.strategies.distributed_variables import level_counters, variables_of
 from tfdist.strategies.static_rows import needs_static_rows
@@ -46,6 +47,7 @@ class _EndOfCall(keras.callbacks.Callback):
             for function in self._call.at_end:
                 function()
             self._call.is_over = True
+            EVENTS.note("end of call", call=name, number=self._call.number)
 
     def on_train_end(self, logs: Any = None) -> None:
         self._end("fit")

@@ -22,6 +22,8 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist.errors import ClusterError
+from tfdist.events import recorder
+from tfdist.events.event_buffer import EVENTS
 from tfdist.faults.activity import (
     COMPUTE,
     EXCHANGE,
@@ -46,6 +48,7 @@ _SEEN = 5
 _EVALUATED, _TESTED, _ASKED, _AGREES = range(6, 10)
 _MOMENTS = 10
 _NAMED = 4  # Largest number of replicas that a warning names.
+_NOTED = 64  # Largest number of replicas whose rows and times an event has.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +108,8 @@ class StepReports:
         with tf.device(host_of(devices[0])):
             self._stop = tf.Variable(0.0, trainable=False)
         self._clocks = [Clock(device) for device in devices]
+        recorder.begin()
+        recorder.add_state(self._state)
 
     def feed(self, models: Sequence[Any], feeder: Callable[[StepReport], None] | None) -> None:
         """Sets the function that takes the reports of the innermost running `fit` from now on.
@@ -146,6 +151,14 @@ class StepReports:
         is_first = not (in_step and call.steps)
         progress = call.number, call.executions, call.steps, self.number, self.evaluated
         return Doing(call.name, call.number, activity.begun, phase, in_step, is_first, progress)
+
+    def _state(self) -> dict[str, Any]:
+        """Returns what this worker does now, for the file with its events."""
+        doing = self.doing()
+        if doing.call is None:
+            return {}
+        names = ("call", "number", "phase", "in_step")
+        return {name: getattr(doing, name) for name in names}
 
     def part_of(self, execution: Execution) -> str:
         """Returns what a running step function does now: tracing, waiting for input, computing or exchanging."""
@@ -255,6 +268,11 @@ class StepReports:
         self._trained = model
         self.activity.stepped()
         self.latest = StepReport(number, np.rint(rows).astype(np.int64), compute, own, bool(totals[-1] > 0))
+        EVENTS.step = number
+        if self.num_replicas <= _NOTED:
+            EVENTS.note("step", rows=self.latest.rows, compute_seconds=compute, own_seconds=own)
+        else:
+            EVENTS.note("step")
         if self.rows_read is not None:
             *rows_read, learning_rates = read
             self.rows_read.check(trained, self.latest.rows, *rows_read)

@@ -42,6 +42,7 @@ UNIT = {
         "test_output",
         "test_private_names",
         "test_replica_speed",
+        "test_report",
         "test_run_words",
     ),
     *(

@@ -675,7 +675,7 @@ def test_the_number_of_workers_is_limited_by_the_machine(limits, most, why):
     assert why in refusal(most + 1, limits) and f"at most {most} workers" in refusal(most + 1, limits)
 
 
-@pytest.mark.parametrize("name", ["run", "bench", "data-service"])
+@pytest.mark.parametrize("name", ["run", "bench", "data-service", "report"])
 def test_the_command_is_also_a_module_and_shows_examples(name):
     command = [sys.executable, "-m", "tfdist", name, "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)

@@ -187,7 +187,9 @@ def test_import_loads_no_large_library(tmp_path):
     assert answer(code, cwd=tmp_path) == []
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["run", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], ["run", "--help"], ["report", "--help"]], ids=" ".join
+)
 def test_command_line_answers_without_loading_tensorflow(arguments, tmp_path):
     code = f"""
         import contextlib, importlib.metadata, io, json, sys

@@ -17,7 +17,10 @@ import pytest
 
 from launched import DEADLINE_SECONDS, eventually, is_alive, nothing_left
 from tfdist.cluster import ClusterSpec, free_ports
+from tfdist.events.event_file import ASKED, read_events, read_header
 from tfdist.launch import WorkerExit
+from tfdist.launch.recorded_run import read_run
+from tfdist.launch.report_command import lines_of
 from tfdist.launch.stopped_workers import StoppedWorkers
 from tfdist.launch.supervisor import Stragglers
 
@@ -794,6 +797,11 @@ def test_ctrl_c_in_a_fit_with_backups_saves_and_tells_how_to_resume(workers, run
     """
     with run.start("--workers", workers, "--log-dir", run.logs, script(run, body), restarts=1) as process:
         assert eventually(lambda: len(list(run.directory.glob("pid-in-*"))) == workers, TENSORFLOW_SECONDS)
+        path = run.logs / "attempt-0" / f"events-{workers - 1}.jsonl"
+        os.kill(run.pids()[f"pid-in-{workers - 1}"], signal.SIGUSR2)
+        assert eventually(lambda: read_header(path).get("why") == ASKED, 30), read_header(path)
+        asked = read_events(path)
+        assert asked.header["call"] == "fit" and asked.header["step"] > 0 and "MainThread" in asked.stacks
         process.send_signal(signal.SIGINT)
         codes, errors = finished([process], TENSORFLOW_SECONDS)
     assert codes == [PREEMPTED] and attempts(run) == [workers], errors
@@ -835,8 +843,31 @@ def test_the_example_ends_with_the_weights_of_an_uninterrupted_run(run, data_dir
     example = pathlib.Path(__file__).parent.parent / "examples" / "survive_kill.py"
     env = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     flags = ("--data_dir", data_dir, "--epochs", 1, "--kill_step", 15)
+    ended = threading.Event()
     with run.start("--workers", 2, "--log-dir", run.logs, example, *flags, env=env, restarts=1) as process:
-        output, errors = process.communicate(timeout=TENSORFLOW_SECONDS)
+        asking = threading.Thread(target=ask_often, args=(run, ended))
+        asking.start()
+        try:
+            output, errors = process.communicate(timeout=TENSORFLOW_SECONDS)
+        finally:
+            ended.set()
+            asking.join()
     assert process.returncode == 0, errors
     assert "restarts: 1; weights equal an unbroken run's, bit for bit: True" in output
     assert failure(run)["signal"] == "SIGKILL"
+    survivor = read_events(run.logs / "attempt-0" / "events-0.jsonl")
+    assert survivor.header["call"] == "fit" and survivor.header["phase"] and "MainThread" in survivor.stacks
+    assert read_header(run.logs / "attempt-1" / "events-0.jsonl")["why"] == ASKED
+    told = "\n".join(lines_of(read_run(run.logs)))
+    assert "first failure: worker 1 was killed by SIGKILL [" in told, told
+    assert "worker 1 last took part in exchange " in told and "\n  worker 0: " in told, told
+
+
+def ask_often(run, ended):
+    """Sends SIGUSR2 to each worker that has begun, every second: training has the same results."""
+    while not ended.wait(1):
+        for path in run.logs.glob("attempt-*/events-*.jsonl"):
+            header = read_header(path)
+            with contextlib.suppress(OSError):
+                if header["hears"] and "survive_kill" in pathlib.Path(f"/proc/{header['pid']}/cmdline").read_text():
+                    os.kill(header["pid"], signal.SIGUSR2)

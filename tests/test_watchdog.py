@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from launched import SCRIPTS, eventually
 from tfdist.backup.step_counter import CountedSteps
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
+from tfdist.events.event_file import START, read_events, read_header
 from tfdist.exit_codes import STALLED
 from tfdist.faults import FaultTolerance, watchdog, worker_comparison
 from tfdist.faults import coordination_store as board_module
@@ -42,6 +42,7 @@ from tfdist.faults.stall_suspect import AGREEING, ITS_END, SAVE, describe, suspe
 from tfdist.faults.stall_timeout import StallTimeout
 from tfdist.faults.watchdog import Creations, Watchdog, start
 from tfdist.faults.worker_comparison import WorkerComparison
+from tfdist.launch.missing_workers import last_exchange, missed_exchanges
 
 DEADLINE_SECONDS = 240
 MANY = "MultiWorkerMirroredStrategy"
@@ -728,6 +729,14 @@ def test_an_endless_loop_ends_the_job_with_the_name_and_stack_of_its_worker(tmp_
     assert first["step"] == 30 and first["message"] in outputs[first["worker"]]
     assert "on_train_batch_end" in first["stack"] or first["worker"] == 0
     assert "Thread MainThread:" in outputs[first["worker"]]
+    waits, hangs = (read_events(tmp_path / f"run/attempt-3/events-{worker}.jsonl") for worker in range(2))
+    assert (waits.header["phase"], hangs.header["phase"], hangs.header["step"]) == (EXCHANGE, CALLBACK, 30)
+    assert "on_train_batch_end" in [function for _, _, function in hangs.stacks["MainThread"]]
+    missed = missed_exchanges({0: waits, 1: hangs})
+    assert missed and all((each.absent, each.step) == ([1], 30) and each.bytes > 0 for each in missed), missed
+    assert last_exchange({0: waits, 1: hangs}, 1).key < missed[0].key
+    kinds = {event.kind for event in waits.events}
+    assert kinds >= {"start-up", "call", "building", "tracing", "run", "step", "exchange"}, kinds
 
 
 @pytest.mark.exhaustive
@@ -759,7 +768,9 @@ def test_a_long_callback_on_one_worker_within_its_limit_ends_nothing(tmp_path):
     codes, outputs, reports = train(tmp_path, fault=False, sleep=6, stall_seconds=12)
     assert codes == [0, 0] and reports == [], outputs
     assert all("finished" in output for output in outputs)
-    assert not pathlib.Path(tmp_path / "run").exists()
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert sorted(path.name for path in files) == ["events-0.jsonl", "events-1.jsonl"]
+    assert {read_header(path)["why"] for path in files} == {START}
 
 
 IN_STEPS = ["stops", "hangs in a callback", "predicts in a callback", "hangs at the end of an epoch"]
@@ -785,4 +796,8 @@ def test_no_worker_waits_beyond_its_deadline_for_a_different_call(act, kind, ver
     elif STALLED in codes:
         stalls = [report for report in reports if report["kind"] == "stall"]
         assert {report["suspect"] for report in stalls} <= {1, None}, reports
+        waits, acting = (read_events(tmp_path / f"run/attempt-3/events-{worker}.jsonl") for worker in range(2))
+        if "input" in act:
+            assert acting.header["phase"] == INPUT and waits.header["phase"] in (EXCHANGE, INPUT, MEETING)
+            assert any("read" in [call[2] for call in calls] for calls in acting.stacks.values()), acting.stacks
         assert "No progress for" in outputs[stalls[0]["worker"]]

@@ -4,6 +4,7 @@
       attempt-<n>/          n: number of restarts so far
         worker-<i>.log        output of worker i
         failure-<i>.json      report of worker i about its failure
+        events-<i>.jsonl      events and stacks of worker i, when it failed or was asked
         make-room             the supervisor asks the workers to save and leave, to restart with more workers
       committed             step and folder of the newest commit, by the workers
       restored              the workers have restored a backup, of this run or an earlier run
@@ -11,7 +12,7 @@
       failure.json          the failure and all attempts, by the supervisor for the user
       earlier/              logs and reports of the run before, if it had the same folder
 
-Without `tfdist run`, no file is written. Does not load TensorFlow.
+Without `tfdist run`, a worker only writes its events, to the folder in TFDIST_EVENTS_DIR. Does not load TensorFlow.
 """
 
 import contextlib
@@ -68,6 +69,10 @@ class RunFiles:
         """Returns the paths of the failure reports that the workers of an attempt have written."""
         return list(self.attempt(attempt).glob("failure-*.json"))
 
+    def events(self, attempt: int | str, worker: int) -> pathlib.Path:
+        """Returns the path of a worker's events, with its position and stacks; see `events/event_file.py`."""
+        return self.attempt(attempt) / f"events-{worker}.jsonl"
+
     def room(self, attempt: int | str) -> pathlib.Path:
         """Returns the path of the file that asks workers to save and leave, so that a larger attempt can follow."""
         return self.attempt(attempt) / "make-room"
@@ -105,8 +110,9 @@ class RunFiles:
 
     @property
     def for_user(self) -> list[pathlib.Path]:
-        """The paths of the logs and failure reports, which stay in the folder of the run for the user."""
-        patterns = ("attempt-*/worker-*.log", "attempt-*/failure-*.json", self.summary.name)
+        """The paths of the logs, failure reports and events, which stay in the folder of the run for the user."""
+        of_workers = ("worker-*.log", "failure-*.json", "events-*.jsonl")
+        patterns = (*(f"attempt-*/{name}" for name in of_workers), self.summary.name)
         return [path for pattern in patterns for path in self.run_dir.glob(pattern)]
 
     def forget_messages(self) -> None:

@@ -19,6 +19,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._compat import tf_internals
+from tfdist.events import recorder
+from tfdist.events.event_buffer import EVENTS
+from tfdist.events.event_file import EXCHANGE
 from tfdist.strategies.collectives.socket_streams import stream_of
 
 _HEADER = struct.Struct("!iiq")  # The group of an exchange, its key in the group, the number of bytes that follow.
@@ -49,6 +52,7 @@ class PeerExchange:
         self._streams = {peer: stream_of(connection) for peer, connection in connections.items()}
         self._lock = threading.Lock()
         self._rounds: dict[_Tag, _PendingCollective] = {}
+        self._refused: list[tuple[_Tag, _PendingCollective]] = []  # The first exchange begun without a peer, if any.
         self._gone: dict[int, str] = {}  # Error messages about peers without a connection.
         self._fault: str | None = None
         self._has_aborted = threading.Event()  # Set when TensorFlow's collectives are aborted after a fault.
@@ -63,6 +67,7 @@ class PeerExchange:
         threads: list = [("send", self._send, (peer,)) for peer in connections]
         for name, target, args in [*threads, ("receive", self._receive, ()), ("watch", self._watch, ())]:
             threading.Thread(target=target, args=args, name=f"tfdist-peers-{name}", daemon=True).start()
+        recorder.add_state(self._state)
 
     def exchange(
         self, rows: tf.Tensor, group: int, key: tf.Tensor, token: tf.Tensor, *, apart: bool
@@ -129,10 +134,11 @@ class PeerExchange:
             current = self._round(tag, size)
             gone = [self._gone[peer] for peer in sorted(current.missing) if peer in self._gone]
             fault = next(filter(None, [self._fault, *gone, self._unlike(current, size, self._worker)]), None)
+            current.inbox, current.since = inbox, time.monotonic()
             if fault:
                 self._rounds.pop(tag)
+                self._refused = self._refused or [(tag, current)]
                 return fault
-            current.inbox, current.since = inbox, time.monotonic()
         for peer in self._streams:
             self._give(peer, _HEADER.pack(*tag, size), sent[peer] if len(sent) > 1 else sent[0])
         if self._is_whole(tag, current, self._worker):
@@ -173,7 +179,12 @@ class PeerExchange:
         """Records that a worker's part of an exchange has arrived. Returns whether all parts are there now."""
         with self._lock:
             current.missing.discard(worker)
-            return not current.missing and self._rounds.pop(tag, None) is current
+            if current.missing or self._rounds.pop(tag, None) is not current:
+                return False
+        group, key = tag
+        since = round(current.since * 1e9)
+        EVENTS.note(EXCHANGE, since=since, group=group, key=key, bytes=current.size, last=worker)
+        return True
 
     def _lose(self, peer, error):
         """Records that the connection to a peer has ended. Fails all exchanges if this worker's step waits for it."""
@@ -186,6 +197,7 @@ class PeerExchange:
 
     def _fail(self, why):
         """Fails all present and later exchanges, and TensorFlow's collectives on this worker."""
+        recorder.capture_failure(EXCHANGE, message=why)  # While the exchanges are pending.
         with self._lock:
             is_first = self._fault is None
             if is_first:
@@ -202,6 +214,21 @@ class PeerExchange:
             for current in rounds:
                 if current.inbox is not None:
                     self._tell_of_failure(current.inbox)
+        recorder.write_failure(EXCHANGE, message=why)
+
+    def _state(self):
+        """Returns the exchanges that are not complete, for the file with the events of this worker."""
+        with self._lock:
+            return {"pending": [self._described(*each) for each in (*self._rounds.items(), *self._refused)]}
+
+    def _described(self, tag, pending):
+        has_joined = pending.inbox is not None
+        return {
+            **dict(zip(("group", "key"), tag, strict=True)),
+            "bytes": pending.size,
+            "missing": sorted(pending.missing - {self._worker} if has_joined else pending.missing),
+            "since": round(pending.since * 1e9) if has_joined else None,
+        }
 
     def _tell_of_failure(self, inbox):
         with tf.device("CPU:0"):

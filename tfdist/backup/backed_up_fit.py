@@ -24,6 +24,7 @@ from tfdist.backup.snapshot import Checkpoint, FitStates
 from tfdist.backup.state_provider import FitInput, TrainedFit
 from tfdist.backup.step_counter import uncount_steps
 from tfdist.backup.variable_states import VariableStates
+from tfdist.events.event_buffer import EVENTS
 from tfdist.failure_report import note_step
 from tfdist.faults import preemption
 
@@ -86,8 +87,10 @@ class FitBackup(keras.callbacks.Callback):
             self._request.is_here,
         )
         if checkpoint is not None:
+            since = time.monotonic_ns()
             self._states.restore(checkpoint)
             self._continue_from(checkpoint)
+            EVENTS.note("restore", since=since, commit=checkpoint.commit.step)
         note_step(session.steps)
         self._schedule = SaveSchedule(self._options.save_freq, self._agreement, session.steps)
         if self._options.save_before_preemption:

@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from tfdist.backup.chief_decision import ChiefDecision
 from tfdist.backup.commit_store import CommitStore, Draft
 from tfdist.backup.part_files import pack, write_part
 from tfdist.backup.snapshot import Snapshot
+from tfdist.events.event_buffer import EVENTS
 from tfdist.faults import watchdog
 from tfdist.faults.stall_suspect import SAVE
 from tfdist.run_files import ATTEMPT, RunFiles
@@ -94,10 +96,12 @@ class CommitWriter:
         with contextlib.suppress(OSError):  # Linux accepts thread ids too. Training goes first.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         draft = Draft(self._directory, self._run, snapshot.step)
+        since = time.monotonic_ns()
         try:
             said = {**self._write(draft, snapshot), "asked": self._is_asked() or _is_room_wanted()}
             settled = self._agreement.settle("save", said, lambda words: self._commit(draft, snapshot, words))
             self.refusals = settled["refusals"]
+            EVENTS.note(SAVE, since=since, commit=snapshot.step, is_whole=not self.refusals)
             if self.refusals:
                 logging.error(
                     "The backup of step %d could not be written. Training continues, earlier backups stay, and the "

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdist._compat import keras_stack
+from tfdist.events.event_buffer import EVENTS
 
 BUILDING = "building"
 TRACING = "tracing"
@@ -152,7 +153,7 @@ class Activity:
     @contextlib.contextmanager
     def doing(self, phase: str) -> Iterator[None]:
         """Records for the watchdog what the innermost call of Keras does in the block; after the block, `CALLBACK`."""
-        call = self.call
+        call, since = self.call, time.monotonic_ns()
         if call is not None:
             call.phase = phase
         try:
@@ -160,6 +161,7 @@ class Activity:
         finally:
             if call is not None:
                 call.phase = CALLBACK
+            EVENTS.note(phase, since=since)
 
     @contextlib.contextmanager
     def exchanging(self, name: str) -> Iterator[Call]:
@@ -168,7 +170,7 @@ class Activity:
         Args:
           name: Name of the call, if it is not noted yet.
         """
-        call, before = self.call, self._calls
+        call, before, since = self.call, self._calls, time.monotonic_ns()
         if call is None:
             call = Call(name, self.begun + 1, None)
             self._calls = [call]
@@ -177,6 +179,7 @@ class Activity:
             yield call
         finally:
             call.phase, self._calls = phase, before
+            EVENTS.note("wait", since=since, call=call.name)
 
     @contextlib.contextmanager
     def executing(self, kind: str, *, reads: bool, alone: str | None) -> Iterator[Call]:
@@ -194,17 +197,19 @@ class Activity:
             self._calls = [*self._calls, call]
         call.execution = Execution(kind, reads)
         call.ended_step = time.monotonic()
-        ends = single
+        since, ends, error = time.monotonic_ns(), single, None
         try:
             yield call
         except (StopIteration, tf.errors.OutOfRangeError):
             raise  # The input has ended, not the call.
-        except BaseException:
-            ends = True  # A failed call is over, even if a stored exception keeps its objects alive.
+        except BaseException as raised:
+            # A failed call is over, even if a stored exception keeps its objects alive.
+            ends, error = True, type(raised).__name__
             raise
         finally:
             call.execution, call.phase = None, CALLBACK
             call.executions += 1
+            EVENTS.note("run", since=since, call=call.name, function=kind, error=error)
             if ends:
                 self._calls = [each for each in self._calls if each is not call]
 
@@ -215,11 +220,12 @@ class Activity:
         if not execution:
             yield
             return
-        execution.is_tracing = True
+        execution.is_tracing, since = True, time.monotonic_ns()
         try:
             yield
         finally:
             execution.traced_at, execution.is_tracing = time.time(), False
+            EVENTS.note(TRACING, since=since)
 
     def mark(self) -> None:
         """Records that the graph of the current steps reports when it requests input, for the watchdog."""
@@ -243,6 +249,7 @@ class Activity:
 
     def _new(self, name: str, lives: "weakref.ref[Any] | None") -> Call:
         self.begun += 1
+        EVENTS.note("call", call=name, number=self.begun)
         return Call(name, self.begun, lives)
 
 

@@ -50,6 +50,7 @@ from absl import logging
 from tfdist._compat import call_stack, keras_stack
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
+from tfdist.events import recorder
 from tfdist.exit_codes import STALLED
 from tfdist.failure_report import write_report
 from tfdist.faults.activity import EXCHANGE, MEETING, Call
@@ -92,6 +93,16 @@ _sections: list[str] = []
 _moves = 0
 _meetings: list["_Meeting"] = []  # Exchanges in which this worker waits.
 _made = itertools.count()  # Numbers the watchdogs with peers, equally on all workers.
+
+
+def _state() -> dict[str, Any]:
+    """Returns the section or the exchange before a call in which this worker is, for the file with its events."""
+    if _meetings:
+        return {"section": MEETING, "meeting": _meetings[-1].what}
+    return {"section": _sections[-1] if _sections else None}
+
+
+recorder.add_state(_state)
 
 
 @contextlib.contextmanager
@@ -482,6 +493,8 @@ class Watchdog:
             sys.stderr.flush()
             step, part = self._position["step"], self._position["section"]
             write_report("stall", message=message, stack=stacks, suspect=suspect, step=step, section=part)
+            seconds = round(self._patience.waited_seconds, 3)
+            recorder.write_failure("stall", suspect=suspect, phase=part, waited_seconds=seconds)
         finally:
             os._exit(STALLED)
 

@@ -29,6 +29,7 @@ from tfdist.launch import (
     gpu_discovery,
     gpu_shares,
     private_network,
+    report_command,
     worker_script,
 )
 from tfdist.launch.run_dir import KEPT_RUNS, folder_of_run
@@ -379,6 +380,16 @@ _COMMANDS = (
         """,
         data_service.add_arguments,
         data_service.run,
+    ),
+    _Command(
+        "report",
+        "say what happened in a run: failures, where each worker was, and who was missing from which exchange",
+        """
+        tfdist report logs                             the folder of --log-dir, or the one that the run has named
+        tfdist report --stacks logs                    with the stacks of all threads
+        """,
+        report_command.add_arguments,
+        report_command.run,
     ),
 )
 

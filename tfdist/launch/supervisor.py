@@ -31,6 +31,7 @@ from tfdist.launch.gpu_discovery import VISIBLE_DEVICES
 from tfdist.launch.restart_policy import Chance, Commits, Restarts, Size, chance_of
 from tfdist.launch.run_summary import details_of, named, outcome_line
 from tfdist.launch.stopped_workers import SECONDS, StoppedWorkers
+from tfdist.launch.survivor_events import ask_for_events
 from tfdist.launch.worker_group import WorkerExit, WorkerGroup
 from tfdist.network.secret import SECRET, new_secret, secret_is_given
 from tfdist.run_files import ATTEMPT, RUN_DIR, RunFiles
@@ -277,6 +278,7 @@ class Supervisor:
         else:
             self._wait_for_the_cause(group, number)
         by_themselves, others, since = group.exits, group.running, time.time()
+        ask_for_events(self._files, number, group, hurry=lambda: bool(caught))
         # Short, since most workers are stuck in an exchange with the failed worker and cannot save any more.
         grace_seconds = min(options.grace_seconds, _FAILURE_GRACE_SECONDS)
         group.stop(signal.SIGTERM, grace_seconds=grace_seconds, hurry=lambda: bool(caught))

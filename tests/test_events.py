@@ -1,0 +1,101 @@
+"""A worker writes its events when it fails, stalls, loses a peer or gets SIGUSR2, and then trains on."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+
+DEADLINE_SECONDS = 60
+
+LISTENS = """
+import os, signal, sys, threading, time
+from tfdist.events.asked_by_signal import call_when_asked
+heard = threading.Event()
+def told():
+    print("told", flush=True)
+    heard.set()
+"""
+
+
+def asked(body, signals=1):
+    """Sends SIGUSR2 to a program that prints "ready". Returns its exit code and output."""
+    command = [sys.executable, "-u", "-c", LISTENS + textwrap.dedent(body)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            for _ in range(signals):
+                process.send_signal(signal.SIGUSR2)
+            output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+        finally:
+            process.kill()
+    return process.returncode, output
+
+
+def test_a_signal_is_answered_while_native_code_runs():
+    code, output = asked(
+        """
+        import ctypes
+        lock = ctypes.create_string_buffer(128)
+        libc = ctypes.CDLL("libpthread.so.0")
+        libc.pthread_mutex_init(lock, None)
+        libc.pthread_mutex_lock(lock)
+        def told():
+            print("told", flush=True)
+            os._exit(3)
+        assert call_when_asked(told)
+        print("ready")
+        libc.pthread_mutex_lock(lock)  # for ever, and no signal breaks in
+        """
+    )
+    assert (code, output) == (3, "told\n")
+
+
+def test_a_handler_of_the_program_stays():
+    for order in ("early", "late"):
+        body = f"""
+            mine = lambda *_: print("mine", flush=True)
+            if {order == "early"}: signal.signal(signal.SIGUSR2, mine)
+            assert call_when_asked(told) == {order == "late"}
+            signal.signal(signal.SIGUSR2, mine)
+            print("ready")
+            time.sleep(0.5)
+        """
+        assert asked(body) == (0, "mine\n")
+
+
+def test_a_preemption_and_its_end_leave_the_signal_to_the_events():
+    code, output = asked(
+        """
+        assert call_when_asked(told)
+        import types
+        from tfdist.faults import preemption, FaultTolerance
+        reports = preemption.LoneReports()
+        strategy = types.SimpleNamespace(reports=reports, fault_tolerance=FaultTolerance())
+        watch = preemption.install(strategy)
+        print("ready")
+        heard.wait(30)
+        heard.clear()
+        preemption.uninstall(watch)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        print(heard.wait(30), reports.asked_here)
+        """
+    )
+    assert (code, output) == (0, "told\ntold\nTrue False\n")
+
+
+def test_a_forked_child_has_the_default_of_the_signal():
+    body = """
+        assert call_when_asked(told)
+        print("ready")
+        heard.wait(30)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writer, b"forked")
+            time.sleep(30)
+            os._exit(0)
+        os.read(reader, 6)
+        os.kill(child, signal.SIGUSR2)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    assert asked(body) == (0, f"told\n{-signal.SIGUSR2}\n")

@@ -1,0 +1,226 @@
+"""`tfdist report` says who was missing from which exchange and where each worker was, from files of any quality."""
+
+import json
+import random
+
+import pytest
+
+from tfdist.events.event_buffer import Event, EventBuffer
+from tfdist.events.event_file import ASKED, START, EventFile, read_events, read_header, write_events
+from tfdist.launch import cli
+from tfdist.launch.missing_workers import WAITS, blamed, last_exchange, last_position, missed_exchanges
+
+SECOND = 10**9
+
+
+def header(worker, why="lost peer", pending=(), phase="exchange", workers=3, **others):
+    clock = {"time": 1_764_184_000.0 + worker / 10, "ns": 100 * SECOND, "start": 1_764_183_000.0}
+    place = {"worker": worker, "workers": workers, "host": "host-a", "pid": 70 + worker, "attempt": 0}
+    return {
+        "format": 1,
+        **place,
+        **clock,
+        "why": why,
+        "step": 40,
+        "phase": phase,
+        "call": "fit",
+        "pending": list(pending),
+    } | others
+
+
+def pending(key, *missing, seconds=2, size=4096):
+    since = None if seconds is None else (100 - seconds) * SECOND
+    return {"group": 7, "key": key, "bytes": size, "missing": list(missing), "since": since}
+
+
+def exchanged(key, seconds, step=39):
+    return Event((100 - seconds) * SECOND, "exchange", step, {"key": key, "since": (99 - seconds) * SECOND})
+
+
+def test_the_worker_that_others_wait_for_is_missing_from_their_exchange():
+    files = {
+        0: EventFile(header(0, pending=[pending(12, 1, seconds=3), pending(13, 1, 2, seconds=1)])),
+        2: EventFile(header(2, pending=[pending(12, 1, seconds=2)])),
+    }
+    first, second = missed_exchanges(files)
+    assert (first.key, first.bytes, first.step, first.waiting) == (12, 4096, 40, {0: 3.0, 2: 2.0})
+    assert (first.absent, first.unheard) == ([1], []) and (second.absent, second.unheard) == ([1, 2], [])
+    assert blamed(files, range(3)) == [1, 2]
+
+
+def test_a_worker_that_has_begun_an_exchange_is_not_absent_but_its_bytes_are():
+    files = {worker: EventFile(header(worker, pending=[pending(12, 1 - worker)])) for worker in range(2)}
+    (missed,) = missed_exchanges(files)
+    assert (missed.absent, missed.unheard) == ([], [0, 1])
+
+
+def test_an_exchange_that_only_peers_have_begun_makes_nobody_wait():
+    assert missed_exchanges({0: EventFile(header(0, pending=[pending(12, 0, 2, seconds=None)]))}) == []
+
+
+def test_without_seen_exchanges_the_phases_tell_for_whom_workers_wait():
+    files = {0: EventFile(header(0)), 1: EventFile(header(1, phase="input")), 2: EventFile(header(2, phase=WAITS[1]))}
+    assert blamed(files, range(4)) == [1, 3]
+    assert blamed({1: files[1]}, range(3)) == []
+
+
+def test_the_last_exchange_of_a_worker_is_the_newest_that_a_peer_has_completed():
+    files = {
+        0: EventFile(header(0), [exchanged(10, 9), exchanged(11, 2), Event(0, "step", 39, {})]),
+        1: EventFile(header(1), [exchanged(12, 1)]),
+        2: EventFile(header(2), [exchanged(11, 3)]),
+    }
+    last = last_exchange(files, 1)
+    assert (last.peer, last.key, last.step, last.seconds) == (0, 11, 39, 2.0)
+    assert last_exchange({1: files[1]}, 1) is None
+
+
+def test_the_age_of_a_position_is_the_time_since_the_last_event_or_the_begin_of_the_wait():
+    assert last_position(EventFile(header(0), [exchanged(10, 9)])).seconds == 9.0
+    assert last_position(EventFile(header(0, pending=[pending(11, 1)]), [exchanged(10, 9)])).seconds == 2.0
+    assert last_position(EventFile(header(0))).seconds == 1000.0
+    failed = Event(90 * SECOND, "run", 40, {"error": "ValueError"})
+    assert last_position(EventFile(header(0, phase=None), [failed])).error == "ValueError"
+
+
+# The files.
+
+
+def test_the_buffer_keeps_the_newest_events_and_none_if_it_is_off():
+    events = EventBuffer()
+    events.note("step")
+    assert events.copy() == []
+    events.start(3)
+    for key in range(5):
+        events.step = key
+        events.note("exchange", key=key)
+    assert [(event.step, event.details) for event in events.copy()] == [(key, {"key": key}) for key in (2, 3, 4)]
+    assert events.copy()[0].ns <= events.copy()[1].ns
+
+
+def test_a_file_has_what_was_written(tmp_path):
+    path = tmp_path / "attempt-0" / "events-1.jsonl"
+    events = [exchanged(10, 9), Event(5, "step", 3, {"rows": [4, 4]})]
+    stacks = {"MainThread": [("/a/train.py", 3, "<module>")]}
+    write_events(path, header(1), events, stacks)
+    assert read_events(path) == EventFile(header(1), events, stacks)
+    assert read_header(path) == header(1) and [each.name for each in path.parent.iterdir()] == [path.name]
+    path.write_text(path.read_text()[:-20])
+    assert read_events(path).damaged == 1 and read_events(path).events == events
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "\0", '{"format": 2, "worker": 1}', "[" * 100_000])
+def test_a_file_that_has_no_events_is_refused(tmp_path, text):
+    path = tmp_path / "events-0.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"worker|file of events"):
+        read_events(path)
+    assert read_header(path) == {}
+
+
+# The command.
+
+
+@pytest.fixture
+def reported(tmp_path, capsys):
+    """Returns a function that runs `tfdist report` on the folder of the test."""
+
+    def run(*arguments):
+        code = cli.main(["report", str(tmp_path), *arguments])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def killed_job(folder, worker_folders=False):
+    """Makes the files of a run in which worker 1 was killed."""
+    failure = {"attempt": 0, "worker": 1, "host": "host-a", "time": 1_764_184_000.0, "kind": "signal", "exit_code": 137}
+    attempt = {"number": 0, "workers": 2, "seconds": 41.0, "outcome": "failed", "committed": 30}
+    attempt["failure"] = {**failure, "signal": "SIGKILL", "category": "machine"}
+    runs = [folder / f"worker-{worker}" if worker_folders else folder for worker in range(2)]
+    for run in dict.fromkeys(runs):
+        (run / "attempt-0").mkdir(parents=True)
+        (run / "failure.json").write_text(
+            json.dumps({"outcome": "failed", "run_exit_code": 137, "attempts": [attempt]})
+        )
+    waits = header(0, workers=2, pending=[pending(12, 1)], peer=1)
+    stacks = {"MainThread": [("/lib/x/site-packages/keras/a.py", 1, "fit"), ("/home/me/train.py", 40, "main")]}
+    write_events(runs[0] / "attempt-0" / "events-0.jsonl", waits, [exchanged(11, 3)], stacks)
+    write_events(runs[1] / "attempt-0" / "events-1.jsonl", header(1, START, workers=2), [], {})
+    (runs[1] / "attempt-0" / "worker-1.log").write_text("")
+
+
+@pytest.mark.parametrize("has_worker_folders", [False, True])
+def test_the_report_names_failure_positions_and_the_missing_worker(tmp_path, reported, has_worker_folders):
+    killed_job(tmp_path, has_worker_folders)
+    code, out = reported()
+    assert code == 0
+    for line in (
+        f"run in {tmp_path}: failed, exit code 137\n",
+        "attempt 0: 2 workers, 41 s, newest backup step-30, failed\n",
+        "  first failure: worker 1 was killed by SIGKILL [",
+        "worker 1 was missing from exchange 12 (group 7, 4096 bytes) in step 41: worker 0 waited 2.0 s\n",
+        "worker 1 last took part in exchange 11, in step 40: worker 0 had its part 3.0 s before\n",
+        "worker 0: exchange of `fit`, in step 41, for 2.0 s; the process of worker 1 ended [",
+        "    MainThread: train.py:40 in main\n",
+        "worker 1: has left no events: it had no failure, or was killed (process 71 on host-a)\n",
+    ):
+        assert line in out, out
+    assert "problem" not in out
+    assert 'File "/home/me/train.py", line 40, in main' in reported("--stacks")[1]
+
+
+def test_a_run_without_a_supervisors_summary_is_described_by_the_reports_of_its_workers(tmp_path, reported):
+    killed_job(tmp_path)
+    (tmp_path / "failure.json").unlink()
+    report = {
+        "worker": 0,
+        "host": "host-a",
+        "time": 5.0,
+        "kind": "exception",
+        "exception": "KeyError",
+        "message": "'x'",
+    }
+    (tmp_path / "attempt-0" / "failure-0.json").write_text(json.dumps(report))
+    out = reported()[1]
+    assert "no failure.json" in out and "first failure: worker 0 raised KeyError: 'x'" in out
+
+
+def test_a_worker_that_was_asked_still_worked(tmp_path, reported):
+    write_events(tmp_path / "attempt-0" / "events-0.jsonl", header(0, ASKED, phase="input", workers=1), [], {})
+    out = reported()[1]
+    assert "worker 0: input of `fit`, in step 41" in out and "it still worked when it was asked" in out
+
+
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: (path / "other.txt").write_text("x")])
+def test_another_folder_is_refused(tmp_path, make, capsys, caplog):
+    make(tmp_path)
+    assert cli.main(["report", str(tmp_path)]) == 1
+    assert cli.main(["report", str(tmp_path / "none")]) == 1
+    assert "RUN_DIR must be the folder of a run" in caplog.text and "does not exist" in caplog.text
+    assert capsys.readouterr().out == ""
+
+
+def test_damaged_files_are_named_and_never_end_the_report(tmp_path, reported):
+    killed_job(tmp_path)
+    names = ["failure.json", "attempt-0/events-0.jsonl", "attempt-0/events-1.jsonl"]
+    whole = {name: (tmp_path / name).read_text() for name in names}
+    draw = random.Random(1)
+    for _ in range(100):
+        name = draw.choice(names)
+        text = whole[name]
+        place = draw.randrange(len(text))
+        damage = [text[:place], text[:place] + draw.choice('"{}[]0ax,:') + text[place + 1 :], "null", "[1]", ""]
+        words = [word for word in ("40", "fit", "7", "12", "false", "null") if word in text]
+        damage += [text.replace(draw.choice(words), draw.choice(['"x"', "[]", "{}", "null", "-1"]))]
+        (tmp_path / name).write_text(draw.choice(damage))
+        code, out = reported()
+        assert code == 0 and "attempt 0" in out
+        (tmp_path / name).write_text(whole[name])
+    (tmp_path / "failure.json").write_text("{")
+    (tmp_path / names[1]).write_text("x")
+    (tmp_path / names[2]).unlink()
+    out = reported()[1]
+    assert f"problem: {tmp_path}/failure.json is damaged: it is no JSON object\n" in out
+    assert f"problem: {tmp_path / names[1]} is damaged: it is no file of events" in out
+    assert f"worker 1: has left no events; its log: {tmp_path}/attempt-0/worker-1.log\n" in out

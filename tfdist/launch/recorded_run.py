@@ -1,0 +1,116 @@
+"""Reads the folder of a run: the summary of its supervisor, and the reports and events of its workers.
+
+Damaged and missing files are named, and the others are used.
+"""
+
+import dataclasses
+import json
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfdist.events.event_file import EventFile, read_events
+from tfdist.run_files import RunFiles
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerFiles:
+    """The files of one worker in one attempt.
+
+    Attributes:
+      failure: Its failure report; empty if it wrote none.
+      events: Its events; `None` if it wrote none.
+      log: Path of its log.
+    """
+
+    failure: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    events: EventFile | None = None
+    log: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedRun:
+    """The files in the folder of a run.
+
+    Attributes:
+      folder: The folder.
+      summaries: The content of each `failure.json`: of one supervisor, or of those of several hosts.
+      attempts: By number of the attempt, the files of each worker.
+      problems: One line for each file that could not be read.
+    """
+
+    folder: pathlib.Path
+    summaries: Sequence[Mapping[str, Any]]
+    attempts: Mapping[int, Mapping[int, WorkerFiles]]
+    problems: Sequence[str]
+
+
+def read_run(folder: pathlib.Path) -> RecordedRun:
+    """Reads the folder of a run, or a folder with a folder `worker-<i>` of each host.
+
+    Raises:
+      ValueError: If the folder is no folder of a run.
+    """
+    folders = [each for each in (folder, *sorted(folder.glob("worker-*"))) if _attempts_in(each)]
+    if not folders:
+        what = "does not exist" if not folder.exists() else "has no attempt-0, so no run has written to it"
+        raise ValueError(f"RUN_DIR must be the folder of a run of `tfdist run`, but {folder} {what}.")
+    problems: list[str] = []
+    summaries = [summary for each in folders if (summary := _json(RunFiles(each).summary, problems))]
+    attempts: dict[int, dict[int, WorkerFiles]] = {}
+    for each in folders:
+        for number in _attempts_in(each):
+            attempts.setdefault(number, {}).update(_workers_of(RunFiles(each), number, problems))
+    return RecordedRun(folder, summaries, dict(sorted(attempts.items())), problems)
+
+
+def _attempts_in(folder: pathlib.Path) -> list[int]:
+    return [int(match[1]) for path in folder.glob("attempt-*") if (match := re.fullmatch(r"attempt-(\d+)", path.name))]
+
+
+def _workers_of(files: RunFiles, number: int, problems: list[str]) -> dict[int, WorkerFiles]:
+    names = [path.name for path in files.attempt(number).iterdir()]
+    matches = [re.fullmatch(r"(?:worker|failure|events)-(\d+)\.(?:log|json|jsonl)", name) for name in names]
+    found = {}
+    for worker in sorted({int(match[1]) for match in matches if match}):
+        log = files.attempt(number) / f"worker-{worker}.log"
+        found[worker] = WorkerFiles(
+            _json(files.report(number, worker), problems),
+            _events(files.events(number, worker), problems),
+            str(log) if log.exists() else None,
+        )
+    return found
+
+
+def _json(path: pathlib.Path, problems: list[str]) -> Mapping[str, Any]:
+    """Returns the content of a JSON file; empty if it is missing or damaged."""
+    try:
+        content = json.loads(path.read_text(errors="replace"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        problems.append(f"{path} cannot be read: {error.strerror}")
+        return {}
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        problems.append(f"{path} is damaged: it is no JSON object")
+        return {}
+    return content
+
+
+def _events(path: pathlib.Path, problems: list[str]) -> EventFile | None:
+    try:
+        events = read_events(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        problems.append(f"{path} cannot be read: {error.strerror}")
+        return None
+    except ValueError as error:
+        problems.append(f"{path} is damaged: it {error}")
+        return None
+    if events.damaged:
+        problems.append(f"{path} is damaged: {events.damaged} of its lines cannot be read")
+    return events
