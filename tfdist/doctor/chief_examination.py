@@ -11,16 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tfdist.doctor.doctor_channel import COMMANDS
-from tfdist.doctor.doctor_task import DoctorTask, participant_of
+from tfdist.doctor.doctor_task import CALL_ERRORS, DoctorTask, participant_of
 from tfdist.doctor.job_facts import JobFacts, Participant
 from tfdist.doctor.pairings import disjoint_rounds, rounds, turns
 from tfdist.doctor.speed_checks import late_pairs, reference_rate, slow_links, slow_workers
 from tfdist.errors import ClusterError
-from tfdist.network.handshake import NotOursError, RefusedError
+from tfdist.network.handshake import NotOursError
 
 _HEAD_START_SECONDS = 1.0  # Workers usually connect to the chief by themselves.
 _RETRY_SECONDS = 0.2
-_ANSWER_SECONDS = 5.0
+_ANSWER_SECONDS, _MOST_ANSWER_SECONDS = 5.0, 15.0
+_END_SECONDS = 1.0
 _COMPUTE_SECONDS, _MOST_TURNS = 0.3, 8
 _COMPUTE_TRIES, _TRIP_TRIES, _MOST_TRIP_ROUNDS = 3, 3, 4
 _LINK_SECONDS, _LEAST_LINK_SECONDS, _ALL_LINKS_SECONDS = 0.3, 0.08, 4.0
@@ -37,6 +38,7 @@ class ChiefExamination:
 
     def __init__(self, task: DoctorTask):
         self._task = task
+        self._asked: dict[str, int] = {}
         self._pool = ThreadPoolExecutor(max(2, task.spec.num_workers), "tfdist-ask")
 
     def run(self) -> JobFacts:
@@ -53,8 +55,22 @@ class ChiefExamination:
 
     def tell_end(self, exit_code: int) -> None:
         """Tells all tasks that the check is over, with their exit code."""
-        self._ask({token: {"end": exit_code} for token in self._task.channels}, 1.0)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        task, end = self._task, {"end": exit_code}
+        answers = self._ask(dict.fromkeys(task.channels, end), _END_SECONDS)
+
+        def tell_again(worker: int) -> None:
+            with contextlib.suppress(*CALL_ERRORS), task.call(worker, COMMANDS, _END_SECONDS) as channel:
+                channel.ask(end, _END_SECONDS)
+
+        deaf = [worker for token, worker in self._asked.items() if token not in answers]
+        list(self._pool.map(tell_again, deaf))
+        self._pool.shutdown(wait=False)
+
+    @property
+    def _patience(self) -> float:
+        """How long to wait for an answer: longer on a busy machine, if the time limit allows it."""
+        left = self._task.deadline - time.monotonic()
+        return max(_ANSWER_SECONDS, min(left, _MOST_ANSWER_SECONDS))
 
     def _wait_for_all(self) -> None:
         """Waits until there is a channel to each worker, or the time to wait is over."""
@@ -71,7 +87,7 @@ class ChiefExamination:
         while time.monotonic() < task.join_deadline:
             if peer in [channel.peer.worker for channel in list(task.channels.values())]:
                 return
-            with contextlib.suppress(OSError, NotOursError, RefusedError, UnicodeError):
+            with contextlib.suppress(*CALL_ERRORS):
                 channel = task.call(peer, COMMANDS, _ANSWER_SECONDS)
                 if not task.keep(channel):
                     channel.close()
@@ -88,6 +104,7 @@ class ChiefExamination:
                     return task.answer(request)
                 return task.channels[token].ask(request, seconds)
             except (OSError, NotOursError, KeyError):
+                task.drop(token)  # A late answer would be taken for that to the next request.
                 return None
 
         asked = {token: self._pool.submit(ask, token, request) for token, request in requests.items()}
@@ -113,8 +130,9 @@ class ChiefExamination:
     def _facts(self, marker: str | None) -> tuple[Participant, ...]:
         """Returns the facts of all tasks that answer, the chief's first, each with its place in TF_CONFIG."""
         task = self._task
+        self._asked = {token: channel.peer.worker for token, channel in task.channels.items()}
         begin = {"begin": True, "marker": marker}
-        answers = self._ask(dict.fromkeys([task.token, *task.channels], begin), 2 * _ANSWER_SECONDS)
+        answers = self._ask(dict.fromkeys([task.token, *task.channels], begin), _ANSWER_SECONDS + self._patience)
         read = {token: participant_of(answer) for token, answer in answers.items()}
         found = [each for each in read.values() if each is not None and each.facts.token in read]
         if read.get(task.token) is None:
@@ -133,7 +151,7 @@ class ChiefExamination:
             for pairs in disjoint_rounds(late_pairs(trips))[:_MOST_TRIP_ROUNDS]:
                 callers = {job.seats[pair[0]].facts.token: pair for pair in pairs}
                 requests = {token: {"trip": peer} for token, (_, peer) in callers.items()}
-                for token, answer in self._ask(requests, _ANSWER_SECONDS / 2).items():
+                for token, answer in self._ask(requests, self._patience).items():
                     if isinstance(trip := answer.get("round_trip"), float):
                         trips[callers[token]] = min(trip, trips.get(callers[token], trip))
         return trips
@@ -164,7 +182,7 @@ class ChiefExamination:
             }
             for worker in workers
         }
-        answers = self._ask(requests, _ANSWER_SECONDS)
+        answers = self._ask(requests, self._patience)
         rates = {worker: answers.get(job.seats[worker].facts.token, {}).get("rate") for worker in workers}
         return {worker: rate for worker, rate in rates.items() if isinstance(rate, float)}
 
@@ -202,7 +220,7 @@ class ChiefExamination:
                     callers[job.seats[caller].facts.token] = caller, peer
                     break
         requests = {token: {"link": peer, "seconds": seconds} for token, (_, peer) in callers.items()}
-        for token, answer in self._ask(requests, 2 * seconds + _ANSWER_SECONDS).items():
+        for token, answer in self._ask(requests, 2 * seconds + self._patience).items():
             caller, peer = callers[token]
             for link, name in (((caller, peer), "sent"), ((peer, caller), "received")):
                 if isinstance(rate := answer.get(name), float):

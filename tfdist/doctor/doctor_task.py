@@ -30,12 +30,15 @@ from tfdist.network.tls import Tls
 MEASURING_SECONDS = 9.0
 """The last part of the time limit, in which the present tasks measure and no longer wait for missing ones."""
 
+CALL_ERRORS = (OSError, NotOursError, RefusedError, UnicodeError, IndexError)
+"""The errors of `DoctorTask.call`: there is no connection to the worker, or no such worker."""
+
 _RETRY_SECONDS = 0.2
 _LEAST_WAIT_SECONDS = 1.0
 _FACTS_SECONDS = 5.0
 _MOST_COMPUTE_SECONDS = 1.0
 _LINK_SECONDS = 4.0
-_LATE_SECONDS = 1.5  # How much longer than the chief another task waits for the chief.
+_LATE_SECONDS = 2.5  # How much longer than the chief another task waits for the chief.
 _MARKER_SECONDS = 1.0  # A file server may show a new file late.
 
 
@@ -73,6 +76,7 @@ class DoctorTask:
         self._secret, self._tls = Secret.from_env(), Tls.from_env()
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._controls, self._computing = 0, threading.Lock()
+        self._has_begun, self._alone_since = False, start
         self.exit_code: int | None = None
         self.channels: dict[str, DoctorChannel] = {}
         port_problem, self._acceptor, self._other_port = self._listen()
@@ -103,6 +107,7 @@ class DoctorTask:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answers a request of the chief, or of a peer that measures the round trip."""
         if "begin" in request:
+            self._has_begun = True
             return self._begin(request)
         if "compute" in request:
             seconds, threads = float(request["compute"]), int(request.get("threads", 1))
@@ -127,7 +132,8 @@ class DoctorTask:
         """Waits until the chief has ended the check; returns False if the chief cannot be reached, or has died."""
         while not self._ended.wait(0.05):
             now = time.monotonic()
-            if not self._controls and now > self.join_deadline + _LATE_SECONDS:
+            is_late = self._has_begun or now > self.join_deadline + _LATE_SECONDS
+            if is_late and not self._controls and now > self._alone_since + _LATE_SECONDS:
                 return False
             if now > self.deadline + self.options.timeout_seconds:
                 return False
@@ -179,6 +185,12 @@ class DoctorTask:
             self.channels[channel.peer.token] = channel
             return True
 
+    def drop(self, token: str) -> None:
+        """Chief: closes a channel that has failed. The task at its other end then connects anew."""
+        with self._lock:
+            if channel := self.channels.pop(token, None):
+                channel.close()
+
     def _serve(self, channel: DoctorChannel) -> None:
         """Answers the requests of one connection until it ends."""
         is_control = channel.peer.role in (COMMANDS, SERVES) or channel.peer.worker == 0
@@ -192,12 +204,13 @@ class DoctorTask:
         finally:
             with self._lock:
                 self._controls -= is_control
+                self._alone_since = time.monotonic()
 
     def _serve_chief(self) -> None:
         """Connects to the chief to answer its requests, in case that the chief cannot connect to this worker."""
-        while not self._ended.is_set() and time.monotonic() < self.join_deadline:
+        while not self._ended.is_set() and (self._has_begun or time.monotonic() < self.join_deadline):
             if not self._controls:
-                with contextlib.suppress(OSError, NotOursError, RefusedError, UnicodeError):
+                with contextlib.suppress(*CALL_ERRORS):
                     channel = self.call(0, SERVES, _RETRY_SECONDS * 10)
                     self._serve(channel) if channel.peer.worker == 0 else channel.close()
             time.sleep(_RETRY_SECONDS)
@@ -216,7 +229,7 @@ class DoctorTask:
         try:
             with self.call(peer, CONTACTS, _LINK_SECONDS) as channel:
                 there, here = channel.rates(min(seconds, 1.0), _LINK_SECONDS)
-        except (OSError, NotOursError, RefusedError, UnicodeError, IndexError):
+        except CALL_ERRORS:
             return {}
         return {"sent": there, "received": here}
 
@@ -224,7 +237,7 @@ class DoctorTask:
         try:
             with self.call(peer, CONTACTS, _LINK_SECONDS) as channel:
                 return {"round_trip": channel.ping(self._clock, _LINK_SECONDS)[0]}
-        except (OSError, NotOursError, RefusedError, UnicodeError, IndexError):
+        except CALL_ERRORS:
             return {}
 
 
