@@ -264,6 +264,19 @@ def test_sound_hosts_have_no_warning_and_listen_only_at_their_address(hosts):
 
 
 @pytest.mark.privileged
+@pytest.mark.exhaustive
+def test_workers_of_one_machine_listen_only_at_loopback(lab):
+    task, seen = Task(lab.hosts[0].command([*COMMAND, "--workers", "2"])), set()
+
+    def is_over():
+        seen.update(listening(lab.hosts[0]))
+        return task.process.poll() is not None
+
+    assert eventually(is_over, DEADLINE_SECONDS)
+    assert (task.end().code, seen) == (0, {"127.0.0.1"}), task.out + task.err
+
+
+@pytest.mark.privileged
 def test_a_port_that_is_closed_one_way_is_named_with_both_ends(hosts):
     with dropped(hosts, 2, source=0):
         row = hosts.problem()

@@ -8,12 +8,13 @@ import pathlib
 import socket
 import threading
 import time
+import types
 
 import pytest
 
-from tfdist.cluster import ports
+from tfdist.cluster import ClusterSpec, ports
 from tfdist.cluster.port_holder import holder_of
-from tfdist.doctor import check_table, machine_facts
+from tfdist.doctor import check_table, doctor_command, machine_facts, start_checks
 from tfdist.doctor.check import FAILURE, OK, WARNING, Check
 from tfdist.doctor.chief_examination import seated
 from tfdist.doctor.findings import findings
@@ -33,6 +34,7 @@ from tfdist.doctor.worker_facts import (
     WorkerFacts,
     from_message,
 )
+from tfdist.launch.arguments import CommandParser
 
 MIB = 1 << 20
 VERSIONS = {"python": "3.12.1", "tfdist": "0.1.0", "tensorflow": "2.20.0", "keras": "3.13.0", "numpy": "2.3.0"}
@@ -525,6 +527,69 @@ def test_the_table_has_one_line_for_each_check(capsys):
         "warning  disk      full",
         "tfdist doctor: not ready; 1 failure, 1 warning; 3 checks of 4 workers in 7.4 s",
     ]
+
+
+def test_the_table_of_a_terminal_has_a_row_for_each_check(capsys):
+    check_table._print_on_terminal([Check("names", OK, "fine"), Check("own port", FAILURE, "taken [x]", "End it")])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert rows[-2:] == [["names", "ok", "fine"], ["own", "port", "failure", "taken", "[x].", "End", "it."]]
+
+
+def test_the_cluster_of_a_task_comes_from_its_options_or_its_scheduler(monkeypatch):
+    parser = CommandParser()
+    doctor_command.add_arguments(parser)
+    for name in ("TF_CONFIG", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    assert doctor_command._spec_of(parser.parse_args([])).num_workers == 1
+    slurm = {
+        "STEP_NODELIST": "n[1-2]",
+        "STEP_TASKS_PER_NODE": "1(x2)",
+        "PROCID": "1",
+        "STEP_NUM_TASKS": "2",
+        "JOB_ID": "7",
+    }
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    found = doctor_command._spec_of(parser.parse_args([]))
+    assert found.num_workers == 2 and found.worker_id == 1 and found.address.startswith("n2:")
+    assert doctor_command._spec_of(parser.parse_args(["--slurm", "--base-port", "999"])).address == "n2:999"
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert doctor_command._spec_of(parser.parse_args(["--mpi", "a,b"])).training_addresses == ("a:12345", "b:12345")
+    monkeypatch.setenv("TF_CONFIG", ClusterSpec.local(3, 2, [1, 2, 3]).to_json())
+    assert doctor_command._spec_of(parser.parse_args([])).address == "127.0.0.1:3"
+
+
+def warnings_at_start(caplog, spec=None):
+    caplog.clear()
+    start_checks.warn_at_start(spec, None)
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_job_warns_at_its_start_of_little_memory_and_a_full_disk(monkeypatch, caplog):
+    monkeypatch.setattr(start_checks, "free_memory", lambda: 8 << 30)
+    monkeypatch.setattr(start_checks.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=8 << 30))
+    assert warnings_at_start(caplog) == []
+    monkeypatch.setattr(start_checks, "free_memory", lambda: 90 * MIB)
+    monkeypatch.setattr(start_checks.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=3 * MIB))
+    memory, disk = warnings_at_start(caplog)
+    assert "Only 90 MiB of memory" in memory and "Only 3 MiB are free in" in disk
+
+
+def test_a_job_warns_at_its_start_of_the_address_of_another_machine(monkeypatch, caplog):
+    monkeypatch.setattr(start_checks, "free_memory", lambda: 8 << 30)
+    monkeypatch.setattr(start_checks, "local_addresses", lambda: ("10.0.0.3", "10.9.9.9"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+
+    def spec(index):
+        return ClusterSpec({"worker": addresses(4)}, "worker", index)
+
+    assert warnings_at_start(caplog, spec(2)) == []
+    assert warnings_at_start(caplog, ClusterSpec.local(2, 0, [1, 2])) == []
+    (warning,) = warnings_at_start(caplog, spec(1))
+    assert "10.0.0.2 is no address of this machine, which has 10.0.0.3, 10.9.9.9" in warning
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert warnings_at_start(caplog, spec(1)) == []
 
 
 def test_the_json_result_has_checks_and_measurements_but_no_settings():
