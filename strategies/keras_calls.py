@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist._compat import keras_stack
+from tfdist._compat import dataset_internals, keras_stack
 from tfdist.errors import ClusterError
 from tfdist.events.event_buffer import EVENTS
 from tfdist.faults.activity import BUILDING, TRAIN, Activity, Call
@@ -123,7 +123,9 @@ class NotedFunction:
     def __call__(self, given: Any) -> Any:
         """Runs the function on Keras' argument: an iterator, or batches."""
         reads = isinstance(given, tf.data.Iterator | tf.distribute.DistributedIterator)
-        one = reads and getattr(self._model(), "steps_per_execution", None) == 1
+        # Other iterators return an Optional that Keras can only evaluate outside of a graph.
+        is_noted = isinstance(given, dataset_internals.NotedIterator)
+        one = is_noted and getattr(self._model(), "steps_per_execution", None) == 1
         executing = self._activity.executing(self._kind, reads=reads, alone=self._alone(given))
         with executing as call, explained(self._activity, call):
             if self._function is None:

@@ -58,10 +58,6 @@ class ReplicatedExtended:
         """The number of replicas, also inside a step for which `num_replicas_in_sync` is 1."""
         return self._num_replicas_in_sync
 
-    def is_read_for_one_step(self) -> bool:
-        """Returns whether Keras, which called the caller, reads the batch of a single step from an iterator."""
-        return keras_stack.reads_for_one_step(more=1)
-
     def check_in_company(self):
         """Refuses an operation of all workers if the chief alone has begun it and the cluster has other workers."""
         if self._num_workers > 1:

@@ -152,6 +152,23 @@ def train_by_wrapped_function(placement, policy):
     return outcome(model, history) | {"later_traces": traces[-1] - traces[0]}
 
 
+def train_by_own_iterators(placement, kind, policy):
+    """Returns the result of a `fit` of one epoch, after which `train_function` reads iterators of the user's own."""
+    strategy = None if placement == "single" else strategy_of(placement)
+    model = prepared(strategy)
+    if kind == "plain":
+        data = tf.data.Dataset.from_tensor_slices(arrays()).batch(BATCH)
+    else:
+        _, data = distributed(strategy, arrays(), policy=policy)
+    model.fit(data, verbose=0)
+    for _ in range(EPOCHS - 1):
+        iterator = iter(data)
+        for _ in range(-(-ROWS // BATCH)):
+            logs = model.train_function(iterator)
+            assert np.isfinite(float(logs["loss"]))
+    return outcome(model, {})
+
+
 def evaluate_and_predict(placement):
     strategy = strategy_of(placement)
     model = prepared(strategy)

@@ -76,6 +76,21 @@ def test_a_wrapped_train_function_is_traced_once_for_all_numbers_of_rows(pools, 
     assert_same(workers[0], one_device("plain"), tolerance=1e-5)
 
 
+def test_a_train_function_trains_on_iterators_of_a_user(pools, one_device):
+    """Keras 3.16 reads a batch in Python, and evaluates there whether an iterator had one."""
+    workers = pools("2x1").run(checks.train_by_own_iterators, "2x1", "balanced", SHARES["2x1"])
+
+    assert_agree(workers)
+    assert_same(workers[0], one_device("plain") | {"history": {}}, tolerance=1e-5)
+
+
+def test_a_train_function_trains_on_a_plain_iterator(pools):
+    (expected,) = pools("single").run(checks.train_by_own_iterators, "single", "plain", None)
+    (result,) = pools("1x2").run(checks.train_by_own_iterators, "1x2", "plain", None)
+
+    assert_same(result, expected, tolerance=1e-5)
+
+
 @pytest.mark.parametrize(
     "placement", ["2x1", *(pytest.param(place, marks=pytest.mark.exhaustive) for place in ("1x2", "2x2"))]
 )

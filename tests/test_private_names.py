@@ -34,7 +34,24 @@ def functions_of(kind):
 
 
 def renamed(names, *gone):
-    return tuple("renamed" if each in gone else each for each in names)
+    return tuple("renamed" if isinstance(each, str) and each in gone else each for each in names)
+
+
+KINDS_OF_NAMES = ("co_varnames", "co_cellvars", "co_freevars", "co_names", "co_consts")
+
+
+def without(code, *gone):
+    """Returns code that uses other names; "inner.name" is renamed in the code of the function `inner` only."""
+    own = {each for each in gone if "." not in each}
+    changed = {kind: renamed(getattr(code, kind), *own) for kind in KINDS_OF_NAMES}
+    of_inner = {}
+    for inner, _, name in (each.partition(".") for each in set(gone) - own):
+        of_inner.setdefault(inner, []).append(name)
+    changed["co_consts"] = tuple(
+        without(each, *of_inner[each.co_name]) if getattr(each, "co_name", None) in of_inner else each
+        for each in changed["co_consts"]
+    )
+    return code.replace(**changed)
 
 
 def remove(name, monkeypatch):
@@ -42,9 +59,7 @@ def remove(name, monkeypatch):
     module = importlib.import_module(name.module)
     if name.variables:
         function = inspect.unwrap(resolved(module, name.path))
-        kinds = ("co_varnames", "co_cellvars", "co_names", "co_consts")
-        changed = {kind: renamed(getattr(function.__code__, kind), *name.variables) for kind in kinds}
-        monkeypatch.setattr(function, "__code__", function.__code__.replace(**changed))
+        monkeypatch.setattr(function, "__code__", without(function.__code__, *name.variables))
         return
     owner = resolved(module, name.path[:-1])
     for last in name.path[-1]:
@@ -76,6 +91,27 @@ def test_a_version_without_a_private_name_is_refused(name, monkeypatch):
     assert (told.path[-1], told.variables) == (name.path[-1], name.variables)  # A class shares names with its parents.
     version = sys.modules[told.library].__version__
     assert [word for word in (told.feature, version, "pip install", "a newer tfdist") if word not in message] == []
+
+
+def test_a_keras_whose_train_function_is_in_another_module_is_refused(monkeypatch):
+    """tfdist knows Keras' calls by their module. In another one they would look like calls of a user."""
+    name = next(each for each in private_names.PRIVATE_NAMES if "function.self" in each.variables)
+    owner = resolved(importlib.import_module(name.module), name.path[:-1])
+    own = inspect.unwrap(owner._make_function)
+    elsewhere = types.FunctionType(own.__code__, {**own.__globals__, "__name__": "keras.src.elsewhere"})
+    monkeypatch.setattr(owner, "_make_function", elsewhere)
+    with pytest.raises(VersionError, match=r"_make_function\(one_step_on_data.self\)"):
+        private_names.check_private_names()
+
+
+def test_a_library_that_fails_to_load_raises_its_own_error(monkeypatch, tmp_path):
+    """Its names are not missing, and another version would not help."""
+    (tmp_path / "broken_library.py").write_text("import a_missing_dependency")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = [private_names._parsed(f"{place}:any", "a feature") for place in ("broken_library", "no_library.at_all")]
+    with pytest.raises(ModuleNotFoundError, match="a_missing_dependency"):
+        names[0].is_present()
+    assert not names[1].is_present()
 
 
 def sources(folder):

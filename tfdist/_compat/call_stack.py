@@ -15,6 +15,7 @@ __all__ = [
     "frame_of",
     "frames",
     "is_called_by_library",
+    "owner_of_caller",
     "site_of",
 ]
 
@@ -27,9 +28,18 @@ def frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def caller(more: int = 0) -> FrameType:
-    """Returns the frame that called the caller of the calling function, or a frame `more` calls further out."""
-    return sys._getframe(3 + more)
+def caller() -> FrameType:
+    """Returns the frame that called the caller of the calling function."""
+    return sys._getframe(3)
+
+
+def owner_of_caller(module: Any) -> Any:
+    """Returns `self` of the frame that called the caller of the calling function, if `module` has its code; or `None`.
+
+    A function inside of a method has the `self` of the method, if it uses it.
+    """
+    frame = sys._getframe(3)
+    return frame.f_locals.get("self") if frame.f_globals.get("__name__") == module.__name__ else None
 
 
 def site_of(frame: FrameType | None) -> str:

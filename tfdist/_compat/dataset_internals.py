@@ -8,6 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist._compat import call_stack
+
+# The module of Keras' `fit`, to know when it reads the batch of one step; see `_is_read_for_one_step`.
+from keras.src.backend.tensorflow import trainer as keras_trainer
+
 # Values of replicas, and the description of a dataset's elements on each replica; see `_OfSpec`. Without them: `fit`
 # reads a batch to learn the shapes.
 from tensorflow.python.distribute.values import PerReplica, PerReplicaSpec
@@ -171,7 +176,9 @@ class CountingIterator(_ReplacingIterator):
         return batch
 
     def get_next_as_optional(self) -> Any:
-        """Returns the next batches as an Optional, and reports that a graph reads from now on."""
+        """Returns the next batches as an Optional. Reports the batch, or that a graph reads from now on."""
+        if _is_read_for_one_step():
+            return _OneBatch(self.get_next(), self.element_spec)
         self._on_graph()
         return super().get_next_as_optional()
 
@@ -179,6 +186,14 @@ class CountingIterator(_ReplacingIterator):
     def _type_spec(self) -> Any:
         self._on_graph()  # Requested only if the iterator is in an argument of a function.
         return super()._type_spec
+
+
+def _is_read_for_one_step() -> bool:
+    """Returns whether the module of Keras' `fit` called the caller, a method of an iterator, and runs single steps.
+
+    Without it: from Keras 3.16 on, each step of a `fit` on a BalancedSharding has one exchange more.
+    """
+    return getattr(call_stack.owner_of_caller(keras_trainer), "steps_per_execution", None) == 1
 
 
 class _OneBatch:
@@ -244,7 +259,7 @@ class NotedIterator(_ReplacingIterator):
         From Keras 3.16 on, `fit` asks for each batch in this way. TensorFlow would exchange, before each step, whether
         any worker has data left, also if all end in the same step. `get_next` exchanges this only if they may not.
         """
-        if self._strategy.extended.is_read_for_one_step():
+        if _is_read_for_one_step():
             return _OneBatch(self.get_next(), self.element_spec)
         with self._strategy.reports.reading():
             return super().get_next_as_optional()

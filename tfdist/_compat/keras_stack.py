@@ -62,7 +62,6 @@ __all__ = [
     "model_to_build",
     "purpose",
     "reader",
-    "reads_for_one_step",
     "reads_outside_graph",
     "running_calls",
     "running_fit",
@@ -85,25 +84,9 @@ def _owner_of(*methods: Any) -> Any:
     return None if frame is None else frame.f_locals["self"]
 
 
-def _owner_in(module: Any) -> Any:
-    """Returns the object whose method in `module` called the caller of the calling function, or `None`."""
-    frame = call_stack.caller(1)
-    return frame.f_locals.get("self") if frame.f_globals.get("__name__") == module.__name__ else None
-
-
 def called_by_trainer() -> bool:
     """Returns whether the module of Keras' `fit` called the caller, to tell Keras' own calls from a user's."""
     return call_stack.caller().f_globals.get("__name__") == keras_trainer.__name__
-
-
-def reads_for_one_step(more: int) -> bool:
-    """Returns whether the module of Keras' `fit` called a function `more` frames further out, and runs single steps.
-
-    Without it: from Keras 3.16 on, each step of a `fit` on a BalancedSharding has one exchange more.
-    """
-    frame = call_stack.caller(more)
-    model = frame.f_locals.get("self") if frame.f_globals.get("__name__") == keras_trainer.__name__ else None
-    return getattr(model, "steps_per_execution", None) == 1
 
 
 def reads_outside_graph(function: Any) -> bool:
@@ -118,7 +101,7 @@ def reads_outside_graph(function: Any) -> bool:
 
 def calling_trainer() -> keras.Model | None:
     """Returns the model whose `fit`, `evaluate` or `predict` called the caller to run a step."""
-    return _owner_in(keras_trainer)
+    return call_stack.owner_of_caller(keras_trainer)
 
 
 def variable_made_late() -> keras.Variable | None:
@@ -164,7 +147,7 @@ def made_dataset() -> bool:
 
 def epochs_of_iterator() -> keras_epoch_iterator.EpochIterator | None:
     """Returns the Keras `EpochIterator` that called the calling `__iter__`; `None` if a user did, as in a callback."""
-    return _owner_in(keras_epoch_iterator)
+    return call_stack.owner_of_caller(keras_epoch_iterator)
 
 
 def model_to_build() -> keras.Model | None:

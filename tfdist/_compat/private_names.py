@@ -1,7 +1,8 @@
 """Lists the private names of TensorFlow and Keras that tfdist uses, and checks that the installed versions have them.
 
-The check runs before any other module of tfdist uses such a name. So a version that has renamed one gives an error that
-names it, and no wrong result later.
+The check runs before any other module of tfdist uses such a name. So a version that lacks one is refused before it
+trains, with an error that names it. The check cannot see that a name has another meaning. docs/architecture.md says
+what happens then.
 """
 
 import importlib
@@ -33,8 +34,8 @@ _OPTIMIZER = "keras.src.backend.tensorflow.optimizer:TFOptimizer"
 _ADAPTERS = "keras.src.trainers.data_adapters."
 
 # By feature: where the names are. "|" separates names of which one suffices, since versions differ. In brackets is what
-# the code of a function must name: a local variable, which tfdist reads from its frame, or a key. Some versions have no
-# module after "?".
+# the code of a function must name: a local variable, which tfdist reads from its frame, or a key; `inner.name` if the
+# code of the function `inner` inside of it must name it. Some versions have no module after "?".
 _NAMES_BY_FEATURE = {
     "tfdist.MultiWorkerMirroredStrategy": (
         *(f"{_WORKERS}.{name}" for name in ("_initialize_local", "_initialize_local_devices")),
@@ -132,7 +133,10 @@ _NAMES_BY_FEATURE = {
         *(f"{_MODEL}.{name}" for name in ("predict(epoch_iterator)", "compile(self)")),
         *(f"{_MODEL}.{name}" for name in ("_maybe_symbolic_build(self)", "_maybe_symbolic_build(iterator)")),
         *(f"{_MODEL}.{name}" for name in ("_distribute_strategy", "_compile_metrics", "_compile_loss")),
-        f"{_MODEL}._make_function(self)",
+        *(f"{_MODEL}._make_function({name})" for name in ("self", "one_step_on_data.self")),
+        # The batch of a single step is read in a graph, or by Keras 3.16 in Python, where tfdist takes it over.
+        f"{_MODEL}._make_function(multi_step_on_iterator.get_next|function.get_next_as_optional)",
+        f"{_MODEL}._make_function(function.self)",
         *(f"{_MODEL}.{name}" for name in ("make_train_function", "make_test_function", "make_predict_function")),
         f"{_TRAINER}TFEpochIterator.__init__(self)",
         f"{_TRAINER}TFEpochIterator._distributed_dataset",
@@ -175,7 +179,9 @@ class PrivateName(NamedTuple):
       module: Module that has the name.
       path: Alternative names after the module, such as `("fit",)` or `("TensorFlowTrainer", "Trainer")` with more.
       variables: Alternative names of a local variable of a function, which tfdist reads from the function's frame. Or
-        those of a global variable or key that the function uses. Empty for other names.
+        those of a global variable or key that the function uses. "inner.name" is a name in the code of a function
+        `inner` inside of it; the module must then contain this code, since tfdist asks which module calls. Empty for
+        other names.
       is_optional: Whether some versions offer no such module, and need nothing of it.
       feature: The feature of tfdist that needs the name.
     """
@@ -205,16 +211,25 @@ class PrivateName(NamedTuple):
         names = self.path[-1]
         if self.variables:
             function = next((getattr(owner, name) for name in names if hasattr(owner, name)), None)
-            known = () if function is None else _named_in(inspect.unwrap(function).__code__)
-            return any(name in known for name in self.variables)
+            return function is not None and self._is_used_in(inspect.unwrap(function))
         return any(_has(owner, name) for name in names)
+
+    def _is_used_in(self, function: FunctionType) -> bool:
+        known = _named_in(function.__code__)
+        for code in filter(inspect.iscode, function.__code__.co_consts):
+            if function.__globals__["__name__"] == self.module:
+                known += [f"{code.co_name}.{name}" for name in _named_in(code)]
+        return any(name in known for name in self.variables)
 
 
 def _module(name: str) -> Any:
+    """Returns a module, or `None` if this version has no such module. A module that fails to load raises its error."""
     try:
         return importlib.import_module(name)
-    except ImportError:
-        return None
+    except ModuleNotFoundError as error:
+        if f"{name}.".startswith(f"{error.name}."):
+            return None
+        raise
 
 
 def _has(owner: Any, name: str) -> bool:
@@ -235,11 +250,11 @@ def _codes_of(kind: type) -> Iterator[CodeType]:
 
 
 def _named_in(code: CodeType) -> list[Any]:
-    return [*code.co_varnames, *code.co_cellvars, *code.co_names, *code.co_consts]
+    return [*code.co_varnames, *code.co_cellvars, *code.co_freevars, *code.co_names, *code.co_consts]
 
 
 def _parsed(place: str, feature: str) -> PrivateName:
-    found = re.fullmatch(r"(\??)([\w.]+):([\w.|]+)(?:\(([\w|]+)\))?", place)
+    found = re.fullmatch(r"(\??)([\w.]+):([\w.|]+)(?:\(([\w.|]+)\))?", place)
     assert found is not None, place
     path = tuple(tuple(names.split("|")) for names in found[3].split("."))
     variables = tuple(found[4].split("|")) if found[4] else ()
