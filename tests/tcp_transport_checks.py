@@ -259,3 +259,5 @@ def data_goes_both_ways_whole_or_in_parts_until_a_worker_closes(workers):
     socket.socket.shutdown(workers.ends[1], socket.SHUT_RDWR)
     workers.begin(0)[0].join(60)
     assert "worker 1 at b:1 is gone" in workers.ended[0], workers.ended
+    refused = workers.exchanges[0]._state()["pending"][-1]
+    assert (refused["group"], refused["missing"]) == (77, [1]) and refused["bytes"] > 0 and refused["since"], refused

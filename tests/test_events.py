@@ -1,9 +1,14 @@
 """A worker writes its events when it fails, stalls, loses a peer or gets SIGUSR2, and then trains on."""
 
+import os
 import signal
 import subprocess
 import sys
 import textwrap
+
+import pytest
+
+from tfdist.events.event_file import read_events
 
 DEADLINE_SECONDS = 60
 
@@ -99,3 +104,34 @@ def test_a_forked_child_has_the_default_of_the_signal():
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
     assert asked(body) == (0, f"told\n{-signal.SIGUSR2}\n")
+
+
+FAILS = """
+import keras, numpy as np, tfdist
+strategy = tfdist.MirroredStrategy(["CPU:0"])
+with strategy.scope():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+def fails(batch, logs):
+    if batch == 2:
+        raise KeyError("x")
+x = np.ones((16, 2))
+callback = keras.callbacks.LambdaCallback(on_train_batch_end=fails)
+model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[callback])
+"""
+
+
+@pytest.mark.parametrize("count", ["", pytest.param("0", marks=pytest.mark.exhaustive)])
+def test_a_process_without_tfdist_run_writes_to_the_folder_of_the_environment(tmp_path, count):
+    own = {"TFDIST_EVENTS_DIR": str(tmp_path / "events"), "TFDIST_EVENT_COUNT": count}
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2", **own}
+    done = subprocess.run([sys.executable, "-c", FAILS], env=env, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 1 and done.stderr.rstrip().endswith("KeyError: 'x'"), done.stderr
+    if count == "0":
+        assert list(tmp_path.iterdir()) == []
+        return
+    file = read_events(tmp_path / "events" / "attempt-0" / "events-0.jsonl")
+    expected = {"why": "exception", "exception": "KeyError", "phase": "callback", "call": "fit", "step": 3, "worker": 0}
+    assert {name: file.header[name] for name in expected} == expected
+    assert file.stacks["MainThread"][0][2] == "fails" and file.stacks["MainThread"][-1][2] == "<module>"
+    assert [event.details["rows"] for event in file.events if event.kind == "step"] == [[4]] * 3

@@ -192,6 +192,15 @@ def test_a_worker_that_was_asked_still_worked(tmp_path, reported):
     assert "worker 0: input of `fit`, in step 41" in out and "it still worked when it was asked" in out
 
 
+def test_events_from_before_the_failure_tell_nothing_of_it(tmp_path, reported):
+    killed_job(tmp_path)
+    earlier = header(1, ASKED, workers=2, pending=[pending(10, 0)]) | {"time": 1_764_183_999.0}
+    write_events(tmp_path / "attempt-0" / "events-1.jsonl", earlier, [], {})
+    out = reported()[1]
+    assert "worker 0 was missing" not in out and "worker 1 was missing from exchange 12" in out, out
+    assert "worker 1 last took part in exchange 11" in out and "it still worked when it was asked" in out, out
+
+
 @pytest.mark.parametrize("make", [lambda path: None, lambda path: (path / "other.txt").write_text("x")])
 def test_another_folder_is_refused(tmp_path, make, capsys, caplog):
     make(tmp_path)

@@ -841,7 +841,8 @@ def test_an_error_after_fit_repeats_no_training(workers, run):
 
 def test_the_example_ends_with_the_weights_of_an_uninterrupted_run(run, data_dir):
     example = pathlib.Path(__file__).parent.parent / "examples" / "survive_kill.py"
-    env = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    secret = "a secret of this test alone"
+    env = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2", "TFDIST_SECRET": secret}
     flags = ("--data_dir", data_dir, "--epochs", 1, "--kill_step", 15)
     ended = threading.Event()
     with run.start("--workers", 2, "--log-dir", run.logs, example, *flags, env=env, restarts=1) as process:
@@ -858,9 +859,11 @@ def test_the_example_ends_with_the_weights_of_an_uninterrupted_run(run, data_dir
     survivor = read_events(run.logs / "attempt-0" / "events-0.jsonl")
     assert survivor.header["call"] == "fit" and survivor.header["phase"] and "MainThread" in survivor.stacks
     assert read_header(run.logs / "attempt-1" / "events-0.jsonl")["why"] == ASKED
-    told = "\n".join(lines_of(read_run(run.logs)))
+    told = "\n".join(lines_of(read_run(run.logs), stacks=True))
     assert "first failure: worker 1 was killed by SIGKILL [" in told, told
     assert "worker 1 last took part in exchange " in told and "\n  worker 0: " in told, told
+    files = [path.read_text() for path in run.logs.rglob("*.json*")]
+    assert len(files) >= 5 and not any(secret in text or "TF_CPP_MIN_LOG_LEVEL" in text for text in [told, *files])
 
 
 def ask_often(run, ended):

@@ -80,9 +80,11 @@ def _lines_of_attempt(
     count = max([*(_number(each.events, "workers") for each in workers.values()), *(i + 1 for i in workers)], default=0)
     yield _title(number, attempts, count)
     failure = _first_failure(attempts, workers)
-    if failure:
-        yield f"  first failure: {failure}"
-    yield from (f"  {line}" for line in _missing(files, range(count), bool(failure)))
+    if failure is not None:
+        step = "" if failure.step is None else f", after step {failure.step}"
+        yield f"  first failure: {failure.describe()} [{_clock(failure.time)} on {failure.host}{step}]"
+    present = {worker: events for worker, events in files.items() if not _is_before(events, failure)}
+    yield from (f"  {line}" for line in _missing(present, range(count), failure is not None))
     for worker in range(count):
         yield f"  worker {worker}: {_place_of(workers.get(worker, WorkerFiles()))}"
         events = files.get(worker)
@@ -108,17 +110,18 @@ def _attempt_in(summary: Mapping[str, Any], number: int) -> Mapping[str, Any] | 
     return next((each for each in found if each.get("number") == number), None)
 
 
-def _first_failure(attempts: Sequence[Mapping[str, Any]], workers: Mapping[int, WorkerFiles]) -> str | None:
-    """Describes the first failure of an attempt: as the supervisors found it, or else by the reports of workers."""
+def _is_before(events: EventFile, failure: Failure | None) -> bool:
+    """Whether a worker wrote its events before a failure, so that they tell nothing of it."""
+    return failure is not None and events.header.get("why") == ASKED and events.header["time"] < failure.time
+
+
+def _first_failure(attempts: Sequence[Mapping[str, Any]], workers: Mapping[int, WorkerFiles]) -> Failure | None:
+    """Returns the first failure of an attempt: as the supervisors found it, or else by the reports of workers."""
     found: list[Mapping[str, Any]] = [failure for each in attempts if isinstance(failure := each.get("failure"), dict)]
     if not found:
         found = [each.failure for each in workers.values() if each.failure]
     failures = [failure for each in found if (failure := _failure(each)) is not None]
-    if not failures:
-        return None
-    first = min(failures, key=lambda failure: (failure.doubt, failure.time))
-    step = "" if first.step is None else f", after step {first.step}"
-    return f"{first.describe()} [{_clock(first.time)} on {first.host}{step}]"
+    return min(failures, key=lambda failure: (failure.doubt, failure.time), default=None)
 
 
 def _failure(content: Mapping[str, Any]) -> Failure | None:
