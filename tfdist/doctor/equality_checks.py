@@ -109,7 +109,9 @@ def _security(job: JobFacts) -> Iterator[Check]:
 
 
 def _protection(security: str) -> str:
-    return "no secret and no TLS" if security == "none" else printable(security)
+    if security == "none":
+        return "no secret and no TLS"
+    return printable(security).replace("secret", "a secret")
 
 
 def _devices(job: JobFacts) -> Iterator[Check]:

@@ -1,6 +1,8 @@
 """Policy of `tfdist doctor`: whether memory and disks suffice, and folders can be written. No disk access here."""
 
 import collections
+import errno
+import os
 from collections.abc import Iterator
 
 from tfdist.doctor.check import FAILURE, OK, WARNING, Check
@@ -11,6 +13,7 @@ from tfdist.network.connection_acceptor import printable
 MIB = 1 << 20
 LEAST_MEMORY, _ENOUGH_MEMORY = 256 * MIB, 640 * MIB  # TensorFlow alone needs some 400 MB.
 LEAST_DISK, _ENOUGH_DISK = 32 * MIB, 512 * MIB
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 
 def check_resources(job: JobFacts) -> Iterator[Check]:
@@ -78,7 +81,7 @@ def _text(folder: FolderFacts) -> str:
 
 
 def _remedy(folder: FolderFacts) -> str:
-    if folder.problem and folder.free_bytes > LEAST_DISK:
+    if folder.problem and folder.problem not in _FULL:
         return "Let this user write there (owner, mode, mount options), or give another folder"
     another = "set TMPDIR to another folder" if folder.purpose == "temporary files" else "give another folder"
     return f"Make room on this disk, or {another}"
