@@ -25,7 +25,7 @@ class Event(NamedTuple):
 
 
 class EventBuffer:
-    """A ring buffer of events, to which all threads add. An event costs about a microsecond, and nothing if off.
+    """A ring buffer of events, to which all threads add. An event costs microseconds, and nothing if off.
 
     Attributes:
       is_on: Whether events are kept.
@@ -35,7 +35,7 @@ class EventBuffer:
     def __init__(self) -> None:
         self.is_on = False
         self.step = 0
-        self._events: collections.deque[Event] = collections.deque(maxlen=0)
+        self._events: collections.deque[tuple[int, str, int, dict[str, Any]]] = collections.deque(maxlen=0)
 
     def start(self, size: int) -> None:
         """Keeps the newest `size` events from now on."""
@@ -45,14 +45,14 @@ class EventBuffer:
     def note(self, kind: str, **details: Any) -> None:
         """Adds an event of this moment."""
         if self.is_on:
-            # One append needs no lock.
-            self._events.append(Event(time.monotonic_ns(), kind, self.step, details))
+            # One append needs no lock, and a plain tuple less time than an `Event`.
+            self._events.append((time.monotonic_ns(), kind, self.step, details))
 
     def copy(self) -> list[Event]:
         """Returns the events, oldest first."""
         while True:
             try:
-                return list(self._events)
+                return [Event(*each) for each in list(self._events)]
             except RuntimeError:  # Another thread has added an event meanwhile.
                 continue
 
