@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tfdist.testing import WorkerPool, virtual_devices
+from untuned_pipelines import untune_pipelines
 
 # Every process that tests start runs the code in this folder first.
 QUICK_START = pathlib.Path(__file__).parent / "quick_start"
@@ -69,24 +70,6 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     if "tensorflow" in sys.modules:
         untune_pipelines()
-
-
-def untune_pipelines():
-    """Makes each `tf.data` pipeline of this process without the thread that tunes it.
-
-    TensorFlow may wait for the end of such a thread as long as its pipeline has lived, up to a minute. In a process
-    that lives for many tests, any test may free the pipelines of those before it, and wait for several such threads.
-    """
-    import tensorflow as tf
-    from tensorflow.python.data.ops import dataset_ops
-
-    def untuned(dataset):
-        options = tf.data.Options()
-        options.autotune.enabled = False
-        return dataset.with_options(options)
-
-    # Every new iterator calls it; no public option covers the pipelines that Keras makes.
-    dataset_ops.DatasetV2._apply_debug_options = untuned
 
 
 def sizes(placement):

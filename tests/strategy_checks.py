@@ -19,6 +19,7 @@ import tfdist
 from keras_features import strategy_of as strategy
 from tfdist._compat import keras_stack
 from tfdist.strategies import outside_scope
+from untuned_pipelines import tuned_pipelines
 
 
 def own_index():
@@ -144,15 +145,21 @@ def saved_weights(placement, folder):
 
 
 def is_tuned(kind):
-    """Whether the input pipeline of `fit`, and its parts on the devices, use autotuning."""
+    """Whether the pipeline of `fit`, and its parts on the devices, use autotuning; and the steps of such a fit."""
     arrays = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
     given = tf.data.Dataset.from_tensor_slices(arrays).batch(4) if kind == "dataset" else arrays[0]
     more = {} if kind == "dataset" else {"y": arrays[1], "batch_size": 4}
-    taken = keras_stack.keras_trainer.TFEpochIterator(x=given, distribute_strategy=strategy("1x2"), **more)
-    distributed = taken._distributed_dataset
-    (of_worker,) = iter(distributed)._iterators
-    on_devices = [part._dataset.options().autotune.enabled for part in of_worker._iterator._device_iterators]
-    return distributed._dataset._original_dataset.options().autotune.enabled, on_devices
+    with strategy("1x2").scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with tuned_pipelines():
+        taken = keras_stack.keras_trainer.TFEpochIterator(x=given, distribute_strategy=strategy("1x2"), **more)
+        distributed = taken._distributed_dataset
+        (of_worker,) = iter(distributed)._iterators
+        on_devices = [part._dataset.options().autotune.enabled for part in of_worker._iterator._device_iterators]
+        model.fit(given, verbose=0, **more)
+    is_tuned = distributed._dataset._original_dataset.options().autotune.enabled
+    return is_tuned, on_devices, int(model.optimizer.iterations)
 
 
 def compiled_alone():
@@ -544,9 +551,7 @@ def loop_and_fit(placement):
     """Trains BatchNormalization by a custom loop and by `fit`; the last batch has one row. Returns both weights."""
     place = strategy(placement)
     x = np.random.default_rng(0).normal(size=(33, 4)).astype("float32")
-    options = tf.data.Options()
-    options.autotune.enabled = False  # Otherwise freeing the dataset may wait for its tuner.
-    dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8).with_options(options)
+    dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8)
 
     def make():
         keras.utils.set_random_seed(1)
@@ -1070,7 +1075,6 @@ def own_data_of_each(policy):
         batches = rows.batch(32).repeat() if kind == "infinite" else rows.batch(32)
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = getattr(tf.data.experimental.AutoShardPolicy, policy)
-        options.autotune.enabled = False
         return batches.with_options(options)
 
     with place.scope():

@@ -404,9 +404,7 @@ def test_a_model_is_freed_after_a_fit_with_backups(tmp_path):
     model, stop = checks.build(None), keras.callbacks.EarlyStopping(monitor="loss")
     model.run_eagerly = True
     backup = tfdist.callbacks.BackupAndRestore(tmp_path / "backup")
-    options = tf.data.Options()
-    options.autotune.enabled = False  # Otherwise freeing an iterator waits for its tuner.
-    batches = tf.data.Dataset.from_tensor_slices(checks.data()).batch(checks.BATCH).with_options(options)
+    batches = tf.data.Dataset.from_tensor_slices(checks.data()).batch(checks.BATCH)
     model.fit(batches, verbose=0, callbacks=[stop, backup])
     gone = [weakref.ref(model), weakref.ref(stop)]
     del model, stop, backup

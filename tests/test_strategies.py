@@ -169,7 +169,7 @@ def test_a_lone_replica_may_be_compiled_unless_its_data_needs_reports(pools):
 
 @pytest.mark.parametrize(("kind", "tuned"), [("arrays", False), ("dataset", None)])
 def test_only_pipelines_of_users_are_tuned(kind, tuned, pools):
-    assert pools("1x2").run(checks.is_tuned, kind) == [(tuned, [False, False])]
+    assert pools("1x2").run(checks.is_tuned, kind) == [(tuned, [False, False], 2)]
 
 
 @pytest.mark.parametrize("placement", [pytest.param("single", marks=pytest.mark.exhaustive), "2x1"])

@@ -36,9 +36,8 @@ def files(place, name, parts, write):
     return paths
 
 
-def untuned(deterministic=True):
+def order_options(deterministic=True):
     options = tf.data.Options()
-    options.autotune.enabled = False  # Otherwise `fit` may wait a minute for the tuner.
     options.deterministic = deterministic
     return options
 
@@ -56,7 +55,7 @@ def input_fewer_files_than_workers(place):
 
     x, y = data(37)
     paths = files(place, "records", [np.c_[x, y].astype("float32")], write)
-    dataset = tf.data.TFRecordDataset(paths).map(parsed).batch(BATCH).with_options(untuned())
+    dataset = tf.data.TFRecordDataset(paths).map(parsed).batch(BATCH).with_options(order_options())
     model = built(place)
     history = model.fit(dataset, verbose=0, epochs=2, validation_data=dataset).history
     return outcome(model, history, predicted=model.predict(dataset, verbose=0))
@@ -82,7 +81,7 @@ def input_files_of_unlike_lengths_in_no_order(place):
     paths = files(place, "lines", [rows[:5], rows[5:17], rows[17:]], np.savetxt)
     dataset = tf.data.Dataset.from_tensor_slices(paths).interleave(tf.data.TextLineDataset, cycle_length=3)
     dataset = dataset.map(parsed, num_parallel_calls=4).prefetch(1)  # Without `prefetch`, fused maps keep the order.
-    dataset = dataset.batch(BATCH).with_options(untuned(not shares_out))
+    dataset = dataset.batch(BATCH).with_options(order_options(not shares_out))
     model = built(place)
     history = model.fit(dataset, verbose=0).history
     return outcome(model, history, predicted=model.predict(dataset, verbose=0))
@@ -100,7 +99,7 @@ def input_words(place):
             [layers.Input((), dtype="string"), vectors, layers.Embedding(6, 4), layers.Flatten(), layers.Dense(3)]
         )
 
-    dataset = tf.data.Dataset.from_tensor_slices((texts, np.arange(36) % 3)).batch(BATCH).with_options(untuned())
+    dataset = tf.data.Dataset.from_tensor_slices((texts, np.arange(36) % 3)).batch(BATCH).with_options(order_options())
     model = built(place, make)
     history = model.fit(dataset, verbose=0).history
     return outcome(model, history, predicted=model.predict(dataset, verbose=0))
@@ -143,7 +142,7 @@ def particular(rows):
         "image": np.array([tf.io.encode_png(np.full((2, 2, 1), 200, "uint8")).numpy()] * rows),
         "ids": 1 + np.arange(2 * rows).reshape(rows, 2) % 5,
     }
-    return tf.data.Dataset.from_tensor_slices((x, np.arange(rows) % 3)).batch(4).with_options(untuned())
+    return tf.data.Dataset.from_tensor_slices((x, np.arange(rows) % 3)).batch(4).with_options(order_options())
 
 
 def read_by_particular(place, make, **kwargs):

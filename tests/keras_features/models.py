@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from keras_features.inputs import untuned
+from keras_features.inputs import order_options
 from keras_features.table import BATCH, built, compiled, data, fit, mlp, outcome, row
 
 
@@ -310,7 +310,7 @@ def embedding_of_positions_in_texts_of_any_length(place):
         lambda: ((x[i, : 3 + i % 5], y[i]) for i in range(40)),
         output_signature=(tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.int64)),
     )
-    dataset = texts.padded_batch(BATCH).with_options(untuned())
+    dataset = texts.padded_batch(BATCH).with_options(order_options())
     return outcome(model, model.fit(dataset, verbose=0, epochs=2).history)
 
 
@@ -555,7 +555,7 @@ class OfUnlikeLengths(keras.Model):
 def ragged_input_that_the_model_fills_up(place):
     model = built(place, OfUnlikeLengths, optimizer="adam")
     rows = tf.RaggedTensor.from_row_lengths(tf.range(1, 73) % 7, [2] * 36)
-    dataset = tf.data.Dataset.from_tensor_slices((rows, data(36)[1])).batch(BATCH).with_options(untuned())
+    dataset = tf.data.Dataset.from_tensor_slices((rows, data(36)[1])).batch(BATCH).with_options(order_options())
     return outcome(model, model.fit(dataset, verbose=0, epochs=2).history)
 
 
