@@ -46,11 +46,12 @@ flags.DEFINE_integer("repeats", 10, "Runs of each codec in a block, and steps of
 flags.DEFINE_integer("rounds", 5, "Blocks of each measurement, of which the median counts.", 1)
 flags.DEFINE_integer("layers", 12, "Layers of the language model; 12 have 100 M parameters with its embedding.", 1)
 flags.DEFINE_integer("batch_size", 32, "Rows of 512 tokens in a step of the language model.", 1)
+flags.DEFINE_float("bandwidth", None, "Bytes per second by the data sheet of the GPU; 3.35e12 for an H100 SXM.", 1)
 flags.DEFINE_string("json", None, "A file for the results.")
 
 _LENGTH, _WIDTH, _HEADS, _VOCABULARY = 512, 768, 12, 16384
-# How often `compress` must read its input: once for the scales, if the codec has any, and once for the codes.
-_PASSES = {**dict.fromkeys(("float16", "int8", "int4", "sign"), 2), "bfloat16": 1}
+# Codecs of which `moved_bytes` knows the bytes. The others need more than one pass over their input.
+_COUNTED = ("float16", "bfloat16", "int8", "int4", "sign")
 
 
 def seconds_of(call: Callable[[], object], repeats: int, rounds: int) -> float:
@@ -118,17 +119,23 @@ def measure_codecs() -> list[dict]:
                     seconds = seconds_of(call, FLAGS.repeats, FLAGS.rounds)
                     row[operation] = 4e-9 * elements / seconds
                     row[f"{operation}_ms_per_100M"] = 1e11 * seconds / elements
-                if name in _PASSES:
-                    row["share_of_bandwidth"] = row["compress"] / 4 * moved_bytes(make()) * 1e9 / copied
+                if name in _COUNTED:
+                    moved = row["compress"] / 4 * moved_bytes(make()) * 1e9
+                    row |= {"moved_bytes_per_second": moved, "of_multiplication": moved / copied}
+                    if FLAGS.bandwidth:
+                        row["of_data_sheet"] = moved / FLAGS.bandwidth
                 rows.append(row)
                 print(row, flush=True)
     return rows
 
 
 def moved_bytes(codec: Codec) -> float:
-    """Bytes per element that `compress` must move: gradient and states are read, states and words are written."""
+    """Bytes per element that `compress` must move at least: it reads gradient and states, writes states and words.
+
+    A second reading, for the codes after the scales, may find its input in the cache, so it does not count.
+    """
     elements = 16 * codec.granule
-    return _PASSES[codec.name] * 4 * (1 + codec.states) + 4 * codec.states + 4 * codec.words(elements) / elements
+    return 4 * (1 + codec.states) + 4 * codec.states + 4 * codec.words(elements) / elements
 
 
 def language_model() -> keras.Model:
