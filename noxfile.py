@@ -30,7 +30,8 @@ KERAS = {
     "3.15": "keras==3.15.*",
     "3.16 nightly": "keras-nightly==3.16.0.dev2026102704",
 }
-OLDEST, NEWEST = min(KERAS), max(KERAS)
+# The same bounds as in setup.cfg; tests/test_private_names.py compares them.
+OLDEST, *_, NEWEST = KERAS
 
 OF_USERS = ("iterators_of_a_user", "a_plain_iterator")
 # The columns of the table, and their tests: those of all combinations.
@@ -167,9 +168,20 @@ def overlay(session: nox.Session, keras: str) -> None:
         pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), KERAS[keras])
         session.run(*pip, external=True)
     except CommandFailed:
-        session.skip(f"{KERAS[keras]} could not be installed; the lines above have the reason.")
+        if not reaches_package_index(session):
+            session.skip(f"{KERAS[keras]} could not be installed, since pip reaches no package index.")
+        session.error(f"{KERAS[keras]} could not be installed; the lines above have the reason.")
     if run_tests(session, results / "overlay.xml", OVERLAY_TESTS, sys.executable, PYTHONPATH=str(folder)):
         session.error(f"Tests failed with {KERAS[keras]}.")
+
+
+def reaches_package_index(session: nox.Session) -> bool:
+    """Whether pip gets an answer about Keras from the package index."""
+    try:
+        session.run(sys.executable, "-m", "pip", "index", "versions", "keras", silent=True, external=True)
+    except CommandFailed:
+        return False
+    return True
 
 
 @nox.session(python=False)

@@ -232,3 +232,23 @@ def test_pip_allows_the_tested_versions_only():
     required = config["options"]["install_requires"].split()
     told = re.findall(r"'([a-z]+[^']*)'", library_versions.remedy())
     assert len(told) == 2 and set(told) <= set(required)
+
+
+def test_the_matrix_has_the_tested_versions():
+    """It runs without the packages of tfdist, so it has the bounds once more."""
+    values = {
+        node.targets[0].id: node.value
+        for node in ast.parse((ROOT / "noxfile.py").read_text()).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    pythons, tensorflows, keras = (ast.literal_eval(values[name]) for name in ("PYTHONS", "TENSORFLOWS", "KERAS"))
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+
+    for library, versions in (("tensorflow", tensorflows), ("keras", list(keras))):
+        minors = [tuple(map(int, version.split()[0].split("."))) for version in versions]
+        tested = library_versions._TESTED[library]
+        assert minors == [(tested.first[0], minor) for minor in range(tested.first[1], tested.last[1] + 1)]
+    named = re.findall(r"Python :: (3\.\d+)", config["metadata"]["classifiers"])
+    assert list(pythons) == named
+    assert config["options"]["python_requires"] == f">={named[0]}"
