@@ -307,8 +307,8 @@ def whole_folder(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, pathlib.Pat
       BundleError: If `path` is a file, or a folder with files.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        what = "files in it" if path.is_dir() else "is a file"
-        raise BundleError(f"`prepare` needs a new or empty folder, but {path} has {what}. Give another, or remove it.")
+        what = "has files in it" if path.is_dir() else "is a file"
+        raise BundleError(f"`prepare` needs a new or empty folder, but {path} {what}. Give another, or remove it.")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as work:
         folder = pathlib.Path(work) / "bundle"

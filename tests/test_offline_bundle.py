@@ -119,7 +119,8 @@ def test_a_second_bundle_in_one_folder_is_refused(name, words, tmp_path):
     (tmp_path / "full/piece-0001").touch()
     (tmp_path / "file").touch()
     code, out, err = run("prepare", tmp_path / name)
-    assert code == 1 and out == "" and words in err and "Traceback" not in err
+    assert code == 1 and out == "" and "Traceback" not in err
+    assert f"but {tmp_path / name} {words}." in err
 
 
 # The machine.
