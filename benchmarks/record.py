@@ -18,6 +18,8 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tfdist.package_version import version_of
+
 _ROOT = pathlib.Path(__file__).parents[1]
 _VERSIONS = ("tfdist", "tensorflow", "keras", "tf_keras", "torch", "numpy")
 # Files that affect results. A change of any other file leaves the results comparable.
@@ -100,7 +102,7 @@ def describe_place() -> dict[str, Any]:
     versions = {"python": platform.python_version()}
     for name in _VERSIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+            versions[name] = version_of(name)
     return {"commit": describe_commit(), "machine": describe_machine(), "versions": versions}
 
 
@@ -121,7 +123,7 @@ def describe_run() -> dict[str, Any]:
         **describe_machine(),
         "cores_used": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 2),
-        "tensorflow": importlib.metadata.version("tensorflow"),
+        "tensorflow": version_of("tensorflow"),
     }
 
 

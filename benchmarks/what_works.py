@@ -38,6 +38,7 @@ import rich.text
 from absl import app, flags
 
 from tfdist.errors import WorkerError
+from tfdist.package_version import version_of
 from tfdist.testing import WorkerPool
 
 FLAGS = flags.FLAGS
@@ -394,7 +395,7 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in ("tensorflow", "keras", "tf_keras", "tfdist"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            found[name] = version_of(name)
     return found
 
 

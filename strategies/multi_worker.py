@@ -20,13 +20,13 @@ from tfdist.faults.stall_suspect import meeting_of, unlike_calls
 from tfdist.strategies import distributed_variables
 from tfdist.strategies.balanced_dataset import BalancedDataset
 from tfdist.strategies.cluster_join import first_exchange, share_seed
+from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.compression_policy import policy_of
 from tfdist.strategies.model_description import described_compile, described_layers
 from tfdist.strategies.multi_worker_extended import MultiWorkerExtended
 from tfdist.strategies.outside_scope import watch_models_outside
 from tfdist.strategies.replicated import ReplicatedStrategy, StrategyUse
 from tfdist.strategies.row_comparison import CUSTOM_LOOP, RowComparison, RowsRead
-from tfdist.strategies.step_report import host_of
 from tfdist.strategies.tensor_origin import Origin, origins_of, sizes_of
 from tfdist.strategies.virtual_devices import make_virtual_devices
 

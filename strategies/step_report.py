@@ -34,6 +34,7 @@ from tfdist.faults.activity import (
     Doing,
     Execution,
 )
+from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.collectives.stopwatch import computed_by, present_time
 from tfdist.strategies.not_finite import FINITE, in_words
 from tfdist.strategies.row_comparison import RowsRead
@@ -364,11 +365,6 @@ class Clock:
         """Calls, in the graph, a function made by `_in_order` with a step's report; notes the end of the step."""
         with tf.device(self._host):
             call(self.times.handle, value)
-
-
-def host_of(device: str) -> str:
-    """Returns the name of the CPU of the worker that has `device`."""
-    return tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string()
 
 
 # Separate functions with a resource among their inputs. TensorFlow runs stateful operations without a resource one

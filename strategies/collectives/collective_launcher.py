@@ -5,6 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._compat import tf_internals
+from tfdist.strategies.collectives.host_device import host_of
 
 # Far above TensorFlow's keys for broadcasts of initial values, which count up from 100.
 _FIRST_INSTANCE_KEY = 1 << 20
@@ -67,10 +68,10 @@ class CollectiveLauncher(tf_internals.CollectiveReplicaLauncher):
 
     def __init__(self, group_key, group_size, collective_keys, device, options):
         super().__init__(group_key, group_size, collective_keys, device, options)
-        host = tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0)
-        with tf.init_scope(), tf.device(host.to_string()):
+        host = host_of(device)
+        with tf.init_scope(), tf.device(host):
             self.count = tf.Variable(_FIRST_INSTANCE_KEY, dtype=tf.int32, trainable=False, name="collectives_launched")
-        with tf.init_scope(), tf.device(device if "CPU" in device else host.to_string()):
+        with tf.init_scope(), tf.device(device if "CPU" in device else host):
             self.untouched = tf.Variable(0.0, trainable=False, name="untouched")
 
     def _use_ordering_token(self):

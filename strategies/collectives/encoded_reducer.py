@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist._compat import tf_internals
 from tfdist.strategies.collectives.all_reduce import Collectives
 from tfdist.strategies.collectives.codec_group import CodecGroup
+from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.collectives.power_sgd_group import PowerSGDGroup
 from tfdist.strategies.collectives.sparse import all_reduce_sparse, sparse_row_bytes
 from tfdist.strategies.collectives.stopwatch import Stopwatch
@@ -256,10 +257,7 @@ class EncodedReducer(tf.Module):
                         for i, (shape, value) in enumerate(zip(shapes, initial, strict=True))
                     ]
                 )
-            host = tf.DeviceSpec.from_string(self._collectives.device(replica)).replace(
-                device_type="CPU", device_index=0
-            )
-            with tf.device(host.to_string()):
+            with tf.device(host_of(self._collectives.device(replica))):
                 self.counts.append(tf.Variable(tf.zeros([3], tf.int64), trainable=False, name="counts"))
                 self.times.of_replicas.append(tf.Variable(_NO_TIME, trainable=False, name="times"))
 

@@ -7,7 +7,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._compat import tf_internals
+from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.collectives.transport import Transport
+
+_OF_SAME_BITS = {tf.int32: tf.float32, tf.int64: tf.float64}
 
 
 class Stopwatch:
@@ -55,11 +58,21 @@ class Stopwatch:
         if not self._is_on:
             return tf.constant(0.0, tf.float64), tensors
         leaves = tf.nest.flatten(tensors, expand_composites=True)
-        with tf.device(self._apart.device), tf.control_dependencies(computed_by(self._device, leaves)):
+        with tf.device(self._apart.device), tf.control_dependencies(self._computed(leaves)):
             now = _timestamp(self._apart.handle)
         with tf.control_dependencies([now]):
             leaves = tf.identity_n(leaves)  # `tf.identity` would copy integers from a GPU to the host and back.
         return now, tf.nest.pack_sequence_as(tensors, leaves, expand_composites=True)
+
+    def _computed(self, leaves: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        """Returns tensors to wait for until the device has computed `leaves`; see `computed_by`.
+
+        The words of a codec are integers that a GPU has computed. Read as floats, they stay in its memory.
+        """
+        if "GPU" in self._device and not any(leaf.dtype.is_floating for leaf in leaves):
+            with tf.device(self._device):
+                leaves = [tf.bitcast(leaf, _OF_SAME_BITS.get(leaf.dtype, leaf.dtype)) for leaf in leaves]
+        return computed_by(self._device, leaves)
 
     def seconds(self) -> tf.Tensor:
         """Returns the seconds spent on coding (with sums and residuals) and on the exchange, float64 [2]."""
@@ -110,7 +123,7 @@ def computed_by(device: str, tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor
         return tensors
     with tf.device(device), tf.control_dependencies(tensors):
         number = tf.reduce_sum(tf.cast(tf.reshape(numbers[-1], [-1])[:1], tf.float64))
-    with tf.device(tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string()):
+    with tf.device(host_of(device)):
         return [tf.identity(number)]
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from absl import logging
 
 from tfdist.errors import VersionError
+from tfdist.package_version import version_of
 
 __all__ = ["installed_version", "refuse_failing_versions", "remedy", "warn_of_untested_versions"]
 
@@ -35,8 +36,9 @@ _TESTED = {
 
 
 def installed_version(library: str) -> str:
-    """Returns the version of "keras" or "tensorflow" that this process imports."""
-    return str(importlib.import_module(library).__version__)
+    """Returns the version of "keras" or "tensorflow" that this process imports, and imports it."""
+    importlib.import_module(library)  # Another version may be installed beside it, as a nightly build.
+    return version_of(library)
 
 
 def remedy() -> str:

@@ -1,16 +1,13 @@
 """Writes captured states of a `fit` in a background thread. The chief commits them when all workers have written."""
 
 import contextlib
-import importlib.metadata
 import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
-import tensorflow as tf
 from absl import logging
 
 from tfdist.backup.chief_decision import ChiefDecision
@@ -20,6 +17,7 @@ from tfdist.backup.snapshot import Snapshot
 from tfdist.events.event_buffer import EVENTS
 from tfdist.faults import watchdog
 from tfdist.faults.stall_suspect import SAVE
+from tfdist.package_version import version_of
 from tfdist.run_files import ATTEMPT, RunFiles
 
 _NICENESS = 10  # Gets a tenth of a busy core and all of an idle core.
@@ -156,9 +154,7 @@ class CommitWriter:
 
 def versions() -> dict[str, str]:
     """Returns the versions of the packages that affect the bits of a training, to compare them at a restart."""
-    # A nightly build of Keras is installed under another name, so its package has no metadata as `keras`.
-    loaded = {"keras": keras.__version__, "tensorflow": tf.__version__}
-    return {"tfdist": importlib.metadata.version("tfdist"), **loaded}
+    return {package: version_of(package) for package in ("tfdist", "keras", "tensorflow")}
 
 
 def _is_room_wanted() -> bool:

@@ -24,17 +24,12 @@ from tfdist.doctor.worker_facts import FolderFacts, WorkerFacts
 from tfdist.errors import ClusterError
 from tfdist.launch.gpu_discovery import find_gpus
 from tfdist.launch.memory_limit import free_memory
+from tfdist.package_version import version_of
 
 T = TypeVar("T")
 
 _FACT_SECONDS = 4.0  # For name servers, drivers and file systems, which may not answer.
 _PROBE_BYTES = 1 << 18
-_PACKAGES = {  # With the names of other builds of a package.
-    "tfdist": ("tfdist",),
-    "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu"),
-    "keras": ("keras", "keras-nightly"),
-    "numpy": ("numpy",),
-}
 # Variables that may differ between workers, or have secret values.
 _OWN_SETTINGS = re.compile(
     r"TF_CONFIG|TF_CPP_.*|TF_GRPC_REUSE_PORT|TFDIST_(SLOT|RUN_DIR|ATTEMPT|HELD_PORTS|CACHE|TLS_.*)"
@@ -167,12 +162,10 @@ def _network() -> str:
 def versions() -> Mapping[str, str]:
     """Returns the versions of Python and of the packages that all workers need alike. Loads none of them."""
     found = {"python": platform.python_version()}
-    for package, builds in _PACKAGES.items():
+    for package in ("tfdist", "tensorflow", "keras", "numpy"):
         found[package] = ""
-        for build in builds:
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                found[package] = importlib.metadata.version(build)
-                break
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = version_of(package)
     return found
 
 

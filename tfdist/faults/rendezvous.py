@@ -19,7 +19,6 @@ Strangers can connect too. They learn nothing about the cluster, and cannot keep
 import contextlib
 import dataclasses
 import faulthandler
-import importlib.metadata
 import select
 import socket
 import subprocess
@@ -49,6 +48,7 @@ from tfdist.network.handshake import (
 )
 from tfdist.network.secret import Secret
 from tfdist.network.tls import Tls, connect
+from tfdist.package_version import version_of
 
 _STATUS_SECONDS = 1.0
 _LOG_SECONDS = 5.0
@@ -394,13 +394,8 @@ class _Refusals:
 
 
 def _introduction(cluster: ClusterSpec) -> Introduction:
-    versions = ", ".join(f"{package} {_version_of(package)}" for package in _PACKAGES)
+    versions = ", ".join(f"{package} {version_of(package)}" for package in _PACKAGES)
     return Introduction(cluster.worker_id, cluster.training_addresses, versions, socket.gethostname())
-
-
-def _version_of(package: str) -> str:
-    """Returns the version of the loaded package. A nightly build of Keras is installed under another name."""
-    return getattr(sys.modules.get(package), "__version__", None) or importlib.metadata.version(package)
 
 
 def _is_status(message: dict[str, Any], workers: int) -> bool:

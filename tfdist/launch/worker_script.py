@@ -14,7 +14,7 @@ import sys
 import types
 from collections.abc import Sequence
 
-_PARTLY_LOADED = ("tfdist._compat.keras_internals", "tfdist.data", "tfdist.strategies")
+_PARTLY_LOADED = ("tfdist._compat", "tfdist.data", "tfdist.strategies")
 
 
 class _AfterKeras(importlib.abc.MetaPathFinder):
