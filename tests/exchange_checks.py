@@ -12,7 +12,7 @@ from keras_features import start_anew, strategy_of
 from tfdist import compression
 
 STEPS, BATCH, EPOCHS = 6, 8, 3
-# Of several steps in one call, Keras runs the same number in each call of an epoch.
+# Divides STEPS, so that each call of an epoch runs equally many steps.
 STEPS_PER_EXECUTION = 3
 INT8 = compression.Int8(min_elements=20, block_size=16)
 

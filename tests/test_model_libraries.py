@@ -1,7 +1,7 @@
 """Models of libraries on top of Keras train on several replicas as on one device.
 
-KerasHub and KerasTuner are not among the test dependencies, since they bring large packages. The tests run where they
-are installed. tests/test_strategies.py has a model of tf_keras.
+KerasHub is not among the test dependencies, since it brings large packages. Its test runs where it is installed.
+tests/test_strategies.py has a model of tf_keras.
 """
 
 import importlib.util

@@ -48,7 +48,7 @@ class Float16(BlockCodec):
     block_size: int = 4096
     error_feedback: bool = False
 
-    compress = WordCodec.compress  # Decodes words: without them XLA would leave out the conversion to float16.
+    compress = WordCodec.compress  # Decodes words that XLA takes as they are; see `as_sent`.
 
     def _codes(self, blocks: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         largest = absmax_bits(blocks)

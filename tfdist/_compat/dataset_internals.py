@@ -1,6 +1,6 @@
 """Private names of TensorFlow's datasets (`tf.data`) and of datasets that a strategy distributes.
 
-Comments state why a name is needed and what breaks without it. `setup.cfg` allows only tested versions.
+Comments state why a name is needed and what breaks without it.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Private attributes and names of Keras that tfdist reads or sets.
 
-Each function states what breaks without it. `setup.cfg` allows only tested versions.
+Each function states what breaks without it.
 """
 
 from typing import Any

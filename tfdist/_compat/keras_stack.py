@@ -1,6 +1,6 @@
 """Finds out on this thread's call stack what Keras is doing, such as `fit` or `predict`, where no hook tells it.
 
-Each function states what breaks without it. `setup.cfg` allows only tested versions.
+Each function states what breaks without it.
 """
 
 import inspect

@@ -1,6 +1,6 @@
 """Private names of TensorFlow that tfdist uses, except those of datasets.
 
-Comments state why a name is needed and what breaks without it. `setup.cfg` allows only tested versions.
+Comments state why a name is needed and what breaks without it.
 """
 
 import inspect
