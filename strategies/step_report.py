@@ -38,6 +38,7 @@ from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.collectives.stopwatch import computed_by, present_time
 from tfdist.strategies.not_finite import FINITE, in_words
 from tfdist.strategies.row_comparison import RowsRead
+from tfdist.strategies.step_phases import StepMoments, StepPhases, divide
 
 BEGIN, LOSS, SHARE, GRADIENTS, END = range(5)
 # Index of a scalar that a moment waits for. Grappler regroups products of constants, and may give the name of a factor
@@ -218,6 +219,17 @@ class StepReports:
     def evaluated(self) -> float:
         """Time at which the newest batch of an evaluation arrived, in seconds since the epoch; 0 before the first."""
         return float(self._clocks[0].times.numpy()[_EVALUATED])
+
+    def phases(self) -> StepPhases:
+        """Returns how this worker's first replica spent the time since the end of the step before.
+
+        Only a listener may call it, for the step whose report it takes. Costs a read of a variable.
+        """
+        times = self._clocks[0].times.numpy().tolist()
+        begin, loss, share, gradients, ended_before = times[:_SEEN]
+        return divide(
+            StepMoments(ended_before, times[_ASKED], times[_AGREES], begin, loss, share, gradients, time.time())
+        )
 
     def clock(self, local: int) -> "Clock":
         """Returns the clock, which times the steps, of this worker's replica number `local`."""

@@ -5,6 +5,7 @@
         worker-<i>.log        output of worker i
         failure-<i>.json      report of worker i about its failure
         events-<i>.jsonl      events and stacks of worker i, when it failed or was asked
+        telemetry-<i>.jsonl   figures of worker i every few seconds, by `tfdist.callbacks.Telemetry`
         make-room             the supervisor asks the workers to save and leave, to restart with more workers
       committed             step and folder of the newest commit, by the workers
       restored              the workers have restored a backup, of this run or an earlier run
@@ -73,6 +74,10 @@ class RunFiles:
         """Returns the path of a worker's events, with its position and stacks; see `events/event_file.py`."""
         return self.attempt(attempt) / f"events-{worker}.jsonl"
 
+    def telemetry(self, attempt: int | str, worker: int) -> pathlib.Path:
+        """Returns the path of a worker's figures; see `telemetry/json_lines_sink.py`."""
+        return self.attempt(attempt) / f"telemetry-{worker}.jsonl"
+
     def room(self, attempt: int | str) -> pathlib.Path:
         """Returns the path of the file that asks workers to save and leave, so that a larger attempt can follow."""
         return self.attempt(attempt) / "make-room"
@@ -104,14 +109,21 @@ class RunFiles:
             return int(step), folder
         return None
 
+    @property
+    def committed_at(self) -> float | None:
+        """When the newest commit was reported, in seconds since the epoch; `None` if no worker has reported one."""
+        with contextlib.suppress(OSError):
+            return (self.run_dir / "committed").stat().st_mtime
+        return None
+
     def tell_of_commit(self, step: int, folder: str) -> None:
         """Reports a complete backup to the supervisor, as progress. Raises `OSError` if the file cannot be written."""
         write_whole(self.run_dir / "committed", f"{step}\n{folder}")
 
     @property
     def for_user(self) -> list[pathlib.Path]:
-        """The paths of the logs, failure reports and events, which stay in the folder of the run for the user."""
-        of_workers = ("worker-*.log", "failure-*.json", "events-*.jsonl")
+        """The paths of logs, failure reports, events and figures, which stay in the folder of the run for the user."""
+        of_workers = ("worker-*.log", "failure-*.json", "events-*.jsonl", "telemetry-*.jsonl")
         patterns = (*(f"attempt-*/{name}" for name in of_workers), self.summary.name)
         return [path for pattern in patterns for path in self.run_dir.glob(pattern)]
 

@@ -109,7 +109,12 @@ class PeerExchange:
 
     def carried_bytes(self) -> int:
         """Returns the number of bytes sent and received, by which the watchdog sees progress, however slow."""
-        return sum(stream.sent + stream.received for stream in self._streams.values())
+        return sum(self.sent_and_received_bytes())
+
+    def sent_and_received_bytes(self) -> tuple[int, int]:
+        """Returns the number of bytes sent to all peers, and of those received from all."""
+        streams = self._streams.values()
+        return sum(stream.sent for stream in streams), sum(stream.received for stream in streams)
 
     @staticmethod
     def carries(rows: tf.Tensor) -> bool:

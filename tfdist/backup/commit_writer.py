@@ -22,6 +22,8 @@ from tfdist.run_files import ATTEMPT, RunFiles
 
 _NICENESS = 10  # Gets a tenth of a busy core and all of an idle core.
 
+_newest_commit_at: float | None = None  # By this process, in seconds since the epoch.
+
 
 class CommitWriter:
     """Saves one snapshot of a `fit` at a time as a commit, in a background thread, while training goes on.
@@ -108,6 +110,7 @@ class CommitWriter:
                     "; ".join(self.refusals),
                 )
             else:
+                _note_commit()
                 _tell_supervisor(self._directory, snapshot.step)
                 self.are_asked = settled["asked"]
         except BaseException as error:
@@ -155,6 +158,21 @@ class CommitWriter:
 def versions() -> dict[str, str]:
     """Returns the versions of the packages that affect the bits of a training, to compare them at a restart."""
     return {package: version_of(package) for package in ("tfdist", "keras", "tensorflow")}
+
+
+def newest_commit_at() -> float | None:
+    """Returns when this process or an earlier one of its run made the newest commit, in seconds since the epoch.
+
+    Returns:
+      The time, or `None` if no commit is known.
+    """
+    files = RunFiles.of_worker()
+    return _newest_commit_at or (files.committed_at if files else None)
+
+
+def _note_commit() -> None:
+    global _newest_commit_at
+    _newest_commit_at = time.time()
 
 
 def _is_room_wanted() -> bool:

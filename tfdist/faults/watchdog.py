@@ -31,6 +31,7 @@ worker has not begun the call yet. TensorFlow creates a variable by a broadcast.
 """
 
 import atexit
+import collections
 import contextlib
 import itertools
 import math
@@ -89,6 +90,9 @@ _UNLIKE_SECONDS = 8.0  # Without progress, before different calls are looked for
 _SAID_OF_ENDS = (" is gone", " ended by ")  # In the error of a collective after a worker has ended.
 _WARN_SECONDS, _WARN_AGAIN_SECONDS = 30.0, 60.0
 
+section_seconds: "collections.defaultdict[str, float]" = collections.defaultdict(float)
+"""Seconds that this process has spent in each section."""
+
 _sections: list[str] = []
 _moves = 0
 _meetings: list["_Meeting"] = []  # Exchanges in which this worker waits.
@@ -108,11 +112,13 @@ recorder.add_state(_state)
 @contextlib.contextmanager
 def section(name: str) -> Iterator[None]:
     """Tells the watchdog what this worker does in the block, outside of training: `with watchdog.section("save"):`."""
+    began = time.monotonic()
     _sections.append(name)
     try:
         yield
     finally:
         _sections.remove(name)
+        section_seconds[name] += time.monotonic() - began
 
 
 def moved() -> None:
