@@ -52,6 +52,7 @@ UNIT = {
         "test_offline_bundle",
         "test_sources",
         "test_symlink_safe_files",
+        "test_telemetry",
         "test_traffic",
     ),
     "test_troubleshooting",

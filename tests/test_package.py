@@ -44,6 +44,7 @@ PUBLIC = {
         "CSVLogger",
         "ChiefOnly",
         "ModelCheckpoint",
+        "Telemetry",
         "TensorBoard",
         "Traffic",
     ],

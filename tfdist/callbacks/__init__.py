@@ -4,6 +4,7 @@ from tfdist.callbacks.audit import Audit
 from tfdist.callbacks.backup_and_restore import BackupAndRestore
 from tfdist.callbacks.balance import Balance
 from tfdist.callbacks.chief_only import ChiefOnly, CSVLogger, ModelCheckpoint, TensorBoard
+from tfdist.callbacks.telemetry_callback import Telemetry
 from tfdist.callbacks.traffic import Traffic
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "CSVLogger",
     "ChiefOnly",
     "ModelCheckpoint",
+    "Telemetry",
     "TensorBoard",
     "Traffic",
 ]

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 
 from tfdist.data.weak_callbacks import listen
 from tfdist.strategies.foreign_keras import ForKerasModels
+from tfdist.telemetry.step_tally import ReplicaWork
 
 
 class Balance(ForKerasModels, keras.callbacks.Callback):
@@ -46,27 +46,24 @@ class Balance(ForKerasModels, keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Resets the sums of times and rows of the steps of an epoch."""
-        self._began, self._steps = time.monotonic(), 0
-        self._first_end = self._last_end = self._began
-        self._first = self._totals = np.zeros(3)  # Rows, mean and longest compute time of the replicas.
+        self._began = self._first_end = self._last_end = time.monotonic()
+        self._first = self._later = ReplicaWork()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds `rows_per_second`, `step_seconds`, `imbalance` and `wait_share` of the epoch to `logs`."""
-        if logs is None or not self._steps:
+        if logs is None or not self._first.steps:
             return
-        is_only = self._steps == 1
+        is_only = not self._later.steps
+        work = self._first if is_only else self._later
         seconds = self._last_end - (self._began if is_only else self._first_end)
-        rows, mean, longest = self._first if is_only else self._totals
-        logs["rows_per_second"] = rows / seconds
-        logs["step_seconds"] = seconds / max(self._steps - 1, 1)
-        logs["imbalance"] = longest / mean if mean else 1.0
-        logs["wait_share"] = max(1 - mean / seconds, 0.0)
+        logs["rows_per_second"] = work.rows / seconds
+        logs["step_seconds"] = seconds / work.steps
+        logs["imbalance"] = work.imbalance
+        logs["wait_share"] = max(1 - work.mean_seconds / seconds, 0.0)
 
     def _add(self, report: Any) -> None:
-        seconds = report.compute_seconds
-        work = np.array([report.rows.sum(), seconds.mean(), seconds.max()])
-        self._steps, self._last_end = self._steps + 1, time.monotonic()
-        if self._steps == 1:
-            self._first, self._first_end = work, self._last_end
+        work, self._last_end = ReplicaWork.of(report), time.monotonic()
+        if self._first.steps:
+            self._later += work
         else:
-            self._totals = self._totals + work
+            self._first, self._first_end = work, self._last_end

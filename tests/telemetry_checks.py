@@ -1,0 +1,42 @@
+"""Runs in the workers of a test: a `fit` whose figures are read while it runs and after it."""
+
+import time
+import urllib.request
+
+import keras
+import numpy as np
+
+import tfdist
+
+ROWS, BATCH, EPOCHS = 128, 16, 3
+
+
+class Scraper(keras.callbacks.Callback):
+    """Reads the figures over HTTP after the last batch, as Prometheus would."""
+
+    def __init__(self, telemetry):
+        super().__init__()
+        self._telemetry, self.text = telemetry, ""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == EPOCHS - 1:
+            time.sleep(1.0)
+            with urllib.request.urlopen(f"http://{self._telemetry.endpoint}/metrics", timeout=10) as answer:
+                self.text = answer.read().decode()
+
+
+def trained(folder):
+    """Returns the figures that Prometheus has read, the seconds of the `fit`, and the bytes that were counted."""
+    strategy = tfdist.MultiWorkerMirroredStrategy(compression="int8")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(512), keras.layers.Dense(2)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(ROWS, 64)).astype("float32"), rng.integers(0, 2, ROWS)
+    sharding = tfdist.data.BalancedSharding((x, y), global_batch_size=BATCH, seed=0)
+    data = strategy.distribute_datasets_from_function(sharding)
+    telemetry = tfdist.callbacks.Telemetry(folder, prometheus_port=0, every_seconds=0.2)
+    scraper = Scraper(telemetry)
+    began = time.monotonic()
+    model.fit(data, epochs=EPOCHS, verbose=0, validation_data=(x, y), callbacks=[telemetry, scraper])
+    return scraper.text, time.monotonic() - began, strategy.communication.traffic().sent_bytes
