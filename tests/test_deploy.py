@@ -15,13 +15,14 @@ from launched import eventually
 from tfdist.cluster import ClusterSpec
 from tfdist.faults import FaultTolerance
 from tfdist.network import secret
+from tfdist.telemetry.worker_metrics import METRICS, PHASES
 
 ROOT = pathlib.Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 SCRIPTS = sorted([*DEPLOY.rglob("*.sh"), *DEPLOY.rglob("*.sbatch")])
 # What the files set: variables of the script in them, and those that tfdist reads.
 OF_TFDIST = {"TF_CONFIG", secret.SECRET, secret.SECRET_FILE, "TFDIST_START_TIMEOUT_SECONDS"}
-OF_SCRIPT = {"OUTPUT_DIR", "EPOCHS"}
+OF_SCRIPT = {"OUTPUT_DIR", "EPOCHS", "METRICS_PORT"}
 
 
 def documents(name):
@@ -80,7 +81,7 @@ def test_the_files_that_the_image_gets_are_enough_to_install_tfdist(tmp_path):
                 place.parent.mkdir(parents=True, exist_ok=True)
                 (shutil.copytree if (ROOT / file).is_dir() else shutil.copy)(ROOT / file, place)
     (install,) = [run for run in steps("RUN") if run.startswith("pip install")]
-    assert install.split()[-1] == "/opt/tfdist"
+    assert install.split()[-1] == "/opt/tfdist[prometheus]"
 
     options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", str(tmp_path / "site")]
     command = [sys.executable, "-m", "pip", "install", *options, str(tmp_path / "opt/tfdist")]
@@ -155,6 +156,37 @@ def test_pods_set_variables_that_are_read_and_have_time_to_save(pods):
     assert pods["terminationGracePeriodSeconds"] > FaultTolerance().preemption_timeout_seconds
     assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pods["volumes"]}
     assert container["command"][:2] == ["tfdist", "run"] and container["command"][-1] == "train.py"
+
+
+def test_prometheus_finds_the_port_of_the_metrics_and_may_read_it():
+    (pod,) = [each["spec"]["template"] for each in documents("kubernetes/job.yaml") if each["kind"] == "Job"]
+    runtime = of_kind("kubernetes/kubeflow_runtime.yaml", "TrainingRuntime")["spec"]["template"]["spec"]
+    for template in (pod, runtime["replicatedJobs"][0]["template"]["spec"]["template"]):
+        annotations = template["metadata"]["annotations"]
+        port = values(template["spec"]["containers"][0]["env"], INDEX="0", JOB="train")["METRICS_PORT"]
+        assert annotations["prometheus.io/scrape"] == "true" and annotations["prometheus.io/port"] == port
+    rules = of_kind("kubernetes/job.yaml", "NetworkPolicy")["spec"]["ingress"]
+    assert [each["port"] for rule in rules for each in rule.get("ports", [])] == [int(port)]
+
+
+def test_alerts_and_dashboard_use_metrics_that_exist():
+    (rules,) = documents("prometheus-rules.yaml")
+    found = [rule for group in rules["groups"] for rule in group["rules"]]
+    recorded = {rule["record"] for rule in found if "record" in rule}
+    dashboard = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
+    shown = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+
+    names = {name for text in [*(rule["expr"] for rule in found), *shown] for name in re.findall(r"tfdist[\w:]+", text)}
+    assert names - recorded <= {metric.name for metric in METRICS}
+    assert {metric.name for metric in METRICS} <= set(re.findall(r"tfdist_\w+", " ".join(shown))) | {
+        "tfdist_steps_total"
+    }
+    for text in re.findall(r'phase=~?"([\w|]+)"', " ".join([*(rule["expr"] for rule in found), *shown])):
+        assert set(text.split("|")) <= PHASES.keys()
+    for rule in found:
+        assert "record" in rule or {"summary", "description"} <= rule["annotations"].keys()
+    (config,) = documents("prometheus.yaml")
+    assert [(DEPLOY / name).is_file() for name in config["rule_files"]] == [True]
 
 
 def test_the_pages_make_the_secret_that_the_pods_read():
