@@ -15,6 +15,7 @@ import json
 import pathlib
 import shutil
 import sys
+import textwrap
 import xml.etree.ElementTree
 from datetime import date
 
@@ -189,26 +190,31 @@ def table(session: nox.Session) -> None:
     """Writes the table of all results into docs/versions.md, and prints it."""
     lines = [["Python", "TensorFlow", "Keras", *TESTS]]
     lines.append(["---"] * len(lines[0]))
-    made, missing = set(), {python: why_not_run(session, python) for python in PYTHONS}
+    made: set[str] = set()
+    missing: dict[str, list[str]] = {}
     for cell in sorted(combinations()):
         results = RESULTS / name_of(cell)
-        about = json.loads((results / "about.json").read_text()) if (results / "about.json").exists() else {}
-        if about:
-            made.add(f"{about['commit']} on {about['date']}")
-        reason = about.get("skipped") if about else missing[cell[0]]
+        if not (results / "about.json").exists():
+            missing.setdefault(why_not_run(session, cell[0]), []).append(name_of(cell))
+            continue
+        about = json.loads((results / "about.json").read_text())
+        made.add(f"{about['commit']} on {about['date']}")
+        reason = about.get("skipped")
         lines.append([*cell, *([reason, *[""] * (len(TESTS) - 1)] if reason else counts(results))])
-    text = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    notes = [f"Tested commits: {', '.join(sorted(made))}."] if made else []
+    notes += [f"{reason}: {', '.join(cells)}." for reason, cells in missing.items()]
+    text = "\n\n".join([table.strip(), *(textwrap.fill(note, 120, break_on_hyphens=False) for note in notes)])
     print(text)
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    commits = f"Tested commits: {', '.join(sorted(made))}." if made else "Nothing was run yet."
-    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{commits}\n\n{END}{after}")
+    PAGE.write_text(f"{before}{BEGIN}\n{text}\n\n{END}{after}")
 
 
 def why_not_run(session: nox.Session, python: str) -> str:
     """The reason why a combination with this Python has no results."""
     found = session.run("uv", "python", "find", python, silent=True, external=True, success_codes=range(256))
-    return "not run" if str(found).strip().startswith("/") else f"skipped: no Python {python} on this machine"
+    return "Not run yet" if str(found).strip().startswith("/") else f"No Python {python} on this machine"
 
 
 def counts(results: pathlib.Path) -> list[str]:
