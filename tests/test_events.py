@@ -1,13 +1,16 @@
 """A worker writes its events when it fails, stalls, loses a peer or gets SIGUSR2, and then trains on."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 
+from tfdist._compat import call_stack
 from tfdist.events.event_file import read_events
 
 DEADLINE_SECONDS = 60
@@ -104,6 +107,80 @@ def test_a_forked_child_has_the_default_of_the_signal():
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
     assert asked(body) == (0, f"told\n{-signal.SIGUSR2}\n")
+
+
+RECORDS = """
+import os, pathlib, sys, threading
+from tfdist.events import recorder
+from tfdist.events.event_file import EXCHANGE, LOST_PEER, read_header
+path = pathlib.Path(os.environ["TFDIST_EVENTS_DIR"], "attempt-0", "events-0.jsonl")
+"""
+
+
+def recorded(folder, body):
+    """Runs a program that writes events to a folder. Returns its exit code and output, and the events."""
+    env = {**os.environ, "TFDIST_EVENTS_DIR": str(folder)}
+    command = [sys.executable, "-c", RECORDS + textwrap.dedent(body)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    return done.returncode, done.stdout, read_events(folder / "attempt-0" / "events-0.jsonl")
+
+
+def test_a_better_record_is_written_even_if_it_comes_while_another_is_written(tmp_path):
+    code, _, file = recorded(
+        tmp_path,
+        """
+        recorder.begin()
+        writes, may_end = threading.Event(), threading.Event()
+        class Slow:
+            def __str__(self):
+                writes.set()
+                may_end.wait(30)
+                return "slow"
+        first = threading.Thread(target=recorder.write_failure, args=[LOST_PEER], kwargs={"peer": Slow()})
+        first.start()
+        writes.wait(30)
+        recorder.capture_failure(EXCHANGE, message="better")
+        second = threading.Thread(target=recorder.write_failure, args=[EXCHANGE])
+        second.start()
+        may_end.set()
+        first.join()
+        second.join()
+        recorder.write_failure("stall")
+        """,
+    )
+    assert (code, file.header["why"], file.header.get("message")) == (0, "exchange", "better")
+
+
+def test_an_exception_is_reported_before_its_events_are_written(tmp_path):
+    code, output, file = recorded(
+        tmp_path,
+        """
+        sys.excepthook = lambda *_: print(read_header(path)["why"])
+        recorder.begin()
+        raise KeyError("x")
+        """,
+    )
+    assert (code, output, file.header["why"]) == (1, "start\n", "exception")
+    assert file.stacks["MainThread"][0][2] == "<module>"
+
+
+def test_stacks_are_read_by_several_threads_and_leave_the_garbage_collector_as_it_was():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for is_enabled in (True, False):
+            (gc.enable if is_enabled else gc.disable)()
+            threads = [
+                threading.Thread(target=lambda: [call_stack.calls_of_threads() for _ in range(300)]) for _ in range(4)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
+        sys.setswitchinterval(before)
 
 
 FAILS = """

@@ -1,10 +1,13 @@
 """`tfdist report` says who was missing from which exchange and where each worker was, from files of any quality."""
 
 import json
+import os
 import random
+import socket
 
 import pytest
 
+from tfdist.events.asked_by_signal import process_start
 from tfdist.events.event_buffer import Event, EventBuffer
 from tfdist.events.event_file import ASKED, START, EventFile, read_events, read_header, write_events
 from tfdist.launch import cli
@@ -190,6 +193,17 @@ def test_a_worker_that_was_asked_still_worked(tmp_path, reported):
     write_events(tmp_path / "attempt-0" / "events-0.jsonl", header(0, ASKED, phase="input", workers=1), [], {})
     out = reported()[1]
     assert "worker 0: input of `fit`, in step 41" in out and "it still worked when it was asked" in out
+
+
+@pytest.mark.parametrize("hears", [True, False, None])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_only_a_worker_that_hears_the_signal_is_to_get_it(tmp_path, reported, hears, is_own):
+    began = process_start() if is_own else process_start() - 1
+    own = {"pid": os.getpid(), "host": socket.gethostname(), "process_start": began, "hears": hears}
+    write_events(tmp_path / "attempt-0" / "events-0.jsonl", header(0, START, workers=1) | own, [], {})
+    out = reported()[1]
+    assert (f"`kill -USR2 {os.getpid()}`" in out) == (hears is True and is_own), out
+    assert ("it cannot be asked" in out) == (hears is not True and is_own), out
 
 
 def test_events_from_before_the_failure_tell_nothing_of_it(tmp_path, reported):

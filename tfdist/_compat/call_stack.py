@@ -1,9 +1,10 @@
-"""Reads the call stack of this thread, to find out who calls, and of all threads before a process ends."""
+"""Reads the call stack of this thread, to find out who calls, and of all threads to report it."""
 
 import gc
 import hashlib
 import inspect
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from types import FrameType
@@ -18,6 +19,9 @@ __all__ = [
     "owner_of_caller",
     "site_of",
 ]
+
+
+_reading = threading.Lock()
 
 
 def frames() -> Iterator[FrameType]:
@@ -60,23 +64,24 @@ def frame_of(*functions: Any) -> FrameType | None:
 
 
 def calls_of_threads() -> dict[int, list[tuple[str, int, str]]]:
-    """Returns the stack of each thread, to report it before the process ends: innermost first, file, line, function.
+    """Returns the stack of each thread, innermost first: file, line, function. Several threads may call it at a time.
 
     Reading the frames of a running thread is unsafe: creating a frame object can start a garbage collection. There, a
     finalizer may let the other thread run on, and its frame is gone. So the garbage collector is off meanwhile.
     faulthandler is no alternative: in CPython 3.11 it reads the list of threads without its lock, while threads of
     TensorFlow enter Python.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return {
-            ident: [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(innermost)]
-            for ident, innermost in sys._current_frames().items()
-        }
-    finally:
-        if was_enabled:
-            gc.enable()
+    with _reading:  # Otherwise one thread could enable the collector while another reads, or leave it disabled.
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return {
+                ident: [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(innermost)]
+                for ident, innermost in sys._current_frames().items()
+            }
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 def is_called_by_library() -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import signal
 import threading
 from collections.abc import Callable
@@ -26,6 +27,17 @@ def call_when_asked(function: Callable[[], None]) -> bool:
     # Registered here and not at import: handlers of a fork run in this order, and `preemption` must be before.
     os.register_at_fork(after_in_child=_forget_in_child)
     return True
+
+
+def process_start(pid: int | str = "self") -> int | None:
+    """Returns when a process began, in clock ticks since the start of this host, or `None` if it does not run.
+
+    A later process may get the same number. The signal would end it.
+    """
+    try:
+        return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 def _forget_in_child() -> None:

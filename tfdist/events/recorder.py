@@ -22,13 +22,13 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import logging
 
 from tfdist._compat import call_stack
 from tfdist.cluster import ClusterSpec
-from tfdist.events.asked_by_signal import call_when_asked
+from tfdist.events.asked_by_signal import call_when_asked, process_start
 from tfdist.events.event_buffer import EVENTS, Event
 from tfdist.events.event_file import ASKED, EXCHANGE, LOST_PEER, START, Call, write_events
 from tfdist.run_files import ATTEMPT, RunFiles, is_supervised
@@ -129,33 +129,45 @@ def _logging_errors() -> Iterator[None]:
         logging.exception("The events of this worker could not be written:")
 
 
+class _Record(NamedTuple):
+    """The content of the file at one moment."""
+
+    header: Mapping[str, Any]
+    events: Sequence[Event]
+    stacks: Mapping[str, Sequence[Call]]
+
+
 class _Recorder:
     """Takes and writes the records of this worker."""
 
     def __init__(self, path: pathlib.Path, worker: Mapping[str, Any]):
         self._path = path
         self._pid = os.getpid()
-        self._worker = {**worker, "host": socket.gethostname(), "pid": self._pid, "start": time.time()}
+        self._worker: dict[str, Any] = {**worker, "host": socket.gethostname(), "pid": self._pid, "start": time.time()}
         self._capturing, self._writing = threading.Lock(), threading.Lock()
-        self._failure: tuple[Mapping[str, Any], Sequence[Event], Mapping[str, Sequence[Call]]] | None = None
-        self._is_final = False
+        self._failure: _Record | None = None
+        self._written: _Record | None = None  # The failure that is in the file.
 
     def begin(self) -> None:
-        self._worker["hears"] = call_when_asked(self._answer)
+        self._worker |= {"hears": call_when_asked(self._answer), "process_start": process_start()}
         self._hook_exceptions()
-        self._write(self._header(START), (), {})
+        self._write(_Record(self._header(START), (), {}))
 
     def _hook_exceptions(self) -> None:
         before = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            is_failure = not isinstance(error, KeyboardInterrupt) and os.getpid() == self._pid
             try:
-                if not isinstance(error, KeyboardInterrupt) and os.getpid() == self._pid:
+                if is_failure:
                     with _logging_errors():
                         self.capture_failure("exception", {"exception": kind.__name__}, trace)
-                        self.write_failure()
             finally:
+                # First the failure report, by whose time the first failure is found. The disk may hang after it.
                 before(kind, error, trace)
+                if is_failure:
+                    with _logging_errors():
+                        self.write_failure()
 
         sys.excepthook = hook
 
@@ -163,34 +175,36 @@ class _Recorder:
         if not self._capturing.acquire(timeout=_WAIT_SECONDS):  # No thread may keep a failed worker from its end.
             return
         try:
-            known = self._failure and self._failure[0]["why"]
+            known = self._failure and self._failure.header["why"]
             is_better = known is None or (known, why) == (LOST_PEER, EXCHANGE)
             if is_better and os.getpid() == self._pid:
-                self._failure = (self._header(why, details), EVENTS.copy(), _stacks(trace))
-                self._is_final = False
+                self._failure = _Record(self._header(why, details), EVENTS.copy(), _stacks(trace))
         finally:
             self._capturing.release()
 
     def write_failure(self) -> None:
         if self._failure is not None and os.getpid() == self._pid:
-            self._write(*self._failure)
+            self._write(self._failure)
 
     def _answer(self) -> None:
         """Writes the present events at the request of a user or of the supervisor."""
         with _logging_errors():
-            self._write(*(self._failure or (self._header(ASKED), EVENTS.copy(), _stacks())))
+            self._write(self._failure or _Record(self._header(ASKED), EVENTS.copy(), _stacks()))
 
     def _header(self, why: str, details: Mapping[str, Any] | None = None) -> dict[str, Any]:
         now = {"time": time.time(), "ns": time.monotonic_ns()}
         return {**self._worker, **now, "why": why, "step": EVENTS.step, **_state(), **(details or {})}
 
-    def _write(self, header: Mapping[str, Any], events: Sequence[Event], stacks: Mapping[str, Sequence[Call]]) -> None:
+    def _write(self, asked: _Record) -> None:
+        """Writes the newest failure, which another thread may have captured meanwhile; `asked` if there is none."""
         if not self._writing.acquire(timeout=_WAIT_SECONDS):  # Another thread waits for the disk.
             return
         try:
-            if not self._is_final:
-                write_events(self._path, header, events, stacks)
-                self._is_final = header["why"] not in (START, ASKED)
+            record = self._failure or asked
+            if record is self._written:
+                return
+            write_events(self._path, record.header, record.events, record.stacks)
+            self._written = record
         except OSError as error:
             logging.warning("The events of this worker could not be written: %s", error)
         finally:

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import os
 import pathlib
 import socket
 import time
@@ -11,6 +10,7 @@ from typing import Any
 
 from absl import logging
 
+from tfdist.events.asked_by_signal import process_start
 from tfdist.events.event_file import ASKED, EXCHANGE, LOST_PEER, START, Call, EventFile
 from tfdist.failure_kinds import user_line
 from tfdist.launch.first_failure import Failure
@@ -170,8 +170,13 @@ def _place_of(files: WorkerFiles) -> str:
     header = events.header
     process = f"process {header.get('pid')} on {header.get('host')}"
     if not _has_position(events):
-        if _is_alive(header):
-            return f"runs as {process}; `kill -USR2 {header.get('pid')}` makes it write its events"
+        if _runs_here(header):
+            how = (
+                f"`kill -USR2 {header['pid']}` makes it write its events"
+                if header.get("hears") is True
+                else ("it cannot be asked for its events, since its program handles SIGUSR2 or began in another thread")
+            )
+            return f"runs as {process}; {how}"
         return f"has left no events: it had no failure, or was killed ({process})"
     return f"{_described(last_position(events))}; {_why(header)} [{_clock(header['time'])}, {process}]"
 
@@ -226,10 +231,11 @@ def _number(events: EventFile | None, name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _is_alive(header: Mapping[str, Any]) -> bool:
-    """Whether the process of a worker runs on this host."""
-    pid = header.get("pid")
-    return header.get("host") == socket.gethostname() and isinstance(pid, int) and os.path.exists(f"/proc/{pid}")
+def _runs_here(header: Mapping[str, Any]) -> bool:
+    """Whether the process of a worker, and not a later one with its number, runs on this host."""
+    pid, start = header.get("pid"), header.get("process_start")
+    is_here = header.get("host") == socket.gethostname() and isinstance(pid, int) and start is not None
+    return is_here and process_start(pid) == start
 
 
 def _clock(seconds: float) -> str:
