@@ -234,8 +234,9 @@ def _number(events: EventFile | None, name: str) -> int:
 def _runs_here(header: Mapping[str, Any]) -> bool:
     """Whether the process of a worker, and not a later one with its number, runs on this host."""
     pid, start = header.get("pid"), header.get("process_start")
-    is_here = header.get("host") == socket.gethostname() and isinstance(pid, int) and start is not None
-    return is_here and process_start(pid) == start
+    if not isinstance(pid, int) or start is None or header.get("host") != socket.gethostname():
+        return False
+    return bool(process_start(pid) == start)
 
 
 def _clock(seconds: float) -> str:
