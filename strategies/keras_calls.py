@@ -32,21 +32,22 @@ def note_call(activity: Activity) -> None:
     callbacks, call = under_way[0].callbacks, activity.call
     if callbacks is not None and call is not None:
         others = [each for each in callbacks.callbacks if not isinstance(each, _EndOfCall)]
-        callbacks.callbacks = [*others, _EndOfCall(call)]
+        callbacks.callbacks = [*others, _EndOfCall(call, activity)]
 
 
 class _EndOfCall(keras.callbacks.Callback):
     """The last callback of a `fit`, `evaluate` or `predict`, which records that the call is over."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: Call, activity: Activity):
         super().__init__()
-        self._call = call
+        self._call, self._activity = call, activity
 
     def _end(self, name: str) -> None:
         if self._call.name == name:  # A `fit` passes its callbacks to its validation.
             for function in self._call.at_end:
                 function()
             self._call.is_over = True
+            self._activity.count_time()
             EVENTS.note("end of call", call=name, number=self._call.number)
 
     def on_train_end(self, logs: Any = None) -> None:

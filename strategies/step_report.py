@@ -24,6 +24,7 @@ from absl import logging
 from tfdist.errors import ClusterError
 from tfdist.events import recorder
 from tfdist.events.event_buffer import EVENTS
+from tfdist.events.phase_times import TIMES
 from tfdist.faults.activity import (
     COMPUTE,
     EXCHANGE,
@@ -279,6 +280,9 @@ class StepReports:
         not_finite = np.rint(not_finite).astype(np.int64)  # A sum of float32 may be a little less than the number.
         number, trained = self.number + 1, model()
         self._trained = model
+        if TIMES.is_on:
+            phases = self.phases()
+            TIMES.stepped({INPUT: phases.input, COMPUTE: phases.compute, EXCHANGE: phases.exchange})
         self.activity.stepped()
         self.latest = StepReport(number, np.rint(rows).astype(np.int64), compute, own, bool(totals[-1] > 0))
         EVENTS.step = number

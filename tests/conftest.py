@@ -40,6 +40,7 @@ UNIT = {
         "test_codec_groups",
         "test_compression",
         "test_failure_kinds",
+        "test_goodput",
         "test_output",
         "test_private_names",
         "test_replica_speed",

@@ -492,7 +492,9 @@ def test_short_run_in_the_lab_reports_all_and_leaves_nothing(variants, tmp_path)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("flags", [["--signals=CUT"], ["--workers=4", "--shrink", "--epochs=16"]])
+@pytest.mark.parametrize(
+    "flags", [["--signals=CUT"], ["--workers=4", "--shrink", "--epochs=16"], ["--kills=10", "--epochs=60"]]
+)
 def test_a_drill_has_the_results_of_the_undisturbed_run(flags):
     if flags == ["--signals=CUT"] and (why := netlab.why_not()):
         pytest.skip(why)

@@ -18,7 +18,10 @@ import pytest
 from launched import DEADLINE_SECONDS, eventually, is_alive, nothing_left
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.events.event_file import ASKED, read_events, read_header
+from tfdist.events.time_record import CALLBACK, COMPUTE, EXCHANGE, SAVE, START, TRACING
 from tfdist.launch import WorkerExit
+from tfdist.launch.goodput import AGAIN, LOST, REST, RESTART, UNRECORDED
+from tfdist.launch.goodput_table import account_of
 from tfdist.launch.recorded_run import read_run
 from tfdist.launch.report_command import lines_of
 from tfdist.launch.stopped_workers import StoppedWorkers
@@ -273,15 +276,15 @@ def test_files_of_the_previous_run_are_moved_aside(run):
 
     assert finish(run, 3, "commit(5)\nsys.exit(1)", restarts=0)[0] == 1
     logs = [f"attempt-0/worker-{worker}.log" for worker in range(3)]
-    assert files() == sorted(["committed", "failure.json", *logs])
+    assert files() == sorted(["committed", "failure.json", "run.json", *logs])
     (run.logs / "attempt-0" / "mine.txt").write_text("kept")
     assert finish(run, 1, "print((run_dir / 'committed').exists())")[0] == 0
-    own = ["attempt-0/mine.txt", "attempt-0/worker-0.log"]
-    assert files() == sorted([*own, *(f"earlier/{name}" for name in ("failure.json", *logs))])
+    own = ["attempt-0/mine.txt", "attempt-0/worker-0.log", "run.json"]
+    assert files() == sorted([*own, *(f"earlier/{name}" for name in ("failure.json", "run.json", *logs))])
     assert (run.logs / "attempt-0" / "worker-0.log").read_text() == "False\n"
     assert json.loads((run.logs / "earlier" / "failure.json").read_text())["run_exit_code"] == 1
     assert finish(run, 1, "print(here)")[0] == 0
-    assert files() == sorted([*own, "earlier/attempt-0/worker-0.log"])
+    assert files() == sorted([*own, "earlier/attempt-0/worker-0.log", "earlier/run.json"])
     assert (run.logs / "earlier" / "attempt-0" / "worker-0.log").read_text() == "False\n"
 
 
@@ -496,6 +499,9 @@ def test_a_group_that_saves_and_leaves_is_restarted_without_counting(run):
     code, err = finish(run, 2, body, restarts=0)
     assert code == 0 and attempts(run) == [2, 2, 2] and err.count("preempted") == 2
     assert not (run.logs / "failure.json").exists()
+    told = json.loads((run.logs / "run.json").read_text())
+    assert (told["outcome"], told["run_exit_code"]) == ("done", 0)
+    assert [each["outcome"] for each in told["attempts"]] == ["preempted", "preempted", "done"]
 
 
 def test_a_group_that_is_preempted_repeatedly_without_a_commit_ends_the_job(run):
@@ -859,11 +865,23 @@ def test_the_example_ends_with_the_weights_of_an_uninterrupted_run(run, data_dir
     survivor = read_events(run.logs / "attempt-0" / "events-0.jsonl")
     assert survivor.header["call"] == "fit" and survivor.header["phase"] and "MainThread" in survivor.stacks
     assert read_header(run.logs / "attempt-1" / "events-0.jsonl")["why"] == ASKED
-    told = "\n".join(lines_of(read_run(run.logs), stacks=True))
+    recorded = read_run(run.logs)
+    told = "\n".join(lines_of(recorded, stacks=True))
     assert "first failure: worker 1 was killed by SIGKILL [" in told, told
     assert "worker 1 last took part in exchange " in told and "\n  worker 0: " in told, told
     files = [path.read_text() for path in run.logs.rglob("*.json*")]
     assert len(files) >= 5 and not any(secret in text or "TF_CPP_MIN_LOG_LEVEL" in text for text in [told, *files])
+    assert "attempt 0 lost 5 steps: it had finished step 15, training continues from backup step-10" in told, told
+    assert_time_is_accounted(recorded)
+
+
+def assert_time_is_accounted(recorded):
+    """All phases of the example are found, and they sum to the time that the supervisor measured."""
+    account, ends = account_of(recorded), [each["time"] + each["seconds"] for each in recorded.summaries[0]["attempts"]]
+    assert account.seconds == pytest.approx(ends[-1] - recorded.summaries[0]["attempts"][0]["time"])
+    assert abs(account.parts.get(REST, 0.0)) < 0.02 * account.seconds and UNRECORDED not in account.parts
+    assert {COMPUTE, EXCHANGE, CALLBACK, SAVE, START, TRACING, LOST, RESTART, AGAIN} <= account.parts.keys()
+    assert min(account.parts[part] for part in (START, TRACING, AGAIN)) > 0.5 and 0 < account.goodput < 0.9
 
 
 def ask_often(run, ended):

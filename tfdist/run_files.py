@@ -6,10 +6,12 @@
         failure-<i>.json      report of worker i about its failure
         events-<i>.jsonl      events and stacks of worker i, when it failed or was asked
         telemetry-<i>.jsonl   figures of worker i every few seconds, by `tfdist.callbacks.Telemetry`
+        times-<i>.bin         seconds of worker i by phase so far
         make-room             the supervisor asks the workers to save and leave, to restart with more workers
       committed             step and folder of the newest commit, by the workers
       restored              the workers have restored a backup, of this run or an earlier run
       done-with-<hash>      a folder of backups that the supervisor removes when the job is done, by the workers
+      run.json              outcome and all attempts, by the supervisor
       failure.json          the failure and all attempts, by the supervisor for the user
       earlier/              logs and reports of the run before, if it had the same folder
 
@@ -78,6 +80,10 @@ class RunFiles:
         """Returns the path of a worker's figures; see `telemetry/json_lines_sink.py`."""
         return self.attempt(attempt) / f"telemetry-{worker}.jsonl"
 
+    def times(self, attempt: int | str, worker: int) -> pathlib.Path:
+        """Returns the path of a worker's seconds by phase; see `events/time_record.py`."""
+        return self.attempt(attempt) / f"times-{worker}.bin"
+
     def room(self, attempt: int | str) -> pathlib.Path:
         """Returns the path of the file that asks workers to save and leave, so that a larger attempt can follow."""
         return self.attempt(attempt) / "make-room"
@@ -102,6 +108,11 @@ class RunFiles:
         return self.run_dir / "failure.json"
 
     @property
+    def outcome(self) -> pathlib.Path:
+        """The path of the supervisor's list of all attempts, which exists from the first attempt on."""
+        return self.run_dir / "run.json"
+
+    @property
     def committed(self) -> tuple[int, str] | None:
         """The step and the folder of the newest commit (a complete backup); `None` if no worker has reported one."""
         with contextlib.suppress(OSError, ValueError):
@@ -122,9 +133,9 @@ class RunFiles:
 
     @property
     def for_user(self) -> list[pathlib.Path]:
-        """The paths of logs, failure reports, events and figures, which stay in the folder of the run for the user."""
-        of_workers = ("worker-*.log", "failure-*.json", "events-*.jsonl", "telemetry-*.jsonl")
-        patterns = (*(f"attempt-*/{name}" for name in of_workers), self.summary.name)
+        """The paths of the files that stay in the folder of the run for the user, such as logs and failure reports."""
+        of_workers = ("worker-*.log", "failure-*.json", "events-*.jsonl", "telemetry-*.jsonl", "times-*.bin")
+        patterns = (*(f"attempt-*/{name}" for name in of_workers), self.summary.name, self.outcome.name)
         return [path for pattern in patterns for path in self.run_dir.glob(pattern)]
 
     def forget_messages(self) -> None:

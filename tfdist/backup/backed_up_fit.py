@@ -25,6 +25,8 @@ from tfdist.backup.state_provider import FitInput, TrainedFit
 from tfdist.backup.step_counter import uncount_steps
 from tfdist.backup.variable_states import VariableStates
 from tfdist.events.event_buffer import EVENTS
+from tfdist.events.phase_times import TIMES
+from tfdist.events.time_record import RESTORE, SAVE
 from tfdist.failure_report import note_step
 from tfdist.faults import preemption
 
@@ -88,10 +90,12 @@ class FitBackup(keras.callbacks.Callback):
         )
         if checkpoint is not None:
             since = time.monotonic_ns()
-            self._states.restore(checkpoint)
+            with TIMES.within(RESTORE):
+                self._states.restore(checkpoint)
             self._continue_from(checkpoint)
             EVENTS.note("restore", since=since, commit=checkpoint.commit.step)
         note_step(session.steps)
+        TIMES.resumed(checkpoint.commit.step if checkpoint is not None else None, session.steps)
         self._schedule = SaveSchedule(self._options.save_freq, self._agreement, session.steps)
         if self._options.save_before_preemption:
             self._request.begin(self.model if self._input.is_known else None)
@@ -165,6 +169,7 @@ class FitBackup(keras.callbacks.Callback):
         is_last = self._batch < (self._batches or 0) <= batch + 1
         self._session.steps += batch + 1 - self._batch
         note_step(self._session.steps)
+        TIMES.count_steps(self._session.steps)
         self._batch, self._logs = batch + 1, logs
         self._request.tell(self._writer)
         if self._request.by_all:
@@ -197,6 +202,10 @@ class FitBackup(keras.callbacks.Callback):
 
     def _save(self) -> None:
         """Starts to write a commit of the present state. Leaves after it if the last commit told all workers to."""
+        with TIMES.within(SAVE):
+            self._save_now()
+
+    def _save_now(self) -> None:
         self._writer.wait()
         leaves = self._writer.are_asked and self._request.listens
         session = self._session
@@ -204,7 +213,9 @@ class FitBackup(keras.callbacks.Callback):
         # A commit is numbered by its step. The end of an epoch, saved after its last step, takes the next number.
         session.number = max(session.steps, session.number + 1)
         described = {"fit": session.finished, "is_done": self._is_at_end(), "sites": session.sites}
-        self._writer.save(self._states.capture(session.number, described, self._progress()))
+        snapshot = self._states.capture(session.number, described, self._progress())
+        TIMES.saved(session.number, session.steps)
+        self._writer.save(snapshot)
         if leaves:
             self._writer.wait()
             preemption.leave(self._writer.refusals, self._options.directory)
@@ -239,7 +250,8 @@ class FitBackup(keras.callbacks.Callback):
         uncount_steps(self.model)
         # A new list: Keras is iterating over the old one and would skip the next callback.
         self._list.callbacks = [callback for callback in self._list.callbacks if callback is not self]
-        self._writer.wait()
+        with TIMES.within(SAVE):
+            self._writer.wait()
         self._request.tell(self._writer)
         # After this agreement no worker writes, unless a worker was asked to leave since the last step.
         if self._agreement.settle("fit", self._request.is_here(), any):

@@ -31,6 +31,7 @@ from tfdist.cluster import ClusterSpec
 from tfdist.events.asked_by_signal import call_when_asked, process_start
 from tfdist.events.event_buffer import EVENTS, Event
 from tfdist.events.event_file import ASKED, EXCHANGE, LOST_PEER, START, Call, write_events
+from tfdist.events.phase_times import TIMES
 from tfdist.run_files import ATTEMPT, RunFiles, is_supervised
 
 EVENTS_DIR = "TFDIST_EVENTS_DIR"
@@ -51,7 +52,7 @@ _starting: list[str] = []
 
 
 def begin() -> None:
-    """Begins to keep events if there is a folder to write them to. Only the first call in a process has an effect.
+    """Begins to keep events and times if there is a folder for them. Only the first call in a process has an effect.
 
     Raises:
       ValueError: If TFDIST_EVENT_COUNT is no number.
@@ -70,6 +71,7 @@ def begin() -> None:
         {"worker": worker, "workers": spec.num_workers if spec else 1, "attempt": attempt},
     )
     _recorder.begin()
+    TIMES.begin(files.times(attempt, worker))
 
 
 def _count() -> int:

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdist._compat import keras_stack
+from tfdist.events import time_record
 from tfdist.events.event_buffer import EVENTS
+from tfdist.events.phase_times import STEP, TIMES
 
 BUILDING = "building"
 TRACING = "tracing"
@@ -31,6 +33,7 @@ MEETING = "the beginning of a call"
 """The exchange of all workers before the first step of a call, where early workers wait."""
 
 TRAIN = "train"
+_TRAINING = ("fit", "train_on_batch", TRAIN)
 _REMEMBERED = 1024  # The most step durations to keep for the watchdog.
 
 _all: "weakref.WeakSet[Activity]" = weakref.WeakSet()
@@ -149,6 +152,7 @@ class Activity:
             # An exception may keep the objects of a failed call alive. Calls outside of this thread's stack are over.
             outer = [each for each in self._calls if any(each.is_of(other.epochs) for other in under_way[1:])]
             self._calls = [*outer, call]
+            self.count_time()
 
     @contextlib.contextmanager
     def doing(self, phase: str) -> Iterator[None]:
@@ -156,11 +160,13 @@ class Activity:
         call, since = self.call, time.monotonic_ns()
         if call is not None:
             call.phase = phase
+            self.count_time()
         try:
             yield
         finally:
             if call is not None:
                 call.phase = CALLBACK
+                self.count_time()
             EVENTS.note(phase, since=since)
 
     @contextlib.contextmanager
@@ -175,10 +181,12 @@ class Activity:
             call = Call(name, self.begun + 1, None)
             self._calls = [call]
         phase, call.phase = call.phase, EXCHANGE
+        self.count_time()
         try:
             yield call
         finally:
             call.phase, self._calls = phase, before
+            self.count_time()
             EVENTS.note("wait", since=since, call=call.name)
 
     @contextlib.contextmanager
@@ -196,6 +204,7 @@ class Activity:
             call = self._new(alone or kind, None)
             self._calls = [*self._calls, call]
         call.execution = Execution(kind, reads)
+        self.count_time()
         call.ended_step = time.monotonic()
         since, ends, error = time.monotonic_ns(), single, None
         try:
@@ -212,6 +221,7 @@ class Activity:
             EVENTS.note("run", since=since, call=call.name, function=kind, error=error)
             if ends:
                 self._calls = [each for each in self._calls if each is not call]
+            self.count_time()
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -221,10 +231,12 @@ class Activity:
             yield
             return
         execution.is_tracing, since = True, time.monotonic_ns()
+        self.count_time()
         try:
             yield
         finally:
             execution.traced_at, execution.is_tracing = time.time(), False
+            self.count_time()
             EVENTS.note(TRACING, since=since)
 
     def mark(self) -> None:
@@ -246,6 +258,25 @@ class Activity:
     def forget(self) -> None:
         """Records that no call of Keras is under way, even if the objects of a failed call still exist."""
         self._calls = []
+
+    def count_time(self) -> None:
+        """Counts the time of this worker from now on for what it does now."""
+        if TIMES.is_on:
+            TIMES.switch(self._timed_phase())
+
+    def _timed_phase(self) -> str:
+        """Returns what this worker does now, in the terms of `time_record.py`."""
+        call = self.call
+        if call is None:
+            return time_record.OUTSIDE if self.begun else time_record.START
+        execution = call.execution
+        if execution is not None and execution.is_tracing:
+            return TRACING
+        if execution is not None and execution.kind == TRAIN:
+            return STEP
+        if execution is not None or call.name not in _TRAINING:
+            return time_record.VALIDATION
+        return BUILDING if call.phase == EXCHANGE and not call.executions else call.phase
 
     def _new(self, name: str, lives: "weakref.ref[Any] | None") -> Call:
         self.begun += 1

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.events.event_file import EventFile, read_events
+from tfdist.events.time_record import TimeRecord, read_time_record
 from tfdist.run_files import RunFiles
 
 
@@ -22,11 +23,15 @@ class WorkerFiles:
       failure: Its failure report; empty if it wrote none.
       events: Its events; `None` if it wrote none.
       log: Path of its log.
+      times: Its seconds by phase; `None` if it wrote none.
+      attempt: The entry of the attempt in the list of its supervisor; empty if there is none.
     """
 
     failure: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     events: EventFile | None = None
     log: str | None = None
+    times: TimeRecord | None = None
+    attempt: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +40,8 @@ class RecordedRun:
 
     Attributes:
       folder: The folder.
-      summaries: The content of each `failure.json`: of one supervisor, or of those of several hosts.
+      summaries: The content of `failure.json`, or without a failure of `run.json`: of one supervisor, or of those of
+        several hosts.
       attempts: By number of the attempt, the files of each worker.
       problems: One line for each file that could not be read.
     """
@@ -57,21 +63,34 @@ def read_run(folder: pathlib.Path) -> RecordedRun:
         what = "does not exist" if not folder.exists() else "has no attempt-0, so no run has written to it"
         raise ValueError(f"RUN_DIR must be the folder of a run of `tfdist run`, but {folder} {what}.")
     problems: list[str] = []
-    summaries = [summary for each in folders if (summary := _json(RunFiles(each).summary, problems))]
+    summaries: list[Mapping[str, Any]] = []
     attempts: dict[int, dict[int, WorkerFiles]] = {}
     for each in folders:
+        files = RunFiles(each)
+        summary, run = _json(files.summary, problems), _json(files.outcome, problems)
+        summaries += [told for told in (summary or run,) if told]
         for number in _attempts_in(each):
-            attempts.setdefault(number, {}).update(_workers_of(RunFiles(each), number, problems))
+            told = attempt_in(run, number) or attempt_in(summary, number) or {}
+            attempts.setdefault(number, {}).update(_workers_of(files, number, told, problems))
     return RecordedRun(folder, summaries, dict(sorted(attempts.items())), problems)
+
+
+def attempt_in(summary: Mapping[str, Any], number: int) -> Mapping[str, Any] | None:
+    """Returns the entry of an attempt in the summary of a supervisor."""
+    attempts = summary.get("attempts")
+    found = [each for each in attempts if isinstance(each, dict)] if isinstance(attempts, list) else []
+    return next((each for each in found if each.get("number") == number), None)
 
 
 def _attempts_in(folder: pathlib.Path) -> list[int]:
     return [int(match[1]) for path in folder.glob("attempt-*") if (match := re.fullmatch(r"attempt-(\d+)", path.name))]
 
 
-def _workers_of(files: RunFiles, number: int, problems: list[str]) -> dict[int, WorkerFiles]:
+def _workers_of(
+    files: RunFiles, number: int, attempt: Mapping[str, Any], problems: list[str]
+) -> dict[int, WorkerFiles]:
     names = [path.name for path in files.attempt(number).iterdir()]
-    matches = [re.fullmatch(r"(?:worker|failure|events)-(\d+)\.(?:log|json|jsonl)", name) for name in names]
+    matches = [re.fullmatch(r"(?:worker|failure|events|times)-(\d+)\.(?:log|json|jsonl|bin)", name) for name in names]
     found = {}
     for worker in sorted({int(match[1]) for match in matches if match}):
         log = files.attempt(number) / f"worker-{worker}.log"
@@ -79,6 +98,8 @@ def _workers_of(files: RunFiles, number: int, problems: list[str]) -> dict[int, 
             _json(files.report(number, worker), problems),
             _events(files.events(number, worker), problems),
             str(log) if log.exists() else None,
+            _times(files.times(number, worker), problems),
+            attempt,
         )
     return found
 
@@ -98,6 +119,18 @@ def _json(path: pathlib.Path, problems: list[str]) -> Mapping[str, Any]:
         problems.append(f"{path} is damaged: it is no JSON object")
         return {}
     return content
+
+
+def _times(path: pathlib.Path, problems: list[str]) -> TimeRecord | None:
+    try:
+        return read_time_record(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        problems.append(f"{path} cannot be read: {error.strerror}")
+    except ValueError as error:
+        problems.append(f"{path} is damaged: it {error}")
+    return None
 
 
 def _events(path: pathlib.Path, problems: list[str]) -> EventFile | None:

@@ -14,6 +14,7 @@ from tfdist.events.asked_by_signal import process_start
 from tfdist.events.event_file import ASKED, EXCHANGE, LOST_PEER, START, Call, EventFile
 from tfdist.failure_kinds import user_line
 from tfdist.launch.first_failure import Failure
+from tfdist.launch.goodput_table import account_of, lines_of_account
 from tfdist.launch.missing_workers import (
     LastPosition,
     MissedExchange,
@@ -22,7 +23,7 @@ from tfdist.launch.missing_workers import (
     last_position,
     missed_exchanges,
 )
-from tfdist.launch.recorded_run import RecordedRun, WorkerFiles, read_run
+from tfdist.launch.recorded_run import RecordedRun, WorkerFiles, attempt_in, read_run
 from tfdist.launch.run_summary import duration, named
 
 _MOST_EXCHANGES = 5
@@ -59,8 +60,9 @@ def lines_of(recorded: RecordedRun, *, stacks: bool = False) -> Iterator[str]:
       recorded: Content of the run's folder.
       stacks: Whether to add the stacks of all threads.
     """
-    told = [f"{each.get('outcome')}, exit code {each.get('run_exit_code')}" for each in recorded.summaries]
+    told = [_outcome(each) for each in recorded.summaries]
     yield f"run in {recorded.folder}: {'; '.join(dict.fromkeys(told)) or _NO_FAILURE_REPORT}"
+    yield from _time_of(recorded)
     for number, workers in recorded.attempts.items():
         yield ""
         try:
@@ -72,10 +74,28 @@ def lines_of(recorded: RecordedRun, *, stacks: bool = False) -> Iterator[str]:
         yield from (f"problem: {problem}" for problem in recorded.problems)
 
 
+def _outcome(summary: Mapping[str, Any]) -> str:
+    if summary.get("outcome") == "running" and summary.get("run_exit_code") is None:
+        return "running, or its supervisor was killed"
+    return f"{summary.get('outcome')}, exit code {summary.get('run_exit_code')}"
+
+
+def _time_of(recorded: RecordedRun) -> Iterator[str]:
+    """Yields lines about goodput, and what the time was spent on."""
+    try:
+        account = account_of(recorded)
+        lines = list(lines_of_account(account)) if account else []
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        lines = [f"the time of the run is unknown: its files have values of another type than expected ({error})"]
+    if lines:
+        yield ""
+        yield from lines
+
+
 def _lines_of_attempt(
     number: int, workers: Mapping[int, WorkerFiles], summaries: Sequence[Mapping[str, Any]], stacks: bool
 ) -> Iterator[str]:
-    attempts = [attempt for each in summaries if (attempt := _attempt_in(each, number))]
+    attempts = [attempt for each in summaries if (attempt := attempt_in(each, number))]
     files = {worker: events for worker, each in workers.items() if (events := each.events) and _has_position(events)}
     count = max([*(_number(each.events, "workers") for each in workers.values()), *(i + 1 for i in workers)], default=0)
     yield _title(number, attempts, count)
@@ -101,13 +121,6 @@ def _title(number: int, attempts: Sequence[Mapping[str, Any]], count: int) -> st
             parts.append(f"newest backup step-{attempt['committed']}")
         parts.append(str(attempt.get("outcome")))
     return f"attempt {number}: {', '.join(parts)}"
-
-
-def _attempt_in(summary: Mapping[str, Any], number: int) -> Mapping[str, Any] | None:
-    """Returns the entry of an attempt in the summary of a supervisor."""
-    attempts = summary.get("attempts")
-    found = [each for each in attempts if isinstance(each, dict)] if isinstance(attempts, list) else []
-    return next((each for each in found if each.get("number") == number), None)
 
 
 def _is_before(events: EventFile, failure: Failure | None) -> bool:

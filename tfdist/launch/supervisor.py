@@ -8,7 +8,8 @@ import os
 import pathlib
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from absl import logging
 
@@ -184,6 +185,7 @@ class Supervisor:
             if pause is None:
                 return self._finish(attempt.exit_code)
             self._tell_restart(attempt, pause, is_smaller=self._size.current < size)
+            self._write_attempts("running", None)
             self._write_failures("running", None)
             _sleep(pause, until=lambda: bool(self._caught))
             if self._caught:
@@ -192,6 +194,7 @@ class Supervisor:
     def _run_attempt(self, number: int) -> Attempt:
         """Makes one attempt: starts the workers, waits for their end and returns the result."""
         directory, workers, start = self._files.attempt(number), self._size.current, time.time()
+        self._write_attempts("running", None, {"number": number, "workers": workers, "time": start})
         self._commits.see(self._files.committed)
         self._remove_cache_locks(start)
         commits = self._commits = Commits(self._commits)
@@ -454,6 +457,7 @@ class Supervisor:
         if last.outcome == "done":
             backup_cleanup.remove(self._run_dir)
         outcome = "stopped" if self._caught and last.outcome != "done" else last.outcome
+        self._write_attempts(outcome, exit_code)
         self._write_failures(outcome, exit_code)
         if last.failure:
             self._tell_details(last.failure)
@@ -490,6 +494,16 @@ class Supervisor:
         before = self._attempts[-2].failure if len(self._attempts) > 1 else None
         is_same = before is not None and before.place == failure.place
         return ". A restart read the same data again and failed again." if is_same else ""
+
+    def _write_attempts(self, outcome: str, exit_code: int | None, running: Mapping[str, Any] | None = None) -> None:
+        """Writes `run.json`, with all attempts; `running` describes the one that begins."""
+        attempts = [dataclasses.asdict(attempt) for attempt in self._attempts]
+        attempts += [{**running, "outcome": "running"}] if running else []
+        try:
+            text = json.dumps({"outcome": outcome, "run_exit_code": exit_code, "attempts": attempts}, indent=1)
+            write_whole(self._files.outcome, text)
+        except OSError as error:
+            logging.error("run.json could not be written: %s", error)  # The job continues.
 
     def _write_failures(self, outcome: str, exit_code: int | None) -> None:
         """Writes `failure.json` after a failure, with the failure of the last failed attempt and all attempts."""

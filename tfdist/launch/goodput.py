@@ -1,0 +1,226 @@
+"""Policy: what the time of a run was spent on, from the attempts and the workers' times. No files and no clock.
+
+    attempt 0                                              pause   attempt 1
+    ├ start-up ┼ tracing ┼ steps ┼ save ┼ steps ┼ failure ┼       ┼ start-up, tracing ┼ steps ...
+                 first      kept            lost  restart  restart  repeated            kept
+
+Steps after the commit from which the next attempt continued are lost, with the callbacks and validations between them.
+All parts sum to the time from the start of the first attempt to the end of the last.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from tfdist.events.time_record import (
+    BEGINNING,
+    BUILDING,
+    CALLBACK,
+    COMPUTE,
+    EXCHANGE,
+    INPUT,
+    OUTSIDE,
+    RESTORE,
+    SAVE,
+    START,
+    TRACING,
+    UNDECIDED,
+    VALIDATION,
+    TimeRecord,
+)
+
+LOST, RESTART, AGAIN = "lost", "restart", "repeated start-up"
+UNRECORDED, REST = "not recorded", "rest"
+
+PARTS = {
+    COMPUTE: "training steps: computation",
+    EXCHANGE: "training steps: exchanges and waits for workers",
+    INPUT: "training steps: waits for input",
+    CALLBACK: "callbacks, and Python between steps",
+    VALIDATION: "validation, prediction",
+    SAVE: "saves",
+    START: "start-up",
+    BUILDING: "building and comparing models",
+    TRACING: "tracing",
+    LOST: "lost work",
+    RESTART: "from failures to restarts",
+    AGAIN: "start-up, tracing and restoring after restarts",
+    RESTORE: "restoring a backup at the start",
+    OUTSIDE: "the script outside of Keras' calls",
+    UNRECORDED: "not recorded",
+    REST: "rest",
+}
+"""All parts of the time of a run, in the order of reports, with their descriptions."""
+
+_KEPT = (COMPUTE, EXCHANGE, INPUT)
+_LOSABLE = (*_KEPT, CALLBACK, VALIDATION)
+_REPEATED = (START, BUILDING, TRACING, RESTORE)
+_GOES_ON = "running"
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerAttempt:
+    """One worker in one attempt.
+
+    Attributes:
+      worker: Number of the worker.
+      attempt: Number of the attempt.
+      start: Start of the attempt, in seconds since the epoch.
+      seconds: Duration of the attempt.
+      outcome: Outcome of the attempt.
+      failed_at: First failure of the attempt, in seconds since the epoch; `None` without one.
+      committed: Number of the newest commit at the end of the attempt.
+      record: Times of the worker; `None` if there are none.
+    """
+
+    worker: int
+    attempt: int
+    start: float
+    seconds: float
+    outcome: str
+    failed_at: float | None = None
+    committed: int | None = None
+    record: TimeRecord | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LostWork:
+    """The training steps of an attempt that a later attempt repeats.
+
+    Attributes:
+      attempt: Number of the attempt.
+      last_step: Last step that a worker of the attempt had finished.
+      steps: Number of lost steps.
+      commit: Number of the commit from which the job continued; `BEGINNING` without one.
+    """
+
+    attempt: int
+    last_step: int
+    steps: int
+    commit: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeAccount:
+    """What the time of a run was spent on.
+
+    Attributes:
+      seconds: Time from the start of the first attempt to the end of the last.
+      parts: Seconds by part, as means over the workers. Their sum is `seconds`.
+      workers: For each worker, its seconds by part in the attempts in which it took part.
+      lost: Lost work of each attempt that lost any.
+    """
+
+    seconds: float
+    parts: Mapping[str, float]
+    workers: Mapping[int, Mapping[str, float]]
+    lost: Sequence[LostWork]
+
+    @property
+    def goodput(self) -> float | None:
+        """The part of the time in training steps that were kept; `None` if no worker has recorded its time."""
+        if not self.seconds or self.parts.get(UNRECORDED, 0.0) > self.seconds / 2:
+            return None
+        return sum(self.parts.get(part, 0.0) for part in _KEPT) / self.seconds
+
+
+def account_for(attempts: Iterable[WorkerAttempt]) -> TimeAccount:
+    """Returns what the time of a run was spent on.
+
+    Args:
+      attempts: All workers in all attempts.
+    """
+    by_attempt: dict[int, list[WorkerAttempt]] = {}
+    for each in attempts:
+        by_attempt.setdefault(each.attempt, []).append(each)
+    numbers = sorted(by_attempt)
+    parts: dict[str, float] = {}
+    workers: dict[int, dict[str, float]] = {}
+    lost: list[LostWork] = []
+    end: float | None = None
+    for number in numbers:
+        present = by_attempt[number]
+        later = [record for each in numbers if each > number for record in _records(by_attempt[each])]
+        origin = _origin(present, later)
+        if origin is not None:
+            last = max((record.steps for record in _records(present)), default=0)
+            if last > origin[1]:
+                lost.append(LostWork(number, last, last - origin[1], origin[0]))
+        for each in present:
+            spent = _parts_of(each, origin, is_first=number == numbers[0])
+            _add(workers.setdefault(each.worker, {}), spent)
+            _add(parts, {part: seconds / len(present) for part, seconds in spent.items()})
+        start = sum(each.start for each in present) / len(present)
+        if end is not None:
+            _add(parts, {RESTART: start - end})
+            for each in present:
+                _add(workers[each.worker], {RESTART: start - end})
+        end = start + sum(each.seconds for each in present) / len(present)
+    return TimeAccount(sum(parts.values()), _in_order(parts), {i: _in_order(workers[i]) for i in sorted(workers)}, lost)
+
+
+def _records(attempts: Iterable[WorkerAttempt]) -> list[TimeRecord]:
+    return [each.record for each in attempts if each.record is not None]
+
+
+def _origin(present: Sequence[WorkerAttempt], later: Sequence[TimeRecord]) -> tuple[int, int] | None:
+    """Returns commit and step from which the job went on or can go on after an attempt; `None` if nothing is lost."""
+    outcomes = {each.outcome for each in present}
+    if outcomes <= {"done", _GOES_ON}:
+        return None
+    for record in later:  # In the order of attempts.
+        if record.resumed_commit != UNDECIDED:
+            return record.resumed_commit, record.resumed_steps
+        if record.steps:
+            return BEGINNING, 0
+    committed = max((each.committed for each in present if each.committed is not None), default=None)
+    if committed is None:
+        return BEGINNING, 0
+    known = [save.steps for record in _records(present) for save in record.saves if save.commit == committed]
+    known += [record.resumed_steps for record in _records(present) if record.resumed_commit == committed]
+    return committed, known[0] if known else committed  # A commit has the number of its step, or a larger one.
+
+
+def _parts_of(each: WorkerAttempt, origin: tuple[int, int] | None, *, is_first: bool) -> dict[str, float]:
+    """Returns the seconds of a worker in an attempt by part."""
+    record, has_failed = each.record, each.outcome == "failed"
+    if record is None:
+        early = START if is_first else AGAIN  # A worker that ended before it recorded anything.
+        return {early if has_failed else UNRECORDED: each.seconds}
+    end = each.start + each.seconds
+    spent = dict(record.seconds)
+    spent[START] += max(record.start - each.start, 0.0)
+    until = min(max(each.failed_at or 0.0, record.time), end) if has_failed else end
+    if until > record.time:
+        spent[record.phase] += until - record.time
+    spent[RESTART] = max(end - until, 0.0)
+    if origin is not None:
+        _move_lost(spent, record, origin)
+    if not is_first:
+        spent[AGAIN] = sum(spent.pop(phase) for phase in _REPEATED)
+    spent[REST] = each.seconds - sum(spent.values())
+    return spent
+
+
+def _move_lost(spent: dict[str, float], record: TimeRecord, origin: tuple[int, int]) -> None:
+    """Moves the time of training after the commit `origin` to lost work."""
+    commit, steps = origin
+    kept = next((save.seconds for save in reversed(record.saves) if save.commit == commit), None)
+    trained = record.steps - max(record.resumed_steps, 0)
+    share = 1.0
+    if kept is None and commit not in (BEGINNING, record.resumed_commit) and trained > 0:
+        # The commit is older than the saves in the record: by the number of steps.
+        share = min(max((record.steps - steps) / trained, 0.0), 1.0)
+    spent[LOST] = 0.0
+    for phase in _LOSABLE:
+        seconds = max(spent[phase] - kept[phase], 0.0) if kept else spent[phase] * share
+        spent[phase] -= seconds
+        spent[LOST] += seconds
+
+
+def _add(total: dict[str, float], parts: Mapping[str, float]) -> None:
+    for part, seconds in parts.items():
+        total[part] = total.get(part, 0.0) + seconds
+
+
+def _in_order(parts: Mapping[str, float]) -> dict[str, float]:
+    return {part: parts[part] for part in PARTS if parts.get(part)}
