@@ -226,7 +226,7 @@ class StepReports:
 
         Only a listener may call it, for the step whose report it takes. Costs a read of a variable.
         """
-        times = self._clocks[0].times.numpy().tolist()
+        times = self._clocks[0].now()
         begin, loss, share, gradients, ended_before = times[:_SEEN]
         return divide(
             StepMoments(ended_before, times[_ASKED], times[_AGREES], begin, loss, share, gradients, time.time())
@@ -337,6 +337,12 @@ class Clock:
         self._device, self._host = device, host_of(device)
         with tf.device(self._host):
             self.times = tf.Variable(tf.zeros([_MOMENTS], tf.float64), trainable=False)
+
+    def now(self) -> list[float]:
+        """Returns the times. Called outside of graphs, in any thread."""
+        read = tf.raw_ops.ReadVariableOp(resource=self.times.handle, dtype=self.times.dtype)  # A third of `numpy`.
+        times: list[float] = read.numpy().tolist()
+        return times
 
     def begin(self, data: Any) -> Any:
         """Notes when the batch `data` of a step has arrived. Returns `data` for operations that start after that."""

@@ -33,7 +33,12 @@ class ReplicaWork:
 
     def __add__(self, more: "ReplicaWork") -> "ReplicaWork":
         """The sum of two sums."""
-        return ReplicaWork(*map(sum, zip(dataclasses.astuple(self), dataclasses.astuple(more), strict=True)))
+        return ReplicaWork(
+            self.steps + more.steps,
+            self.rows + more.rows,
+            self.mean_seconds + more.mean_seconds,
+            self.longest_seconds + more.longest_seconds,
+        )
 
     def __sub__(self, before: "ReplicaWork") -> "ReplicaWork":
         """The work since an earlier sum."""
