@@ -285,7 +285,7 @@ class StepReports:
             TIMES.stepped({INPUT: phases.input, COMPUTE: phases.compute, EXCHANGE: phases.exchange})
         self.activity.stepped()
         self.latest = StepReport(number, np.rint(rows).astype(np.int64), compute, own, bool(totals[-1] > 0))
-        EVENTS.step = number
+        EVENTS.count(number)
         if self.num_replicas <= _NOTED:
             EVENTS.note("step", rows=self.latest.rows, compute_seconds=compute, own_seconds=own)
         else:

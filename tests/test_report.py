@@ -11,7 +11,7 @@ from tfdist.events.asked_by_signal import process_start
 from tfdist.events.event_buffer import Event, EventBuffer
 from tfdist.events.event_file import ASKED, START, EventFile, read_events, read_header, write_events
 from tfdist.launch import cli
-from tfdist.launch.missing_workers import WAITS, blamed, last_exchange, last_position, missed_exchanges
+from tfdist.launch.missing_workers import WAITS, elsewhere, last_exchange, last_position, missed_exchanges
 
 SECOND = 10**9
 
@@ -37,7 +37,7 @@ def pending(key, *missing, seconds=2, size=4096):
 
 
 def exchanged(key, seconds, step=39):
-    return Event((100 - seconds) * SECOND, "exchange", step, {"key": key, "since": (99 - seconds) * SECOND})
+    return Event((100 - seconds) * SECOND, "exchange", step, {"group": 7, "key": key, "since": (99 - seconds) * SECOND})
 
 
 def test_the_worker_that_others_wait_for_is_missing_from_their_exchange():
@@ -48,7 +48,6 @@ def test_the_worker_that_others_wait_for_is_missing_from_their_exchange():
     first, second = missed_exchanges(files)
     assert (first.key, first.bytes, first.step, first.waiting) == (12, 4096, 40, {0: 3.0, 2: 2.0})
     assert (first.absent, first.unheard) == ([1], []) and (second.absent, second.unheard) == ([1, 2], [])
-    assert blamed(files, range(3)) == [1, 2]
 
 
 def test_a_worker_that_has_begun_an_exchange_is_not_absent_but_its_bytes_are():
@@ -63,8 +62,28 @@ def test_an_exchange_that_only_peers_have_begun_makes_nobody_wait():
 
 def test_without_seen_exchanges_the_phases_tell_for_whom_workers_wait():
     files = {0: EventFile(header(0)), 1: EventFile(header(1, phase="input")), 2: EventFile(header(2, phase=WAITS[1]))}
-    assert blamed(files, range(4)) == [1, 3]
-    assert blamed({1: files[1]}, range(3)) == []
+    assert elsewhere(files, range(4), culprit=3) == [3] and elsewhere(files, range(4), culprit=0) == []
+    assert elsewhere(files, range(4), None) == [3]  # Worker 1 was stopped by the loss of a peer.
+    files[1] = EventFile(header(1, why="stall", phase="input"))
+    assert elsewhere(files, range(4), None) == [1, 3]
+    files[0] = EventFile(header(0, peer=3))
+    assert elsewhere(files, range(4), None) == [3]
+    assert elsewhere({1: files[1]}, range(3), None) == []
+
+
+def test_a_worker_that_has_worked_on_since_it_was_asked_is_not_missing():
+    def asked(worker, seconds_later, **others):
+        clock = {"time": 1_764_184_000.0 + seconds_later, "ns": (100 + seconds_later) * SECOND}
+        return EventFile(header(worker, ASKED, workers=2, **others) | clock)
+
+    waits = asked(0, 0, pending=[pending(12, 1)])
+    later = asked(1, 5)
+    assert missed_exchanges({0: waits, 1: later})[0].absent == [1]
+    done = EventFile(later.header, [exchanged(12, -1)])
+    assert missed_exchanges({0: waits, 1: done}) == []
+    assert missed_exchanges({0: waits, 1: asked(1, -5)}) == []
+    ended = EventFile(asked(1, -5).header | {"why": "exception"})
+    assert missed_exchanges({0: waits, 1: ended})[0].absent == [1]
 
 
 def test_the_last_exchange_of_a_worker_is_the_newest_that_a_peer_has_completed():
@@ -74,8 +93,19 @@ def test_the_last_exchange_of_a_worker_is_the_newest_that_a_peer_has_completed()
         2: EventFile(header(2), [exchanged(11, 3)]),
     }
     last = last_exchange(files, 1)
-    assert (last.peer, last.key, last.step, last.seconds) == (0, 11, 39, 2.0)
+    assert (last.peer, last.group, last.key, last.step, last.seconds) == (0, 7, 11, 39, 2.0)
     assert last_exchange({1: files[1]}, 1) is None
+
+
+def test_the_last_exchange_of_a_worker_may_lack_the_part_of_another():
+    files = {
+        0: EventFile(header(0, pending=[pending(12, 2), pending(13, 1, 2)]), [exchanged(11, 9)]),
+        3: EventFile(header(3, pending=[pending(12, 1, 2)]), [exchanged(11, 8)]),
+    }
+    last = last_exchange(files, 1)
+    assert (last.peer, last.key, last.step, last.seconds) == (0, 12, 40, None)
+    last = last_exchange(files, 2)
+    assert (last.peer, last.key, last.step, last.seconds) == (3, 11, 39, 8.0)
 
 
 def test_the_age_of_a_position_is_the_time_since_the_last_event_or_the_begin_of_the_wait():
@@ -99,6 +129,15 @@ def test_the_buffer_keeps_the_newest_events_and_none_if_it_is_off():
         events.note("exchange", key=key)
     assert [(event.step, event.details) for event in events.copy()] == [(key, {"key": key}) for key in (2, 3, 4)]
     assert events.copy()[0].ns <= events.copy()[1].ns
+
+
+def test_steps_after_a_restore_have_the_numbers_of_commits():
+    events = EventBuffer()
+    events.count(1)
+    events.count_from(30)  # A commit, restored after a step of another fit.
+    assert events.step == 30
+    events.count(2)
+    assert (events.step, events.steps_before) == (31, 29)
 
 
 def test_a_file_has_what_was_written(tmp_path):
@@ -163,7 +202,7 @@ def test_the_report_names_failure_positions_and_the_missing_worker(tmp_path, rep
         "attempt 0: 2 workers, 41 s, newest backup step-30, failed\n",
         "  first failure: worker 1 was killed by SIGKILL [",
         "worker 1 was missing from exchange 12 (group 7, 4096 bytes) in step 41: worker 0 waited 2.0 s\n",
-        "worker 1 last took part in exchange 11, in step 40: worker 0 had its part 3.0 s before\n",
+        "worker 1 last took part in exchange 11 (group 7), in step 40: worker 0 had all parts 3.0 s before it wrote ",
         "worker 0: exchange of `fit`, in step 41, for 2.0 s; the process of worker 1 ended [",
         "    MainThread: train.py:40 in main\n",
         "worker 1: has left no events: it had no failure, or was killed (process 71 on host-a)\n",
@@ -189,10 +228,31 @@ def test_a_run_without_a_supervisors_summary_is_described_by_the_reports_of_its_
     assert "no failure.json" in out and "first failure: worker 0 raised KeyError: 'x'" in out
 
 
-def test_a_worker_that_was_asked_still_worked(tmp_path, reported):
+def test_a_worker_that_was_asked_has_a_position(tmp_path, reported):
     write_events(tmp_path / "attempt-0" / "events-0.jsonl", header(0, ASKED, phase="input", workers=1), [], {})
     out = reported()[1]
-    assert "worker 0: input of `fit`, in step 41" in out and "it still worked when it was asked" in out
+    assert "worker 0: input of `fit`, in step 41" in out and "written on request (SIGUSR2)" in out
+
+
+@pytest.mark.parametrize("seconds", [2, 9])
+def test_workers_of_a_healthy_job_wait_only_shortly(tmp_path, reported, seconds):
+    folder = tmp_path / "attempt-0"
+    waits = header(0, ASKED, workers=4, pending=[pending(12, 1, 3, seconds=seconds)])
+    write_events(folder / "events-0.jsonl", waits, [], {})
+    out = reported()[1]
+    assert ("worker 1, worker 3 were missing from exchange 12" in out) == (seconds > 5), out
+    assert "did not take part" not in out and "last took part" not in out
+
+
+def test_a_healthy_worker_needs_no_line_and_a_stall_names_its_suspect(tmp_path, reported):
+    attempts = [{"number": number, "outcome": outcome} for number, outcome in enumerate(("failed", "done"))]
+    (tmp_path / "attempt-0").mkdir()
+    (tmp_path / "failure.json").write_text(json.dumps({"outcome": "done", "run_exit_code": 0, "attempts": attempts}))
+    write_events(tmp_path / "attempt-0" / "events-0.jsonl", header(0, "stall", workers=2, suspect=1), [], {})
+    write_events(tmp_path / "attempt-1" / "events-0.jsonl", header(0, START, workers=2), [], {})
+    before, after = reported()[1].split("attempt 1")
+    assert "the watchdog ended it, with worker 1 as the probable cause" in before and "worker 1: has left no" in before
+    assert after == ": 2 workers, done\n"
 
 
 @pytest.mark.parametrize("hears", [True, False, None])
@@ -212,7 +272,7 @@ def test_events_from_before_the_failure_tell_nothing_of_it(tmp_path, reported):
     write_events(tmp_path / "attempt-0" / "events-1.jsonl", earlier, [], {})
     out = reported()[1]
     assert "worker 0 was missing" not in out and "worker 1 was missing from exchange 12" in out, out
-    assert "worker 1 last took part in exchange 11" in out and "it still worked when it was asked" in out, out
+    assert "worker 1 last took part in exchange 11" in out and "written on request (SIGUSR2)" in out, out
 
 
 @pytest.mark.parametrize("make", [lambda path: None, lambda path: (path / "other.txt").write_text("x")])

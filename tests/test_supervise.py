@@ -864,7 +864,10 @@ def test_the_example_ends_with_the_weights_of_an_uninterrupted_run(run, data_dir
     assert failure(run)["signal"] == "SIGKILL"
     survivor = read_events(run.logs / "attempt-0" / "events-0.jsonl")
     assert survivor.header["call"] == "fit" and survivor.header["phase"] and "MainThread" in survivor.stacks
-    assert read_header(run.logs / "attempt-1" / "events-0.jsonl")["why"] == ASKED
+    restarted = read_events(run.logs / "attempt-1" / "events-0.jsonl")
+    restored = next(event.details["commit"] for event in restarted.events if event.kind == "restore")
+    steps = [event.step for event in restarted.events if event.kind == "step"]
+    assert restarted.header["why"] == ASKED and 0 < restored == steps[0] - 1 and restarted.header["step"] >= steps[-1]
     recorded = read_run(run.logs)
     told = "\n".join(lines_of(recorded, stacks=True))
     assert "first failure: worker 1 was killed by SIGKILL [" in told, told

@@ -95,6 +95,7 @@ class FitBackup(keras.callbacks.Callback):
             self._continue_from(checkpoint)
             EVENTS.note("restore", since=since, commit=checkpoint.commit.step)
         note_step(session.steps)
+        EVENTS.count_from(session.steps)
         TIMES.resumed(checkpoint.commit.step if checkpoint is not None else None, session.steps)
         self._schedule = SaveSchedule(self._options.save_freq, self._agreement, session.steps)
         if self._options.save_before_preemption:

@@ -52,6 +52,7 @@ from tfdist._compat import call_stack, keras_stack
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
 from tfdist.events import recorder
+from tfdist.events.event_buffer import EVENTS
 from tfdist.exit_codes import STALLED
 from tfdist.failure_report import write_report
 from tfdist.faults.activity import EXCHANGE, MEETING, Call
@@ -497,7 +498,7 @@ class Watchdog:
             stacks = _written(calls)
             sys.stderr.write(f"tfdist: {message}\n{stacks}\n")
             sys.stderr.flush()
-            step, part = self._position["step"], self._position["section"]
+            step, part = EVENTS.steps_before + self._position["step"], self._position["section"]
             write_report("stall", message=message, stack=stacks, suspect=suspect, step=step, section=part)
             seconds = round(self._patience.waited_seconds, 3)
             recorder.write_failure("stall", suspect=suspect, phase=part, waited_seconds=seconds)

@@ -37,6 +37,10 @@ _CONSEQUENCE_TEXTS = (
 )
 
 
+FROM_PEER = 2
+"""The doubt of a failure that follows from that of a peer."""
+
+
 def is_consequence(exception: str | None, message: str) -> bool:
     """Returns whether a worker's exception, given by class name and message, only follows from a peer's failure."""
     return exception in _CONSEQUENCES or any(text in message for text in _CONSEQUENCE_TEXTS)
@@ -95,7 +99,7 @@ class Failure:
     def doubt(self) -> int:
         """A number from 0 to 2, to find the first failure: the higher, the more likely a peer caused this failure."""
         if self.kind == LEFT or is_consequence(self.exception, self.message or ""):
-            return 2
+            return FROM_PEER
         return 1 if self.kind == "exit" or self.signal == "SIGABRT" else 0
 
     @property

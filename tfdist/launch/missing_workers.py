@@ -4,10 +4,10 @@ Pure functions, without files, clocks and processes.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tfdist.events.event_file import EXCHANGE, EventFile
+from tfdist.events.event_file import ASKED, EXCHANGE, LOST_PEER, EventFile
 
 WAITS = (EXCHANGE, "the beginning of a call", "agreement on a backup", "waiting for the chief")
 """Phases in which a worker waits for its peers."""
@@ -61,15 +61,17 @@ class LastExchange:
 
     Attributes:
       peer: The peer.
+      group: Key of the group of replicas.
       key: Key of the exchange in its group.
       step: Number of training steps that the peer had finished.
-      seconds: How long before the peer wrote its events the exchange was complete.
+      seconds: How long before the peer wrote its events the exchange was complete; `None` if it was not.
     """
 
     peer: int
+    group: int
     key: int
     step: int
-    seconds: float
+    seconds: float | None
 
 
 def last_position(file: EventFile) -> LastPosition:
@@ -84,7 +86,10 @@ def last_position(file: EventFile) -> LastPosition:
 
 
 def missed_exchanges(files: Mapping[int, EventFile]) -> list[MissedExchange]:
-    """Returns the exchanges for which workers waited, the earliest first.
+    """Returns the exchanges for which workers waited, the one that has lasted longest first.
+
+    The workers may have written their events at different times, at the request of a user. A worker that has taken part
+    in an exchange meanwhile, or that wrote its events before and then worked on, is not missing.
 
     Args:
       files: The events of each worker that has written some.
@@ -95,49 +100,84 @@ def missed_exchanges(files: Mapping[int, EventFile]) -> list[MissedExchange]:
             if each["since"] is not None:
                 waited.setdefault((each["group"], each["key"]), {})[worker] = each
     missed = []
-    for (group, key), by_worker in sorted(waited.items()):
-        lacking = {peer for each in by_worker.values() for peer in each["missing"]}
-        missed.append(
-            MissedExchange(
-                group=group,
-                key=key,
-                bytes=max(each["bytes"] for each in by_worker.values()),
-                step=max(int(files[worker].header.get("step") or 0) for worker in by_worker),
-                waiting={worker: files[worker].seconds_before(each["since"]) for worker, each in by_worker.items()},
-                absent=sorted(lacking - by_worker.keys()),
-                unheard=sorted(lacking & by_worker.keys()),
+    for (group, key), by_worker in waited.items():
+        begin = min(_moment(files[worker], each["since"]) for worker, each in by_worker.items())
+        lacking = {
+            peer
+            for each in by_worker.values()
+            for peer in each["missing"]
+            if peer not in files or not _works_on(files[peer], group, key, begin)
+        }
+        if lacking:
+            missed.append(
+                MissedExchange(
+                    group=group,
+                    key=key,
+                    bytes=max(each["bytes"] for each in by_worker.values()),
+                    step=max(int(files[worker].header.get("step") or 0) for worker in by_worker),
+                    waiting={worker: files[worker].seconds_before(each["since"]) for worker, each in by_worker.items()},
+                    absent=sorted(lacking - by_worker.keys()),
+                    unheard=sorted(lacking & by_worker.keys()),
+                )
             )
-        )
-    return missed
+    return sorted(missed, key=lambda each: (-max(each.waiting.values()), each.group, each.key))
+
+
+def _works_on(file: EventFile, group: int, key: int, begin: float) -> bool:
+    """Whether a worker has completed an exchange, or wrote its events before the exchange began and then worked on."""
+    if file.header.get("why") == ASKED and file.header["time"] < begin:
+        return True
+    done = ((event.details.get("group"), event.details.get("key")) for event in file.events if event.kind == EXCHANGE)
+    return (group, key) in done
+
+
+def _moment(file: EventFile, ns: int) -> float:
+    """Returns a moment of a worker, given on the monotonic clock of its host, in seconds since the epoch."""
+    return float(file.header["time"]) - file.seconds_before(ns)
 
 
 def last_exchange(files: Mapping[int, EventFile], worker: int) -> LastExchange | None:
     """Returns the last exchange in which the part of a worker arrived at one of its peers."""
-    latest: tuple[float, LastExchange] | None = None
-    for peer, file in files.items():
-        complete = [event for event in file.events if event.kind == EXCHANGE] if peer != worker else []
-        if complete:
-            event, seconds = complete[-1], file.seconds_before(complete[-1].ns)
-            found = LastExchange(peer, int(event.details.get("key", 0)), event.step, seconds)
-            if latest is None or file.header["time"] - seconds > latest[0]:
-                latest = file.header["time"] - seconds, found
-    return latest[1] if latest else None
+    found = [
+        (each.step, float(file.header["time"]) - (each.seconds or 0), each)
+        for peer, file in files.items()
+        if peer != worker
+        for each in _exchanges_with(peer, file, worker)
+    ]
+    return max(found, key=lambda each: each[:2])[2] if found else None
 
 
-def blamed(files: Mapping[int, EventFile], workers: Sequence[int]) -> list[int]:
-    """Returns the workers for which others waited: those absent from exchanges, or else those that were elsewhere.
+def _exchanges_with(peer: int, file: EventFile, worker: int) -> Iterator[LastExchange]:
+    """Yields the last complete exchange of a peer, and the last incomplete one that only lacks other workers' parts."""
+    for event in reversed(file.events):
+        if event.kind == EXCHANGE:
+            group, key = (int(event.details.get(name, 0)) for name in ("group", "key"))
+            yield LastExchange(peer, group, key, event.step, file.seconds_before(event.ns))
+            break
+    for each in reversed(_pending(file)):
+        if worker not in each["missing"]:
+            yield LastExchange(peer, each["group"], each["key"], int(file.header.get("step") or 0), None)
+            break
+
+
+def elsewhere(files: Mapping[int, EventFile], workers: Sequence[int], culprit: int | None) -> list[int]:
+    """Returns the workers that were elsewhere while others waited for all workers.
 
     Exchanges over TensorFlow's own collectives are not seen one by one. There, the phases of the workers tell.
 
     Args:
       files: The events of each worker that has written some.
       workers: All workers.
+      culprit: The worker that has caused the failure, if it is known.
     """
-    absent = {worker for each in missed_exchanges(files) for worker in each.absent}
-    if absent:
-        return sorted(absent)
     waiting = {worker for worker, file in files.items() if file.header.get("phase") in WAITS}
-    return sorted(set(workers) - waiting) if waiting else []
+    lost = {peer for file in files.values() if (peer := file.header.get("peer")) in workers}
+    caused = lost if culprit is None else {culprit}
+    if not waiting or caused:
+        return sorted(caused - waiting) if waiting else []
+    # A worker that has lost a peer was stopped by that, wherever it was.
+    stopped = {worker for worker, file in files.items() if file.header.get("why") == LOST_PEER}
+    return sorted(set(workers) - waiting - stopped)
 
 
 def _pending(file: EventFile) -> list[Mapping[str, Any]]:

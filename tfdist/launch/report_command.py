@@ -13,12 +13,13 @@ from absl import logging
 from tfdist.events.asked_by_signal import process_start
 from tfdist.events.event_file import ASKED, EXCHANGE, LOST_PEER, START, Call, EventFile
 from tfdist.failure_kinds import user_line
-from tfdist.launch.first_failure import Failure
+from tfdist.launch.first_failure import FROM_PEER, Failure
 from tfdist.launch.goodput_table import account_of, lines_of_account
 from tfdist.launch.missing_workers import (
+    LastExchange,
     LastPosition,
     MissedExchange,
-    blamed,
+    elsewhere,
     last_exchange,
     last_position,
     missed_exchanges,
@@ -27,7 +28,12 @@ from tfdist.launch.recorded_run import RecordedRun, WorkerFiles, attempt_in, rea
 from tfdist.launch.run_summary import duration, named
 
 _MOST_EXCHANGES = 5
-_NO_FAILURE_REPORT = "no failure.json, so the run still goes on, had no failure, or its supervisor was killed"
+_LONG_SECONDS = 5.0
+"""How long a worker of a job that runs must have waited for the report to name it."""
+
+_NO_FAILURE_REPORT = "no failure.json, so it still goes on, had no failure, lost its supervisor, or had none"
+_WELL = ("done", "preempted", "resized")
+"""Outcomes of attempts whose workers had no reason to write events."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,8 +110,11 @@ def _lines_of_attempt(
         step = "" if failure.step is None else f", after step {failure.step}"
         yield f"  first failure: {failure.describe()} [{_clock(failure.time)} on {failure.host}{step}]"
     present = {worker: events for worker, events in files.items() if not _is_before(events, failure)}
-    yield from (f"  {line}" for line in _missing(present, range(count), failure is not None))
+    yield from (f"  {line}" for line in _missing(present, range(count), failure))
+    ended_well = any(each.get("outcome") in _WELL for each in attempts)
     for worker in range(count):
+        if ended_well and worker not in files:
+            continue
         yield f"  worker {worker}: {_place_of(workers.get(worker, WorkerFiles()))}"
         events = files.get(worker)
         if events is not None:
@@ -148,30 +157,40 @@ def _failure(content: Mapping[str, Any]) -> Failure | None:
     return Failure(**{**defaults, **known, "reason": reason})
 
 
-def _missing(files: Mapping[int, EventFile], workers: Sequence[int], has_failed: bool) -> Iterator[str]:
+def _missing(files: Mapping[int, EventFile], workers: Sequence[int], failure: Failure | None) -> Iterator[str]:
     """Yields lines that name the workers missing from exchanges."""
     missed = missed_exchanges(files)
+    if failure is None:  # The workers of a job that runs wait for each other in every step.
+        missed = [each for each in missed if max(each.waiting.values()) >= _LONG_SECONDS]
     for each in missed[:_MOST_EXCHANGES]:
         yield _missed(each)
     if len(missed) > _MOST_EXCHANGES:
         yield f"and {len(missed) - _MOST_EXCHANGES} more exchanges were not complete"
-    absent = blamed(files, workers) if has_failed or missed else []
-    if absent and not missed:
-        yield f"{named(absent)} did not take part in what the other workers waited for"
-    for worker in sorted({*absent, *(set(workers) - files.keys() if has_failed else ())}):
+    absent = {worker for each in missed for worker in each.absent}
+    if failure is not None and not missed:
+        culprit = failure.suspect if failure.doubt == FROM_PEER else failure.culprit
+        absent.update(elsewhere(files, workers, culprit))
+        if absent:
+            yield f"{named(sorted(absent))} did not take part in what the other workers waited for"
+    for worker in sorted(absent | (set(workers) - files.keys() if failure is not None else set())):
         last = last_exchange(files, worker)
         if last is not None:
-            yield (
-                f"worker {worker} last took part in exchange {last.key}, in step {last.step + 1}: worker {last.peer} "
-                f"had its part {duration(last.seconds)} before"
-            )
+            yield f"worker {worker} last took part in {_last(last)}"
+
+
+def _last(last: LastExchange) -> str:
+    what = f"exchange {last.key} (group {last.group}), in step {last.step + 1}"
+    if last.seconds is None:
+        return f"{what}: its part had arrived at worker {last.peer}, which lacked others"
+    return f"{what}: worker {last.peer} had all parts {duration(last.seconds)} before it wrote its events"
 
 
 def _missed(exchange: MissedExchange) -> str:
     what = f"exchange {exchange.key} (group {exchange.group}, {exchange.bytes} bytes) in step {exchange.step + 1}"
     waiting = ", ".join(f"worker {worker} waited {duration(sec)}" for worker, sec in exchange.waiting.items())
     if exchange.absent:
-        return f"{named(exchange.absent)} was missing from {what}: {waiting}"
+        be = "was" if len(exchange.absent) == 1 else "were"
+        return f"{named(exchange.absent)} {be} missing from {what}: {waiting}"
     return f"bytes of {named(exchange.unheard)} had not arrived in {what}, which all had begun: {waiting}"
 
 
@@ -206,9 +225,10 @@ def _why(header: Mapping[str, Any]) -> str:
     """Describes why a worker has written its events."""
     why = header.get("why")
     if why == ASKED:
-        return "it still worked when it was asked"
+        return "written on request (SIGUSR2)"
     if why == "stall":
-        return "the watchdog ended it"
+        suspect = header.get("suspect")
+        return f"the watchdog ended it{'' if suspect is None else f', with worker {suspect} as the probable cause'}"
     if why == "exception":
         return f"it raised {header.get('exception')}"
     if why == LOST_PEER:
