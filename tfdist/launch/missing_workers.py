@@ -171,8 +171,8 @@ def elsewhere(files: Mapping[int, EventFile], workers: Sequence[int], culprit: i
       culprit: The worker that has caused the failure, if it is known.
     """
     waiting = {worker for worker, file in files.items() if file.header.get("phase") in WAITS}
-    lost = {peer for file in files.values() if (peer := file.header.get("peer")) in workers}
-    caused = lost if culprit is None else {culprit}
+    peers = [file.header.get("peer") for file in files.values()]
+    caused = {peer for peer in peers if isinstance(peer, int)} if culprit is None else {culprit}
     if not waiting or caused:
         return sorted(caused - waiting) if waiting else []
     # A worker that has lost a peer was stopped by that, wherever it was.
