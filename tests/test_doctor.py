@@ -100,10 +100,11 @@ def shows(row, verdict, name, *words):
 
 
 def test_workers_on_this_machine_are_ready(tmp_path):
-    options = ("--workers", 2, "--json", tmp_path / "result.json", "--script", __file__, "--backup-dir", tmp_path)
+    options = ("--workers", 2, "--json", tmp_path / "result.json", "--script", __file__, "--backup-dir", tmp_path / "new")
     task = Task([*COMMAND, *map(str, options)], TF_XLA_FLAGS="--tf_xla_a_value=7", TFDIST_SECRET="s3cret" * 9).end()
     assert (task.code, task.problems()) == (0, []), task.out + task.err
     assert task.out.splitlines()[-1].startswith("tfdist doctor: ready"), task.out
+    assert ("ok", "shared backups") in [row[:2] for row in task.rows()], task.out
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["failures"] == 0 and len(result["workers"]) == 2
     assert all(each["bits_per_second"] > 1e6 for each in result["connections"])

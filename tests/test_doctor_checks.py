@@ -61,6 +61,7 @@ def facts(worker, workers=4, **changed):
         versions=VERSIONS,
         script=SCRIPT,
         settings={"TF_XLA_FLAGS": "abcd"},
+        remote_backups="",
         folders=(FolderFacts("temporary files", "/tmp", 9000 * MIB, ""), FolderFacts("backups", "/b", 9000 * MIB, "")),
         free_memory=4000 * MIB,
         gpus=0,
@@ -369,6 +370,23 @@ def test_a_backup_folder_that_is_not_shared_is_named():
     check_names(job.problem(), FAILURE, "shared backups", "worker 2", "storage that all workers share", workers=(2,))
 
 
+def test_a_check_of_the_backup_folder_that_is_not_possible_is_a_warning():
+    job = Job()
+    job.sees = dict.fromkeys(range(4))
+    check_names(job.problem(), WARNING, "shared backups", "could not make a file")
+    job.change_all(folders=job.facts[0].folders[:1])
+    assert job.problems() == []
+    job.change_all(remote_backups="gs://bucket/b")
+    check_names(job.problem(), WARNING, "backup folder", "gs://bucket/b", "not checked")
+
+
+def test_the_backup_folder_of_a_url_is_on_no_disk(tmp_path):
+    remote = machine_facts.FactRequest(backup_dir="gs://bucket/b")
+    assert remote.backups is None and list(remote.folders) == ["temporary files"]
+    own = machine_facts.FactRequest(backup_dir=str(tmp_path / "new"))
+    assert own.folders["backups"] == tmp_path / "new" and machine_facts.existing(own.backups) == tmp_path
+
+
 def test_a_slow_worker_is_named():
     job = Job()
     job.speeds[3] = 1.2e10
@@ -560,16 +578,21 @@ def test_the_cluster_of_a_task_comes_from_its_options_or_its_scheduler(monkeypat
     assert doctor_command._spec_of(parser.parse_args([])).address == "127.0.0.1:3"
 
 
-def warnings_at_start(caplog, spec=None):
+def warnings_at_start(caplog, spec=None, workers=1):
     caplog.clear()
-    start_checks.warn_at_start(spec, None)
+    start_checks.warn_at_start(spec, None, workers)
+    for thread in threading.enumerate():
+        if thread.name == "tfdist-address":
+            thread.join()
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_a_job_warns_at_its_start_of_little_memory_and_a_full_disk(monkeypatch, caplog):
     monkeypatch.setattr(start_checks, "free_memory", lambda: 8 << 30)
     monkeypatch.setattr(start_checks.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=8 << 30))
-    assert warnings_at_start(caplog) == []
+    assert warnings_at_start(caplog, workers=16) == []
+    (memory,) = warnings_at_start(caplog, workers=40)
+    assert "Only 8192 MiB of memory are free on this machine for 40 worker(s)" in memory
     monkeypatch.setattr(start_checks, "free_memory", lambda: 90 * MIB)
     monkeypatch.setattr(start_checks.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=3 * MIB))
     memory, disk = warnings_at_start(caplog)

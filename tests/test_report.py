@@ -275,6 +275,21 @@ def test_events_from_before_the_failure_tell_nothing_of_it(tmp_path, reported):
     assert "worker 1 last took part in exchange 11" in out and "written on request (SIGUSR2)" in out, out
 
 
+def test_other_files_among_the_attempts_are_passed_over(tmp_path, reported):
+    killed_job(tmp_path)
+    (tmp_path / "attempt-007").mkdir()
+    (tmp_path / "attempt-1").write_text("")
+    code, out = reported()
+    assert code == 0 and "attempt 0: " in out and "attempt 1" not in out and "attempt 7" not in out
+
+
+@pytest.mark.parametrize("workers", [10**9, -1, True])
+def test_a_wrong_number_of_workers_makes_no_lines(tmp_path, reported, workers):
+    write_events(tmp_path / "attempt-0" / "events-0.jsonl", header(0, ASKED, workers=workers), [], {})
+    out = reported()[1]
+    assert len(out.splitlines()) < 9 and "attempt 0: 1 worker" in out, out
+
+
 @pytest.mark.parametrize("make", [lambda path: None, lambda path: (path / "other.txt").write_text("x")])
 def test_another_folder_is_refused(tmp_path, make, capsys, caplog):
     make(tmp_path)

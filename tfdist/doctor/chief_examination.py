@@ -13,6 +13,7 @@ from typing import Any
 from tfdist.doctor.doctor_channel import COMMANDS
 from tfdist.doctor.doctor_task import CALL_ERRORS, DoctorTask, participant_of
 from tfdist.doctor.job_facts import JobFacts, Participant
+from tfdist.doctor.machine_facts import existing
 from tfdist.doctor.pairings import disjoint_rounds, rounds, turns
 from tfdist.doctor.speed_checks import late_pairs, reference_rate, slow_links, slow_workers
 from tfdist.errors import ClusterError
@@ -113,9 +114,12 @@ class ChiefExamination:
 
     @contextlib.contextmanager
     def _marker(self) -> Iterator[str | None]:
-        """Makes a file in the backup folder during the block, to find out whether all workers see the same folder."""
-        folder = self._task.options.request.backup_dir
-        path = folder / f".tfdist-doctor-{self._task.token}" if folder else pathlib.Path()
+        """Makes a file in the backup folder during the block, to find out whether all workers see the same folder.
+
+        As the folder need not exist before training, the file may be in the one in which it would be made.
+        """
+        folder = self._task.options.request.backups
+        path = existing(folder) / f".tfdist-doctor-{self._task.token}" if folder else pathlib.Path()
         made = None
         with contextlib.suppress(OSError):
             if folder:

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--script", type=pathlib.Path, metavar="FILE", help="script that must be equal on all hosts")
     parser.add_argument(
-        "--backup-dir", type=pathlib.Path, metavar="DIR", help="backup folder, which all workers must share and write"
+        "--backup-dir", metavar="DIR", help="backup folder, which all workers must share and write; no check of a URL"
     )
     parser.add_argument("--log-dir", type=pathlib.Path, metavar="DIR", help="folder for logs, which must be writable")
     parser.add_argument(
@@ -155,6 +155,7 @@ def _spec_of(args: argparse.Namespace) -> ClusterSpec:
 
 def _run_here(args: argparse.Namespace) -> int:
     """Starts all tasks on this machine, and shows the output of the chief."""
+    from tfdist.doctor.machine_facts import is_url
     from tfdist.launch.worker_group import WorkerGroup
 
     if os.environ.get("TF_CONFIG", "").strip():
@@ -163,7 +164,8 @@ def _run_here(args: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "tfdist.launch.cli", "doctor", "--timeout", str(timeout)]
     for option in ("script", "backup_dir", "log_dir", "json"):
         if (value := getattr(args, option)) is not None:
-            command += [f"--{option.replace('_', '-')}", os.path.abspath(value)]
+            path = value if is_url(str(value)) else os.path.abspath(value)
+            command += [f"--{option.replace('_', '-')}", path]
     ports = hold_ports(args.workers)
     env = {**ports.env, **({} if secret_is_given() else {SECRET: new_secret()})}
     specs = [ClusterSpec.local(args.workers, index, ports.numbers) for index in range(args.workers)]

@@ -220,8 +220,8 @@ class DoctorTask:
         self.contacts.end()
         outcomes = self.contacts.outcomes(time.monotonic() + _FACTS_SECONDS)
         facts, marker = self._facts.get(_FACTS_SECONDS), request.get("marker")
-        folder = self.options.request.backup_dir
-        sees = _appears(folder / os.path.basename(marker)) if folder and isinstance(marker, str) else None
+        folder = self.options.request.backups
+        sees = _appears(folder, os.path.basename(marker)) if folder and isinstance(marker, str) else None
         contacts = [dataclasses.asdict(each) for each in outcomes]
         return {"facts": dataclasses.asdict(facts), "contacts": contacts, "sees_marker": sees}
 
@@ -267,10 +267,10 @@ def participant_of(answer: dict[str, Any]) -> Participant | None:
     return Participant(None, facts, tuple(filter(None, read)), sees if isinstance(sees, bool) else None)
 
 
-def _appears(path: pathlib.Path) -> bool:
-    """Returns whether a file of another host is there, or appears within a second."""
+def _appears(folder: pathlib.Path, name: str) -> bool:
+    """Returns whether a file of another host is in a folder, or in one above it, or appears there within a second."""
     deadline = time.monotonic() + _MARKER_SECONDS
-    while not path.exists():
+    while not any((each / name).exists() for each in (folder.absolute(), *folder.absolute().parents)):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)

@@ -45,19 +45,34 @@ class FactRequest:
     Attributes:
       script: Script of the job, or None.
       log_dir: Folder for logs; None for the folder of temporary files.
-      backup_dir: Folder for backups, or None.
+      backup_dir: Folder for backups, which may be a URL as that of a bucket; None for no backups.
     """
 
     script: pathlib.Path | None = None
     log_dir: pathlib.Path | None = None
-    backup_dir: pathlib.Path | None = None
+    backup_dir: str | None = None
+
+    @property
+    def backups(self) -> pathlib.Path | None:
+        """The folder for backups; `None` without one on a disk."""
+        return pathlib.Path(self.backup_dir) if self.backup_dir and not is_url(self.backup_dir) else None
 
     @property
     def folders(self) -> Mapping[str, pathlib.Path]:
-        """The folders that a worker writes to, by purpose."""
-        named = {"logs": self.log_dir, "backups": self.backup_dir}
+        """The folders on disks that a worker writes to, by purpose."""
+        named = {"logs": self.log_dir, "backups": self.backups}
         given = {purpose: path for purpose, path in named.items() if path is not None}
         return {"temporary files": _temporary_folder(), **given}
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is on remote storage, such as `gs://bucket/folder`."""
+    return "://" in path
+
+
+def existing(path: pathlib.Path) -> pathlib.Path:
+    """Returns a folder, or the innermost existing one in which it would be made."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if os.path.lexists(each))
 
 
 def gather(
@@ -91,6 +106,7 @@ def gather(
             result() or FolderFacts(purpose, str(request.folders[purpose]), 0, "the file system does not answer")
             for purpose, result in folders.items()
         ),
+        remote_backups=request.backup_dir if request.backup_dir and is_url(request.backup_dir) else "",
         free_memory=_free_memory(),
         gpus=gpu_count,
         gpu_problem=gpu_problem,
@@ -189,8 +205,7 @@ def settings(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 def folder_facts(purpose: str, path: pathlib.Path) -> FolderFacts:
     """Writes a temporary file to a folder, or to the folder in which it would be made, and returns the outcome."""
-    present = next(each for each in (path.absolute(), *path.absolute().parents) if os.path.lexists(each))
-    problem, free = "", 0
+    present, problem, free = existing(path), "", 0
     try:
         free = shutil.disk_usage(present).free
         with tempfile.TemporaryFile(dir=present, prefix=".tfdist-doctor-") as file:

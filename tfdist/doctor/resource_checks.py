@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from tfdist.doctor.check import FAILURE, OK, WARNING, Check
-from tfdist.doctor.job_facts import JobFacts, verb
+from tfdist.doctor.job_facts import JobFacts, Participant, verb
 from tfdist.doctor.worker_facts import FolderFacts
 from tfdist.network.connection_acceptor import printable
 
@@ -18,7 +18,7 @@ _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 def check_resources(job: JobFacts) -> Iterator[Check]:
     """Checks memory, disks and the folders that workers write to."""
-    for check in (_memory, _folders, _shared_backups):
+    for check in (_memory, _folders, _remote_backups, _shared_backups):
         yield from check(job)
 
 
@@ -87,6 +87,13 @@ def _remedy(folder: FolderFacts) -> str:
     return f"Make room on this disk, or {another}"
 
 
+def _remote_backups(job: JobFacts) -> Iterator[Check]:
+    urls = {present.facts.remote_backups for present in job.seats.values() if present.facts.remote_backups}
+    for url in sorted(urls):
+        remedy = "See that all workers have the right to write there: a short training with this folder tells"
+        yield Check("backup folder", WARNING, f"{printable(url)} is on remote storage, which is not checked", remedy)
+
+
 def _shared_backups(job: JobFacts) -> Iterator[Check]:
     """Workers of several hosts need a backup folder that all see."""
     asked = {worker: present.sees_marker for worker, present in job.seats.items() if present.sees_marker is not None}
@@ -97,6 +104,13 @@ def _shared_backups(job: JobFacts) -> Iterator[Check]:
         yield Check("shared backups", FAILURE, text, remedy, tuple(blind))
     elif asked and len(job.addresses) > 1:
         yield Check("shared backups", OK, "all workers see the same backup folder")
+    elif job.is_joint and len(job.addresses) > 1 and any(_has_backups(present) for present in job.seats.values()):
+        text = "whether all workers share the backup folder is not known, since the chief could not make a file there"
+        yield Check("shared backups", WARNING, text, "Let the chief write to the folder, and check again")
+
+
+def _has_backups(present: Participant) -> bool:
+    return any(folder.purpose == "backups" for folder in present.facts.folders)
 
 
 def _size(number: int) -> str:

@@ -51,6 +51,7 @@ class WorkerFacts:
       script: SHA-256 of the script, or the reason why it cannot be read; empty if none was named.
       settings: Short hashes of environment variables that should be equal on all workers. Values are not told.
       folders: Folders into which the worker will write.
+      remote_backups: URL of the backup folder; empty if it is on a disk, or if there is none.
       free_memory: Free bytes of memory, -1 if unknown.
       gpus: Number of GPUs that it sees.
       gpu_problem: Why GPUs cannot be counted; empty if they can.
@@ -72,6 +73,7 @@ class WorkerFacts:
     script: str
     settings: Mapping[str, str]
     folders: tuple[FolderFacts, ...]
+    remote_backups: str
     free_memory: int
     gpus: int
     gpu_problem: str

@@ -198,7 +198,7 @@ def _run(args: argparse.Namespace) -> int:
     own = [option for option in args.parser.options() if option.startswith("--") and option != "--help"]
     if args.script != "tfdist.launch.cli" and (stray := arguments.stray_option(args.script_args, own)):
         logging.info("%s", _misplaced(stray, args))
-    warn_at_start(spec, args.log_dir)
+    warn_at_start(spec, args.log_dir, len(spec.workers_on_host) if spec else args.workers or 1)
     if args.private_network:
         private_network.enter()
     with folder_of_run(args, spec) as run_dir, _caught_signals() as caught:

@@ -83,7 +83,8 @@ def attempt_in(summary: Mapping[str, Any], number: int) -> Mapping[str, Any] | N
 
 
 def _attempts_in(folder: pathlib.Path) -> list[int]:
-    return [int(match[1]) for path in folder.glob("attempt-*") if (match := re.fullmatch(r"attempt-(\d+)", path.name))]
+    found = [(path, re.fullmatch(r"attempt-(0|[1-9]\d*)", path.name)) for path in folder.glob("attempt-*")]
+    return [int(match[1]) for path, match in found if match and path.is_dir()]
 
 
 def _workers_of(

@@ -28,6 +28,7 @@ from tfdist.launch.recorded_run import RecordedRun, WorkerFiles, attempt_in, rea
 from tfdist.launch.run_summary import duration, named
 
 _MOST_EXCHANGES = 5
+_MOST_WORKERS = 10_000
 _LONG_SECONDS = 5.0
 """How long a worker of a job that runs must have waited for the report to name it."""
 
@@ -103,7 +104,7 @@ def _lines_of_attempt(
 ) -> Iterator[str]:
     attempts = [attempt for each in summaries if (attempt := attempt_in(each, number))]
     files = {worker: events for worker, each in workers.items() if (events := each.events) and _has_position(events)}
-    count = max([*(_number(each.events, "workers") for each in workers.values()), *(i + 1 for i in workers)], default=0)
+    count = max([*(_workers_in(each.events) for each in workers.values()), *(i + 1 for i in workers)], default=0)
     yield _title(number, attempts, count)
     failure = _first_failure(attempts, workers)
     if failure is not None:
@@ -259,9 +260,10 @@ def _has_position(events: EventFile) -> bool:
     return events.header.get("why") != START
 
 
-def _number(events: EventFile | None, name: str) -> int:
-    value = events.header.get(name) if events else None
-    return value if isinstance(value, int) else 0
+def _workers_in(events: EventFile | None) -> int:
+    """Returns the number of workers in an event file; 0 without a credible one, as the file may be damaged."""
+    value = events.header.get("workers") if events else None
+    return value if type(value) is int and 0 < value <= _MOST_WORKERS else 0
 
 
 def _runs_here(header: Mapping[str, Any]) -> bool:
