@@ -100,7 +100,8 @@ def shows(row, verdict, name, *words):
 
 
 def test_workers_on_this_machine_are_ready(tmp_path):
-    options = ("--workers", 2, "--json", tmp_path / "result.json", "--script", __file__, "--backup-dir", tmp_path / "new")
+    files = ("--json", tmp_path / "result.json", "--script", __file__, "--backup-dir", tmp_path / "new")
+    options = ("--workers", 2, *files)
     task = Task([*COMMAND, *map(str, options)], TF_XLA_FLAGS="--tf_xla_a_value=7", TFDIST_SECRET="s3cret" * 9).end()
     assert (task.code, task.problems()) == (0, []), task.out + task.err
     assert task.out.splitlines()[-1].startswith("tfdist doctor: ready"), task.out

@@ -270,7 +270,7 @@ def participant_of(answer: dict[str, Any]) -> Participant | None:
 def _appears(folder: pathlib.Path, name: str) -> bool:
     """Returns whether a file of another host is in a folder, or in one above it, or appears there within a second."""
     deadline = time.monotonic() + _MARKER_SECONDS
-    while not any((each / name).exists() for each in (folder.absolute(), *folder.absolute().parents)):
+    while not any(os.path.exists(each / name) for each in (folder.absolute(), *folder.absolute().parents)):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
