@@ -40,7 +40,8 @@ def test_each_worker_gets_its_own_index_in_one_cluster(run):
     assert all(spec.num_workers == 3 and spec.jobs == specs[0].jobs for spec in specs)
     assert out == "" and "3 workers" in err
     (logs,) = run.log_dirs()  # The logs stay, and the last line names their folder.
-    assert sorted(path.name for path in logs.rglob("*.*")) == ["worker-0.log", "worker-1.log", "worker-2.log"]
+    found = sorted(path.name for path in logs.rglob("*.*"))
+    assert found == ["run.json", "worker-0.log", "worker-1.log", "worker-2.log"]
     assert str(logs) in err.splitlines()[-1]
 
 
@@ -531,7 +532,7 @@ def test_a_log_dir_serves_one_run_at_a_time(run):
         first.kill()
     code, _, err = run.finish(*command[:-1], run.script('print("next")'))
     assert code == 0 and log.read_text() == "next\n", err
-    assert {path.name for path in (run.directory / "logs").iterdir()} == {"attempt-0", "earlier"}
+    assert {path.name for path in (run.directory / "logs").iterdir()} == {"attempt-0", "earlier", "run.json"}
 
 
 def test_hosts_may_share_a_log_dir(run):
