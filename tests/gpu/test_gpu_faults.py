@@ -27,7 +27,7 @@ def test_a_resumed_training_equals_the_uninterrupted_one(gpu_pools):
 
 
 # On an H100, two replicas reported 0.03 s of 0.24 s, when the products did not wait for the data yet.
-NOT_SEEN = pytest.mark.skipif(checks.KIND == "GPU", reason="on a GPU several replicas report too short times; why?")
+NOT_SEEN = pytest.mark.skipif(checks.KIND == "GPU", reason="several replicas on a GPU report too short times")
 SEVERAL = [pytest.param(1, 2, "mirrored", marks=NOT_SEEN), pytest.param(2, 1, "workers", marks=NOT_SEEN)]
 
 

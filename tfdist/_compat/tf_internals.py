@@ -96,6 +96,7 @@ __all__ = [
     "is_op_determinism_enabled",
     "is_recorded",
     "multi_worker_util",
+    "number_of_workers",
     "python_function_of",
     "regroup",
     "runtime_has_started",
@@ -109,6 +110,14 @@ def called_by_iterator() -> bool:
     Without it: a worker that waits for a peer's input is reported as waiting for its own input.
     """
     return call_stack.caller().f_globals.get("__name__") == input_lib.__name__
+
+
+def number_of_workers(strategy: tf.distribute.Strategy) -> int:
+    """Returns the number of workers of any strategy; 1 if the strategy knows no workers.
+
+    Without it: callbacks would wait for peers that a strategy of TensorFlow's does not have.
+    """
+    return getattr(strategy.extended, "_num_workers", 1)
 
 
 def runtime_has_started() -> bool:

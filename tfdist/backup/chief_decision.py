@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from tfdist._compat import tf_internals
 from tfdist.errors import CHIEF_SAYS, BackupError, ClusterError
 from tfdist.faults import watchdog
 from tfdist.faults.coordination_store import CoordinationStore
@@ -47,7 +48,7 @@ class ChiefDecision:
 
     def __init__(self, strategy: tf.distribute.Strategy, timeout_seconds: float):
         extended = strategy.extended
-        self.workers: int = getattr(extended, "_num_workers", 1)
+        self.workers = tf_internals.number_of_workers(strategy)
         self.own: int = extended._id_in_cluster if self.workers > 1 else 0
         self._health = PeerProbe.of(strategy) if self.workers > 1 else None
         self._timeout_seconds = timeout_seconds

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist._compat import tf_internals
 from tfdist.errors import ClusterError
 from tfdist.faults.peer_probe import PeerProbe
 from tfdist.strategies.chief_only_guard import is_on_chief_alone, on_chief_alone
@@ -75,8 +76,8 @@ def _on_chief(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def _agreement_of(callback: Any) -> Any:
     """Returns what lets the model's workers wait for the chief; `None` for one worker or another strategy."""
-    extended = callback.model.distribute_strategy.extended
-    return getattr(extended, "agreement", None) if getattr(extended, "_num_workers", 1) > 1 else None
+    strategy = callback.model.distribute_strategy
+    return getattr(strategy.extended, "agreement", None) if tf_internals.number_of_workers(strategy) > 1 else None
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdist._compat import keras_internals
+from tfdist._compat import keras_internals, tf_internals
 from tfdist.cluster import ClusterSpec
 from tfdist.data.weak_callbacks import listen
 from tfdist.faults import watchdog
@@ -24,12 +24,12 @@ from tfdist.strategies.foreign_keras import ForKerasModels
 from tfdist.telemetry import worker_metrics
 from tfdist.telemetry.json_lines_sink import JsonLinesSink
 from tfdist.telemetry.metrics_collector import MetricsCollector
-from tfdist.telemetry.metrics_sink import MetricsSink, WorkerIdentity
+from tfdist.telemetry.metrics_sink import MetricsSink, WorkerIdentity, check_package
 from tfdist.telemetry.metrics_writer import MetricsWriter
-from tfdist.telemetry.prometheus_sink import PrometheusSink, check_prometheus_client
+from tfdist.telemetry.prometheus_sink import PrometheusSink
 from tfdist.telemetry.step_tally import StepTally, is_reported
 from tfdist.telemetry.step_trace import StepTrace
-from tfdist.telemetry.tensorboard_sink import TensorBoardSink, check_tensorboard, folder_of
+from tfdist.telemetry.tensorboard_sink import TensorBoardSink, folder_of
 
 _SLOT = "TFDIST_SLOT"  # Number of this worker among those of its machine, by `tfdist run`.
 _LARGEST_PORT = 65535
@@ -92,9 +92,9 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
         self._trace_steps = _checked_steps(trace_steps, self._log_dir)
         self._trace_workers = _checked_workers(trace_workers)
         if self._log_dir is not None:
-            check_tensorboard()
+            check_package("log_dir", "tensorboard")
         if self._port is not None:
-            check_prometheus_client()
+            check_package("prometheus_port", "prometheus_client")
         self.endpoint: str | None = None
         self.async_safe = self._trace_steps is None
         self._tally: StepTally | None = None
@@ -226,7 +226,7 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
 
 
 def _identity_of(strategy: Any) -> WorkerIdentity:
-    workers = getattr(strategy.extended, "_num_workers", 1)
+    workers = tf_internals.number_of_workers(strategy)
     spec = ClusterSpec.from_env() if workers > 1 else None
     attempt = int(os.environ.get(ATTEMPT) or 0)
     return WorkerIdentity(spec.worker_id if spec else 0, workers, socket.gethostname(), os.getpid(), attempt)

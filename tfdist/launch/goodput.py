@@ -1,4 +1,4 @@
-"""Policy: what the time of a run was spent on, from the attempts and the workers' times. No files and no clock.
+"""Policy: divides the time of a run into parts, by the attempts and the workers' times. No files and no clock.
 
     attempt 0                                              pause   attempt 1
     ├ start-up ┼ tracing ┼ steps ┼ save ┼ steps ┼ failure ┼       ┼ start-up, tracing ┼ steps ...
@@ -101,7 +101,7 @@ class LostWork:
 
 @dataclasses.dataclass(frozen=True)
 class TimeAccount:
-    """What the time of a run was spent on.
+    """The time of a run, divided into parts such as training steps, saves and lost work.
 
     Attributes:
       seconds: Time from the start of the first attempt to the end of the last.
@@ -124,7 +124,7 @@ class TimeAccount:
 
 
 def account_for(attempts: Iterable[WorkerAttempt]) -> TimeAccount:
-    """Returns what the time of a run was spent on.
+    """Divides the time of a run into parts.
 
     Args:
       attempts: All workers in all attempts.

@@ -1,4 +1,4 @@
-"""Prints what the time of a run was spent on, and which attempts lost work."""
+"""Lines of `tfdist report` about the time of a run: the time by part, and the work that attempts lost."""
 
 from collections.abc import Iterator, Mapping
 
@@ -12,7 +12,7 @@ _UNLIKE = 0.1  # Workers whose shares of a part differ by more are listed one by
 
 
 def account_of(recorded: RecordedRun) -> TimeAccount | None:
-    """Returns what the time of a run was spent on; `None` if no supervisor has told the times of its attempts."""
+    """Divides the time of a run into parts; `None` if no supervisor has recorded the times of its attempts."""
     attempts = [
         attempt
         for number, workers in recorded.attempts.items()

@@ -37,7 +37,7 @@ class MetricsCollector:
         self._norm_due = 0.0
         self._before: Tally = tally.latest
         self._traffic_before: Any = None
-        self._means: dict[str, Any] = {}  # Of the last interval that had a step.
+        self._means: dict[str, Any] = {}  # Means over the last interval with a step.
 
     def collect(self) -> WorkerMetrics:
         """Returns the figures of this moment."""

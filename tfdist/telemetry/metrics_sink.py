@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import importlib.util
 
 from tfdist.telemetry.worker_metrics import WorkerMetrics
 
@@ -35,3 +36,21 @@ class MetricsSink(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Releases files and ports."""
+
+
+def check_package(argument: str, package: str) -> None:
+    """Checks that the package is installed which an argument of `Telemetry` needs.
+
+    Args:
+      argument: Name of the argument.
+      package: Name of the package; "prometheus_client" or "tensorboard".
+
+    Raises:
+      ImportError: If it is not installed.
+    """
+    if importlib.util.find_spec(package) is None:
+        extra = package.partition("_")[0]
+        raise ImportError(
+            f"`{argument}` needs the package `{package}`, which is not installed. Run `pip install 'tfdist[{extra}]'`, "
+            f"or leave `{argument}` out."
+        )

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,19 +9,6 @@ from tfdist.cluster.port_holder import holder_of
 from tfdist.errors import ClusterError
 from tfdist.telemetry.metrics_sink import MetricsSink, WorkerIdentity
 from tfdist.telemetry.worker_metrics import METRICS, WorkerMetrics, values
-
-
-def check_prometheus_client() -> None:
-    """Checks that the package `prometheus_client` is installed.
-
-    Raises:
-      ImportError: If it is not.
-    """
-    if importlib.util.find_spec("prometheus_client") is None:
-        raise ImportError(
-            "`prometheus_port` needs the package `prometheus_client`, which is not installed. Run `pip install "
-            "'tfdist[prometheus]'`, or leave `prometheus_port` out."
-        )
 
 
 class PrometheusSink(MetricsSink):

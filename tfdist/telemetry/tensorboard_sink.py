@@ -1,6 +1,5 @@
 """Writes the figures of a worker as scalars for TensorBoard, in a run folder of its own."""
 
-import importlib.util
 import os
 from collections.abc import Mapping
 
@@ -8,19 +7,6 @@ import tensorflow as tf
 
 from tfdist.telemetry.metrics_sink import MetricsSink
 from tfdist.telemetry.worker_metrics import WorkerMetrics, scalars
-
-
-def check_tensorboard() -> None:
-    """Checks that TensorBoard is installed.
-
-    Raises:
-      ImportError: If it is not.
-    """
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ImportError(
-            "`log_dir` needs the package TensorBoard, which is not installed. Run `pip install 'tfdist[tensorboard]'`, "
-            "or leave `log_dir` out."
-        )
 
 
 class TensorBoardSink(MetricsSink):

@@ -84,7 +84,7 @@ class Metric:
       field: The attribute of `WorkerMetrics`. That of a metric with a label is a mapping.
       name: Name for Prometheus.
       is_total: Whether it only grows. TensorBoard then shows its growth, by step or by second.
-      meaning: What it is, with its unit.
+      meaning: Description of the figure, with its unit.
       label: Label for Prometheus, with the key of the mapping as its value.
       tag: Tag in TensorBoard; `{}` stands for the key. Empty if TensorBoard does not show it.
       per: "step" or "second", for a total.
