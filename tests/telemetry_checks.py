@@ -9,6 +9,7 @@ import numpy as np
 import tfdist
 
 ROWS, BATCH, EPOCHS = 128, 16, 3
+SHARES = (0.25, 0.75)
 
 
 class Scraper(keras.callbacks.Callback):
@@ -33,7 +34,7 @@ def trained(folder):
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(ROWS, 64)).astype("float32"), rng.integers(0, 2, ROWS)
-    sharding = tfdist.data.BalancedSharding((x, y), global_batch_size=BATCH, seed=0)
+    sharding = tfdist.data.BalancedSharding((x, y), global_batch_size=BATCH, seed=0, policy=SHARES)
     data = strategy.distribute_datasets_from_function(sharding)
     telemetry = tfdist.callbacks.Telemetry(folder, prometheus_port=0, every_seconds=0.2)
     scraper = Scraper(telemetry)

@@ -58,8 +58,8 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
         figures; "0.0.0.0" and "::" stand for all addresses of the machine.
       every_seconds: Seconds between two figures.
       trace_steps: First and last step of this process that TensorFlow's profiler traces, counted from 1, such as
-        `(10, 20)`. The trace goes to the folder of the worker in `log_dir`. Writing it takes some seconds, in which the
-        other workers wait.
+        `(10, 20)`. The trace goes to the folder of the worker in `log_dir`. Writing it takes some seconds, in which
+        its peers wait.
       trace_workers: Numbers of the workers that trace.
 
     Attributes:
