@@ -12,7 +12,8 @@ import tensorflow as tf
 from tfdist._compat import dataset_internals, keras_stack
 from tfdist.errors import ClusterError
 from tfdist.events.event_buffer import EVENTS
-from tfdist.faults.activity import BUILDING, TRAIN, Activity, Call
+from tfdist.events.phase_names import BUILDING
+from tfdist.faults.activity import TRAIN, Activity, Call
 from tfdist.strategies.distributed_variables import level_counters, variables_of
 from tfdist.strategies.static_rows import needs_static_rows
 

@@ -24,17 +24,9 @@ from absl import logging
 from tfdist.errors import ClusterError
 from tfdist.events import recorder
 from tfdist.events.event_buffer import EVENTS
+from tfdist.events.phase_names import COMPUTE, EXCHANGE, INPUT, TRACING
 from tfdist.events.phase_times import TIMES
-from tfdist.faults.activity import (
-    COMPUTE,
-    EXCHANGE,
-    INPUT,
-    TRACING,
-    TRAIN,
-    Activity,
-    Doing,
-    Execution,
-)
+from tfdist.faults.activity import TRAIN, Activity, Doing, Execution
 from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.collectives.stopwatch import computed_by, present_time
 from tfdist.strategies.not_finite import FINITE, in_words

@@ -37,8 +37,8 @@ from tfdist.backup.callback_states import CallbackStates
 from tfdist.backup.sharding_positions import ShardingPositions
 from tfdist.backup.state_provider import CapturedState, StateProvider, TrainedFit
 from tfdist.errors import BackupError, PositionError
+from tfdist.events.phase_names import AGREEING
 from tfdist.faults import coordination_store, peer_probe, preemption, watchdog
-from tfdist.faults.stall_suspect import AGREEING
 from tfdist.testing import WorkerPool
 
 

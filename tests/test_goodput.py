@@ -11,22 +11,24 @@ import time
 import pytest
 
 from tfdist.events import phase_times
-from tfdist.events.time_record import (
-    BEGINNING,
+from tfdist.events.phase_names import (
     BUILDING,
     CALLBACK,
     COMPUTE,
     EXCHANGE,
     INPUT,
-    KEPT_SAVES,
     OUTSIDE,
     RESTORE,
     SAVE,
     START,
-    TIMED_PHASES,
     TRACING,
-    UNDECIDED,
     VALIDATION,
+)
+from tfdist.events.time_record import (
+    BEGINNING,
+    KEPT_SAVES,
+    TIMED_PHASES,
+    UNDECIDED,
     SaveMoment,
     TimeRecord,
     TimeRecordFile,

@@ -18,7 +18,7 @@ import pytest
 from launched import DEADLINE_SECONDS, eventually, is_alive, nothing_left
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.events.event_file import ASKED, read_events, read_header
-from tfdist.events.time_record import CALLBACK, COMPUTE, EXCHANGE, SAVE, START, TRACING
+from tfdist.events.phase_names import CALLBACK, COMPUTE, EXCHANGE, SAVE, START, TRACING
 from tfdist.launch import WorkerExit
 from tfdist.launch.goodput import AGAIN, LOST, REST, RESTART, UNRECORDED
 from tfdist.launch.goodput_table import account_of

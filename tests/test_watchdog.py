@@ -22,23 +22,25 @@ from tfdist.backup.step_counter import CountedSteps
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
 from tfdist.events.event_file import START, read_events, read_header
-from tfdist.exit_codes import STALLED
-from tfdist.faults import FaultTolerance, watchdog, worker_comparison
-from tfdist.faults import coordination_store as board_module
-from tfdist.faults.activity import (
+from tfdist.events.phase_names import (
+    AGREEING,
     BUILDING,
     CALLBACK,
     COMPUTE,
     EXCHANGE,
     INPUT,
+    ITS_END,
     MEETING,
+    SAVE,
     TRACING,
-    Activity,
-    Doing,
 )
+from tfdist.exit_codes import STALLED
+from tfdist.faults import FaultTolerance, watchdog, worker_comparison
+from tfdist.faults import coordination_store as board_module
+from tfdist.faults.activity import Activity, Doing
 from tfdist.faults.coordination_store import DONE, OVER, CoordinationStore
 from tfdist.faults.shutdown import hear_aloud
-from tfdist.faults.stall_suspect import AGREEING, ITS_END, SAVE, describe, suspect_of, unlike_calls, yet_to_come
+from tfdist.faults.stall_suspect import describe, suspect_of, unlike_calls, yet_to_come
 from tfdist.faults.stall_timeout import StallTimeout
 from tfdist.faults.watchdog import Creations, Watchdog, start
 from tfdist.faults.worker_comparison import WorkerComparison

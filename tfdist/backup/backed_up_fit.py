@@ -25,8 +25,8 @@ from tfdist.backup.state_provider import FitInput, TrainedFit
 from tfdist.backup.step_counter import uncount_steps
 from tfdist.backup.variable_states import VariableStates
 from tfdist.events.event_buffer import EVENTS
+from tfdist.events.phase_names import RESTORE, SAVE
 from tfdist.events.phase_times import TIMES
-from tfdist.events.time_record import RESTORE, SAVE
 from tfdist.failure_report import note_step
 from tfdist.faults import preemption
 

@@ -14,11 +14,11 @@ from absl import logging
 
 from tfdist._compat import tf_internals
 from tfdist.errors import CHIEF_SAYS, BackupError, ClusterError
+from tfdist.events.phase_names import AGREEING
 from tfdist.faults import watchdog
 from tfdist.faults.coordination_store import CoordinationStore
 from tfdist.faults.fault_deadlines import options_of
 from tfdist.faults.peer_probe import PeerProbe
-from tfdist.faults.stall_suspect import AGREEING
 
 _ASK_SECONDS = 5.0  # Interval of the checks whether a silent worker is alive.
 _LOOK_SECONDS = 0.5  # Timeout for reading a value that exists.

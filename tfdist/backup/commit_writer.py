@@ -15,8 +15,8 @@ from tfdist.backup.commit_store import CommitStore, Draft
 from tfdist.backup.part_files import pack, write_part
 from tfdist.backup.snapshot import Snapshot
 from tfdist.events.event_buffer import EVENTS
+from tfdist.events.phase_names import SAVE
 from tfdist.faults import watchdog
-from tfdist.faults.stall_suspect import SAVE
 from tfdist.package_version import version_of
 from tfdist.run_files import ATTEMPT, RunFiles
 

@@ -17,11 +17,10 @@ from absl import logging
 from tfdist._compat import keras_internals, tf_internals
 from tfdist.cluster import ClusterSpec
 from tfdist.data.weak_callbacks import listen
+from tfdist.events.phase_names import AGREEING, SAVE, VALIDATION
 from tfdist.faults import watchdog
-from tfdist.faults.stall_suspect import AGREEING, SAVE
 from tfdist.run_files import ATTEMPT, RunFiles, is_supervised
 from tfdist.strategies.foreign_keras import ForKerasModels
-from tfdist.telemetry import worker_metrics
 from tfdist.telemetry.json_lines_sink import JsonLinesSink
 from tfdist.telemetry.metrics_collector import MetricsCollector
 from tfdist.telemetry.metrics_sink import MetricsSink, WorkerIdentity, check_package
@@ -161,7 +160,7 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
 
     def _note_saves(self, tally: StepTally) -> None:
         saved = _saved_seconds()
-        tally.pause(worker_metrics.SAVE, saved - self._saved)
+        tally.pause(SAVE, saved - self._saved)
         self._saved = saved
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -196,7 +195,7 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Notes how long a validation took."""
         if self._tally is not None:
-            self._tally.pause(worker_metrics.VALIDATION, time.monotonic() - self._test_began)
+            self._tally.pause(VALIDATION, time.monotonic() - self._test_began)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the loss and the metrics of the epoch, with those of the validation."""

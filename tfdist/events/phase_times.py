@@ -13,20 +13,8 @@ from collections.abc import Iterator, Mapping
 
 from absl import logging
 
-from tfdist.events.time_record import (
-    BEGINNING,
-    CALLBACK,
-    COMPUTE,
-    EXCHANGE,
-    INPUT,
-    START,
-    TIMED_PHASES,
-    TRACING,
-    UNDECIDED,
-    SaveMoment,
-    TimeRecord,
-    TimeRecordFile,
-)
+from tfdist.events.phase_names import CALLBACK, COMPUTE, EXCHANGE, INPUT, START, TRACING
+from tfdist.events.time_record import BEGINNING, TIMED_PHASES, UNDECIDED, SaveMoment, TimeRecord, TimeRecordFile
 
 STEP = "step"
 """Phase of a running training step. At its end it is divided into input, computation and exchanges."""

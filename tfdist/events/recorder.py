@@ -28,6 +28,7 @@ from absl import logging
 
 from tfdist._compat import call_stack
 from tfdist.cluster import ClusterSpec
+from tfdist.events import phase_names
 from tfdist.events.asked_by_signal import call_when_asked, process_start
 from tfdist.events.event_buffer import EVENTS, Event
 from tfdist.events.event_file import ASKED, EXCHANGE, LOST_PEER, START, Call, write_events
@@ -39,9 +40,6 @@ EVENTS_DIR = "TFDIST_EVENTS_DIR"
 
 EVENT_COUNT = "TFDIST_EVENT_COUNT"
 """Environment variable with the number of events that a worker keeps; 0 for none."""
-
-STARTING = "start-up"
-"""The phase before a worker has joined its cluster."""
 
 _COUNT = 4096
 _WAIT_SECONDS = 5.0
@@ -97,7 +95,7 @@ def starting(what: str) -> Iterator[None]:
     _starting.append(what)
     yield
     _starting.remove(what)
-    EVENTS.note(STARTING, what=what, since=since)
+    EVENTS.note(phase_names.START, what=what, since=since)
 
 
 def capture_failure(why: str, **details: Any) -> None:
@@ -215,7 +213,7 @@ class _Recorder:
 
 def _state() -> dict[str, Any]:
     """Returns the present phase of this worker, and the states of its parts."""
-    state: dict[str, Any] = {"phase": STARTING if _starting else None, "starting": list(_starting)}
+    state: dict[str, Any] = {"phase": phase_names.START if _starting else None, "starting": list(_starting)}
     for reference in list(_states):
         function = reference()
         if function is None:

@@ -12,11 +12,21 @@ import pathlib
 import struct
 from collections.abc import Mapping, Sequence
 
+from tfdist.events.phase_names import (
+    BUILDING,
+    CALLBACK,
+    COMPUTE,
+    EXCHANGE,
+    INPUT,
+    OUTSIDE,
+    RESTORE,
+    SAVE,
+    START,
+    TRACING,
+    VALIDATION,
+)
 from tfdist.symlink_safe_file import no_follow
 
-START, BUILDING, TRACING = "start-up", "building", "tracing"
-INPUT, COMPUTE, EXCHANGE = "input", "compute", "exchange"
-CALLBACK, VALIDATION, SAVE, RESTORE, OUTSIDE = "callback", "validation", "save", "restore", "outside"
 TIMED_PHASES = (START, BUILDING, TRACING, INPUT, COMPUTE, EXCHANGE, CALLBACK, VALIDATION, SAVE, RESTORE, OUTSIDE)
 """The phases of a process. It is in one of them at each moment."""
 

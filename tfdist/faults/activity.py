@@ -17,20 +17,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdist._compat import keras_stack
-from tfdist.events import time_record
 from tfdist.events.event_buffer import EVENTS
+from tfdist.events.phase_names import BUILDING, CALLBACK, EXCHANGE, OUTSIDE, START, TRACING, VALIDATION
 from tfdist.events.phase_times import STEP, TIMES
-
-BUILDING = "building"
-TRACING = "tracing"
-INPUT = "input"
-COMPUTE = "compute"
-EXCHANGE = "exchange"
-CALLBACK = "callback"
-"""Python code between two steps of a call: callbacks, and anything else that the program or Keras does there."""
-
-MEETING = "the beginning of a call"
-"""The exchange of all workers before the first step of a call, where early workers wait."""
 
 TRAIN = "train"
 _TRAINING = ("fit", "train_on_batch", TRAIN)
@@ -265,17 +254,17 @@ class Activity:
             TIMES.switch(self._timed_phase())
 
     def _timed_phase(self) -> str:
-        """Returns what this worker does now, in the terms of `time_record.py`."""
+        """Returns what this worker does now, in the terms of `phase_names.py`."""
         call = self.call
         if call is None:
-            return time_record.OUTSIDE if self.begun else time_record.START
+            return OUTSIDE if self.begun else START
         execution = call.execution
         if execution is not None and execution.is_tracing:
             return TRACING
         if execution is not None and execution.kind == TRAIN:
             return STEP
         if execution is not None or call.name not in _TRAINING:
-            return time_record.VALIDATION
+            return VALIDATION
         return BUILDING if call.phase == EXCHANGE and not call.executions else call.phase
 
     def _new(self, name: str, lives: "weakref.ref[Any] | None") -> Call:

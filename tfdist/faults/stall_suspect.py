@@ -4,15 +4,11 @@ import collections
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist.faults.activity import COMPUTE, EXCHANGE, INPUT, MEETING
+from tfdist.events.phase_names import AGREEING, COMPUTE, EXCHANGE, INPUT, ITS_END, MEETING, SAVE, WAITING
 
 Positions = Mapping[int, Mapping[str, Any] | None]
 """The position of each worker: its "step", "section", "call" and "begun"; `None` if the worker does not answer."""
 
-ITS_END = "its program has ended"
-WAITING = "waiting for the chief"
-AGREEING = "agreement on a backup"
-SAVE = "save"
 UNLIKE_CALLS = "All workers must make the same calls in the same order"
 
 # How likely it is that a worker waits for peers in this section. In all other sections workers do not wait.

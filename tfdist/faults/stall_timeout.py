@@ -5,7 +5,7 @@ import math
 import statistics
 from typing import Any
 
-from tfdist.faults.activity import BUILDING, COMPUTE, EXCHANGE, INPUT, MEETING, TRACING
+from tfdist.events.phase_names import BUILDING, COMPUTE, EXCHANGE, INPUT, MEETING, TRACING
 
 _FLOOR_SECONDS = 60.0
 _CAP_SECONDS = 1800.0

@@ -53,14 +53,13 @@ from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
 from tfdist.events import recorder
 from tfdist.events.event_buffer import EVENTS
+from tfdist.events.phase_names import EXCHANGE, ITS_END, MEETING, WAITING
 from tfdist.exit_codes import STALLED
 from tfdist.failure_report import write_report
-from tfdist.faults.activity import EXCHANGE, MEETING, Call
+from tfdist.faults.activity import Call
 from tfdist.faults.coordination_store import CoordinationStore, reported
 from tfdist.faults.stall_suspect import (
-    ITS_END,
     UNLIKE_CALLS,
-    WAITING,
     Positions,
     describe,
     suspect_of,
@@ -71,7 +70,6 @@ from tfdist.faults.stall_timeout import StallTimeout
 from tfdist.run_files import is_supervised
 
 __all__ = [
-    "WAITING",
     "Creations",
     "Watchdog",
     "moved",

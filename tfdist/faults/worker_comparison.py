@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.errors import WAIT_FOR_CHIEF, ClusterError, WorkerLostError
+from tfdist.events.phase_names import WAITING
 from tfdist.faults import watchdog
 from tfdist.faults.coordination_store import CoordinationStore
 
@@ -281,7 +282,7 @@ class WorkerComparison:
           ClusterError: If the action failed on the chief, or the chief is gone or its program has ended.
         """
         subject, said = _alone(what), None
-        with watchdog.section(watchdog.WAITING):
+        with watchdog.section(WAITING):
             while said is None:
                 try:
                     said = self._hear_chief(subject, what, check)

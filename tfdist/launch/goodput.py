@@ -11,8 +11,7 @@ All parts sum to the time from the start of the first attempt to the end of the 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from tfdist.events.time_record import (
-    BEGINNING,
+from tfdist.events.phase_names import (
     BUILDING,
     CALLBACK,
     COMPUTE,
@@ -23,10 +22,9 @@ from tfdist.events.time_record import (
     SAVE,
     START,
     TRACING,
-    UNDECIDED,
     VALIDATION,
-    TimeRecord,
 )
+from tfdist.events.time_record import BEGINNING, UNDECIDED, TimeRecord
 
 LOST, RESTART, AGAIN = "lost", "restart", "repeated start-up"
 UNRECORDED, REST = "not recorded", "rest"

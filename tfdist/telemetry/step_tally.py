@@ -5,8 +5,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from tfdist.events.phase_names import CALLBACK, COMPUTE, EXCHANGE, INPUT, SAVE, VALIDATION
 from tfdist.strategies.step_phases import StepPhases
-from tfdist.telemetry.worker_metrics import CALLBACK, COMPUTE, EXCHANGE, INPUT, PHASES, SAVE, START, VALIDATION
+from tfdist.telemetry.worker_metrics import FIT_START, PHASES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +113,7 @@ class StepTally:
 
     def _divided(self, outside: float) -> dict[str, float]:
         if self._is_first:
-            return {START: max(outside, 0.0)}
+            return {FIT_START: max(outside, 0.0)}
         return divide_outside(outside, self._pauses)
 
     def _add(self, now: float, outside: Any, inside: Any, work: ReplicaWork, rows: int) -> None:

@@ -8,10 +8,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-START, INPUT, COMPUTE, EXCHANGE = "start", "input", "compute", "exchange"
-VALIDATION, SAVE, CALLBACK = "validation", "save", "callback"
+from tfdist.events.phase_names import CALLBACK, COMPUTE, EXCHANGE, INPUT, SAVE, VALIDATION
+
+FIT_START = "start"
 PHASES = {
-    START: "from the beginning of `fit` to the first step: comparison of workers, traces, restoring",
+    FIT_START: "from the beginning of `fit` to the first step: comparison of workers, traces, restoring",
     INPUT: "waiting for the input",
     COMPUTE: "computing, without waits for other replicas",
     EXCHANGE: "exchanges that computation does not hide, waits for other replicas, and the update of the variables",
