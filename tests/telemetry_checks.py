@@ -1,5 +1,7 @@
 """Runs in the workers of a test: a `fit` whose figures are read while it runs and after it."""
 
+import os
+import signal
 import time
 import urllib.request
 
@@ -41,3 +43,28 @@ def trained(folder):
     began = time.monotonic()
     model.fit(data, epochs=EPOCHS, verbose=0, validation_data=(x, y), callbacks=[telemetry, scraper])
     return scraper.text, time.monotonic() - began, strategy.communication.traffic().sent_bytes
+
+
+class Signaler(keras.callbacks.Callback):
+    """Sends this process SIGUSR2 after a step of the first two epochs, and waits until the trace has begun."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1 and self.epoch < 2:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            time.sleep(1.5)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+
+def traced_when_asked(folder):
+    """Trains; worker 1 gets the signal twice. Returns a weight."""
+    strategy = tfdist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile("sgd", "mse")
+    telemetry = tfdist.callbacks.Telemetry(folder, trace_when_asked=2)
+    signaler = [] if tfdist.cluster.is_chief() else [Signaler()]
+    x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
+    model.fit(x, x[:, :1], batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=[telemetry, *signaler])
+    return model.get_weights()[0].tolist()

@@ -52,6 +52,8 @@ FIGURES = WorkerMetrics(
     residual_norm=0.125,
     network_sent_bytes=1100,
     network_received_bytes=1200,
+    progress=0.25,
+    remaining_seconds=30.0,
     committed_at=900.0,
     logs={"loss": 0.5, "val_loss": 0.75},
 )
@@ -290,6 +292,10 @@ def test_a_sink_that_fails_is_logged_once_and_the_others_go_on(monkeypatch):
         ({"log_dir": "a", "trace_steps": (3, 2)}, "trace_steps"),
         ({"log_dir": "a", "trace_steps": 3}, "trace_steps"),
         ({"trace_workers": [-1]}, "trace_workers"),
+        ({"trace_when_asked": 5}, "log_dir"),
+        ({"log_dir": "a", "trace_when_asked": 0}, "trace_when_asked"),
+        ({"log_dir": "a", "trace_when_asked": True}, "trace_when_asked"),
+        ({"log_dir": "a", "trace_when_asked": "5"}, "trace_when_asked"),
         ({"trace_workers": 0}, "trace_workers"),
     ],
 )
@@ -320,7 +326,7 @@ def test_tensorboard_returns_every_scalar(tmp_path):
 
     read = EventAccumulator(str(tmp_path)).Reload()
     expected = {tag for tag, _ in scalars(FIGURES, before)}
-    assert set(read.Tags()["tensors"]) == expected and len(expected) == 25
+    assert set(read.Tags()["tensors"]) == expected and len(expected) == 27
     assert [event.step for event in read.Tensors("logs/loss")] == [150, 150]
     assert len(read.Tensors("step/compute_seconds")) == 1
 
@@ -359,6 +365,15 @@ def test_two_workers_record_their_rows_their_time_and_their_bytes(pools, tmp_pat
         assert {"step/compute_seconds", "logs/loss", "logs/val_loss", "throughput/rows_per_second"} <= shown.keys()
         assert shown["logs/loss"][0] == steps
     assert rows == telemetry_checks.EPOCHS * telemetry_checks.ROWS
+
+
+@pytest.mark.slow
+def test_a_worker_traces_the_next_steps_at_each_signal(pools, tmp_path):
+    before, after = pools("2x1").run(telemetry_checks.traced_when_asked, str(tmp_path))
+    assert before == after  # The tracing worker and its peer have equal weights.
+    traces = list(tmp_path.rglob("*.xplane.pb"))
+    assert len(traces) == 2 and {path.relative_to(tmp_path).parts[0] for path in traces} == {"worker-1"}
+    assert all(path.stat().st_size for path in traces)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import contextlib
 import numbers
-import operator
 import os
 import socket
 import time
@@ -21,17 +20,29 @@ from tfdist.events.phase_names import AGREEING, SAVE, VALIDATION
 from tfdist.faults import watchdog
 from tfdist.run_files import ATTEMPT, RunFiles, is_supervised
 from tfdist.strategies.foreign_keras import ForKerasModels
+from tfdist.telemetry import kubeflow_sink
+from tfdist.telemetry.asked_trace import AskedTrace
 from tfdist.telemetry.json_lines_sink import JsonLinesSink
+from tfdist.telemetry.kubeflow_sink import KubeflowSink
 from tfdist.telemetry.metrics_collector import MetricsCollector
 from tfdist.telemetry.metrics_sink import MetricsSink, WorkerIdentity, check_package
 from tfdist.telemetry.metrics_writer import MetricsWriter
+from tfdist.telemetry.progress_estimate import ProgressEstimate
 from tfdist.telemetry.prometheus_sink import PrometheusSink
 from tfdist.telemetry.step_tally import StepTally, is_reported
 from tfdist.telemetry.step_trace import StepTrace
+from tfdist.telemetry.telemetry_arguments import (
+    checked_address,
+    checked_count,
+    checked_folder,
+    checked_port,
+    checked_seconds,
+    checked_steps,
+    checked_workers,
+)
 from tfdist.telemetry.tensorboard_sink import TensorBoardSink, folder_of
 
 _SLOT = "TFDIST_SLOT"  # Number of this worker among those of its machine, by `tfdist run`.
-_LARGEST_PORT = 65535
 
 
 class Telemetry(ForKerasModels, keras.callbacks.Callback):
@@ -44,6 +55,8 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
     - as JSON lines into the run directory, under `tfdist run`
     - as scalars for TensorBoard into `<log_dir>/worker-<i>`, with `log_dir`
     - for Prometheus at `http://127.0.0.1:<port>/metrics` while `fit` runs, with `prometheus_port`
+
+    In a TrainJob of Kubeflow Trainer that takes progress, the chief also reports progress and metrics to it.
 
     The training thread only adds up numbers; a thread writes. If a write fails, as on a full disk, an error is logged
     once and training continues. Put the callback after those that add to the logs. Under one device without a strategy
@@ -59,7 +72,8 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
       trace_steps: First and last step of this process that TensorFlow's profiler traces, counted from 1, such as
         `(10, 20)`. The trace goes to the folder of the worker in `log_dir`. Writing it takes some seconds, in which
         its peers wait.
-      trace_workers: Numbers of the workers that trace.
+      trace_workers: Numbers of the workers that trace the `trace_steps`.
+      trace_when_asked: Number of steps that a worker traces when it gets SIGUSR2; `None` for none. Needs `log_dir`.
 
     Attributes:
       endpoint: Address and port for Prometheus while `fit` runs, such as "127.0.0.1:9400"; otherwise `None`.
@@ -82,14 +96,16 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
         every_seconds: float = 5.0,
         trace_steps: tuple[int, int] | None = None,
         trace_workers: Sequence[int] = (0,),
+        trace_when_asked: int | None = None,
     ) -> None:
         super().__init__()
-        self._log_dir = _checked_folder(log_dir)
-        self._port = _checked_port(prometheus_port)
-        self._address = _checked_address(prometheus_address)
-        self._every_seconds = _checked_seconds(every_seconds)
-        self._trace_steps = _checked_steps(trace_steps, self._log_dir)
-        self._trace_workers = _checked_workers(trace_workers)
+        self._log_dir = checked_folder(log_dir)
+        self._port = checked_port(prometheus_port)
+        self._address = checked_address(prometheus_address)
+        self._every_seconds = checked_seconds(every_seconds)
+        self._trace_steps = checked_steps(trace_steps, self._log_dir)
+        self._trace_workers = checked_workers(trace_workers)
+        self._trace_when_asked = checked_count(trace_when_asked, self._log_dir)
         if self._log_dir is not None:
             check_package("log_dir", "tensorboard")
         if self._port is not None:
@@ -99,6 +115,7 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
         self._tally: StepTally | None = None
         self._collector: MetricsCollector | None = None
         self._trace: StepTrace | None = None
+        self._asked_trace: AskedTrace | None = None
         self._close: Callable[[], Any] | None = None
         self._end_listening: Callable[[], None] | None = None
         self._last_batch, self._steps = -1, 0
@@ -121,15 +138,30 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
             self._tally = StepTally(slice(local * identity.worker, local * (identity.worker + 1)))
             self._collector = MetricsCollector(strategy, self._tally)
         self._tally.begin()
+        self._collector.progress = ProgressEstimate(self.params["epochs"], self.params["steps"])
         self._saved, self._has_base = _saved_seconds(), False
-        if self._trace_steps is not None and self._log_dir is not None and identity.worker in self._trace_workers:
-            self._trace = self._trace or StepTrace(folder_of(self._log_dir, identity.worker), *self._trace_steps)
+        self._begin_traces(identity.worker, self._tally)
         sinks = self._sinks(identity)
         writer = MetricsWriter(self._collector.collect, sinks, self._every_seconds)
         self._close = weakref.finalize(self, writer.close)
         if reports is not None:
             self._reports = reports
             self._end_listening = listen(reports.listeners, self._add)
+
+    def _begin_traces(self, worker: int, tally: StepTally) -> None:
+        if self._log_dir is None:
+            return
+        folder = folder_of(self._log_dir, worker)
+        if self._trace_steps is not None and worker in self._trace_workers:
+            self._trace = self._trace or StepTrace(folder, *self._trace_steps)
+        if self._trace_when_asked is not None:
+            self._asked_trace = AskedTrace(folder, self._trace_when_asked, lambda: tally.latest.work.steps)
+            if not self._asked_trace.begin():
+                logging.warning(
+                    "Worker %d cannot trace when it gets SIGUSR2, since the program handles this signal itself, or "
+                    "`fit` does not run in the main thread.",
+                    worker,
+                )
 
     def _sinks(self, identity: WorkerIdentity) -> list[MetricsSink]:
         sinks: list[MetricsSink] = []
@@ -145,6 +177,8 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
             sinks.append(JsonLinesSink(path, identity, header))
         if self._log_dir is not None:
             sinks.append(TensorBoardSink(folder_of(self._log_dir, identity.worker)))
+        if identity.worker == 0 and kubeflow_sink.is_given():
+            sinks.append(KubeflowSink())
         if not sinks:
             logging.warning(
                 "Telemetry records figures only under `tfdist run`, or with `log_dir` or `prometheus_port`. None of "
@@ -169,6 +203,7 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
         if self._collector is None or self._tally is None:
             return
         self._collector.epoch = epoch
+        self._collector.progress.begin_epoch(epoch)
         if not self._has_base:  # All callbacks have begun, so a backup is restored.
             self._has_base = True
             self._collector.base_step = max(_steps_of(self.model) - self._tally.latest.work.steps, 0)
@@ -186,6 +221,8 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
             self._tally.add_batches(steps)
         if self._trace is not None:
             self._trace.after_step(self._steps)
+        if self._collector is not None:
+            self._collector.progress.end_batch(batch)
         self._note(logs)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -199,6 +236,8 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the loss and the metrics of the epoch, with those of the validation."""
+        if self._collector is not None:
+            self._collector.progress.end_epoch(epoch)
         self._note(logs)
 
     def _note(self, logs: dict[str, Any] | None) -> None:
@@ -219,6 +258,9 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
             self._end_listening = None
         if self._trace is not None:
             self._trace.end()
+        if self._asked_trace is not None:
+            self._asked_trace.end()
+            self._asked_trace = None
         if self._close is not None:
             self._close()
             self._close = self.endpoint = None
@@ -240,67 +282,3 @@ def _steps_of(model: keras.Model) -> int:
     with contextlib.suppress(AttributeError):
         return int(tf.convert_to_tensor(keras_internals.counter_of(model.optimizer)).numpy())
     return 0
-
-
-def _checked_folder(log_dir: Any) -> str | None:
-    if log_dir is None:
-        return None
-    folder = os.fsdecode(log_dir)
-    if not folder:
-        raise ValueError(
-            "`log_dir` must be a folder for TensorBoard, got an empty path. Give a path, or None for none."
-        )
-    # An absolute path, because the working directory may change during training.
-    return folder if "://" in folder else os.path.abspath(os.path.expanduser(folder))
-
-
-def _checked_port(port: Any) -> int | None:
-    if port is None:
-        return None
-    with contextlib.suppress(TypeError):
-        if not isinstance(port, bool) and 0 <= operator.index(port) <= _LARGEST_PORT:
-            return operator.index(port)
-    raise ValueError(
-        f"`prometheus_port` must be a port from 1 to {_LARGEST_PORT}, 0 for any free port, or None for none, got "
-        f"{port!r}."
-    )
-
-
-def _checked_address(address: Any) -> str:
-    if not isinstance(address, str) or not address:
-        raise ValueError(
-            f"`prometheus_address` must be an address of this machine such as '127.0.0.1', got {address!r}. Give "
-            "'0.0.0.0' to listen at all its addresses."
-        )
-    return address
-
-
-def _checked_seconds(seconds: Any) -> float:
-    is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
-    if not is_number or not 0 < float(seconds) < float("inf"):
-        raise ValueError(f"`every_seconds` must be a positive number of seconds, got {seconds!r}.")
-    return float(seconds)
-
-
-def _checked_steps(steps: Any, log_dir: str | None) -> tuple[int, int] | None:
-    if steps is None:
-        return None
-    if log_dir is None:
-        raise ValueError(
-            f"`trace_steps` needs `log_dir`, the folder for the trace, but got {steps!r} and no `log_dir`."
-        )
-    with contextlib.suppress(TypeError, ValueError):
-        first, last = map(operator.index, steps)
-        if 1 <= first <= last:
-            return first, last
-    raise ValueError(
-        f"`trace_steps` must be the first and the last step to trace, counted from 1, such as (10, 20), got {steps!r}."
-    )
-
-
-def _checked_workers(workers: Any) -> frozenset[int]:
-    with contextlib.suppress(TypeError):
-        given = frozenset(map(operator.index, workers))
-        if all(worker >= 0 for worker in given):
-            return given
-    raise ValueError(f"`trace_workers` must be numbers of workers, from 0, such as (0, 1), got {workers!r}.")

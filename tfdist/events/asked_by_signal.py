@@ -1,4 +1,4 @@
-"""Calls a function at SIGUSR2, in a thread of its own, since the main thread may run TensorFlow for long."""
+"""Calls functions at SIGUSR2, in a thread of its own, since the main thread may run TensorFlow for long."""
 
 import contextlib
 import os
@@ -12,21 +12,34 @@ _listener: "_Listener | None" = None
 
 
 def call_when_asked(function: Callable[[], None]) -> bool:
-    """Calls a function at each SIGUSR2 from now on, unless the program handles this signal itself.
+    """Calls a function at each SIGUSR2 from now on, after the functions before it.
 
-    Has an effect only in the main thread, as Python sets signal handlers only there.
+    The first call has an effect only in the main thread, as Python sets signal handlers only there, and if the program
+    does not handle this signal itself.
+
+    Args:
+      function: Must return soon, since other functions and the next signal wait for it.
 
     Returns:
       Whether the function will be called.
     """
     global _listener
+    if _listener is not None:
+        _listener.functions = (*_listener.functions, function)
+        return True
     is_main = threading.current_thread() is threading.main_thread()
-    if _listener is not None or not is_main or signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
+    if not is_main or signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
         return False
     _listener = _Listener(function)
     # Registered here and not at import: handlers of a fork run in this order, and `preemption` must be before.
     os.register_at_fork(after_in_child=_forget_in_child)
     return True
+
+
+def call_no_more(function: Callable[[], None]) -> None:
+    """Ends the calls of a function at SIGUSR2. Does nothing if it is not called."""
+    if _listener is not None:
+        _listener.functions = tuple(each for each in _listener.functions if each != function)
 
 
 def process_start(pid: int | str = "self") -> int | None:
@@ -52,7 +65,7 @@ class _Listener:
     """A thread that hears the signal, whatever the main thread does."""
 
     def __init__(self, function: Callable[[], None]):
-        self._function = function
+        self.functions: tuple[Callable[[], None], ...] = (function,)
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         # Python writes the number of each arriving signal to this pipe, in any thread, without holding a lock.
@@ -75,7 +88,8 @@ class _Listener:
                     os.write(self._earlier_fd, heard)
             # Since then, the program may have set a handler of its own.
             if signal.SIGUSR2 in heard and signal.getsignal(signal.SIGUSR2) is _ignore:
-                self._function()
+                for function in self.functions:
+                    function()
 
 
 def _ignore(signum: int, frame: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tfdist.backup.commit_writer import newest_commit_at
 from tfdist.run_files import ATTEMPT
+from tfdist.telemetry.progress_estimate import ProgressEstimate
 from tfdist.telemetry.step_tally import StepTally, Tally, is_reported, mean_step_seconds, share_of
 from tfdist.telemetry.worker_metrics import WorkerMetrics
 
@@ -27,11 +28,13 @@ class MetricsCollector:
       base_step: Training steps of the model before this process.
       epoch: Epoch of the running `fit`.
       logs: Newest loss and metrics.
+      progress: Progress of the running `fit`.
     """
 
     def __init__(self, strategy: Any, tally: StepTally) -> None:
         self.base_step = self.epoch = 0
         self.logs: Mapping[str, float] = {}
+        self.progress = ProgressEstimate(0, None)
         self._strategy, self._tally = strategy, tally
         self._norm: float | None = None
         self._norm_due = 0.0
@@ -55,6 +58,8 @@ class MetricsCollector:
             restarts=int(os.environ.get(ATTEMPT) or 0),
             resident_bytes=_resident_bytes(),
             cpu_seconds=time.process_time(),
+            progress=self.progress.done,
+            remaining_seconds=self.progress.remaining_seconds,
             committed_at=newest_commit_at(),
             logs=dict(self.logs),
             **self._means,

@@ -48,6 +48,8 @@ class WorkerMetrics:
       network_sent_bytes: All bytes that steps sent over the workers' own connections.
       network_received_bytes: All bytes that steps received over them.
       restarts: Restarts of the job by `tfdist run` so far.
+      progress: Part of the steps of the running `fit` that is done, from 0 to 1. Needs the number of steps of an epoch.
+      remaining_seconds: Estimated time until the `fit` ends, at the mean speed of this process.
       committed_at: Time of the newest commit, in seconds since the epoch.
       resident_bytes: Memory of this process.
       cpu_seconds: Processor time of this process, since its start.
@@ -73,6 +75,8 @@ class WorkerMetrics:
     residual_norm: float | None = None
     network_sent_bytes: int | None = None
     network_received_bytes: int | None = None
+    progress: float | None = None
+    remaining_seconds: float | None = None
     committed_at: float | None = None
     logs: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -125,6 +129,13 @@ METRICS = (
     ),
     _now("step", "tfdist_step", "Training steps of the model, including those before a restart"),
     _now("epoch", "tfdist_epoch", "Epoch of the running fit, from 0", "progress/epoch"),
+    _now("progress", "tfdist_progress_ratio", "Part of the steps of the running fit that is done", "progress/done"),
+    _now(
+        "remaining_seconds",
+        "tfdist_remaining_seconds",
+        "Estimated seconds until the running fit ends",
+        "progress/remaining_seconds",
+    ),
     _now("share", "tfdist_share_ratio", "Part of the rows of all replicas that this worker has", "balance/share"),
     _now(
         "imbalance",
