@@ -93,7 +93,7 @@ def test_the_status_has_the_names_and_limits_of_kubeflow():
 
 @pytest.fixture
 def server(monkeypatch, tmp_path):
-    """Returns the requests that a server of Kubeflow Trainer got; its `code` and `location` are those of its answers."""
+    """Returns the requests that a server got in place of Kubeflow Trainer; it answers with `code` and `location`."""
     got = types.SimpleNamespace(bodies=[], tokens=[], code=200, location=None)
 
     class Handler(http.server.BaseHTTPRequestHandler):
