@@ -26,8 +26,8 @@ from tfdist.launch import (
     arguments,
     bench_command,
     data_service,
+    gpu_assignment,
     gpu_discovery,
-    gpu_shares,
     private_network,
     report_command,
     worker_script,
@@ -265,19 +265,19 @@ def _visible_gpus(args: argparse.Namespace, spec: ClusterSpec | None) -> Sequenc
     """Returns the GPUs of each slot of this machine, or None to leave CUDA_VISIBLE_DEVICES as it is."""
     here = len(spec.workers_on_host) if spec else args.workers
     if args.gpus_per_worker is None:
-        warning = gpu_shares.sharing_warning(os.environ, workers=here, gpus=gpu_discovery.count_device_files())
+        warning = gpu_assignment.sharing_warning(os.environ, workers=here, gpus=gpu_discovery.count_device_files())
         if warning and not (spec and spec.slot):  # Several commands on one machine warn once.
             logging.warning("%s", warning)
         return None
-    shares: Sequence[str] = ()
+    assigned: Sequence[str] = ()
     try:
         found = gpu_discovery.find_gpus(os.environ) if args.gpus_per_worker else gpu_discovery.FoundGpus((), "")
-        shares = gpu_shares.share_gpus(
+        assigned = gpu_assignment.assign_gpus(
             found, workers=here, gpus_per_worker=args.gpus_per_worker, is_by_scheduler=spec is not None
         )
     except ClusterError as error:
         args.parser.error(f"--gpus-per-worker: {error}")
-    return shares
+    return assigned
 
 
 def _worker_command(args: argparse.Namespace) -> list[str]:

@@ -6,15 +6,15 @@ from tfdist.errors import ClusterError
 from tfdist.launch.gpu_discovery import HIDDEN, VISIBLE_DEVICES, FoundGpus, counted
 
 
-def share_gpus(
+def assign_gpus(
     found: FoundGpus, *, workers: int, gpus_per_worker: int, is_by_scheduler: bool = False
 ) -> tuple[str, ...]:
     """Returns the value of CUDA_VISIBLE_DEVICES for each slot of this machine.
 
-    A slot gets the same GPUs in each attempt, because its share depends on nothing but its number.
+    A slot gets the same GPUs in each attempt, because they depend on nothing but its number.
 
     Args:
-      found: GPUs to share out. Without `gpus_per_worker` they do not matter.
+      found: GPUs to assign. Without `gpus_per_worker` they do not matter.
       workers: Number of workers on this machine, at most.
       gpus_per_worker: Number of GPUs of each worker; 0 hides all GPUs.
       is_by_scheduler: Whether each worker is started by itself, so that its GPUs may be its own already.
@@ -27,13 +27,13 @@ def share_gpus(
     needed = workers * gpus_per_worker
     if needed > len(found.devices):
         raise ClusterError(_too_few(found, workers, gpus_per_worker, is_by_scheduler))
-    shares = [found.devices[start : start + gpus_per_worker] for start in range(0, needed, gpus_per_worker)]
-    if gpus_per_worker > 1 and any(device.startswith("MIG-") for share in shares for device in share):
+    assigned = [found.devices[start : start + gpus_per_worker] for start in range(0, needed, gpus_per_worker)]
+    if gpus_per_worker > 1 and any(device.startswith("MIG-") for devices in assigned for device in devices):
         raise ClusterError(
             f"A process of CUDA can use one MIG device, got {gpus_per_worker} for each worker: {found.source}. Give "
             f"--gpus-per-worker 1 and more workers, or name whole GPUs in {VISIBLE_DEVICES}."
         )
-    return tuple(map(",".join, shares))
+    return tuple(map(",".join, assigned))
 
 
 def sharing_warning(environ: Mapping[str, str], *, workers: int, gpus: int) -> str | None:

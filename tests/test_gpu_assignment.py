@@ -11,8 +11,8 @@ from launched import nothing_left
 from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.errors import ClusterError
 from tfdist.launch import gpu_discovery
+from tfdist.launch.gpu_assignment import assign_gpus, sharing_warning
 from tfdist.launch.gpu_discovery import FoundGpus, count_device_files, find_gpus, parse_list
-from tfdist.launch.gpu_shares import share_gpus, sharing_warning
 
 TWO = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-11)\nGPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-22)\n"
 SPLIT = """\
@@ -112,10 +112,10 @@ def test_without_nvidia_smi_the_device_files_count(tmp_path):
 
 def test_each_slot_gets_its_own_gpus_in_order():
     four = found("3", "2", "GPU-11", "0")
-    assert share_gpus(four, workers=4, gpus_per_worker=1) == ("3", "2", "GPU-11", "0")
-    assert share_gpus(four, workers=2, gpus_per_worker=2) == ("3,2", "GPU-11,0")
-    assert share_gpus(four, workers=3, gpus_per_worker=1) == ("3", "2", "GPU-11")
-    assert share_gpus(found(), workers=2, gpus_per_worker=0) == ("-1", "-1")
+    assert assign_gpus(four, workers=4, gpus_per_worker=1) == ("3", "2", "GPU-11", "0")
+    assert assign_gpus(four, workers=2, gpus_per_worker=2) == ("3,2", "GPU-11,0")
+    assert assign_gpus(four, workers=3, gpus_per_worker=1) == ("3", "2", "GPU-11")
+    assert assign_gpus(found(), workers=2, gpus_per_worker=0) == ("-1", "-1")
 
 
 @pytest.mark.parametrize(
@@ -139,20 +139,20 @@ def test_each_slot_gets_its_own_gpus_in_order():
 )
 def test_too_many_workers_are_refused_with_the_remedy(gpus, workers, each, words):
     with pytest.raises(ClusterError) as raised:
-        share_gpus(gpus, workers=workers, gpus_per_worker=each)
+        assign_gpus(gpus, workers=workers, gpus_per_worker=each)
     assert all(word in str(raised.value) for word in words) and "scheduler" not in str(raised.value)
 
 
 def test_gpus_that_a_scheduler_may_have_shared_out_are_named():
     with pytest.raises(ClusterError, match="leave the option out if the scheduler"):
-        share_gpus(found("0", is_by_user=True), workers=2, gpus_per_worker=1, is_by_scheduler=True)
+        assign_gpus(found("0", is_by_user=True), workers=2, gpus_per_worker=1, is_by_scheduler=True)
 
 
 def test_a_worker_gets_one_mig_device():
     split = found("MIG-aa", "MIG-bb", "MIG-cc", "MIG-dd")
-    assert share_gpus(split, workers=2, gpus_per_worker=1) == ("MIG-aa", "MIG-bb")
+    assert assign_gpus(split, workers=2, gpus_per_worker=1) == ("MIG-aa", "MIG-bb")
     with pytest.raises(ClusterError, match="can use one MIG device, got 2 for each worker"):
-        share_gpus(split, workers=2, gpus_per_worker=2)
+        assign_gpus(split, workers=2, gpus_per_worker=2)
 
 
 @pytest.mark.parametrize(
