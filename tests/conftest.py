@@ -45,6 +45,7 @@ UNIT = {
         "test_private_names",
         "test_replica_speed",
         "test_report",
+        "test_report_page",
         "test_run_words",
     ),
     *(

@@ -86,6 +86,9 @@ def test_the_parts_of_a_run_with_a_kill_sum_to_its_time_and_lost_work_is_since_t
     account = account_for(killed_once())
     assert account.seconds == pytest.approx(54) and sum(account.parts.values()) == pytest.approx(54)
     assert account.lost == [LostWork(0, last_step=18, steps=8, commit=10)]
+    first = account.attempts[0]
+    assert first[LOST] == pytest.approx(7.25) and first[RESTART] == pytest.approx(4.25) and AGAIN not in first
+    assert account.attempts[1][AGAIN] == pytest.approx(9) and account.attempts[1].get(LOST, 0.0) == 0
     of_victim, of_survivor = account.workers[1], account.workers[0]
     # Since the save. The last write of the victim was at 24 s, and it died half a second later.
     assert of_victim[LOST] == pytest.approx(4 + 2 + 1 + 0.5) and of_survivor[LOST] == pytest.approx(7)
@@ -160,6 +163,8 @@ def test_parts_sum_to_the_time_whatever_the_records_say():
         account = account_for(runs)
         assert sum(account.parts.values()) == pytest.approx(now - (runs[0].start - BEGUN))
         assert all(each >= -1e-9 for part, each in account.parts.items() if part != REST)
+        by_attempt = [sum(spent.values()) for spent in account.attempts.values()]
+        assert sum(by_attempt) == pytest.approx(account.seconds) and len(by_attempt) == number + 1
 
 
 # The file of a worker.

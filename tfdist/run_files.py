@@ -13,6 +13,7 @@
       done-with-<hash>      a folder of backups that the supervisor removes when the job is done, by the workers
       run.json              outcome and all attempts, by the supervisor
       failure.json          the failure and all attempts, by the supervisor for the user
+      report.html           page that `tfdist report` has written last
       earlier/              logs and reports of the run before, if it had the same folder
 
 Without `tfdist run`, a worker only writes its events, to the folder in TFDIST_EVENTS_DIR. Does not load TensorFlow.
@@ -31,6 +32,9 @@ RUN_DIR = "TFDIST_RUN_DIR"
 
 ATTEMPT = "TFDIST_ATTEMPT"
 """Environment variable with the number of restarts so far."""
+
+PAGE = "report.html"
+"""Name of the page of `tfdist report`."""
 
 
 def is_supervised() -> bool:
@@ -135,7 +139,7 @@ class RunFiles:
     def for_user(self) -> list[pathlib.Path]:
         """The paths of the files that stay in the folder of the run for the user, such as logs and failure reports."""
         of_workers = ("worker-*.log", "failure-*.json", "events-*.jsonl", "telemetry-*.jsonl", "times-*.bin")
-        patterns = (*(f"attempt-*/{name}" for name in of_workers), self.summary.name, self.outcome.name)
+        patterns = (*(f"attempt-*/{name}" for name in of_workers), self.summary.name, self.outcome.name, PAGE)
         return [path for pattern in patterns for path in self.run_dir.glob(pattern)]
 
     def forget_messages(self) -> None:

@@ -106,12 +106,14 @@ class TimeAccount:
       parts: Seconds by part, as means over the workers. Their sum is `seconds`.
       workers: For each worker, its seconds by part in the attempts in which it took part.
       lost: Lost work of each attempt that lost any.
+      attempts: For each attempt, its seconds by part, as means over its workers. The pause after it belongs to it.
     """
 
     seconds: float
     parts: Mapping[str, float]
     workers: Mapping[int, Mapping[str, float]]
     lost: Sequence[LostWork]
+    attempts: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def goodput(self) -> float | None:
@@ -131,10 +133,10 @@ def account_for(attempts: Iterable[WorkerAttempt]) -> TimeAccount:
     for each in attempts:
         by_attempt.setdefault(each.attempt, []).append(each)
     numbers = sorted(by_attempt)
-    parts: dict[str, float] = {}
+    means: dict[int, dict[str, float]] = {number: {} for number in numbers}
     workers: dict[int, dict[str, float]] = {}
     lost: list[LostWork] = []
-    end: float | None = None
+    before, end = 0, None
     for number in numbers:
         present = by_attempt[number]
         later = [record for each in numbers if each > number for record in _records(by_attempt[each])]
@@ -146,14 +148,23 @@ def account_for(attempts: Iterable[WorkerAttempt]) -> TimeAccount:
         for each in present:
             spent = _parts_of(each, origin, is_first=number == numbers[0])
             _add(workers.setdefault(each.worker, {}), spent)
-            _add(parts, {part: seconds / len(present) for part, seconds in spent.items()})
+            _add(means[number], {part: seconds / len(present) for part, seconds in spent.items()})
         start = sum(each.start for each in present) / len(present)
         if end is not None:
-            _add(parts, {RESTART: start - end})
+            _add(means[before], {RESTART: start - end})
             for each in present:
                 _add(workers[each.worker], {RESTART: start - end})
-        end = start + sum(each.seconds for each in present) / len(present)
-    return TimeAccount(sum(parts.values()), _in_order(parts), {i: _in_order(workers[i]) for i in sorted(workers)}, lost)
+        before, end = number, start + sum(each.seconds for each in present) / len(present)
+    parts: dict[str, float] = {}
+    for each in means.values():
+        _add(parts, each)
+    return TimeAccount(
+        sum(parts.values()),
+        _in_order(parts),
+        {worker: _in_order(workers[worker]) for worker in sorted(workers)},
+        lost,
+        {number: _in_order(means[number]) for number in numbers},
+    )
 
 
 def _records(attempts: Iterable[WorkerAttempt]) -> list[TimeRecord]:

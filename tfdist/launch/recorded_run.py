@@ -13,6 +13,9 @@ from typing import Any
 from tfdist.events.event_file import EventFile, read_events
 from tfdist.events.time_record import TimeRecord, read_time_record
 from tfdist.run_files import RunFiles
+from tfdist.telemetry.telemetry_file import TelemetryFile, read_telemetry
+
+_MOST_WORKERS = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +28,7 @@ class WorkerFiles:
       log: Path of its log.
       times: Its seconds by phase; `None` if it wrote none.
       attempt: The entry of the attempt in the list of its supervisor; empty if there is none.
+      telemetry: Path of its figures; `None` without `tfdist.callbacks.Telemetry`. Only the page reads them.
     """
 
     failure: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -32,6 +36,7 @@ class WorkerFiles:
     log: str | None = None
     times: TimeRecord | None = None
     attempt: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    telemetry: pathlib.Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +80,41 @@ def read_run(folder: pathlib.Path) -> RecordedRun:
     return RecordedRun(folder, summaries, dict(sorted(attempts.items())), problems)
 
 
+def read_all_telemetry(recorded: RecordedRun) -> tuple[dict[int, dict[int, TelemetryFile]], list[str]]:
+    """Reads the figures of all workers.
+
+    Returns:
+      The files by number of the attempt and by worker, and a line for each that is damaged.
+    """
+    found: dict[int, dict[int, TelemetryFile]] = {}
+    problems = []
+    for number, workers in recorded.attempts.items():
+        for worker, files in workers.items():
+            if files.telemetry is None:
+                continue
+            try:
+                file = read_telemetry(files.telemetry)
+            except OSError as error:
+                problems.append(f"{files.telemetry} cannot be read: {error.strerror}")
+                continue
+            if file.damaged:
+                problems.append(f"{files.telemetry} is damaged: {file.damaged} of its lines cannot be read")
+            found.setdefault(number, {})[worker] = file
+    return found, problems
+
+
 def attempt_in(summary: Mapping[str, Any], number: int) -> Mapping[str, Any] | None:
     """Returns the entry of an attempt in the summary of a supervisor."""
     attempts = summary.get("attempts")
     found = [each for each in attempts if isinstance(each, dict)] if isinstance(attempts, list) else []
     return next((each for each in found if each.get("number") == number), None)
+
+
+def number_of_workers(workers: Mapping[int, WorkerFiles]) -> int:
+    """Returns the number of workers of an attempt, as its files tell, which may be damaged."""
+    told = [each.events.header.get("workers") for each in workers.values() if each.events]
+    credible = [value for value in told if type(value) is int and 0 < value <= _MOST_WORKERS]
+    return max([*credible, *(worker + 1 for worker in workers)], default=0)
 
 
 def _attempts_in(folder: pathlib.Path) -> list[int]:
@@ -91,16 +126,17 @@ def _workers_of(
     files: RunFiles, number: int, attempt: Mapping[str, Any], problems: list[str]
 ) -> dict[int, WorkerFiles]:
     names = [path.name for path in files.attempt(number).iterdir()]
-    matches = [re.fullmatch(r"(?:worker|failure|events|times)-(\d+)\.(?:log|json|jsonl|bin)", name) for name in names]
+    matches = [re.fullmatch(r"(?:worker|failure|events|times|telemetry)-(\d+)\.(?:log|json|jsonl|bin)", name) for name in names]
     found = {}
     for worker in sorted({int(match[1]) for match in matches if match}):
-        log = files.attempt(number) / f"worker-{worker}.log"
+        log, telemetry = files.attempt(number) / f"worker-{worker}.log", files.telemetry(number, worker)
         found[worker] = WorkerFiles(
             _json(files.report(number, worker), problems),
             _events(files.events(number, worker), problems),
             str(log) if log.exists() else None,
             _times(files.times(number, worker), problems),
             attempt,
+            telemetry if telemetry.exists() else None,
         )
     return found
 

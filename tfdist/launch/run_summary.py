@@ -19,6 +19,17 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def size(count: float) -> str:
+    """Formats a number of bytes for people: "512 B", "1.2 MB"."""
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        count /= 1000
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+    return f"{count / 1000:,.3g} TB"
+
+
 def named(workers: Sequence[int]) -> str:
     """Lists workers for a message: "worker 1, worker 3"."""
     return ", ".join(f"worker {worker}" for worker in workers)

@@ -1,0 +1,207 @@
+"""Text about one recorded attempt: its first failure, the missing workers, and where each worker was."""
+
+import dataclasses
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tfdist.events.asked_by_signal import process_start
+from tfdist.events.event_file import ASKED, EXCHANGE, LOST_PEER, START, Call, EventFile
+from tfdist.failure_kinds import user_line
+from tfdist.launch.first_failure import FROM_PEER, Failure
+from tfdist.launch.missing_workers import (
+    LastExchange,
+    LastPosition,
+    MissedExchange,
+    elsewhere,
+    last_exchange,
+    last_position,
+    missed_exchanges,
+)
+from tfdist.launch.recorded_failure import clock, first_failure_of
+from tfdist.launch.recorded_run import WorkerFiles, attempt_in, number_of_workers
+from tfdist.launch.run_summary import duration, named
+
+_MOST_EXCHANGES = 5
+_LONG_SECONDS = 5.0
+"""How long a worker of a job that runs must have waited for the report to name it."""
+
+_WELL = ("done", "preempted", "resized", "stopped")
+"""Outcomes of attempts whose workers had no reason to write events."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttemptText:
+    """What there is to say about an attempt.
+
+    Attributes:
+      title: Its number, size, duration, newest backup and outcome.
+      failure: Its first failure; `None` without one.
+      missing: Lines that name workers missing from exchanges.
+      positions: Lines with the last position of each worker that had a reason to write one, and its stacks.
+    """
+
+    title: str
+    failure: Failure | None
+    missing: Sequence[str]
+    positions: Sequence[str]
+
+
+def text_of(
+    number: int, workers: Mapping[int, WorkerFiles], summaries: Sequence[Mapping[str, Any]], *, stacks: bool = False
+) -> AttemptText:
+    """Describes an attempt.
+
+    Args:
+      number: Its number.
+      workers: The files of its workers.
+      summaries: What the supervisors have recorded of the run.
+      stacks: Whether to add the stacks of all threads.
+
+    Raises:
+      TypeError, ValueError, ArithmeticError, LookupError, AttributeError: If damaged files have impossible values.
+    """
+    attempts = [attempt for each in summaries if (attempt := attempt_in(each, number))]
+    files = {worker: events for worker, each in workers.items() if (events := each.events) and _has_position(events)}
+    count = number_of_workers(workers)
+    failure = first_failure_of(attempts, workers)
+    present = {worker: events for worker, events in files.items() if not _is_before(events, failure)}
+    ended_well = any(each.get("outcome") in _WELL for each in attempts)
+    positions = []
+    for worker in range(count):
+        if ended_well and worker not in files:
+            continue
+        was_killed = failure is not None and failure.worker == worker and failure.signal is not None
+        positions.append(f"worker {worker}: {_place_of(workers.get(worker, WorkerFiles()), was_killed)}")
+        events = files.get(worker)
+        if events is not None:
+            positions += [f"  {line}" for line in (_all_calls(events) if stacks else _user_calls(events))]
+    missing = list(_missing(present, range(count), failure))
+    return AttemptText(_title(number, attempts, count), failure, missing, positions)
+
+
+def _title(number: int, attempts: Sequence[Mapping[str, Any]], count: int) -> str:
+    parts = [f"{count} worker{'' if count == 1 else 's'}"]
+    for attempt in attempts[:1]:
+        if isinstance(attempt.get("seconds"), int | float):
+            parts.append(duration(attempt["seconds"]))
+        if attempt.get("committed") is not None:
+            parts.append(f"newest backup step-{attempt['committed']}")
+        parts.append(str(attempt.get("outcome")))
+    return f"attempt {number}: {', '.join(parts)}"
+
+
+def _is_before(events: EventFile, failure: Failure | None) -> bool:
+    """Whether a worker wrote its events before a failure, so that they tell nothing of it."""
+    return failure is not None and events.header.get("why") == ASKED and events.header["time"] < failure.time
+
+
+def _missing(files: Mapping[int, EventFile], workers: Sequence[int], failure: Failure | None) -> Iterator[str]:
+    """Yields lines that name the workers missing from exchanges."""
+    missed = missed_exchanges(files)
+    if failure is None:  # The workers of a job that runs wait for each other in every step.
+        missed = [each for each in missed if max(each.waiting.values()) >= _LONG_SECONDS]
+    for each in missed[:_MOST_EXCHANGES]:
+        yield _missed(each)
+    if len(missed) > _MOST_EXCHANGES:
+        yield f"and {len(missed) - _MOST_EXCHANGES} more exchanges were not complete"
+    absent = {worker for each in missed for worker in each.absent}
+    if failure is not None and not missed:
+        culprit = failure.suspect if failure.doubt == FROM_PEER else failure.culprit
+        absent.update(elsewhere(files, workers, culprit))
+        if absent:
+            yield f"{named(sorted(absent))} did not take part in what the other workers waited for"
+    for worker in sorted(absent | (set(workers) - files.keys() if failure is not None else set())):
+        last = last_exchange(files, worker)
+        if last is not None:
+            yield f"worker {worker} last took part in {_last(last)}"
+
+
+def _last(last: LastExchange) -> str:
+    what = f"exchange {last.key} (group {last.group}), in step {last.step + 1}"
+    if last.seconds is None:
+        return f"{what}: its part had arrived at worker {last.peer}, which lacked others"
+    return f"{what}: worker {last.peer} had all parts {duration(last.seconds)} before it wrote its events"
+
+
+def _missed(exchange: MissedExchange) -> str:
+    what = f"exchange {exchange.key} (group {exchange.group}, {exchange.bytes} bytes) in step {exchange.step + 1}"
+    waiting = ", ".join(f"worker {worker} waited {duration(sec)}" for worker, sec in exchange.waiting.items())
+    if exchange.absent:
+        be = "was" if len(exchange.absent) == 1 else "were"
+        return f"{named(exchange.absent)} {be} missing from {what}: {waiting}"
+    return f"bytes of {named(exchange.unheard)} had not arrived in {what}, which all had begun: {waiting}"
+
+
+def _place_of(files: WorkerFiles, was_killed: bool) -> str:
+    """Describes the last position of a worker."""
+    events = files.events
+    if events is None:
+        return f"has left no events{f'; its log: {files.log}' if files.log else ''}"
+    header = events.header
+    process = f"process {header.get('pid')} on {header.get('host')}"
+    if not _has_position(events):
+        if _runs_here(header):
+            how = (
+                f"`kill -USR2 {header['pid']}` makes it write its events"
+                if header.get("hears") is True
+                else ("it cannot be asked for its events, since its program handles SIGUSR2 or began in another thread")
+            )
+            return f"runs as {process}; {how}"
+        why = "it was killed" if was_killed else "it had no failure, or was killed"
+        return f"has left no events: {why} ({process})"
+    return f"{_described(last_position(events))}; {_why(header)} [{clock(header['time'])}, {process}]"
+
+
+def _described(position: LastPosition) -> str:
+    step = f"in step {position.step + 1}, for {duration(position.seconds)}"
+    if position.phase is None:
+        where = f"after a step that failed with {position.error}" if position.error else "in no call of the strategy"
+        return f"{where}, {step}"
+    return f"{position.phase}{f' of `{position.call}`' if position.call else ''}, {step}"
+
+
+def _why(header: Mapping[str, Any]) -> str:
+    """Describes why a worker has written its events."""
+    why = header.get("why")
+    if why == ASKED:
+        return "written on request (SIGUSR2)"
+    if why == "stall":
+        suspect = header.get("suspect")
+        return f"the watchdog ended it{'' if suspect is None else f', with worker {suspect} as the probable cause'}"
+    if why == "exception":
+        return f"it raised {header.get('exception')}"
+    if why == LOST_PEER:
+        return f"the process of worker {header.get('peer')} ended"
+    return f"its exchange failed: {header.get('message')}" if why == EXCHANGE else f"it ended by {why}"
+
+
+def _user_calls(events: EventFile) -> Iterator[str]:
+    """Yields the innermost line of the user's code in each thread."""
+    for thread, calls in events.stacks.items():
+        line = user_line("\n".join(_traceback(calls)))
+        if line:
+            yield f"{thread}: {line}"
+
+
+def _all_calls(events: EventFile) -> Iterator[str]:
+    for thread, calls in events.stacks.items():
+        yield f"{thread}:"
+        yield from _traceback(calls)
+
+
+def _traceback(calls: Sequence[Call]) -> list[str]:
+    """Returns calls as Python prints them, the innermost last."""
+    return [f'  File "{file}", line {line}, in {function}' for file, line, function in reversed(calls)]
+
+
+def _has_position(events: EventFile) -> bool:
+    return events.header.get("why") != START
+
+
+def _runs_here(header: Mapping[str, Any]) -> bool:
+    """Whether the process of a worker, and not a later one with its number, runs on this host."""
+    pid, start = header.get("pid"), header.get("process_start")
+    if not isinstance(pid, int) or start is None or header.get("host") != socket.gethostname():
+        return False
+    return bool(process_start(pid) == start)

@@ -1,0 +1,202 @@
+"""The page of `tfdist report`: one HTML file without scripts and without references to other files."""
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from tfdist.launch.attempt_text import AttemptText, text_of
+from tfdist.launch.html_markup import Child, Markup, element, joined, table
+from tfdist.launch.recorded_failure import clock, hint_of
+from tfdist.launch.recorded_run import RecordedRun, read_all_telemetry
+from tfdist.launch.report_charts import INSTALL, Chart, can_draw, drawn
+from tfdist.launch.report_curves import loss_chart, shares_chart, throughput_chart, traffic_chart
+from tfdist.launch.report_figures import AttemptFigures, RunFigures, figures_of
+from tfdist.launch.report_sections import NO_TELEMETRY, speed_section, time_section, traffic_section, workers_section
+from tfdist.launch.report_style import STYLE
+from tfdist.launch.report_summary import cost_of, facts_of, failure_title, lead_of, number, tiles_of
+from tfdist.launch.report_timeline import attempts_section
+from tfdist.launch.run_summary import details_of, duration
+from tfdist.launch.worker_totals import totals_of
+from tfdist.package_version import version_of
+
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_MOST_FAILURES = 50
+_MOST_LINES = 200
+# Nothing is loaded, whatever text of a run gets into the page.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def page_of(recorded: RecordedRun, now: float) -> str:
+    """Returns the page of a run.
+
+    Args:
+      recorded: Content of the run's folder.
+      now: The present time, in seconds since the epoch.
+    """
+    try:
+        telemetry, damaged = read_all_telemetry(recorded)
+        figures = figures_of(recorded, telemetry)
+    except _DAMAGED as error:
+        return _document(recorded, now, element("p", _damage(error)))
+    problems = [*recorded.problems, *damaged]
+    totals = totals_of(telemetry)
+    sections: list[tuple[str, Callable[[], Iterable[Child]]]] = [
+        ("Attempts and backups", lambda: attempts_section(figures)),
+        ("Failures", lambda: _failures(figures)),
+        ("Time and goodput", lambda: time_section(figures)),
+        ("Speed and scaling efficiency", lambda: [*speed_section(figures), _charts(throughput_chart(figures))]),
+        ("Loss", lambda: _loss(figures)),
+        ("Traffic", lambda: [*traffic_section(totals), _charts(traffic_chart(figures))]),
+        ("Shares and speeds of workers", lambda: [*workers_section(totals), _charts(shares_chart(figures))]),
+    ]
+    if problems:
+        sections.append(("Files that could not be read", lambda: [_list(problems)]))
+    summary = [
+        element("h2", "Summary", id="summary"),
+        _guarded(lambda: [element("p", lead_of(figures), class_="lead")]),
+        _guarded(lambda: [element("dl", [_tile(*each) for each in tiles_of(figures, totals)], class_="tiles")]),
+        _guarded(lambda: [_list(_sentences(figures, facts_of(figures, totals)))]),
+    ]
+    body = [
+        element("section", summary, class_="box", aria_labelledby="summary"),
+        element("nav", element("ul", [element("li", _link(title)) for title, _ in sections]), aria_label="Sections"),
+        None if can_draw() else element("p", f"This page has no charts, since they need matplotlib: {INSTALL}"),
+        *(_section(title, content) for title, content in sections),
+    ]
+    return _document(recorded, now, body)
+
+
+def _document(recorded: RecordedRun, now: float, body: Child) -> str:
+    title = f"Run in {recorded.folder}"
+    made = f"Made by tfdist {version_of('tfdist')} at {clock(now)}. Times are local times ({time.strftime('%Z')})."
+    head = [
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        element("title", title),
+        Markup(f"<style>{STYLE}</style>"),
+    ]
+    content = element("body", element("main", element("h1", title), body), element("footer", element("p", made)))
+    page = f'<!DOCTYPE html>\n{element("html", element("head", head), content, lang="en")}\n'
+    return page.encode("ascii", "xmlcharrefreplace").decode()  # Whatever the encoding of files is here.
+
+
+def _section(title: str, content: Callable[[], Iterable[Child]]) -> Markup:
+    return element(
+        "section", element("h2", title, id=_anchor(title)), _guarded(content), aria_labelledby=_anchor(title)
+    )
+
+
+def _guarded(content: Callable[[], Iterable[Child]]) -> Markup:
+    """Returns content, or a sentence if damaged files have values of another type than expected."""
+    try:
+        return joined(content())
+    except _DAMAGED as error:
+        return element("p", _damage(error))
+
+
+def _damage(error: Exception) -> str:
+    return f"The files are damaged, and have values of another type than expected ({error})."
+
+
+def _anchor(title: str) -> str:
+    return title.lower().replace(" ", "-")
+
+
+def _link(title: str) -> Markup:
+    return element("a", title, href=f"#{_anchor(title)}")
+
+
+def _list(items: Iterable[Child]) -> Markup:
+    return element("ul", [element("li", item) for item in items])
+
+
+def _tile(name: str, value: str) -> Markup:
+    return element("div", element("dt", name), element("dd", value))
+
+
+def _sentences(figures: RunFigures, facts: Sequence[str]) -> Iterator[Child]:
+    """Yields a sentence for each failure, and those about the whole run."""
+    for each in figures.attempts:
+        failure = each.failure
+        if failure is not None:
+            told = f" of attempt {each.number}: {failure.describe()} at {clock(failure.time)} on {failure.host}."
+            cost = f" It cost {duration(each.cost.seconds)}{_lost(each)}." if each.cost else ""
+            yield [element("span", "Failure", class_="bad"), told, cost]
+    yield from facts
+
+
+def _lost(attempt: AttemptFigures) -> str:
+    steps = attempt.cost.steps if attempt.cost else 0
+    return f" and {steps:,} training step{'' if steps == 1 else 's'} that were lost" if steps else ""
+
+
+def _failures(figures: RunFigures) -> Iterator[Child]:
+    failed = [each for each in figures.attempts if each.failure is not None]
+    if not failed:
+        yield element("p", "No failure is recorded.")
+    for attempt in failed[:_MOST_FAILURES]:
+        yield _guarded(functools.partial(_failure, attempt, figures))
+    if len(failed) > _MOST_FAILURES:
+        yield element("p", f"And {len(failed) - _MOST_FAILURES} more; `tfdist report --no-html` prints all.")
+
+
+def _failure(attempt: AttemptFigures, figures: RunFigures) -> Iterator[Child]:
+    """Yields what failed in an attempt: when, where, why and what it cost."""
+    failure = attempt.failure
+    if failure is None:
+        return
+    text = text_of(attempt.number, figures.recorded.attempts[attempt.number], figures.recorded.summaries)
+    begun = "" if attempt.start is None else f", {duration(failure.time - attempt.start)} after the attempt began"
+    step = "" if failure.step is None else f", after step {failure.step}"
+    who = "" if failure.worker is None else f"worker {failure.worker} on "
+    why = [failure.reason or "", hint_of(failure), *(f"{line[:1].upper()}{line[1:]}." for line in text.missing)]
+    rows = [
+        ("When", f"{clock(failure.time)}{begun}"),
+        ("Where", f"{who}{failure.host}{step}"),
+        ("Why", [element("div", each) for each in why if each] or "No more is known; see its log."),
+        ("Cost", cost_of(attempt, figures)),
+        ("Log", failure.log),
+    ]
+    yield element("h3", failure_title(attempt))
+    yield element("ul", [element("li", element("strong", f"{name}: "), told) for name, told in rows if told])
+    yield from _details(attempt, text)
+
+
+def _details(attempt: AttemptFigures, text: AttemptText) -> Iterator[Child]:
+    """Yields texts that are shown on demand: the stack or the end of the log, and the positions of workers."""
+    failure = attempt.failure
+    shown = details_of(failure, is_shown=False, is_reported=True) if failure else ""
+    if shown:
+        title = "Traceback" if failure and failure.kind == "exception" else "End of its log"
+        yield _folded(f"{title} of worker {failure.worker if failure else ''}", shown.splitlines()[-_MOST_LINES:])
+    if text.positions:
+        yield _folded("Where each worker was", text.positions[:_MOST_LINES])
+
+
+def _folded(title: str, lines: Sequence[str]) -> Markup:
+    return element("details", element("summary", title), element("pre", "\n".join(lines), tabindex="0"))
+
+
+def _charts(*charts: Chart) -> Markup:
+    """Returns the charts that have curves; nothing if they cannot be drawn."""
+    shown = [drawn(chart) for chart in charts if chart.curves] if can_draw() else []
+    return element("div", shown, class_="charts") if shown else Markup("")
+
+
+def _loss(figures: RunFigures) -> Iterator[Child]:
+    """Yields the loss by step, and the first and newest values of all that Keras logs."""
+    logs: dict[str, list[tuple[int, float]]] = {}
+    for files in figures.telemetry.values():
+        for file in files.values():
+            for each in file.figures:
+                for name, value in each.logs.items():
+                    logs.setdefault(name, []).append((each.step, value))
+    if not logs:
+        yield element("p", NO_TELEMETRY)
+        return
+    yield _charts(loss_chart(figures))
+    rows = [[name, *(f"{value:.4g}" for _, value in (min(told), max(told)))] for name, told in sorted(logs.items())]
+    yield table("Loss and metrics, as Keras logs them", ("Name", "First", "Newest"), rows)
+    last = max(step for told in logs.values() for step, _ in told)
+    yield element("p", f"The newest are of step {number(last)}.", class_="soft")

@@ -1,0 +1,196 @@
+"""The sections of the page of `tfdist report` about time, speed, traffic and workers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from tfdist.events.time_record import (
+    BUILDING,
+    CALLBACK,
+    COMPUTE,
+    EXCHANGE,
+    INPUT,
+    OUTSIDE,
+    RESTORE,
+    SAVE,
+    START,
+    TRACING,
+    VALIDATION,
+)
+from tfdist.launch.goodput import AGAIN, LOST, PARTS, REST, RESTART, UNRECORDED
+from tfdist.launch.html_markup import Child, Markup, element, table
+from tfdist.launch.report_figures import RunFigures
+from tfdist.launch.report_summary import number, percent, seconds_text
+from tfdist.launch.run_summary import duration, size
+from tfdist.launch.training_speed import StepSpeed, combined
+from tfdist.launch.worker_totals import WorkerTotals, summed
+
+NO_TELEMETRY = (
+    "Rows, traffic, shares, memory and loss are not in the files of this run. To record them, give `fit` the callback "
+    "tfdist.callbacks.Telemetry()."
+)
+
+_GROUPS = {
+    "computation": ("c1", (COMPUTE,)),
+    "exchanges and waits for workers": ("c2", (EXCHANGE,)),
+    "waits for input": ("c3", (INPUT,)),
+    "callbacks, validation, saves, script": ("c4", (CALLBACK, VALIDATION, SAVE, OUTSIDE)),
+    "first start-up, tracing, restoring": ("c5", (START, BUILDING, TRACING, RESTORE)),
+    "lost work (striped)": ("c7 lost", (LOST,)),
+    "restarts, with start-up and tracing (striped)": ("c8 lost", (RESTART, AGAIN)),
+    "not recorded": ("c6", (UNRECORDED, REST)),
+}
+"""Groups of the parts of the time, which have a color each."""
+
+_MOST_BARS = 16
+
+
+def time_section(figures: RunFigures) -> Iterator[Child]:
+    """Yields the time of the run by part and by worker."""
+    account = figures.account
+    if account is None or not account.seconds:
+        yield element("p", "The time of the run is not recorded. `tfdist run` records it, on each host.")
+        return
+    yield element("p", _TIME)
+    yield _bar("All workers", account.parts)
+    for worker in list(account.workers)[:_MOST_BARS]:
+        yield _bar(f"Worker {worker}", account.workers[worker])
+    yield _legend(account.parts)
+    whole = account.seconds
+    rows = [
+        [PARTS[part], duration(seconds), percent(seconds / whole)] for part, seconds in account.parts.items() if seconds
+    ]
+    yield table("Time of the run by part, as the mean over workers", ("Part", "Time", "Share"), rows)
+    parts = [part for part in PARTS if part in account.parts]
+    by_worker = [
+        [f"worker {worker}", *(duration(spent.get(part, 0.0)) for part in parts), duration(sum(spent.values()))]
+        for worker, spent in account.workers.items()
+    ]
+    yield table("Time by worker", ("Worker", *(PARTS[part] for part in parts), "all"), by_worker)
+
+
+_TIME = (
+    "Goodput counts the first three parts: training steps whose results were kept. Exchanges include the update of the "
+    "weights. Lost work is training that was done again after a failure, or that the job ended without."
+)
+
+
+def _bar(name: str, parts: Mapping[str, float]) -> Markup:
+    spent = {group: sum(max(parts.get(part, 0.0), 0.0) for part in _GROUPS[group][1]) for group in _GROUPS}
+    whole = sum(spent.values())
+    pieces = [
+        element("i", class_=" ".join(_GROUPS[group][0].split()[1:]) or None, style=_piece(group, seconds / whole))
+        for group, seconds in spent.items()
+        if whole and seconds / whole > 0.001
+    ]
+    told = ", ".join(f"{group} {percent(seconds / whole)}" for group, seconds in spent.items() if whole and seconds)
+    bar = element("div", pieces, class_="bar", role="img", aria_label=f"{name}: {told}")
+    return element("div", element("div", f"{name}, {duration(whole)}"), bar)
+
+
+def _piece(group: str, share: float) -> str:
+    return f"flex:{share:.5f} 1 0;background-color:var(--{_GROUPS[group][0].split()[0]})"
+
+
+def _legend(parts: Mapping[str, float]) -> Markup:
+    items = []
+    for group, (names, members) in _GROUPS.items():
+        if any(parts.get(part) for part in members):
+            color, *striped = names.split()
+            swatch = element("i", class_=" ".join(striped) or None, style=f"background-color:var(--{color})")
+            items.append(element("li", swatch, group))
+    return element("ul", items, class_="legend")
+
+
+def speed_section(figures: RunFigures) -> Iterator[Child]:
+    """Yields step time, throughput and scaling efficiency by number of workers."""
+    by_count: dict[int, list[StepSpeed]] = {}
+    for attempt in figures.attempts:
+        if attempt.speed is not None:
+            by_count.setdefault(attempt.workers, []).append(attempt.speed)
+    if not by_count:
+        yield element("p", "No training step is recorded.")
+        return
+    yield element("p", _EFFICIENCY)
+    rows = [_speed_row(count, speed) for count, each in sorted(by_count.items()) if (speed := combined(each))]
+    columns = ("Workers", "Steps", "Mean step", "Rows/s", "Rows/s by worker", "Scaling efficiency")
+    yield table("Speed by number of workers", columns, rows)
+
+
+_EFFICIENCY = (
+    "Scaling efficiency is the part of the time of training steps that is not spent on exchanges and waits for other "
+    "workers, as the mean over workers. A single worker would have none of these, so it estimates the speed of N "
+    "workers divided by N times the speed of one. The update of the weights counts as exchange, so the true value is a "
+    "little higher. Steps that do not report, as with XLA, have no efficiency."
+)
+
+
+def _speed_row(count: int, speed: StepSpeed) -> list[Child]:
+    rows = speed.rows_per_second
+    return [
+        str(count),
+        f"{speed.steps:,}",
+        seconds_text(speed.step_seconds),
+        number(rows),
+        number(rows / count if rows else None),
+        percent(speed.efficiency),
+    ]
+
+
+def traffic_section(totals: Sequence[WorkerTotals]) -> Iterator[Child]:
+    """Yields the bytes of each worker."""
+    if not totals:
+        yield element("p", NO_TELEMETRY)
+        return
+    yield element("p", _BYTES)
+    rows = [_traffic_row(f"worker {each.worker}", [each]) for each in totals]
+    if len(totals) > 1:
+        rows.append(_traffic_row("all workers", totals))
+    columns = ("Worker", "Gradients, raw", "Gradients, sent", "Ratio", "All bytes sent", "All bytes received")
+    yield table("Traffic of all attempts", columns, rows)
+
+
+_BYTES = (
+    "Raw are gradients without compression; without the argument `compression` of the strategy they are not counted. "
+    "All bytes are those of training steps on the workers' own connections: gradients, logs, statistics and headers. "
+    "They are unknown where TensorFlow's collectives carry them, as with GPUs. What a worker sent after its last "
+    "figures, before it was killed, is missing."
+)
+
+
+def _traffic_row(name: str, totals: Sequence[WorkerTotals]) -> list[Child]:
+    names = ("raw_bytes", "sent_bytes", "network_sent_bytes", "network_received_bytes")
+    raw, sent, out, received = (summed(totals, name) for name in names)
+    ratio = f"{raw / sent:.3g}" if raw and sent else "unknown"
+    return [name, _size(raw), _size(sent), ratio, _size(out), _size(received)]
+
+
+def _size(count: float | None) -> str:
+    return "unknown" if count is None else size(count)
+
+
+def workers_section(totals: Sequence[WorkerTotals]) -> Iterator[Child]:
+    """Yields share, speed and memory of each worker."""
+    if not totals:
+        yield element("p", NO_TELEMETRY)
+        return
+    yield element("p", _WORKERS)
+    columns = ("Worker", "Host", "Rows", "Newest share", "Rows/s of computation", "Waits", "Largest memory")
+    yield table("Workers, over all attempts", columns, [_worker_row(each) for each in totals])
+
+
+_WORKERS = (
+    "The share is the part of the rows of all workers that a worker gets in a step. `BalancedSharding` gives faster "
+    "workers larger shares. Waits are the part of training steps that a worker spends on exchanges and waits for "
+    "peers: the slowest worker waits least. Workers are numbered anew in an attempt with fewer workers."
+)
+
+
+def _worker_row(each: WorkerTotals) -> list[Child]:
+    return [
+        f"worker {each.worker}",
+        ", ".join(each.hosts),
+        number(each.rows),
+        percent(each.share),
+        number(each.rows_per_second),
+        percent(each.waiting),
+        _size(each.memory),
+    ]

@@ -1,0 +1,161 @@
+"""Policy: the sentences of the page of `tfdist report` for readers who know nothing about the run."""
+
+from collections.abc import Sequence
+
+from tfdist.events.time_record import BEGINNING
+from tfdist.launch.recorded_failure import clock
+from tfdist.launch.report_figures import AttemptFigures, RunFigures
+from tfdist.launch.run_summary import duration, outcome_line, size
+from tfdist.launch.worker_totals import WorkerTotals, slow_workers, summed
+
+_MOST_SLOW = 5
+
+
+def lead_of(figures: RunFigures) -> str:
+    """Returns the sentence with the outcome of the run."""
+    count, seconds = len(figures.attempts), figures.seconds
+    if figures.outcome == "running":
+        return f"The run still goes on, or its supervisor was killed. So far: {_attempts(count)}."
+    if not figures.outcome or seconds is None:
+        return f"The outcome of the run is not recorded. Its files tell of {_attempts(count)}."
+    codes = [each.get("run_exit_code") for each in figures.recorded.summaries]
+    code = next((each for each in codes if isinstance(each, int) and each), 0)
+    line = outcome_line(figures.outcome, code, seconds, count)
+    return f"{line[:1].upper()}{line[1:]}{f' (exit code {code})' if code else ''}."
+
+
+def _attempts(count: int) -> str:
+    return f"{count} attempt{'' if count == 1 else 's'}"
+
+
+def tiles_of(figures: RunFigures, totals: Sequence[WorkerTotals]) -> list[tuple[str, str]]:
+    """Returns the most important figures, each with its name."""
+    speed = figures.speed
+    raw, sent = summed(totals, "raw_bytes"), summed(totals, "sent_bytes")
+    tiles = [("Goodput", percent(figures.account.goodput if figures.account else None))]
+    if speed is not None:
+        tiles.append(("Mean step", seconds_text(speed.step_seconds)))
+        tiles.append(("Rows per second", number(speed.rows_per_second)))
+        tiles.append(("Scaling efficiency", percent(speed.efficiency)))
+    if raw and sent:
+        tiles.append(("Compression", f"{raw / sent:.3g} times"))
+    failed = sum(each.failure is not None for each in figures.attempts)
+    return [*tiles, ("Failures", str(failed))]
+
+
+def facts_of(figures: RunFigures, totals: Sequence[WorkerTotals]) -> list[str]:
+    """Returns sentences about the whole run, beside those about its failures."""
+    facts = [_time(figures), *_sizes(figures.attempts), _training(figures), _slow(totals), _traffic(totals)]
+    return [fact for fact in facts if fact]
+
+
+def _time(figures: RunFigures) -> str:
+    account = figures.account
+    if account is None or account.goodput is None:
+        return "How the time was used is not recorded."
+    kept = f"{percent(account.goodput)} of the time went into training steps whose results were kept: the goodput."
+    cost = sum(each.cost.seconds for each in figures.attempts if each.cost)
+    return f"{kept} Failures cost {duration(cost)}." if cost else kept
+
+
+def _sizes(attempts: Sequence[AttemptFigures]) -> list[str]:
+    """Returns sentences about the number of workers, and about each change of it."""
+    if not attempts:
+        return []
+    sentences = [f"It began with {_workers(attempts[0].workers)}."]
+    for before, now in zip(attempts, attempts[1:], strict=False):
+        if now.workers != before.workers:
+            when = f" at {clock(now.start)}" if now.start is not None else ""
+            sentences.append(
+                f"Attempt {now.number}{when}: {_workers(now.workers)} instead of {before.workers}{_why(before)}."
+            )
+    return sentences if len(sentences) > 1 else [f"It had {_workers(attempts[0].workers)}."]
+
+
+def _why(before: AttemptFigures) -> str:
+    if before.outcome == "resized":
+        return ", as the job had saved and left to try all workers again"
+    failure = before.failure
+    return "" if failure is None or failure.culprit is None else f", after worker {failure.culprit} had failed"
+
+
+def _training(figures: RunFigures) -> str:
+    steps = max((each.steps[1] for each in figures.attempts), default=0)
+    if not steps:
+        return ""
+    told = f"The model was trained for {steps:,} steps"
+    if figures.kept_rows:
+        told += f" on {round(figures.kept_rows):,} rows"
+    repeated = f" Steps with {round(figures.repeated_rows):,} more rows were lost." if figures.repeated_rows else ""
+    return f"{told}.{repeated}"
+
+
+def _slow(totals: Sequence[WorkerTotals]) -> str:
+    slow = sorted(slow_workers(totals), key=lambda each: -each[1])[:_MOST_SLOW]
+    return " ".join(
+        f"Worker {worker} computed {times:.1f} times slower than the median of the others." for worker, times in slow
+    )
+
+
+def _traffic(totals: Sequence[WorkerTotals]) -> str:
+    raw, sent = summed(totals, "raw_bytes"), summed(totals, "sent_bytes")
+    if not raw or not sent:
+        return ""
+    if sent >= raw:
+        return f"All workers together sent {size(sent)} of gradients."
+    return f"Compression reduced the gradients that all workers sent from {size(raw)} to {size(sent)}."
+
+
+def failure_title(attempt: AttemptFigures) -> str:
+    """Returns what failed in an attempt; it has failed."""
+    return f"Attempt {attempt.number}: {attempt.failure.describe() if attempt.failure else 'failed'}"
+
+
+def cost_of(attempt: AttemptFigures, figures: RunFigures) -> str:
+    """Returns the sentence about what the failure of an attempt has cost."""
+    cost = attempt.cost
+    if cost is None:
+        return "What it cost is not recorded."
+    parts = []
+    if cost.steps:
+        parts.append(f"{duration(cost.lost_seconds)} of training ({_steps(cost.steps)}) were lost")
+    parts.append(f"{duration(cost.restart_seconds)} passed until the next start or the end")
+    if cost.again_seconds:
+        parts.append(f"{duration(cost.again_seconds)} went into starting, tracing and restoring again")
+    return f"{duration(cost.seconds)} in all: {', '.join(parts)}.{_origin(attempt, figures)}"
+
+
+def _origin(attempt: AttemptFigures, figures: RunFigures) -> str:
+    lost = [each for each in figures.account.lost if each.attempt == attempt.number] if figures.account else []
+    if not lost:
+        return ""
+    last, commit = lost[0].last_step, lost[0].commit
+    origin = "the beginning" if commit == BEGINNING else f"backup step-{commit}"
+    is_last = attempt is figures.attempts[-1]
+    goes_on = "A new start would continue" if is_last else "Training continued"
+    return f" Step {last} was finished. {goes_on} from {origin}."
+
+
+def percent(share: float | None) -> str:
+    """Formats a share for people: "12.3 %"."""
+    return "unknown" if share is None else f"{share:.1%}".replace("%", "\N{NO-BREAK SPACE}%")
+
+
+def number(value: float | None) -> str:
+    """Formats a number for people: "1,234"."""
+    if value is None:
+        return "unknown"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Formats the time of a step: "35.2 ms"."""
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'' if count == 1 else 's'}"
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'' if count == 1 else 's'}"

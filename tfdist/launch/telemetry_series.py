@@ -1,0 +1,71 @@
+"""Policy: totals, rates and curves from the figures of workers over time. No files and no clock."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from tfdist.telemetry.telemetry_file import FitTelemetry, TelemetryFile
+from tfdist.telemetry.worker_metrics import WorkerMetrics
+
+Points = list[tuple[float, float]]
+"""Points of a curve: x and y."""
+
+Figure = Callable[[WorkerMetrics], float | None]
+"""Takes one figure; `None` if it is unknown."""
+
+_MOST_POINTS = 200
+
+
+def growth(figures: Iterable[WorkerMetrics], figure: Figure) -> float | None:
+    """Returns how much a total has grown, from 0 on; `None` if it is unknown. A total may begin again at 0."""
+    known = [value for each in figures if (value := figure(each)) is not None]
+    if not known:
+        return None
+    return known[0] + sum(now - before if now >= before else now for before, now in zip(known, known[1:], strict=False))
+
+
+def rate(file: TelemetryFile, figure: Figure) -> list[Points]:
+    """Returns for each `fit` how much a total has grown by second, at the end of each interval."""
+    curves, before = [], 0.0
+    for fit in file.fits:
+        known = [(fit.start, before)] + [(each.time, v) for each in fit.figures if (v := figure(each)) is not None]
+        before = known[-1][1]
+        curves.append(_slopes(thinned(known)))
+    return [curve for curve in curves if curve]
+
+
+def _slopes(points: Points) -> Points:
+    slopes = []
+    for (since, before), (until, now) in zip(points, points[1:], strict=False):
+        if until > since:
+            slopes.append((until, (now - before if now >= before else now) / (until - since)))
+    return slopes
+
+
+def level(file: TelemetryFile, figure: Figure, *, by: Figure = lambda each: each.time) -> list[Points]:
+    """Returns for each `fit` a figure of the moment, over time or another figure, without points that repeat."""
+    curves = [_changes(fit, figure, by) for fit in file.fits]
+    return [thinned(curve) for curve in curves if curve]
+
+
+def _changes(fit: FitTelemetry, figure: Figure, by: Figure) -> Points:
+    points: Points = []
+    for each in fit.figures:
+        x, y = by(each), figure(each)
+        if x is not None and y is not None and (not points or points[-1][0] != x):
+            points.append((x, y))
+    return points
+
+
+def thinned(points: Points) -> Points:
+    """Returns at most some hundred points, evenly spaced, with the first and the last."""
+    stride = -(-len(points) // _MOST_POINTS)
+    return points if stride <= 1 else [*points[:-1:stride], points[-1]]
+
+
+def at_step(points: Sequence[tuple[float, float]], step: float) -> float | None:
+    """Returns a total at a step, between or beyond the steps at which it is known; `None` with less than two."""
+    known = sorted(dict(points).items())
+    if len(known) < 2:
+        return None
+    after = next((i for i, (x, _) in enumerate(known) if x >= step and i), len(known) - 1)
+    (x0, y0), (x1, y1) = known[after - 1], known[after]
+    return y0 + (y1 - y0) * (step - x0) / (x1 - x0)

@@ -1,0 +1,102 @@
+"""Policy: how fast the workers of an attempt trained, and on how many rows. Pure functions."""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+
+from tfdist.events.time_record import CALLBACK, COMPUTE, EXCHANGE, INPUT, TimeRecord
+from tfdist.launch.telemetry_series import at_step
+from tfdist.telemetry.telemetry_file import TelemetryFile
+
+_STEP = (INPUT, COMPUTE, EXCHANGE, CALLBACK)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSpeed:
+    """How fast workers trained.
+
+    Attributes:
+      steps: Number of training steps.
+      seconds: Their time: input, computation, exchanges, and callbacks between them, as the mean over workers.
+      efficiency: Part of this time that is not spent on exchanges and waits for peers; `None` if it is unknown.
+      rows: Rows of all workers in these steps; `None` if they are unknown.
+    """
+
+    steps: int
+    seconds: float
+    efficiency: float | None
+    rows: float | None
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean time of a step."""
+        return self.seconds / self.steps
+
+    @property
+    def rows_per_second(self) -> float | None:
+        """Rows of all workers by second of these steps; `None` if they are unknown."""
+        return self.rows / self.seconds if self.rows and self.seconds else None
+
+
+def combined(speeds: Sequence[StepSpeed]) -> StepSpeed | None:
+    """Returns the speed over several attempts; `None` without one."""
+    if not speeds:
+        return None
+    known = [(each.efficiency, each.seconds) for each in speeds if each.efficiency is not None]
+    rows = [each.rows for each in speeds if each.rows is not None]
+    weight = sum(seconds for _, seconds in known)
+    return StepSpeed(
+        sum(each.steps for each in speeds),
+        sum(each.seconds for each in speeds),
+        sum(efficiency * seconds for efficiency, seconds in known) / weight if weight else None,
+        sum(rows) if len(rows) == len(speeds) else None,
+    )
+
+
+def steps_of(records: Sequence[TimeRecord]) -> tuple[int, int]:
+    """Returns the steps of the model before the first step of an attempt, and after its last."""
+    trained = [each for each in records if each.steps > max(each.resumed_steps, 0)]
+    if not trained:
+        return 0, 0
+    return min(max(each.resumed_steps, 0) for each in trained), max(each.steps for each in trained)
+
+
+def speed_of(records: Sequence[TimeRecord], telemetry: Mapping[int, TelemetryFile]) -> StepSpeed | None:
+    """Returns how fast the workers of an attempt trained."""
+    trained = [each for each in records if each.steps > max(each.resumed_steps, 0)]
+    if not trained:
+        return None
+    first, last = steps_of(records)
+    seconds = statistics.fmean(sum(each.seconds[phase] for phase in _STEP) for each in trained)
+    exchanged = statistics.fmean(each.seconds[EXCHANGE] for each in trained)
+    rows = at_step(_rows_by_step(telemetry, first), last)
+    efficiency = 1 - exchanged / seconds if exchanged and seconds else None  # Steps that do not report only compute.
+    return StepSpeed(last - first, seconds, efficiency, rows)
+
+
+def _rows_by_step(telemetry: Mapping[int, TelemetryFile], first: int) -> list[tuple[float, float]]:
+    """Returns the rows of all workers by step, from the worker with most figures."""
+    points = [
+        [(float(first + each.steps), float(each.global_rows)) for each in file.figures if each.global_rows]
+        for file in telemetry.values()
+    ]
+    longest = max(points, key=len, default=[])
+    return [(float(first), 0.0), *longest] if longest else []
+
+
+def rows_of(
+    steps: tuple[int, int], lost: int, telemetry: Mapping[int, TelemetryFile]
+) -> tuple[float, float] | None:
+    """Returns the rows of the kept and of the lost steps of an attempt; `None` if they are unknown.
+
+    Args:
+      steps: Steps of the model before the first step of the attempt and after its last.
+      lost: Number of its steps that were lost.
+      telemetry: Figures of its workers.
+    """
+    first, last = steps
+    if first == last:
+        return 0.0, 0.0
+    points = _rows_by_step(telemetry, first)
+    kept, rows = at_step(points, last - lost), at_step(points, last)
+    return None if kept is None or rows is None else (max(kept, 0.0), max(rows - max(kept, 0.0), 0.0))
