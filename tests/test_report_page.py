@@ -1,6 +1,5 @@
 """The page of `tfdist report`: its figures are those of the files, it needs nothing else, and no text breaks it."""
 
-import dataclasses
 import html.parser
 import json
 import random
@@ -13,7 +12,7 @@ import textwrap
 import pytest
 
 from launched import nothing_left
-from recorded_runs import BEGUN, RAW, ROWS_PER_STEP, SENT, killed, write_run
+from recorded_runs import BEGUN, RAW, ROWS_PER_STEP, killed, write_run
 from tfdist.launch import cli, report_charts
 from tfdist.launch.html_markup import Markup, element, table
 from tfdist.launch.recorded_run import read_all_telemetry, read_run
@@ -140,7 +139,7 @@ def test_text_is_escaped_and_markup_is_not():
     assert element("p", "<a> & 'b'", Markup("<b>x</b>"), None, ["c", ["d"]], title='"<') == (
         '<p title="&quot;&lt;">&lt;a&gt; &amp; &#x27;b&#x27;<b>x</b>cd</p>'
     )
-    assert "<th scope=\"row\">&lt;</th><td>&gt;</td>" in table("t", ["a", "b"], [["<", ">"]])
+    assert '<th scope="row">&lt;</th><td>&gt;</td>' in table("t", ["a", "b"], [["<", ">"]])
 
 
 def luminance(color):

@@ -126,7 +126,9 @@ def _workers_of(
     files: RunFiles, number: int, attempt: Mapping[str, Any], problems: list[str]
 ) -> dict[int, WorkerFiles]:
     names = [path.name for path in files.attempt(number).iterdir()]
-    matches = [re.fullmatch(r"(?:worker|failure|events|times|telemetry)-(\d+)\.(?:log|json|jsonl|bin)", name) for name in names]
+    matches = [
+        re.fullmatch(r"(?:worker|failure|events|times|telemetry)-(\d+)\.(?:log|json|jsonl|bin)", name) for name in names
+    ]
     found = {}
     for worker in sorted({int(match[1]) for match in matches if match}):
         log, telemetry = files.attempt(number) / f"worker-{worker}.log", files.telemetry(number, worker)

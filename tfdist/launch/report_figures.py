@@ -177,9 +177,7 @@ def _first(told: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return next((each for each in values if isinstance(each, int | float) and not isinstance(each, bool)), None)
 
 
-def _saves(
-    records: Sequence[TimeRecord], telemetry: Mapping[int, TelemetryFile], start: float | None
-) -> list[float]:
+def _saves(records: Sequence[TimeRecord], telemetry: Mapping[int, TelemetryFile], start: float | None) -> list[float]:
     """Returns the times of backups: of all with telemetry, otherwise of the newest."""
     told = {each.committed_at for file in telemetry.values() for each in file.figures if each.committed_at}
     own = sorted(each for each in told if start is None or each > start)

@@ -77,7 +77,7 @@ def _document(recorded: RecordedRun, now: float, body: Child) -> str:
         Markup(f"<style>{STYLE}</style>"),
     ]
     content = element("body", element("main", element("h1", title), body), element("footer", element("p", made)))
-    page = f'<!DOCTYPE html>\n{element("html", element("head", head), content, lang="en")}\n'
+    page = f"<!DOCTYPE html>\n{element('html', element('head', head), content, lang='en')}\n"
     return page.encode("ascii", "xmlcharrefreplace").decode()  # Whatever the encoding of files is here.
 
 

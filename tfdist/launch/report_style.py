@@ -44,10 +44,11 @@ def _variables(scheme: str) -> str:
     return "".join(f"--{name}:{color};" for name, color in COLORS[scheme].items())
 
 
-STYLE = f"""
+_SCHEMES = f"""
 :root{{color-scheme:light dark;{_variables("light")}}}
 @media (prefers-color-scheme:dark){{:root{{{_variables("dark")}}}}}
-""" + """
+"""
+_RULES = """
 *{box-sizing:border-box}
 body{margin:0 auto;padding:1rem;max-width:90rem;background:var(--back);color:var(--text);
 font:1rem/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;overflow-wrap:anywhere}
@@ -103,3 +104,4 @@ figcaption{font-weight:600;font-size:.95rem}
 footer{margin-top:2.5rem;border-top:1px solid var(--line);font-size:.9rem;color:var(--soft)}
 @media print{body{max-width:none}.scroll{overflow:visible}}
 """
+STYLE = _SCHEMES + _RULES

@@ -1,5 +1,6 @@
 """Policy: the sentences of the page of `tfdist report` for readers who know nothing about the run."""
 
+import itertools
 from collections.abc import Sequence
 
 from tfdist.events.time_record import BEGINNING
@@ -63,7 +64,7 @@ def _sizes(attempts: Sequence[AttemptFigures]) -> list[str]:
     if not attempts:
         return []
     sentences = [f"It began with {_workers(attempts[0].workers)}."]
-    for before, now in zip(attempts, attempts[1:], strict=False):
+    for before, now in itertools.pairwise(attempts):
         if now.workers != before.workers:
             when = f" at {clock(now.start)}" if now.start is not None else ""
             sentences.append(

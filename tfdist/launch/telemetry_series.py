@@ -1,5 +1,6 @@
 """Policy: totals, rates and curves from the figures of workers over time. No files and no clock."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from tfdist.telemetry.telemetry_file import FitTelemetry, TelemetryFile
@@ -19,7 +20,7 @@ def growth(figures: Iterable[WorkerMetrics], figure: Figure) -> float | None:
     known = [value for each in figures if (value := figure(each)) is not None]
     if not known:
         return None
-    return known[0] + sum(now - before if now >= before else now for before, now in zip(known, known[1:], strict=False))
+    return known[0] + sum(now - before if now >= before else now for before, now in itertools.pairwise(known))
 
 
 def rate(file: TelemetryFile, figure: Figure) -> list[Points]:
@@ -34,7 +35,7 @@ def rate(file: TelemetryFile, figure: Figure) -> list[Points]:
 
 def _slopes(points: Points) -> Points:
     slopes = []
-    for (since, before), (until, now) in zip(points, points[1:], strict=False):
+    for (since, before), (until, now) in itertools.pairwise(points):
         if until > since:
             slopes.append((until, (now - before if now >= before else now) / (until - since)))
     return slopes

@@ -84,9 +84,7 @@ def _rows_by_step(telemetry: Mapping[int, TelemetryFile], first: int) -> list[tu
     return [(float(first), 0.0), *longest] if longest else []
 
 
-def rows_of(
-    steps: tuple[int, int], lost: int, telemetry: Mapping[int, TelemetryFile]
-) -> tuple[float, float] | None:
+def rows_of(steps: tuple[int, int], lost: int, telemetry: Mapping[int, TelemetryFile]) -> tuple[float, float] | None:
     """Returns the rows of the kept and of the lost steps of an attempt; `None` if they are unknown.
 
     Args:
