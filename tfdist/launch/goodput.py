@@ -136,7 +136,7 @@ def account_for(attempts: Iterable[WorkerAttempt]) -> TimeAccount:
     means: dict[int, dict[str, float]] = {number: {} for number in numbers}
     workers: dict[int, dict[str, float]] = {}
     lost: list[LostWork] = []
-    before, end = 0, None
+    before, end = 0, 0.0  # Number and end of the attempt before.
     for number in numbers:
         present = by_attempt[number]
         later = [record for each in numbers if each > number for record in _records(by_attempt[each])]
@@ -150,14 +150,14 @@ def account_for(attempts: Iterable[WorkerAttempt]) -> TimeAccount:
             _add(workers.setdefault(each.worker, {}), spent)
             _add(means[number], {part: seconds / len(present) for part, seconds in spent.items()})
         start = sum(each.start for each in present) / len(present)
-        if end is not None:
+        if number != numbers[0]:
             _add(means[before], {RESTART: start - end})
             for each in present:
                 _add(workers[each.worker], {RESTART: start - end})
         before, end = number, start + sum(each.seconds for each in present) / len(present)
     parts: dict[str, float] = {}
-    for each in means.values():
-        _add(parts, each)
+    for spent in means.values():
+        _add(parts, spent)
     return TimeAccount(
         sum(parts.values()),
         _in_order(parts),

@@ -41,6 +41,13 @@ def joined(children: Child) -> Markup:
     return Markup("".join(joined(child) for child in children))
 
 
+def paragraph(text: str, class_: str | None = None) -> Markup:
+    """Returns a paragraph. Text between backticks becomes code."""
+    parts = text.split("`")
+    children = [element("code", part) if number % 2 else part for number, part in enumerate(parts)]
+    return element("p", children, class_=class_)
+
+
 def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Child]]) -> Markup:
     """Returns a table that scrolls by itself if the page is narrow; the first cell of a row is its heading."""
     head = element("tr", [element("th", name, scope="col") for name in columns])

@@ -10,10 +10,10 @@ from tfdist.launch.recorded_run import WorkerFiles
 
 _HINTS = {
     "SIGKILL": "Nothing in a program can raise SIGKILL by accident: a person, a scheduler, or the kernel when memory "
-    "runs out sends it (`dmesg` of the host names the processes that the kernel has killed).",
+    "runs out sends it. The command dmesg on its host names the processes that the kernel has killed.",
     "SIGSEGV": "SIGSEGV is a crash in native code; the log of the worker has the Python stack.",
     "SIGABRT": "SIGABRT is an abort in native code; the log of the worker has its message.",
-    "SIGBUS": "SIGBUS is often a full `/dev/shm` or a file that was cut while it was mapped into memory.",
+    "SIGBUS": "SIGBUS is often a full /dev/shm or a file that was cut while it was mapped into memory.",
 }
 
 

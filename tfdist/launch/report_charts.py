@@ -120,7 +120,7 @@ def _draw(axes: Any, chart: Chart) -> None:
     for side in axes.spines.values():
         side.set_edgecolor(line)
     if 1 < len(chart.curves) <= _MOST_NAMED:
-        axes.legend(frameon=False, labelcolor=text, fontsize=9, ncols=2)
+        axes.figure.legend(frameon=False, labelcolor=text, fontsize=9, ncols=4, loc="outside upper center")
 
 
 def _inline(svg: str, chart: Chart) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from tfdist.launch.report_charts import Chart, Curve
 from tfdist.launch.report_figures import RunFigures
-from tfdist.launch.telemetry_series import Points, level, rate
+from tfdist.launch.telemetry_series import Points, level, longest, rate
 from tfdist.telemetry.telemetry_file import TelemetryFile
 from tfdist.telemetry.worker_metrics import WorkerMetrics
 
@@ -41,7 +41,9 @@ class _TimeAxis:
 def throughput_chart(figures: RunFigures) -> Chart:
     """Returns the chart of the rows by second of all workers."""
     time = _TimeAxis.of(figures)
-    segments = [segment for file in _longest(figures) for segment in time(rate(file, lambda each: each.global_rows))]
+    segments = [
+        segment for file in longest(figures.telemetry) for segment in time(rate(file, lambda each: each.global_rows))
+    ]
     told = f"Rows per second of all workers over the time of the run.{_FAILURES}"
     curves = [Curve("rows/s", segments)] if segments else []
     return Chart("throughput", "Rows per second, all workers", told, time.label, "rows/s", curves, time.failures)
@@ -74,7 +76,7 @@ def loss_chart(figures: RunFigures) -> Chart:
         def loss(each: WorkerMetrics) -> float | None:
             return each.logs.get(name)
 
-        return [curve for file in _longest(figures) for curve in level(file, loss, by=lambda each: each.step)]
+        return [curve for file in longest(figures.telemetry) for curve in level(file, loss, by=lambda each: each.step)]
 
     curves = [Curve("loss", curves_of("loss"))]
     validated = [_changes(curve) for curve in curves_of("val_loss")]
@@ -85,11 +87,6 @@ def loss_chart(figures: RunFigures) -> Chart:
     told += "Steps that were lost in a failure and done again are there twice."
     shown = [curve for curve in curves if curve.segments]
     return Chart("loss", "Loss by training step", told, "step", "loss", shown, (), is_wide, from_zero=False)
-
-
-def _longest(figures: RunFigures) -> list[TelemetryFile]:
-    """Returns for each attempt the file of the worker with most figures; figures of all workers are in each."""
-    return [max(files.values(), key=lambda file: len(file.figures)) for files in figures.telemetry.values() if files]
 
 
 def _by_worker(figures: RunFigures, time: _TimeAxis, curves_of: Callable[[TelemetryFile], list[Points]]) -> list[Curve]:

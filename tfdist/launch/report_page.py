@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tfdist.launch.attempt_text import AttemptText, text_of
-from tfdist.launch.html_markup import Child, Markup, element, joined, table
+from tfdist.launch.html_markup import Child, Markup, element, joined, paragraph, table
 from tfdist.launch.recorded_failure import clock, hint_of
 from tfdist.launch.recorded_run import RecordedRun, read_all_telemetry
 from tfdist.launch.report_charts import INSTALL, Chart, can_draw, drawn
@@ -13,9 +13,10 @@ from tfdist.launch.report_curves import loss_chart, shares_chart, throughput_cha
 from tfdist.launch.report_figures import AttemptFigures, RunFigures, figures_of
 from tfdist.launch.report_sections import NO_TELEMETRY, speed_section, time_section, traffic_section, workers_section
 from tfdist.launch.report_style import STYLE
-from tfdist.launch.report_summary import cost_of, facts_of, failure_title, lead_of, number, tiles_of
+from tfdist.launch.report_summary import cost_of, facts_of, failure_title, lead_of, tiles_of
 from tfdist.launch.report_timeline import attempts_section
 from tfdist.launch.run_summary import details_of, duration
+from tfdist.launch.telemetry_series import longest
 from tfdist.launch.worker_totals import totals_of
 from tfdist.package_version import version_of
 
@@ -150,7 +151,8 @@ def _failure(attempt: AttemptFigures, figures: RunFigures) -> Iterator[Child]:
     begun = "" if attempt.start is None else f", {duration(failure.time - attempt.start)} after the attempt began"
     step = "" if failure.step is None else f", after step {failure.step}"
     who = "" if failure.worker is None else f"worker {failure.worker} on "
-    why = [failure.reason or "", hint_of(failure), *(f"{line[:1].upper()}{line[1:]}." for line in text.missing)]
+    missing = [f"{line[:1].upper()}{line[1:]}." for line in (*text.missing[:1], *text.missing[1:][-1:])]
+    why = [failure.reason or "", hint_of(failure), *missing]
     rows = [
         ("When", f"{clock(failure.time)}{begun}"),
         ("Where", f"{who}{failure.host}{step}"),
@@ -168,7 +170,7 @@ def _details(attempt: AttemptFigures, text: AttemptText) -> Iterator[Child]:
     failure = attempt.failure
     shown = details_of(failure, is_shown=False, is_reported=True) if failure else ""
     if shown:
-        title = "Traceback" if failure and failure.kind == "exception" else "End of its log"
+        title = "Traceback" if failure and failure.kind == "exception" else "End of the log"
         yield _folded(f"{title} of worker {failure.worker if failure else ''}", shown.splitlines()[-_MOST_LINES:])
     if text.positions:
         yield _folded("Where each worker was", text.positions[:_MOST_LINES])
@@ -186,17 +188,13 @@ def _charts(*charts: Chart) -> Markup:
 
 def _loss(figures: RunFigures) -> Iterator[Child]:
     """Yields the loss by step, and the first and newest values of all that Keras logs."""
-    logs: dict[str, list[tuple[int, float]]] = {}
-    for files in figures.telemetry.values():
-        for file in files.values():
-            for each in file.figures:
-                for name, value in each.logs.items():
-                    logs.setdefault(name, []).append((each.step, value))
-    if not logs:
-        yield element("p", NO_TELEMETRY)
+    told = [each for file in longest(figures.telemetry) for each in file.figures if each.logs]
+    if not told:
+        yield paragraph(NO_TELEMETRY)
         return
     yield _charts(loss_chart(figures))
-    rows = [[name, *(f"{value:.4g}" for _, value in (min(told), max(told)))] for name, told in sorted(logs.items())]
+    first = {name: value for each in reversed(told) for name, value in each.logs.items()}
+    newest = {name: value for each in told for name, value in each.logs.items()}
+    rows = [[name, f"{first[name]:.4g}", f"{newest[name]:.4g}"] for name in sorted(newest)]
     yield table("Loss and metrics, as Keras logs them", ("Name", "First", "Newest"), rows)
-    last = max(step for told in logs.values() for step, _ in told)
-    yield element("p", f"The newest are of step {number(last)}.", class_="soft")
+    yield paragraph(f"The newest are of step {told[-1].step:,}.", "soft")

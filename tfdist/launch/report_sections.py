@@ -16,7 +16,7 @@ from tfdist.events.time_record import (
     VALIDATION,
 )
 from tfdist.launch.goodput import AGAIN, LOST, PARTS, REST, RESTART, UNRECORDED
-from tfdist.launch.html_markup import Child, Markup, element, table
+from tfdist.launch.html_markup import Child, Markup, element, paragraph, table
 from tfdist.launch.report_figures import RunFigures
 from tfdist.launch.report_summary import number, percent, seconds_text
 from tfdist.launch.run_summary import duration, size
@@ -25,7 +25,7 @@ from tfdist.launch.worker_totals import WorkerTotals, summed
 
 NO_TELEMETRY = (
     "Rows, traffic, shares, memory and loss are not in the files of this run. To record them, give `fit` the callback "
-    "tfdist.callbacks.Telemetry()."
+    "`tfdist.callbacks.Telemetry()`."
 )
 
 _GROUPS = {
@@ -41,25 +41,28 @@ _GROUPS = {
 """Groups of the parts of the time, which have a color each."""
 
 _MOST_BARS = 16
+_LEAST_SECONDS = 0.05  # Shorter parts would be shown as 0.0 s.
 
 
 def time_section(figures: RunFigures) -> Iterator[Child]:
     """Yields the time of the run by part and by worker."""
     account = figures.account
     if account is None or not account.seconds:
-        yield element("p", "The time of the run is not recorded. `tfdist run` records it, on each host.")
+        yield paragraph("The time of the run is not recorded. `tfdist run` records it, on each host.")
         return
-    yield element("p", _TIME)
+    yield paragraph(_TIME)
     yield _bar("All workers", account.parts)
     for worker in list(account.workers)[:_MOST_BARS]:
         yield _bar(f"Worker {worker}", account.workers[worker])
     yield _legend(account.parts)
     whole = account.seconds
     rows = [
-        [PARTS[part], duration(seconds), percent(seconds / whole)] for part, seconds in account.parts.items() if seconds
+        [PARTS[part], duration(seconds), percent(seconds / whole)]
+        for part, seconds in account.parts.items()
+        if abs(seconds) >= _LEAST_SECONDS
     ]
     yield table("Time of the run by part, as the mean over workers", ("Part", "Time", "Share"), rows)
-    parts = [part for part in PARTS if part in account.parts]
+    parts = [part for part in PARTS if abs(account.parts.get(part, 0.0)) >= _LEAST_SECONDS]
     by_worker = [
         [f"worker {worker}", *(duration(spent.get(part, 0.0)) for part in parts), duration(sum(spent.values()))]
         for worker, spent in account.workers.items()
@@ -93,7 +96,7 @@ def _piece(group: str, share: float) -> str:
 def _legend(parts: Mapping[str, float]) -> Markup:
     items = []
     for group, (names, members) in _GROUPS.items():
-        if any(parts.get(part) for part in members):
+        if sum(parts.get(part, 0.0) for part in members) > _LEAST_SECONDS:
             color, *striped = names.split()
             swatch = element("i", class_=" ".join(striped) or None, style=f"background-color:var(--{color})")
             items.append(element("li", swatch, group))
@@ -109,7 +112,7 @@ def speed_section(figures: RunFigures) -> Iterator[Child]:
     if not by_count:
         yield element("p", "No training step is recorded.")
         return
-    yield element("p", _EFFICIENCY)
+    yield paragraph(_EFFICIENCY)
     rows = [_speed_row(count, speed) for count, each in sorted(by_count.items()) if (speed := combined(each))]
     columns = ("Workers", "Steps", "Mean step", "Rows/s", "Rows/s by worker", "Scaling efficiency")
     yield table("Speed by number of workers", columns, rows)
@@ -138,9 +141,9 @@ def _speed_row(count: int, speed: StepSpeed) -> list[Child]:
 def traffic_section(totals: Sequence[WorkerTotals]) -> Iterator[Child]:
     """Yields the bytes of each worker."""
     if not totals:
-        yield element("p", NO_TELEMETRY)
+        yield paragraph(NO_TELEMETRY)
         return
-    yield element("p", _BYTES)
+    yield paragraph(_BYTES)
     rows = [_traffic_row(f"worker {each.worker}", [each]) for each in totals]
     if len(totals) > 1:
         rows.append(_traffic_row("all workers", totals))
@@ -170,9 +173,9 @@ def _size(count: float | None) -> str:
 def workers_section(totals: Sequence[WorkerTotals]) -> Iterator[Child]:
     """Yields share, speed and memory of each worker."""
     if not totals:
-        yield element("p", NO_TELEMETRY)
+        yield paragraph(NO_TELEMETRY)
         return
-    yield element("p", _WORKERS)
+    yield paragraph(_WORKERS)
     columns = ("Worker", "Host", "Rows", "Newest share", "Rows/s of computation", "Waits", "Largest memory")
     yield table("Workers, over all attempts", columns, [_worker_row(each) for each in totals])
 

@@ -76,8 +76,10 @@ caption{text-align:left;font-weight:600;padding:.25rem 0;position:sticky;left:0;
 th,td{text-align:right;padding:.25rem .6rem;border-bottom:1px solid var(--line);vertical-align:top;
 overflow-wrap:normal}
 thead th{color:var(--soft);font-weight:600}
-th:first-child,.left td{text-align:left}
+th:first-child{text-align:left}
 td{white-space:nowrap}
+thead th{min-width:4.5rem}
+th[scope=row]{min-width:5.5rem}
 pre{overflow-x:auto;background:var(--box);border:1px solid var(--line);border-radius:.4rem;padding:.6rem;
 font-size:.8rem;line-height:1.4;overflow-wrap:normal}
 code{font-size:.9em}

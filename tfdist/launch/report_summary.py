@@ -64,20 +64,23 @@ def _sizes(attempts: Sequence[AttemptFigures]) -> list[str]:
     if not attempts:
         return []
     sentences = [f"It began with {_workers(attempts[0].workers)}."]
-    for before, now in itertools.pairwise(attempts):
+    for number, (before, now) in enumerate(itertools.pairwise(attempts)):
         if now.workers != before.workers:
             when = f" at {clock(now.start)}" if now.start is not None else ""
-            sentences.append(
-                f"Attempt {now.number}{when}: {_workers(now.workers)} instead of {before.workers}{_why(before)}."
-            )
+            told = f"{_workers(now.workers)} instead of {before.workers}{_why(attempts[: number + 1])}"
+            sentences.append(f"Attempt {now.number}{when}: {told}.")
     return sentences if len(sentences) > 1 else [f"It had {_workers(attempts[0].workers)}."]
 
 
-def _why(before: AttemptFigures) -> str:
-    if before.outcome == "resized":
+def _why(attempts: Sequence[AttemptFigures]) -> str:
+    """Returns why the number of workers changed after these attempts."""
+    if attempts[-1].outcome == "resized":
         return ", as the job had saved and left to try all workers again"
-    failure = before.failure
-    return "" if failure is None or failure.culprit is None else f", after worker {failure.culprit} had failed"
+    culprits = [each.failure.culprit if each.failure else None for each in attempts[-2:]]
+    if culprits[-1] is None:
+        return ""
+    again = " again, without a backup in between" if len(culprits) == 2 and culprits[0] == culprits[1] else ""
+    return f", after worker {culprits[-1]} had failed{again}"
 
 
 def _training(figures: RunFigures) -> str:

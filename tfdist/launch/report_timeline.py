@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tfdist.launch.html_markup import Child, Markup, element, table
+from tfdist.launch.html_markup import Child, Markup, element, paragraph, table
 from tfdist.launch.recorded_failure import clock
 from tfdist.launch.report_figures import AttemptFigures, RunFigures
 from tfdist.launch.report_summary import number, percent, seconds_text
@@ -22,9 +22,9 @@ def attempts_section(figures: RunFigures) -> Iterator[Child]:
         drawn = figures.attempts[:_MOST_DRAWN]
         yield element("div", [_lane(each, start, seconds) for each in drawn], aria_hidden="true")
         yield element("div", element("span", clock(start)), element("span", f"+ {duration(seconds)}"), class_="axis")
-        yield element("p", _LEGEND, class_="soft")
+        yield paragraph(_LEGEND, "soft")
     yield table("Attempts", _COLUMNS, [_row(each) for each in figures.attempts])
-    yield element("p", _EXPLANATION, class_="soft")
+    yield paragraph(_EXPLANATION, "soft")
 
 
 _LEGEND = (

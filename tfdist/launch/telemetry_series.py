@@ -1,7 +1,7 @@
 """Policy: totals, rates and curves from the figures of workers over time. No files and no clock."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tfdist.telemetry.telemetry_file import FitTelemetry, TelemetryFile
 from tfdist.telemetry.worker_metrics import WorkerMetrics
@@ -13,6 +13,11 @@ Figure = Callable[[WorkerMetrics], float | None]
 """Takes one figure; `None` if it is unknown."""
 
 _MOST_POINTS = 200
+
+
+def longest(telemetry: Mapping[int, Mapping[int, TelemetryFile]]) -> list[TelemetryFile]:
+    """Returns for each attempt the file of the worker with most figures, for figures that all workers have."""
+    return [max(files.values(), key=lambda file: len(file.figures)) for files in telemetry.values() if files]
 
 
 def growth(figures: Iterable[WorkerMetrics], figure: Figure) -> float | None:
@@ -42,7 +47,7 @@ def _slopes(points: Points) -> Points:
 
 
 def level(file: TelemetryFile, figure: Figure, *, by: Figure = lambda each: each.time) -> list[Points]:
-    """Returns for each `fit` a figure of the moment, over time or another figure, without points that repeat."""
+    """Returns for each `fit` a figure of the moment, over time or another figure, with the last value at each x."""
     curves = [_changes(fit, figure, by) for fit in file.fits]
     return [thinned(curve) for curve in curves if curve]
 
@@ -51,8 +56,8 @@ def _changes(fit: FitTelemetry, figure: Figure, by: Figure) -> Points:
     points: Points = []
     for each in fit.figures:
         x, y = by(each), figure(each)
-        if x is not None and y is not None and (not points or points[-1][0] != x):
-            points.append((x, y))
+        if x is not None and y is not None:
+            points[-1:] = [(x, y)] if points and points[-1][0] == x else [*points[-1:], (x, y)]
     return points
 
 
