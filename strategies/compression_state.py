@@ -219,10 +219,10 @@ class CompressionState(tf.Module):
             logging.warning("Residuals of %s were not restored, because they are of another codec. %s", name, error)
 
     def traffic(self) -> TrafficTotals:
-        """The traffic of this worker's replicas since the strategy was made."""
-        counts = [count.numpy() for exchange in self.exchanges for count in exchange.counts]
-        steps = sum(int(exchange.counts[0].numpy()[STEPS]) for exchange in self.exchanges)
-        raw, sent = (sum(int(count[which]) for count in counts) for which in (RAW_BYTES, SENT_BYTES))
+        """The traffic of this worker's replicas since the strategy was made, without that before a restored backup."""
+        counts = [exchange.own_counts() for exchange in self.exchanges]
+        steps = sum(int(count[0, STEPS]) for count in counts)
+        raw, sent = (sum(int(count[:, which].sum()) for count in counts) for which in (RAW_BYTES, SENT_BYTES))
         timed = [exchange.times for exchange in self.exchanges if exchange.is_timed]
         if not timed:
             return TrafficTotals(steps, raw, sent, None, None)

@@ -285,6 +285,7 @@ def train(
         "counts": counts,
         "random": drawn(),
         "residual": getattr(strategy, "communication", None) and strategy.communication.residual_norm(),
+        "exchanges": getattr(strategy, "communication", None) and strategy.communication.traffic().steps,
     }
 
 

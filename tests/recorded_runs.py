@@ -4,7 +4,8 @@ import json
 
 from tfdist.events.event_buffer import Event
 from tfdist.events.event_file import START, write_events
-from tfdist.events.time_record import BEGINNING, COMPUTE, TIMED_PHASES, SaveMoment, TimeRecord, TimeRecordFile
+from tfdist.events.phase_names import COMPUTE
+from tfdist.events.time_record import BEGINNING, TIMED_PHASES, SaveMoment, TimeRecord, TimeRecordFile
 
 BEGUN = 1_764_184_000.0
 SECOND = 10**9

@@ -123,6 +123,7 @@ def test_a_fit_interrupted_and_resumed_on_two_devices_equals_one_fit(row, pools,
         checks.broken_off_and_unbroken, "1x2", str(tmp_path / "backup"), **REPLICATED[row]
     )[0]
     assert_equal(resumed, unbroken)
+    assert not unbroken["exchanges"] or resumed["exchanges"] < unbroken["exchanges"], "of this process only"
 
 
 FITS = {"fits": 2, "delete_checkpoint": False}

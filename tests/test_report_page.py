@@ -417,8 +417,11 @@ def test_the_page_of_a_real_run_tells_of_the_kill_and_its_rows_are_those_of_the_
     assert "Worker 1 was missing from exchange" in text and "Compression reduced the gradients" in text
     assert "Files that could not be read" not in text
     recorded = read_run(tmp_path / "logs")
-    figures = figures_of(recorded, read_all_telemetry(recorded)[0])
+    telemetry = read_all_telemetry(recorded)[0]
+    figures = figures_of(recorded, telemetry)
     assert figures.kept_rows == pytest.approx(2 * 480) and figures.attempts[0].cost.steps > 0
+    ends = [telemetry[attempt][0].figures[-1] for attempt in range(2)]
+    assert ends[0].raw_bytes / ends[0].steps == pytest.approx(ends[1].raw_bytes / ends[1].steps, rel=0.2)
     told = "".join(path.read_text(errors="replace") for path in (tmp_path / "logs").rglob("*") if path.is_file())
     assert secret not in page and secret not in told
 

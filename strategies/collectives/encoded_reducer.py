@@ -123,6 +123,9 @@ class EncodedReducer(tf.Module):
         # For each replica of this worker: the states of its parts, and its counts.
         self.states: list[list[tf.Variable]] = []
         self.counts: list[tf.Variable] = []
+        self._restored = np.zeros(
+            [self._collectives.replicas, 3], np.int64
+        )  # Parts of the counts of earlier processes.
         self.times = Times()
         # In another thread, since in a replica's thread the strategy would mirror the variables in its graph.
         with ThreadPoolExecutor(1) as pool:
@@ -260,6 +263,14 @@ class EncodedReducer(tf.Module):
             with tf.device(host_of(self._collectives.device(replica))):
                 self.counts.append(tf.Variable(tf.zeros([3], tf.int64), trainable=False, name="counts"))
                 self.times.of_replicas.append(tf.Variable(_NO_TIME, trainable=False, name="times"))
+
+    def own_counts(self) -> np.ndarray:
+        """Returns the counts of this process: steps, bytes before compression and bytes sent, int64 [replicas, 3]."""
+        return np.stack([count.numpy() for count in self.counts]) - self._restored
+
+    def keep_own_counts(self, own: np.ndarray) -> None:
+        """Notes that a backup has set the counts, after they were `own` for this process."""
+        self._restored += self.own_counts() - own
 
     def _count(self, replica, gradients, totals, done, options):
         """Counts a step and its bytes for a replica. Sparse rows count without the padding to the longest replica."""

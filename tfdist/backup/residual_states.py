@@ -113,5 +113,7 @@ def _assign(saved: Mapping[str, np.ndarray], exchange: EncodedReducer) -> None:
     here, there = ({name: tuple(each.shape) for name, each in named.items()} for named in (variables, saved))
     if here != there:
         raise ValueError(f"Expected shapes {here}, got {there}.")
+    counts = exchange.own_counts()
     for name, variable in variables.items():
         variable.assign(saved[name])
+    exchange.keep_own_counts(counts)  # The saved counts, by which codecs know their step, are of another process.

@@ -32,7 +32,7 @@ _WELL = ("done", "preempted", "resized", "stopped")
 
 @dataclasses.dataclass(frozen=True)
 class AttemptText:
-    """What there is to say about an attempt.
+    """The text about an attempt.
 
     Attributes:
       title: Its number, size, duration, newest backup and outcome.
@@ -55,11 +55,11 @@ def text_of(
     Args:
       number: Its number.
       workers: The files of its workers.
-      summaries: What the supervisors have recorded of the run.
+      summaries: The records of the supervisors.
       stacks: Whether to add the stacks of all threads.
 
     Raises:
-      TypeError, ValueError, ArithmeticError, LookupError, AttributeError: If damaged files have impossible values.
+      TypeError: If damaged files have impossible values; also `ValueError`, `LookupError` and other built-in errors.
     """
     attempts = [attempt for each in summaries if (attempt := attempt_in(each, number))]
     files = {worker: events for worker, each in workers.items() if (events := each.events) and _has_position(events)}

@@ -43,7 +43,7 @@ class Chart:
     Attributes:
       name: Name for the identifiers in its SVG, unique in the page.
       title: Its title.
-      description: A sentence with what it shows, for readers who do not see it.
+      description: Its content in a sentence, for screen readers.
       x_label, y_label: Names of the axes.
       curves: Its lines.
       marks: Places of vertical lines, at failures.

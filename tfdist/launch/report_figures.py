@@ -19,7 +19,7 @@ Telemetry = Mapping[int, Mapping[int, TelemetryFile]]
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a failure has cost.
+    """The cost of a failure.
 
     Attributes:
       steps: Training steps that were done again, or that the job ended without.
@@ -54,7 +54,7 @@ class AttemptFigures:
       speed: How fast it trained; `None` if it did not train.
       saves: Times of backups, in seconds since the epoch, as far as they are known.
       failure: Its first failure.
-      cost: What this failure has cost; `None` without a failure or without times.
+      cost: Cost of this failure; `None` without a failure or without times.
     """
 
     number: int
@@ -84,7 +84,7 @@ class RunFigures:
       telemetry: The figures of workers.
       account: The time of the run by part; `None` if it is unknown.
       attempts: The attempts.
-      kept_rows: Rows of the steps whose results were kept; `None` if they are unknown.
+      kept_rows: Rows of kept steps; `None` if they are unknown.
       repeated_rows: Rows of the steps that were lost.
     """
 
@@ -122,7 +122,7 @@ def figures_of(recorded: RecordedRun, telemetry: Telemetry) -> RunFigures:
     """Returns the figures of a run.
 
     Raises:
-      TypeError, ValueError, ArithmeticError, LookupError, AttributeError: If damaged files have impossible values.
+      TypeError: If damaged files have impossible values; also `ValueError`, `LookupError` and other built-in errors.
     """
     account = account_of(recorded)
     attempts = []

@@ -79,7 +79,7 @@ def _document(recorded: RecordedRun, now: float, body: Child) -> str:
     ]
     content = element("body", element("main", element("h1", title), body), element("footer", element("p", made)))
     page = f"<!DOCTYPE html>\n{element('html', element('head', head), content, lang='en')}\n"
-    return page.encode("ascii", "xmlcharrefreplace").decode()  # Whatever the encoding of files is here.
+    return page.encode("ascii", "xmlcharrefreplace").decode()  # Files may have any encoding here.
 
 
 def _section(title: str, content: Callable[[], Iterable[Child]]) -> Markup:
@@ -143,7 +143,7 @@ def _failures(figures: RunFigures) -> Iterator[Child]:
 
 
 def _failure(attempt: AttemptFigures, figures: RunFigures) -> Iterator[Child]:
-    """Yields what failed in an attempt: when, where, why and what it cost."""
+    """Yields the failure of an attempt: its time, place, cause and cost."""
     failure = attempt.failure
     if failure is None:
         return
@@ -187,7 +187,7 @@ def _charts(*charts: Chart) -> Markup:
 
 
 def _loss(figures: RunFigures) -> Iterator[Child]:
-    """Yields the loss by step, and the first and newest values of all that Keras logs."""
+    """Yields the loss by step, and the the first and newest value of each metric."""
     told = [each for file in longest(figures.telemetry) for each in file.figures if each.logs]
     if not told:
         yield paragraph(NO_TELEMETRY)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from tfdist.events.time_record import (
+from tfdist.events.phase_names import (
     BUILDING,
     CALLBACK,
     COMPUTE,

@@ -1,4 +1,4 @@
-"""Policy: the sentences of the page of `tfdist report` for readers who know nothing about the run."""
+"""Policy: the sentences of the page of `tfdist report` for readers without knowledge of the run."""
 
 import itertools
 from collections.abc import Sequence
@@ -116,7 +116,7 @@ def failure_title(attempt: AttemptFigures) -> str:
 
 
 def cost_of(attempt: AttemptFigures, figures: RunFigures) -> str:
-    """Returns the sentence about what the failure of an attempt has cost."""
+    """Returns the sentence about the cost of a failed attempt."""
     cost = attempt.cost
     if cost is None:
         return "What it cost is not recorded."

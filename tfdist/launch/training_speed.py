@@ -4,7 +4,8 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 
-from tfdist.events.time_record import CALLBACK, COMPUTE, EXCHANGE, INPUT, TimeRecord
+from tfdist.events.phase_names import CALLBACK, COMPUTE, EXCHANGE, INPUT
+from tfdist.events.time_record import TimeRecord
 from tfdist.launch.telemetry_series import at_step
 from tfdist.telemetry.telemetry_file import TelemetryFile
 

@@ -4,9 +4,10 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
+from tfdist.events.phase_names import COMPUTE, EXCHANGE, INPUT
 from tfdist.launch.telemetry_series import growth
 from tfdist.telemetry.telemetry_file import TelemetryFile
-from tfdist.telemetry.worker_metrics import COMPUTE, EXCHANGE, INPUT, WorkerMetrics
+from tfdist.telemetry.worker_metrics import WorkerMetrics
 
 _PHASES = (INPUT, COMPUTE, EXCHANGE)
 _SLOWER = 1.5  # How many times slower than the median a worker must be for the report to name it.
