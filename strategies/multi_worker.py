@@ -18,6 +18,7 @@ from tfdist.errors import ClusterError
 from tfdist.faults import FaultTolerance, watchdog
 from tfdist.faults.stall_suspect import meeting_of, unlike_calls
 from tfdist.strategies import distributed_variables
+from tfdist.faults.straggler_watch import StragglerWatch
 from tfdist.strategies.balanced_dataset import BalancedDataset
 from tfdist.strategies.cluster_join import first_exchange, share_seed
 from tfdist.strategies.collectives.host_device import host_of
@@ -112,6 +113,10 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             extended.connect_peers(transport)
             watchdog.start(self, extended.board, extended.creations, extended.carried_bytes)
             self.reports.rows_read = RowsRead(host_of(extended.worker_devices[0]), len(extended.worker_devices))
+            self.reports.stragglers = StragglerWatch(
+                *(extended.board, ClusterSpec.from_env().training_addresses, extended.link_speeds),
+                self.reports.publish_links,
+            )
             watch_models_outside(extended._num_workers)
             self._use = StrategyUse()  # Without the exchanges above, which are not the user's.
             if extended.should_checkpoint:

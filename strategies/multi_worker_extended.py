@@ -45,6 +45,7 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
         without these.
       sent_and_received_bytes: Function that returns the bytes sent, and those received, over these connections;
         `None` without them.
+      link_speeds: Record of the speeds of these connections; `None` without them.
     """
 
     # A process joins its cluster once. TensorFlow would join again for a second strategy, at another moment on each
@@ -52,7 +53,7 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
     _has_joined = False
     # Whether this process has tried to connect to its peers; the transport; the reason for the failure.
     _has_tried, _peers, _problem = False, None, ""
-    carried_bytes = sent_and_received_bytes = None
+    carried_bytes = sent_and_received_bytes = link_speeds = None
 
     @property
     def _crosses_border(self):
@@ -91,6 +92,7 @@ class MultiWorkerExtended(ReplicatedExtended, tf_internals.CollectiveAllReduceEx
             if len(self._devices) == 1:  # Otherwise TensorFlow's collectives carry all sums.
                 self.carried_bytes = cls._peers.carried_bytes
                 self.sent_and_received_bytes = cls._peers.sent_and_received_bytes
+                self.link_speeds = cls._peers.link_speeds()
 
     def _why_not_own_connections(self, transport):
         """The reason why TensorFlow's collectives must carry this strategy's exchanges, or `None`."""

@@ -27,6 +27,8 @@ from tfdist.events.event_buffer import EVENTS
 from tfdist.events.phase_names import COMPUTE, EXCHANGE, INPUT, TRACING
 from tfdist.events.phase_times import TIMES
 from tfdist.faults.activity import TRAIN, Activity, Doing, Execution
+from tfdist.faults.straggler_policy import LinkSpeed
+from tfdist.faults.straggler_watch import StragglerWatch
 from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.collectives.stopwatch import computed_by, present_time
 from tfdist.strategies.not_finite import FINITE, in_words
@@ -43,6 +45,9 @@ _SEEN = 5
 _EVALUATED, _TESTED, _ASKED, _AGREES = range(6, 10)
 _MOMENTS = 10
 _NAMED = 4  # Largest number of replicas that a warning names.
+_READ = 3  # Numbers about what a worker reads: the pass, a checksum, and the learning rate.
+_LINK_NUMBERS = 4  # Of a worker's links: receiver of the slowest, its rate, that of the others, its seconds of a step.
+_NO_LINK = -1  # In place of that receiver: no link is known to limit exchanges.
 _NOTED = 64  # Largest number of replicas whose rows and times an event has.
 
 
@@ -58,6 +63,9 @@ class StepReport:
         float32 [R]. Known if an optimizer exchanges gradients in each step, `steps_per_execution` is 1, and there was a
         step before and no evaluation since. Long after a pause, as between epochs.
       stop: Whether a worker asked to stop.
+      input_seconds: Time in which each worker itself had no batch, float32 [workers]. Waits for the batches of others
+        do not count, nor does Python between steps.
+      links: What each worker has published about its links to its peers, by worker; empty for one worker.
     """
 
     number: int
@@ -65,13 +73,15 @@ class StepReport:
     compute_seconds: np.ndarray
     own_seconds: np.ndarray
     stop: bool
+    input_seconds: np.ndarray
+    links: Sequence[LinkSpeed | None] = ()
 
 
 class StepReports:
     """Makes and delivers reports of training steps, as `strategy.reports`. Steps of Keras report, custom loops do not.
 
-    Costs a few timestamps and one callback into Python a step, and 4 R + 1 numbers in an exchange for R replicas, or
-    7 R + 1 for several workers. A step that XLA compiles for a single replica reports nothing.
+    Costs a few timestamps and one callback into Python a step, and 5 R + 1 numbers in an exchange for R replicas, or
+    12 R + 1 for several workers. A step that XLA compiles for a single replica reports nothing.
 
     Attributes:
       listeners: Functions that take each `StepReport` on every worker, in the order of the steps, before the step ends.
@@ -85,6 +95,7 @@ class StepReports:
       tells: Whether the training steps that were traced last report at all. Steps that XLA compiles, and a user's own
         train function, do not report.
       rows_read: Checksum of the rows that this worker trains on; `None` in a cluster of one worker.
+      stragglers: Looks for slow workers in the reports; `None` in a cluster of one worker.
     """
 
     def __init__(self, devices: Sequence[str], num_replicas: int):
@@ -97,11 +108,14 @@ class StepReports:
         self._trained: weakref.ref[Any] | None = None
         self.num_replicas = num_replicas
         self.asked_here = False
+        self._published = [0.0] * _LINK_NUMBERS
         self.tells = True
         self.rows_read: RowsRead | None = None
+        self.stragglers: StragglerWatch | None = None
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()  # Models with a warning of Inf or NaN so far.
         with tf.device(host_of(devices[0])):
             self._stop = tf.Variable(0.0, trainable=False)
+            self._links = tf.Variable(tf.zeros([_LINK_NUMBERS]), trainable=False)
         self._clocks = [Clock(device) for device in devices]
         recorder.begin()
         recorder.add_state(self._state)
@@ -133,6 +147,16 @@ class StepReports:
         """Sets `stop` in the report of an upcoming step, the same step on all workers. Callable in any thread."""
         self.asked_here = True
         self._stop.assign(1.0)
+
+    def publish_links(self, slowest: LinkSpeed | None) -> None:
+        """Lets the next reports tell all workers about the links of this worker. Costs an assignment if it is known."""
+        numbers = [0.0] * _LINK_NUMBERS
+        if slowest is not None:
+            peer = _NO_LINK if slowest.peer is None else slowest.peer
+            numbers = [peer, slowest.rate, slowest.typical, slowest.seconds]
+        if numbers != self._published:
+            self._published = numbers
+            self._links.assign(numbers)
 
     def doing(self) -> Doing:
         """Returns what this worker does now, for the watchdog. Callable in any thread. Costs a read of a variable."""
@@ -251,11 +275,13 @@ class StepReports:
         rows = tf.cast(0 if rows is None else rows, tf.float32)
         compute = clock.compute_seconds()
         own = compute + clock.seconds_before() if tells_before else compute
-        said = [rows, compute, own, tf.cast(not_finite, tf.float32)]
-        if self.rows_read is not None:  # The first replica of a worker reports for the worker.
-            is_first = clock is self._clocks[0]
+        is_first = clock is self._clocks[0]  # The first replica of a worker reports for the worker.
+        waited = clock.input_seconds() if is_first else 0.0
+        said = [rows, compute, own, waited, tf.cast(not_finite, tf.float32)]
+        if self.rows_read is not None:
             said += tf.unstack(tf.convert_to_tensor(self.rows_read.numbers if is_first else tf.zeros([2])))
             said.append(tf.cast(learning_rate if is_first else 0, tf.float32))
+            said += tf.unstack(self._links.read_value() if is_first else tf.zeros([_LINK_NUMBERS]))
         return tf.concat([*(place * each for each in said), [self._stop]], axis=0)
 
     def tell(self, local: int, totals: tf.Tensor, model: Any) -> None:
@@ -268,24 +294,25 @@ class StepReports:
         self._clocks[0].end(self._ends[model], totals)
 
     def _take(self, model: weakref.ref, totals: np.ndarray) -> None:
-        rows, compute, own, not_finite, *read = np.split(totals[:-1], (len(totals) - 1) // self.num_replicas)
-        not_finite = np.rint(not_finite).astype(np.int64)  # A sum of float32 may be a little less than the number.
-        number, trained = self.number + 1, model()
+        trained = model()
         self._trained = model
-        if TIMES.is_on:
-            phases = self.phases()
-            TIMES.stepped({INPUT: phases.input, COMPUTE: phases.compute, EXCHANGE: phases.exchange})
+        phases = self._count_phases()
         self.activity.stepped()
-        self.latest = StepReport(number, np.rint(rows).astype(np.int64), compute, own, bool(totals[-1] > 0))
-        EVENTS.count(number)
+        self.latest, not_finite, read = self._divided(totals)
+        EVENTS.count(self.number)
         if self.num_replicas <= _NOTED:
-            EVENTS.note("step", rows=self.latest.rows, compute_seconds=compute, own_seconds=own)
+            times = {"compute_seconds": self.latest.compute_seconds, "own_seconds": self.latest.own_seconds}
+            EVENTS.note("step", rows=self.latest.rows, **times)
         else:
             EVENTS.note("step")
         if self.rows_read is not None:
             *rows_read, learning_rates = read
             self.rows_read.check(trained, self.latest.rows, *rows_read)
             self._check_learning_rates(learning_rates[:: len(self._clocks)])
+        if self.stragglers is not None and phases is not None:
+            execution = None if self.activity.call is None else self.activity.call.execution
+            has_traced = execution is not None and execution.traced_at is not None
+            self.stragglers.add(self.latest, phases.seconds - phases.outside, has_traced)
         if not_finite.any() and trained is not None and trained not in self._told:
             self._told.add(trained)
             self._warn_of(not_finite, trained.name)
@@ -294,6 +321,33 @@ class StepReports:
             feeder(self.latest)
         for listener in list(self.listeners):  # A copy: a listener that is freed meanwhile removes itself.
             listener(self.latest)
+
+    def _count_phases(self) -> StepPhases | None:
+        """Returns the phases of the step, and counts them; `None` if nothing needs them."""
+        if not TIMES.is_on and self.stragglers is None:
+            return None
+        phases = self.phases()
+        if TIMES.is_on:
+            TIMES.stepped({INPUT: phases.input, COMPUTE: phases.compute, EXCHANGE: phases.exchange})
+        return phases
+
+    def _divided(self, totals: np.ndarray) -> tuple[StepReport, np.ndarray, Sequence[np.ndarray]]:
+        """Returns the report, which values are not finite, and what workers have read, from the sum of all parts."""
+        parts = np.split(totals[:-1], (len(totals) - 1) // self.num_replicas)
+        rows, compute, own, waited, not_finite, *of_workers = parts
+        read, links = of_workers[:_READ], of_workers[_READ:]
+        first = slice(None, None, len(self._clocks))  # The first replica of each worker reports for the worker.
+        numbers = zip(*(each[first].tolist() for each in links), strict=True)
+        report = StepReport(
+            number=self.number + 1,
+            rows=np.rint(rows).astype(np.int64),
+            compute_seconds=compute,
+            own_seconds=own,
+            stop=bool(totals[-1] > 0),
+            input_seconds=waited[first],
+            links=tuple(_link_speed(*each) for each in numbers),
+        )
+        return report, np.rint(not_finite).astype(np.int64), read
 
     def _check_learning_rates(self, of_workers: np.ndarray) -> None:
         """Refuses different learning rates on workers, whose replicas would drift apart."""
@@ -375,10 +429,24 @@ class Clock:
         begin, end, evaluated = times[BEGIN], times[END], times[_EVALUATED]
         return tf.cast(tf.where((end > 0) & (evaluated < end), tf.maximum(begin - end, 0), 0), tf.float32)
 
+    def input_seconds(self) -> tf.Tensor:
+        """Returns the seconds in which the worker itself had no batch for this step, float32 []."""
+        times = self.times.read_value()
+        begin, end, asked, agrees = times[BEGIN], times[END], times[_ASKED], times[_AGREES]
+        arrived = tf.where((agrees >= asked) & (agrees <= begin), agrees, begin)  # Else this step asks no worker.
+        has_asked = (asked >= end) & (asked <= begin) & (asked > 0)
+        return tf.cast(tf.where(has_asked, arrived - asked, 0), tf.float32)
+
     def end(self, call: Callable[..., Any], value: tf.Tensor) -> None:
         """Calls, in the graph, a function made by `_in_order` with a step's report; notes the end of the step."""
         with tf.device(self._host):
             call(self.times.handle, value)
+
+
+def _link_speed(peer: float, rate: float, typical: float, seconds: float) -> LinkSpeed | None:
+    """Returns what a worker has published about its links, from the sum of all reports."""
+    receiver = round(peer)  # A sum of float32 may be a little less than the number.
+    return LinkSpeed(None if receiver == _NO_LINK else receiver, rate, typical, seconds) if typical else None
 
 
 # Separate functions with a resource among their inputs. TensorFlow runs stateful operations without a resource one

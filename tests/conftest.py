@@ -47,6 +47,7 @@ UNIT = {
         "test_report",
         "test_report_page",
         "test_run_words",
+        "test_stragglers",
     ),
     *(
         "test_deploy",

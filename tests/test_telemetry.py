@@ -46,6 +46,7 @@ FIGURES = WorkerMetrics(
     step_seconds=0.25,
     share=0.5,
     imbalance=1.25,
+    straggler={"computation": 1.0, "input": 0.0, "link": 0.0},
     raw_bytes=4000,
     sent_bytes=1000,
     compression_ratio=4.0,
@@ -93,7 +94,7 @@ def test_pauses_are_taken_out_of_the_time_of_callbacks():
 
 def report(number, rows=(4, 12), compute=(0.1, 0.3)):
     seconds = np.array(compute, np.float32)
-    return StepReport(number, np.array(rows), seconds, seconds, False)
+    return StepReport(number, np.array(rows), seconds, seconds, False, np.zeros(len(compute)))
 
 
 def phases_of(seconds):

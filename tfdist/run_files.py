@@ -7,6 +7,7 @@
         events-<i>.jsonl      events and stacks of worker i, when it failed or was asked
         telemetry-<i>.jsonl   figures of worker i every few seconds, by `tfdist.callbacks.Telemetry`
         times-<i>.bin         seconds of worker i by phase so far
+        stragglers.jsonl      verdicts about slow workers, by worker 0
         make-room             the supervisor asks the workers to save and leave, to restart with more workers
       committed             step and folder of the newest commit, by the workers
       restored              the workers have restored a backup, of this run or an earlier run
@@ -88,6 +89,10 @@ class RunFiles:
         """Returns the path of a worker's seconds by phase; see `events/time_record.py`."""
         return self.attempt(attempt) / f"times-{worker}.bin"
 
+    def stragglers(self, attempt: int | str) -> pathlib.Path:
+        """Returns the path of the verdicts about slow workers; see `events/straggler_file.py`."""
+        return self.attempt(attempt) / "stragglers.jsonl"
+
     def room(self, attempt: int | str) -> pathlib.Path:
         """Returns the path of the file that asks workers to save and leave, so that a larger attempt can follow."""
         return self.attempt(attempt) / "make-room"
@@ -139,7 +144,8 @@ class RunFiles:
     def for_user(self) -> list[pathlib.Path]:
         """The paths of the files that stay in the folder of the run for the user, such as logs and failure reports."""
         of_workers = ("worker-*.log", "failure-*.json", "events-*.jsonl", "telemetry-*.jsonl", "times-*.bin")
-        patterns = (*(f"attempt-*/{name}" for name in of_workers), self.summary.name, self.outcome.name, PAGE)
+        of_attempts = (*of_workers, "stragglers.jsonl")
+        patterns = (*(f"attempt-*/{name}" for name in of_attempts), self.summary.name, self.outcome.name, PAGE)
         return [path for pattern in patterns for path in self.run_dir.glob(pattern)]
 
     def forget_messages(self) -> None:

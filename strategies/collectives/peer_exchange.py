@@ -22,6 +22,7 @@ from tfdist._compat import tf_internals
 from tfdist.events import recorder
 from tfdist.events.event_buffer import EVENTS
 from tfdist.events.event_file import EXCHANGE
+from tfdist.strategies.collectives.link_speeds import LinkSpeeds
 from tfdist.strategies.collectives.socket_streams import stream_of
 
 _HEADER = struct.Struct("!iiq")  # The group of an exchange, its key in the group, the number of bytes that follow.
@@ -115,6 +116,10 @@ class PeerExchange:
         """Returns the number of bytes sent to all peers, and of those received from all."""
         streams = self._streams.values()
         return sum(stream.sent for stream in streams), sum(stream.received for stream in streams)
+
+    def link_speeds(self) -> LinkSpeeds:
+        """Returns a new record of the speeds of the links to all peers."""
+        return LinkSpeeds(list(self._streams), lambda peer: self._streams[peer].counts())
 
     @staticmethod
     def carries(rows: tf.Tensor) -> bool:

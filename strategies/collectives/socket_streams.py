@@ -6,6 +6,8 @@ import socket
 import ssl
 import threading
 
+from tfdist.strategies.collectives.link_counts import LinkCounts, read_counts
+
 _RECORD_BYTES = 1 << 14  # Largest payload of a TLS record.
 _FIRST_BYTES = 4 * _RECORD_BYTES
 _WAIT_MILLISECONDS = 50
@@ -71,6 +73,10 @@ class PlainStream:
         if count != self._waking_bytes:
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
             self._waking_bytes = count
+
+    def counts(self) -> LinkCounts | None:
+        """Returns what the kernel has counted on this connection; `None` if it does not count."""
+        return read_counts(self._connection, self.sent)
 
     def close(self) -> None:
         """Closes the connection in both directions."""

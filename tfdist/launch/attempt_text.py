@@ -7,6 +7,7 @@ from typing import Any
 
 from tfdist.events.asked_by_signal import process_start
 from tfdist.events.event_file import ASKED, EXCHANGE, LOST_PEER, START, Call, EventFile
+from tfdist.events.straggler_file import StragglerRecord, pairs_of
 from tfdist.failure_kinds import user_line
 from tfdist.launch.first_failure import FROM_PEER, Failure
 from tfdist.launch.missing_workers import (
@@ -39,16 +40,23 @@ class AttemptText:
       failure: Its first failure; `None` without one.
       missing: Lines that name workers missing from exchanges.
       positions: Lines with the last position of each worker that had a reason to write one, and its stacks.
+      slow: Lines that name slow workers and links.
     """
 
     title: str
     failure: Failure | None
     missing: Sequence[str]
     positions: Sequence[str]
+    slow: Sequence[str]
 
 
 def text_of(
-    number: int, workers: Mapping[int, WorkerFiles], summaries: Sequence[Mapping[str, Any]], *, stacks: bool = False
+    number: int,
+    workers: Mapping[int, WorkerFiles],
+    summaries: Sequence[Mapping[str, Any]],
+    *,
+    stragglers: Sequence[StragglerRecord] = (),
+    stacks: bool = False,
 ) -> AttemptText:
     """Describes an attempt.
 
@@ -56,6 +64,7 @@ def text_of(
       number: Its number.
       workers: The files of its workers.
       summaries: The records of the supervisors.
+      stragglers: The verdicts about its slow workers.
       stacks: Whether to add the stacks of all threads.
 
     Raises:
@@ -77,7 +86,7 @@ def text_of(
         if events is not None:
             positions += [f"  {line}" for line in (_all_calls(events) if stacks else _user_calls(events))]
     missing = list(_missing(present, range(count), failure))
-    return AttemptText(_title(number, attempts, count), failure, missing, positions)
+    return AttemptText(_title(number, attempts, count), failure, missing, positions, list(_slow(stragglers)))
 
 
 def _title(number: int, attempts: Sequence[Mapping[str, Any]], count: int) -> str:
@@ -94,6 +103,12 @@ def _title(number: int, attempts: Sequence[Mapping[str, Any]], count: int) -> st
 def _is_before(events: EventFile, failure: Failure | None) -> bool:
     """Whether a worker wrote its events before a failure, so that they tell nothing of it."""
     return failure is not None and events.header.get("why") == ASKED and events.header["time"] < failure.time
+
+
+def _slow(records: Sequence[StragglerRecord]) -> Iterator[str]:
+    """Yields lines about the workers and links that were slow, in the order in which they were found."""
+    for record, end in pairs_of(records):
+        yield f"{record.text}{'' if end is None else f', until step {end.step}'} [{clock(record.time)}]"
 
 
 def _missing(files: Mapping[int, EventFile], workers: Sequence[int], failure: Failure | None) -> Iterator[str]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.events.event_file import EventFile, read_events
+from tfdist.events.straggler_file import StragglerRecord, read_records
 from tfdist.events.time_record import TimeRecord, read_time_record
 from tfdist.run_files import RunFiles
 from tfdist.telemetry.telemetry_file import TelemetryFile, read_telemetry
@@ -49,12 +50,14 @@ class RecordedRun:
         several hosts.
       attempts: By number of the attempt, the files of each worker.
       problems: One line for each file that could not be read.
+      stragglers: By number of the attempt, the verdicts about slow workers, oldest first.
     """
 
     folder: pathlib.Path
     summaries: Sequence[Mapping[str, Any]]
     attempts: Mapping[int, Mapping[int, WorkerFiles]]
     problems: Sequence[str]
+    stragglers: Mapping[int, Sequence[StragglerRecord]] = dataclasses.field(default_factory=dict)
 
 
 def read_run(folder: pathlib.Path) -> RecordedRun:
@@ -70,6 +73,7 @@ def read_run(folder: pathlib.Path) -> RecordedRun:
     problems: list[str] = []
     summaries: list[Mapping[str, Any]] = []
     attempts: dict[int, dict[int, WorkerFiles]] = {}
+    stragglers: dict[int, list[StragglerRecord]] = {}
     for each in folders:
         files = RunFiles(each)
         summary, run = _json(files.summary, problems), _json(files.outcome, problems)
@@ -77,7 +81,8 @@ def read_run(folder: pathlib.Path) -> RecordedRun:
         for number in _attempts_in(each):
             told = attempt_in(run, number) or attempt_in(summary, number) or {}
             attempts.setdefault(number, {}).update(_workers_of(files, number, told, problems))
-    return RecordedRun(folder, summaries, dict(sorted(attempts.items())), problems)
+            stragglers.setdefault(number, []).extend(_stragglers(files.stragglers(number), problems))
+    return RecordedRun(folder, summaries, dict(sorted(attempts.items())), problems, stragglers)
 
 
 def read_all_telemetry(recorded: RecordedRun) -> tuple[dict[int, dict[int, TelemetryFile]], list[str]]:
@@ -170,6 +175,19 @@ def _times(path: pathlib.Path, problems: list[str]) -> TimeRecord | None:
     except ValueError as error:
         problems.append(f"{path} is damaged: it {error}")
     return None
+
+
+def _stragglers(path: pathlib.Path, problems: list[str]) -> Sequence[StragglerRecord]:
+    try:
+        records, damaged = read_records(path)
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        problems.append(f"{path} cannot be read: {error.strerror}")
+        return ()
+    if damaged:
+        problems.append(f"{path} is damaged: {damaged} of its lines cannot be read")
+    return records
 
 
 def _events(path: pathlib.Path, problems: list[str]) -> EventFile | None:

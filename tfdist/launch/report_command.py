@@ -74,7 +74,8 @@ def lines_of(recorded: RecordedRun, *, stacks: bool = False) -> Iterator[str]:
     for number, workers in recorded.attempts.items():
         yield ""
         try:
-            yield from list(_lines(text_of(number, workers, recorded.summaries, stacks=stacks)))
+            slow = recorded.stragglers.get(number, ())
+            yield from list(_lines(text_of(number, workers, recorded.summaries, stragglers=slow, stacks=stacks)))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             yield f"attempt {number}: its files are damaged, and have values of another type than expected ({error})"
     if recorded.problems:
@@ -104,4 +105,4 @@ def _lines(text: AttemptText) -> Iterator[str]:
     yield text.title
     if text.failure is not None:
         yield f"  first failure: {line_of(text.failure)}"
-    yield from (f"  {line}" for line in (*text.missing, *text.positions))
+    yield from (f"  {line}" for line in (*text.missing, *text.positions, *text.slow))

@@ -66,6 +66,7 @@ class MetricsCollector:
             **self._of_steps(now),
             **({} if traffic is None else self._of_gradients(communication, traffic)),
             **self._of_network(),
+            **self._of_reports(),
         )
 
     def _of_interval(self, now: Tally, before: Tally, traffic: Any) -> dict[str, Any]:
@@ -105,6 +106,10 @@ class MetricsCollector:
             return {}
         sent, received = count()
         return {"network_sent_bytes": sent, "network_received_bytes": received}
+
+    def _of_reports(self) -> dict[str, Any]:
+        stragglers = getattr(getattr(self._strategy, "reports", None), "stragglers", None)
+        return {} if stragglers is None else {"straggler": stragglers.own_causes()}
 
 
 def _resident_bytes() -> int:

@@ -41,6 +41,7 @@ class WorkerMetrics:
       step_seconds: Mean seconds from the end of one step to the end of the next, in the last interval.
       share: Part of the rows of all replicas that this worker had, in the last interval.
       imbalance: Longest compute time of a step divided by the mean of all replicas, in the last interval.
+      straggler: By cause, 1 while this worker is slow, else 0; see `straggler_file.py`. Empty with one worker.
       raw_bytes: Bytes of gradients that exchanges would have sent without compression.
       sent_bytes: Bytes of gradients that were sent. Both are known with `compression` only.
       compression_ratio: `raw_bytes` divided by `sent_bytes`, in the last interval.
@@ -69,6 +70,7 @@ class WorkerMetrics:
     step_seconds: float | None = None
     share: float | None = None
     imbalance: float | None = None
+    straggler: Mapping[str, float] = dataclasses.field(default_factory=dict)
     raw_bytes: int | None = None
     sent_bytes: int | None = None
     compression_ratio: float | None = None
@@ -142,6 +144,13 @@ METRICS = (
         "tfdist_imbalance_ratio",
         "Longest compute time of a step divided by the mean of all replicas",
         "balance/imbalance",
+    ),
+    _now(
+        "straggler",
+        "tfdist_straggler",
+        "1 while this worker holds up the others for this cause, else 0",
+        "balance/straggler_{}",
+        label="cause",
     ),
     _total(
         "raw_bytes",

@@ -1,0 +1,66 @@
+"""Finds the slowest link from this worker to a peer, by the counters of the kernel."""
+
+import collections
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+from tfdist.faults.straggler_policy import LinkSpeed
+from tfdist.strategies.collectives.link_counts import LinkCounts, LinkRate, rate_between
+
+_AT_ONCE = 8  # Connections to look at after a step. A look takes 3 microseconds.
+_KEPT = 3  # Newest rates of a link. The largest counts, since other programs may have slowed a transfer down.
+_LEAST_OF_LINK = 2  # Number of these rates that the link must have limited.
+
+
+class LinkSpeeds:
+    """The speeds of the links from this worker to its peers, in the last steps.
+
+    Args:
+      peers: Numbers of the peers.
+      counts: Returns the present counters of the connection to a peer.
+    """
+
+    def __init__(self, peers: Sequence[int], counts: Callable[[int], LinkCounts | None]) -> None:
+        self._counts = counts
+        self._turns = itertools.cycle(list(peers))
+        self._at_once = min(_AT_ONCE, len(peers))
+        self._before: dict[int, tuple[int, LinkCounts]] = {}
+        self._rates: dict[int, collections.deque[LinkRate | None]] = {}
+        self._bytes: dict[int, float] = {}  # Of a step.
+
+    def look(self, step: int) -> None:
+        """Looks at the next few connections, at the end of training step number `step`."""
+        for peer in itertools.islice(self._turns, self._at_once):
+            now, before = self._counts(peer), self._before.get(peer)
+            if now is None:
+                continue
+            self._before[peer] = step, now
+            if before is not None and step > before[0]:
+                self._bytes[peer] = (now.sent - before[1].sent) / (step - before[0])
+                rates = self._rates.setdefault(peer, collections.deque(maxlen=_KEPT))
+                rates.append(rate_between(before[1], now))
+
+    def slowest(self) -> LinkSpeed | None:
+        """Returns the slowest link of this worker; `None` if too little is known."""
+        return slowest_of(self._rates, self._bytes)
+
+
+def slowest_of(rates: Mapping[int, Sequence[LinkRate | None]], bytes_of_step: Mapping[int, float]) -> LinkSpeed | None:
+    """Returns the slowest link.
+
+    Args:
+      rates: By peer, the newest rates of its link; `None` for an interval with too little data.
+      bytes_of_step: By peer, the bytes that a step sends to it.
+    """
+    known = {peer: [rate for rate in of_link if rate is not None] for peer, of_link in rates.items()}
+    best = {peer: max(each.rate for each in of_link) for peer, of_link in known.items() if len(of_link) == _KEPT}
+    of_link = [peer for peer in best if sum(each.is_of_link for each in known[peer]) >= _LEAST_OF_LINK]
+    if not best:
+        return None
+    slowest = min(of_link, key=best.__getitem__, default=None)
+    others = [rate for peer, rate in best.items() if peer != slowest]
+    if slowest is None:
+        return LinkSpeed(None, 0.0, statistics.median(others), 0.0)
+    rate = best[slowest]
+    return LinkSpeed(slowest, rate, statistics.median(others or [rate]), bytes_of_step[slowest] / rate)

@@ -1,0 +1,430 @@
+"""Verdicts about slow workers and links: the right cause, soon, and none for noise; what files and readers get."""
+
+import dataclasses
+import json
+import random
+import socket
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+from absl import logging
+
+from launched import nothing_left
+from tfdist.events.straggler_file import (
+    COMPUTATION,
+    INPUT,
+    LINK,
+    StragglerRecord,
+    append_record,
+    pairs_of,
+    read_records,
+)
+from tfdist.faults import straggler_watch
+from tfdist.faults.straggler_policy import Block, Link, LinkSpeed, StragglerJudge, Subject
+from tfdist.faults.straggler_watch import StragglerWatch
+from tfdist.launch import cli
+from tfdist.run_files import RunFiles
+from tfdist.strategies.collectives.link_counts import LinkCounts, LinkRate, rate_between
+from tfdist.strategies.collectives.link_speeds import LinkSpeeds, slowest_of
+
+WORKERS, MB = 4, 1e6
+OTHERS = [w for w in range(WORKERS) if w != 1]
+
+
+def links(rates, seconds=0.5):
+    """Returns the links of all workers, by rate of each directed link in MB/s: rates[sender][receiver]."""
+    found = []
+    for sender, row in enumerate(rates):
+        own = {receiver: [LinkRate(rate * MB, True)] * 3 for receiver, rate in enumerate(row) if receiver != sender}
+        found.append(slowest_of(own, {receiver: seconds * rate.rate for receiver, (rate, *_) in own.items()}))
+    return found
+
+
+def block(number, compute=1.0, waits=0.0, rows=8.0, slow=None, **others):
+    """Returns block `number` of 5 steps, in which worker 1 alone has the given times and rows."""
+    slow = {"compute": compute, "input": waits, "rows": rows, **(slow or {})}
+    usual = {"compute": compute, "input": waits, "rows": rows}
+    by_worker = {name: [slow[name] if worker == 1 else usual[name] for worker in range(WORKERS)] for name in usual}
+    seconds = others.pop("seconds", max(map(sum, zip(by_worker["compute"], by_worker["input"], strict=True))) + 0.2)
+    return Block(5 * number + 1, 5 * number + 5, seconds, **by_worker, **others)
+
+
+def judged(blocks):
+    """Returns the verdicts of successive blocks, in order."""
+    judge = StragglerJudge()
+    return [verdict for each in blocks for verdict in judge.add(each)]
+
+
+SLOW = {
+    COMPUTATION: {"slow": {"compute": 2.0}},
+    INPUT: {"slow": {"input": 1.5}},
+    LINK: {"links": links([[0, 99, 99, 99], [10, 0, 99, 99], [99, 99, 0, 99], [99, 99, 99, 0]])},
+}
+
+
+@pytest.mark.parametrize("cause", SLOW)
+def test_a_slow_worker_is_named_once_with_its_cause_within_20_steps_and_again_when_it_is_over(cause):
+    slow = [block(number, **SLOW[cause]) for number in range(10, 30)]
+    verdicts = judged([*map(block, range(10)), *slow, *map(block, range(30, 40))])
+    begun, ended = verdicts
+    assert begun.subject == Subject(cause, 1, Link(1, 0) if cause == LINK else None)
+    assert begun.since == 51 and begun.step == 65 and not begun.is_over and not begun.is_balanced
+    assert ended.is_over and ended.since == 51 and 155 < ended.step <= 170
+    assert begun.amount == pytest.approx({COMPUTATION: 2.0, INPUT: 1.5 / 2.7, LINK: 10 / 99}[cause])
+
+
+def test_a_worker_that_is_slow_now_and_then_gets_no_verdict():
+    often = [block(number, slow={"compute": 3.0} if number % 2 else None) for number in range(50)]
+    assert judged(often) == []
+
+
+def test_a_verdict_stays_while_a_worker_recovers_a_little():
+    factors = [2.0] * 4 + [1.3] * 20
+    verdicts = judged([block(number, slow={"compute": factor}) for number, factor in enumerate(factors)])
+    assert [verdict.is_over for verdict in verdicts] == [False]
+
+
+def test_all_workers_that_wait_for_their_input_are_no_stragglers():
+    assert judged(block(number, waits=3.0) for number in range(9)) == []
+
+
+def test_a_worker_whose_computation_is_a_small_part_of_the_step_holds_nobody_up():
+    assert judged(block(number, slow={"compute": 2.0}, seconds=20.0) for number in range(9)) == []
+
+
+def test_a_slow_worker_with_fewer_rows_is_balanced():
+    (verdict,) = judged(block(number, slow={"rows": 4.0}) for number in range(9))
+    assert verdict.is_balanced and verdict.amount == 2.0 and verdict.subject == Subject(COMPUTATION, 1)
+
+
+def test_a_worker_without_rows_is_not_slow():
+    assert judged(block(number, slow={"rows": 0.0}) for number in range(9)) == []
+
+
+def test_of_two_workers_the_slow_one_is_named():
+    two = [
+        Block(5 * number, 5 * number + 4, 2.2, [8, 8], [1.0, 2.0], [0, 0], links([[0, 99], [10, 0]]))
+        for number in range(9)
+    ]
+    assert {verdict.subject for verdict in judged(two)} == {
+        Subject(COMPUTATION, 1),
+        Subject(LINK, 1, Link(1, 0)),
+    }
+
+
+@pytest.mark.parametrize("ends", [Link(1, None), Link(None, 1)])
+def test_the_slow_links_of_one_worker_are_one_verdict(ends):
+    place = 0 if ends.sender is not None else 1
+    rates = [[9 if (i, j)[place] == 1 else 99 for j in range(WORKERS)] for i in range(WORKERS)]
+    verdicts = judged(block(number, links=links(rates)) for number in range(9))
+    assert [verdict.subject for verdict in verdicts] == [Subject(LINK, 1, ends)]
+
+
+def test_a_slow_link_that_carries_little_is_no_straggler():
+    rates = [[0, 99, 99, 99], [10, 0, 99, 99], [99, 99, 0, 99], [99, 99, 99, 0]]
+    assert judged(block(number, links=links(rates, seconds=0.01)) for number in range(9)) == []
+
+
+# The links.
+
+
+def counts(sent=10**7, rate=10**8, is_limited=False, busy=4000, blocked=0):
+    return LinkCounts(sent, rate, is_limited, busy, blocked)
+
+
+@pytest.mark.parametrize(
+    ("now", "is_of_link"),
+    [
+        (counts(), True),
+        (counts(is_limited=True), False),
+        (counts(blocked=2000), False),  # The peer does not read.
+        (counts(sent=10**5), None),
+        (counts(rate=0), None),
+    ],
+)
+def test_only_a_link_that_is_full_tells_its_rate(now, is_of_link):
+    rate = rate_between(LinkCounts(0, 10**8, False, 0, 0), now)
+    assert rate == (None if is_of_link is None else LinkRate(1e8, is_of_link))
+
+
+def test_a_peer_that_does_not_read_is_no_slow_link():
+    rates = {0: [LinkRate(1e9, True)] * 3, 2: [LinkRate(1e6, False)] * 3}
+    assert slowest_of(rates, {0: 1e6, 2: 1e6}) == LinkSpeed(0, 1e9, 1e6, 1e-3)
+    assert slowest_of({2: rates[2]}, {2: 1e6}) == LinkSpeed(None, 0.0, 1e6, 0.0)
+
+
+def test_one_fast_transfer_of_three_shows_that_a_link_is_fast():
+    rates = {0: [LinkRate(rate, True) for rate in (1e7, 1e9, 1e7)], 2: [LinkRate(5e8, True)] * 3}
+    assert slowest_of(rates, {0: 1e6, 2: 1e6}).peer == 2
+    assert slowest_of({0: [LinkRate(1e7, True)] * 2}, {0: 1e6}) is None
+
+
+def test_each_link_is_looked_at_in_turn():
+    looked = []
+    speeds = LinkSpeeds(range(20), lambda peer: looked.append(peer) or counts(sent=len(looked) * 10**6))
+    for step in range(10):
+        speeds.look(step)
+    assert looked == [place % 20 for place in range(80)] and speeds.slowest().peer is not None
+
+
+# The watch.
+
+
+@dataclasses.dataclass
+class Board:
+    """A coordination store in memory, of worker 0."""
+
+    workers: int
+    worker: int = 0
+
+    def say_once(self, subject, what):
+        self.own = what
+
+    def hear(self, subject, worker, timeout_seconds):
+        return f"host-{worker}"
+
+
+class Job:
+    """A simulated job: its steps report to a watch, and what the watch logs is kept."""
+
+    def __init__(self, workers=3, links=None):
+        self.published, self.number = [], 0
+        self.watch = StragglerWatch(Board(workers), ["10.0.0.1:1"] * workers, links, self.published.append)
+        self.workers = workers
+
+    def step(self, compute, waits=(0, 0, 0), has_traced=False, **others):
+        self.number += 1
+        rows = np.full(len(compute), 8)
+        compute, waits = np.array(compute, np.float32), np.array(waits[: self.workers], np.float32)
+        report = types.SimpleNamespace(
+            **{"number": self.number, "rows": rows, "compute_seconds": compute, "input_seconds": waits, "links": ()}
+            | others
+        )
+        self.watch.add(report, float(compute.max() + waits.max()) + 0.01, has_traced)
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    lines = []
+    for level in ("info", "warning", "exception"):
+        monkeypatch.setattr(logging, level, lambda text, *args, level=level: lines.append((level, text % args)))
+    return lines
+
+
+@pytest.fixture
+def run_files(tmp_path, monkeypatch):
+    files = RunFiles(tmp_path)
+    monkeypatch.setattr(straggler_watch, "is_supervised", lambda: True)
+    monkeypatch.setattr(RunFiles, "of_worker", classmethod(lambda cls: files))
+    return files
+
+
+def test_a_slow_worker_is_logged_and_written_and_measured(logged, run_files):
+    job = Job()
+    for _ in range(30):
+        job.step([0.1, 0.1, 0.2])
+    assert job.watch.own_causes() == {COMPUTATION: 0, INPUT: 0, LINK: 0}
+    (level, line), *more = logged
+    assert level == "warning" and not more
+    assert "worker 2 on host-2 computes 2.0 times slower than the median of the others since step 3." in line
+    for _ in range(30):
+        job.step([0.1, 0.1, 0.1])
+    assert len(logged) == 2 and "worker 2 on host-2 no longer computes slower" in logged[1][1]
+    records, damaged = read_records(run_files.stragglers(0))
+    assert [record.is_over for record in records] == [False, True] and not damaged
+    assert records[0].worker == 2 and records[0].host == "host-2" and records[0].amount == 2.0
+    assert records[0].text in line and records[0].remedy in line and records[0].step <= 30
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_noise_of_equal_workers_makes_no_verdict(logged, seed):
+    """Each step takes up to twice as long by chance, as beside a second job, and some take ten times as long."""
+    rng, job = random.Random(seed), Job(WORKERS)
+    for _ in range(500):
+        compute = [rng.uniform(0.1, 0.2) * (10 if rng.random() < 0.02 else 1) for _ in range(WORKERS)]
+        waits = [rng.uniform(0, 0.02) for _ in range(WORKERS)]
+        rates = [[rng.uniform(30, 100) for _ in range(WORKERS)] for _ in range(WORKERS)]
+        job.step(compute, waits, links=links(rates))
+    assert logged == []
+
+
+def test_this_worker_knows_that_it_holds_up_the_others(logged):
+    job = Job()
+    for _ in range(30):
+        job.step([0.1, 0.1, 0.1], waits=(0.3, 0, 0))
+    assert job.watch.own_causes() == {COMPUTATION: 0, INPUT: 1, LINK: 0}
+    assert "worker 0 on host-0 waits for its input 73% of the time since step 3." in logged[0][1]
+
+
+def test_steps_that_are_traced_and_the_next_one_do_not_count(logged):
+    job = Job()
+    for _ in range(40):
+        job.step([0.1, 9.0, 0.1], has_traced=True)
+        job.step([0.1, 9.0, 0.1])
+        for _ in range(4):
+            job.step([0.1, 0.1, 0.1])
+    assert logged == []
+
+
+def test_a_worker_is_as_slow_as_its_slowest_device(logged):
+    job = Job(workers=2)
+    for _ in range(30):
+        job.step([0.1, 0.1, 0.1, 0.25], waits=(0, 0))
+    assert "worker 1 on host-1 computes 2.5 times slower" in logged[0][1]
+
+
+def test_short_steps_are_judged_by_seconds(logged):
+    job = Job()
+    for _ in range(40):
+        job.step([0.001, 0.001, 0.002])
+    assert logged == []
+
+
+def test_an_error_of_the_watch_does_not_fail_a_step(logged):
+    job = Job()
+    for _ in range(3):
+        job.step([0.1, 0.1, 0.1], compute_seconds=None)
+    (line,) = logged
+    assert line == ("exception", "Slow workers are not looked for any more:")
+
+
+def test_what_is_known_about_links_is_published(logged):
+    slowest = LinkSpeed(1, 1e7, 1e8, 0.5)
+    seen = types.SimpleNamespace(look=lambda step: None, slowest=lambda: slowest)
+    job = Job(links=seen)
+    rates = [LinkSpeed(1, 1e7, 1e8, 0.1), LinkSpeed(0, 1e8, 1e8, 0.01), LinkSpeed(0, 1e8, 1e8, 0.01)]
+    for _ in range(30):
+        job.step([0.1, 0.1, 0.1], links=rates)
+    assert set(job.published) == {slowest}
+    assert "the link from worker 0 on host-0 to worker 1 carries 10% of the median of the other links" in logged[0][1]
+
+
+# The file and the report.
+
+
+def record(**given):
+    told = {"time": 1e9, "step": 25, "since": 11, "is_over": False, "cause": LINK, "worker": 1, "host": "b"}
+    return StragglerRecord(
+        **{**told, "link": (1, 0), "amount": 0.1, "text": "the link ...", "remedy": "look at it", **given}
+    )
+
+
+def test_a_file_has_the_records_that_were_added(tmp_path):
+    path = tmp_path / "attempt-0/stragglers.jsonl"
+    records = [record(), record(cause=INPUT, link=None), record(is_over=True, step=90)]
+    for each in records:
+        append_record(path, each)
+    assert read_records(path) == (records, 0)
+    assert pairs_of(records) == [(records[0], records[2]), (records[1], None)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        json.dumps({**dataclasses.asdict(record()), "cause": "magic"}),
+        json.dumps({**dataclasses.asdict(record()), "link": [1]}),
+        json.dumps({**dataclasses.asdict(record()), "worker": "one"}),
+    ],
+)
+def test_damaged_lines_are_counted_and_the_others_used(tmp_path, line):
+    path = tmp_path / "stragglers.jsonl"
+    append_record(path, record())
+    with path.open("a") as file:
+        file.write(line + "\n")
+    assert read_records(path) == ([record()], 1)
+
+
+def test_the_report_lists_slow_workers_under_their_attempt(tmp_path, capsys):
+    files = RunFiles(tmp_path)
+    for attempt, text in enumerate(("worker 1 computes slowly", "worker 2 waits")):
+        append_record(files.stragglers(attempt), record(text=text))
+    append_record(files.stragglers(0), record(is_over=True, step=90))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    before, after = capsys.readouterr().out.split("attempt 1")
+    assert "  worker 1 computes slowly, until step 90 [" in before and "  worker 2 waits [" in after
+
+
+# Real jobs. Layers and generators that sleep make a worker slow, since their time does not depend on the machine.
+
+TRAIN = """
+import keras, numpy as np, tensorflow as tf, tfdist
+
+class Sleep(keras.layers.Layer):
+    def call(self, x):
+        def sleep(x):
+            time.sleep(COMPUTE[worker])
+            return x
+        return tf.ensure_shape(tf.numpy_function(sleep, [x], x.dtype), x.shape)
+
+def batches():
+    while True:
+        time.sleep(WAITS[worker])
+        yield x, y
+
+strategy = tfdist.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    layers = [keras.layers.Dense(width) for width in (WIDTH, WIDTH, 2)]
+    model = keras.Sequential([keras.Input((64,)), Sleep(), *layers])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, steps_per_execution=STEPS_PER_EXECUTION)
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(12, 64)).astype("float32"), rng.integers(0, 2, 12)
+spec = tf.TensorSpec((None, 64)), tf.TensorSpec((None,), tf.int64)
+model.fit(tf.data.Dataset.from_generator(batches, output_signature=spec), steps_per_epoch=STEPS, verbose=0)
+"""
+FAST = {"COMPUTE": [0.05, 0.05], "WAITS": [0, 0], "WIDTH": 8, "STEPS": 30, "STEPS_PER_EXECUTION": 1}
+
+
+def script(run, **settings):
+    """Writes the script of a job with these settings. Returns its path."""
+    told = {**FAST, **settings}
+    return run.script("".join(f"{name} = {value}\n" for name, value in told.items()) + TRAIN)
+
+
+def trained(run, workers=2, **settings):
+    """Runs a job. Returns the records of its verdicts, and the output of the terminal."""
+    logs = run.directory / "logs"
+    code, out, err = run.finish("--workers", workers, "--log-dir", logs, script(run, **settings))
+    assert code == 0, err
+    path = RunFiles(logs).stragglers(0)
+    return read_records(path)[0] if path.exists() else [], out + err
+
+
+@pytest.mark.slow
+def test_a_job_names_the_worker_that_computes_longer_within_30_steps(tmp_path):
+    with nothing_left(tmp_path) as run:
+        (found,), output = trained(run, COMPUTE=[0.05, 0.15])
+    assert (found.cause, found.worker, found.host) == (COMPUTATION, 1, socket.gethostname())
+    assert found.step <= 30 and 2 < found.amount < 4
+    assert found.text in output
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("steps_per_execution", [1, 5])
+def test_a_job_names_the_worker_that_waits_for_its_input_within_30_steps(tmp_path, steps_per_execution):
+    settings = {"WAITS": [0, 0, 0.2], "COMPUTE": [0.05] * 3, "STEPS_PER_EXECUTION": steps_per_execution}
+    with nothing_left(tmp_path) as run:
+        (found,), _ = trained(run, 3, **settings)
+    assert (found.cause, found.worker) == (INPUT, 2) and found.step <= 30 and found.amount > 0.4
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_equal_workers_beside_a_second_job_get_no_verdict_in_500_steps(tmp_path):
+    """The steps really compute, so that the second job slows one worker or the other."""
+    with nothing_left(tmp_path) as run:
+        busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        try:
+            found, _ = trained(run, COMPUTE=[0, 0], WIDTH=1500, STEPS=500)
+        finally:
+            busy.kill()
+            busy.wait()
+    assert found == []

@@ -1,0 +1,235 @@
+"""Policy: which workers and links are slow, and why, by the times of recent steps. No clock, process or network.
+
+A few steps at a time form a block. A worker is slow once it was slow in most of the last blocks. So neither a single
+long step nor a second job that comes and goes makes a verdict. Does not load TensorFlow.
+"""
+
+import collections
+import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from tfdist.events.straggler_file import COMPUTATION, INPUT, LINK
+
+BLOCKS, _NEEDED = 4, 3  # Blocks that are looked at; blocks in which a worker must be slow.
+_FEWER_ROWS = 0.8  # Rows of a worker, as a part of the median of the others, that count as fewer.
+
+
+class Link(NamedTuple):
+    """A connection from a worker to another; `None` in place of one of them means all peers."""
+
+    sender: int | None
+    receiver: int | None
+
+
+class Subject(NamedTuple):
+    """A slow worker or link, with the cause.
+
+    Attributes:
+      cause: `COMPUTATION`, `INPUT` or `LINK`.
+      worker: The slow worker; for a link, the one that sends, or the receiver if its links from all peers are slow.
+      link: The slow link or links; `None` for other causes.
+    """
+
+    cause: str
+    worker: int
+    link: Link | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkSpeed:
+    """The links from a worker to its peers.
+
+    Attributes:
+      peer: Receiver of the slowest link; `None` if no link limits the exchanges.
+      rate: Bytes per second of this link while it is busy; 0 without a `peer`.
+      typical: Median rate of the worker's other links; of the same link if it is the only one.
+      seconds: Time in which the slowest link carries the bytes of a step; 0 without a `peer`.
+    """
+
+    peer: int | None
+    rate: float
+    typical: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Some successive training steps.
+
+    Attributes:
+      first, last: Numbers of its first and last step.
+      seconds: Mean time of a step, without Python between steps.
+      rows: Rows by worker.
+      compute: Mean compute time of a step by worker, without the longest.
+      input: Mean time by worker in which it had no batch.
+      links: Links by worker; `None` if they are not known, or have carried little. Empty if none are known.
+    """
+
+    first: int
+    last: int
+    seconds: float
+    rows: Sequence[float]
+    compute: Sequence[float]
+    input: Sequence[float]
+    links: Sequence[LinkSpeed | None] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """When a worker is slow in a block of steps.
+
+    Attributes:
+      computation: How many times slower than the median of the other workers, per row.
+      computation_part: Part of a step for which the worker computes longer than this median.
+      input: Part of a step in which the worker waits for its input.
+      input_part: Part of a step for which it waits longer than the median of the others.
+      link: Rate of a link, as a part of the median of the others.
+      link_part: Part of a step in which this link carries the bytes of the step.
+    """
+
+    computation: float
+    computation_part: float
+    input: float
+    input_part: float
+    link: float
+    link_part: float
+
+
+BEGINS = Limits(computation=1.5, computation_part=0.15, input=0.3, input_part=0.25, link=0.25, link_part=0.2)
+"""Limits for a verdict."""
+
+GOES_ON = Limits(computation=1.25, computation_part=0.08, input=0.15, input_part=0.12, link=0.5, link_part=0.1)
+"""Limits below which a verdict ends. They are lower, so that verdicts do not come and go."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """A worker or link that is slow, or is no longer slow.
+
+    Attributes:
+      subject: The worker or link, and the cause.
+      amount: See `StragglerRecord`.
+      since: The step since which it is slow.
+      step: The last step before the verdict.
+      is_balanced: Whether a slow worker gets fewer rows, so that the others need not wait for it.
+      is_over: Whether it is no longer slow.
+    """
+
+    subject: Subject
+    amount: float
+    since: int
+    step: int
+    is_balanced: bool = False
+    is_over: bool = False
+
+
+class StragglerJudge:
+    """Finds slow workers in the blocks of steps that it is given. It knows the last blocks and the present verdicts.
+
+    Attributes:
+      verdicts: The present verdicts.
+    """
+
+    def __init__(self) -> None:
+        self.verdicts: dict[Subject, Verdict] = {}
+        self._blocks: collections.deque[_Judged] = collections.deque(maxlen=BLOCKS)
+
+    def add(self, block: Block) -> list[Verdict]:
+        """Takes the newest block. Returns the verdicts that begin, and those that are over."""
+        self._blocks.append(_Judged(block, slow_in(block, BEGINS), slow_in(block, GOES_ON)))
+        ended = [held for held in self.verdicts.values() if self._is_over(held.subject)]
+        for verdict in ended:
+            del self.verdicts[verdict.subject]
+        begun = [self._verdict(each) for each in self._blocks[-1].slow if self._begins(each)]
+        self.verdicts |= {verdict.subject: verdict for verdict in begun}
+        return [dataclasses.replace(each, is_over=True, step=block.last) for each in ended] + begun
+
+    def _begins(self, subject: Subject) -> bool:
+        return subject not in self.verdicts and sum(subject in each.slow for each in self._blocks) >= _NEEDED
+
+    def _is_over(self, subject: Subject) -> bool:
+        slow = sum(subject in each.still_slow for each in self._blocks)
+        return len(self._blocks) == BLOCKS and slow <= BLOCKS - _NEEDED
+
+    def _verdict(self, subject: Subject) -> Verdict:
+        found = [each for each in self._blocks if subject in each.slow]
+        amount = statistics.median(each.slow[subject] for each in found)
+        is_balanced = subject.cause == COMPUTATION and not any(_holds_up(each.block, subject.worker) for each in found)
+        return Verdict(subject, amount, found[0].block.first, self._blocks[-1].block.last, is_balanced)
+
+
+class _Judged(NamedTuple):
+    block: Block
+    slow: Mapping[Subject, float]
+    still_slow: Mapping[Subject, float]
+
+
+def slow_in(block: Block, limits: Limits) -> dict[Subject, float]:
+    """Returns the slow workers and links of a block of steps, with the amount; see `StragglerRecord`."""
+    if len(block.compute) < 2 or block.seconds <= 0:
+        return {}
+    return dict([*_slow_computation(block, limits), *_slow_input(block, limits), *_slow_links(block, limits)])
+
+
+def _slow_computation(block: Block, limits: Limits) -> Iterator[tuple[Subject, float]]:
+    per_row = [seconds / rows if rows else 0.0 for seconds, rows in zip(block.compute, block.rows, strict=True)]
+    for worker, own in enumerate(per_row):
+        usual = _median_of_others(per_row, worker)
+        if usual <= 0 or own < limits.computation * usual:
+            continue
+        excess = block.compute[worker] - _median_of_others(block.compute, worker)
+        if excess >= limits.computation_part * block.seconds or _has_fewer_rows(block, worker):
+            yield Subject(COMPUTATION, worker), own / usual
+
+
+def _has_fewer_rows(block: Block, worker: int) -> bool:
+    return block.rows[worker] < _FEWER_ROWS * _median_of_others(block.rows, worker)
+
+
+def _holds_up(block: Block, worker: int) -> bool:
+    """Whether a worker computes longer than the others in each step, so that these wait."""
+    excess = block.compute[worker] - _median_of_others(block.compute, worker)
+    return excess >= GOES_ON.computation_part * block.seconds
+
+
+def _slow_input(block: Block, limits: Limits) -> Iterator[tuple[Subject, float]]:
+    for worker, own in enumerate(block.input):
+        excess = own - _median_of_others(block.input, worker)
+        if own >= limits.input * block.seconds and excess >= limits.input_part * block.seconds:
+            yield Subject(INPUT, worker), min(own / block.seconds, 1.0)
+
+
+def _slow_links(block: Block, limits: Limits) -> Iterator[tuple[Subject, float]]:
+    found: dict[Link, float] = {}
+    for worker, own in enumerate(block.links):
+        others = [each.typical for i, each in enumerate(block.links) if each is not None and i != worker]
+        if own is None or own.peer is None or not others:
+            continue
+        usual = statistics.median(others)
+        if own.rate >= limits.link * usual or own.seconds < limits.link_part * block.seconds:
+            continue
+        are_all = len(block.links) > 2 and own.typical < limits.link * usual
+        found[Link(worker, None if are_all else own.peer)] = own.rate / usual
+    for link, amount in _joined(found, len(block.links)).items():
+        worker = link.sender if link.sender is not None else link.receiver
+        if worker is not None:
+            yield Subject(LINK, worker, link), amount
+
+
+def _joined(found: Mapping[Link, float], workers: int) -> dict[Link, float]:
+    """Returns slow links with those from all peers to one worker as a single one."""
+    receivers = collections.Counter(link.receiver for link in found if link.receiver is not None)
+    joined = dict(found)
+    for receiver, count in receivers.items():
+        if workers > 2 and count == workers - 1:
+            into = [link for link in found if link.receiver == receiver]
+            joined[Link(None, receiver)] = statistics.median(joined.pop(link) for link in into)
+    return joined
+
+
+def _median_of_others(values: Sequence[float], worker: int) -> float:
+    """Returns the median of the values of all workers but one. Workers without rows have the value 0."""
+    others = [value for i, value in enumerate(values) if i != worker]
+    return statistics.median(others)

@@ -1,0 +1,186 @@
+"""Watches the reports of training steps for slow workers and links, and tells of them. `straggler_policy.py` decides.
+
+All workers judge alike, since they have the same reports. The chief logs the verdicts and writes them to the folder of
+the run.
+"""
+
+import contextlib
+import dataclasses
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfdist.cluster.address import is_loopback, split_address
+from tfdist.events.event_buffer import EVENTS
+from tfdist.events.straggler_file import CAUSES, StragglerRecord, append_record
+from tfdist.faults.coordination_store import CoordinationStore
+from tfdist.faults.straggler_policy import Block, LinkSpeed, StragglerJudge, Verdict
+from tfdist.faults.straggler_words import remedy_of, text_of
+from tfdist.run_files import ATTEMPT, RunFiles, is_supervised
+
+_STEPS, _SECONDS = 5, 0.25  # Least steps and seconds of a block.
+_AFTER_TRACING = 2  # Steps after a trace that do not count: TensorFlow still optimizes.
+_HOST = "host"  # Subject of a worker's host in the coordination store.
+_ASK_SECONDS = 0.5
+
+
+class Links(Protocol):
+    """The links from this worker to its peers."""
+
+    def look(self, step: int) -> None:
+        """Looks at the connections after a training step."""
+
+    def slowest(self) -> LinkSpeed | None:
+        """Returns the slowest link; `None` if it is not known."""
+
+
+class StragglerWatch:
+    """Finds slow workers by the reports of training steps, and tells of them.
+
+    Costs a few microseconds a step, and a tenth of a millisecond in every fifth step at most.
+
+    Args:
+      board: The coordination store, in which workers tell their hosts.
+      addresses: Addresses of the workers in TF_CONFIG.
+      links: The links from this worker to its peers; `None` if they are not known.
+      publish: Takes the slowest link of this worker, for the next reports to all workers.
+    """
+
+    def __init__(
+        self,
+        board: CoordinationStore,
+        addresses: Sequence[str],
+        links: Links | None,
+        publish: Callable[[LinkSpeed | None], None],
+    ) -> None:
+        self._board, self._addresses, self._links, self._publish = board, addresses, links, publish
+        self._judge = StragglerJudge()
+        self._skipped, self._is_off = 0, False
+        self._sums = _Sums(board.workers)
+        with contextlib.suppress(tf.errors.OpError):  # The worker has said so for an earlier strategy.
+            board.say_once(_HOST, socket.gethostname())
+
+    def own_causes(self) -> dict[str, float]:
+        """Returns, by cause, 1 if this worker holds up the others, else 0. Callable in any thread."""
+        own = [each for each in list(self._judge.verdicts.values()) if each.subject.worker == self._board.worker]
+        held = {verdict.subject.cause for verdict in own if not verdict.is_balanced}
+        return {cause: float(cause in held) for cause in CAUSES}
+
+    def add(self, report: Any, seconds: float, has_traced: bool) -> None:
+        """Adds a training step.
+
+        Args:
+          report: Its `StepReport`.
+          seconds: Its time, without Python between steps.
+          has_traced: Whether Python has traced the step.
+        """
+        if self._is_off:
+            return
+        try:
+            self._add(report, seconds, has_traced)
+        except Exception:  # A verdict is not worth a failed step.
+            self._is_off = True
+            logging.exception("Slow workers are not looked for any more:")
+
+    def _add(self, report: Any, seconds: float, has_traced: bool) -> None:
+        if has_traced:
+            self._skipped, self._sums = 0, _Sums(self._board.workers)
+        self._skipped += 1
+        if self._skipped <= _AFTER_TRACING:
+            return
+        sums = self._sums
+        sums.add(report, seconds)
+        if self._links is not None:
+            self._links.look(report.number)
+        if sums.steps < _STEPS or sums.seconds < _SECONDS:
+            return
+        self._sums = _Sums(self._board.workers)
+        for verdict in self._judge.add(sums.block(report, EVENTS.steps_before)):
+            self._tell(verdict)
+        if self._links is not None:
+            self._publish(self._links.slowest())
+
+    def _tell(self, verdict: Verdict) -> None:
+        subject = verdict.subject
+        record = StragglerRecord(
+            time=time.time(),
+            step=verdict.step,
+            since=verdict.since,
+            is_over=verdict.is_over,
+            cause=subject.cause,
+            worker=subject.worker,
+            host=self._host(subject.worker),
+            link=subject.link,
+            amount=round(verdict.amount, 3),
+            text="",
+            remedy=remedy_of(verdict),
+        )
+        record = dataclasses.replace(record, text=text_of(verdict, record.host))
+        details = dataclasses.asdict(record)
+        del details["step"]  # An event has its own.
+        EVENTS.note("straggler", **details)
+        if self._board.worker:
+            return
+        if verdict.is_balanced:
+            logging.info("Unequal workers: %s. %s", record.text, record.remedy)
+        elif verdict.is_over:
+            logging.warning("No longer slow: %s.", record.text)
+        else:
+            logging.warning("Slow training: %s. %s", record.text, record.remedy)
+        files = RunFiles.of_worker() if is_supervised() else None
+        if files is not None:
+            _write(files, record)
+
+    def _host(self, worker: int) -> str:
+        """Returns the host of a worker, as it calls itself; else as TF_CONFIG does."""
+        if self._board.worker == 0:
+            with contextlib.suppress(tf.errors.OpError):
+                return str(self._board.hear(_HOST, worker, _ASK_SECONDS))
+        host = split_address(self._addresses[worker])[0]
+        return socket.gethostname() if is_loopback(host) else host
+
+
+class _Sums:
+    """Sums over the steps of a block. The longest computation of each worker is left out, as it may be an outlier."""
+
+    def __init__(self, workers: int) -> None:
+        self.steps, self.seconds, self._workers = 0, 0.0, workers
+        self._rows, self._compute, self._longest, self._input = (np.zeros(workers) for _ in range(4))
+
+    def add(self, report: Any, seconds: float) -> None:
+        """Adds a step. A worker computes as long as the slowest of its replicas."""
+        self.steps += 1
+        self.seconds += seconds
+        rows, compute = report.rows, report.compute_seconds
+        if len(rows) > self._workers:
+            rows = rows.reshape(self._workers, -1).sum(axis=1)
+            compute = compute.reshape(self._workers, -1).max(axis=1)
+        self._rows += rows
+        self._compute += compute
+        np.maximum(self._longest, compute, out=self._longest)
+        self._input += report.input_seconds
+
+    def block(self, report: Any, steps_before: int) -> Block:
+        """Returns the block that ends with the step of `report`."""
+        return Block(
+            first=steps_before + report.number - self.steps + 1,
+            last=steps_before + report.number,
+            seconds=self.seconds / self.steps,
+            rows=self._rows.tolist(),
+            compute=((self._compute - self._longest) / (self.steps - 1)).tolist(),
+            input=(self._input / self.steps).tolist(),
+            links=report.links,
+        )
+
+
+def _write(files: RunFiles, record: StragglerRecord) -> None:
+    try:
+        append_record(files.stragglers(int(os.environ.get(ATTEMPT) or 0)), record)
+    except OSError as error:
+        logging.warning("The verdicts about slow workers could not be written: %s", error)
