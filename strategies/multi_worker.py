@@ -17,8 +17,8 @@ from tfdist.cluster.launch_check import warn_if_one_of_many
 from tfdist.errors import ClusterError
 from tfdist.faults import FaultTolerance, watchdog
 from tfdist.faults.stall_suspect import meeting_of, unlike_calls
-from tfdist.strategies import distributed_variables
 from tfdist.faults.straggler_watch import StragglerWatch
+from tfdist.strategies import distributed_variables
 from tfdist.strategies.balanced_dataset import BalancedDataset
 from tfdist.strategies.cluster_join import first_exchange, share_seed
 from tfdist.strategies.collectives.host_device import host_of

@@ -38,7 +38,7 @@ def links(rates, seconds=0.5):
     """Returns the links of all workers, by rate of each directed link in MB/s: rates[sender][receiver]."""
     found = []
     for sender, row in enumerate(rates):
-        own = {receiver: [LinkRate(rate * MB, True)] * 3 for receiver, rate in enumerate(row) if receiver != sender}
+        own = {receiver: [LinkRate(rate * MB, True)] * 5 for receiver, rate in enumerate(row) if receiver != sender}
         found.append(slowest_of(own, {receiver: seconds * rate.rate for receiver, (rate, *_) in own.items()}))
     return found
 
@@ -151,23 +151,29 @@ def test_only_a_link_that_is_full_tells_its_rate(now, is_of_link):
 
 
 def test_a_peer_that_does_not_read_is_no_slow_link():
-    rates = {0: [LinkRate(1e9, True)] * 3, 2: [LinkRate(1e6, False)] * 3}
+    rates = {0: [LinkRate(1e9, True)] * 5, 2: [LinkRate(1e6, False)] * 5}
     assert slowest_of(rates, {0: 1e6, 2: 1e6}) == LinkSpeed(0, 1e9, 1e6, 1e-3)
     assert slowest_of({2: rates[2]}, {2: 1e6}) == LinkSpeed(None, 0.0, 1e6, 0.0)
 
 
-def test_one_fast_transfer_of_three_shows_that_a_link_is_fast():
-    rates = {0: [LinkRate(rate, True) for rate in (1e7, 1e9, 1e7)], 2: [LinkRate(5e8, True)] * 3}
+def test_one_fast_transfer_of_five_shows_that_a_link_is_fast():
+    rates = {0: [LinkRate(rate, True) for rate in (1e7, 1e9, 1e7, 1e7, 1e7)], 2: [LinkRate(5e8, True)] * 5}
     assert slowest_of(rates, {0: 1e6, 2: 1e6}).peer == 2
-    assert slowest_of({0: [LinkRate(1e7, True)] * 2}, {0: 1e6}) is None
+    assert slowest_of({0: [LinkRate(1e7, True)] * 4}, {0: 1e6}) is None
+
+
+def test_a_burst_does_not_make_a_slow_link_fast():
+    slow = [LinkRate(1e6, True)] * 4 + [LinkRate(1e9, False)]
+    found = slowest_of({0: slow, 2: [LinkRate(1e8, True)] * 5}, {0: 1e6, 2: 1e6})
+    assert (found.peer, found.rate, found.typical) == (0, 1e6, 1e8)
 
 
 def test_each_link_is_looked_at_in_turn():
     looked = []
     speeds = LinkSpeeds(range(20), lambda peer: looked.append(peer) or counts(sent=len(looked) * 10**6))
-    for step in range(10):
+    for step in range(20):
         speeds.look(step)
-    assert looked == [place % 20 for place in range(80)] and speeds.slowest().peer is not None
+    assert looked == [place % 20 for place in range(160)] and speeds.slowest().peer is not None
 
 
 # The watch.

@@ -9,8 +9,8 @@ from tfdist.faults.straggler_policy import LinkSpeed
 from tfdist.strategies.collectives.link_counts import LinkCounts, LinkRate, rate_between
 
 _AT_ONCE = 8  # Connections to look at after a step. A look takes 3 microseconds.
-_KEPT = 3  # Newest rates of a link. The largest counts, since other programs may have slowed a transfer down.
-_LEAST_OF_LINK = 2  # Number of these rates that the link must have limited.
+_KEPT = 5  # Newest rates of a link. The largest counts, since other programs may have slowed a transfer down.
+_LEAST_OF_LINK = 3  # Number of these rates that the link must have limited.
 
 
 class LinkSpeeds:
@@ -53,14 +53,17 @@ def slowest_of(rates: Mapping[int, Sequence[LinkRate | None]], bytes_of_step: Ma
       rates: By peer, the newest rates of its link; `None` for an interval with too little data.
       bytes_of_step: By peer, the bytes that a step sends to it.
     """
-    known = {peer: [rate for rate in of_link if rate is not None] for peer, of_link in rates.items()}
-    best = {peer: max(each.rate for each in of_link) for peer, of_link in known.items() if len(of_link) == _KEPT}
-    of_link = [peer for peer in best if sum(each.is_of_link for each in known[peer]) >= _LEAST_OF_LINK]
-    if not best:
+    known = {peer: [rate for rate in each if rate is not None] for peer, each in rates.items() if len(each) == _KEPT}
+    known = {peer: each for peer, each in known.items() if len(each) >= _LEAST_OF_LINK}
+    if not known:
         return None
-    slowest = min(of_link, key=best.__getitem__, default=None)
+    # A short burst may be faster than the link, so it only tells that a link is fast.
+    best = {peer: max(rate.rate for rate in each) for peer, each in known.items()}
+    exact = {peer: [rate.rate for rate in each if rate.is_of_link] for peer, each in known.items()}
+    of_link = {peer: max(each) for peer, each in exact.items() if len(each) >= _LEAST_OF_LINK}
+    slowest = min(of_link, key=of_link.__getitem__, default=None)
     others = [rate for peer, rate in best.items() if peer != slowest]
     if slowest is None:
         return LinkSpeed(None, 0.0, statistics.median(others), 0.0)
-    rate = best[slowest]
+    rate = of_link[slowest]
     return LinkSpeed(slowest, rate, statistics.median(others or [rate]), bytes_of_step[slowest] / rate)

@@ -1,7 +1,7 @@
 """The file with verdicts about slow workers and links: a JSON object in each line, oldest first.
 
     {"time": 1764184083.1, "step": 1215, "since": 1200, "is_over": false, "cause": "computation", "worker": 3,
-     "host": "b", "link": null, "amount": 1.9, "text": "worker 3 on host b computes 1.9 times slower ...", "remedy": ...}
+     "host": "b", "link": null, "amount": 1.9, "text": "worker 3 on host b computes 1.9 times ...", "remedy": "..."}
 
 Does not load TensorFlow.
 """

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from tfdist.events.straggler_file import COMPUTATION, INPUT, LINK
 
 BLOCKS, _NEEDED = 4, 3  # Blocks that are looked at; blocks in which a worker must be slow.
+_LEAST_SECONDS = 1e-9
 _FEWER_ROWS = 0.8  # Rows of a worker, as a part of the median of the others, that count as fewer.
 
 
@@ -86,6 +87,8 @@ class Limits:
       input: Part of a step in which the worker waits for its input.
       input_part: Part of a step for which it waits longer than the median of the others.
       link: Rate of a link, as a part of the median of the others.
+      link_of_two: Likewise between two workers. There the only other link is the way back, which carries the
+        acknowledgments of this one. Both then slow each other down.
       link_part: Part of a step in which this link carries the bytes of the step.
     """
 
@@ -94,13 +97,18 @@ class Limits:
     input: float
     input_part: float
     link: float
+    link_of_two: float
     link_part: float
 
 
-BEGINS = Limits(computation=1.5, computation_part=0.15, input=0.3, input_part=0.25, link=0.25, link_part=0.2)
+BEGINS = Limits(
+    computation=1.5, computation_part=0.15, input=0.3, input_part=0.25, link=0.25, link_of_two=0.4, link_part=0.2
+)
 """Limits for a verdict."""
 
-GOES_ON = Limits(computation=1.25, computation_part=0.08, input=0.15, input_part=0.12, link=0.5, link_part=0.1)
+GOES_ON = Limits(
+    computation=1.25, computation_part=0.08, input=0.15, input_part=0.12, link=0.5, link_of_two=0.6, link_part=0.1
+)
 """Limits below which a verdict ends. They are lower, so that verdicts do not come and go."""
 
 
@@ -179,8 +187,11 @@ def _slow_computation(block: Block, limits: Limits) -> Iterator[tuple[Subject, f
         usual = _median_of_others(per_row, worker)
         if usual <= 0 or own < limits.computation * usual:
             continue
-        excess = block.compute[worker] - _median_of_others(block.compute, worker)
-        if excess >= limits.computation_part * block.seconds or _has_fewer_rows(block, worker):
+        others = _median_of_others(block.compute, worker)
+        if block.compute[worker] - others >= limits.computation_part * block.seconds:
+            # Fewer rows take less time, but not in proportion: each step has a fixed part.
+            yield Subject(COMPUTATION, worker), min(own / usual, block.compute[worker] / max(others, _LEAST_SECONDS))
+        elif _has_fewer_rows(block, worker):
             yield Subject(COMPUTATION, worker), own / usual
 
 
@@ -203,14 +214,15 @@ def _slow_input(block: Block, limits: Limits) -> Iterator[tuple[Subject, float]]
 
 def _slow_links(block: Block, limits: Limits) -> Iterator[tuple[Subject, float]]:
     found: dict[Link, float] = {}
+    limit = limits.link if len(block.links) > 2 else limits.link_of_two
     for worker, own in enumerate(block.links):
         others = [each.typical for i, each in enumerate(block.links) if each is not None and i != worker]
         if own is None or own.peer is None or not others:
             continue
         usual = statistics.median(others)
-        if own.rate >= limits.link * usual or own.seconds < limits.link_part * block.seconds:
+        if own.rate >= limit * usual or own.seconds < limits.link_part * block.seconds:
             continue
-        are_all = len(block.links) > 2 and own.typical < limits.link * usual
+        are_all = len(block.links) > 2 and own.typical < limit * usual
         found[Link(worker, None if are_all else own.peer)] = own.rate / usual
     for link, amount in _joined(found, len(block.links)).items():
         worker = link.sender if link.sender is not None else link.receiver

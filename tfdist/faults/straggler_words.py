@@ -4,10 +4,10 @@ from tfdist.events.straggler_file import COMPUTATION, INPUT
 from tfdist.faults.straggler_policy import Link, Verdict
 
 _REMEDIES = {
-    COMPUTATION: "Look for another job or a low clock rate on its machine, or give it fewer rows by a BalancedSharding.",
+    COMPUTATION: "Look for other jobs and a low clock rate on its machine, or balance the rows by a BalancedSharding.",
     INPUT: "Prepare more batches in parallel there (num_parallel_calls, prefetch), or use a data service.",
 }
-_OF_LINKS = "Measure the links by `tfdist doctor`, and look for other traffic; or send less by compression=\"int8\"."
+_OF_LINKS = 'Measure the links by `tfdist doctor`, and look for other traffic; or send less by compression="int8".'
 _BALANCED = "The others do not wait for it."
 
 
