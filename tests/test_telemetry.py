@@ -327,7 +327,7 @@ def test_tensorboard_returns_every_scalar(tmp_path):
 
     read = EventAccumulator(str(tmp_path)).Reload()
     expected = {tag for tag, _ in scalars(FIGURES, before)}
-    assert set(read.Tags()["tensors"]) == expected and len(expected) == 27
+    assert set(read.Tags()["tensors"]) == expected and len(expected) == 30
     assert [event.step for event in read.Tensors("logs/loss")] == [150, 150]
     assert len(read.Tensors("step/compute_seconds")) == 1
 

@@ -113,7 +113,7 @@ GOES_ON = Limits(
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class StragglerVerdict:
     """A worker or link that is slow, or is no longer slow.
 
     Attributes:
@@ -141,10 +141,10 @@ class StragglerJudge:
     """
 
     def __init__(self) -> None:
-        self.verdicts: dict[Subject, Verdict] = {}
+        self.verdicts: dict[Subject, StragglerVerdict] = {}
         self._blocks: collections.deque[_Judged] = collections.deque(maxlen=BLOCKS)
 
-    def add(self, block: Block) -> list[Verdict]:
+    def add(self, block: Block) -> list[StragglerVerdict]:
         """Takes the newest block. Returns the verdicts that begin, and those that are over."""
         self._blocks.append(_Judged(block, slow_in(block, BEGINS), slow_in(block, GOES_ON)))
         ended = [held for held in self.verdicts.values() if self._is_over(held.subject)]
@@ -161,11 +161,11 @@ class StragglerJudge:
         slow = sum(subject in each.still_slow for each in self._blocks)
         return len(self._blocks) == BLOCKS and slow <= BLOCKS - _NEEDED
 
-    def _verdict(self, subject: Subject) -> Verdict:
+    def _verdict(self, subject: Subject) -> StragglerVerdict:
         found = [each for each in self._blocks if subject in each.slow]
         amount = statistics.median(each.slow[subject] for each in found)
         is_balanced = subject.cause == COMPUTATION and not any(_holds_up(each.block, subject.worker) for each in found)
-        return Verdict(subject, amount, found[0].block.first, self._blocks[-1].block.last, is_balanced)
+        return StragglerVerdict(subject, amount, found[0].block.first, self._blocks[-1].block.last, is_balanced)
 
 
 class _Judged(NamedTuple):
@@ -225,9 +225,9 @@ def _slow_links(block: Block, limits: Limits) -> Iterator[tuple[Subject, float]]
         are_all = len(block.links) > 2 and own.typical < limit * usual
         found[Link(worker, None if are_all else own.peer)] = own.rate / usual
     for link, amount in _joined(found, len(block.links)).items():
-        worker = link.sender if link.sender is not None else link.receiver
-        if worker is not None:
-            yield Subject(LINK, worker, link), amount
+        named = link.sender if link.sender is not None else link.receiver
+        if named is not None:
+            yield Subject(LINK, named, link), amount
 
 
 def _joined(found: Mapping[Link, float], workers: int) -> dict[Link, float]:

@@ -20,7 +20,7 @@ from tfdist.cluster.address import is_loopback, split_address
 from tfdist.events.event_buffer import EVENTS
 from tfdist.events.straggler_file import CAUSES, StragglerRecord, append_record
 from tfdist.faults.coordination_store import CoordinationStore
-from tfdist.faults.straggler_policy import Block, LinkSpeed, StragglerJudge, Verdict
+from tfdist.faults.straggler_policy import Block, LinkSpeed, StragglerJudge, StragglerVerdict
 from tfdist.faults.straggler_words import remedy_of, text_of
 from tfdist.run_files import ATTEMPT, RunFiles, is_supervised
 
@@ -106,7 +106,7 @@ class StragglerWatch:
         if self._links is not None:
             self._publish(self._links.slowest())
 
-    def _tell(self, verdict: Verdict) -> None:
+    def _tell(self, verdict: StragglerVerdict) -> None:
         subject = verdict.subject
         record = StragglerRecord(
             time=time.time(),

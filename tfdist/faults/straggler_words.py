@@ -1,7 +1,7 @@
 """Words for verdicts about slow workers and links. Does not load TensorFlow."""
 
 from tfdist.events.straggler_file import COMPUTATION, INPUT
-from tfdist.faults.straggler_policy import Link, Verdict
+from tfdist.faults.straggler_policy import Link, StragglerVerdict
 
 _REMEDIES = {
     COMPUTATION: "Look for other jobs and a low clock rate on its machine, or balance the rows by a BalancedSharding.",
@@ -11,7 +11,7 @@ _OF_LINKS = 'Measure the links by `tfdist doctor`, and look for other traffic; o
 _BALANCED = "The others do not wait for it."
 
 
-def text_of(verdict: Verdict, host: str) -> str:
+def text_of(verdict: StragglerVerdict, host: str) -> str:
     """Returns a verdict in words.
 
     Args:
@@ -37,7 +37,7 @@ def text_of(verdict: Verdict, host: str) -> str:
     return f"{worker} computes {slower}"
 
 
-def remedy_of(verdict: Verdict) -> str:
+def remedy_of(verdict: StragglerVerdict) -> str:
     """Returns what to do about a verdict; empty if it is over."""
     if verdict.is_over:
         return ""
