@@ -75,7 +75,7 @@ def test_speeds_of_attempts_are_combined_by_their_time():
     both = combined(speeds)
     assert both == StepSpeed(40, 8.0, pytest.approx(0.8), 400.0)
     assert (both.step_seconds, both.rows_per_second) == (0.2, 50.0)
-    assert combined([speeds[0], StepSpeed(5, 1.0, None, None)]) == StepSpeed(15, 3.0, 0.5, None)
+    assert combined([speeds[0], StepSpeed(5, 1.0, None, None, 0.1)]) == StepSpeed(15, 3.0, 0.5, None, 0.1)
     assert combined([]) is None
 
 
@@ -100,6 +100,7 @@ def test_the_figures_are_those_of_the_files(tmp_path):
     assert (cost.steps, second.cost) == (10, None)
     assert (cost.lost_seconds, cost.restart_seconds, cost.again_seconds) == pytest.approx((3.0, 3.0, 5.0))
     assert first.speed.efficiency == pytest.approx(0.75) and first.speed.step_seconds == pytest.approx(0.2)
+    assert first.speed.typical_seconds == pytest.approx(0.15)
     assert first.speed.rows_per_second == pytest.approx(ROWS_PER_STEP / 0.2)
     assert (figures.outcome, figures.start, figures.seconds) == ("done", BEGUN, 25.0)
     totals = totals_of(telemetry)
@@ -224,7 +225,7 @@ def test_a_stranger_learns_what_failed_when_why_and_the_cost(tmp_path, has_telem
     for told in (
         "Done in 25 s, 2 attempts.",
         "of attempt 0: worker 1 was killed by SIGKILL at 2025-",
-        "on host-a. It cost 11 s and 10 training steps that were lost.",
+        "on host host-a. It cost 11 s and 10 training steps that were lost.",
         "2 workers instead of 3, after worker 1 had failed.",
         "Why: Nothing in a program can raise SIGKILL by accident",
         "Worker 1 was missing from exchange 12",

@@ -121,7 +121,7 @@ def _sentences(figures: RunFigures, facts: Sequence[str]) -> Iterator[Child]:
     for each in figures.attempts:
         failure = each.failure
         if failure is not None:
-            told = f" of attempt {each.number}: {failure.describe()} at {clock(failure.time)} on {failure.host}."
+            told = f" of attempt {each.number}: {failure.describe()} at {clock(failure.time)} on host {failure.host}."
             cost = f" It cost {duration(each.cost.seconds)}{_lost(each)}." if each.cost else ""
             yield [element("span", "Failure", class_="bad"), told, cost]
     yield from facts
@@ -150,7 +150,7 @@ def _failure(attempt: AttemptFigures, figures: RunFigures) -> Iterator[Child]:
     text = text_of(attempt.number, figures.recorded.attempts[attempt.number], figures.recorded.summaries)
     begun = "" if attempt.start is None else f", {duration(failure.time - attempt.start)} after the attempt began"
     step = "" if failure.step is None else f", after step {failure.step}"
-    who = "" if failure.worker is None else f"worker {failure.worker} on "
+    who = "" if failure.worker is None else f"worker {failure.worker} on host "
     missing = [f"{line[:1].upper()}{line[1:]}." for line in (*text.missing[:1], *text.missing[1:][-1:])]
     why = [failure.reason or "", hint_of(failure), *missing]
     rows = [

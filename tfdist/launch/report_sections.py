@@ -112,14 +112,20 @@ def speed_section(figures: RunFigures) -> Iterator[Child]:
     if not by_count:
         yield element("p", "No training step is recorded.")
         return
+    yield paragraph(_STEPS)
     yield paragraph(_EFFICIENCY)
     rows = [_speed_row(count, speed) for count, each in sorted(by_count.items()) if (speed := combined(each))]
-    columns = ("Workers", "Steps", "Mean step", "Rows/s", "Rows/s by worker", "Scaling efficiency")
+    columns = ("Workers", "Steps", "Typical step", "Mean step", "Rows/s", "Rows/s by worker", "Scaling efficiency")
     yield table("Speed by number of workers", columns, rows)
 
 
+_STEPS = (
+    "The typical step is the time from the end of a step to that of the next, as the median over intervals of the "
+    "telemetry. The mean step has all the time of input, computation, exchanges and callbacks, also in slow first "
+    "steps and at ends of epochs, but not start-up, tracing, validation and saves. Rows per second are by the mean step."
+)
 _EFFICIENCY = (
-    "Scaling efficiency is the part of the time of training steps that is not spent on exchanges and waits for other "
+    "Scaling efficiency is the part of this time that is not spent on exchanges and waits for other "
     "workers, as the mean over workers. A single worker would have none of these, so it estimates the speed of N "
     "workers divided by N times the speed of one. The update of the weights counts as exchange, so the true value is a "
     "little higher. Steps that do not report, as with XLA, have no efficiency."
@@ -131,6 +137,7 @@ def _speed_row(count: int, speed: StepSpeed) -> list[Child]:
     return [
         str(count),
         f"{speed.steps:,}",
+        seconds_text(speed.typical_seconds),
         seconds_text(speed.step_seconds),
         number(rows),
         number(rows / count if rows else None),

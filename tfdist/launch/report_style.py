@@ -79,7 +79,7 @@ thead th{color:var(--soft);font-weight:600}
 th:first-child{text-align:left}
 td{white-space:nowrap}
 thead th{min-width:4.5rem}
-th[scope=row]{min-width:5.5rem}
+th[scope=row]{min-width:6.5rem}
 pre{overflow-x:auto;background:var(--box);border:1px solid var(--line);border-radius:.4rem;padding:.6rem;
 font-size:.8rem;line-height:1.4;overflow-wrap:normal}
 code{font-size:.9em}

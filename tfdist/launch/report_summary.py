@@ -35,7 +35,10 @@ def tiles_of(figures: RunFigures, totals: Sequence[WorkerTotals]) -> list[tuple[
     raw, sent = summed(totals, "raw_bytes"), summed(totals, "sent_bytes")
     tiles = [("Goodput", percent(figures.account.goodput if figures.account else None))]
     if speed is not None:
-        tiles.append(("Mean step", seconds_text(speed.step_seconds)))
+        typical = speed.typical_seconds
+        tiles.append(
+            ("Mean step", seconds_text(speed.step_seconds)) if typical is None else ("Step", seconds_text(typical))
+        )
         tiles.append(("Rows per second", number(speed.rows_per_second)))
         tiles.append(("Scaling efficiency", percent(speed.efficiency)))
     if raw and sent:
@@ -123,7 +126,8 @@ def cost_of(attempt: AttemptFigures, figures: RunFigures) -> str:
     parts = []
     if cost.steps:
         parts.append(f"{duration(cost.lost_seconds)} of training ({_steps(cost.steps)}) were lost")
-    parts.append(f"{duration(cost.restart_seconds)} passed until the next start or the end")
+    until = "the end" if attempt is figures.attempts[-1] else "the next start"
+    parts.append(f"{duration(cost.restart_seconds)} passed until {until}")
     if cost.again_seconds:
         parts.append(f"{duration(cost.again_seconds)} went into starting, tracing and restoring again")
     return f"{duration(cost.seconds)} in all: {', '.join(parts)}.{_origin(attempt, figures)}"
@@ -152,8 +156,10 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def seconds_text(seconds: float) -> str:
+def seconds_text(seconds: float | None) -> str:
     """Formats the time of a step: "35.2 ms"."""
+    if seconds is None:
+        return "unknown"
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 

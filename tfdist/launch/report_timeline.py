@@ -11,7 +11,7 @@ from tfdist.launch.run_summary import duration
 _MOST_DRAWN = 100
 _COLUMNS = (
     *("Attempt", "Workers", "Began", "Lasted", "Ended as", "Steps", "Newest backup"),
-    *("Mean step", "Rows/s", "Efficiency"),
+    *("Typical step", "Mean step", "Rows/s", "Efficiency"),
 )
 
 
@@ -32,9 +32,8 @@ _LEGEND = (
     "\N{MULTIPLICATION SIGN} marks the first failure, a vertical line a backup."
 )
 _EXPLANATION = (
-    "Steps are those of the model, from the first to the last of the attempt. The mean step is the time of input, "
-    "computation, exchanges and callbacks, without start-up, tracing, validation and saves. Efficiency: see scaling "
-    "efficiency under Speed."
+    "Steps are those of the model, from the first to the last of the attempt. The section on speed explains the last "
+    "four columns."
 )
 
 
@@ -69,6 +68,7 @@ def _row(attempt: AttemptFigures) -> list[Child]:
         attempt.outcome or "unknown",
         f"{first + 1:,} to {last:,}" if last > first else "none",
         "none" if attempt.committed is None else f"step-{attempt.committed}",
+        seconds_text(speed.typical_seconds) if speed else "",
         seconds_text(speed.step_seconds) if speed else "",
         number(speed.rows_per_second) if speed else "",
         percent(speed.efficiency) if speed else "",

@@ -1,12 +1,13 @@
 """Policy: how fast the workers of an attempt trained, and on how many rows. Pure functions."""
 
 import dataclasses
+import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tfdist.events.phase_names import CALLBACK, COMPUTE, EXCHANGE, INPUT
 from tfdist.events.time_record import TimeRecord
-from tfdist.launch.telemetry_series import at_step
+from tfdist.launch.telemetry_series import at_step, longest
 from tfdist.telemetry.telemetry_file import TelemetryFile
 
 _STEP = (INPUT, COMPUTE, EXCHANGE, CALLBACK)
@@ -21,12 +22,15 @@ class StepSpeed:
       seconds: Their time: input, computation, exchanges, and callbacks between them, as the mean over workers.
       efficiency: Part of this time that is not spent on exchanges and waits for peers; `None` if it is unknown.
       rows: Rows of all workers in these steps; `None` if they are unknown.
+      typical_seconds: Time from the end of a step to that of the next, as the median over intervals of some seconds, so
+        that first steps, saves and ends of epochs do not count; `None` if it is unknown.
     """
 
     steps: int
     seconds: float
     efficiency: float | None
     rows: float | None
+    typical_seconds: float | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -43,15 +47,20 @@ def combined(speeds: Sequence[StepSpeed]) -> StepSpeed | None:
     """Returns the speed over several attempts; `None` without one."""
     if not speeds:
         return None
-    known = [(each.efficiency, each.seconds) for each in speeds if each.efficiency is not None]
     rows = [each.rows for each in speeds if each.rows is not None]
-    weight = sum(seconds for _, seconds in known)
     return StepSpeed(
         sum(each.steps for each in speeds),
         sum(each.seconds for each in speeds),
-        sum(efficiency * seconds for efficiency, seconds in known) / weight if weight else None,
+        _mean((each.efficiency, each.seconds) for each in speeds),
         sum(rows) if len(rows) == len(speeds) else None,
+        _mean((each.typical_seconds, each.steps) for each in speeds),
     )
+
+
+def _mean(weighted: Iterable[tuple[float | None, float]]) -> float | None:
+    """Returns the mean of the known values by their weights; `None` without one."""
+    known = [(value, weight) for value, weight in weighted if value is not None and weight > 0]
+    return sum(value * weight for value, weight in known) / sum(weight for _, weight in known) if known else None
 
 
 def steps_of(records: Sequence[TimeRecord]) -> tuple[int, int]:
@@ -72,7 +81,14 @@ def speed_of(records: Sequence[TimeRecord], telemetry: Mapping[int, TelemetryFil
     exchanged = statistics.fmean(each.seconds[EXCHANGE] for each in trained)
     rows = at_step(_rows_by_step(telemetry, first), last)
     efficiency = 1 - exchanged / seconds if exchanged and seconds else None  # Steps that do not report only compute.
-    return StepSpeed(last - first, seconds, efficiency, rows)
+    return StepSpeed(last - first, seconds, efficiency, rows, _typical_seconds(telemetry))
+
+
+def _typical_seconds(telemetry: Mapping[int, TelemetryFile]) -> float | None:
+    """Returns the median of the step times of intervals, from the worker with most figures."""
+    figures = [each for file in longest({0: telemetry}) for each in file.figures]
+    new = [now for before, now in itertools.pairwise(figures) if now.steps > before.steps]
+    return statistics.median(known) if (known := [each.step_seconds for each in new if each.step_seconds]) else None
 
 
 def _rows_by_step(telemetry: Mapping[int, TelemetryFile], first: int) -> list[tuple[float, float]]:
