@@ -89,6 +89,9 @@ def write_run(folder, has_telemetry=True):
         write_events(folder / "attempt-0" / f"events-{worker}.jsonl", header, done, stacks)
     began = {**clock, "format": 1, "worker": 1, "pid": 71, "why": START}
     write_events(folder / "attempt-0" / "events-1.jsonl", began, [], {})
+    slow = {"time": BEGUN + 9, "step": 15, "since": 10, "is_over": False, "cause": "computation", "worker": 2}
+    slow |= {"host": "host-a", "link": None, "amount": 2.0, "text": "worker 2 on host-a computes slowly since step 10"}
+    (folder / "attempt-0" / "stragglers.jsonl").write_text(json.dumps({**slow, "remedy": "Look for another job."}))
     if has_telemetry:
         for worker in range(3):
             write_telemetry(folder, 0, 3, worker, 5, 0, 20)

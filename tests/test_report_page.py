@@ -233,6 +233,8 @@ def test_a_stranger_learns_what_failed_when_why_and_the_cost(tmp_path, has_telem
         "Training continued from backup step-10.",
         "32.0 % of the time went into training steps",
         "1 to 20 step-10",
+        "Slow: worker 2 on host-a computes slowly since step 10.",
+        "attempt 0: worker 2 on host-a computes slowly since step 10. Look for another job.",
     ):
         assert told in re.sub(r" +([.,])", r"\1", text.replace("\N{NO-BREAK SPACE}", " ")), told
     assert ("To record them, give" in text) != has_telemetry and ("2,400 rows" in text) == has_telemetry

@@ -13,7 +13,7 @@ from tfdist.launch.report_curves import loss_chart, shares_chart, throughput_cha
 from tfdist.launch.report_figures import AttemptFigures, RunFigures, figures_of
 from tfdist.launch.report_sections import NO_TELEMETRY, speed_section, time_section, traffic_section, workers_section
 from tfdist.launch.report_style import STYLE
-from tfdist.launch.report_summary import cost_of, facts_of, failure_title, lead_of, tiles_of
+from tfdist.launch.report_summary import cost_of, facts_of, failure_title, lead_of, tiles_of, verdicts_of
 from tfdist.launch.report_timeline import attempts_section
 from tfdist.launch.run_summary import details_of, duration
 from tfdist.launch.telemetry_series import longest
@@ -23,6 +23,7 @@ from tfdist.package_version import version_of
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _MOST_FAILURES = 50
 _MOST_LINES = 200
+_MOST_VERDICTS = 100
 # Nothing is loaded, whatever text of a run gets into the page.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -44,6 +45,7 @@ def page_of(recorded: RecordedRun, now: float) -> str:
     sections: list[tuple[str, Callable[[], Iterable[Child]]]] = [
         ("Attempts and backups", lambda: attempts_section(figures)),
         ("Failures", lambda: _failures(figures)),
+        ("Slow workers", lambda: _slow(figures)),
         ("Time and goodput", lambda: time_section(figures)),
         ("Speed and scaling efficiency", lambda: [*speed_section(figures), _charts(throughput_chart(figures))]),
         ("Loss", lambda: _loss(figures)),
@@ -139,7 +141,7 @@ def _failures(figures: RunFigures) -> Iterator[Child]:
     for attempt in failed[:_MOST_FAILURES]:
         yield _guarded(functools.partial(_failure, attempt, figures))
     if len(failed) > _MOST_FAILURES:
-        yield element("p", f"And {len(failed) - _MOST_FAILURES} more; `tfdist report --no-html` prints all.")
+        yield paragraph(f"And {len(failed) - _MOST_FAILURES} more; `tfdist report --no-html` prints all.")
 
 
 def _failure(attempt: AttemptFigures, figures: RunFigures) -> Iterator[Child]:
@@ -163,6 +165,20 @@ def _failure(attempt: AttemptFigures, figures: RunFigures) -> Iterator[Child]:
     yield element("h3", failure_title(attempt))
     yield element("ul", [element("li", element("strong", f"{name}: "), told) for name, told in rows if told])
     yield from _details(attempt, text)
+
+
+def _slow(figures: RunFigures) -> Iterator[Child]:
+    """Yields the verdicts about slow workers and links."""
+    told = verdicts_of(figures)
+    if not told:
+        yield paragraph("While it ran, no worker and no link between workers was found to be slow.")
+        return
+    items = [
+        [element("strong", f"{when}: "), f"{verdict}. {remedy}"] for when, verdict, remedy in told[:_MOST_VERDICTS]
+    ]
+    yield _list(items)
+    if len(told) > _MOST_VERDICTS:
+        yield paragraph(f"And {len(told) - _MOST_VERDICTS} more; `tfdist report --no-html` prints all.")
 
 
 def _details(attempt: AttemptFigures, text: AttemptText) -> Iterator[Child]:

@@ -122,7 +122,8 @@ def speed_section(figures: RunFigures) -> Iterator[Child]:
 _STEPS = (
     "The typical step is the time from the end of a step to that of the next, as the median over intervals of the "
     "telemetry. The mean step has all the time of input, computation, exchanges and callbacks, also in slow first "
-    "steps and at ends of epochs, but not start-up, tracing, validation and saves. Rows per second are by the mean step."
+    "steps and at ends of epochs, but not start-up, tracing, validation and saves. Rows per second are by the mean "
+    "step."
 )
 _EFFICIENCY = (
     "Scaling efficiency is the part of this time that is not spent on exchanges and waits for other "

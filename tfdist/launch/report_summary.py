@@ -3,13 +3,14 @@
 import itertools
 from collections.abc import Sequence
 
+from tfdist.events.straggler_file import pairs_of
 from tfdist.events.time_record import BEGINNING
 from tfdist.launch.recorded_failure import clock
 from tfdist.launch.report_figures import AttemptFigures, RunFigures
 from tfdist.launch.run_summary import duration, outcome_line, size
 from tfdist.launch.worker_totals import WorkerTotals, slow_workers, summed
 
-_MOST_SLOW = 5
+_MOST_SLOW = 3
 
 
 def lead_of(figures: RunFigures) -> str:
@@ -35,10 +36,9 @@ def tiles_of(figures: RunFigures, totals: Sequence[WorkerTotals]) -> list[tuple[
     raw, sent = summed(totals, "raw_bytes"), summed(totals, "sent_bytes")
     tiles = [("Goodput", percent(figures.account.goodput if figures.account else None))]
     if speed is not None:
-        typical = speed.typical_seconds
-        tiles.append(
-            ("Mean step", seconds_text(speed.step_seconds)) if typical is None else ("Step", seconds_text(typical))
-        )
+        is_known = speed.typical_seconds is not None
+        name, seconds = ("Typical step", speed.typical_seconds) if is_known else ("Mean step", speed.step_seconds)
+        tiles.append((name, seconds_text(seconds)))
         tiles.append(("Rows per second", number(speed.rows_per_second)))
         tiles.append(("Scaling efficiency", percent(speed.efficiency)))
     if raw and sent:
@@ -49,7 +49,7 @@ def tiles_of(figures: RunFigures, totals: Sequence[WorkerTotals]) -> list[tuple[
 
 def facts_of(figures: RunFigures, totals: Sequence[WorkerTotals]) -> list[str]:
     """Returns sentences about the whole run, beside those about its failures."""
-    facts = [_time(figures), *_sizes(figures.attempts), _training(figures), _slow(totals), _traffic(totals)]
+    facts = [_time(figures), *_sizes(figures.attempts), _training(figures), *_slow(figures, totals), _traffic(totals)]
     return [fact for fact in facts if fact]
 
 
@@ -97,11 +97,26 @@ def _training(figures: RunFigures) -> str:
     return f"{told}.{repeated}"
 
 
-def _slow(totals: Sequence[WorkerTotals]) -> str:
+def _slow(figures: RunFigures, totals: Sequence[WorkerTotals]) -> list[str]:
+    """Returns sentences about slow workers: by the verdicts of the run, or else by the speeds over the whole run."""
+    told = verdicts_of(figures)
+    if told:
+        more = [f"The section on slow workers has {len(told) - _MOST_SLOW} more."] if len(told) > _MOST_SLOW else []
+        return [*(f"Slow: {verdict}." for _, verdict, _ in told[:_MOST_SLOW]), *more]
     slow = sorted(slow_workers(totals), key=lambda each: -each[1])[:_MOST_SLOW]
-    return " ".join(
+    return [
         f"Worker {worker} computed {times:.1f} times slower than the median of the others." for worker, times in slow
-    )
+    ]
+
+
+def verdicts_of(figures: RunFigures) -> list[tuple[str, str, str]]:
+    """Returns each verdict about a slow worker or link: when and in which attempt, the verdict, and the remedy."""
+    found = []
+    for number, records in sorted(figures.recorded.stragglers.items()):
+        for record, end in pairs_of(records):
+            until = "" if end is None else f", until step {end.step}"
+            found.append((f"{clock(record.time)}, attempt {number}", f"{record.text}{until}", record.remedy))
+    return found
 
 
 def _traffic(totals: Sequence[WorkerTotals]) -> str:
