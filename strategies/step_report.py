@@ -109,6 +109,7 @@ class StepReports:
         self.num_replicas = num_replicas
         self.asked_here = False
         self._published = [0.0] * _LINK_NUMBERS
+        self._phases: StepPhases | None = None  # Of the step whose report is being delivered.
         self.tells = True
         self.rows_read: RowsRead | None = None
         self.stragglers: StragglerWatch | None = None
@@ -240,8 +241,14 @@ class StepReports:
     def phases(self) -> StepPhases:
         """Returns how this worker's first replica spent the time since the end of the step before.
 
-        Only a listener may call it, for the step whose report it takes. Costs a read of a variable.
+        Only a listener may call it, for the step whose report it takes. The first call for a step costs a read of a
+        variable.
         """
+        if self._phases is None:
+            self._phases = self._read_phases()
+        return self._phases
+
+    def _read_phases(self) -> StepPhases:
         times = self._clocks[0].now()
         begin, loss, share, gradients, ended_before = times[:_SEEN]
         return divide(
@@ -295,7 +302,7 @@ class StepReports:
 
     def _take(self, model: weakref.ref, totals: np.ndarray) -> None:
         trained = model()
-        self._trained = model
+        self._trained, self._phases = model, None
         phases = self._count_phases()
         self.activity.stepped()
         self.latest, not_finite, read = self._divided(totals)
