@@ -1,17 +1,22 @@
 """The page of `tfdist report`: its figures are those of the files, it needs nothing else, and no text breaks it."""
 
+import contextlib
 import html.parser
+import itertools
 import json
+import os
 import random
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
-from launched import nothing_left
+from benchmarks.netlab import Netlab, why_not
+from launched import DEADLINE_SECONDS, PREAMBLE, nothing_left
 from recorded_runs import BEGUN, RAW, ROWS_PER_STEP, killed, write_run
 from tfdist.launch import cli, report_charts
 from tfdist.launch.html_markup import Markup, element, table
@@ -452,3 +457,59 @@ def test_the_page_does_not_scroll_sideways(tmp_path):
     command = [BROWSER, *options, (tmp_path / "frames.html").as_uri()]
     done = subprocess.run(command, env=home, capture_output=True, text=True, timeout=120)
     assert "<title>too wide: .</title>" in done.stdout, done.stderr
+
+
+AGREES = """
+import keras, numpy as np
+import tfdist
+strategy = tfdist.MultiWorkerMirroredStrategy(compression="int8")
+with strategy.scope():
+    model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(1024), keras.layers.Dense(1024)])
+    model.compile("sgd", "mse")
+rng = np.random.default_rng(0)
+x = rng.normal(size=(4800, 256)).astype("float32")
+data = strategy.distribute_datasets_from_function(
+    tfdist.data.BalancedSharding((x, np.tile(x, 4)), global_batch_size=48, seed=0))
+class Clock(keras.callbacks.Callback):
+    ends = []
+    def on_train_batch_end(self, batch, logs=None):
+        self.ends.append(time.monotonic())
+clock = Clock()
+model.fit(data, epochs=4, verbose=0, callbacks=[tfdist.callbacks.Telemetry(every_seconds=1.0), clock])
+(here / f"ends-{worker}").write_text(json.dumps(clock.ends))
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.privileged
+def test_bytes_are_those_of_the_interfaces_and_step_times_those_of_the_clock(tmp_path):
+    if reason := why_not():
+        pytest.skip(reason)
+    script = tmp_path / "script.py"
+    script.write_text(PREAMBLE + AGREES)
+    with Netlab(hosts=2, rate=None) as lab, contextlib.ExitStack() as stack:
+        cluster = {"worker": [f"{host.address}:2222" for host in lab.hosts]}
+        before = [host.counters() for host in lab.hosts]
+        runs = []
+        for index, host in enumerate(lab.hosts):
+            config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+            arguments = ["run", "--log-dir", str(tmp_path / "logs"), str(script)]
+            command = host.command([sys.executable, "-m", "tfdist.launch.cli", *arguments])
+            env = {**os.environ, "TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1"}
+            run = stack.enter_context(subprocess.Popen(command, env=env, cwd=tmp_path))
+            stack.callback(run.kill)
+            runs.append(run)
+        assert [run.wait(DEADLINE_SECONDS) for run in runs] == [0, 0]
+        after = [host.counters() for host in lab.hosts]
+    telemetry = read_all_telemetry(read_run(tmp_path / "logs"))[0]
+    for each, begin, end in zip(totals_of(telemetry), before, after, strict=True):
+        assert each.network_sent_bytes == pytest.approx(end.sent_bytes - begin.sent_bytes, rel=0.02)
+        assert each.network_received_bytes == pytest.approx(end.received_bytes - begin.received_bytes, rel=0.02)
+    assert summed(totals_of(telemetry), "rows") == 4 * 4800
+    for worker, file in telemetry[0].items():
+        ends, told, timed = json.loads((tmp_path / f"ends-{worker}").read_text()), [], []
+        for old, now in itertools.pairwise(file.figures):
+            if 0 < old.steps < now.steps <= len(ends):
+                told.append(now.step_seconds)
+                timed.append((ends[now.steps - 1] - ends[old.steps - 1]) / (now.steps - old.steps))
+        assert len(told) > 5 and statistics.median(told) == pytest.approx(statistics.median(timed), rel=0.02)
