@@ -232,7 +232,7 @@ def test_a_stranger_learns_what_failed_when_why_and_the_cost(tmp_path, has_telem
         "of attempt 0: worker 1 was killed by SIGKILL at 2025-",
         "on host host-a. It cost 11 s and 10 training steps that were lost.",
         "2 workers instead of 3, after worker 1 had failed.",
-        "Why: Nothing in a program can raise SIGKILL by accident",
+        "Why: SIGKILL comes from outside of the program",
         "Worker 1 was missing from exchange 12",
         "3.0 s of training (10 steps) were lost",
         "Training continued from backup step-10.",

@@ -9,8 +9,8 @@ from tfdist.launch.first_failure import Failure
 from tfdist.launch.recorded_run import WorkerFiles
 
 _HINTS = {
-    "SIGKILL": "Nothing in a program can raise SIGKILL by accident: a person, a scheduler, or the kernel when memory "
-    "runs out sends it. The command dmesg on its host names the processes that the kernel has killed.",
+    "SIGKILL": "SIGKILL comes from outside of the program: from a person, a scheduler, or the kernel when memory runs "
+    "out. The command dmesg on its host names the processes that the kernel has killed.",
     "SIGSEGV": "SIGSEGV is a crash in native code; the log of the worker has the Python stack.",
     "SIGABRT": "SIGABRT is an abort in native code; the log of the worker has its message.",
     "SIGBUS": "SIGBUS is often a full /dev/shm or a file that was cut while it was mapped into memory.",
@@ -48,9 +48,12 @@ def line_of(failure: Failure) -> str:
     return f"{failure.describe()} [{clock(failure.time)} on {failure.host}{step}]"
 
 
-def hint_of(failure: Failure) -> str:
-    """Returns what usually causes a failure that leaves no message of its own; empty if nothing is known."""
-    return _HINTS.get(failure.signal or "", "")
+def cause_of(failure: Failure) -> str:
+    """Returns the cause of a failure: its exception, its message or the usual cause; empty if nothing is known."""
+    if failure.kind == "exception":
+        place = f", in {failure.line}" if failure.line else ""
+        return f"{failure.exception}: {failure.reason or 'no message'}{place}"
+    return failure.reason or _HINTS.get(failure.signal or "", "")
 
 
 def clock(seconds: float) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tfdist.launch.attempt_text import AttemptText, text_of
 from tfdist.launch.html_markup import Child, Markup, element, joined, paragraph, table
-from tfdist.launch.recorded_failure import clock, hint_of
+from tfdist.launch.recorded_failure import cause_of, clock
 from tfdist.launch.recorded_run import RecordedRun, read_all_telemetry
 from tfdist.launch.report_charts import INSTALL, Chart, can_draw, drawn
 from tfdist.launch.report_curves import loss_chart, shares_chart, throughput_chart, traffic_chart
@@ -70,7 +70,7 @@ def page_of(recorded: RecordedRun, now: float) -> str:
 
 
 def _document(recorded: RecordedRun, now: float, body: Child) -> str:
-    title = f"Run in {recorded.folder}"
+    title = f"Run in {recorded.folder.absolute()}"
     made = f"Made by tfdist {version_of('tfdist')} at {clock(now)}. Times are local times ({time.strftime('%Z')})."
     head = [
         element("meta", charset="utf-8"),
@@ -154,7 +154,7 @@ def _failure(attempt: AttemptFigures, figures: RunFigures) -> Iterator[Child]:
     step = "" if failure.step is None else f", after step {failure.step}"
     who = "" if failure.worker is None else f"worker {failure.worker} on host "
     missing = [f"{line[:1].upper()}{line[1:]}." for line in (*text.missing[:1], *text.missing[1:][-1:])]
-    why = [failure.reason or "", hint_of(failure), *missing]
+    why = [cause_of(failure), *missing]
     rows = [
         ("When", f"{clock(failure.time)}{begun}"),
         ("Where", f"{who}{failure.host}{step}"),

@@ -39,7 +39,8 @@ def tiles_of(figures: RunFigures, totals: Sequence[WorkerTotals]) -> list[tuple[
         is_known = speed.typical_seconds is not None
         name, seconds = ("Typical step", speed.typical_seconds) if is_known else ("Mean step", speed.step_seconds)
         tiles.append((name, seconds_text(seconds)))
-        tiles.append(("Rows per second", number(speed.rows_per_second)))
+        if speed.rows_per_second is not None:
+            tiles.append(("Rows per second", number(speed.rows_per_second)))
         tiles.append(("Scaling efficiency", percent(speed.efficiency)))
     if raw and sent:
         tiles.append(("Compression", f"{raw / sent:.3g} times"))
@@ -90,11 +91,13 @@ def _training(figures: RunFigures) -> str:
     steps = max((each.steps[1] for each in figures.attempts), default=0)
     if not steps:
         return ""
-    told = f"The model was trained for {steps:,} steps"
+    told = f"The model was trained for {_steps(steps)}"
     if figures.kept_rows:
         told += f" on {round(figures.kept_rows):,} rows"
     repeated = f" Steps with {round(figures.repeated_rows):,} more rows were lost." if figures.repeated_rows else ""
-    return f"{told}.{repeated}"
+    lost = cost.steps if (cost := figures.attempts[-1].cost) else 0
+    unsaved = f" The last {_steps(lost)} came after the newest backup, and were lost at the end." if lost else ""
+    return f"{told}.{repeated}{unsaved}"
 
 
 def _slow(figures: RunFigures, totals: Sequence[WorkerTotals]) -> list[str]:
