@@ -22,8 +22,8 @@ class StepSpeed:
       seconds: Their time: input, computation, exchanges, and callbacks between them, as the mean over workers.
       efficiency: Part of this time that is not spent on exchanges and waits for peers; `None` if it is unknown.
       rows: Rows of all workers in these steps; `None` if they are unknown.
-      typical_seconds: Time from the end of a step to that of the next, as the median over intervals of some seconds, so
-        that first steps, saves and ends of epochs do not count; `None` if it is unknown.
+      typical_seconds: Time from the end of a step to the end of the next: the median over intervals of some seconds.
+        First steps, saves and ends of epochs do not change it. `None` if it is unknown.
     """
 
     steps: int

@@ -9,7 +9,7 @@ from typing import Any
 
 from tfdist.telemetry.worker_metrics import WorkerMetrics
 
-_MOST_LINES = 2000  # Of a longer file, evenly spaced lines are read.
+_MOST_LINES = 2000  # The reader takes evenly spaced lines of a longer file.
 _ANY_NUMBER = ("residual_norm", "logs")  # These may be Inf or NaN, which the file has as text.
 _LARGEST = 1e18
 _IS_MAPPING = {field.name: field.default_factory is dict for field in dataclasses.fields(WorkerMetrics)}
