@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from tfdist.launch.first_failure import last_lines
+from tfdist.launch.line_splitter import LineSplitter
 from tfdist.launch.terminal_filter import TerminalFilter, is_library_line
-from tfdist.launch.worker_output import LineSplitter
 
 # An example for each pattern of the filter, and more.
 OF_LIBRARIES = [
@@ -192,3 +193,10 @@ def test_a_slow_progress_bar_is_shown_in_its_current_state():
     for now in range(100):
         found += lines.split(f"{now} %\r".encode())
     assert [line.decode() for line in found + lines.rest()] == ["30 %", "60 %", "90 %", "99 %"]
+
+
+def test_the_last_lines_of_a_worker_have_the_last_state_of_a_progress_bar():
+    bar = "".join(f"\b\b\b\r\x1b[1m{step}/9\x1b[0m" for step in range(10))
+    library = OF_LIBRARIES[0]
+    output = f"before\n{library}\n{bar}{library}\n{bar}\nafter\n"
+    assert last_lines(output) == ["before", "9/9", "9/9", "after"]

@@ -33,6 +33,7 @@ from tfdist.launch import (
     worker_script,
 )
 from tfdist.launch.run_dir import KEPT_RUNS, folder_of_run
+from tfdist.launch.run_terminal import RunTerminal, can_draw_table
 from tfdist.launch.stop_signals import stop_signals
 from tfdist.launch.supervisor import Supervisor, SupervisorOptions
 from tfdist.launch.worker_count_limit import WorkerLimits, refusal
@@ -170,8 +171,14 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder for the files of this run: attempt-0/worker-0.log and so on, and failure.json; earlier/ keeps the "
         f"files of the run before (default: a new folder in the temporary directory, which keeps {KEPT_RUNS} runs)",
     )
-    parser.add_argument(
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument(
         "--tee", action="store_true", help="print the lines of all workers, each after the worker's name"
+    )
+    shown.add_argument(
+        "--quiet",
+        action="store_true",
+        help="print only warnings of tfdist, the first failure and the outcome; the output of workers is in their logs",
     )
     parser.add_argument(
         "--grace-seconds",
@@ -192,6 +199,8 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.quiet:
+        logging.set_verbosity(logging.WARNING)
     command = _worker_command(args)
     spec = _own_place(args)
     options = _run_options(args, spec)
@@ -201,8 +210,23 @@ def _run(args: argparse.Namespace) -> int:
     warn_at_start(spec, args.log_dir, len(spec.workers_on_host) if spec else args.workers or 1)
     if args.private_network:
         private_network.enter()
-    with folder_of_run(args, spec) as run_dir, _caught_signals() as caught:
-        return Supervisor(command, options, run_dir=run_dir, caught=caught, spec=spec).run()
+    with folder_of_run(args, spec) as run_dir, _caught_signals() as caught, _terminal(args, spec) as terminal:
+        return Supervisor(command, options, run_dir=run_dir, caught=caught, spec=spec, terminal=terminal).run()
+
+
+@contextlib.contextmanager
+def _terminal(args: argparse.Namespace, spec: ClusterSpec | None) -> Iterator[RunTerminal]:
+    """Yields what shows the output: a live table, or plain lines without a terminal or if several commands share it."""
+    is_shared = args.slurm or args.mpi is not None or (spec is not None and len(spec.workers_on_host) > 1)
+    is_terminal = sys.stdout is not None and sys.stdout.isatty() and not is_shared
+    if args.quiet or args.tee or not can_draw_table(os.environ, is_terminal=is_terminal):
+        yield RunTerminal(tells_progress=not args.quiet and (spec is None or spec.worker_id == 0))
+        return
+    from tfdist.launch.live_terminal import LiveTerminal  # Loads `rich`.
+
+    terminal = LiveTerminal()
+    with terminal.shared():
+        yield terminal
 
 
 def _own_place(args: argparse.Namespace) -> ClusterSpec | None:
@@ -258,6 +282,7 @@ def _run_options(args: argparse.Namespace, spec: ClusterSpec | None) -> Supervis
         devices_per_worker=args.devices_per_worker,
         visible_gpus=_visible_gpus(args, spec),
         tee=args.tee,
+        quiet=args.quiet,
     )
 
 

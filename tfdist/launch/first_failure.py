@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 import re
 import socket
@@ -21,13 +22,15 @@ from tfdist.failure_kinds import (
     user_line,
 )
 from tfdist.failure_report import LEFT
-from tfdist.launch.terminal_filter import is_library_line
+from tfdist.launch.line_splitter import LineSplitter
+from tfdist.launch.terminal_filter import is_library_line, without_library_line
 from tfdist.launch.worker_group import WorkerExit, describe_exit, signal_name
 from tfdist.run_files import RunFiles, log_path
 
 _TAIL_LINES = 30
 _TAIL_BYTES = 1 << 16
 _FROM_REPORT = ("exception", "message", "stack", "suspect", "step", "section")
+_COLOR = re.compile(r"\x1b\[[0-9;]*[mK]")
 _ARGUMENT_ERROR = 2  # Exit code of argparse, and of Python for a wrong command line.
 # Errors that TensorFlow raises in a worker after the loss of a peer.
 _CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError")
@@ -213,7 +216,7 @@ def _failure(
         log=str(path),
         reason=telling_line(message) if message else None,
         line=user_line(stack) if stack else None,
-        output="\n".join([each for each in output.splitlines() if not is_library_line(each)][-_TAIL_LINES:]),
+        output="\n".join(last_lines(output)),
         **reported,
     )
     return dataclasses.replace(failure, category=_category(failure, report.get("causes") or (), output))
@@ -259,6 +262,14 @@ def _read(path: pathlib.Path) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return report if isinstance(report, dict) else {}
+
+
+def last_lines(output: str) -> list[str]:
+    """Returns the last lines of output without colors and lines of libraries; of a progress bar, its last state."""
+    splitter = LineSplitter(bar_seconds=math.inf)
+    lines = [*splitter.split(output.encode()), *splitter.rest()]
+    own = [without_library_line(line.decode(errors="replace")) for line in lines]
+    return [_COLOR.sub("", line).rstrip() for line in own if line is not None][-_TAIL_LINES:]
 
 
 def _end_of(path: pathlib.Path) -> str:

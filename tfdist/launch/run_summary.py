@@ -30,6 +30,18 @@ def size(count: float) -> str:
     return f"{count / 1000:,.3g} TB"
 
 
+def short_duration(seconds: float) -> str:
+    """Formats a time span in little room: "7 s", "12 min", "3 h"."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5970 else f"{seconds / 3600:.0f} h"
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun: "1 worker", "2 workers"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def named(workers: Sequence[int]) -> str:
     """Lists workers for a message: "worker 1, worker 3"."""
     return ", ".join(f"worker {worker}" for worker in workers)
@@ -37,7 +49,7 @@ def named(workers: Sequence[int]) -> str:
 
 def outcome_line(outcome: str, exit_code: int, seconds: float, attempts: int) -> str:
     """Returns a line with the outcome of a run (as in `Attempt`), its duration and its number of attempts."""
-    took = f"{duration(seconds)}, {attempts} attempt{'' if attempts == 1 else 's'}"
+    took = f"{duration(seconds)}, {counted(attempts, 'attempt')}"
     if outcome == "done":
         return f"done in {took}"
     if outcome == "preempted":

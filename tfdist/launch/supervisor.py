@@ -19,6 +19,7 @@ from tfdist.cluster.ports import HeldPorts, hold_ports
 from tfdist.errors import TFConfigError, TfdistError
 from tfdist.exit_codes import PREEMPTED
 from tfdist.failure_kinds import FailureKind
+from tfdist.launch.attempt_watch import AttemptWatch
 from tfdist.launch.cache_locks import describe, is_left_behind, lock_named_in, locks_in, remove
 from tfdist.launch.first_failure import (
     Failure,
@@ -31,6 +32,7 @@ from tfdist.launch.first_failure import (
 from tfdist.launch.gpu_discovery import VISIBLE_DEVICES
 from tfdist.launch.restart_policy import Chance, Commits, Restarts, Size, chance_of
 from tfdist.launch.run_summary import details_of, named, outcome_line
+from tfdist.launch.run_terminal import RunTerminal
 from tfdist.launch.stopped_workers import SECONDS, StoppedWorkers
 from tfdist.launch.survivor_events import ask_for_events
 from tfdist.launch.worker_group import WorkerExit, WorkerGroup
@@ -59,6 +61,7 @@ class SupervisorOptions:
       devices_per_worker: Number of logical devices per worker; None leaves the environment unchanged.
       visible_gpus: Value of CUDA_VISIBLE_DEVICES for each slot of this machine; None leaves the environment unchanged.
       tee: Whether to print the lines of all workers, each after the worker's name.
+      quiet: Whether to print no output of workers, and only warnings, failures and the outcome.
     """
 
     workers: int
@@ -70,6 +73,7 @@ class SupervisorOptions:
     devices_per_worker: int | None = None
     visible_gpus: Sequence[str] | None = None
     tee: bool = False
+    quiet: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +140,7 @@ class Supervisor:
       caught: List that grows with the signals that ask this process to end. One request adds one signal.
       spec: Cluster spec of the one worker to start here, in a cluster of several hosts; None to start all workers
         here, on free ports.
+      terminal: Shows the output of the workers and their progress.
     """
 
     def __init__(
@@ -146,6 +151,7 @@ class Supervisor:
         run_dir: pathlib.Path,
         caught: Sequence[int],
         spec: ClusterSpec | None = None,
+        terminal: RunTerminal | None = None,
     ):
         self._command = command
         self._options = options
@@ -153,6 +159,7 @@ class Supervisor:
         self._files = RunFiles(run_dir)
         self._caught = caught
         self._spec = spec
+        self._terminal = terminal or RunTerminal()
         self._restarts = Restarts(options.max_restarts, options.restart_window_seconds)
         self._size = Size(options.workers, options.min_workers, options.regrow_seconds)
         self._attempts: list[Attempt] = []
@@ -228,7 +235,9 @@ class Supervisor:
                 slots=[self._spec.slot] if self._spec else self._size.slots,
                 env_of_slot=self._env_of_slot,
                 tee=self._options.tee,
+                quiet=self._options.quiet,
                 reported_stack=functools.partial(reported_stack, self._run_dir, number),
+                target=self._terminal.target,
             )
             group.start()
         except (OSError, TfdistError) as error:
@@ -236,8 +245,10 @@ class Supervisor:
             return ended("failed", failure.exit_code, failure)
         if number == 0:
             self._tell_start(workers, directory)
+        run_start = self._attempts[0].time if self._attempts else start
         try:
-            return self._watch(group, number, start, commits, ended)
+            with self._terminal.watching(AttemptWatch(self._files, number, group, run_start)):
+                return self._watch(group, number, start, commits, ended)
         finally:
             group.kill()
             with contextlib.suppress(OSError):
@@ -468,14 +479,15 @@ class Supervisor:
         line = outcome_line(outcome, exit_code, seconds, len(self._attempts))
         files = "logs and failure.json" if any(attempt.failure for attempt in self._attempts) else "logs"
         why = f"; {last.failure.describe()}{self._why_not_again(last)}" if last.failure else ""
-        logging.info("%s; %s in %s%s", line, files, self._run_dir, why)
+        level = logging.WARNING if self._options.quiet else logging.INFO  # `--quiet` shows no lower levels.
+        logging.log(level, "%s; %s in %s%s", line, files, self._run_dir, why)
         return exit_code
 
     def _tell_details(self, failure: Failure) -> None:
         """Logs the traceback or the last lines of the failed worker, unless the terminal already shows them."""
         if failure.worker is None or self._options.tee:
             return
-        is_shown = failure.worker == (self._spec.worker_id if self._spec else 0)
+        is_shown = not self._options.quiet and failure.worker == (self._spec.worker_id if self._spec else 0)
         is_reported = bool(reported_stack(self._run_dir, failure.attempt, failure.worker))
         if details := details_of(failure, is_shown=is_shown, is_reported=is_reported):
             logging.error("worker %d, from %s:\n%s", failure.worker, failure.log, details)

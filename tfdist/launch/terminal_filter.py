@@ -70,6 +70,14 @@ def is_library_line(line: str) -> bool:
     return _AT_START.match(line.encode()) is not None
 
 
+def without_library_line(line: str) -> str | None:
+    """Returns the part of a line before that of a library, such as a progress bar; `None` if all is of the library."""
+    if is_library_line(line):
+        return None
+    found = _ANYWHERE.search(line.encode())
+    return line.encode()[: found.start()].decode(errors="replace") if found else line
+
+
 class OutputFilter:
     """Selects the bytes of a worker's output that the terminal shows. This base class shows all."""
 

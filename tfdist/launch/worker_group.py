@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import ClusterError
+from tfdist.launch.output_target import OutputTarget
 from tfdist.launch.process_guard import ProcessGuard
 from tfdist.launch.stop_signals import hear_of_children
 from tfdist.launch.worker_output import WorkerOutput
@@ -58,7 +59,9 @@ class WorkerGroup:
       slots: Value of TFDIST_SLOT for each worker. Without it, TFDIST_SLOT is not set.
       env_of_slot: Returns variables to add to the environment of the worker with this slot.
       tee: Whether to print all lines of all workers instead, each after "[worker <index>] ".
+      quiet: Whether to show no output of workers.
       reported_stack: Returns the traceback that a worker has reported, which is not shown here, or an empty string.
+      target: See `WorkerOutput`.
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class WorkerGroup:
         slots: Sequence[int] | None = None,
         env_of_slot: Callable[[int], Mapping[str, str]] = lambda slot: {},
         tee: bool = False,
+        quiet: bool = False,
         reported_stack: Callable[[int], str] = lambda worker: "",
+        target: Callable[[int | None], OutputTarget] = OutputTarget,
     ):
         self._command = list(command)
         self._specs = list(specs)
@@ -79,8 +84,9 @@ class WorkerGroup:
         self._env = dict(env or {})
         self._slots = slots
         self._env_of_slot = env_of_slot
-        self._tee = tee
+        self._tee, self._quiet = tee, quiet
         self._reported_stack = reported_stack
+        self._target = target
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._outputs: dict[int, WorkerOutput] = {}
         self._guard: ProcessGuard | None = None
@@ -95,7 +101,7 @@ class WorkerGroup:
     @property
     def pids(self) -> Mapping[int, int]:
         """The process ids of the running workers, by worker."""
-        return {index: process.pid for index, process in self._running.items()}
+        return {index: process.pid for index, process in dict(self._running).items()}  # Other threads ask too.
 
     @property
     def exits(self) -> tuple[WorkerExit, ...]:
@@ -183,7 +189,7 @@ class WorkerGroup:
     def _start_worker(self, spec: ClusterSpec, own_env: Mapping[str, str]) -> None:
         index = spec.worker_id
         is_first = index == self._specs[0].worker_id
-        show = "by line" if self._tee else "calm" if is_first else "no"
+        show = "by line" if self._tee else "calm" if is_first and not self._quiet else "no"
         # Unbuffered, so that the log of a killed worker contains its last output.
         defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         env = {**defaults, **os.environ, **self._env, **own_env, "TF_CONFIG": spec.to_json()}
@@ -193,6 +199,7 @@ class WorkerGroup:
                 show=show,
                 name=f"[worker {index}]",
                 reported_stack=functools.partial(self._reported_stack, index),
+                target=self._target,
             )
             self._running[index] = subprocess.Popen(
                 self._command,

@@ -2,31 +2,25 @@
 
 import contextlib
 import fcntl
-import math
 import os
 import pathlib
 import pty
-import re
 import select
 import subprocess
 import termios
 import threading
-import time
 import tty
 from collections.abc import Callable
 from typing import IO
 
+from tfdist.launch.line_splitter import LineSplitter
+from tfdist.launch.output_target import OutputTarget, write_all
 from tfdist.launch.terminal_filter import OutputFilter, TerminalFilter
 from tfdist.symlink_safe_file import no_follow
 
 _CHUNK_BYTES = 1 << 16
-_LINE_BYTES = 1 << 16
 _IDLE_MILLISECONDS = 50  # After this time, an incomplete line is shown.
-_BAR_SECONDS = 30.0
 _STDOUT, _STDERR = 1, 2
-_UTF8_CONTINUATION = range(0x80, 0xC0)
-_PIECES = re.compile(rb"[\r\n]|[\b]+|[^\r\n\b]+")
-_terminal = threading.Lock()
 
 
 class WorkerOutput:
@@ -42,15 +36,25 @@ class WorkerOutput:
         this process's standard output shows all lines of the worker, each after `name`.
       name: Text to print before each line.
       reported_stack: See `TerminalFilter`.
+      target: Returns what shows the output for a descriptor of this process, or nothing for None.
 
     Raises:
       OSError: If the log cannot be written.
     """
 
-    def __init__(self, path: pathlib.Path, *, show: str, name: str = "", reported_stack: Callable[[], str] = str):
+    def __init__(
+        self,
+        path: pathlib.Path,
+        *,
+        show: str,
+        name: str = "",
+        reported_stack: Callable[[], str] = str,
+        target: Callable[[int | None], OutputTarget] = OutputTarget,
+    ):
         self._log: IO[bytes] = open(path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 (see `finish`)
         self._ends: list[int] = []  # The worker's descriptors.
-        self._sources: list[tuple[int, int | None, OutputFilter]] = []  # Source, target, view.
+        self._sources: list[tuple[int, OutputTarget, OutputFilter]] = []  # Source, target, view.
+        self._target = target
         self._pumps: list[threading.Thread] = []
         self.stderr: int = subprocess.STDOUT
         # This process also copies output that goes only to the log, so that a full disk is no error in the worker.
@@ -93,7 +97,7 @@ class WorkerOutput:
                 fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
         else:
             ours, theirs = os.pipe()
-        self._sources.append((ours, shown, view))
+        self._sources.append((ours, self._target(shown), view))
         self._ends.append(theirs)
         return theirs
 
@@ -101,7 +105,7 @@ class WorkerOutput:
         while self._ends:
             os.close(self._ends.pop())
 
-    def _pump(self, source: int, shown: int | None, view: OutputFilter) -> None:
+    def _pump(self, source: int, target: OutputTarget, view: OutputFilter) -> None:
         """Copies a worker's output until its end even if writes fail, because the worker must not block on a full pipe.
 
         Shows no more output once its reader is gone (`| head`), but keeps writing the log: a full disk may get room.
@@ -111,13 +115,14 @@ class WorkerOutput:
             ready.register(stream, select.POLLIN)
             while True:
                 if view.has_rest and not ready.poll(_IDLE_MILLISECONDS):
-                    shown = _show(shown, view.flush())
+                    target.write(view.flush())
                     ready.poll()
                 if not (chunk := stream.read(_CHUNK_BYTES)):
                     break
-                _put(self._log.fileno(), chunk)
-                shown = _show(shown, view.feed(chunk))
-        _show(shown, view.end())
+                write_all(self._log.fileno(), chunk)
+                target.write(view.feed(chunk))
+        target.write(view.end())
+        target.end()
 
 
 class _NamedLines(OutputFilter):
@@ -134,71 +139,3 @@ class _NamedLines(OutputFilter):
 
     def _named(self, lines: list[bytes]) -> bytes:
         return b"".join(self._name + line + b"\n" for line in lines)
-
-
-class LineSplitter:
-    """Splits bytes into lines as a terminal would show them, and splits lines longer than 64 KiB.
-
-    A progress bar, which uses carriage returns and backspaces, becomes one line with its last state. The current state
-    of a long progress bar becomes a line every 30 s by `clock`, which returns the time in seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._line = bytearray()
-        self._back = 0.0  # Characters to remove before the next one; infinite after a carriage return.
-        self._clock = clock
-        self._shown = clock()
-
-    def split(self, chunk: bytes) -> list[bytes]:
-        """Returns the lines of output that this chunk completes, without line ends."""
-        lines: list[bytes] = []
-        for piece in _PIECES.findall(chunk):
-            if piece == b"\n":
-                lines.append(self._take())
-            elif piece == b"\r":
-                self._back = math.inf
-                if self._line and self._clock() - self._shown >= _BAR_SECONDS:
-                    lines.append(self._take())
-            elif piece.startswith(b"\b"):
-                self._back += len(piece)
-            else:
-                self._go_back()
-                self._line += piece
-                while len(self._line) > _LINE_BYTES:
-                    lines.append(bytes(self._line[:_LINE_BYTES]))
-                    del self._line[:_LINE_BYTES]
-        return lines
-
-    def rest(self) -> list[bytes]:
-        """Returns the incomplete last line of the output, if it is not empty."""
-        return [self._take()] if self._line else []
-
-    def _take(self) -> bytes:
-        line, self._line, self._back = bytes(self._line), bytearray(), 0.0
-        self._shown = self._clock()
-        return line
-
-    def _go_back(self) -> None:
-        while self._back > 0 and self._line:
-            while self._line.pop() in _UTF8_CONTINUATION and self._line:
-                pass
-            self._back -= 1
-        self._back = 0.0
-
-
-def _show(place: int | None, data: bytes) -> int | None:
-    if place is None or not data:  # Without data, does not wait for a blocked terminal.
-        return place
-    with _terminal:
-        return _put(place, data)
-
-
-def _put(place: int | None, data: bytes) -> int | None:
-    """Writes output to a file descriptor. Returns the descriptor, or None if the write failed, to stop writing."""
-    if place is not None:
-        try:
-            while data:
-                data = data[os.write(place, data) :]
-        except OSError:
-            return None
-    return place

@@ -1,0 +1,217 @@
+"""Policy: what a person who watches a run sees of each worker, by its recorded times. No files and no clock."""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from tfdist.events.time_record import (
+    BUILDING,
+    CALLBACK,
+    COMPUTE,
+    EXCHANGE,
+    INPUT,
+    OUTSIDE,
+    RESTORE,
+    SAVE,
+    START,
+    TRACING,
+    VALIDATION,
+    TimeRecord,
+)
+from tfdist.launch.run_summary import counted, short_duration
+
+RECENT_SECONDS = 10.0
+"""Rates and shares are those of about this much time."""
+
+_NAMES = {
+    START: "start-up",
+    BUILDING: "building",
+    TRACING: "tracing",
+    CALLBACK: "callback",
+    VALIDATION: "validation",
+    SAVE: "saving",
+    RESTORE: "restoring",
+    OUTSIDE: "script",
+}
+_IN_STEPS = (INPUT, COMPUTE, EXCHANGE)
+_OF_TRAINING = (*_IN_STEPS, CALLBACK)
+_MOST_POINTS = 64
+_LONG_PHASE_SECONDS, _LONG_STEP_SECONDS = 3.0, 10.0
+_JUST_NOW_SECONDS = 2.0
+_URGENT_END, _URGENT_SLOW, _URGENT_WAIT, _CALM = range(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recent:
+    """How a worker trained lately.
+
+    Attributes:
+      steps_per_second: Steps for each second of training, without validation and saves; `None` before the second step.
+      shares: Shares of that time for computation, exchanges and input. The rest is of callbacks and Python.
+    """
+
+    steps_per_second: float | None = None
+    shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+class RecentSteps:
+    """The newest records of a worker with different numbers of steps, from which `Recent` follows."""
+
+    def __init__(self) -> None:
+        self._points: collections.deque[TimeRecord] = collections.deque(maxlen=_MOST_POINTS)
+        self._steps: int | None = None
+
+    def add(self, record: TimeRecord) -> None:
+        """Adds the newest record. The first record only begins the count, since a trace may belong to its last step."""
+        if self._steps is not None and record.steps < self._steps:
+            self._points.clear()  # Another `fit` continues from an earlier backup.
+        if self._steps is not None and record.steps != self._steps:
+            self._points.append(record)
+        self._steps = record.steps
+        while len(self._points) > 2 and self._points[-1].time - self._points[1].time >= RECENT_SECONDS:
+            self._points.popleft()
+
+    @property
+    def recent(self) -> Recent:
+        """Rate and shares between the newest record and one from `RECENT_SECONDS` before, or at least a step before."""
+        if len(self._points) < 2:
+            return Recent()
+        old, new = self._points[0], self._points[-1]
+        spent = {phase: max(0.0, new.seconds[phase] - old.seconds[phase]) for phase in _OF_TRAINING}
+        seconds = sum(spent.values())
+        if not seconds:
+            return Recent()
+        return Recent((new.steps - old.steps) / seconds, {phase: spent[phase] / seconds for phase in _IN_STEPS})
+
+
+@dataclasses.dataclass(frozen=True)
+class SeenWorker:
+    """What is known of a worker at one moment.
+
+    Attributes:
+      worker: Id of the worker.
+      record: Its times; `None` if it has none, say because its script does not use tfdist.
+      recent: How it trained lately.
+      memory: Memory of its process in bytes.
+      ended: How the process has ended, such as "SIGKILL"; `None` if it runs.
+      slow: What makes the worker a straggler, such as "input"; `None` if it is none.
+    """
+
+    worker: int
+    record: TimeRecord | None = None
+    recent: Recent = Recent()
+    memory: int | None = None
+    ended: str | None = None
+    slow: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerRow:
+    """A row of the live table.
+
+    Attributes:
+      worker: Id of the worker.
+      state: What it does: "training", "validation 12 s", "slow: input", "exit code 1".
+      step: Number of finished training steps; `None` if unknown.
+      steps_per_second: Steps for each second of training; `None` while the worker does not train.
+      shares: Shares of computation, exchanges and input in the time of training.
+      memory: Memory of its process in bytes.
+      urgency: Place in the choice of rows if there is no room for all, lowest first.
+    """
+
+    worker: int
+    state: str
+    step: int | None
+    steps_per_second: float | None
+    shares: Mapping[str, float]
+    memory: int | None
+    urgency: int
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether the worker trains like its peers."""
+        return self.urgency == _CALM
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its process has ended, and not because it was done."""
+        return self.urgency == _URGENT_END
+
+
+def row_of(seen: SeenWorker, now: float) -> WorkerRow:
+    """Returns the row of a worker at the time `now`, in seconds since the epoch."""
+    record, recent = seen.record, seen.recent
+    state, is_training = _state(seen, now)
+    urgency = _CALM if is_training or seen.ended == DONE else _URGENT_WAIT
+    if seen.ended is not None:
+        urgency = _CALM if seen.ended == DONE else _URGENT_END
+    elif is_training and seen.slow:
+        state, urgency = f"slow: {seen.slow}", _URGENT_SLOW
+    return WorkerRow(
+        worker=seen.worker,
+        state=state,
+        step=record.steps if record else None,
+        steps_per_second=recent.steps_per_second if is_training else None,
+        shares=recent.shares if is_training else {},
+        memory=None if seen.ended else seen.memory,
+        urgency=urgency,
+    )
+
+
+DONE = "done"
+"""The state of a worker whose process has ended with exit code 0."""
+
+
+def _state(seen: SeenWorker, now: float) -> tuple[str, bool]:
+    """Returns what a worker does, and whether it trains."""
+    record, rate = seen.record, seen.recent.steps_per_second
+    if seen.ended is not None:
+        return seen.ended, False
+    if record is None:
+        return "running", False
+    idle = max(0.0, now - record.time)
+    if record.phase in _IN_STEPS or (record.phase == CALLBACK and rate and idle < _JUST_NOW_SECONDS):
+        if idle < max(_LONG_STEP_SECONDS, 3 / rate if rate else 0.0):
+            return "training", True
+        return f"in a step {short_duration(idle)}", False
+    since = f" {short_duration(idle)}" if idle >= _LONG_PHASE_SECONDS else ""
+    return f"{_NAMES[record.phase]}{since}", False
+
+
+def chosen_rows(rows: Sequence[WorkerRow], most: int) -> Sequence[WorkerRow]:
+    """Returns at most so many rows, by worker: first those that ended, are slow or do not train, then the slowest.
+
+    A worker that waits little for exchanges holds up the others. Small differences do not count, so that the choice
+    stays the same for a while.
+    """
+    if len(rows) <= most:
+        return rows
+
+    def place(row: WorkerRow) -> tuple[int, int, int]:
+        return row.urgency, round(10 * row.shares.get(EXCHANGE, 1.0)), row.worker
+
+    return sorted(sorted(rows, key=place)[:most], key=lambda row: row.worker)
+
+
+def rest_line(rows: Sequence[WorkerRow], chosen: Sequence[WorkerRow]) -> str | None:
+    """Returns a line about the workers without a row: "and 12 more, training at step 1200", or `None`."""
+    rest = [row for row in rows if row not in chosen]
+    if not rest:
+        return None
+    states = collections.Counter(row.state.partition(" ")[0] for row in rest)
+    steps = sorted(row.step for row in rest if row.step is not None)
+    at = f" at step {steps[0]}" if steps and steps[0] == steps[-1] else f" at steps {steps[0]} to {steps[-1]}"
+    told = f", {states.most_common(1)[0][0]}" if len(states) == 1 else ""
+    return f"and {len(rest)} more{told}{at if steps and steps[-1] else ''}"
+
+
+def progress_line(rows: Sequence[WorkerRow]) -> str | None:
+    """Returns a line for a log: "step 1200, 3.1 steps/s, 4 workers"; `None` if the workers do not record times."""
+    known = [row for row in rows if row.step is not None]
+    if not known:
+        return None
+    step = min(row.step or 0 for row in known)
+    rates = [row.steps_per_second for row in known if row.steps_per_second is not None]
+    last = min(known, key=lambda row: (row.urgency, row.step or 0))
+    what = f"{min(rates):.3g} steps/s" if rates and last.is_calm else f"worker {last.worker}: {last.state}"
+    return f"step {step}, {what}, {counted(len(rows), 'worker')}"
