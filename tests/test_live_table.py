@@ -6,6 +6,7 @@ import random
 import pytest
 
 from emulated_terminal import EmulatedTerminal
+from tfdist.events.straggler_file import StragglerRecord
 from tfdist.events.time_record import (
     COMPUTE,
     EXCHANGE,
@@ -27,6 +28,7 @@ from tfdist.launch.live_figures import (
     progress_line,
     rest_line,
     row_of,
+    slow_workers,
 )
 from tfdist.launch.live_region import LiveRegion
 from tfdist.launch.live_screen import LiveScreen
@@ -106,6 +108,15 @@ def test_a_slow_step_is_no_stuck_step():
     recent = recent_of([record(60 * n, n, compute=60.0 * n) for n in range(4)])
     assert row_of(SeenWorker(0, record(180, 3), recent), 240).state == "training"
     assert row_of(SeenWorker(0, record(180, 3), recent), 400).state == "in a step 4 min"
+
+
+def verdict(worker, cause, *, is_over=False):
+    return StragglerRecord(0.0, 9, 5, is_over, cause, worker, "a", None, 2.0, "", "")
+
+
+def test_a_worker_is_slow_until_a_verdict_ends_that():
+    assert slow_workers([verdict(1, "input"), verdict(2, "computation")]) == {1: "input", 2: "compute"}
+    assert slow_workers([verdict(1, "input"), verdict(1, "link"), verdict(1, "input", is_over=True)]) == {1: "link"}
 
 
 def row(worker, state="training", step=100, exchange=0.5, urgency=3, rate=3.14):

@@ -1,12 +1,14 @@
 """Reads what the workers of a running attempt do: the files with their times, and their memory from /proc."""
 
+import contextlib
 import os
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from tfdist.events.straggler_file import StragglerRecord, read_records
 from tfdist.events.time_record import TimeRecord, read_time_record
-from tfdist.launch.live_figures import DONE, RecentSteps, SeenWorker, WorkerRow, row_of
+from tfdist.launch.live_figures import DONE, RecentSteps, SeenWorker, WorkerRow, row_of, slow_workers
 from tfdist.launch.run_summary import counted, duration, short_duration
 from tfdist.launch.worker_group import WorkerGroup, signal_name
 from tfdist.run_files import RunFiles
@@ -30,13 +32,16 @@ class AttemptWatch:
         self._files, self._number, self._group, self._run_start = files, number, group, run_start
         self._workers = sorted(group.pids)
         self._recent = {worker: RecentSteps() for worker in self._workers}
+        self._stragglers: Sequence[StragglerRecord] = ()
+        self._stragglers_size = 0  # The file grows with each verdict.
 
     def rows(self) -> list[WorkerRow]:
         """Returns the present rows of all workers."""
         now = time.time()
         pids = self._group.pids
         ended = {each.index: _end_of(each.returncode) for each in self._group.exits}
-        return [row_of(self._see(worker, pids, ended), now) for worker in self._workers]
+        slow = slow_workers(self._read_stragglers())
+        return [row_of(self._see(worker, pids, ended, slow), now) for worker in self._workers]
 
     def title(self) -> str:
         """Returns a line about the run: "attempt 1: 2 workers, 3 min 5 s, newest backup step-1200"."""
@@ -47,7 +52,9 @@ class AttemptWatch:
         seconds = time.time() - self._run_start
         return f"{again}{workers}, {short_duration(seconds) if seconds < 99 else duration(seconds)}{backup}"
 
-    def _see(self, worker: int, pids: Mapping[int, int], ended: Mapping[int, str]) -> SeenWorker:
+    def _see(
+        self, worker: int, pids: Mapping[int, int], ended: Mapping[int, str], slow: Mapping[int, str]
+    ) -> SeenWorker:
         record = self._record(worker)
         recent = self._recent[worker]
         if record:
@@ -56,7 +63,15 @@ class AttemptWatch:
         end = ended.get(worker)
         if end is None and worker not in pids:  # It ended a moment ago.
             end = "ended"
-        return SeenWorker(worker, record, recent.recent, memory, end)
+        return SeenWorker(worker, record, recent.recent, memory, end, slow.get(worker))
+
+    def _read_stragglers(self) -> Sequence[StragglerRecord]:
+        path = self._files.stragglers(self._number)
+        with contextlib.suppress(OSError):  # Without a verdict there is no file.
+            if (size := path.stat().st_size) != self._stragglers_size:
+                self._stragglers_size = size
+                self._stragglers, _ = read_records(path)
+        return self._stragglers
 
     def _record(self, worker: int) -> TimeRecord | None:
         try:

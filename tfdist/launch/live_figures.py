@@ -4,7 +4,7 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from tfdist.events.time_record import (
+from tfdist.events.phase_names import (
     BUILDING,
     CALLBACK,
     COMPUTE,
@@ -16,8 +16,9 @@ from tfdist.events.time_record import (
     START,
     TRACING,
     VALIDATION,
-    TimeRecord,
 )
+from tfdist.events.straggler_file import COMPUTATION, StragglerRecord, pairs_of
+from tfdist.events.time_record import TimeRecord
 from tfdist.launch.run_summary import counted, short_duration
 
 RECENT_SECONDS = 10.0
@@ -176,6 +177,12 @@ def _state(seen: SeenWorker, now: float) -> tuple[str, bool]:
         return f"in a step {short_duration(idle)}", False
     since = f" {short_duration(idle)}" if idle >= _LONG_PHASE_SECONDS else ""
     return f"{_NAMES[record.phase]}{since}", False
+
+
+def slow_workers(records: Sequence[StragglerRecord]) -> Mapping[int, str]:
+    """Returns the workers that are slow now, each with a word for its newest cause: "compute", "input" or "link"."""
+    last = [begun for begun, end in pairs_of(records) if end is None]
+    return {each.worker: COMPUTE if each.cause == COMPUTATION else each.cause for each in last}
 
 
 def chosen_rows(rows: Sequence[WorkerRow], most: int) -> Sequence[WorkerRow]:

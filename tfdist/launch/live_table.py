@@ -8,8 +8,9 @@ import rich.console
 import rich.table
 import rich.text
 
-from tfdist.events.time_record import COMPUTE, EXCHANGE, INPUT
+from tfdist.events.phase_names import COMPUTE, EXCHANGE, INPUT
 from tfdist.launch.live_figures import WorkerRow, chosen_rows, rest_line
+from tfdist.launch.run_summary import size
 
 _LEAST_WIDTH, _LEAST_HEIGHT = 32, 10
 _MOST_WIDTH = 1000
@@ -40,7 +41,7 @@ _COLUMNS = (
     _Column("exchange", 8, 77, _share(EXCHANGE)),
     _Column("input", 5, 77, _share(INPUT)),
     _Column("other", 5, 77, lambda row: f"{max(0.0, 1 - sum(row.shares.values())):.0%}" if row.shares else ""),
-    _Column("memory", 7, 48, lambda row: "" if row.memory is None else f"{row.memory / 1e9:.2f} GB"),
+    _Column("memory", 7, 48, lambda row: "" if row.memory is None else size(row.memory)),
 )
 
 
