@@ -38,9 +38,9 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks.netlab import Host, Netlab
-from tfdist.launch.goodput import REST, UNRECORDED
-from tfdist.launch.goodput_table import account_of, lines_of_account
-from tfdist.launch.recorded_run import read_run
+from tfdist.report.goodput import REST, UNRECORDED
+from tfdist.report.goodput_table import account_of, lines_of_account
+from tfdist.report.recorded_run import read_run
 from tfdist.run_files import ATTEMPT
 
 FLAGS = flags.FLAGS

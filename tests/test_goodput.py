@@ -35,7 +35,7 @@ from tfdist.events.time_record import (
     read_time_record,
 )
 from tfdist.launch import cli
-from tfdist.launch.goodput import (
+from tfdist.report.goodput import (
     AGAIN,
     LOST,
     PARTS,

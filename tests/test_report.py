@@ -11,7 +11,7 @@ from tfdist.events.asked_by_signal import process_start
 from tfdist.events.event_buffer import Event, EventBuffer
 from tfdist.events.event_file import ASKED, START, EventFile, read_events, read_header, write_events
 from tfdist.launch import cli
-from tfdist.launch.missing_workers import WAITS, elsewhere, last_exchange, last_position, missed_exchanges
+from tfdist.report.missing_workers import WAITS, elsewhere, last_exchange, last_position, missed_exchanges
 
 SECOND = 10**9
 

@@ -18,16 +18,17 @@ import pytest
 from benchmarks.netlab import Netlab, why_not
 from launched import DEADLINE_SECONDS, PREAMBLE, nothing_left
 from recorded_runs import BEGUN, RAW, ROWS_PER_STEP, killed, write_run
-from tfdist.launch import cli, report_charts
-from tfdist.launch.html_markup import Markup, element, table
-from tfdist.launch.recorded_run import read_all_telemetry, read_run
-from tfdist.launch.report_figures import figures_of
-from tfdist.launch.report_page import page_of
-from tfdist.launch.report_style import COLORS
+from tfdist.launch import cli
 from tfdist.launch.run_summary import size
-from tfdist.launch.telemetry_series import at_step, growth, level, rate, thinned
-from tfdist.launch.training_speed import StepSpeed, combined
-from tfdist.launch.worker_totals import slow_workers, summed, totals_of
+from tfdist.report import report_charts
+from tfdist.report.html_markup import Markup, element, table
+from tfdist.report.recorded_run import read_all_telemetry, read_run
+from tfdist.report.report_figures import figures_of
+from tfdist.report.report_page import page_of
+from tfdist.report.report_style import COLORS
+from tfdist.report.telemetry_series import at_step, growth, level, rate, thinned
+from tfdist.report.training_speed import StepSpeed, combined
+from tfdist.report.worker_totals import slow_workers, summed, totals_of
 from tfdist.telemetry.json_lines_sink import JsonLinesSink
 from tfdist.telemetry.metrics_sink import WorkerIdentity
 from tfdist.telemetry.telemetry_file import FitTelemetry, TelemetryFile, read_telemetry

@@ -20,12 +20,12 @@ from tfdist.cluster import ClusterSpec, free_ports
 from tfdist.events.event_file import ASKED, read_events, read_header
 from tfdist.events.phase_names import CALLBACK, COMPUTE, EXCHANGE, SAVE, START, TRACING
 from tfdist.launch import WorkerExit
-from tfdist.launch.goodput import AGAIN, LOST, REST, RESTART, UNRECORDED
-from tfdist.launch.goodput_table import account_of
-from tfdist.launch.recorded_run import read_run
-from tfdist.launch.report_command import lines_of
 from tfdist.launch.stopped_workers import StoppedWorkers
 from tfdist.launch.supervisor import Stragglers
+from tfdist.report.goodput import AGAIN, LOST, REST, RESTART, UNRECORDED
+from tfdist.report.goodput_table import account_of
+from tfdist.report.recorded_run import read_run
+from tfdist.report.report_command import lines_of
 
 PREEMPTED = 75
 TENSORFLOW_SECONDS = 400

@@ -44,7 +44,7 @@ from tfdist.faults.stall_suspect import describe, suspect_of, unlike_calls, yet_
 from tfdist.faults.stall_timeout import StallTimeout
 from tfdist.faults.watchdog import Creations, Watchdog, start
 from tfdist.faults.worker_comparison import WorkerComparison
-from tfdist.launch.missing_workers import last_exchange, missed_exchanges
+from tfdist.report.missing_workers import last_exchange, missed_exchanges
 
 DEADLINE_SECONDS = 240
 MANY = "MultiWorkerMirroredStrategy"

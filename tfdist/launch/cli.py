@@ -29,7 +29,6 @@ from tfdist.launch import (
     gpu_assignment,
     gpu_discovery,
     private_network,
-    report_command,
     worker_script,
 )
 from tfdist.launch.run_dir import KEPT_RUNS, folder_of_run
@@ -37,6 +36,7 @@ from tfdist.launch.run_terminal import RunTerminal, can_draw_table
 from tfdist.launch.stop_signals import stop_signals
 from tfdist.launch.supervisor import Supervisor, SupervisorOptions
 from tfdist.launch.worker_count_limit import WorkerLimits, refusal
+from tfdist.report import report_command
 
 _SAME_REQUEST_SECONDS = 1.0
 _STARTING_OPTIONS = ("--workers", "-n", "--slurm", "--mpi")

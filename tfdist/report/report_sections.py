@@ -15,13 +15,13 @@ from tfdist.events.phase_names import (
     TRACING,
     VALIDATION,
 )
-from tfdist.launch.goodput import AGAIN, LOST, PARTS, REST, RESTART, UNRECORDED
-from tfdist.launch.html_markup import Child, Markup, element, paragraph, table
-from tfdist.launch.report_figures import RunFigures
-from tfdist.launch.report_summary import number, percent, seconds_text
 from tfdist.launch.run_summary import duration, size
-from tfdist.launch.training_speed import StepSpeed, combined
-from tfdist.launch.worker_totals import WorkerTotals, summed
+from tfdist.report.goodput import AGAIN, LOST, PARTS, REST, RESTART, UNRECORDED
+from tfdist.report.html_markup import Child, Markup, element, paragraph, table
+from tfdist.report.report_figures import RunFigures
+from tfdist.report.report_summary import number, percent, seconds_text
+from tfdist.report.training_speed import StepSpeed, combined
+from tfdist.report.worker_totals import WorkerTotals, summed
 
 NO_TELEMETRY = (
     "Rows, traffic, shares, memory and loss are not in the files of this run. To record them, give `fit` the callback "

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 
 from tfdist.events.time_record import BEGINNING
-from tfdist.launch.goodput import LOST, PARTS, UNRECORDED, LostWork, TimeAccount, WorkerAttempt, account_for
-from tfdist.launch.recorded_run import RecordedRun, WorkerFiles
 from tfdist.launch.run_summary import duration
+from tfdist.report.goodput import LOST, PARTS, UNRECORDED, LostWork, TimeAccount, WorkerAttempt, account_for
+from tfdist.report.recorded_run import RecordedRun, WorkerFiles
 
 _SMALLEST = 0.005  # Smaller shares are not listed.
 _UNLIKE = 0.1  # Workers whose shares of a part differ by more are listed one by one.

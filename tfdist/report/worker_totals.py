@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.events.phase_names import COMPUTE, EXCHANGE, INPUT
-from tfdist.launch.telemetry_series import growth
+from tfdist.report.telemetry_series import growth
 from tfdist.telemetry.telemetry_file import TelemetryFile
 from tfdist.telemetry.worker_metrics import WorkerMetrics
 

@@ -4,21 +4,21 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from tfdist.launch.attempt_text import AttemptText, text_of
-from tfdist.launch.html_markup import Child, Markup, element, joined, paragraph, table
-from tfdist.launch.recorded_failure import cause_of, clock
-from tfdist.launch.recorded_run import RecordedRun, read_all_telemetry
-from tfdist.launch.report_charts import INSTALL, Chart, can_draw, drawn
-from tfdist.launch.report_curves import loss_chart, shares_chart, throughput_chart, traffic_chart
-from tfdist.launch.report_figures import AttemptFigures, RunFigures, figures_of
-from tfdist.launch.report_sections import NO_TELEMETRY, speed_section, time_section, traffic_section, workers_section
-from tfdist.launch.report_style import STYLE
-from tfdist.launch.report_summary import cost_of, facts_of, failure_title, lead_of, tiles_of, verdicts_of
-from tfdist.launch.report_timeline import attempts_section
 from tfdist.launch.run_summary import details_of, duration
-from tfdist.launch.telemetry_series import longest
-from tfdist.launch.worker_totals import totals_of
 from tfdist.package_version import version_of
+from tfdist.report.attempt_text import AttemptText, text_of
+from tfdist.report.html_markup import Child, Markup, element, joined, paragraph, table
+from tfdist.report.recorded_failure import cause_of, clock
+from tfdist.report.recorded_run import RecordedRun, read_all_telemetry
+from tfdist.report.report_charts import INSTALL, Chart, can_draw, drawn
+from tfdist.report.report_curves import loss_chart, shares_chart, throughput_chart, traffic_chart
+from tfdist.report.report_figures import AttemptFigures, RunFigures, figures_of
+from tfdist.report.report_sections import NO_TELEMETRY, speed_section, time_section, traffic_section, workers_section
+from tfdist.report.report_style import STYLE
+from tfdist.report.report_summary import cost_of, facts_of, failure_title, lead_of, tiles_of, verdicts_of
+from tfdist.report.report_timeline import attempts_section
+from tfdist.report.telemetry_series import longest
+from tfdist.report.worker_totals import totals_of
 
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _MOST_FAILURES = 50

@@ -4,9 +4,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from tfdist.launch.report_charts import Chart, Curve
-from tfdist.launch.report_figures import RunFigures
-from tfdist.launch.telemetry_series import Points, level, longest, rate
+from tfdist.report.report_charts import Chart, Curve
+from tfdist.report.report_figures import RunFigures
+from tfdist.report.telemetry_series import Points, level, longest, rate
 from tfdist.telemetry.telemetry_file import TelemetryFile
 from tfdist.telemetry.worker_metrics import WorkerMetrics
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from tfdist.events.straggler_file import pairs_of
 from tfdist.events.time_record import BEGINNING
-from tfdist.launch.recorded_failure import clock
-from tfdist.launch.report_figures import AttemptFigures, RunFigures
 from tfdist.launch.run_summary import duration, outcome_line, size
-from tfdist.launch.worker_totals import WorkerTotals, slow_workers, summed
+from tfdist.report.recorded_failure import clock
+from tfdist.report.report_figures import AttemptFigures, RunFigures
+from tfdist.report.worker_totals import WorkerTotals, slow_workers, summed
 
 _MOST_SLOW = 3
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.launch.first_failure import Failure
-from tfdist.launch.recorded_run import WorkerFiles
+from tfdist.report.recorded_run import WorkerFiles
 
 _HINTS = {
     "SIGKILL": "SIGKILL comes from outside of the program: from a person, a scheduler, or the kernel when memory runs "

@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tfdist.launch.html_markup import Markup, element
-from tfdist.launch.report_style import LINES
-from tfdist.launch.telemetry_series import Points
+from tfdist.report.html_markup import Markup, element
+from tfdist.report.report_style import LINES
+from tfdist.report.telemetry_series import Points
 
 INSTALL = "pip install 'tfdist[report]'"
 

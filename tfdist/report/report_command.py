@@ -8,11 +8,11 @@ from typing import Any
 
 from absl import logging
 
-from tfdist.launch.attempt_text import AttemptText, text_of
-from tfdist.launch.goodput_table import account_of, lines_of_account
-from tfdist.launch.recorded_failure import line_of
-from tfdist.launch.recorded_run import RecordedRun, read_run
-from tfdist.launch.report_page import page_of
+from tfdist.report.attempt_text import AttemptText, text_of
+from tfdist.report.goodput_table import account_of, lines_of_account
+from tfdist.report.recorded_failure import line_of
+from tfdist.report.recorded_run import RecordedRun, read_run
+from tfdist.report.report_page import page_of
 from tfdist.run_files import PAGE
 from tfdist.symlink_safe_file import write_whole
 

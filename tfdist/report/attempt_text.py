@@ -10,7 +10,8 @@ from tfdist.events.event_file import ASKED, EXCHANGE, LOST_PEER, START, Call, Ev
 from tfdist.events.straggler_file import StragglerRecord, pairs_of
 from tfdist.failure_kinds import user_line
 from tfdist.launch.first_failure import FROM_PEER, Failure
-from tfdist.launch.missing_workers import (
+from tfdist.launch.run_summary import duration, named
+from tfdist.report.missing_workers import (
     LastExchange,
     LastPosition,
     MissedExchange,
@@ -19,9 +20,8 @@ from tfdist.launch.missing_workers import (
     last_position,
     missed_exchanges,
 )
-from tfdist.launch.recorded_failure import clock, first_failure_of
-from tfdist.launch.recorded_run import WorkerFiles, attempt_in, number_of_workers
-from tfdist.launch.run_summary import duration, named
+from tfdist.report.recorded_failure import clock, first_failure_of
+from tfdist.report.recorded_run import WorkerFiles, attempt_in, number_of_workers
 
 _MOST_EXCHANGES = 5
 _LONG_SECONDS = 5.0

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from tfdist.launch.html_markup import Child, Markup, element, paragraph, table
-from tfdist.launch.recorded_failure import clock
-from tfdist.launch.report_figures import AttemptFigures, RunFigures
-from tfdist.launch.report_summary import number, percent, seconds_text
 from tfdist.launch.run_summary import duration
+from tfdist.report.html_markup import Child, Markup, element, paragraph, table
+from tfdist.report.recorded_failure import clock
+from tfdist.report.report_figures import AttemptFigures, RunFigures
+from tfdist.report.report_summary import number, percent, seconds_text
 
 _MOST_DRAWN = 100
 _COLUMNS = (

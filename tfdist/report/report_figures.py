@@ -6,11 +6,11 @@ from typing import Any
 
 from tfdist.events.time_record import TimeRecord
 from tfdist.launch.first_failure import Failure
-from tfdist.launch.goodput import AGAIN, LOST, RESTART, TimeAccount
-from tfdist.launch.goodput_table import account_of
-from tfdist.launch.recorded_failure import first_failure_of
-from tfdist.launch.recorded_run import RecordedRun, WorkerFiles, attempt_in, number_of_workers
-from tfdist.launch.training_speed import StepSpeed, combined, rows_of, speed_of, steps_of
+from tfdist.report.goodput import AGAIN, LOST, RESTART, TimeAccount
+from tfdist.report.goodput_table import account_of
+from tfdist.report.recorded_failure import first_failure_of
+from tfdist.report.recorded_run import RecordedRun, WorkerFiles, attempt_in, number_of_workers
+from tfdist.report.training_speed import StepSpeed, combined, rows_of, speed_of, steps_of
 from tfdist.telemetry.telemetry_file import TelemetryFile
 
 Telemetry = Mapping[int, Mapping[int, TelemetryFile]]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tfdist.events.phase_names import CALLBACK, COMPUTE, EXCHANGE, INPUT
 from tfdist.events.time_record import TimeRecord
-from tfdist.launch.telemetry_series import at_step, longest
+from tfdist.report.telemetry_series import at_step, longest
 from tfdist.telemetry.telemetry_file import TelemetryFile
 
 _STEP = (INPUT, COMPUTE, EXCHANGE, CALLBACK)

@@ -1,0 +1,1 @@
+"""What happened in a run: `tfdist report` reads its folder, and tells in the terminal and in a page."""
