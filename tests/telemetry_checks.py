@@ -1,6 +1,7 @@
 """Runs in the workers of a test: a `fit` whose figures are read while it runs and after it."""
 
 import os
+import pathlib
 import signal
 import time
 import urllib.request
@@ -46,12 +47,23 @@ def trained(folder):
 
 
 class Signaler(keras.callbacks.Callback):
-    """Sends this process SIGUSR2 after a step of the first two epochs, and waits until the trace has begun."""
+    """Sends this process SIGUSR2 in the first two epochs, and waits until the trace before is written."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self._folder = pathlib.Path(folder)
 
     def on_train_batch_end(self, batch, logs=None):
         if batch == 1 and self.epoch < 2:
+            deadline = time.monotonic() + 60
+            while self._traces() < self.epoch and time.monotonic() < deadline:
+                time.sleep(0.1)
+            time.sleep(1.0)
             os.kill(os.getpid(), signal.SIGUSR2)
-            time.sleep(1.5)
+            time.sleep(1.0)
+
+    def _traces(self):
+        return len(list(self._folder.rglob("*.xplane.pb")))
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch
@@ -64,7 +76,7 @@ def traced_when_asked(folder):
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones")])
         model.compile("sgd", "mse")
     telemetry = tfdist.callbacks.Telemetry(folder, trace_when_asked=2)
-    signaler = [] if tfdist.cluster.is_chief() else [Signaler()]
+    signaler = [] if tfdist.cluster.is_chief() else [Signaler(folder)]
     x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
     model.fit(x, x[:, :1], batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=[telemetry, *signaler])
     return model.get_weights()[0].tolist()

@@ -1,5 +1,6 @@
 """The progress of a `fit`: its estimate, and what Kubeflow Trainer gets of it."""
 
+import dataclasses
 import datetime
 import http.server
 import json
@@ -75,6 +76,14 @@ def test_a_restored_fit_counts_from_where_it_continues(clock):
     assert progress.done == 0.875 and progress.remaining_seconds == 16
 
 
+def test_a_loop_without_a_number_of_epochs_has_no_progress(clock):
+    progress = ProgressEstimate(epochs=None, steps=None)
+    progress.begin_epoch(0)
+    progress.end_batch(0)
+    progress.end_epoch(0)
+    assert progress.done is None and progress.remaining_seconds is None
+
+
 def test_the_status_has_the_names_and_limits_of_kubeflow():
     status = status_of(FIGURES)
     assert status == {
@@ -126,16 +135,21 @@ def server(monkeypatch, tmp_path):
 def test_the_server_gets_figures_every_five_seconds_and_at_the_end(server, monkeypatch):
     now = types.SimpleNamespace(now=0.0)
     monkeypatch.setattr(kubeflow_sink, "time", types.SimpleNamespace(monotonic=lambda: now.now))
+    monkeypatch.setattr(kubeflow_sink, "_due", 0.0)
     assert is_given()
     sink = KubeflowSink()
     for _ in range(8):  # At 0, 2, ... 14 seconds.
         sink.write(FIGURES)
         now.now += 2
     assert len(server.bodies) == 3
+    sink.close()  # Too soon, and not the end.
     server.token.write_text("second\n")
-    sink.close()
-    sink.close()
-    assert server.bodies == [{"trainerStatus": status_of(FIGURES)}] * 4
+    last, end = KubeflowSink(), dataclasses.replace(FIGURES, progress=1.0, remaining_seconds=1e12)
+    last.write(end)
+    last.close()
+    last.close()
+    assert server.bodies == [{"trainerStatus": status_of(each)} for each in [*[FIGURES] * 3, end]]
+    assert server.bodies[-1]["trainerStatus"]["estimatedRemainingSeconds"] < 2**31
     assert server.tokens == ["Bearer first"] * 3 + ["Bearer second"]
 
 
@@ -143,9 +157,16 @@ def test_the_server_gets_figures_every_five_seconds_and_at_the_end(server, monke
 def test_a_refusal_and_a_redirect_are_errors_without_the_token(server, code):
     server.code, server.location = code, server.url
     with pytest.raises(urllib.error.HTTPError) as caught:
-        KubeflowSink().write(FIGURES)
+        KubeflowSink()._send(FIGURES)
     assert str(code) in str(caught.value) and "first" not in str(caught.value)
     assert len(server.bodies) == 1
+
+
+def test_a_token_in_place_of_its_path_is_not_in_the_message(server, monkeypatch):
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_TOKEN", "eyJhbGciOi")
+    with pytest.raises(OSError, match="must be the path of a file") as caught:
+        KubeflowSink()._send(FIGURES)
+    assert "eyJ" not in str(caught.value) and server.bodies == []
 
 
 def test_without_kubeflow_nothing_is_sent(monkeypatch):

@@ -115,7 +115,7 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
         self._tally: StepTally | None = None
         self._collector: MetricsCollector | None = None
         self._trace: StepTrace | None = None
-        self._asked_trace: AskedTrace | None = None
+        self._end_asked_trace: Callable[[], Any] | None = None
         self._close: Callable[[], Any] | None = None
         self._end_listening: Callable[[], None] | None = None
         self._last_batch, self._steps = -1, 0
@@ -138,7 +138,8 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
             self._tally = StepTally(slice(local * identity.worker, local * (identity.worker + 1)))
             self._collector = MetricsCollector(strategy, self._tally)
         self._tally.begin()
-        self._collector.progress = ProgressEstimate(self.params["epochs"], self.params["steps"])
+        params = self.params or {}  # Keras sets none in a custom loop.
+        self._collector.progress = ProgressEstimate(params.get("epochs"), params.get("steps"))
         self._saved, self._has_base = _saved_seconds(), False
         self._begin_traces(identity.worker, self._tally)
         sinks = self._sinks(identity)
@@ -155,8 +156,9 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
         if self._trace_steps is not None and worker in self._trace_workers:
             self._trace = self._trace or StepTrace(folder, *self._trace_steps)
         if self._trace_when_asked is not None:
-            self._asked_trace = AskedTrace(folder, self._trace_when_asked, lambda: tally.latest.work.steps)
-            if not self._asked_trace.begin():
+            trace = AskedTrace(folder, self._trace_when_asked, lambda: tally.latest.work.steps)
+            self._end_asked_trace = weakref.finalize(self, trace.end)
+            if not trace.begin():
                 logging.warning(
                     "Worker %d cannot trace when it gets SIGUSR2, since the program handles this signal itself, or "
                     "`fit` does not run in the main thread.",
@@ -258,9 +260,9 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
             self._end_listening = None
         if self._trace is not None:
             self._trace.end()
-        if self._asked_trace is not None:
-            self._asked_trace.end()
-            self._asked_trace = None
+        if self._end_asked_trace is not None:
+            self._end_asked_trace()
+            self._end_asked_trace = None
         if self._close is not None:
             self._close()
             self._close = self.endpoint = None

@@ -26,7 +26,7 @@ def call_when_asked(function: Callable[[], None]) -> bool:
     global _listener
     if _listener is not None:
         _listener.functions = (*_listener.functions, function)
-        return True
+        return signal.getsignal(signal.SIGUSR2) is _ignore
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
         return False

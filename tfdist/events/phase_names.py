@@ -1,4 +1,4 @@
-"""Names of what a worker can be doing, the same in events, times, stall messages and telemetry.
+"""Names of what a worker can be doing, for events, times, messages about stalls, and telemetry.
 
 Does not load TensorFlow.
 """

@@ -25,8 +25,8 @@ class AskedTrace:
     def __init__(self, folder: str, steps: int, count: Callable[[], int]) -> None:
         self._folder, self._steps, self._count = folder, steps, count
         self._is_over = threading.Event()
-        self._tracing = threading.Lock()
-        self._threads: list[threading.Thread] = []
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
 
     def begin(self) -> bool:
         """Begins to listen for the signal. Returns whether it will be heard."""
@@ -37,18 +37,22 @@ class AskedTrace:
         """Writes the trace that is being made, and listens no more."""
         call_no_more(self._trace_in_thread)
         self._is_over.set()
-        for thread in self._threads:
+        with self._starting:
+            thread, self._thread = self._thread, None
+        if thread is not None:
             thread.join()
-        self._threads = []
 
     def _trace_in_thread(self) -> None:
-        thread = threading.Thread(target=self._trace, name="tfdist-trace", daemon=True)
-        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
-        thread.start()
+        with self._starting:
+            if self._is_over.is_set():
+                return
+            if self._thread is not None and self._thread.is_alive():
+                logging.warning("A trace is being made, so this signal starts no other one.")
+                return
+            self._thread = threading.Thread(target=self._trace, name="tfdist-trace", daemon=True)
+            self._thread.start()
 
     def _trace(self) -> None:
-        if not self._tracing.acquire(blocking=False):
-            return  # A trace is being made.
         try:
             tf.profiler.experimental.start(self._folder)
             # The step that runs now is traced in part.
@@ -57,8 +61,6 @@ class AskedTrace:
             logging.info("The trace of %d steps is in %s.", self._steps, self._folder)
         except tf.errors.OpError as error:  # The program profiles something itself, or the disk is full.
             logging.warning("The next %d steps are not traced: %s", self._steps, error.message)
-        finally:
-            self._tracing.release()
 
     def _wait_for(self, steps: int) -> None:
         deadline = time.monotonic() + _LONGEST_SECONDS

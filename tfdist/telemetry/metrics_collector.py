@@ -34,7 +34,7 @@ class MetricsCollector:
     def __init__(self, strategy: Any, tally: StepTally) -> None:
         self.base_step = self.epoch = 0
         self.logs: Mapping[str, float] = {}
-        self.progress = ProgressEstimate(0, None)
+        self.progress = ProgressEstimate(None, None)
         self._strategy, self._tally = strategy, tally
         self._norm: float | None = None
         self._norm_due = 0.0

@@ -7,11 +7,11 @@ class ProgressEstimate:
     """The progress of one `fit`. One thread updates it, another reads.
 
     Args:
-      epochs: Number of the last epoch of the `fit`, counted from 1.
+      epochs: Number of the last epoch of the `fit`, counted from 1; `None` if it is not known.
       steps: Steps of an epoch; `None` if they are not known.
     """
 
-    def __init__(self, epochs: int, steps: int | None) -> None:
+    def __init__(self, epochs: int | None, steps: int | None) -> None:
         self._epochs, self._steps = epochs, steps
         self._position = 0, 0  # Finished epochs, and finished steps of the next one.
         self._first: tuple[float, float] | None = None  # Progress after the first step of this process, and its time.
@@ -36,9 +36,9 @@ class ProgressEstimate:
     def done(self) -> float | None:
         """The part of the steps of all epochs that is done; `None` while the steps of an epoch are not known."""
         epoch, step = self._position
-        if step and self._steps is None:
+        if not self._epochs or (step and self._steps is None):
             return None
-        return min((epoch + (step / self._steps if self._steps else 0.0)) / max(self._epochs, 1), 1.0)
+        return min((epoch + (step / self._steps if self._steps else 0.0)) / self._epochs, 1.0)
 
     @property
     def remaining_seconds(self) -> float | None:
