@@ -49,6 +49,7 @@ def block(number, compute=1.0, waits=0.0, rows=8.0, slow=None, **others):
     usual = {"compute": compute, "input": waits, "rows": rows}
     by_worker = {name: [slow[name] if worker == 1 else usual[name] for worker in range(WORKERS)] for name in usual}
     seconds = others.pop("seconds", max(map(sum, zip(by_worker["compute"], by_worker["input"], strict=True))) + 0.2)
+    others = {"jitter": [0.02] * WORKERS, **others}
     return Block(5 * number + 1, 5 * number + 5, seconds, **by_worker, **others)
 
 
@@ -81,6 +82,16 @@ def test_a_worker_that_is_slow_now_and_then_gets_no_verdict():
     assert judged(often) == []
 
 
+def test_a_machine_with_jitter_needs_more_blocks():
+    steps = []
+    for jitter in (0.05, 0.15, 0.3, 9.0):
+        own = [jitter if worker == 1 else 0.02 for worker in range(WORKERS)]
+        slow = [block(number, slow={"compute": 2.0}, jitter=own) for number in range(30)]
+        (verdict,) = judged(slow)
+        steps.append(verdict.step)
+    assert steps[0] == 15 and steps == sorted(steps) and 30 < steps[1] < 60 and steps[3] == 90
+
+
 def test_a_verdict_stays_while_a_worker_recovers_a_little():
     factors = [2.0] * 4 + [1.3] * 20
     verdicts = judged([block(number, slow={"compute": factor}) for number, factor in enumerate(factors)])
@@ -106,7 +117,7 @@ def test_a_worker_without_rows_is_not_slow():
 
 def test_of_two_workers_the_slow_one_is_named():
     two = [
-        Block(5 * number, 5 * number + 4, 2.2, [8, 8], [1.0, 2.0], [0, 0], links([[0, 99], [10, 0]]))
+        Block(5 * number, 5 * number + 4, 2.2, [8, 8], [1.0, 2.0], [0, 0], [0, 0], links([[0, 99], [10, 0]]))
         for number in range(9)
     ]
     assert {verdict.subject for verdict in judged(two)} == {
@@ -247,10 +258,12 @@ def test_a_slow_worker_is_logged_and_written_and_measured(logged, run_files):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_noise_of_equal_workers_makes_no_verdict(logged, seed):
-    """Each step takes up to twice as long by chance, as beside a second job, and some take ten times as long."""
-    rng, job = random.Random(seed), Job(WORKERS)
-    for _ in range(500):
-        compute = [rng.uniform(0.1, 0.2) * (10 if rng.random() < 0.02 else 1) for _ in range(WORKERS)]
+    """A second job halves the core of one worker for a second at times. Steps vary, and some are ten times as long."""
+    rng, job, victim = random.Random(seed), Job(WORKERS), None
+    for step in range(500):
+        victim = rng.choice([None, *range(WORKERS)]) if step % 10 == 0 else victim
+        factors = [rng.choice([1, 1, 1.6]) * (10 if rng.random() < 0.02 else 1) for _ in range(WORKERS)]
+        compute = [0.1 * factor * (2 if worker == victim else 1) for worker, factor in enumerate(factors)]
         waits = [rng.uniform(0, 0.02) for _ in range(WORKERS)]
         rates = [[rng.uniform(30, 100) for _ in range(WORKERS)] for _ in range(WORKERS)]
         job.step(compute, waits, links=links(rates))
@@ -291,7 +304,7 @@ def test_short_steps_are_judged_by_seconds(logged):
 
 def test_an_error_of_the_watch_does_not_fail_a_step(logged):
     job = Job()
-    for _ in range(3):
+    for _ in range(9):
         job.step([0.1, 0.1, 0.1], compute_seconds=None)
     (line,) = logged
     assert line == ("exception", "Slow workers are not looked for any more:")

@@ -1,18 +1,22 @@
 """Policy: which workers and links are slow, and why, by the times of recent steps. No clock, process or network.
 
-A few steps at a time form a block. A worker is slow once it was slow in most of the last blocks. So neither a single
-long step nor a second job that comes and goes makes a verdict. Does not load TensorFlow.
+A few steps at a time form a block. A worker is slow once it was slow in most of the last blocks. Their number is larger
+where times vary from step to step. So a single long step makes no verdict. Nor does a second job on the machine that
+takes a core from one worker now and from another later. Does not load TensorFlow.
 """
 
 import collections
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tfdist.events.straggler_file import COMPUTATION, INPUT, LINK
 
-BLOCKS, _NEEDED = 4, 3  # Blocks that are looked at; blocks in which a worker must be slow.
+_LEAST_BLOCKS, _MOST_BLOCKS = 4, 24  # Blocks that are looked at, on a quiet and on a noisy machine.
+_NEEDED = 0.75  # Part of these blocks in which a worker must be slow.
+_QUIET = 0.1  # Jitter of a quiet machine. More jitter needs more blocks, as for the mean of noisy numbers.
 _LEAST_SECONDS = 1e-9
 _FEWER_ROWS = 0.8  # Rows of a worker, as a part of the median of the others, that count as fewer.
 
@@ -65,6 +69,7 @@ class Block:
       rows: Rows by worker.
       compute: Mean compute time of a step by worker, without the longest.
       input: Mean time by worker in which it had no batch.
+      jitter: By worker, how much the compute time changes from a step to the next: mean difference of logarithms.
       links: Links by worker; `None` if they are not known, or have carried little. Empty if none are known.
     """
 
@@ -74,6 +79,7 @@ class Block:
     rows: Sequence[float]
     compute: Sequence[float]
     input: Sequence[float]
+    jitter: Sequence[float]
     links: Sequence[LinkSpeed | None] = ()
 
 
@@ -142,7 +148,7 @@ class StragglerJudge:
 
     def __init__(self) -> None:
         self.verdicts: dict[Subject, StragglerVerdict] = {}
-        self._blocks: collections.deque[_Judged] = collections.deque(maxlen=BLOCKS)
+        self._blocks: collections.deque[_Judged] = collections.deque(maxlen=_MOST_BLOCKS)
 
     def add(self, block: Block) -> list[StragglerVerdict]:
         """Takes the newest block. Returns the verdicts that begin, and those that are over."""
@@ -154,18 +160,32 @@ class StragglerJudge:
         self.verdicts |= {verdict.subject: verdict for verdict in begun}
         return [dataclasses.replace(each, is_over=True, step=block.last) for each in ended] + begun
 
+    def _recent(self, subject: Subject) -> "tuple[list[_Judged], int]":
+        """Returns the last blocks in which to look for a slow worker, and how many of them must be slow."""
+        jitters = [each.block.jitter for each in self._blocks]
+        own = statistics.fmean(each[subject.worker] for each in jitters)
+        others = statistics.fmean(_median_of_others(each, subject.worker) for each in jitters)
+        count = blocks_for(max(own, others))
+        return list(self._blocks)[-count:], math.ceil(_NEEDED * count)
+
     def _begins(self, subject: Subject) -> bool:
-        return subject not in self.verdicts and sum(subject in each.slow for each in self._blocks) >= _NEEDED
+        recent, needed = self._recent(subject)
+        return subject not in self.verdicts and sum(subject in each.slow for each in recent) >= needed
 
     def _is_over(self, subject: Subject) -> bool:
-        slow = sum(subject in each.still_slow for each in self._blocks)
-        return len(self._blocks) == BLOCKS and slow <= BLOCKS - _NEEDED
+        recent, needed = self._recent(subject)
+        return sum(subject not in each.still_slow for each in recent) >= needed
 
     def _verdict(self, subject: Subject) -> StragglerVerdict:
-        found = [each for each in self._blocks if subject in each.slow]
+        found = [each for each in self._recent(subject)[0] if subject in each.slow]
         amount = statistics.median(each.slow[subject] for each in found)
         is_balanced = subject.cause == COMPUTATION and not any(_holds_up(each.block, subject.worker) for each in found)
         return StragglerVerdict(subject, amount, found[0].block.first, self._blocks[-1].block.last, is_balanced)
+
+
+def blocks_for(jitter: float) -> int:
+    """Returns how many blocks to look at where compute times have this jitter from step to step."""
+    return min(max(math.ceil(_LEAST_BLOCKS * (jitter / _QUIET) ** 2), _LEAST_BLOCKS), _MOST_BLOCKS)
 
 
 class _Judged(NamedTuple):

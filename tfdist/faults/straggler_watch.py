@@ -28,6 +28,7 @@ _STEPS, _SECONDS = 5, 0.25  # Least steps and seconds of a block.
 _AFTER_TRACING = 2  # Steps after a trace that do not count: TensorFlow still optimizes.
 _HOST = "host"  # Subject of a worker's host in the coordination store.
 _ASK_SECONDS = 0.5
+_LEAST_SECONDS = 1e-9
 
 
 class Links(Protocol):
@@ -147,11 +148,12 @@ class StragglerWatch:
 
 
 class _Sums:
-    """Sums over the steps of a block. The longest computation of each worker is left out, as it may be an outlier."""
+    """Sums over the steps of a block."""
 
     def __init__(self, workers: int) -> None:
         self.steps, self.seconds, self._workers = 0, 0.0, workers
-        self._rows, self._compute, self._longest, self._input = (np.zeros(workers) for _ in range(4))
+        self._rows, self._input = np.zeros(workers), np.zeros(workers)
+        self._compute: list[Any] = []  # Of each step, by worker.
 
     def add(self, report: Any, seconds: float) -> None:
         """Adds a step. A worker computes as long as the slowest of its replicas."""
@@ -162,19 +164,21 @@ class _Sums:
             rows = rows.reshape(self._workers, -1).sum(axis=1)
             compute = compute.reshape(self._workers, -1).max(axis=1)
         self._rows += rows
-        self._compute += compute
-        np.maximum(self._longest, compute, out=self._longest)
         self._input += report.input_seconds
+        self._compute.append(compute)
 
     def block(self, report: Any, steps_before: int) -> Block:
         """Returns the block that ends with the step of `report`."""
+        compute = np.maximum(np.stack(self._compute), _LEAST_SECONDS)  # [steps, workers]
+        without_longest = (compute.sum(axis=0) - compute.max(axis=0)) / (self.steps - 1)
         return Block(
             first=steps_before + report.number - self.steps + 1,
             last=steps_before + report.number,
             seconds=self.seconds / self.steps,
             rows=self._rows.tolist(),
-            compute=((self._compute - self._longest) / (self.steps - 1)).tolist(),
+            compute=without_longest.tolist(),
             input=(self._input / self.steps).tolist(),
+            jitter=np.abs(np.diff(np.log(compute), axis=0)).mean(axis=0).tolist(),
             links=report.links,
         )
 
