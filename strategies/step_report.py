@@ -157,7 +157,8 @@ class StepReports:
             numbers = [peer, slowest.rate, slowest.typical, slowest.seconds]
         if numbers != self._published:
             self._published = numbers
-            self._links.assign(numbers)
+            # A quarter of the time of `assign`.
+            tf.raw_ops.AssignVariableOp(resource=self._links.handle, value=np.array(numbers, np.float32))
 
     def doing(self) -> Doing:
         """Returns what this worker does now, for the watchdog. Callable in any thread. Costs a read of a variable."""

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import os
 import random
 import socket
+import statistics
 import subprocess
 import sys
 import types
@@ -12,7 +14,8 @@ import numpy as np
 import pytest
 from absl import logging
 
-from launched import nothing_left
+from benchmarks import netlab
+from launched import DEADLINE_SECONDS, nothing_left
 from tfdist.events.straggler_file import (
     COMPUTATION,
     INPUT,
@@ -23,7 +26,7 @@ from tfdist.events.straggler_file import (
     read_records,
 )
 from tfdist.faults import straggler_watch
-from tfdist.faults.straggler_policy import Block, Link, LinkSpeed, StragglerJudge, Subject
+from tfdist.faults.straggler_policy import Block, Link, LinkSpeed, StragglerJudge, Subject, _medians_of_others
 from tfdist.faults.straggler_watch import StragglerWatch
 from tfdist.launch import cli
 from tfdist.run_files import RunFiles
@@ -139,6 +142,13 @@ def test_a_slow_link_that_carries_little_is_no_straggler():
     assert judged(block(number, links=links(rates, seconds=0.01)) for number in range(9)) == []
 
 
+@pytest.mark.parametrize("workers", range(2, 9))
+def test_the_median_of_the_others_is_that_of_a_list_without_the_worker(workers):
+    values = random.Random(workers).choices(range(5), k=workers)
+    expected = [statistics.median(values[:worker] + values[worker + 1 :]) for worker in range(workers)]
+    assert _medians_of_others(values) == expected
+
+
 # The links.
 
 
@@ -170,7 +180,7 @@ def test_a_peer_that_does_not_read_is_no_slow_link():
 def test_one_fast_transfer_of_five_shows_that_a_link_is_fast():
     rates = {0: [LinkRate(rate, True) for rate in (1e7, 1e9, 1e7, 1e7, 1e7)], 2: [LinkRate(5e8, True)] * 5}
     assert slowest_of(rates, {0: 1e6, 2: 1e6}).peer == 2
-    assert slowest_of({0: [LinkRate(1e7, True)] * 4}, {0: 1e6}) is None
+    assert slowest_of({0: [LinkRate(1e7, True)] * 2}, {0: 1e6}) is None
 
 
 def test_a_burst_does_not_make_a_slow_link_fast():
@@ -447,3 +457,54 @@ def test_equal_workers_beside_a_second_job_get_no_verdict_in_500_steps(tmp_path)
             busy.kill()
             busy.wait()
     assert found == []
+
+
+def shape(host, slow_peer=None):
+    """Limits the rate of a virtual host to 400 Mbit/s, and to 20 Mbit/s on the way to `slow_peer`."""
+
+    def tc(*words):
+        return subprocess.run(["tc", "-n", host.name, *words], capture_output=True, text=True, timeout=20)
+
+    made = tc("qdisc", "replace", "dev", host.interface, "root", "handle", "1:", "htb", "default", "1")
+    if made.returncode:
+        pytest.skip(f"the kernel cannot shape links to one host: {made.stderr.strip()}")
+    for number, rate in ((1, "400mbit"), (2, "20mbit")):
+        place = ("dev", host.interface, "parent", "1:", "classid", f"1:{number}")
+        assert tc("class", "add", *place, "htb", "rate", rate, "burst", "100k").returncode == 0
+    if slow_peer is not None:
+        place = ("dev", host.interface, "parent", "1:", "protocol", "ip", "prio", "1")
+        match = ("u32", "match", "ip", "dst", f"{slow_peer.address}/32", "flowid", "1:2")
+        assert tc("filter", "add", *place, *match).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.privileged
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_job_names_the_slow_link_within_30_steps(tmp_path, workers):
+    reason = netlab.why_not()
+    if reason:
+        pytest.skip(reason)
+    with nothing_left(tmp_path) as run, netlab.Netlab(workers, None) as lab:
+        for worker, host in enumerate(lab.hosts):
+            shape(host, lab.hosts[0] if worker == 1 else None)
+        path = script(run, COMPUTE=[0.02] * workers, WAITS=[0] * workers, WIDTH=400, STEPS=40)
+        command = [
+            sys.executable,
+            "-m",
+            "tfdist.launch.cli",
+            "run",
+            "--max-restarts=0",
+            "--log-dir",
+            str(tmp_path),
+            path,
+        ]
+        addresses = [f"{host.address}:7100" for host in lab.hosts]
+        processes = []
+        for worker, host in enumerate(lab.hosts):
+            spec = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": worker}}
+            env = {**os.environ, "TF_CONFIG": json.dumps(spec), "TFDIST_SECRET": "secret of this test"}
+            processes.append(subprocess.Popen(host.command(command), env=env, stderr=subprocess.DEVNULL))
+        assert [process.wait(DEADLINE_SECONDS) for process in processes] == [0] * workers
+    (found,), _ = read_records(RunFiles(tmp_path / "worker-0").stragglers(0))
+    assert (found.cause, found.link) == (LINK, (1, 0)) and found.step <= 30 and found.amount < 0.4

@@ -53,7 +53,7 @@ def slowest_of(rates: Mapping[int, Sequence[LinkRate | None]], bytes_of_step: Ma
       rates: By peer, the newest rates of its link; `None` for an interval with too little data.
       bytes_of_step: By peer, the bytes that a step sends to it.
     """
-    known = {peer: [rate for rate in each if rate is not None] for peer, each in rates.items() if len(each) == _KEPT}
+    known = {peer: [rate for rate in each if rate is not None] for peer, each in rates.items()}
     known = {peer: each for peer, each in known.items() if len(each) >= _LEAST_OF_LINK}
     if not known:
         return None

@@ -1,8 +1,8 @@
 """Policy: which workers and links are slow, and why, by the times of recent steps. No clock, process or network.
 
-A few steps at a time form a block. A worker is slow once it was slow in most of the last blocks. Their number is larger
-where times vary from step to step. So a single long step makes no verdict. Nor does a second job on the machine that
-takes a core from one worker now and from another later. Does not load TensorFlow.
+A few steps at a time form a block. A worker is slow once it was slow in most of the last blocks. For computation the
+number of blocks grows with the variation from step to step. So a single long step makes no verdict. Nor does a second
+job on the machine that takes a core from one worker now and from another later. Does not load TensorFlow.
 """
 
 import collections
@@ -162,9 +162,11 @@ class StragglerJudge:
 
     def _recent(self, subject: Subject) -> "tuple[list[_Judged], int]":
         """Returns the last blocks in which to look for a slow worker, and how many of them must be slow."""
+        if subject.cause != COMPUTATION:
+            return list(self._blocks)[-_LEAST_BLOCKS:], math.ceil(_NEEDED * _LEAST_BLOCKS)
         jitters = [each.block.jitter for each in self._blocks]
         own = statistics.fmean(each[subject.worker] for each in jitters)
-        others = statistics.fmean(_median_of_others(each, subject.worker) for each in jitters)
+        others = statistics.fmean(_medians_of_others(each)[subject.worker] for each in jitters)
         count = blocks_for(max(own, others))
         return list(self._blocks)[-count:], math.ceil(_NEEDED * count)
 
@@ -203,31 +205,30 @@ def slow_in(block: Block, limits: Limits) -> dict[Subject, float]:
 
 def _slow_computation(block: Block, limits: Limits) -> Iterator[tuple[Subject, float]]:
     per_row = [seconds / rows if rows else 0.0 for seconds, rows in zip(block.compute, block.rows, strict=True)]
-    for worker, own in enumerate(per_row):
-        usual = _median_of_others(per_row, worker)
-        if usual <= 0 or own < limits.computation * usual:
+    compute, rows = _medians_of_others(block.compute), _medians_of_others(block.rows)
+    for worker, usual in enumerate(_medians_of_others(per_row)):
+        if usual <= 0 or per_row[worker] < limits.computation * usual:
             continue
-        others = _median_of_others(block.compute, worker)
-        if block.compute[worker] - others >= limits.computation_part * block.seconds:
+        factor = per_row[worker] / usual
+        if block.compute[worker] - compute[worker] >= limits.computation_part * block.seconds:
             # Fewer rows take less time, but not in proportion: each step has a fixed part.
-            yield Subject(COMPUTATION, worker), min(own / usual, block.compute[worker] / max(others, _LEAST_SECONDS))
-        elif _has_fewer_rows(block, worker):
-            yield Subject(COMPUTATION, worker), own / usual
-
-
-def _has_fewer_rows(block: Block, worker: int) -> bool:
-    return block.rows[worker] < _FEWER_ROWS * _median_of_others(block.rows, worker)
+            yield (
+                Subject(COMPUTATION, worker),
+                min(factor, block.compute[worker] / max(compute[worker], _LEAST_SECONDS)),
+            )
+        elif block.rows[worker] < _FEWER_ROWS * rows[worker]:
+            yield Subject(COMPUTATION, worker), factor
 
 
 def _holds_up(block: Block, worker: int) -> bool:
     """Whether a worker computes longer than the others in each step, so that these wait."""
-    excess = block.compute[worker] - _median_of_others(block.compute, worker)
+    excess = block.compute[worker] - _medians_of_others(block.compute)[worker]
     return excess >= GOES_ON.computation_part * block.seconds
 
 
 def _slow_input(block: Block, limits: Limits) -> Iterator[tuple[Subject, float]]:
-    for worker, own in enumerate(block.input):
-        excess = own - _median_of_others(block.input, worker)
+    for worker, (own, others) in enumerate(zip(block.input, _medians_of_others(block.input), strict=True)):
+        excess = own - others
         if own >= limits.input * block.seconds and excess >= limits.input_part * block.seconds:
             yield Subject(INPUT, worker), min(own / block.seconds, 1.0)
 
@@ -235,12 +236,12 @@ def _slow_input(block: Block, limits: Limits) -> Iterator[tuple[Subject, float]]
 def _slow_links(block: Block, limits: Limits) -> Iterator[tuple[Subject, float]]:
     found: dict[Link, float] = {}
     limit = limits.link if len(block.links) > 2 else limits.link_of_two
-    for worker, own in enumerate(block.links):
-        others = [each.typical for i, each in enumerate(block.links) if each is not None and i != worker]
-        if own is None or own.peer is None or not others:
-            continue
-        usual = statistics.median(others)
-        if own.rate >= limit * usual or own.seconds < limits.link_part * block.seconds:
+    known = [(worker, each) for worker, each in enumerate(block.links) if each is not None]
+    if len(known) < 2:
+        return
+    typical = _medians_of_others([each.typical for _, each in known])
+    for (worker, own), usual in zip(known, typical, strict=True):
+        if own.peer is None or own.rate >= limit * usual or own.seconds < limits.link_part * block.seconds:
             continue
         are_all = len(block.links) > 2 and own.typical < limit * usual
         found[Link(worker, None if are_all else own.peer)] = own.rate / usual
@@ -261,7 +262,13 @@ def _joined(found: Mapping[Link, float], workers: int) -> dict[Link, float]:
     return joined
 
 
-def _median_of_others(values: Sequence[float], worker: int) -> float:
-    """Returns the median of the values of all workers but one. Workers without rows have the value 0."""
-    others = [value for i, value in enumerate(values) if i != worker]
-    return statistics.median(others)
+def _medians_of_others(values: Sequence[float]) -> list[float]:
+    """Returns for each worker the median of the values of all other workers."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ordered = [values[worker] for worker in order]
+    middle = (len(values) - 2) / 2  # Of the others: a place in their order, or between two.
+    places = math.floor(middle), math.ceil(middle)
+    medians = [0.0] * len(values)
+    for rank, worker in enumerate(order):
+        medians[worker] = sum(ordered[place + (place >= rank)] for place in places) / 2
+    return medians

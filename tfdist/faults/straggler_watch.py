@@ -44,7 +44,7 @@ class Links(Protocol):
 class StragglerWatch:
     """Finds slow workers by the reports of training steps, and tells of them.
 
-    Costs a few microseconds a step, and a tenth of a millisecond in every fifth step at most.
+    Costs some 20 microseconds a step with a few workers, and 0.1 ms with 64.
 
     Args:
       board: The coordination store, in which workers tell their hosts.
