@@ -41,6 +41,7 @@ UNIT = {
         "test_compression",
         "test_failure_kinds",
         "test_goodput",
+        "test_live_table",
         "test_output",
         "test_private_names",
         "test_replica_speed",

@@ -2,12 +2,15 @@
 
 import os
 import random
+import subprocess
+import sys
 
 import pytest
 
 from emulated_terminal import EmulatedTerminal
 from tfdist.events.straggler_file import StragglerRecord
 from tfdist.events.time_record import (
+    CALLBACK,
     COMPUTE,
     EXCHANGE,
     INPUT,
@@ -87,6 +90,8 @@ STATES = {
     "start": (SeenWorker(0, record(1, phase=START)), 2, "start-up", 0),
     "long start": (SeenWorker(0, record(1, phase=START)), 41, "start-up 40 s", 0),
     "training": (SeenWorker(0, record(49.5, 8)), 50, "training", 8),
+    "callback between steps": (SeenWorker(0, record(49, 8, CALLBACK)), 50, "training", 8),
+    "callback of an epoch": (SeenWorker(0, record(45, 8, CALLBACK)), 50, "callback 5 s", 8),
     "first step": (SeenWorker(0, record(45)), 50, "training", 0),
     "stuck": (SeenWorker(0, record(5, 8)), 50, "in a step 45 s", 8),
     "validation": (SeenWorker(0, record(45, 8, VALIDATION)), 500, "validation 8 min", 8),
@@ -312,9 +317,7 @@ def test_a_shell_keeps_its_lines_after_a_stop():
     assert terminal.screen == ["row 1", "row 2", "$ fg", "row 1", "row 3"]
 
 
+@pytest.mark.slow
 def test_the_table_needs_no_tensorflow():
-    import subprocess
-    import sys
-
     code = "import sys, tfdist.launch.live_terminal; sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, timeout=60).returncode == 0

@@ -171,7 +171,8 @@ def _state(seen: SeenWorker, now: float) -> tuple[str, bool]:
     if record is None:
         return "running", False
     idle = max(0.0, now - record.time)
-    if record.phase in _IN_STEPS or (record.phase == CALLBACK and rate and idle < _JUST_NOW_SECONDS):
+    has_stepped = record.steps > record.resumed_steps and idle < _JUST_NOW_SECONDS
+    if record.phase in _IN_STEPS or (record.phase == CALLBACK and has_stepped):
         if idle < max(_LONG_STEP_SECONDS, 3 / rate if rate else 0.0):
             return "training", True
         return f"in a step {short_duration(idle)}", False
