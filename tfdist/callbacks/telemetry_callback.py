@@ -73,7 +73,8 @@ class Telemetry(ForKerasModels, keras.callbacks.Callback):
         `(10, 20)`. The trace goes to the folder of the worker in `log_dir`. Writing it takes some seconds, in which
         its peers wait.
       trace_workers: Numbers of the workers that trace the `trace_steps`.
-      trace_when_asked: Number of steps that a worker traces when it gets SIGUSR2; `None` for none. Needs `log_dir`.
+      trace_when_asked: Number of steps that a worker traces, after the one that runs, when it gets SIGUSR2; `None` for
+        none. Needs `log_dir`.
 
     Attributes:
       endpoint: Address and port for Prometheus while `fit` runs, such as "127.0.0.1:9400"; otherwise `None`.
