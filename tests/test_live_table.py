@@ -24,7 +24,6 @@ from tfdist.events.time_record import (
 from tfdist.launch.ansi_text import as_line, begun_sequence, crop, moves_cursor, width_of
 from tfdist.launch.live_figures import (
     DONE,
-    RecentSteps,
     SeenWorker,
     WorkerRow,
     chosen_rows,
@@ -36,6 +35,7 @@ from tfdist.launch.live_figures import (
 from tfdist.launch.live_region import LiveRegion
 from tfdist.launch.live_screen import LiveScreen
 from tfdist.launch.live_table import LiveTable
+from tfdist.launch.recent_steps import RecentSteps
 from tfdist.launch.run_terminal import can_draw_table
 
 

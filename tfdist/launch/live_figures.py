@@ -9,7 +9,6 @@ from tfdist.events.phase_names import (
     CALLBACK,
     COMPUTE,
     EXCHANGE,
-    INPUT,
     OUTSIDE,
     RESTORE,
     SAVE,
@@ -19,10 +18,8 @@ from tfdist.events.phase_names import (
 )
 from tfdist.events.straggler_file import COMPUTATION, StragglerRecord, pairs_of
 from tfdist.events.time_record import TimeRecord
+from tfdist.launch.recent_steps import IN_STEPS, NOT_RECENT, Recent
 from tfdist.launch.run_summary import counted, short_duration
-
-RECENT_SECONDS = 10.0
-"""Rates and shares are those of about this much time."""
 
 _NAMES = {
     START: "start-up",
@@ -34,55 +31,9 @@ _NAMES = {
     RESTORE: "restoring",
     OUTSIDE: "script",
 }
-_IN_STEPS = (INPUT, COMPUTE, EXCHANGE)
-_OF_TRAINING = (*_IN_STEPS, CALLBACK)
-_MOST_POINTS = 64
 _LONG_PHASE_SECONDS, _LONG_STEP_SECONDS = 3.0, 10.0
 _JUST_NOW_SECONDS = 2.0
 _URGENT_END, _URGENT_SLOW, _URGENT_WAIT, _CALM = range(4)
-
-
-@dataclasses.dataclass(frozen=True)
-class Recent:
-    """How a worker trained lately.
-
-    Attributes:
-      steps_per_second: Steps for each second of training, without validation and saves; `None` before the second step.
-      shares: Shares of that time for computation, exchanges and input. The rest is of callbacks and Python.
-    """
-
-    steps_per_second: float | None = None
-    shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-
-class RecentSteps:
-    """The newest records of a worker with different numbers of steps, from which `Recent` follows."""
-
-    def __init__(self) -> None:
-        self._points: collections.deque[TimeRecord] = collections.deque(maxlen=_MOST_POINTS)
-        self._steps: int | None = None
-
-    def add(self, record: TimeRecord) -> None:
-        """Adds the newest record. The first record only begins the count, since a trace may belong to its last step."""
-        if self._steps is not None and record.steps < self._steps:
-            self._points.clear()  # Another `fit` continues from an earlier backup.
-        if self._steps is not None and record.steps != self._steps:
-            self._points.append(record)
-        self._steps = record.steps
-        while len(self._points) > 2 and self._points[-1].time - self._points[1].time >= RECENT_SECONDS:
-            self._points.popleft()
-
-    @property
-    def recent(self) -> Recent:
-        """Rate and shares between the newest record and one from `RECENT_SECONDS` before, or at least a step before."""
-        if len(self._points) < 2:
-            return Recent()
-        old, new = self._points[0], self._points[-1]
-        spent = {phase: max(0.0, new.seconds[phase] - old.seconds[phase]) for phase in _OF_TRAINING}
-        seconds = sum(spent.values())
-        if not seconds:
-            return Recent()
-        return Recent((new.steps - old.steps) / seconds, {phase: spent[phase] / seconds for phase in _IN_STEPS})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +51,7 @@ class SeenWorker:
 
     worker: int
     record: TimeRecord | None = None
-    recent: Recent = Recent()
+    recent: Recent = NOT_RECENT
     memory: int | None = None
     ended: str | None = None
     slow: str | None = None
@@ -172,7 +123,7 @@ def _state(seen: SeenWorker, now: float) -> tuple[str, bool]:
         return "running", False
     idle = max(0.0, now - record.time)
     has_stepped = record.steps > record.resumed_steps and idle < _JUST_NOW_SECONDS
-    if record.phase in _IN_STEPS or (record.phase == CALLBACK and has_stepped):
+    if record.phase in IN_STEPS or (record.phase == CALLBACK and has_stepped):
         if idle < max(_LONG_STEP_SECONDS, 3 / rate if rate else 0.0):
             return "training", True
         return f"in a step {short_duration(idle)}", False
