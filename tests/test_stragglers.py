@@ -75,7 +75,7 @@ def test_a_slow_worker_is_named_once_with_its_cause_within_20_steps_and_again_wh
     verdicts = judged([*map(block, range(10)), *slow, *map(block, range(30, 40))])
     begun, ended = verdicts
     assert begun.subject == Subject(cause, 1, Link(1, 0) if cause == LINK else None)
-    assert begun.since == 51 and begun.step == 65 and not begun.is_over and not begun.is_balanced
+    assert begun.since == 51 and begun.step == 65 and not begun.is_over
     assert ended.is_over and ended.since == 51 and 155 < ended.step <= 170
     assert begun.amount == pytest.approx({COMPUTATION: 2.0, INPUT: 1.5 / 2.7, LINK: 10 / 99}[cause])
 
@@ -111,7 +111,17 @@ def test_a_worker_whose_computation_is_a_small_part_of_the_step_holds_nobody_up(
 
 def test_a_slow_worker_with_fewer_rows_is_balanced():
     (verdict,) = judged(block(number, slow={"rows": 4.0}) for number in range(9))
-    assert verdict.is_balanced and verdict.amount == 2.0 and verdict.subject == Subject(COMPUTATION, 1)
+    assert verdict.amount == 2.0 and verdict.subject == Subject(COMPUTATION, 1, is_balanced=True)
+
+
+def test_a_slow_worker_that_gets_fewer_rows_later_holds_nobody_up_any_more():
+    before = [block(number, slow={"compute": 2.0}) for number in range(9)]
+    verdicts = judged([*before, *(block(number, slow={"rows": 4.0}) for number in range(9, 18))])
+    assert [(each.subject.is_balanced, each.is_over) for each in verdicts] == [
+        (False, False),
+        (False, True),
+        (True, False),
+    ]
 
 
 def test_a_worker_without_rows_is_not_slow():
@@ -259,7 +269,7 @@ def test_a_slow_worker_is_logged_and_written_and_measured(logged, run_files):
     assert "worker 2 on host-2 computes 2.0 times slower than the median of the others since step 3." in line
     for _ in range(30):
         job.step([0.1, 0.1, 0.1])
-    assert len(logged) == 2 and "worker 2 on host-2 no longer computes slower" in logged[1][1]
+    assert len(logged) == 2 and "worker 2 on host-2 no longer computes longer" in logged[1][1]
     records, damaged = read_records(run_files.stragglers(0))
     assert [record.is_over for record in records] == [False, True] and not damaged
     assert records[0].worker == 2 and records[0].host == "host-2" and records[0].amount == 2.0

@@ -38,6 +38,7 @@ class StragglerRecord:
         links.
       text: The verdict in words.
       remedy: A remedy in a few words; empty if the worker is no longer slow.
+      is_balanced: Whether a worker that computes slower gets fewer rows, so that the others need not wait for it.
     """
 
     time: float
@@ -51,6 +52,7 @@ class StragglerRecord:
     amount: float
     text: str
     remedy: str
+    is_balanced: bool = False
 
 
 def append_record(path: pathlib.Path, record: StragglerRecord) -> None:
@@ -84,7 +86,7 @@ def pairs_of(records: Sequence[StragglerRecord]) -> Sequence[tuple[StragglerReco
     ends: dict[int, StragglerRecord] = {}
     begun: dict[tuple[object, ...], int] = {}  # Places of the records without an end so far.
     for place, record in enumerate(records):
-        subject = record.cause, record.worker, record.link
+        subject = record.cause, record.worker, record.link, record.is_balanced
         if not record.is_over:
             begun[subject] = place
         elif subject in begun:
@@ -98,8 +100,9 @@ def _record(content: Mapping[str, Any]) -> StragglerRecord:
     Raises:
       KeyError, TypeError, ValueError: If the line is no record.
     """
-    known: dict[str, Any] = {field.name: content[field.name] for field in dataclasses.fields(StragglerRecord)}
-    record = StragglerRecord(**known)
+    names = [field.name for field in dataclasses.fields(StragglerRecord)]
+    known: dict[str, Any] = {"is_balanced": False, **content}
+    record = StragglerRecord(**{name: known[name] for name in names})
     numbers = (record.time, record.step, record.since, record.worker, record.amount)
     if record.cause not in CAUSES or not all(isinstance(number, int | float) for number in numbers):
         raise ValueError("is no record of a slow worker")

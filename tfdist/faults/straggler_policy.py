@@ -35,11 +35,13 @@ class Subject(NamedTuple):
       cause: `COMPUTATION`, `INPUT` or `LINK`.
       worker: The slow worker; for a link, the one that sends, or the receiver if its links from all peers are slow.
       link: The slow link or links; `None` for other causes.
+      is_balanced: Whether a worker that computes slower gets fewer rows, so that the others need not wait for it.
     """
 
     cause: str
     worker: int
     link: Link | None = None
+    is_balanced: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +129,6 @@ class StragglerVerdict:
       amount: See `StragglerRecord`.
       since: The step since which it is slow.
       step: The last step before the verdict.
-      is_balanced: Whether a slow worker gets fewer rows, so that the others need not wait for it.
       is_over: Whether it is no longer slow.
     """
 
@@ -135,7 +136,6 @@ class StragglerVerdict:
     amount: float
     since: int
     step: int
-    is_balanced: bool = False
     is_over: bool = False
 
 
@@ -181,8 +181,7 @@ class StragglerJudge:
     def _verdict(self, subject: Subject) -> StragglerVerdict:
         found = [each for each in self._recent(subject)[0] if subject in each.slow]
         amount = statistics.median(each.slow[subject] for each in found)
-        is_balanced = subject.cause == COMPUTATION and not any(_holds_up(each.block, subject.worker) for each in found)
-        return StragglerVerdict(subject, amount, found[0].block.first, self._blocks[-1].block.last, is_balanced)
+        return StragglerVerdict(subject, amount, found[0].block.first, self._blocks[-1].block.last)
 
 
 def blocks_for(jitter: float) -> int:
@@ -217,13 +216,7 @@ def _slow_computation(block: Block, limits: Limits) -> Iterator[tuple[Subject, f
                 min(factor, block.compute[worker] / max(compute[worker], _LEAST_SECONDS)),
             )
         elif block.rows[worker] < _FEWER_ROWS * rows[worker]:
-            yield Subject(COMPUTATION, worker), factor
-
-
-def _holds_up(block: Block, worker: int) -> bool:
-    """Whether a worker computes longer than the others in each step, so that these wait."""
-    excess = block.compute[worker] - _medians_of_others(block.compute)[worker]
-    return excess >= GOES_ON.computation_part * block.seconds
+            yield Subject(COMPUTATION, worker, is_balanced=True), factor
 
 
 def _slow_input(block: Block, limits: Limits) -> Iterator[tuple[Subject, float]]:

@@ -70,7 +70,7 @@ class StragglerWatch:
     def own_causes(self) -> dict[str, float]:
         """Returns, by cause, 1 if this worker holds up the others, else 0. Callable in any thread."""
         own = [each for each in list(self._judge.verdicts.values()) if each.subject.worker == self._board.worker]
-        held = {verdict.subject.cause for verdict in own if not verdict.is_balanced}
+        held = {verdict.subject.cause for verdict in own if not verdict.subject.is_balanced}
         return {cause: float(cause in held) for cause in CAUSES}
 
     def add(self, report: Any, seconds: float, has_traced: bool) -> None:
@@ -121,6 +121,7 @@ class StragglerWatch:
             amount=round(verdict.amount, 3),
             text="",
             remedy=remedy_of(verdict),
+            is_balanced=subject.is_balanced,
         )
         record = dataclasses.replace(record, text=text_of(verdict, record.host))
         details = dataclasses.asdict(record)
@@ -128,7 +129,7 @@ class StragglerWatch:
         EVENTS.note("straggler", **details)
         if self._board.worker:
             return
-        if verdict.is_balanced:
+        if subject.is_balanced:
             logging.info("Unequal workers: %s. %s", record.text, record.remedy)
         elif verdict.is_over:
             logging.warning("No longer slow: %s.", record.text)

@@ -30,9 +30,10 @@ def text_of(verdict: StragglerVerdict, host: str) -> str:
             return f"{worker} no longer waits for its input after step {verdict.step}"
         return f"{worker} waits for its input {amount:.0%} of the time {since}"
     if verdict.is_over:
-        return f"{worker} no longer computes slower than the others after step {verdict.step}"
+        what = "computes a row slower" if subject.is_balanced else "computes longer"
+        return f"{worker} no longer {what} than the others after step {verdict.step}"
     slower = f"{amount:.1f} times slower than the median of the others {since}"
-    if verdict.is_balanced:
+    if subject.is_balanced:
         return f"{worker} computes a row {slower}, and gets fewer rows"
     return f"{worker} computes {slower}"
 
@@ -41,7 +42,7 @@ def remedy_of(verdict: StragglerVerdict) -> str:
     """Returns what to do about a verdict; empty if it is over."""
     if verdict.is_over:
         return ""
-    return _BALANCED if verdict.is_balanced else _REMEDIES.get(verdict.subject.cause, _OF_LINKS)
+    return _BALANCED if verdict.subject.is_balanced else _REMEDIES.get(verdict.subject.cause, _OF_LINKS)
 
 
 def _links_in_words(link: Link, host: str) -> tuple[str, str]:

@@ -132,8 +132,8 @@ def _state(seen: SeenWorker, now: float) -> tuple[str, bool]:
 
 
 def slow_workers(records: Sequence[StragglerRecord]) -> Mapping[int, str]:
-    """Returns the workers that are slow now, each with a word for its newest cause: "compute", "input" or "link"."""
-    last = [begun for begun, end in pairs_of(records) if end is None]
+    """Returns the workers that hold up the others now, with the newest cause of each: "compute", "input" or "link"."""
+    last = [begun for begun, end in pairs_of(records) if end is None and not begun.is_balanced]
     return {each.worker: COMPUTE if each.cause == COMPUTATION else each.cause for each in last}
 
 
