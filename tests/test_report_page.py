@@ -19,7 +19,7 @@ from benchmarks.netlab import Netlab, why_not
 from launched import DEADLINE_SECONDS, PREAMBLE, nothing_left
 from recorded_runs import BEGUN, RAW, ROWS_PER_STEP, killed, write_run
 from tfdist.launch import cli
-from tfdist.launch.run_summary import size
+from tfdist.readable_numbers import size
 from tfdist.report import report_charts
 from tfdist.report.html_markup import Markup, element, table
 from tfdist.report.recorded_run import read_all_telemetry, read_run

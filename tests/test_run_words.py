@@ -9,7 +9,8 @@ from tfdist.exit_codes import PREEMPTED
 from tfdist.folder_lock import held
 from tfdist.launch.first_failure import Failure
 from tfdist.launch.run_dir import KEPT_RUNS, folder_of_run
-from tfdist.launch.run_summary import details_of, duration, outcome_line
+from tfdist.launch.run_summary import details_of, outcome_line
+from tfdist.readable_numbers import duration
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from tfdist.events.straggler_file import StragglerRecord, read_records
 from tfdist.events.time_record import TimeRecord, read_time_record
 from tfdist.launch.live_figures import DONE, SeenWorker, WorkerRow, row_of, slow_workers
 from tfdist.launch.recent_steps import RecentSteps
-from tfdist.launch.run_summary import counted, duration, short_duration
 from tfdist.launch.worker_group import WorkerGroup, signal_name
+from tfdist.readable_numbers import counted, duration, short_duration
 from tfdist.run_files import RunFiles
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

@@ -19,7 +19,7 @@ from tfdist.events.phase_names import (
 from tfdist.events.straggler_file import COMPUTATION, StragglerRecord, pairs_of
 from tfdist.events.time_record import TimeRecord
 from tfdist.launch.recent_steps import IN_STEPS, NOT_RECENT, Recent
-from tfdist.launch.run_summary import counted, short_duration
+from tfdist.readable_numbers import counted, short_duration
 
 _NAMES = {
     START: "start-up",

@@ -10,7 +10,7 @@ import rich.text
 
 from tfdist.events.phase_names import COMPUTE, EXCHANGE, INPUT
 from tfdist.launch.live_figures import WorkerRow, chosen_rows, rest_line
-from tfdist.launch.run_summary import size
+from tfdist.readable_numbers import size
 
 _LEAST_WIDTH, _LEAST_HEIGHT = 32, 10
 _MOST_WIDTH = 1000

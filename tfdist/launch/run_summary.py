@@ -1,45 +1,12 @@
-"""Texts that summarize a run of `tfdist run` when it ends: the outcome, the duration, details of a failure."""
+"""Texts that summarize a run of `tfdist run` when it ends: the outcome, and details of a failure."""
 
 from collections.abc import Sequence
 
 from tfdist.exit_codes import PREEMPTED
 from tfdist.launch.first_failure import Failure
+from tfdist.readable_numbers import counted, duration
 
 _CRASH = "Fatal Python error: "
-
-
-def duration(seconds: float) -> str:
-    """Formats a time span for people: "7.2 s", "72 s", "12 min 5 s", "3 h 12 min"."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 100:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    return f"{minutes} min {rest} s" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def size(count: float) -> str:
-    """Formats a number of bytes for people: "512 B", "1.2 MB"."""
-    if count < 1000:
-        return f"{count:.0f} B"
-    for unit in ("kB", "MB", "GB"):
-        count /= 1000
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-    return f"{count / 1000:,.3g} TB"
-
-
-def short_duration(seconds: float) -> str:
-    """Formats a time span in little room: "7 s", "12 min", "3 h"."""
-    if seconds < 99.5:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5970 else f"{seconds / 3600:.0f} h"
-
-
-def counted(number: int, noun: str) -> str:
-    """Returns a number with its noun: "1 worker", "2 workers"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def named(workers: Sequence[int]) -> str:

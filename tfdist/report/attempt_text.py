@@ -10,7 +10,8 @@ from tfdist.events.event_file import ASKED, EXCHANGE, LOST_PEER, START, Call, Ev
 from tfdist.events.straggler_file import StragglerRecord, pairs_of
 from tfdist.failure_kinds import user_line
 from tfdist.launch.first_failure import FROM_PEER, Failure
-from tfdist.launch.run_summary import duration, named
+from tfdist.launch.run_summary import named
+from tfdist.readable_numbers import clock, counted, duration
 from tfdist.report.missing_workers import (
     LastExchange,
     LastPosition,
@@ -20,7 +21,7 @@ from tfdist.report.missing_workers import (
     last_position,
     missed_exchanges,
 )
-from tfdist.report.recorded_failure import clock, first_failure_of
+from tfdist.report.recorded_failure import first_failure_of
 from tfdist.report.recorded_run import WorkerFiles, attempt_in, number_of_workers
 
 _MOST_EXCHANGES = 5
@@ -90,7 +91,7 @@ def text_of(
 
 
 def _title(number: int, attempts: Sequence[Mapping[str, Any]], count: int) -> str:
-    parts = [f"{count} worker{'' if count == 1 else 's'}"]
+    parts = [counted(count, "worker")]
     for attempt in attempts[:1]:
         if isinstance(attempt.get("seconds"), int | float):
             parts.append(duration(attempt["seconds"]))
@@ -108,7 +109,12 @@ def _is_before(events: EventFile, failure: Failure | None) -> bool:
 def _slow(records: Sequence[StragglerRecord]) -> Iterator[str]:
     """Yields lines about the workers and links that were slow, in the order in which they were found."""
     for record, end in pairs_of(records):
-        yield f"{record.text}{'' if end is None else f', until step {end.step}'} [{clock(record.time)}]"
+        yield f"{verdict_text(record, end)} [{clock(record.time)}]"
+
+
+def verdict_text(record: StragglerRecord, end: StragglerRecord | None) -> str:
+    """Returns the verdict of a record, and the step until which it was true, by the record that ends it."""
+    return record.text if end is None else f"{record.text}, until step {end.step}"
 
 
 def _missing(files: Mapping[int, EventFile], workers: Sequence[int], failure: Failure | None) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from tfdist.events.time_record import BEGINNING
-from tfdist.launch.run_summary import duration
+from tfdist.readable_numbers import counted, duration
 from tfdist.report.goodput import LOST, PARTS, UNRECORDED, LostWork, TimeAccount, WorkerAttempt, account_for
 from tfdist.report.recorded_run import RecordedRun, WorkerFiles
 
@@ -81,7 +81,7 @@ def _by_worker(part: str, workers: Mapping[int, Mapping[str, float]]) -> str:
 
 def _lost(each: LostWork) -> str:
     origin = "the beginning" if each.commit == BEGINNING else f"backup step-{each.commit}"
-    steps = f"{each.steps} step{'' if each.steps == 1 else 's'}"
+    steps = counted(each.steps, "step")
     return (
         f"attempt {each.attempt} lost {steps}: it had finished step {each.last_step}, training continues from {origin}"
     )

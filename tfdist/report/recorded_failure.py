@@ -1,11 +1,11 @@
 """The first failure of a recorded attempt, as the text and the page of `tfdist report` tell it."""
 
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.launch.first_failure import Failure
+from tfdist.readable_numbers import clock
 from tfdist.report.recorded_run import WorkerFiles
 
 _HINTS = {
@@ -54,8 +54,3 @@ def cause_of(failure: Failure) -> str:
         place = f", in {failure.line}" if failure.line else ""
         return f"{failure.exception}: {failure.reason or 'no message'}{place}"
     return failure.reason or _HINTS.get(failure.signal or "", "")
-
-
-def clock(seconds: float) -> str:
-    """Returns a moment, given in seconds since the epoch, as local time: "2026-11-26 19:20:03"."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

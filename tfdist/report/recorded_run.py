@@ -16,6 +16,9 @@ from tfdist.events.time_record import TimeRecord, read_time_record
 from tfdist.run_files import RunFiles
 from tfdist.telemetry.telemetry_file import TelemetryFile, read_telemetry
 
+DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""Errors of figures and texts that are made of damaged files, which have values of other types than expected."""
+
 _MOST_WORKERS = 10_000
 
 

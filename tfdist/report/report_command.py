@@ -11,7 +11,7 @@ from absl import logging
 from tfdist.report.attempt_text import AttemptText, text_of
 from tfdist.report.goodput_table import account_of, lines_of_account
 from tfdist.report.recorded_failure import line_of
-from tfdist.report.recorded_run import RecordedRun, read_run
+from tfdist.report.recorded_run import DAMAGED, RecordedRun, read_run
 from tfdist.report.report_page import page_of
 from tfdist.run_files import PAGE
 from tfdist.symlink_safe_file import write_whole
@@ -76,7 +76,7 @@ def lines_of(recorded: RecordedRun, *, stacks: bool = False) -> Iterator[str]:
         try:
             slow = recorded.stragglers.get(number, ())
             yield from list(_lines(text_of(number, workers, recorded.summaries, stragglers=slow, stacks=stacks)))
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except DAMAGED as error:
             yield f"attempt {number}: its files are damaged, and have values of another type than expected ({error})"
     if recorded.problems:
         yield ""
@@ -94,7 +94,7 @@ def _time_of(recorded: RecordedRun) -> Iterator[str]:
     try:
         account = account_of(recorded)
         lines = list(lines_of_account(account)) if account else []
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except DAMAGED as error:
         lines = [f"the time of the run is unknown: its files have values of another type than expected ({error})"]
     if lines:
         yield ""

@@ -4,12 +4,13 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from tfdist.launch.run_summary import details_of, duration
+from tfdist.launch.run_summary import details_of
 from tfdist.package_version import version_of
+from tfdist.readable_numbers import clock, counted, duration
 from tfdist.report.attempt_text import AttemptText, text_of
 from tfdist.report.html_markup import Child, Markup, element, joined, paragraph, table
-from tfdist.report.recorded_failure import cause_of, clock
-from tfdist.report.recorded_run import RecordedRun, read_all_telemetry
+from tfdist.report.recorded_failure import cause_of
+from tfdist.report.recorded_run import DAMAGED, RecordedRun, read_all_telemetry
 from tfdist.report.report_charts import INSTALL, Chart, can_draw, drawn
 from tfdist.report.report_curves import loss_chart, shares_chart, throughput_chart, traffic_chart
 from tfdist.report.report_figures import AttemptFigures, RunFigures, figures_of
@@ -20,7 +21,6 @@ from tfdist.report.report_timeline import attempts_section
 from tfdist.report.telemetry_series import longest
 from tfdist.report.worker_totals import totals_of
 
-_DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _MOST_FAILURES = 50
 _MOST_LINES = 200
 _MOST_VERDICTS = 100
@@ -38,7 +38,7 @@ def page_of(recorded: RecordedRun, now: float) -> str:
     try:
         telemetry, damaged = read_all_telemetry(recorded)
         figures = figures_of(recorded, telemetry)
-    except _DAMAGED as error:
+    except DAMAGED as error:
         return _document(recorded, now, element("p", _damage(error)))
     problems = [*recorded.problems, *damaged]
     totals = totals_of(telemetry)
@@ -94,7 +94,7 @@ def _guarded(content: Callable[[], Iterable[Child]]) -> Markup:
     """Returns content, or a sentence if damaged files have values of another type than expected."""
     try:
         return joined(content())
-    except _DAMAGED as error:
+    except DAMAGED as error:
         return element("p", _damage(error))
 
 
@@ -131,7 +131,7 @@ def _sentences(figures: RunFigures, facts: Sequence[str]) -> Iterator[Child]:
 
 def _lost(attempt: AttemptFigures) -> str:
     steps = attempt.cost.steps if attempt.cost else 0
-    return f" and {steps:,} training step{'' if steps == 1 else 's'} that were lost" if steps else ""
+    return f" and {counted(steps, 'training step')} that were lost" if steps else ""
 
 
 def _failures(figures: RunFigures) -> Iterator[Child]:
@@ -153,7 +153,9 @@ def _failure(attempt: AttemptFigures, figures: RunFigures) -> Iterator[Child]:
     begun = "" if attempt.start is None else f", {duration(failure.time - attempt.start)} after the attempt began"
     step = "" if failure.step is None else f", after step {failure.step}"
     who = "" if failure.worker is None else f"worker {failure.worker} on host "
-    missing = [f"{line[:1].upper()}{line[1:]}." for line in (*text.missing[:1], *text.missing[1:][-1:])]
+    # The first line says who was missing, the last where that worker was seen last; there may be one line only.
+    signs = (*text.missing[:1], *text.missing[1:][-1:])
+    missing = [f"{line[:1].upper()}{line[1:]}." for line in signs]
     why = [cause_of(failure), *missing]
     rows = [
         ("When", f"{clock(failure.time)}{begun}"),
@@ -203,7 +205,7 @@ def _charts(*charts: Chart) -> Markup:
 
 
 def _loss(figures: RunFigures) -> Iterator[Child]:
-    """Yields the loss by step, and the the first and newest value of each metric."""
+    """Yields the loss by step, and the first and newest value of each metric."""
     told = [each for file in longest(figures.telemetry) for each in file.figures if each.logs]
     if not told:
         yield paragraph(NO_TELEMETRY)

@@ -15,11 +15,10 @@ from tfdist.events.phase_names import (
     TRACING,
     VALIDATION,
 )
-from tfdist.launch.run_summary import duration, size
+from tfdist.readable_numbers import duration, percent, rounded, size, step_time
 from tfdist.report.goodput import AGAIN, LOST, PARTS, REST, RESTART, UNRECORDED
 from tfdist.report.html_markup import Child, Markup, element, paragraph, table
 from tfdist.report.report_figures import RunFigures
-from tfdist.report.report_summary import number, percent, seconds_text
 from tfdist.report.training_speed import StepSpeed, combined
 from tfdist.report.worker_totals import WorkerTotals, summed
 
@@ -138,10 +137,10 @@ def _speed_row(count: int, speed: StepSpeed) -> list[Child]:
     return [
         str(count),
         f"{speed.steps:,}",
-        seconds_text(speed.typical_seconds),
-        seconds_text(speed.step_seconds),
-        number(rows),
-        number(rows / count if rows else None),
+        step_time(speed.typical_seconds),
+        step_time(speed.step_seconds),
+        rounded(rows),
+        rounded(rows / count if rows else None),
         percent(speed.efficiency),
     ]
 
@@ -171,11 +170,7 @@ def _traffic_row(name: str, totals: Sequence[WorkerTotals]) -> list[Child]:
     names = ("raw_bytes", "sent_bytes", "network_sent_bytes", "network_received_bytes")
     raw, sent, out, received = (summed(totals, name) for name in names)
     ratio = f"{raw / sent:.3g}" if raw and sent else "unknown"
-    return [name, _size(raw), _size(sent), ratio, _size(out), _size(received)]
-
-
-def _size(count: float | None) -> str:
-    return "unknown" if count is None else size(count)
+    return [name, size(raw), size(sent), ratio, size(out), size(received)]
 
 
 def workers_section(totals: Sequence[WorkerTotals]) -> Iterator[Child]:
@@ -199,9 +194,9 @@ def _worker_row(each: WorkerTotals) -> list[Child]:
     return [
         f"worker {each.worker}",
         ", ".join(each.hosts),
-        number(each.rows),
+        rounded(each.rows),
         percent(each.share),
-        number(each.rows_per_second),
+        rounded(each.rows_per_second),
         percent(each.waiting),
-        _size(each.memory),
+        size(each.memory),
     ]

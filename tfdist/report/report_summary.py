@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 from tfdist.events.straggler_file import pairs_of
 from tfdist.events.time_record import BEGINNING
-from tfdist.launch.run_summary import duration, outcome_line, size
-from tfdist.report.recorded_failure import clock
+from tfdist.launch.run_summary import outcome_line
+from tfdist.readable_numbers import clock, counted, duration, percent, rounded, size, step_time
+from tfdist.report.attempt_text import verdict_text
 from tfdist.report.report_figures import AttemptFigures, RunFigures
 from tfdist.report.worker_totals import WorkerTotals, slow_workers, summed
 
@@ -17,17 +18,13 @@ def lead_of(figures: RunFigures) -> str:
     """Returns the sentence with the outcome of the run."""
     count, seconds = len(figures.attempts), figures.seconds
     if figures.outcome == "running":
-        return f"The run still goes on, or its supervisor was killed. So far: {_attempts(count)}."
+        return f"The run still goes on, or its supervisor was killed. So far: {counted(count, 'attempt')}."
     if not figures.outcome or seconds is None:
-        return f"The outcome of the run is not recorded. Its files tell of {_attempts(count)}."
+        return f"The outcome of the run is not recorded. Its files tell of {counted(count, 'attempt')}."
     codes = [each.get("run_exit_code") for each in figures.recorded.summaries]
     code = next((each for each in codes if isinstance(each, int) and each), 0)
     line = outcome_line(figures.outcome, code, seconds, count)
     return f"{line[:1].upper()}{line[1:]}{f' (exit code {code})' if code else ''}."
-
-
-def _attempts(count: int) -> str:
-    return f"{count} attempt{'' if count == 1 else 's'}"
 
 
 def tiles_of(figures: RunFigures, totals: Sequence[WorkerTotals]) -> list[tuple[str, str]]:
@@ -38,9 +35,9 @@ def tiles_of(figures: RunFigures, totals: Sequence[WorkerTotals]) -> list[tuple[
     if speed is not None:
         is_known = speed.typical_seconds is not None
         name, seconds = ("Typical step", speed.typical_seconds) if is_known else ("Mean step", speed.step_seconds)
-        tiles.append((name, seconds_text(seconds)))
+        tiles.append((name, step_time(seconds)))
         if speed.rows_per_second is not None:
-            tiles.append(("Rows per second", number(speed.rows_per_second)))
+            tiles.append(("Rows per second", rounded(speed.rows_per_second)))
         tiles.append(("Scaling efficiency", percent(speed.efficiency)))
     if raw and sent:
         tiles.append(("Compression", f"{raw / sent:.3g} times"))
@@ -67,13 +64,13 @@ def _sizes(attempts: Sequence[AttemptFigures]) -> list[str]:
     """Returns sentences about the number of workers, and about each change of it."""
     if not attempts:
         return []
-    sentences = [f"It began with {_workers(attempts[0].workers)}."]
-    for number, (before, now) in enumerate(itertools.pairwise(attempts)):
+    sentences = [f"It began with {counted(attempts[0].workers, 'worker')}."]
+    for place, (before, now) in enumerate(itertools.pairwise(attempts), 1):
         if now.workers != before.workers:
             when = f" at {clock(now.start)}" if now.start is not None else ""
-            told = f"{_workers(now.workers)} instead of {before.workers}{_why(attempts[: number + 1])}"
+            told = f"{counted(now.workers, 'worker')} instead of {before.workers}{_why(attempts[:place])}"
             sentences.append(f"Attempt {now.number}{when}: {told}.")
-    return sentences if len(sentences) > 1 else [f"It had {_workers(attempts[0].workers)}."]
+    return sentences if len(sentences) > 1 else [f"It had {counted(attempts[0].workers, 'worker')}."]
 
 
 def _why(attempts: Sequence[AttemptFigures]) -> str:
@@ -91,12 +88,14 @@ def _training(figures: RunFigures) -> str:
     steps = max((each.steps[1] for each in figures.attempts), default=0)
     if not steps:
         return ""
-    told = f"The model was trained for {_steps(steps)}"
+    told = f"The model was trained for {counted(steps, 'step')}"
     if figures.kept_rows:
         told += f" on {round(figures.kept_rows):,} rows"
     repeated = f" Steps with {round(figures.repeated_rows):,} more rows were lost." if figures.repeated_rows else ""
     lost = cost.steps if (cost := figures.attempts[-1].cost) else 0
-    unsaved = f" The last {_steps(lost)} came after the newest backup, and were lost at the end." if lost else ""
+    unsaved = (
+        f" The last {counted(lost, 'step')} came after the newest backup, and were lost at the end." if lost else ""
+    )
     return f"{told}.{repeated}{unsaved}"
 
 
@@ -117,8 +116,7 @@ def verdicts_of(figures: RunFigures) -> list[tuple[str, str, str]]:
     found = []
     for number, records in sorted(figures.recorded.stragglers.items()):
         for record, end in pairs_of(records):
-            until = "" if end is None else f", until step {end.step}"
-            found.append((f"{clock(record.time)}, attempt {number}", f"{record.text}{until}", record.remedy))
+            found.append((f"{clock(record.time)}, attempt {number}", verdict_text(record, end), record.remedy))
     return found
 
 
@@ -143,7 +141,7 @@ def cost_of(attempt: AttemptFigures, figures: RunFigures) -> str:
         return "What it cost is not recorded."
     parts = []
     if cost.steps:
-        parts.append(f"{duration(cost.lost_seconds)} of training ({_steps(cost.steps)}) were lost")
+        parts.append(f"{duration(cost.lost_seconds)} of training ({counted(cost.steps, 'step')}) were lost")
     until = "the end" if attempt is figures.attempts[-1] else "the next start"
     parts.append(f"{duration(cost.restart_seconds)} passed until {until}")
     if cost.again_seconds:
@@ -160,30 +158,3 @@ def _origin(attempt: AttemptFigures, figures: RunFigures) -> str:
     is_last = attempt is figures.attempts[-1]
     goes_on = "A new start would continue" if is_last else "Training continued"
     return f" Step {last} was finished. {goes_on} from {origin}."
-
-
-def percent(share: float | None) -> str:
-    """Formats a share for people: "12.3 %"."""
-    return "unknown" if share is None else f"{share:.1%}".replace("%", "\N{NO-BREAK SPACE}%")
-
-
-def number(value: float | None) -> str:
-    """Formats a number for people: "1,234"."""
-    if value is None:
-        return "unknown"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def seconds_text(seconds: float | None) -> str:
-    """Formats the time of a step: "35.2 ms"."""
-    if seconds is None:
-        return "unknown"
-    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _steps(count: int) -> str:
-    return f"{count:,} step{'' if count == 1 else 's'}"
-
-
-def _workers(count: int) -> str:
-    return f"{count} worker{'' if count == 1 else 's'}"

@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 
-from tfdist.launch.run_summary import duration
+from tfdist.readable_numbers import clock, counted, duration, percent, rounded, step_time
 from tfdist.report.html_markup import Child, Markup, element, paragraph, table
-from tfdist.report.recorded_failure import clock
 from tfdist.report.report_figures import AttemptFigures, RunFigures
-from tfdist.report.report_summary import number, percent, seconds_text
 
 _MOST_DRAWN = 100
 _COLUMNS = (
@@ -52,8 +50,8 @@ def _lane(attempt: AttemptFigures, start: float, seconds: float) -> Markup:
     if attempt.failure is not None:
         cross = "\N{MULTIPLICATION SIGN}"
         marks.append(element("b", cross, class_="cross", style=f"left:{place(attempt.failure.time)}"))
-    count = f"{attempt.workers} worker{'' if attempt.workers == 1 else 's'}"
-    name = element("div", f"Attempt {attempt.number}: {count}, {attempt.outcome or 'outcome unknown'}")
+    size, outcome = counted(attempt.workers, "worker"), attempt.outcome or "outcome unknown"
+    name = element("div", f"Attempt {attempt.number}: {size}, {outcome}")
     return element("div", name, element("div", marks, class_="lane"))
 
 
@@ -68,8 +66,8 @@ def _row(attempt: AttemptFigures) -> list[Child]:
         attempt.outcome or "unknown",
         f"{first + 1:,} to {last:,}" if last > first else "none",
         "none" if attempt.committed is None else f"step-{attempt.committed}",
-        seconds_text(speed.typical_seconds) if speed else "",
-        seconds_text(speed.step_seconds) if speed else "",
-        number(speed.rows_per_second) if speed else "",
+        step_time(speed.typical_seconds) if speed else "",
+        step_time(speed.step_seconds) if speed else "",
+        rounded(speed.rows_per_second) if speed else "",
         percent(speed.efficiency) if speed else "",
     ]

@@ -97,8 +97,8 @@ def _rows_by_step(telemetry: Mapping[int, TelemetryFile], first: int) -> list[tu
         [(float(first + each.steps), float(each.global_rows)) for each in file.figures if each.global_rows]
         for file in telemetry.values()
     ]
-    longest = max(points, key=len, default=[])
-    return [(float(first), 0.0), *longest] if longest else []
+    most = max(points, key=len, default=[])
+    return [(float(first), 0.0), *most] if most else []
 
 
 def rows_of(steps: tuple[int, int], lost: int, telemetry: Mapping[int, TelemetryFile]) -> tuple[float, float] | None:
