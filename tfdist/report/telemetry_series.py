@@ -20,30 +20,53 @@ def longest(telemetry: Mapping[int, Mapping[int, TelemetryFile]]) -> list[Teleme
     return [max(files.values(), key=lambda file: len(file.figures)) for files in telemetry.values() if files]
 
 
+def continued(figures: Iterable[WorkerMetrics], figure: Figure) -> list[tuple[WorkerMetrics, float]]:
+    """Returns the figures that have a total, each with its growth since the first `fit`.
+
+    A total begins again at 0 if a later `fit` of the process has another `Telemetry`.
+    """
+    found: list[tuple[WorkerMetrics, float]] = []
+    former, newest = 0.0, 0.0  # The totals at the end of former callbacks, and the newest of this one.
+    for each in figures:
+        value = figure(each)
+        if value is None:
+            continue
+        if value < newest or (found and _begins_again(found[-1][0], each)):
+            former += newest
+        newest = value
+        found.append((each, former + newest))
+    return found
+
+
+def _begins_again(before: WorkerMetrics, now: WorkerMetrics) -> bool:
+    """Whether totals begin again at 0: fewer steps, or all of them come after the model's last step before."""
+    return now.steps < before.steps or (before.steps > 0 and now.step - now.steps == before.step)
+
+
 def growth(figures: Iterable[WorkerMetrics], figure: Figure) -> float | None:
-    """Returns how much a total has grown, from 0 on; `None` if it is unknown. A total may begin again at 0."""
-    known = [value for each in figures if (value := figure(each)) is not None]
-    if not known:
-        return None
-    return known[0] + sum(now - before if now >= before else now for before, now in itertools.pairwise(known))
+    """Returns how much a total has grown, from 0 on; `None` if it is unknown."""
+    found = continued(figures, figure)
+    return found[-1][1] if found else None
 
 
 def rate(file: TelemetryFile, figure: Figure) -> list[Points]:
     """Returns for each `fit` how much a total has grown by second, at the end of each interval."""
+    grown = iter(continued(file.figures, figure))
     curves, before = [], 0.0
     for fit in file.fits:
-        known = [(fit.start, before)] + [(each.time, v) for each in fit.figures if (v := figure(each)) is not None]
+        count = sum(figure(each) is not None for each in fit.figures)
+        known = [(fit.start, before), *((each.time, total) for each, total in itertools.islice(grown, count))]
         before = known[-1][1]
         curves.append(_slopes(thinned(known)))
     return [curve for curve in curves if curve]
 
 
 def _slopes(points: Points) -> Points:
-    slopes = []
-    for (since, before), (until, now) in itertools.pairwise(points):
-        if until > since:
-            slopes.append((until, (now - before if now >= before else now) / (until - since)))
-    return slopes
+    return [
+        (until, (now - before) / (until - since))
+        for (since, before), (until, now) in itertools.pairwise(points)
+        if until > since
+    ]
 
 
 def level(file: TelemetryFile, figure: Figure, *, by: Figure = lambda each: each.time) -> list[Points]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tfdist.events.phase_names import CALLBACK, COMPUTE, EXCHANGE, INPUT
 from tfdist.events.time_record import TimeRecord
-from tfdist.report.telemetry_series import at_step, longest
+from tfdist.report.telemetry_series import at_step, continued, longest
 from tfdist.telemetry.telemetry_file import TelemetryFile
 
 _STEP = (INPUT, COMPUTE, EXCHANGE, CALLBACK)
@@ -93,12 +93,11 @@ def _typical_seconds(telemetry: Mapping[int, TelemetryFile]) -> float | None:
 
 def _rows_by_step(telemetry: Mapping[int, TelemetryFile], first: int) -> list[tuple[float, float]]:
     """Returns the rows of all workers by step, from the worker with most figures."""
-    points = [
-        [(float(first + each.steps), float(each.global_rows)) for each in file.figures if each.global_rows]
-        for file in telemetry.values()
-    ]
-    most = max(points, key=len, default=[])
-    return [(float(first), 0.0), *most] if most else []
+    known = [[each for each in file.figures if each.global_rows] for file in telemetry.values()]
+    most = max(known, key=len, default=[])
+    steps = [first + total for _, total in continued(most, lambda each: each.steps)]
+    rows = [total for _, total in continued(most, lambda each: each.global_rows)]
+    return [(float(first), 0.0), *zip(steps, rows, strict=True)] if most else []
 
 
 def rows_of(steps: tuple[int, int], lost: int, telemetry: Mapping[int, TelemetryFile]) -> tuple[float, float] | None:
