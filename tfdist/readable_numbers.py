@@ -62,4 +62,7 @@ def percent(share: float | None) -> str:
 
 def clock(seconds: float) -> str:
     """Formats a moment, given in seconds since the epoch, as local time: "2026-11-26 19:20:03"."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OSError, OverflowError, ValueError):  # Damaged files may have any number.
+        return "an unknown time"

@@ -46,16 +46,23 @@ def run(args: argparse.Namespace) -> int:
         logging.error("%s", error)
         return 1
     for line in lines_of(recorded, stacks=args.stacks):
-        print(line.encode("utf-8", "replace").decode())  # A damaged file may have half characters.
+        _print(line)
     if not args.no_html:
-        print(f"\n{_write_page(recorded, args.html or args.run_dir / PAGE)}")
+        _print("")
+        _print(_write_page(recorded, args.html or args.run_dir / PAGE))
     return 0
+
+
+def _print(line: str) -> None:
+    """Prints a line. Damaged files and names of folders may have half characters, which become "?"."""
+    print(line.encode("utf-8", "replace").decode())
 
 
 def _write_page(recorded: RecordedRun, path: pathlib.Path) -> str:
     """Writes the page, and returns a line for the terminal."""
+    page = page_of(recorded, time.time())
     try:
-        write_whole(path, page_of(recorded, time.time()))
+        write_whole(path, page)
     except OSError as error:
         return f"no page was written: {error.strerror}: {path}; give another file by --html FILE"
     return f"page with charts: {path}"

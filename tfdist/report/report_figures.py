@@ -185,8 +185,11 @@ def _saves(records: Sequence[TimeRecord], telemetry: Mapping[int, TelemetryFile]
     return own or sorted({record.start + sum(save.seconds.values()) for record in records[:1] for save in record.saves})
 
 
-def _cost(number: int, account: TimeAccount) -> Cost:
-    parts = account.attempts[number]
+def _cost(number: int, account: TimeAccount) -> Cost | None:
+    """Returns the cost of the failure of an attempt; `None` if the times of the attempt are not recorded."""
+    parts = account.attempts.get(number)
+    if parts is None:
+        return None
     after = min((each for each in account.attempts if each > number), default=None)
     return Cost(
         sum(each.steps for each in account.lost if each.attempt == number),
