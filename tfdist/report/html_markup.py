@@ -1,9 +1,11 @@
 """Makes HTML of elements. Text is escaped by construction: only `Markup` enters a page as it is."""
 
 import html
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 
 _VOID = ("br", "hr", "meta")
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:ms|s|min|h|B|kB|MB|GB|TB|%)(?!\w))")
 
 
 class Markup(str):
@@ -29,16 +31,32 @@ def element(tag: str, *children: Child, **attributes: str | None) -> Markup:
         for name, value in attributes.items()
         if value is not None
     )
-    return Markup(f"<{tag}{told}>" if tag in _VOID else f"<{tag}{told}>{joined(children)}</{tag}>")
+    if tag in _VOID:
+        return Markup(f"<{tag}{told}>")
+    return Markup(f"<{tag}{told}>{joined(children, _escaped if tag == 'pre' else _unbroken)}</{tag}>")
 
 
-def joined(children: Child) -> Markup:
-    """Returns several children one after another."""
+def _escaped(text: str) -> Markup:
+    return Markup(html.escape(_printable(text)))
+
+
+def _unbroken(text: str) -> Markup:
+    """Returns a text as markup in which each number stays on the line of its unit, such as "38 s"."""
+    return _escaped(_BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text))
+
+
+def joined(children: Child, markup_of: Callable[[str], Markup] = _unbroken) -> Markup:
+    """Returns several children one after another.
+
+    Args:
+      children: Text, markup, or several of both.
+      markup_of: Makes markup of a text.
+    """
     if children is None:
         return Markup("")
     if isinstance(children, str):
-        return children if isinstance(children, Markup) else Markup(html.escape(_printable(children)))
-    return Markup("".join(joined(child) for child in children))
+        return children if isinstance(children, Markup) else markup_of(children)
+    return Markup("".join(joined(child, markup_of) for child in children))
 
 
 def paragraph(text: str, class_: str | None = None) -> Markup:
