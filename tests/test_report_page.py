@@ -1,6 +1,7 @@
 """The page of `tfdist report`: its figures are those of the files, it needs nothing else, and no text breaks it."""
 
 import contextlib
+import dataclasses
 import html.parser
 import itertools
 import json
@@ -19,16 +20,16 @@ from benchmarks.netlab import Netlab, why_not
 from launched import DEADLINE_SECONDS, PREAMBLE, nothing_left
 from recorded_runs import BEGUN, RAW, ROWS_PER_STEP, killed, write_run
 from tfdist.launch import cli
-from tfdist.readable_numbers import size
-from tfdist.report import report_charts
+from tfdist.readable_numbers import clock, size
+from tfdist.report import report_charts, report_page
 from tfdist.report.html_markup import Markup, element, table
 from tfdist.report.recorded_run import read_all_telemetry, read_run
 from tfdist.report.report_figures import figures_of
 from tfdist.report.report_page import page_of
 from tfdist.report.report_style import COLORS
 from tfdist.report.telemetry_series import at_step, growth, level, rate, thinned
-from tfdist.report.training_speed import StepSpeed, combined
-from tfdist.report.worker_totals import slow_workers, summed, totals_of
+from tfdist.report.training_speed import StepSpeed, combined, rows_of
+from tfdist.report.worker_totals import WorkerTotals, slow_workers, summed, totals_of
 from tfdist.telemetry.json_lines_sink import JsonLinesSink
 from tfdist.telemetry.metrics_sink import WorkerIdentity
 from tfdist.telemetry.telemetry_file import FitTelemetry, TelemetryFile, read_telemetry
@@ -39,8 +40,8 @@ EVIL = "</pre></td><script>alert(1)</script><img src=http://evil.example/x onerr
 
 
 def metrics(time, steps, **given):
-    told = {"epoch": 0, "restarts": 0, "resident_bytes": 1, "cpu_seconds": 1.0}
-    return WorkerMetrics(time=time, step=steps, steps=steps, **told, **given)
+    told = {"step": steps, "epoch": 0, "restarts": 0, "resident_bytes": 1, "cpu_seconds": 1.0}
+    return WorkerMetrics(time=time, steps=steps, **{**told, **given})
 
 
 # Figures.
@@ -51,6 +52,39 @@ def test_a_total_that_begins_again_goes_on_growing():
         return growth([metrics(i, i, rows=each) for i, each in enumerate(rows)], lambda each: each.rows)
 
     assert of(5, 10, 3, 4) == 14 and of(7) == 7 and of(None, 2) == 2 and of(None) is None
+
+
+@pytest.mark.parametrize("first", [4, 12], ids=["before the old count", "beyond the old count"])
+def test_rows_go_on_if_the_callback_of_a_second_fit_counts_from_0(first):
+    once = [metrics(i, i, rows=10 * i, global_rows=30 * i) for i in (5, 10)]
+    again = [metrics(20 + i, i, step=10 + i, rows=20 * i, global_rows=60 * i) for i in (first, 15, 20)]
+    file = TelemetryFile([FitTelemetry({"start": 0.0}, once), FitTelemetry({"start": 20.0}, again)])
+    assert rows_of((0, 30), 0, {0: file}) == (30 * 10 + 60 * 20, 0)
+    assert rows_of((100, 130), 10, {0: file}) == (30 * 10 + 60 * 10, 60 * 10)
+    assert growth(file.figures, lambda each: each.rows) == 10 * 10 + 20 * 20
+    assert [[y for _, y in curve] for curve in rate(file, lambda each: each.rows)] == [[10, 10], [20, 20, 20]]
+
+
+def test_rows_go_on_if_one_callback_counts_in_both_fits():
+    once = [metrics(i, i, step=7 + i, global_rows=30 * i) for i in (5, 10)]
+    again = [metrics(20 + i, i, step=7 + i, global_rows=30 * i) for i in (15, 30)]
+    file = TelemetryFile([FitTelemetry({"start": 0.0}, once), FitTelemetry({"start": 20.0}, again)])
+    assert rows_of((7, 37), 0, {0: file}) == (30 * 30, 0)
+
+
+def totals_with(worker, rows_per_second, computing):
+    figures = dict.fromkeys(field.name for field in dataclasses.fields(WorkerTotals))
+    told = {"worker": worker, "hosts": [], "rows_per_second": rows_per_second, "computing": computing}
+    return WorkerTotals(**{**figures, **told})
+
+
+def test_a_worker_is_slow_by_the_telemetry_if_the_others_wait_for_it():
+    def slow(*given):
+        return slow_workers([totals_with(worker, *each) for worker, each in enumerate(given)])
+
+    assert slow((100, 0.5), (50, 0.9), (100, 0.5)) == [(1, 2.0)] and slow((100, 0.5), (100, 0.9)) == []
+    assert slow((100, 0.8), (50, 0.85), (100, 0.8)) == [], "it gets fewer rows"
+    assert slow((100, 0.5)) == slow() == slow((100, 0.5), (50, None)) == slow((None, 0.5), (50, 0.9)) == []
 
 
 def test_rates_are_between_figures_and_begin_with_the_fit():
@@ -93,6 +127,11 @@ def test_bytes_have_a_unit(count, told):
     assert size(count) == told
 
 
+@pytest.mark.parametrize("seconds", [1e17, -1e17, 1e300, float("inf"), float("nan")])
+def test_an_absurd_time_is_an_unknown_one(seconds):
+    assert clock(seconds) == "an unknown time"
+
+
 def test_the_figures_are_those_of_the_files(tmp_path):
     write_run(tmp_path)
     recorded = read_run(tmp_path)
@@ -112,7 +151,7 @@ def test_the_figures_are_those_of_the_files(tmp_path):
     totals = totals_of(telemetry)
     assert [each.rows for each in totals] == [24 * 20 + 30 * 30, 24 * 20 + 30 * 30, 12 * 20]
     assert summed(totals, "raw_bytes") == RAW * (20 * 3 + 30 * 2) == 4 * summed(totals, "sent_bytes")
-    assert [worker for worker, _ in slow_workers(totals)] == [2] and summed([], "rows") is None
+    assert slow_workers(totals) == [] and summed([], "rows") is None
 
 
 def test_a_file_of_figures_has_what_was_written(tmp_path):
@@ -146,6 +185,11 @@ def test_text_is_escaped_and_markup_is_not():
         '<p title="&quot;&lt;">&lt;a&gt; &amp; &#x27;b&#x27;<b>x</b>cd</p>'
     )
     assert '<th scope="row">&lt;</th><td>&gt;</td>' in table("t", ["a", "b"], [["<", ">"]])
+
+
+def test_a_number_stays_on_the_line_of_its_unit():
+    shown = element("p", "38 s, 12 min 5 s, 1.2 MB, 45.1 %, 35 ms; 3 steps", element("pre", "38 s"))
+    assert shown == "<p>38_s, 12_min 5_s, 1.2_MB, 45.1_%, 35_ms; 3 steps<pre>38 s</pre></p>".replace("_", "\xa0")
 
 
 def luminance(color):
@@ -255,6 +299,31 @@ def test_without_matplotlib_the_page_has_all_tables_and_says_how_to_get_charts(t
     assert page.count("<table") == 7 and "480 kB" in read_page(page)
 
 
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, OSError])
+def test_a_chart_that_cannot_be_drawn_costs_no_table(tmp_path, monkeypatch, error):
+    def fail(chart):
+        raise error(f"no {chart.name}")
+
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(report_page, "drawn", fail)
+    write_run(tmp_path)
+    page = page_in(tmp_path)
+    text = read_page(page)
+    for name in ("throughput", "loss", "traffic", "shares"):
+        assert f"This chart cannot be drawn ({error.__name__}: no {name})." in text
+    assert page.count("<table") == 7 and "damaged" not in text
+
+
+@pytest.mark.parametrize("error", ["ImportError", "RuntimeError", "OSError"])
+def test_a_matplotlib_that_cannot_be_imported_is_like_none(tmp_path, monkeypatch, error):
+    (tmp_path / "matplotlib").mkdir()
+    (tmp_path / "matplotlib" / "__init__.py").write_text(f"raise {error}('broken')")
+    for name in [each for each in sys.modules if each.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not report_charts.can_draw()
+
+
 def test_charts_have_the_colors_of_the_page(tmp_path):
     pytest.importorskip("matplotlib")
     curves = [report_charts.Curve(f"worker {i}", [[(0, 1), (1, 2), (2, float("inf"))]]) for i in range(12)]
@@ -339,6 +408,32 @@ def test_damaged_figures_are_named_and_the_others_are_shown(tmp_path):
     assert f"{path} is damaged: 1 of its lines cannot be read" in text and "2,400 rows" in text
 
 
+def test_an_attempt_without_a_time_has_a_failure_without_cost(tmp_path):
+    write_run(tmp_path)
+    run = json.loads((tmp_path / "run.json").read_text())
+    del run["attempts"][0]["time"]
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    (tmp_path / "failure.json").write_text(json.dumps(run))
+    text = read_page(page_in(tmp_path))
+    assert "damaged" not in text and "worker 1 was killed by SIGKILL" in text
+    assert "What it cost is not recorded." in text
+
+
+def test_without_verdicts_the_page_says_who_is_judged_and_what_the_telemetry_tells(tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "attempt-0" / "stragglers.jsonl").unlink()
+    told, slow = "No verdict is recorded.", "Worker 2 computed 3.5 times slower per row than the median of the others."
+    text = read_page(page_in(tmp_path))
+    assert told in text and "slower" not in text, "worker 2 gets fewer rows"
+    path = tmp_path / "attempt-0" / "telemetry-2.jsonl"
+    head, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line["phase_seconds"] |= {"compute": 0.15 * line["steps"], "exchange": 0.0}
+    path.write_text("".join(json.dumps(line) + "\n" for line in [head, *lines]))
+    text = read_page(page_in(tmp_path))
+    assert told in text and text.count(slow) == 2, "in the summary and in its section"
+
+
 def test_a_run_that_goes_on_and_one_that_has_only_a_log(tmp_path):
     write_run(tmp_path)
     run = json.loads((tmp_path / "run.json").read_text())
@@ -364,7 +459,9 @@ def test_the_command_writes_the_page_and_names_it(tmp_path, capsys):
     whole = (tmp_path / "report.html").read_text()
     assert "Done in 25 s" in read_page(whole)
     other = tmp_path / "page.html"
-    assert cli.main(["report", str(tmp_path), "--html", str(other)]) == 0 and "Done in 25 s" in other.read_text()
+    assert cli.main(["report", str(tmp_path), "--html", str(other)]) == 0 and "Done in 25 s" in read_page(
+        other.read_text()
+    )
     other.unlink()
     assert cli.main(["report", str(tmp_path), "--no-html"]) == 0
     assert "page" not in capsys.readouterr().out.splitlines()[-1] and not other.exists()
@@ -377,6 +474,26 @@ def test_a_page_that_cannot_be_written_is_no_failure_and_leaves_nothing(tmp_path
         last = capsys.readouterr().out.splitlines()[-1]
         assert last.startswith("no page was written: ") and f"{path}; give another file by --html FILE" in last
     assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_folder_whose_name_is_no_text_has_a_report(tmp_path, capsys):
+    folder = tmp_path / os.fsdecode(b"run-\xff")
+    folder.mkdir()
+    write_run(folder)
+    assert cli.main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out.endswith(f"\npage with charts: {tmp_path}/run-?/report.html\n")
+    assert "Done in 25 s" in read_page((folder / "report.html").read_text())
+
+
+def test_an_absurd_time_of_a_failure_never_ends_the_report(tmp_path, capsys):
+    write_run(tmp_path)
+    run = json.loads((tmp_path / "run.json").read_text())
+    run["attempts"][0]["failure"]["time"] = 1e17
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    (tmp_path / "failure.json").write_text(json.dumps(run))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert "worker 1 was killed by SIGKILL [an unknown time on host-a]" in capsys.readouterr().out
+    assert "SIGKILL at an unknown time on host host-a" in read_page((tmp_path / "report.html").read_text())
 
 
 @pytest.mark.slow

@@ -16,16 +16,25 @@ from tfdist.report.report_curves import loss_chart, shares_chart, throughput_cha
 from tfdist.report.report_figures import AttemptFigures, RunFigures, figures_of
 from tfdist.report.report_sections import NO_TELEMETRY, speed_section, time_section, traffic_section, workers_section
 from tfdist.report.report_style import STYLE
-from tfdist.report.report_summary import cost_of, facts_of, failure_title, lead_of, tiles_of, verdicts_of
+from tfdist.report.report_summary import (
+    cost_of,
+    facts_of,
+    failure_title,
+    lead_of,
+    slow_by_telemetry,
+    tiles_of,
+    verdicts_of,
+)
 from tfdist.report.report_timeline import attempts_section
 from tfdist.report.telemetry_series import longest
-from tfdist.report.worker_totals import totals_of
+from tfdist.report.worker_totals import WorkerTotals, totals_of
 
 _MOST_FAILURES = 50
 _MOST_LINES = 200
 _MOST_VERDICTS = 100
 # Nothing is loaded, whatever text of a run gets into the page.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_NO_CHARTS = f"This page has no charts, since matplotlib is missing or does not work: {INSTALL}"
 
 
 def page_of(recorded: RecordedRun, now: float) -> str:
@@ -45,12 +54,12 @@ def page_of(recorded: RecordedRun, now: float) -> str:
     sections: list[tuple[str, Callable[[], Iterable[Child]]]] = [
         ("Attempts and backups", lambda: attempts_section(figures)),
         ("Failures", lambda: _failures(figures)),
-        ("Slow workers", lambda: _slow(figures)),
+        ("Slow workers", lambda: _slow(figures, totals)),
         ("Time and goodput", lambda: time_section(figures)),
-        ("Speed and scaling efficiency", lambda: [*speed_section(figures), _charts(throughput_chart(figures))]),
+        ("Speed and scaling efficiency", lambda: [*speed_section(figures), _drawn(throughput_chart, figures)]),
         ("Loss", lambda: _loss(figures)),
-        ("Traffic", lambda: [*traffic_section(totals), _charts(traffic_chart(figures))]),
-        ("Shares and speeds of workers", lambda: [*workers_section(totals), _charts(shares_chart(figures))]),
+        ("Traffic", lambda: [*traffic_section(totals), _drawn(traffic_chart, figures)]),
+        ("Shares and speeds of workers", lambda: [*workers_section(totals), _drawn(shares_chart, figures)]),
     ]
     if problems:
         sections.append(("Files that could not be read", lambda: [_list(problems)]))
@@ -63,7 +72,7 @@ def page_of(recorded: RecordedRun, now: float) -> str:
     body = [
         element("section", summary, class_="box", aria_labelledby="summary"),
         element("nav", element("ul", [element("li", _link(title)) for title, _ in sections]), aria_label="Sections"),
-        None if can_draw() else element("p", f"This page has no charts, since they need matplotlib: {INSTALL}"),
+        None if can_draw() else element("p", _NO_CHARTS),
         *(_section(title, content) for title, content in sections),
     ]
     return _document(recorded, now, body)
@@ -169,11 +178,20 @@ def _failure(attempt: AttemptFigures, figures: RunFigures) -> Iterator[Child]:
     yield from _details(attempt, text)
 
 
-def _slow(figures: RunFigures) -> Iterator[Child]:
-    """Yields the verdicts about slow workers and links."""
+_NO_VERDICT = (
+    "No verdict is recorded. Workers and their links are judged while several workers train by `fit`. Custom loops and "
+    "steps that XLA compiles are not judged."
+)
+
+
+def _slow(figures: RunFigures, totals: Sequence[WorkerTotals]) -> Iterator[Child]:
+    """Yields the verdicts about slow workers and links; without one, what the telemetry tells."""
     told = verdicts_of(figures)
     if not told:
-        yield paragraph("While it ran, no worker and no link between workers was found to be slow.")
+        yield paragraph(_NO_VERDICT)
+        if sentences := slow_by_telemetry(totals):
+            yield paragraph("The telemetry of the whole run tells this:")
+            yield _list(sentences)
         return
     items = [
         [element("strong", f"{when}: "), f"{verdict}. {remedy}"] for when, verdict, remedy in told[:_MOST_VERDICTS]
@@ -198,10 +216,15 @@ def _folded(title: str, lines: Sequence[str]) -> Markup:
     return element("details", element("summary", title), element("pre", "\n".join(lines), tabindex="0"))
 
 
-def _charts(*charts: Chart) -> Markup:
-    """Returns the charts that have curves; nothing if they cannot be drawn."""
-    shown = [drawn(chart) for chart in charts if chart.curves] if can_draw() else []
-    return element("div", shown, class_="charts") if shown else Markup("")
+def _drawn(make: Callable[[RunFigures], Chart], figures: RunFigures) -> Markup:
+    """Returns a chart; nothing if it has no curves or there is no matplotlib, a sentence if it cannot be drawn."""
+    if not can_draw():
+        return Markup("")
+    try:
+        chart = make(figures)
+        return element("div", drawn(chart), class_="charts") if chart.curves else Markup("")
+    except Exception as error:  # matplotlib may raise any. The tables beside the chart are worth more.
+        return element("p", f"This chart cannot be drawn ({type(error).__name__}: {error}).")
 
 
 def _loss(figures: RunFigures) -> Iterator[Child]:
@@ -210,7 +233,7 @@ def _loss(figures: RunFigures) -> Iterator[Child]:
     if not told:
         yield paragraph(NO_TELEMETRY)
         return
-    yield _charts(loss_chart(figures))
+    yield _drawn(loss_chart, figures)
     first = {name: value for each in reversed(told) for name, value in each.logs.items()}
     newest = {name: value for each in told for name, value in each.logs.items()}
     rows = [[name, f"{first[name]:.4g}", f"{newest[name]:.4g}"] for name in sorted(newest)]

@@ -100,14 +100,20 @@ def _training(figures: RunFigures) -> str:
 
 
 def _slow(figures: RunFigures, totals: Sequence[WorkerTotals]) -> list[str]:
-    """Returns sentences about slow workers: by the verdicts of the run, or else by the speeds over the whole run."""
+    """Returns sentences about slow workers: by the verdicts of the run, or else by its telemetry."""
     told = verdicts_of(figures)
     if told:
         more = [f"The section on slow workers has {len(told) - _MOST_SLOW} more."] if len(told) > _MOST_SLOW else []
         return [*(f"Slow: {verdict}." for _, verdict, _ in told[:_MOST_SLOW]), *more]
+    return slow_by_telemetry(totals)
+
+
+def slow_by_telemetry(totals: Sequence[WorkerTotals]) -> list[str]:
+    """Returns sentences about the workers that were slow over the whole run, the slowest first."""
     slow = sorted(slow_workers(totals), key=lambda each: -each[1])[:_MOST_SLOW]
     return [
-        f"Worker {worker} computed {times:.1f} times slower than the median of the others." for worker, times in slow
+        f"Worker {worker} computed {times:.1f} times slower per row than the median of the others."
+        for worker, times in slow
     ]
 
 

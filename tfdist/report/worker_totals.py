@@ -5,12 +5,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.events.phase_names import COMPUTE, EXCHANGE, INPUT
+from tfdist.faults.straggler_policy import BEGINS
 from tfdist.report.telemetry_series import growth
 from tfdist.telemetry.telemetry_file import TelemetryFile
 from tfdist.telemetry.worker_metrics import WorkerMetrics
 
 _PHASES = (INPUT, COMPUTE, EXCHANGE)
-_SLOWER = 1.5  # How many times slower than the median a worker must be for the report to name it.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,7 @@ class WorkerTotals:
       rows: Rows that it trained on.
       share: Its newest share of the rows of all replicas.
       rows_per_second: Its rows by second of computation.
+      computing: Part of its training steps in which it computed.
       waiting: Part of its training steps that it spent on exchanges and waits for peers.
       raw_bytes, sent_bytes: Bytes of its gradients before and after compression.
       network_sent_bytes, network_received_bytes: All bytes on its own connections to peers.
@@ -34,6 +35,7 @@ class WorkerTotals:
     rows: float | None
     share: float | None
     rows_per_second: float | None
+    computing: float | None
     waiting: float | None
     raw_bytes: float | None
     sent_bytes: float | None
@@ -71,6 +73,7 @@ def _totals(worker: int, files: Sequence[TelemetryFile]) -> WorkerTotals:
         rows=rows,
         share=next((each.share for each in reversed(figures) if each.share is not None), None),
         rows_per_second=rows / phases[COMPUTE] if rows and phases[COMPUTE] else None,
+        computing=phases[COMPUTE] / steps_seconds if steps_seconds else None,
         waiting=phases[EXCHANGE] / steps_seconds if steps_seconds else None,
         raw_bytes=total(lambda each: each.raw_bytes),
         sent_bytes=total(lambda each: each.sent_bytes),
@@ -81,13 +84,24 @@ def _totals(worker: int, files: Sequence[TelemetryFile]) -> WorkerTotals:
 
 
 def slow_workers(totals: Sequence[WorkerTotals]) -> list[tuple[int, float]]:
-    """Returns the workers that computed much slower than the median of the others, with how many times."""
-    speeds = {each.worker: each.rows_per_second for each in totals if each.rows_per_second}
+    """Returns the workers that held up the others by computing much slower, with how many times slower.
+
+    A worker that gets fewer rows, since it is slow, computes no longer than the others. These do not wait for it.
+    """
+    known = {
+        each.worker: (each.rows_per_second, each.computing)
+        for each in totals
+        if each.rows_per_second and each.computing is not None
+    }
     slow = []
-    for worker, speed in speeds.items():
-        others = [other for peer, other in speeds.items() if peer != worker]
-        if others and statistics.median(others) / speed >= _SLOWER:
-            slow.append((worker, statistics.median(others) / speed))
+    for worker, (speed, computing) in known.items():
+        others = [other for peer, other in known.items() if peer != worker]
+        if not others:
+            continue
+        slower = statistics.median(each for each, _ in others) / speed
+        excess = computing - statistics.median(each for _, each in others)
+        if slower >= BEGINS.computation and excess >= BEGINS.computation_part:
+            slow.append((worker, slower))
     return slow
 
 
