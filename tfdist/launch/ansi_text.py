@@ -32,7 +32,8 @@ def as_line(output: bytes) -> str:
 
 def width_of(line: str) -> int:
     """Returns the number of cells of a line with colors."""
-    return cell_len(_STYLE.sub("", line))
+    cells: int = cell_len(_STYLE.sub("", line))  # Without `rich`, mypy does not know the type.
+    return cells
 
 
 def crop(line: str, width: int) -> str:

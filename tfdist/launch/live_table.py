@@ -71,7 +71,8 @@ class LiveTable:
             for line in (rest, title):
                 if line:
                     self._console.print(rich.text.Text(line, style=_SECONDARY), width=room, no_wrap=True, crop=True)
-        return capture.get().splitlines()
+        drawn: str = capture.get()
+        return drawn.splitlines()
 
 
 def _table(rows: Sequence[WorkerRow], width: int) -> rich.table.Table:
