@@ -27,7 +27,7 @@ from tfdist.events.event_buffer import EVENTS
 from tfdist.events.phase_names import COMPUTE, EXCHANGE, INPUT, TRACING
 from tfdist.events.phase_times import TIMES
 from tfdist.faults.activity import TRAIN, Activity, Doing, Execution
-from tfdist.faults.straggler_policy import LinkSpeed
+from tfdist.faults.straggler_policy import WorkerLinks
 from tfdist.faults.straggler_watch import StragglerWatch
 from tfdist.strategies.collectives.host_device import host_of
 from tfdist.strategies.collectives.stopwatch import computed_by, present_time
@@ -74,7 +74,7 @@ class StepReport:
     own_seconds: np.ndarray
     stop: bool
     input_seconds: np.ndarray
-    links: Sequence[LinkSpeed | None] = ()
+    links: Sequence[WorkerLinks | None] = ()
 
 
 class StepReports:
@@ -149,7 +149,7 @@ class StepReports:
         self.asked_here = True
         self._stop.assign(1.0)
 
-    def publish_links(self, slowest: LinkSpeed | None) -> None:
+    def publish_links(self, slowest: WorkerLinks | None) -> None:
         """Lets the next reports tell all workers about the links of this worker. Costs an assignment if it is known."""
         numbers = [0.0] * _LINK_NUMBERS
         if slowest is not None:
@@ -320,7 +320,8 @@ class StepReports:
         if self.stragglers is not None and phases is not None:
             execution = None if self.activity.call is None else self.activity.call.execution
             has_traced = execution is not None and execution.traced_at is not None
-            self.stragglers.add(self.latest, phases.seconds - phases.outside, has_traced)
+            is_measured = trained is not None and trained in self.feeders
+            self.stragglers.add(self.latest, phases.seconds - phases.outside, has_traced, is_measured)
         if not_finite.any() and trained is not None and trained not in self._told:
             self._told.add(trained)
             self._warn_of(not_finite, trained.name)
@@ -451,10 +452,10 @@ class Clock:
             call(self.times.handle, value)
 
 
-def _link_speed(peer: float, rate: float, typical: float, seconds: float) -> LinkSpeed | None:
+def _link_speed(peer: float, rate: float, typical: float, seconds: float) -> WorkerLinks | None:
     """Returns what a worker has published about its links, from the sum of all reports."""
     receiver = round(peer)  # A sum of float32 may be a little less than the number.
-    return LinkSpeed(None if receiver == _NO_LINK else receiver, rate, typical, seconds) if typical else None
+    return WorkerLinks(None if receiver == _NO_LINK else receiver, rate, typical, seconds) if typical else None
 
 
 # Separate functions with a resource among their inputs. TensorFlow runs stateful operations without a resource one

@@ -26,8 +26,9 @@ from tfdist.events.straggler_file import (
     read_records,
 )
 from tfdist.faults import straggler_watch
-from tfdist.faults.straggler_policy import Block, Link, LinkSpeed, StragglerJudge, Subject, _medians_of_others
+from tfdist.faults.straggler_policy import Block, Link, Straggler, StragglerJudge, WorkerLinks, _medians_of_others
 from tfdist.faults.straggler_watch import StragglerWatch
+from tfdist.faults.straggler_words import remedy_of
 from tfdist.launch import cli
 from tfdist.run_files import RunFiles
 from tfdist.strategies.collectives.link_counts import LinkCounts, LinkRate, rate_between
@@ -74,8 +75,8 @@ def test_a_slow_worker_is_named_once_with_its_cause_within_20_steps_and_again_wh
     slow = [block(number, **SLOW[cause]) for number in range(10, 30)]
     verdicts = judged([*map(block, range(10)), *slow, *map(block, range(30, 40))])
     begun, ended = verdicts
-    assert begun.subject == Subject(cause, 1, Link(1, 0) if cause == LINK else None)
-    assert begun.since == 51 and begun.step == 65 and not begun.is_over
+    assert begun.straggler == Straggler(cause, 1) and begun.link == (Link(1, 0) if cause == LINK else None)
+    assert begun.since == 51 and begun.step == 65 and not begun.is_over and not begun.is_balanced
     assert ended.is_over and ended.since == 51 and 155 < ended.step <= 170
     assert begun.amount == pytest.approx({COMPUTATION: 2.0, INPUT: 1.5 / 2.7, LINK: 10 / 99}[cause])
 
@@ -101,6 +102,46 @@ def test_a_verdict_stays_while_a_worker_recovers_a_little():
     assert [verdict.is_over for verdict in verdicts] == [False]
 
 
+BALANCED = {"compute": 1.0, "rows": 4.0}
+
+
+def test_a_worker_that_gets_fewer_rows_since_a_moment_before_the_verdict_is_balanced():
+    (verdict,) = judged([block(0, slow={"compute": 2.0}), *(block(number, slow=BALANCED) for number in range(1, 50))])
+    assert verdict.is_balanced and not verdict.is_over
+
+
+def test_a_change_of_balance_is_told_and_back():
+    slow = [{"compute": 2.0}] * 10 + [BALANCED] * 10 + [{"compute": 2.0}] * 10 + [None] * 10
+    verdicts = judged(block(number, slow=each) for number, each in enumerate(slow))
+    told = [(verdict.is_over, verdict.has_changed, verdict.is_balanced) for verdict in verdicts]
+    assert told == [
+        (False, False, False),
+        *((True, True, False), (False, False, True)),
+        *((True, True, True), (False, False, False)),
+        (True, False, False),
+    ]
+    assert [verdict.step for verdict in verdicts] == [15, 65, 65, 115, 115, 165]
+
+
+@pytest.mark.parametrize(
+    ("others", "may_balance"), [({}, True), ({"is_measured": True}, False), ({"rows": 4.0}, False)]
+)
+def test_a_balanced_sharding_is_a_remedy_only_where_shares_are_equal_and_stay_so(others, may_balance):
+    slow = {"compute": 2.0, **({"rows": 20.0} if "rows" in others else {})}
+    verdicts = judged(block(number, slow=slow, **{**others, "rows": 8.0}) for number in range(9))
+    verdicts = verdicts or judged(block(number, slow={"compute": 4.0, "rows": 6.0}) for number in range(9))
+    (verdict,) = verdicts
+    assert verdict.may_balance is may_balance
+    assert ("BalancedSharding" in remedy_of(verdict)) is may_balance
+
+
+def test_a_verdict_on_a_noisy_machine_ends_as_soon_as_on_a_quiet_one():
+    noisy = {"jitter": [0.3] * WORKERS}
+    slow = [block(number, slow={"compute": 2.0}, **noisy) for number in range(30)]
+    _, ended = judged([*slow, *(block(number, **noisy) for number in range(30, 60))])
+    assert ended.is_over and ended.step == 165
+
+
 def test_all_workers_that_wait_for_their_input_are_no_stragglers():
     assert judged(block(number, waits=3.0) for number in range(9)) == []
 
@@ -111,17 +152,7 @@ def test_a_worker_whose_computation_is_a_small_part_of_the_step_holds_nobody_up(
 
 def test_a_slow_worker_with_fewer_rows_is_balanced():
     (verdict,) = judged(block(number, slow={"rows": 4.0}) for number in range(9))
-    assert verdict.amount == 2.0 and verdict.subject == Subject(COMPUTATION, 1, is_balanced=True)
-
-
-def test_a_slow_worker_that_gets_fewer_rows_later_holds_nobody_up_any_more():
-    before = [block(number, slow={"compute": 2.0}) for number in range(9)]
-    verdicts = judged([*before, *(block(number, slow={"rows": 4.0}) for number in range(9, 18))])
-    assert [(each.subject.is_balanced, each.is_over) for each in verdicts] == [
-        (False, False),
-        (False, True),
-        (True, False),
-    ]
+    assert verdict.is_balanced and verdict.amount == 2.0 and verdict.straggler == Straggler(COMPUTATION, 1)
 
 
 def test_a_worker_without_rows_is_not_slow():
@@ -133,9 +164,9 @@ def test_of_two_workers_the_slow_one_is_named():
         Block(5 * number, 5 * number + 4, 2.2, [8, 8], [1.0, 2.0], [0, 0], [0, 0], links([[0, 99], [10, 0]]))
         for number in range(9)
     ]
-    assert {verdict.subject for verdict in judged(two)} == {
-        Subject(COMPUTATION, 1),
-        Subject(LINK, 1, Link(1, 0)),
+    assert {(*verdict.straggler, verdict.link) for verdict in judged(two)} == {
+        (COMPUTATION, 1, None),
+        (LINK, 1, Link(1, 0)),
     }
 
 
@@ -144,7 +175,42 @@ def test_the_slow_links_of_one_worker_are_one_verdict(ends):
     place = 0 if ends.sender is not None else 1
     rates = [[9 if (i, j)[place] == 1 else 99 for j in range(WORKERS)] for i in range(WORKERS)]
     verdicts = judged(block(number, links=links(rates)) for number in range(9))
-    assert [verdict.subject for verdict in verdicts] == [Subject(LINK, 1, ends)]
+    assert [(*verdict.straggler, verdict.link) for verdict in verdicts] == [(LINK, 1, ends)]
+
+
+@pytest.mark.parametrize("others", [(40, 40), (40, 99)])
+def test_a_slow_link_whose_sender_has_other_slow_links_is_one_verdict(others):
+    rates = [[0, 99, 99, 99], [10, 0, *others], [99, 99, 0, 99], [99, 99, 99, 0]]
+    (verdict,) = judged(block(number, links=links(rates)) for number in range(50))
+    assert verdict.link == Link(1, 0) and not verdict.is_over
+
+
+def test_links_to_a_worker_that_are_not_all_slow_for_certain_make_a_bounded_number_of_verdicts():
+    """The third sender is below one limit and above the other, then above both, then below both."""
+    blocks = []
+    for number in range(200):
+        third = (40, 20, 40, 20, 40, 60, 10)[number // 3 % 7]
+        rates = [[0, 9, 99, 99], [99, 0, 99, 99], [99, 9, 0, 99], [99, third, 99, 0]]
+        blocks.append(block(number, links=links(rates)))
+    verdicts = judged(blocks)
+    assert {0, 2} <= {verdict.straggler.worker for verdict in verdicts}
+    assert len(verdicts) < 5 or len(verdicts) < len(blocks) / 6
+
+
+def test_equally_slow_links_that_alternate_as_the_slowest_are_one_verdict():
+    def rates(number):
+        one, other = (9, 10) if number % 2 else (10, 9)
+        return [[0, 99, 99, 99], [one, 0, other, 99], [99, 99, 0, 99], [99, 99, 99, 0]]
+
+    (verdict,) = judged(block(number, links=links(rates(number))) for number in range(50))
+    assert verdict.straggler == Straggler(LINK, 1) and not verdict.is_over
+
+
+def test_a_verdict_that_ends_begins_again_only_by_blocks_after_its_end():
+    factors = [2.0] * 10 + [1.0] * 3 + [2.0] * 2 + [1.0]
+    own = {"jitter": [0.2] * WORKERS}
+    blocks = [block(number, slow={"compute": factors[number % 16]}, **own) for number in range(320)]
+    assert len(judged(blocks)) <= 2 * 320 / 13
 
 
 def test_a_slow_link_that_carries_little_is_no_straggler():
@@ -183,8 +249,8 @@ def test_only_a_link_that_is_full_tells_its_rate(now, is_of_link):
 
 def test_a_peer_that_does_not_read_is_no_slow_link():
     rates = {0: [LinkRate(1e9, True)] * 5, 2: [LinkRate(1e6, False)] * 5}
-    assert slowest_of(rates, {0: 1e6, 2: 1e6}) == LinkSpeed(0, 1e9, 1e6, 1e-3)
-    assert slowest_of({2: rates[2]}, {2: 1e6}) == LinkSpeed(None, 0.0, 1e6, 0.0)
+    assert slowest_of(rates, {0: 1e6, 2: 1e6}) == WorkerLinks(0, 1e9, 1e6, 1e-3)
+    assert slowest_of({2: rates[2]}, {2: 1e6}) == WorkerLinks(None, 0.0, 1e6, 0.0)
 
 
 def test_one_fast_transfer_of_five_shows_that_a_link_is_fast():
@@ -211,7 +277,7 @@ def test_each_link_is_looked_at_in_turn():
 
 
 @dataclasses.dataclass
-class Board:
+class Store:
     """A coordination store in memory, of worker 0."""
 
     workers: int
@@ -229,7 +295,7 @@ class Job:
 
     def __init__(self, workers=3, links=None):
         self.published, self.number = [], 0
-        self.watch = StragglerWatch(Board(workers), ["10.0.0.1:1"] * workers, links, self.published.append)
+        self.watch = StragglerWatch(Store(workers), ["10.0.0.1:1"] * workers, links, self.published.append)
         self.workers = workers
 
     def step(self, compute, waits=(0, 0, 0), has_traced=False, **others):
@@ -269,7 +335,7 @@ def test_a_slow_worker_is_logged_and_written_and_measured(logged, run_files):
     assert "worker 2 on host-2 computes 2.0 times slower than the median of the others since step 3." in line
     for _ in range(30):
         job.step([0.1, 0.1, 0.1])
-    assert len(logged) == 2 and "worker 2 on host-2 no longer computes longer" in logged[1][1]
+    assert len(logged) == 2 and "worker 2 on host-2 no longer computes slower" in logged[1][1]
     records, damaged = read_records(run_files.stragglers(0))
     assert [record.is_over for record in records] == [False, True] and not damaged
     assert records[0].worker == 2 and records[0].host == "host-2" and records[0].amount == 2.0
@@ -317,9 +383,49 @@ def test_a_worker_is_as_slow_as_its_slowest_device(logged):
 
 def test_short_steps_are_judged_by_seconds(logged):
     job = Job()
-    for _ in range(40):
-        job.step([0.001, 0.001, 0.002])
+    for _ in range(110):
+        job.step([0.001, 0.001, 0.003])
     assert logged == []
+    for _ in range(120):
+        job.step([0.001, 0.001, 0.003])
+    assert len(logged) == 1
+
+
+def test_a_worker_that_is_slow_in_a_few_steps_of_each_block_gets_no_verdict(logged):
+    job = Job()
+    for number in range(400):
+        job.step([0.01, 0.01, 0.1 if number % 5 == 2 else 0.01])
+    assert logged == []
+
+
+def test_the_metric_follows_the_balance(logged):
+    job = Job()
+    rows = np.array([4, 8, 8])
+    for compute, shares, expected in ([0.2, 0.1, 0.1], None, 1), ([0.1, 0.1, 0.1], rows, 0), ([0.2, 0.1, 0.1], rows, 1):
+        for _ in range(40):
+            job.step(compute, **({} if shares is None else {"rows": shares}))
+        assert job.watch.own_causes()[COMPUTATION] == expected
+    assert [level for level, _ in logged] == ["warning", "info", "info", "info", "warning"]
+    assert "gets fewer rows, and no longer holds up the others, after step" in logged[1][1]
+
+
+def test_the_number_of_verdicts_that_are_told_is_bounded(logged, run_files, monkeypatch):
+    monkeypatch.setattr(straggler_watch, "_MOST_VERDICTS", 5)
+    job = Job()
+    for number in range(600):
+        job.step([0.1, 0.1, 0.2 if number % 50 < 25 else 0.1])
+    assert len(read_records(run_files.stragglers(0))[0]) == 5 and len(logged) == 6
+    assert logged[-1][1] == "5 verdicts about slow workers were written. No more are."
+
+
+def test_an_event_gives_the_first_slow_step_as_since_step(logged, monkeypatch):
+    noted = []
+    monkeypatch.setattr(straggler_watch.EVENTS, "note", lambda kind, **details: noted.append((kind, details)))
+    job = Job()
+    for _ in range(30):
+        job.step([0.1, 0.1, 0.2])
+    ((kind, details),) = noted
+    assert kind == "straggler" and details["since_step"] == 3 and "since" not in details
 
 
 def test_an_error_of_the_watch_does_not_fail_a_step(logged):
@@ -331,10 +437,10 @@ def test_an_error_of_the_watch_does_not_fail_a_step(logged):
 
 
 def test_what_is_known_about_links_is_published(logged):
-    slowest = LinkSpeed(1, 1e7, 1e8, 0.5)
+    slowest = WorkerLinks(1, 1e7, 1e8, 0.5)
     seen = types.SimpleNamespace(look=lambda step: None, slowest=lambda: slowest)
     job = Job(links=seen)
-    rates = [LinkSpeed(1, 1e7, 1e8, 0.1), LinkSpeed(0, 1e8, 1e8, 0.01), LinkSpeed(0, 1e8, 1e8, 0.01)]
+    rates = [WorkerLinks(1, 1e7, 1e8, 0.1), WorkerLinks(0, 1e8, 1e8, 0.01), WorkerLinks(0, 1e8, 1e8, 0.01)]
     for _ in range(30):
         job.step([0.1, 0.1, 0.1], links=rates)
     assert set(job.published) == {slowest}

@@ -21,7 +21,7 @@ from tfdist.events.event_file import ASKED, read_events, read_header
 from tfdist.events.phase_names import CALLBACK, COMPUTE, EXCHANGE, SAVE, START, TRACING
 from tfdist.launch import WorkerExit
 from tfdist.launch.stopped_workers import StoppedWorkers
-from tfdist.launch.supervisor import Stragglers
+from tfdist.launch.supervisor import LateWorkers
 from tfdist.report.goodput import AGAIN, LOST, REST, RESTART, UNRECORDED
 from tfdist.report.goodput_table import account_of
 from tfdist.report.recorded_run import read_run
@@ -403,7 +403,7 @@ def test_a_worker_that_reports_a_failure_but_still_runs_has_failed(run):
 
 
 def test_workers_that_still_run_after_others_ended_are_named():
-    stragglers, exits = Stragglers(), [WorkerExit(1, 0, 5, 100.0)]
+    stragglers, exits = LateWorkers(), [WorkerExit(1, 0, 5, 100.0)]
     assert stragglers.tell([], [0, 1, 2], 200.0) is None
     told = [now for now in range(100, 260) if stragglers.tell(exits, [0, 2], now)]
     assert told == [110, 170, 230] and stragglers.tell(exits, [], 300.0) is None

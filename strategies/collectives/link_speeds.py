@@ -5,7 +5,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from tfdist.faults.straggler_policy import LinkSpeed
+from tfdist.faults.straggler_policy import WorkerLinks
 from tfdist.strategies.collectives.link_counts import LinkCounts, LinkRate, rate_between
 
 _AT_ONCE = 8  # Connections to look at after a step. A look takes 3 microseconds.
@@ -41,12 +41,14 @@ class LinkSpeeds:
                 rates = self._rates.setdefault(peer, collections.deque(maxlen=_KEPT))
                 rates.append(rate_between(before[1], now))
 
-    def slowest(self) -> LinkSpeed | None:
+    def slowest(self) -> WorkerLinks | None:
         """Returns the slowest link of this worker; `None` if too little is known."""
         return slowest_of(self._rates, self._bytes)
 
 
-def slowest_of(rates: Mapping[int, Sequence[LinkRate | None]], bytes_of_step: Mapping[int, float]) -> LinkSpeed | None:
+def slowest_of(
+    rates: Mapping[int, Sequence[LinkRate | None]], bytes_of_step: Mapping[int, float]
+) -> WorkerLinks | None:
     """Returns the slowest link.
 
     Args:
@@ -64,6 +66,6 @@ def slowest_of(rates: Mapping[int, Sequence[LinkRate | None]], bytes_of_step: Ma
     slowest = min(of_link, key=of_link.__getitem__, default=None)
     others = [rate for peer, rate in best.items() if peer != slowest]
     if slowest is None:
-        return LinkSpeed(None, 0.0, statistics.median(others), 0.0)
+        return WorkerLinks(None, 0.0, statistics.median(others), 0.0)
     rate = of_link[slowest]
-    return LinkSpeed(slowest, rate, statistics.median(others or [rate]), bytes_of_step[slowest] / rate)
+    return WorkerLinks(slowest, rate, statistics.median(others or [rate]), bytes_of_step[slowest] / rate)

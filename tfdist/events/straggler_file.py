@@ -38,7 +38,7 @@ class StragglerRecord:
         links.
       text: The verdict in words.
       remedy: A remedy in a few words; empty if the worker is no longer slow.
-      is_balanced: Whether a worker that computes slower gets fewer rows, so that the others need not wait for it.
+      is_balanced: Whether a worker that computes slowly gets fewer rows, so that the others do not wait for it.
     """
 
     time: float
@@ -86,7 +86,7 @@ def pairs_of(records: Sequence[StragglerRecord]) -> Sequence[tuple[StragglerReco
     ends: dict[int, StragglerRecord] = {}
     begun: dict[tuple[object, ...], int] = {}  # Places of the records without an end so far.
     for place, record in enumerate(records):
-        subject = record.cause, record.worker, record.link, record.is_balanced
+        subject = record.cause, record.worker, record.link
         if not record.is_over:
             begun[subject] = place
         elif subject in begun:
@@ -100,15 +100,17 @@ def _record(content: Mapping[str, Any]) -> StragglerRecord:
     Raises:
       KeyError, TypeError, ValueError: If the line is no record.
     """
-    names = [field.name for field in dataclasses.fields(StragglerRecord)]
-    known: dict[str, Any] = {"is_balanced": False, **content}
-    record = StragglerRecord(**{name: known[name] for name in names})
+    content = {"is_balanced": False, **content}
+    known: dict[str, Any] = {field.name: content[field.name] for field in dataclasses.fields(StragglerRecord)}
+    record = StragglerRecord(**known)
     numbers = (record.time, record.step, record.since, record.worker, record.amount)
     if record.cause not in CAUSES or not all(isinstance(number, int | float) for number in numbers):
         raise ValueError("is no record of a slow worker")
     if not all(isinstance(text, str) for text in (record.host, record.text, record.remedy)):
         raise TypeError("has a text that is none")
-    return dataclasses.replace(record, link=_link(record.link), is_over=bool(record.is_over))
+    return dataclasses.replace(
+        record, link=_link(record.link), is_over=bool(record.is_over), is_balanced=bool(record.is_balanced)
+    )
 
 
 def _link(ends: Any) -> tuple[int | None, int | None] | None:

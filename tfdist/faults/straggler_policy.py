@@ -2,14 +2,15 @@
 
 A few steps at a time form a block. A worker is slow once it was slow in most of the last blocks. For computation the
 number of blocks grows with the variation from step to step. So a single long step makes no verdict. Nor does a second
-job on the machine that takes a core from one worker now and from another later. Does not load TensorFlow.
+job on the machine that takes a core from one worker now and from another later. A worker has one verdict for each
+cause, whatever links it is about, so that a verdict stays while the slowest link changes. Does not load TensorFlow.
 """
 
 import collections
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tfdist.events.straggler_file import COMPUTATION, INPUT, LINK
@@ -28,24 +29,32 @@ class Link(NamedTuple):
     receiver: int | None
 
 
-class Subject(NamedTuple):
-    """A slow worker or link, with the cause.
+class Straggler(NamedTuple):
+    """A slow worker, with the cause.
 
     Attributes:
       cause: `COMPUTATION`, `INPUT` or `LINK`.
       worker: The slow worker; for a link, the one that sends, or the receiver if its links from all peers are slow.
-      link: The slow link or links; `None` for other causes.
-      is_balanced: Whether a worker that computes slower gets fewer rows, so that the others need not wait for it.
     """
 
     cause: str
     worker: int
+
+
+class Slow(NamedTuple):
+    """How slow a worker is in a block of steps.
+
+    Attributes:
+      amount: See `StragglerRecord`.
+      link: The slow link or links; `None` for other causes.
+    """
+
+    amount: float
     link: Link | None = None
-    is_balanced: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class LinkSpeed:
+class WorkerLinks:
     """The links from a worker to its peers.
 
     Attributes:
@@ -69,10 +78,11 @@ class Block:
       first, last: Numbers of its first and last step.
       seconds: Mean time of a step, without Python between steps.
       rows: Rows by worker.
-      compute: Mean compute time of a step by worker, without the longest.
+      compute: Mean compute time of a step by worker, without the longest and the shortest quarter of the steps.
       input: Mean time by worker in which it had no batch.
       jitter: By worker, how much the compute time changes from a step to the next: mean difference of logarithms.
       links: Links by worker; `None` if they are not known, or have carried little. Empty if none are known.
+      is_measured: Whether a `BalancedSharding` measures the workers, so that it will give slow ones fewer rows.
     """
 
     first: int
@@ -82,7 +92,8 @@ class Block:
     compute: Sequence[float]
     input: Sequence[float]
     jitter: Sequence[float]
-    links: Sequence[LinkSpeed | None] = ()
+    links: Sequence[WorkerLinks | None] = ()
+    is_measured: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,18 +136,26 @@ class StragglerVerdict:
     """A worker or link that is slow, or is no longer slow.
 
     Attributes:
-      subject: The worker or link, and the cause.
+      straggler: The worker, and the cause.
       amount: See `StragglerRecord`.
       since: The step since which it is slow.
       step: The last step before the verdict.
-      is_over: Whether it is no longer slow.
+      link: The slow link or links; `None` for other causes.
+      is_balanced: Whether a slow worker gets fewer rows, so that the others need not wait for it.
+      may_balance: Whether a `BalancedSharding` is a remedy. It is none if shares already differ or follow the speed.
+      is_over: Whether it is no longer slow, or `has_changed`.
+      has_changed: Whether it is still slow, but `is_balanced` has changed. The next verdict has the new value.
     """
 
-    subject: Subject
+    straggler: Straggler
     amount: float
     since: int
     step: int
+    link: Link | None = None
+    is_balanced: bool = False
+    may_balance: bool = True
     is_over: bool = False
+    has_changed: bool = False
 
 
 class StragglerJudge:
@@ -147,41 +166,101 @@ class StragglerJudge:
     """
 
     def __init__(self) -> None:
-        self.verdicts: dict[Subject, StragglerVerdict] = {}
+        self.verdicts: dict[Straggler, StragglerVerdict] = {}
         self._blocks: collections.deque[_Judged] = collections.deque(maxlen=_MOST_BLOCKS)
+        self._count = 0  # Blocks so far.
+        self._ended: dict[Straggler, int] = {}  # That number at the end of the last verdict.
 
     def add(self, block: Block) -> list[StragglerVerdict]:
-        """Takes the newest block. Returns the verdicts that begin, and those that are over."""
+        """Takes the newest block. Returns the verdicts that are over, and those that begin."""
+        self._count += 1
         self._blocks.append(_Judged(block, slow_in(block, BEGINS), slow_in(block, GOES_ON)))
-        ended = [held for held in self.verdicts.values() if self._is_over(held.subject)]
+        ended = [held for held in self.verdicts.values() if self._is_over(held.straggler)]
         for verdict in ended:
-            del self.verdicts[verdict.subject]
-        begun = [self._verdict(each) for each in self._blocks[-1].slow if self._begins(each)]
-        self.verdicts |= {verdict.subject: verdict for verdict in begun}
-        return [dataclasses.replace(each, is_over=True, step=block.last) for each in ended] + begun
+            del self.verdicts[verdict.straggler]
+            self._ended[verdict.straggler] = self._count
+        changed = [held for held in self.verdicts.values() if self._has_changed(held)]
+        begun = [self._changed(verdict) for verdict in changed]
+        self.verdicts |= {verdict.straggler: verdict for verdict in begun}
+        for straggler, slow in sorted(self._blocks[-1].slow.items(), key=_is_sender):
+            if self._begins(straggler) and not self._is_told(slow.link):
+                begun.append(self._verdict(straggler, slow.link))
+                self.verdicts[straggler] = begun[-1]
+        over = [dataclasses.replace(each, is_over=True, step=block.last) for each in ended]
+        over += [dataclasses.replace(each, is_over=True, has_changed=True, step=block.last) for each in changed]
+        return over + begun
 
-    def _recent(self, subject: Subject) -> "tuple[list[_Judged], int]":
+    def _recent(self, straggler: Straggler) -> "tuple[list[_Judged], int]":
         """Returns the last blocks in which to look for a slow worker, and how many of them must be slow."""
-        if subject.cause != COMPUTATION:
-            return list(self._blocks)[-_LEAST_BLOCKS:], math.ceil(_NEEDED * _LEAST_BLOCKS)
-        jitters = [each.block.jitter for each in self._blocks]
-        own = statistics.fmean(each[subject.worker] for each in jitters)
-        others = statistics.fmean(_medians_of_others(each)[subject.worker] for each in jitters)
-        count = blocks_for(max(own, others))
-        return list(self._blocks)[-count:], math.ceil(_NEEDED * count)
+        count = _LEAST_BLOCKS
+        if straggler.cause == COMPUTATION:
+            jitters = [each.block.jitter for each in self._blocks]
+            own = statistics.fmean(each[straggler.worker] for each in jitters)
+            others = statistics.fmean(_medians_of_others(each)[straggler.worker] for each in jitters)
+            count = blocks_for(max(own, others))
+        since_end = self._count - self._ended.get(straggler, 0)
+        return list(self._blocks)[-min(count, since_end) :] if since_end else [], math.ceil(_NEEDED * count)
 
-    def _begins(self, subject: Subject) -> bool:
-        recent, needed = self._recent(subject)
-        return subject not in self.verdicts and sum(subject in each.slow for each in recent) >= needed
+    def _begins(self, straggler: Straggler) -> bool:
+        recent, needed = self._recent(straggler)
+        return straggler not in self.verdicts and sum(straggler in each.slow for each in recent) >= needed
 
-    def _is_over(self, subject: Subject) -> bool:
-        recent, needed = self._recent(subject)
-        return sum(subject not in each.still_slow for each in recent) >= needed
+    def _is_told(self, link: Link | None) -> bool:
+        """Whether a present verdict is about the links to the same worker, one of both being about those from all."""
+        if link is None or link.receiver is None:
+            return False
+        held = [each.link for each in self.verdicts.values() if each.link and each.link.receiver == link.receiver]
+        return bool(held) and (link.sender is None or any(each.sender is None for each in held))
 
-    def _verdict(self, subject: Subject) -> StragglerVerdict:
-        found = [each for each in self._recent(subject)[0] if subject in each.slow]
-        amount = statistics.median(each.slow[subject] for each in found)
-        return StragglerVerdict(subject, amount, found[0].block.first, self._blocks[-1].block.last)
+    def _is_over(self, straggler: Straggler) -> bool:
+        return self._in_most(lambda each: straggler not in each.still_slow)
+
+    def _has_changed(self, verdict: StragglerVerdict) -> bool:
+        if verdict.straggler.cause != COMPUTATION:
+            return False
+        worker, limits = verdict.straggler.worker, BEGINS if verdict.is_balanced else GOES_ON
+        return self._in_most(lambda each: holds_up(each.block, worker, limits) == verdict.is_balanced)
+
+    def _in_most(self, is_so: "Callable[[_Judged], bool]") -> bool:
+        """Whether something is so in most of the last few blocks, however noisy the machine is."""
+        return sum(map(is_so, list(self._blocks)[-_LEAST_BLOCKS:])) >= math.ceil(_NEEDED * _LEAST_BLOCKS)
+
+    def _changed(self, verdict: StragglerVerdict) -> StragglerVerdict:
+        """Returns the verdict about the same worker with the other `is_balanced`."""
+        recent = [each for each in list(self._blocks)[-_LEAST_BLOCKS:] if verdict.straggler in each.still_slow]
+        amount = statistics.median([each.still_slow[verdict.straggler].amount for each in recent] or [verdict.amount])
+        return dataclasses.replace(
+            verdict,
+            amount=amount,
+            since=recent[0].block.first if recent else self._blocks[-1].block.first,
+            step=self._blocks[-1].block.last,
+            is_balanced=not verdict.is_balanced,
+            may_balance=_may_balance(self._blocks[-1].block),
+        )
+
+    def _verdict(self, straggler: Straggler, link: Link | None) -> StragglerVerdict:
+        newest = self._blocks[-1].block
+        found = [each for each in self._recent(straggler)[0] if straggler in each.slow]
+        is_balanced = straggler.cause == COMPUTATION and not holds_up(newest, straggler.worker, GOES_ON)
+        return StragglerVerdict(
+            straggler,
+            amount=statistics.median(each.slow[straggler].amount for each in found),
+            since=found[0].block.first,
+            step=newest.last,
+            link=link,
+            is_balanced=is_balanced,
+            may_balance=_may_balance(newest),
+        )
+
+
+def _is_sender(found: tuple[Straggler, Slow]) -> bool:
+    """Key that puts links from all peers to one worker before a link from one of these peers."""
+    link = found[1].link
+    return link is not None and link.sender is not None
+
+
+def _may_balance(block: Block) -> bool:
+    return not block.is_measured and min(block.rows) >= _FEWER_ROWS * max(block.rows)
 
 
 def blocks_for(jitter: float) -> int:
@@ -191,18 +270,18 @@ def blocks_for(jitter: float) -> int:
 
 class _Judged(NamedTuple):
     block: Block
-    slow: Mapping[Subject, float]
-    still_slow: Mapping[Subject, float]
+    slow: Mapping[Straggler, Slow]
+    still_slow: Mapping[Straggler, Slow]
 
 
-def slow_in(block: Block, limits: Limits) -> dict[Subject, float]:
-    """Returns the slow workers and links of a block of steps, with the amount; see `StragglerRecord`."""
+def slow_in(block: Block, limits: Limits) -> dict[Straggler, Slow]:
+    """Returns the slow workers of a block of steps."""
     if len(block.compute) < 2 or block.seconds <= 0:
         return {}
     return dict([*_slow_computation(block, limits), *_slow_input(block, limits), *_slow_links(block, limits)])
 
 
-def _slow_computation(block: Block, limits: Limits) -> Iterator[tuple[Subject, float]]:
+def _slow_computation(block: Block, limits: Limits) -> Iterator[tuple[Straggler, Slow]]:
     per_row = [seconds / rows if rows else 0.0 for seconds, rows in zip(block.compute, block.rows, strict=True)]
     compute, rows = _medians_of_others(block.compute), _medians_of_others(block.rows)
     for worker, usual in enumerate(_medians_of_others(per_row)):
@@ -211,22 +290,26 @@ def _slow_computation(block: Block, limits: Limits) -> Iterator[tuple[Subject, f
         factor = per_row[worker] / usual
         if block.compute[worker] - compute[worker] >= limits.computation_part * block.seconds:
             # Fewer rows take less time, but not in proportion: each step has a fixed part.
-            yield (
-                Subject(COMPUTATION, worker),
-                min(factor, block.compute[worker] / max(compute[worker], _LEAST_SECONDS)),
-            )
+            factor = min(factor, block.compute[worker] / max(compute[worker], _LEAST_SECONDS))
+            yield Straggler(COMPUTATION, worker), Slow(factor)
         elif block.rows[worker] < _FEWER_ROWS * rows[worker]:
-            yield Subject(COMPUTATION, worker, is_balanced=True), factor
+            yield Straggler(COMPUTATION, worker), Slow(factor)
 
 
-def _slow_input(block: Block, limits: Limits) -> Iterator[tuple[Subject, float]]:
+def holds_up(block: Block, worker: int, limits: Limits) -> bool:
+    """Returns whether a worker computes longer than the others in each step, so that these wait."""
+    excess = block.compute[worker] - _medians_of_others(block.compute)[worker]
+    return excess >= limits.computation_part * block.seconds
+
+
+def _slow_input(block: Block, limits: Limits) -> Iterator[tuple[Straggler, Slow]]:
     for worker, (own, others) in enumerate(zip(block.input, _medians_of_others(block.input), strict=True)):
         excess = own - others
         if own >= limits.input * block.seconds and excess >= limits.input_part * block.seconds:
-            yield Subject(INPUT, worker), min(own / block.seconds, 1.0)
+            yield Straggler(INPUT, worker), Slow(min(own / block.seconds, 1.0))
 
 
-def _slow_links(block: Block, limits: Limits) -> Iterator[tuple[Subject, float]]:
+def _slow_links(block: Block, limits: Limits) -> Iterator[tuple[Straggler, Slow]]:
     found: dict[Link, float] = {}
     limit = limits.link if len(block.links) > 2 else limits.link_of_two
     known = [(worker, each) for worker, each in enumerate(block.links) if each is not None]
@@ -238,21 +321,18 @@ def _slow_links(block: Block, limits: Limits) -> Iterator[tuple[Subject, float]]
             continue
         are_all = len(block.links) > 2 and own.typical < limit * usual
         found[Link(worker, None if are_all else own.peer)] = own.rate / usual
-    for link, amount in _joined(found, len(block.links)).items():
+    for link, amount in [*found.items(), *_joined(found, len(block.links))]:
         named = link.sender if link.sender is not None else link.receiver
         if named is not None:
-            yield Subject(LINK, named, link), amount
+            yield Straggler(LINK, named), Slow(amount, link)
 
 
-def _joined(found: Mapping[Link, float], workers: int) -> dict[Link, float]:
-    """Returns slow links with those from all peers to one worker as a single one."""
+def _joined(found: Mapping[Link, float], workers: int) -> Iterator[tuple[Link, float]]:
+    """Yields the links from all peers to one worker, if each of them is slow."""
     receivers = collections.Counter(link.receiver for link in found if link.receiver is not None)
-    joined = dict(found)
     for receiver, count in receivers.items():
         if workers > 2 and count == workers - 1:
-            into = [link for link in found if link.receiver == receiver]
-            joined[Link(None, receiver)] = statistics.median(joined.pop(link) for link in into)
-    return joined
+            yield Link(None, receiver), statistics.median(found[each] for each in found if each.receiver == receiver)
 
 
 def _medians_of_others(values: Sequence[float]) -> list[float]:

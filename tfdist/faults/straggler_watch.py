@@ -20,14 +20,15 @@ from tfdist.cluster.address import is_loopback, split_address
 from tfdist.events.event_buffer import EVENTS
 from tfdist.events.straggler_file import CAUSES, StragglerRecord, append_record
 from tfdist.faults.coordination_store import CoordinationStore
-from tfdist.faults.straggler_policy import Block, LinkSpeed, StragglerJudge, StragglerVerdict
+from tfdist.faults.straggler_policy import Block, StragglerJudge, StragglerVerdict, WorkerLinks
 from tfdist.faults.straggler_words import remedy_of, text_of
 from tfdist.run_files import ATTEMPT, RunFiles, is_supervised
 
-_STEPS, _SECONDS = 5, 0.25  # Least steps and seconds of a block.
+_STEPS, _SECONDS = 5, 0.5  # Least steps and seconds of a block. Four blocks are looked at, so 2 s at least.
 _AFTER_TRACING = 2  # Steps after a trace that do not count: TensorFlow still optimizes.
 _HOST = "host"  # Subject of a worker's host in the coordination store.
 _ASK_SECONDS = 0.5
+_MOST_VERDICTS = 1000  # That are told; the log and the file stay small whatever happens.
 _LEAST_SECONDS = 1e-9
 
 
@@ -37,7 +38,7 @@ class Links(Protocol):
     def look(self, step: int) -> None:
         """Looks at the connections after a training step."""
 
-    def slowest(self) -> LinkSpeed | None:
+    def slowest(self) -> WorkerLinks | None:
         """Returns the slowest link; `None` if it is not known."""
 
 
@@ -47,7 +48,7 @@ class StragglerWatch:
     Costs some 20 microseconds a step with a few workers, and 0.1 ms with 64.
 
     Args:
-      board: The coordination store, in which workers tell their hosts.
+      store: The coordination store, in which workers tell their hosts.
       addresses: Addresses of the workers in TF_CONFIG.
       links: The links from this worker to its peers; `None` if they are not known.
       publish: Takes the slowest link of this worker, for the next reports to all workers.
@@ -55,43 +56,44 @@ class StragglerWatch:
 
     def __init__(
         self,
-        board: CoordinationStore,
+        store: CoordinationStore,
         addresses: Sequence[str],
         links: Links | None,
-        publish: Callable[[LinkSpeed | None], None],
+        publish: Callable[[WorkerLinks | None], None],
     ) -> None:
-        self._board, self._addresses, self._links, self._publish = board, addresses, links, publish
+        self._store, self._addresses, self._links, self._publish = store, addresses, links, publish
         self._judge = StragglerJudge()
-        self._skipped, self._is_off = 0, False
-        self._sums = _Sums(board.workers)
-        with contextlib.suppress(tf.errors.OpError):  # The worker has said so for an earlier strategy.
-            board.say_once(_HOST, socket.gethostname())
+        self._skipped, self._told, self._is_off = 0, 0, False
+        self._sums = _Sums(store.workers)
+        with contextlib.suppress(tf.errors.OpError):  # The worker has already published its host.
+            store.say_once(_HOST, socket.gethostname())
 
     def own_causes(self) -> dict[str, float]:
         """Returns, by cause, 1 if this worker holds up the others, else 0. Callable in any thread."""
-        own = [each for each in list(self._judge.verdicts.values()) if each.subject.worker == self._board.worker]
-        held = {verdict.subject.cause for verdict in own if not verdict.subject.is_balanced}
+        own = [each for each in list(self._judge.verdicts.values()) if each.straggler.worker == self._store.worker]
+        held = {verdict.straggler.cause for verdict in own if not verdict.is_balanced}
         return {cause: float(cause in held) for cause in CAUSES}
 
-    def add(self, report: Any, seconds: float, has_traced: bool) -> None:
+    def add(self, report: Any, seconds: float, has_traced: bool, is_measured: bool = False) -> None:
         """Adds a training step.
 
         Args:
           report: Its `StepReport`.
           seconds: Its time, without Python between steps.
           has_traced: Whether Python has traced the step.
+          is_measured: Whether a `BalancedSharding` measures the workers by the reports.
         """
         if self._is_off:
             return
         try:
-            self._add(report, seconds, has_traced)
+            self._add(report, seconds, has_traced, is_measured)
         except Exception:  # A verdict is not worth a failed step.
             self._is_off = True
             logging.exception("Slow workers are not looked for any more:")
 
-    def _add(self, report: Any, seconds: float, has_traced: bool) -> None:
+    def _add(self, report: Any, seconds: float, has_traced: bool, is_measured: bool) -> None:
         if has_traced:
-            self._skipped, self._sums = 0, _Sums(self._board.workers)
+            self._skipped, self._sums = 0, _Sums(self._store.workers)
         self._skipped += 1
         if self._skipped <= _AFTER_TRACING:
             return
@@ -101,35 +103,41 @@ class StragglerWatch:
             self._links.look(report.number)
         if sums.steps < _STEPS or sums.seconds < _SECONDS:
             return
-        self._sums = _Sums(self._board.workers)
-        for verdict in self._judge.add(sums.block(report, EVENTS.steps_before)):
+        self._sums = _Sums(self._store.workers)
+        for verdict in self._judge.add(sums.block(report, EVENTS.steps_before, is_measured)):
             self._tell(verdict)
         if self._links is not None:
             self._publish(self._links.slowest())
 
     def _tell(self, verdict: StragglerVerdict) -> None:
-        subject = verdict.subject
+        self._told += 1
+        if self._told == _MOST_VERDICTS + 1 and not self._store.worker:
+            logging.warning("%d verdicts about slow workers were written. No more are.", _MOST_VERDICTS)
+        if self._told > _MOST_VERDICTS:
+            return
+        straggler = verdict.straggler
         record = StragglerRecord(
             time=time.time(),
             step=verdict.step,
             since=verdict.since,
             is_over=verdict.is_over,
-            cause=subject.cause,
-            worker=subject.worker,
-            host=self._host(subject.worker),
-            link=subject.link,
+            is_balanced=verdict.is_balanced,
+            cause=straggler.cause,
+            worker=straggler.worker,
+            host=self._host(straggler.worker),
+            link=verdict.link,
             amount=round(verdict.amount, 3),
             text="",
             remedy=remedy_of(verdict),
-            is_balanced=subject.is_balanced,
         )
         record = dataclasses.replace(record, text=text_of(verdict, record.host))
         details = dataclasses.asdict(record)
         del details["step"]  # An event has its own.
+        details["since_step"] = details.pop("since")  # `since` of an event is a time.
         EVENTS.note("straggler", **details)
-        if self._board.worker:
+        if self._store.worker:
             return
-        if subject.is_balanced:
+        if verdict.is_balanced or verdict.has_changed:
             logging.info("Unequal workers: %s. %s", record.text, record.remedy)
         elif verdict.is_over:
             logging.warning("No longer slow: %s.", record.text)
@@ -141,9 +149,9 @@ class StragglerWatch:
 
     def _host(self, worker: int) -> str:
         """Returns the host of a worker, as it calls itself; else as TF_CONFIG does."""
-        if self._board.worker == 0:
+        if self._store.worker == 0:
             with contextlib.suppress(tf.errors.OpError):
-                return str(self._board.hear(_HOST, worker, _ASK_SECONDS))
+                return str(self._store.hear(_HOST, worker, _ASK_SECONDS))
         host = split_address(self._addresses[worker])[0]
         return socket.gethostname() if is_loopback(host) else host
 
@@ -168,19 +176,20 @@ class _Sums:
         self._input += report.input_seconds
         self._compute.append(compute)
 
-    def block(self, report: Any, steps_before: int) -> Block:
+    def block(self, report: Any, steps_before: int, is_measured: bool) -> Block:
         """Returns the block that ends with the step of `report`."""
         compute = np.maximum(np.stack(self._compute), _LEAST_SECONDS)  # [steps, workers]
-        without_longest = (compute.sum(axis=0) - compute.max(axis=0)) / (self.steps - 1)
+        outer = self.steps // 4  # The longest and the shortest steps do not count.
         return Block(
             first=steps_before + report.number - self.steps + 1,
             last=steps_before + report.number,
             seconds=self.seconds / self.steps,
             rows=self._rows.tolist(),
-            compute=without_longest.tolist(),
+            compute=np.sort(compute, axis=0)[outer : self.steps - outer].mean(axis=0).tolist(),
             input=(self._input / self.steps).tolist(),
             jitter=np.abs(np.diff(np.log(compute), axis=0)).mean(axis=0).tolist(),
             links=report.links,
+            is_measured=is_measured,
         )
 
 

@@ -115,7 +115,7 @@ class Attempt:
         return f"attempt {self.number}: {workers}, {self.seconds:.1f} s{committed}, {self.outcome}{why}"
 
 
-class Stragglers:
+class LateWorkers:
     """Reports workers that still run after other workers ended: after 10 s, and then every minute."""
 
     def __init__(self) -> None:
@@ -257,7 +257,7 @@ class Supervisor:
     def _watch(
         self, group: WorkerGroup, number: int, start: float, commits: Commits, ended: Callable[..., Attempt]
     ) -> Attempt:
-        options, caught, stragglers, stopped = self._options, self._caught, Stragglers(), StoppedWorkers()
+        options, caught, stragglers, stopped = self._options, self._caught, LateWorkers(), StoppedWorkers()
         looked, wants_room = 0.0, False
 
         def look() -> bool:
