@@ -1,7 +1,7 @@
 """Watches the reports of training steps for slow workers and links, and tells of them. `straggler_policy.py` decides.
 
-All workers judge alike, since they have the same reports. The chief logs the verdicts and writes them to the folder of
-the run.
+Each worker judges by the same reports and its own clock. The chief logs its verdicts, and writes them to the folder of
+the run. A peer may come to a verdict some steps earlier or later.
 """
 
 import contextlib

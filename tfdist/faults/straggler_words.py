@@ -7,7 +7,7 @@ _LOOK = (
     "Look for other jobs and a low clock rate on its machine. If other workers of the same host are fast, look for "
     "code of yours that differs by worker (`py_function`, branches on the worker's number)."
 )
-_BALANCE = "Or balance the rows by a BalancedSharding."
+_BALANCE = "Otherwise, balance the rows by a BalancedSharding."
 _PREPARE = "Prepare more batches in parallel there (num_parallel_calls, prefetch), or use a data service."
 _OF_LINKS = 'Measure the links by `tfdist doctor`, and look for other traffic; or send less by compression="int8".'
 _BALANCED = "The others do not wait for it."

@@ -41,7 +41,7 @@ class WorkerMetrics:
       step_seconds: Mean seconds from the end of one step to the end of the next, in the last interval.
       share: Part of the rows of all replicas that this worker had, in the last interval.
       imbalance: Longest compute time of a step divided by the mean of all replicas, in the last interval.
-      straggler: By cause, 1 while this worker is slow, else 0; see `straggler_file.py`. Empty with one worker.
+      straggler: By cause, 1 while this worker holds up its peers, else 0; see `straggler_file.py`. Empty if alone.
       raw_bytes: Bytes of gradients that exchanges would have sent without compression.
       sent_bytes: Bytes of gradients that were sent. Both are known with `compression` only.
       compression_ratio: `raw_bytes` divided by `sent_bytes`, in the last interval.
