@@ -494,6 +494,7 @@ def test_the_report_lists_slow_workers_under_their_attempt(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path)]) == 0
     before, after = capsys.readouterr().out.split("attempt 1")
     assert "  worker 1 computes slowly, until step 90 [" in before and "  worker 2 waits [" in after
+    assert "look at it" not in before and "look at it" in after
 
 
 # Real jobs. Layers and generators that sleep make a worker slow, since their time does not depend on the machine.

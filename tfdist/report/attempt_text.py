@@ -107,9 +107,11 @@ def _is_before(events: EventFile, failure: Failure | None) -> bool:
 
 
 def _slow(records: Sequence[StragglerRecord]) -> Iterator[str]:
-    """Yields lines about the workers and links that were slow, in the order in which they were found."""
+    """Yields lines about the workers and links that were slow, as they were found; what to do if they still are."""
     for record, end in pairs_of(records):
         yield f"{verdict_text(record, end)} [{clock(record.time)}]"
+        if end is None and record.remedy:
+            yield f"  {record.remedy}"
 
 
 def verdict_text(record: StragglerRecord, end: StragglerRecord | None) -> str:
