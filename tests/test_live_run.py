@@ -114,7 +114,8 @@ def test_the_table_grows_above_the_progress_bar_and_is_gone_at_the_end(run):
 
 def test_the_first_failure_is_shown_once(run):
     then = "worker == 1 and self.model.optimizer.iterations > 20 and os.kill(os.getpid(), signal.SIGKILL)"
-    on = OnTerminal(run, "--workers", 2, run.script(TRAIN.format(then=then)))
+    # The last line has the folder of the run, whose path may be long.
+    on = OnTerminal(run, "--workers", 2, run.script(TRAIN.format(then=then)), width=500)
     assert on.finish() == 137
     text = "\n".join(on.terminal.text)
     assert text.count("was killed by SIGKILL") == text.count("worker 1 was killed by SIGKILL") == 1, text
