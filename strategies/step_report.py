@@ -46,7 +46,7 @@ _EVALUATED, _TESTED, _ASKED, _AGREES = range(6, 10)
 _MOMENTS = 10
 _NAMED = 4  # Largest number of replicas that a warning names.
 _READ = 3  # Numbers about what a worker reads: the pass, a checksum, and the learning rate.
-_LINK_NUMBERS = 4  # Of a worker's links: receiver of the slowest, its rate, that of the others, its seconds of a step.
+_LINK_NUMBERS = 4  # Numbers about a worker's links: receiver of the slowest, its rate, rate of the others, its seconds.
 _NO_LINK = -1  # In place of that receiver: no link is known to limit exchanges.
 _NOTED = 64  # Largest number of replicas whose rows and times an event has.
 
@@ -65,7 +65,7 @@ class StepReport:
       stop: Whether a worker asked to stop.
       input_seconds: Time in which each worker itself had no batch, float32 [workers]. Waits for the batches of others
         do not count, nor does Python between steps.
-      links: What each worker has published about its links to its peers, by worker; empty for one worker.
+      links: The published links of each worker to its peers, by worker; empty for one worker.
     """
 
     number: int
@@ -109,7 +109,7 @@ class StepReports:
         self.num_replicas = num_replicas
         self.asked_here = False
         self._published = [0.0] * _LINK_NUMBERS
-        self._phases: StepPhases | None = None  # Of the step whose report is being delivered.
+        self._phases: StepPhases | None = None  # Phases of the step whose report is being delivered.
         self.tells = True
         self.rows_read: RowsRead | None = None
         self.stragglers: StragglerWatch | None = None

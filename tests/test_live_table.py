@@ -58,7 +58,7 @@ def trained(seconds, rate=4, exchange=0.25):
     ]
 
 
-def test_rate_and_shares_are_those_of_the_last_seconds():
+def test_rate_and_parts_are_those_of_the_last_seconds():
     slow = trained(30, rate=1, exchange=0.75)
     fast = [
         record(30 + second, 30 + 10 * second, compute=7.5 + 0.5 * second, exchange=22.5 + 0.5 * second)
@@ -67,7 +67,7 @@ def test_rate_and_shares_are_those_of_the_last_seconds():
     assert recent_of(slow).steps_per_second == pytest.approx(1)
     recent = recent_of(slow + fast)
     assert recent.steps_per_second == pytest.approx(10)
-    assert recent.shares == pytest.approx({COMPUTE: 0.5, EXCHANGE: 0.5, INPUT: 0})
+    assert recent.parts == pytest.approx({COMPUTE: 0.5, EXCHANGE: 0.5, INPUT: 0})
 
 
 def test_tracing_belongs_to_no_rate():

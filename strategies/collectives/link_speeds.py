@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tfdist.faults.straggler_policy import WorkerLinks
 from tfdist.strategies.collectives.link_counts import LinkCounts, LinkRate, rate_between
 
-_AT_ONCE = 8  # Connections to look at after a step. A look takes 3 microseconds.
+_AT_ONCE = 8  # Connections to look at after a step. A look is a call of the system.
 _KEPT = 5  # Newest rates of a link. The largest counts, since other programs may have slowed a transfer down.
 _LEAST_OF_LINK = 3  # Number of these rates that the link must have limited.
 

@@ -339,7 +339,7 @@ def _medians_of_others(values: Sequence[float]) -> list[float]:
     """Returns for each worker the median of the values of all other workers."""
     order = sorted(range(len(values)), key=values.__getitem__)
     ordered = [values[worker] for worker in order]
-    middle = (len(values) - 2) / 2  # Of the others: a place in their order, or between two.
+    middle = (len(values) - 2) / 2  # The place of the median among the others, or between two places.
     places = math.floor(middle), math.ceil(middle)
     medians = [0.0] * len(values)
     for rank, worker in enumerate(order):

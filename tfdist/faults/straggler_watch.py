@@ -26,9 +26,9 @@ from tfdist.run_files import ATTEMPT, RunFiles, is_supervised
 
 _STEPS, _SECONDS = 5, 0.5  # Least steps and seconds of a block. Four blocks are looked at, so 2 s at least.
 _AFTER_TRACING = 2  # Steps after a trace that do not count: TensorFlow still optimizes.
-_HOST = "host"  # Subject of a worker's host in the coordination store.
+_HOST = "host"  # Key of a worker's host in the coordination store.
 _ASK_SECONDS = 0.5
-_MOST_VERDICTS = 1000  # That are told; the log and the file stay small whatever happens.
+_MOST_VERDICTS = 1000  # Limit for the log and the file, so that both stay small.
 _LEAST_SECONDS = 1e-9
 
 
@@ -45,7 +45,7 @@ class Links(Protocol):
 class StragglerWatch:
     """Finds slow workers by the reports of training steps, and tells of them.
 
-    Costs some 20 microseconds a step with a few workers, and 0.1 ms with 64.
+    Costs some operations on small arrays a step, and a look at up to eight connections.
 
     Args:
       store: The coordination store, in which workers tell their hosts.
@@ -162,7 +162,7 @@ class _Sums:
     def __init__(self, workers: int) -> None:
         self.steps, self.seconds, self._workers = 0, 0.0, workers
         self._rows, self._input = np.zeros(workers), np.zeros(workers)
-        self._compute: list[Any] = []  # Of each step, by worker.
+        self._compute: list[Any] = []  # For each step, the seconds by worker.
 
     def add(self, report: Any, seconds: float) -> None:
         """Adds a step. A worker computes as long as the slowest of its replicas."""

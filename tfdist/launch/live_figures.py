@@ -38,15 +38,15 @@ _URGENT_END, _URGENT_SLOW, _URGENT_WAIT, _CALM = range(4)
 
 @dataclasses.dataclass(frozen=True)
 class SeenWorker:
-    """What is known of a worker at one moment.
+    """The state of a worker at one moment, as its files and its process show it.
 
     Attributes:
       worker: Id of the worker.
       record: Its times; `None` if it has none, say because its script does not use tfdist.
       recent: How it trained lately.
       memory: Memory of its process in bytes.
-      ended: How the process has ended, such as "SIGKILL"; `None` if it runs.
-      slow: What makes the worker a straggler, such as "input"; `None` if it is none.
+      ended: End of the process, such as "SIGKILL"; `None` if it runs.
+      slow: Cause for which the worker is a straggler, such as "input"; `None` if it is no straggler.
     """
 
     worker: int
@@ -63,10 +63,10 @@ class WorkerRow:
 
     Attributes:
       worker: Id of the worker.
-      state: What it does: "training", "validation 12 s", "slow: input", "exit code 1".
+      state: Its activity, such as "training", "validation 12 s", "slow: input", "exit code 1".
       step: Number of finished training steps; `None` if unknown.
       steps_per_second: Steps for each second of training; `None` while the worker does not train.
-      shares: Shares of computation, exchanges and input in the time of training.
+      parts: Parts of computation, exchanges and input in the time of training, from 0 to 1.
       memory: Memory of its process in bytes.
       urgency: Place in the choice of rows if there is no room for all, lowest first.
     """
@@ -75,7 +75,7 @@ class WorkerRow:
     state: str
     step: int | None
     steps_per_second: float | None
-    shares: Mapping[str, float]
+    parts: Mapping[str, float]
     memory: int | None
     urgency: int
 
@@ -104,7 +104,7 @@ def row_of(seen: SeenWorker, now: float) -> WorkerRow:
         state=state,
         step=record.steps if record else None,
         steps_per_second=recent.steps_per_second if is_training else None,
-        shares=recent.shares if is_training else {},
+        parts=recent.parts if is_training else {},
         memory=None if seen.ended else seen.memory,
         urgency=urgency,
     )
@@ -147,7 +147,7 @@ def chosen_rows(rows: Sequence[WorkerRow], most: int) -> Sequence[WorkerRow]:
         return rows
 
     def place(row: WorkerRow) -> tuple[int, int, int]:
-        return row.urgency, round(10 * row.shares.get(EXCHANGE, 1.0)), row.worker
+        return row.urgency, round(10 * row.parts.get(EXCHANGE, 1.0)), row.worker
 
     return sorted(sorted(rows, key=place)[:most], key=lambda row: row.worker)
 

@@ -29,7 +29,7 @@ class _Column:
 
 
 def _share(phase: str) -> Callable[[WorkerRow], str]:
-    return lambda row: f"{row.shares[phase]:.0%}" if phase in row.shares else ""
+    return lambda row: f"{row.parts[phase]:.0%}" if phase in row.parts else ""
 
 
 _COLUMNS = (
@@ -40,7 +40,7 @@ _COLUMNS = (
     _Column("compute", 7, 77, _share(COMPUTE)),
     _Column("exchange", 8, 77, _share(EXCHANGE)),
     _Column("input", 5, 77, _share(INPUT)),
-    _Column("other", 5, 77, lambda row: f"{max(0.0, 1 - sum(row.shares.values())):.0%}" if row.shares else ""),
+    _Column("other", 5, 77, lambda row: f"{max(0.0, 1 - sum(row.parts.values())):.0%}" if row.parts else ""),
     _Column("memory", 7, 48, lambda row: "" if row.memory is None else size(row.memory)),
 )
 

@@ -8,7 +8,7 @@ from tfdist.events.phase_names import CALLBACK, COMPUTE, EXCHANGE, INPUT
 from tfdist.events.time_record import TimeRecord
 
 RECENT_SECONDS = 10.0
-"""Rates and shares are those of about this much time."""
+"""Rates and parts are those of about this much time."""
 
 IN_STEPS = (INPUT, COMPUTE, EXCHANGE)
 """The phases of a training step."""
@@ -23,11 +23,11 @@ class Recent:
 
     Attributes:
       steps_per_second: Steps for each second of training, without validation and saves; `None` before the second step.
-      shares: Shares of that time for computation, exchanges and input. The rest is of callbacks and Python.
+      parts: Parts of that time for computation, exchanges and input. The rest is of callbacks and Python.
     """
 
     steps_per_second: float | None = None
-    shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 NOT_RECENT = Recent()
@@ -53,7 +53,7 @@ class RecentSteps:
 
     @property
     def recent(self) -> Recent:
-        """Rate and shares between the newest record and one from `RECENT_SECONDS` before, or at least a step before."""
+        """Rate and parts between the newest record and one from `RECENT_SECONDS` before, or at least a step before."""
         if len(self._points) < 2:
             return NOT_RECENT
         old, new = self._points[0], self._points[-1]

@@ -1,1 +1,1 @@
-"""What happened in a run: `tfdist report` reads its folder, and tells in the terminal and in a page."""
+"""`tfdist report`: reads the folder of a run, and describes the run in the terminal and in a page."""

@@ -66,7 +66,7 @@ def can_draw() -> bool:
     """Returns whether `matplotlib` works here."""
     try:
         import matplotlib.backends.backend_svg  # noqa: F401 (tried)
-    except Exception:  # Of any class: a wrong MPLBACKEND, no folder for its cache, another numpy.
+    except Exception:  # Errors of many classes: a wrong MPLBACKEND, no folder for its cache, another numpy.
         return False
     return True
 
