@@ -67,10 +67,10 @@ ALONE = """
 import socket
 with socket.create_server(("", 0)) as server:
     own = server.getsockname()[1]
-    (here / f"ports-{worker}").write_text(str(own))
+    leave(f"ports-{worker}", own)
     while len(list(here.glob("ports-*"))) < 2: time.sleep(0.01)
     socket.create_connection(("127.0.0.1", int((here / f"ports-{1 - worker}").read_text()))).close()
-    (here / f"met-{worker}").write_text(repr(socket.if_nameindex()))
+    leave(f"met-{worker}", repr(socket.if_nameindex()))
     while not (here / "enough").exists(): time.sleep(0.01)
 """
 
