@@ -1,14 +1,15 @@
 """Measures codecs, the overhead of a strategy of one worker, and workers that share a GPU.
 
     python -m benchmarks.gpu                        # about 6 minutes on an H100
-    python -m benchmarks.gpu --parts codecs         # codecs, transformer or shared
+    python -m benchmarks.gpu --parts codecs         # codecs, transformer, transformer_compiled or shared
     python -m benchmarks.gpu --device CPU:0 --elements 1048576 --layers 1 --batch_size 1    # tries the program
 
 - codecs: GB of float32 per second of each codec for one row, as plain operations and compiled by XLA. For comparison, a
   multiplication reads and writes each byte once. Operations are queued one after another. The clock stops when the GPU
   has finished all of them.
-- transformer: the time of a step of `fit` of a language model in mixed_bfloat16, with and without XLA. It compares
-  plain Keras with `tfdist.MirroredStrategy` on the same GPU. All models stay alive and take turns.
+- transformer: the time of a step of `fit` of a language model in mixed_bfloat16. It compares plain Keras with
+  `tfdist.MirroredStrategy` on the same GPU. All models stay alive and take turns.
+- transformer_compiled: the same with `jit_compile=True`.
 - shared: the time of a step of two worker processes on the same GPU, with each codec. They exchange by gRPC, through
   the memory of the host, since NCCL refuses two processes on one GPU.
 """
@@ -39,7 +40,8 @@ from tfdist.strategies.compression import NAMES, Codec, PowerSGD
 from tfdist.testing import WorkerPool
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("parts", ["codecs", "transformer", "shared"], "The measurements to make.")
+PARTS = ("shared", "codecs", "transformer", "transformer_compiled")
+flags.DEFINE_list("parts", list(PARTS), "The measurements to make.")
 flags.DEFINE_string("device", "GPU:0", "The device to measure.")
 flags.DEFINE_integer("elements", 100_000_000, "Elements of the row that codecs encode.", 1)
 flags.DEFINE_integer("repeats", 10, "Runs of each codec in a block, and steps of each training in a block.", 1)
@@ -171,29 +173,28 @@ def make_training(strategy: tf.distribute.Strategy | None, jit_compile: bool) ->
     return block
 
 
-def measure_transformer() -> list[dict]:
-    rows = []
+def measure_transformer(jit_compile: bool) -> list[dict]:
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
-    for jit_compile in (False, True):
-        blocks = {
-            "Keras": make_training(None, jit_compile),
-            "Keras again": make_training(None, jit_compile),
-            "MirroredStrategy": make_training(tfdist.MirroredStrategy([FLAGS.device]), jit_compile),
-        }
-        for block in blocks.values():
-            block()  # traces, and compiles
-        times = {name: [] for name in blocks}
-        for _ in range(FLAGS.rounds):
-            for name, block in blocks.items():
-                times[name].append(block())
-        for name, seconds in times.items():
-            ratios = [own / plain for own, plain in zip(seconds, times["Keras"], strict=True)]
-            row = {"training": name, "jit_compile": jit_compile, "parameters": blocks[name].parameters}
-            row |= {"step_ms": 1e3 * statistics.median(seconds), "ratio": statistics.median(ratios)}
-            rows.append(row)
-            print(row, flush=True)
-        del blocks
-        keras.utils.clear_session()
+    blocks = {
+        "Keras": make_training(None, jit_compile),
+        "Keras again": make_training(None, jit_compile),
+        "MirroredStrategy": make_training(tfdist.MirroredStrategy([FLAGS.device]), jit_compile),
+    }
+    for block in blocks.values():
+        block()  # traces, and compiles
+    times: dict[str, list[float]] = {name: [] for name in blocks}
+    for _ in range(FLAGS.rounds):
+        for name, block in blocks.items():
+            times[name].append(block())
+    rows = []
+    for name, seconds in times.items():
+        ratios = [own / plain for own, plain in zip(seconds, times["Keras"], strict=True)]
+        row = {"training": name, "jit_compile": jit_compile, "parameters": blocks[name].parameters}
+        row |= {"step_ms": 1e3 * statistics.median(seconds), "ratio": statistics.median(ratios)}
+        row |= {"smallest_ratio": min(ratios), "largest_ratio": max(ratios)}
+        rows.append(row)
+        print(row, flush=True)
+    keras.utils.clear_session()
     keras.mixed_precision.set_global_policy("float32")
     return rows
 
@@ -261,12 +262,12 @@ def _cell(value: object) -> str:
 
 
 def main(_) -> None:
-    measurements = {"shared": measure_shared, "codecs": measure_codecs, "transformer": measure_transformer}
-    unknown = sorted(set(FLAGS.parts) - set(measurements))
+    measures = (measure_shared, measure_codecs, lambda: measure_transformer(False), lambda: measure_transformer(True))
+    unknown = sorted(set(FLAGS.parts) - set(PARTS))
     if unknown:
-        raise app.UsageError(f"--parts takes {', '.join(measurements)}, got {', '.join(unknown)}.")
+        raise app.UsageError(f"--parts takes {', '.join(PARTS)}, got {', '.join(unknown)}.")
     # The workers start first, before this process takes memory of the GPU.
-    results = {name: measure() for name, measure in measurements.items() if name in FLAGS.parts}
+    results = {name: measure() for name, measure in zip(PARTS, measures, strict=True) if name in FLAGS.parts}
     machine = {**describe_run(), **describe_gpu()}
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     print_tables(results)

@@ -30,7 +30,7 @@ from tfdist.faults.activity import TRAIN, Activity, Doing, Execution
 from tfdist.faults.straggler_policy import WorkerLinks
 from tfdist.faults.straggler_watch import StragglerWatch
 from tfdist.strategies.collectives.host_device import host_of
-from tfdist.strategies.collectives.stopwatch import computed_by, present_time
+from tfdist.strategies.collectives.stopwatch import computed_by, in_host_memory, launched_after, present_time
 from tfdist.strategies.not_finite import FINITE, in_words
 from tfdist.strategies.row_comparison import RowsRead
 from tfdist.strategies.step_phases import StepMoments, StepPhases, divide
@@ -400,16 +400,21 @@ class Clock:
         return times
 
     def begin(self, data: Any) -> Any:
-        """Notes when the batch `data` of a step has arrived. Returns `data` for operations that start after that."""
-        noted = self.mark(BEGIN, data)
-        with tf.control_dependencies([noted]):
+        """Notes when the batch `data` of a step has arrived. Returns `data` for operations that start after that.
+
+        On a GPU the time is noted when the kernels before this step are done. The kernels of the step are launched
+        meanwhile, so that the GPU does not wait for the host.
+        """
+        last = launched_after(self._device, _tensors_of(data))
+        noted = self._note(BEGIN, in_host_memory(self._device, last))
+        with tf.control_dependencies(last if "GPU" in self._device else [noted]):
             return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), data)
 
     def mark(self, moment: int, after: Any = ()) -> tf.Tensor:
         """Notes the time when the tensors in `after` exist. Returns a tensor that exists once the time is noted."""
-        after = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in tf.nest.flatten(after)]
-        after = [leaf for leaf in after if isinstance(leaf, tf.Tensor)]
-        after = computed_by(self._device, after)
+        return self._note(moment, computed_by(self._device, _tensors_of(after)))
+
+    def _note(self, moment: int, after: Sequence[tf.Tensor]) -> tf.Tensor:
         with tf.device(self._host):
             numbers = [leaf for leaf in after if leaf.shape.rank == 0 and leaf.dtype.is_floating]
             seen = tf.cast(numbers[0], tf.float64) if numbers else tf.constant(0.0, tf.float64)
@@ -450,6 +455,11 @@ class Clock:
         """Calls, in the graph, a function made by `_in_order` with a step's report; notes the end of the step."""
         with tf.device(self._host):
             call(self.times.handle, value)
+
+
+def _tensors_of(nest: Any) -> list[tf.Tensor]:
+    leaves = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in tf.nest.flatten(nest)]
+    return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
 
 
 def _link_speed(peer: float, rate: float, typical: float, seconds: float) -> WorkerLinks | None:

@@ -57,6 +57,7 @@ UNIT = {
         "test_sources",
         "test_symlink_safe_files",
         "test_telemetry",
+        "test_times_on_gpu",
         "test_traffic",
     ),
     "test_troubleshooting",

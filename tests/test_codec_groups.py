@@ -151,21 +151,3 @@ def test_a_rank_that_leaves_out_an_exchange_is_not_waited_for_without_end():
 
     with pytest.raises(threading.BrokenBarrierError):
         run_ranks(2, run, timeout_seconds=0.2)
-
-
-def test_on_a_gpu_a_time_waits_for_the_words_and_not_for_their_launch():
-    """The host waits for a number of the words, which come to it by no integer operation, as those may run there."""
-    gpu = "/job:localhost/replica:0/task:0/device:GPU:0"
-    with tf.Graph().as_default():
-        with tf.device(gpu):
-            words = tf.compat.v1.placeholder(tf.int32, [3, 4])
-        (seen,) = Stopwatch(gpu, None, is_on=True)._computed([words])
-        path = [seen.op]
-        while path[-1] is not words.op:
-            path.append(path[-1].inputs[0].op)
-
-    assert (path[0].type, "CPU" in path[0].device) == ("Identity", True)
-    assert all("GPU" in operation.device for operation in path[1:])
-    assert [operation.type for operation in path if operation.inputs and operation.inputs[0].dtype == tf.int32] == [
-        "Bitcast"
-    ]

@@ -58,21 +58,11 @@ class Stopwatch:
         if not self._is_on:
             return tf.constant(0.0, tf.float64), tensors
         leaves = tf.nest.flatten(tensors, expand_composites=True)
-        with tf.device(self._apart.device), tf.control_dependencies(self._computed(leaves)):
+        with tf.device(self._apart.device), tf.control_dependencies(computed_by(self._device, leaves)):
             now = _timestamp(self._apart.handle)
         with tf.control_dependencies([now]):
             leaves = tf.identity_n(leaves)  # `tf.identity` would copy integers from a GPU to the host and back.
         return now, tf.nest.pack_sequence_as(tensors, leaves, expand_composites=True)
-
-    def _computed(self, leaves: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-        """Returns tensors to wait for until the device has computed `leaves`; see `computed_by`.
-
-        The words of a codec are integers that a GPU has computed. Read as floats, they stay in its memory.
-        """
-        if "GPU" in self._device and not any(leaf.dtype.is_floating for leaf in leaves):
-            with tf.device(self._device):
-                leaves = [tf.bitcast(leaf, _OF_SAME_BITS.get(leaf.dtype, leaf.dtype)) for leaf in leaves]
-        return computed_by(self._device, leaves)
 
     def seconds(self) -> tf.Tensor:
         """Returns the seconds spent on coding (with sums and residuals) and on the exchange, float64 [2]."""
@@ -111,20 +101,39 @@ def _timestamp(apart):
     return present_time()
 
 
-def computed_by(device: str, tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-    """Returns tensors to wait for until `device` has computed all of `tensors`.
+def launched_after(device: str, tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+    """Returns tensors that `device` computes once it has computed all of `tensors`.
 
-    On a CPU these are `tensors`. On a GPU an operation counts as done when its kernel is launched. A GPU runs kernels
-    in the order of their launch, so there a copy to the host of one number, launched after all `tensors`, tells when
-    they are computed. Costs one small kernel and one copy.
+    On a CPU these are `tensors`. A GPU runs kernels in the order of their launch. So there the result is one number,
+    whose small kernel is launched after those of all `tensors`. Kernels that are launched later run after it.
     """
-    numbers = [tensor for tensor in tensors if tensor.dtype.is_floating]  # Integers may lie in the memory of the host.
+    floats = [tensor for tensor in tensors if tensor.dtype.is_floating]
+    numbers = floats or [tensor for tensor in tensors if tensor.dtype.is_integer]
     if "GPU" not in device or not numbers:
         return tensors
     with tf.device(device), tf.control_dependencies(tensors):
-        number = tf.reduce_sum(tf.cast(tf.reshape(numbers[-1], [-1])[:1], tf.float64))
+        # TensorFlow would copy integers to the host before it takes the first one. As floats they stay on the GPU.
+        number = tf.bitcast(numbers[-1], _OF_SAME_BITS.get(numbers[-1].dtype, numbers[-1].dtype))
+        return [tf.reduce_sum(tf.cast(tf.reshape(number, [-1])[:1], tf.float64))]
+
+
+def in_host_memory(device: str, tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+    """Returns copies of the results of `launched_after` that exist once `device` has computed them.
+
+    On a GPU an operation counts as done when its kernel is launched, but a copy to the host when it has arrived.
+    """
+    if "GPU" not in device:
+        return tensors
     with tf.device(host_of(device)):
-        return [tf.identity(number)]
+        return [tf.identity(tensor) for tensor in tensors]
+
+
+def computed_by(device: str, tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+    """Returns tensors to wait for until `device` has computed all of `tensors`.
+
+    On a CPU these are `tensors`. On a GPU it costs one small kernel and the copy of one number.
+    """
+    return in_host_memory(device, launched_after(device, tensors))
 
 
 def present_time() -> tf.Tensor:

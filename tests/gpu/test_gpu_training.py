@@ -77,10 +77,10 @@ def test_compressed_training_keeps_replicas_equal_and_learns(gpu_pools, placemen
     assert losses[-1] < losses[0]
 
 
-def test_a_compiled_step_of_one_replica_equals_compiled_keras(gpu_pools):
-    # Without convolutions: for these XLA needs more of cuDNN's libraries than a small installation may have.
-    (plain,) = gpu_pools().run(checks.train, "plain", jit_compile=True, dense=True)
-    assert_equal(trained(gpu_pools, "one replica", jit_compile=True, dense=True), plain, TOLERANCE["float32"])
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "convolutions"])
+def test_a_compiled_step_of_one_replica_equals_compiled_keras(gpu_pools, dense):
+    (plain,) = gpu_pools().run(checks.train, "plain", jit_compile=True, dense=dense)
+    assert_equal(trained(gpu_pools, "one replica", jit_compile=True, dense=dense), plain, TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("placement", ["two devices", "two workers"])
