@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from launched import eventually
+from test_documentation_code import run_script
 from tfdist.cluster import ClusterSpec
 from tfdist.faults import FaultTolerance
 from tfdist.network import secret
@@ -207,13 +208,9 @@ def test_scripts_have_no_syntax_error_and_set_variables_that_are_read(script):
 
 
 @pytest.mark.slow
-def test_the_script_runs_on_two_workers(tmp_path):
-    environ = {**os.environ, "EPOCHS": "2", "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tfdist", "run", "--workers", "2", DEPLOY / "train.py"]
+def test_the_script_runs_on_two_workers(pools, tmp_path):
+    pools("2x1").run(run_script, (DEPLOY / "train.py").read_text(), str(tmp_path), {"EPOCHS": "2"})
 
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
-
-    assert done.returncode == 0, done.stdout + done.stderr
     assert {"log.csv", "model.keras"} <= {path.name for path in (tmp_path / "output").iterdir()}
 
 
