@@ -1,10 +1,18 @@
-"""Compares the time of a training step with and without `tfdist.callbacks.Telemetry`.
+"""Compares a training step with and without `tfdist.callbacks.Telemetry`, and without the search for slow workers.
 
     python -m benchmarks.telemetry_cost                       # about 10 minutes on 2 cores
 
-Two workers train the dense network with 10 M parameters of `benchmarks/models.py`. The same processes train with and
-without the callback, which writes for TensorBoard and Prometheus, in turns and in random order. A ratio is taken within
-a round. "off again" is a second variant without the callback; its ratio to the first is the accuracy.
+Two workers train the dense network with 10 M parameters of `benchmarks/models.py`. The same processes train all
+variants in turns and in random order:
+
+- off: without the callback
+- on: with the callback, which writes for TensorBoard and Prometheus
+- off again: a second variant without the callback, whose ratio to the first is the accuracy
+- no search: without the callback and without the search for slow workers
+
+A ratio is taken within a round, and its interval holds 95 of 100 medians of the rounds drawn again with repeats. The
+time of a step is that of the slower worker. Processor seconds are those of both workers. They vary less, and all work
+of a variant counts in them, also that of other threads.
 """
 
 import functools
@@ -31,7 +39,7 @@ flags.DEFINE_integer("telemetry_starts", 3, "Starts of all processes.", 1)
 flags.DEFINE_float("every_seconds", 1.0, "Seconds between two figures; the callback's default is 5.")
 flags.DEFINE_string("codec", None, "Value of `compression=`.")
 
-_VARIANTS = ("off", "on", "off again")
+_VARIANTS = ("off", "on", "off again", "no search")
 _THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
 
 
@@ -58,19 +66,28 @@ def _compiled(codec: str | None) -> tuple[keras.Model, tf.distribute.Distributed
     return model, strategy.distribute_datasets_from_function(endless)
 
 
-def fit_block(variant: str, folder: str, steps: int, every_seconds: float, codec: str | None) -> float:
-    """Median seconds from the end of a step to the end of the next, on one worker."""
+def fit_block(variant: str, folder: str, steps: int, every_seconds: float, codec: str | None) -> tuple[float, float]:
+    """Trains a block on one worker.
+
+    Returns:
+      Median seconds from the end of a step to the end of the next, and processor seconds of a step.
+    """
     model, data = _compiled(codec)
-    clock, more = _StepClock(), []
+    reports = model.distribute_strategy.reports
+    clock, more, searching = _StepClock(), [], reports.stragglers
     if variant == "on":
         more = [tfdist.callbacks.Telemetry(folder, prometheus_port=0, every_seconds=every_seconds)]
+    reports.stragglers = None if variant == "no search" else searching
+    begun = time.process_time()
     model.fit(data, steps_per_epoch=steps + 1, verbose=0, callbacks=[clock, *more])
-    return float(np.median(np.diff(clock.ends)))
+    used = time.process_time() - begun
+    reports.stragglers = searching
+    return float(np.median(np.diff(clock.ends))), used / (steps + 1)
 
 
-def measure_start() -> dict[str, list[float]]:
-    """Seconds per step of the slower worker, by variant, in one start of both workers."""
-    blocks: dict[str, list[float]] = {variant: [] for variant in _VARIANTS}
+def measure_start() -> dict[str, list[tuple[float, float]]]:
+    """Seconds per step of the slower worker and processor seconds of both, by variant, in one start of the workers."""
+    blocks: dict[str, list[tuple[float, float]]] = {variant: [] for variant in _VARIANTS}
     order = random.Random(0)
     with WorkerPool(2, env=_THREADS) as pool, tempfile.TemporaryDirectory() as folder:
         options = FLAGS.every_seconds, FLAGS.codec
@@ -78,21 +95,32 @@ def measure_start() -> dict[str, list[float]]:
             pool.run(fit_block, variant, folder, 3, *options)
         for _ in range(FLAGS.telemetry_rounds):
             for variant in order.sample(_VARIANTS, len(_VARIANTS)):
-                blocks[variant].append(max(pool.run(fit_block, variant, folder, FLAGS.telemetry_steps, *options)))
+                times, used = zip(*pool.run(fit_block, variant, folder, FLAGS.telemetry_steps, *options), strict=True)
+                blocks[variant].append((max(times), sum(used)))
     return blocks
 
 
-def main(argv: list[str]) -> None:
-    """Prints the step times and their ratios."""
+def ratio_with_interval(ratios: list[float]) -> str:
+    """The median of the ratios, with the interval of the medians of samples drawn with repeats."""
+    rng = np.random.default_rng(0)
+    medians = np.median(rng.choice(ratios, (2000, len(ratios))), axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5])
+    return f"{statistics.median(ratios):.4f} [{low:.4f} to {high:.4f}]"
+
+
+def main(_) -> None:
+    """Prints the times and their ratios."""
     starts = [measure_start() for _ in range(FLAGS.telemetry_starts)]
-    table = rich.table.Table("variant", "step (median)", "ratio to off, by start")
+    table = rich.table.Table("variant", "step (median)", "ratio to off", "processor", "ratio to off")
     for variant in _VARIANTS:
-        ratios = [
-            statistics.median(b / a for a, b in zip(blocks["off"], blocks[variant], strict=True)) for blocks in starts
-        ]
-        step = statistics.median(each for blocks in starts for each in blocks[variant])
-        table.add_row(variant, f"{1000 * step:.2f} ms", " ".join(f"{ratio:.4f}" for ratio in ratios))
-    rich.console.Console().print(table)
+        cells = [variant]
+        for which in range(2):
+            of_variant = [block[which] for blocks in starts for block in blocks[variant]]
+            of_off = [block[which] for blocks in starts for block in blocks["off"]]
+            ratios = [own / off for own, off in zip(of_variant, of_off, strict=True)]
+            cells += [f"{1000 * statistics.median(of_variant):.2f} ms", ratio_with_interval(ratios)]
+        table.add_row(*cells)
+    rich.console.Console(width=140).print(table)
 
 
 if __name__ == "__main__":
