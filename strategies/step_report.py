@@ -43,10 +43,12 @@ _SEEN = 5
 # In evaluations: a batch has arrived; its outputs exist and are exchanged next. In all calls, for the watchdog only:
 # the graph asks for input; this worker has its input, and workers agree on whether any worker has data left.
 _EVALUATED, _TESTED, _ASKED, _AGREES = range(6, 10)
-_MOMENTS = 10
+_COMPUTED_BEFORE = 10  # GRADIENTS of the step before.
+_MOMENTS = 11
 _NAMED = 4  # Largest number of replicas that a warning names.
 _READ = 3  # Numbers about what a worker reads: the pass, a checksum, and the learning rate.
 _LINK_NUMBERS = 4  # Numbers about a worker's links: receiver of the slowest, its rate, rate of the others, its seconds.
+_OF_JOB = 2  # Numbers about the whole job, for several workers: time of the step on the chief, workers that traced.
 _NO_LINK = -1  # In place of that receiver: no link is known to limit exchanges.
 _NOTED = 64  # Largest number of replicas whose rows and times an event has.
 
@@ -66,6 +68,12 @@ class StepReport:
       input_seconds: Time in which each worker itself had no batch, float32 [workers]. Waits for the batches of others
         do not count, nor does Python between steps.
       links: The published links of each worker to its peers, by worker; empty for one worker.
+      outside_seconds: Time from the end of the step before to the request for input, by worker, float32 [workers]: in
+        callbacks, other Python code, and evaluations; empty for one worker. With `steps_per_execution` above 1, 0 in
+        most steps.
+      cycle_seconds: Time from the last gradient of the step before to that of this one, on the chief. The same for all
+        workers, apart from jitter, since they wait for each other. 0 in the first step, and for one worker.
+      has_traced: Whether a worker has traced the step in Python.
     """
 
     number: int
@@ -75,13 +83,16 @@ class StepReport:
     stop: bool
     input_seconds: np.ndarray
     links: Sequence[WorkerLinks | None] = ()
+    outside_seconds: Sequence[float] | np.ndarray = ()
+    cycle_seconds: float = 0.0
+    has_traced: bool = False
 
 
 class StepReports:
     """Makes and delivers reports of training steps, as `strategy.reports`. Steps of Keras report, custom loops do not.
 
     Costs a few timestamps and one callback into Python a step, and 5 R + 1 numbers in an exchange for R replicas, or
-    12 R + 1 for several workers. A step that XLA compiles for a single replica reports nothing.
+    13 R + 3 for several workers. A step that XLA compiles for a single replica reports nothing.
 
     Attributes:
       listeners: Functions that take each `StepReport` on every worker, in the order of the steps, before the step ends.
@@ -109,6 +120,7 @@ class StepReports:
         self.num_replicas = num_replicas
         self.asked_here = False
         self._published = [0.0] * _LINK_NUMBERS
+        self._has_traced = False
         self._phases: StepPhases | None = None  # Phases of the step whose report is being delivered.
         self.tells = True
         self.rows_read: RowsRead | None = None
@@ -117,6 +129,7 @@ class StepReports:
         with tf.device(host_of(devices[0])):
             self._stop = tf.Variable(0.0, trainable=False)
             self._links = tf.Variable(tf.zeros([_LINK_NUMBERS]), trainable=False)
+            self._traced = tf.Variable(0.0, trainable=False)
         self._clocks = [Clock(device) for device in devices]
         recorder.begin()
         recorder.add_state(self._state)
@@ -269,7 +282,7 @@ class StepReports:
         not_finite: Any = FINITE,
         learning_rate: Any = 0,
     ) -> tf.Tensor:
-        """Returns one replica's part of a step's report, float32 [n R + 1]. The sum over all replicas is the report.
+        """Returns one replica's part of a step's report, a vector of float32. The sum over all replicas is the report.
 
         Args:
           clock: Clock of the replica.
@@ -285,12 +298,23 @@ class StepReports:
         own = compute + clock.seconds_before() if tells_before else compute
         is_first = clock is self._clocks[0]  # The first replica of a worker reports for the worker.
         waited = clock.input_seconds() if is_first else 0.0
-        said = [rows, compute, own, waited, tf.cast(not_finite, tf.float32)]
+        said, of_job = [rows, compute, own, waited, tf.cast(not_finite, tf.float32)], []
         if self.rows_read is not None:
             said += tf.unstack(tf.convert_to_tensor(self.rows_read.numbers if is_first else tf.zeros([2])))
             said.append(tf.cast(learning_rate if is_first else 0, tf.float32))
             said += tf.unstack(self._links.read_value() if is_first else tf.zeros([_LINK_NUMBERS]))
-        return tf.concat([*(place * each for each in said), [self._stop]], axis=0)
+            said.append(clock.outside_seconds() if is_first else 0.0)
+            of_job = [place[0] * clock.cycle_seconds() if is_first else 0.0, self._traced]
+            if is_first and not tf.executing_eagerly():
+                self._tell_of_trace(True)
+        return tf.concat([*(place * each for each in said), [*of_job, self._stop]], axis=0)
+
+    def _tell_of_trace(self, has_traced: bool) -> None:
+        """Lets the next report tell all workers whether this worker has traced its step."""
+        if has_traced != self._has_traced:
+            self._has_traced = has_traced
+            with tf.init_scope():
+                self._traced.assign(float(has_traced))
 
     def tell(self, local: int, totals: tf.Tensor, model: Any) -> None:
         """Ends a step of a replica. A worker's first replica also passes the report (`totals`) to listeners."""
@@ -304,8 +328,9 @@ class StepReports:
     def _take(self, model: weakref.ref, totals: np.ndarray) -> None:
         trained = model()
         self._trained, self._phases = model, None
-        phases = self._count_phases()
+        self._count_phases()
         self.activity.stepped()
+        self._tell_of_trace(False)
         self.latest, not_finite, read = self._divided(totals)
         EVENTS.count(self.number)
         if self.num_replicas <= _NOTED:
@@ -317,11 +342,8 @@ class StepReports:
             *rows_read, learning_rates = read
             self.rows_read.check(trained, self.latest.rows, *rows_read)
             self._check_learning_rates(learning_rates[:: len(self._clocks)])
-        if self.stragglers is not None and phases is not None:
-            execution = None if self.activity.call is None else self.activity.call.execution
-            has_traced = execution is not None and execution.traced_at is not None
-            is_measured = trained is not None and trained in self.feeders
-            self.stragglers.add(self.latest, phases.seconds - phases.outside, has_traced, is_measured)
+        if self.stragglers is not None:
+            self.stragglers.add(self.latest, is_measured=trained is not None and trained in self.feeders)
         if not_finite.any() and trained is not None and trained not in self._told:
             self._told.add(trained)
             self._warn_of(not_finite, trained.name)
@@ -331,30 +353,31 @@ class StepReports:
         for listener in list(self.listeners):  # A copy: a listener that is freed meanwhile removes itself.
             listener(self.latest)
 
-    def _count_phases(self) -> StepPhases | None:
-        """Returns the phases of the step, and counts them; `None` if nothing needs them."""
-        if not TIMES.is_on and self.stragglers is None:
-            return None
-        phases = self.phases()
+    def _count_phases(self) -> None:
         if TIMES.is_on:
+            phases = self.phases()
             TIMES.stepped({INPUT: phases.input, COMPUTE: phases.compute, EXCHANGE: phases.exchange})
-        return phases
 
     def _divided(self, totals: np.ndarray) -> tuple[StepReport, np.ndarray, Sequence[np.ndarray]]:
         """Returns the report, which values are not finite, and what workers have read, from the sum of all parts."""
-        parts = np.split(totals[:-1], (len(totals) - 1) // self.num_replicas)
+        *of_job, stops = totals[-1 - _OF_JOB :] if self.rows_read is not None else totals[-1:]
+        parts = np.split(totals[: -1 - len(of_job)], (len(totals) - 1 - len(of_job)) // self.num_replicas)
         rows, compute, own, waited, not_finite, *of_workers = parts
-        read, links = of_workers[:_READ], of_workers[_READ:]
+        read, links, outside = of_workers[:_READ], of_workers[_READ : _READ + _LINK_NUMBERS], of_workers[-1:]
         first = slice(None, None, len(self._clocks))  # The first replica of each worker reports for the worker.
         numbers = zip(*(each[first].tolist() for each in links), strict=True)
+        cycle, traced = of_job or (0.0, 0.0)
         report = StepReport(
             number=self.number + 1,
             rows=np.rint(rows).astype(np.int64),
             compute_seconds=compute,
             own_seconds=own,
-            stop=bool(totals[-1] > 0),
+            stop=bool(stops > 0),
             input_seconds=waited[first],
             links=tuple(_link_speed(*each) for each in numbers),
+            outside_seconds=outside[0][first] if outside else (),
+            cycle_seconds=float(cycle),
+            has_traced=bool(traced > 0),
         )
         return report, np.rint(not_finite).astype(np.int64), read
 
@@ -450,6 +473,24 @@ class Clock:
         arrived = tf.where((agrees >= asked) & (agrees <= begin), agrees, begin)  # Else this step asks no worker.
         has_asked = (asked >= end) & (asked <= begin) & (asked > 0)
         return tf.cast(tf.where(has_asked, arrived - asked, 0), tf.float32)
+
+    def outside_seconds(self) -> tf.Tensor:
+        """Returns the seconds from the end of the step before to the request for input, float32 [].
+
+        A step that gets its batch from Python, as in `train_on_batch`, asks for no input: then until the batch arrives.
+        """
+        times = self.times.read_value()
+        begin, end, asked = times[BEGIN], times[END], times[_ASKED]
+        until = tf.where((asked >= end) & (asked <= begin), asked, begin)
+        return tf.cast(tf.where(end > 0, tf.maximum(until - end, 0), 0), tf.float32)
+
+    def cycle_seconds(self) -> tf.Tensor:
+        """Returns the seconds since the last gradient of the step before, float32 []. Called once in a step."""
+        times = self.times.read_value()
+        now, before = times[GRADIENTS], times[_COMPUTED_BEFORE]
+        with tf.device(self._host):
+            tf.raw_ops.ResourceScatterUpdate(resource=self.times.handle, indices=_COMPUTED_BEFORE, updates=now)
+        return tf.cast(tf.where(before > 0, now - before, 0), tf.float32)
 
     def end(self, call: Callable[..., Any], value: tf.Tensor) -> None:
         """Calls, in the graph, a function made by `_in_order` with a step's report; notes the end of the step."""

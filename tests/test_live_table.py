@@ -122,6 +122,7 @@ def verdict(worker, cause, *, is_over=False):
 def test_a_worker_is_slow_until_a_verdict_ends_that():
     assert slow_workers([verdict(1, "input"), verdict(2, "computation")]) == {1: "input", 2: "compute"}
     assert slow_workers([verdict(1, "input"), verdict(1, "link"), verdict(1, "input", is_over=True)]) == {1: "link"}
+    assert slow_workers([verdict(1, "callback")]) == {1: "callback"}
 
 
 def row(worker, state="training", step=100, exchange=0.5, urgency=3, rate=3.14):

@@ -204,7 +204,7 @@ def test_a_step_that_waits_for_peers_reports_it(moments, section):
     reports = StepReports(["/device:CPU:0"], 1)
     execution = Execution(TRAIN, reads=True)
     execution.since = 3 - 0.5
-    reports.clock(0).times.assign([*moments, *[0] * 5])
+    reports.clock(0).times.assign([*moments, *[0] * 6])
     assert reports.part_of(execution) == section
 
 

@@ -46,7 +46,7 @@ FIGURES = WorkerMetrics(
     step_seconds=0.25,
     share=0.5,
     imbalance=1.25,
-    straggler={"computation": 1.0, "input": 0.0, "link": 0.0},
+    straggler={"computation": 1.0, "input": 0.0, "link": 0.0, "callback": 0.0},
     raw_bytes=4000,
     sent_bytes=1000,
     compression_ratio=4.0,
@@ -327,7 +327,7 @@ def test_tensorboard_returns_every_scalar(tmp_path):
 
     read = EventAccumulator(str(tmp_path)).Reload()
     expected = {tag for tag, _ in scalars(FIGURES, before)}
-    assert set(read.Tags()["tensors"]) == expected and len(expected) == 30
+    assert set(read.Tags()["tensors"]) == expected and len(expected) == 31
     assert [event.step for event in read.Tensors("logs/loss")] == [150, 150]
     assert len(read.Tensors("step/compute_seconds")) == 1
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from tfdist.symlink_safe_file import no_follow
 
-COMPUTATION, INPUT, LINK = "computation", "input", "link"
-CAUSES = (COMPUTATION, INPUT, LINK)
+COMPUTATION, INPUT, LINK, CALLBACK = "computation", "input", "link", "callback"
+CAUSES = (COMPUTATION, INPUT, LINK, CALLBACK)
 """Why a worker is slow."""
 
 
@@ -28,14 +28,14 @@ class StragglerRecord:
       step: Number of the last training step before the verdict, counted as in the names of backups.
       since: The training step since which the worker is slow. With `is_over`, that of the verdict that ends.
       is_over: Whether the worker is no longer slow.
-      cause: "computation", "input" or "link".
+      cause: "computation", "input", "link" or "callback", which is all Python code between steps.
       worker: The slow worker. For a link, the sender; the receiver if its links from all peers are slow.
       host: Host of this worker.
       link: Two workers: the one that sends, and the one that receives. `null` in place of one of them means all peers.
         `null` for other causes.
       amount: A factor for "computation": the worker is that many times slower than the median of the others. For
-        "input", the part of the time in which it waits. For "link", the rate as a part of the median of the other
-        links.
+        "input" and "callback", the part of the time that it spends there. For "link", the rate as a part of the
+        median of the other links.
       text: The verdict in words.
       remedy: A remedy in a few words; empty if the worker is no longer slow.
       is_balanced: Whether a worker that computes slowly gets fewer rows, so that the others do not wait for it.

@@ -13,9 +13,9 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from tfdist.events.straggler_file import COMPUTATION, INPUT, LINK
+from tfdist.events.straggler_file import CALLBACK, COMPUTATION, INPUT, LINK
 
-_LEAST_BLOCKS, _MOST_BLOCKS = 4, 24  # Blocks that are looked at, on a quiet and on a noisy machine.
+_LEAST_BLOCKS, _MOST_BLOCKS = 4, 32  # Blocks that are looked at, on a quiet and on a noisy machine.
 _NEEDED = 0.75  # Part of these blocks in which a worker must be slow.
 _QUIET = 0.1  # Jitter of a quiet machine. More jitter needs more blocks, as for the mean of noisy numbers.
 _LEAST_SECONDS = 1e-9
@@ -33,7 +33,7 @@ class Straggler(NamedTuple):
     """A slow worker, with the cause.
 
     Attributes:
-      cause: `COMPUTATION`, `INPUT` or `LINK`.
+      cause: `COMPUTATION`, `INPUT`, `LINK` or `CALLBACK`.
       worker: The slow worker; for a link, the one that sends, or the receiver if its links from all peers are slow.
     """
 
@@ -76,12 +76,14 @@ class Block:
 
     Attributes:
       first, last: Numbers of its first and last step.
-      seconds: Mean time of a step, without Python between steps.
+      seconds: Mean time of a step, without the longest time of a worker in Python between steps.
       rows: Rows by worker.
       compute: Mean compute time of a step by worker, without the longest and the shortest quarter of the steps.
       input: Mean time by worker in which it had no batch.
       jitter: By worker, how much the compute time changes from a step to the next: mean difference of logarithms.
       links: Links by worker; `None` if they are not known, or have carried little. Empty if none are known.
+      outside: Time of a step by worker in callbacks and other Python code between steps, as a mean without the longest
+        and the shortest quarter of the steps. Empty if it is not known.
       is_measured: Whether a `BalancedSharding` measures the workers, so that it will give slow ones fewer rows.
     """
 
@@ -93,6 +95,7 @@ class Block:
     input: Sequence[float]
     jitter: Sequence[float]
     links: Sequence[WorkerLinks | None] = ()
+    outside: Sequence[float] = ()
     is_measured: bool = False
 
 
@@ -103,8 +106,8 @@ class Limits:
     Attributes:
       computation: How many times slower than the median of the other workers, per row.
       computation_part: Part of a step for which the worker computes longer than this median.
-      input: Part of a step in which the worker waits for its input.
-      input_part: Part of a step for which it waits longer than the median of the others.
+      waiting: Part of a step in which the worker waits for its input, or is in Python code between steps.
+      waiting_part: Part of a step for which it does so longer than the median of the others.
       link: Rate of a link, as a part of the median of the others.
       link_of_two: Likewise between two workers. There the only other link is the way back, which carries the
         acknowledgments of this one. Both then slow each other down.
@@ -113,20 +116,20 @@ class Limits:
 
     computation: float
     computation_part: float
-    input: float
-    input_part: float
+    waiting: float
+    waiting_part: float
     link: float
     link_of_two: float
     link_part: float
 
 
 BEGINS = Limits(
-    computation=1.5, computation_part=0.15, input=0.3, input_part=0.25, link=0.25, link_of_two=0.4, link_part=0.2
+    computation=1.5, computation_part=0.15, waiting=0.3, waiting_part=0.25, link=0.25, link_of_two=0.4, link_part=0.2
 )
 """Limits for a verdict."""
 
 GOES_ON = Limits(
-    computation=1.25, computation_part=0.08, input=0.15, input_part=0.12, link=0.5, link_of_two=0.6, link_part=0.1
+    computation=1.25, computation_part=0.08, waiting=0.15, waiting_part=0.12, link=0.5, link_of_two=0.6, link_part=0.1
 )
 """Limits below which a verdict ends. They are lower, so that verdicts do not come and go."""
 
@@ -278,7 +281,10 @@ def slow_in(block: Block, limits: Limits) -> dict[Straggler, Slow]:
     """Returns the slow workers of a block of steps."""
     if len(block.compute) < 2 or block.seconds <= 0:
         return {}
-    return dict([*_slow_computation(block, limits), *_slow_input(block, limits), *_slow_links(block, limits)])
+    found = [*_slow_computation(block, limits), *_slow_links(block, limits)]
+    found += _waiting(INPUT, block.input, block.seconds, limits)
+    found += _waiting(CALLBACK, block.outside, block.seconds + max(block.outside, default=0.0), limits)
+    return dict(found)
 
 
 def _slow_computation(block: Block, limits: Limits) -> Iterator[tuple[Straggler, Slow]]:
@@ -302,11 +308,11 @@ def holds_up(block: Block, worker: int, limits: Limits) -> bool:
     return excess >= limits.computation_part * block.seconds
 
 
-def _slow_input(block: Block, limits: Limits) -> Iterator[tuple[Straggler, Slow]]:
-    for worker, (own, others) in enumerate(zip(block.input, _medians_of_others(block.input), strict=True)):
-        excess = own - others
-        if own >= limits.input * block.seconds and excess >= limits.input_part * block.seconds:
-            yield Straggler(INPUT, worker), Slow(min(own / block.seconds, 1.0))
+def _waiting(cause: str, times: Sequence[float], seconds: float, limits: Limits) -> Iterator[tuple[Straggler, Slow]]:
+    """Yields the workers that spend much longer than the others on something, of a step that takes `seconds`."""
+    for worker, (own, others) in enumerate(zip(times, _medians_of_others(times), strict=True)):
+        if own >= limits.waiting * seconds and own - others >= limits.waiting_part * seconds:
+            yield Straggler(cause, worker), Slow(min(own / seconds, 1.0))
 
 
 def _slow_links(block: Block, limits: Limits) -> Iterator[tuple[Straggler, Slow]]:

@@ -1,7 +1,7 @@
 """Watches the reports of training steps for slow workers and links, and tells of them. `straggler_policy.py` decides.
 
-Each worker judges by the same reports and its own clock. The chief logs its verdicts, and writes them to the folder of
-the run. A peer may come to a verdict some steps earlier or later.
+Each worker judges by the reports alone, the same on all workers, and not by a clock of its own. So all workers come to
+the same verdicts after the same step. The chief logs them, and writes them to the folder of the run.
 """
 
 import contextlib
@@ -74,31 +74,29 @@ class StragglerWatch:
         held = {verdict.straggler.cause for verdict in own if not verdict.is_balanced}
         return {cause: float(cause in held) for cause in CAUSES}
 
-    def add(self, report: Any, seconds: float, has_traced: bool, is_measured: bool = False) -> None:
+    def add(self, report: Any, is_measured: bool = False) -> None:
         """Adds a training step.
 
         Args:
           report: Its `StepReport`.
-          seconds: Its time, without Python between steps.
-          has_traced: Whether Python has traced the step.
           is_measured: Whether a `BalancedSharding` measures the workers by the reports.
         """
         if self._is_off:
             return
         try:
-            self._add(report, seconds, has_traced, is_measured)
+            self._add(report, is_measured)
         except Exception:  # A verdict is not worth a failed step.
             self._is_off = True
             logging.exception("Slow workers are not looked for any more:")
 
-    def _add(self, report: Any, seconds: float, has_traced: bool, is_measured: bool) -> None:
-        if has_traced:
+    def _add(self, report: Any, is_measured: bool) -> None:
+        if report.has_traced:
             self._skipped, self._sums = 0, _Sums(self._store.workers)
         self._skipped += 1
         if self._skipped <= _AFTER_TRACING:
             return
         sums = self._sums
-        sums.add(report, seconds)
+        sums.add(report)
         if self._links is not None:
             self._links.look(report.number)
         if sums.steps < _STEPS or sums.seconds < _SECONDS:
@@ -163,11 +161,14 @@ class _Sums:
         self.steps, self.seconds, self._workers = 0, 0.0, workers
         self._rows, self._input = np.zeros(workers), np.zeros(workers)
         self._compute: list[Any] = []  # For each step, the seconds by worker.
+        self._outside: list[Any] = []
 
-    def add(self, report: Any, seconds: float) -> None:
+    def add(self, report: Any) -> None:
         """Adds a step. A worker computes as long as the slowest of its replicas."""
         self.steps += 1
-        self.seconds += seconds
+        # All wait for the worker with the longest pause between steps, so the step itself takes the rest.
+        self.seconds += max(report.cycle_seconds - float(np.max(report.outside_seconds)), 0.0)
+        self._outside.append(report.outside_seconds)
         rows, compute = report.rows, report.compute_seconds
         if len(rows) > self._workers:
             rows = rows.reshape(self._workers, -1).sum(axis=1)
@@ -179,18 +180,25 @@ class _Sums:
     def block(self, report: Any, steps_before: int, is_measured: bool) -> Block:
         """Returns the block that ends with the step of `report`."""
         compute = np.maximum(np.stack(self._compute), _LEAST_SECONDS)  # [steps, workers]
-        outer = self.steps // 4  # The longest and the shortest steps do not count.
         return Block(
             first=steps_before + report.number - self.steps + 1,
             last=steps_before + report.number,
             seconds=self.seconds / self.steps,
             rows=self._rows.tolist(),
-            compute=np.sort(compute, axis=0)[outer : self.steps - outer].mean(axis=0).tolist(),
+            compute=_usual(compute),
             input=(self._input / self.steps).tolist(),
             jitter=np.abs(np.diff(np.log(compute), axis=0)).mean(axis=0).tolist(),
             links=report.links,
+            outside=_usual(np.stack(self._outside)),
             is_measured=is_measured,
         )
+
+
+def _usual(seconds: Any) -> list[float]:
+    """Returns the mean over the steps by worker, without the longest and the shortest quarter. [steps, workers]"""
+    outer = len(seconds) // 4
+    means: list[float] = np.sort(seconds, axis=0)[outer : len(seconds) - outer].mean(axis=0).tolist()
+    return means
 
 
 def _write(files: RunFiles, record: StragglerRecord) -> None:

@@ -1,6 +1,6 @@
 """Words for verdicts about slow workers and links. Does not load TensorFlow."""
 
-from tfdist.events.straggler_file import COMPUTATION, INPUT
+from tfdist.events.straggler_file import CALLBACK, COMPUTATION, INPUT
 from tfdist.faults.straggler_policy import Link, StragglerVerdict
 
 _LOOK = (
@@ -9,6 +9,8 @@ _LOOK = (
 )
 _BALANCE = "Otherwise, balance the rows by a BalancedSharding."
 _PREPARE = "Prepare more batches in parallel there (num_parallel_calls, prefetch), or use a data service."
+_SHORTEN = "Make its callbacks shorter, or run them less often."
+_CHIEF_ONLY = "Let only the chief run the callback (`tfdist.callbacks.ChiefOnly`), or make it shorter."
 _OF_LINKS = 'Measure the links by `tfdist doctor`, and look for other traffic; or send less by compression="int8".'
 _BALANCED = "The others do not wait for it."
 
@@ -31,6 +33,10 @@ def text_of(verdict: StragglerVerdict, host: str) -> str:
         if verdict.is_over:
             return f"{worker} no longer waits for its input after step {verdict.step}"
         return f"{worker} waits for its input {amount:.0%} of the time {since}"
+    if straggler.cause == CALLBACK:
+        if verdict.is_over:
+            return f"{worker} no longer spends more time than the others in callbacks after step {verdict.step}"
+        return f"{worker} spends {amount:.0%} of the time in callbacks, and Python between steps, {since}"
     if verdict.has_changed and verdict.is_balanced:
         return f"{worker} gets too many rows again, and holds up the others, after step {verdict.step}"
     if verdict.has_changed:
@@ -51,6 +57,8 @@ def remedy_of(verdict: StragglerVerdict) -> str:
         return _BALANCED
     if verdict.straggler.cause == COMPUTATION:
         return f"{_LOOK} {_BALANCE}" if verdict.may_balance else _LOOK
+    if verdict.straggler.cause == CALLBACK:
+        return _CHIEF_ONLY if verdict.straggler.worker else _SHORTEN
     return _PREPARE if verdict.straggler.cause == INPUT else _OF_LINKS
 
 

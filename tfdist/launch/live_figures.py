@@ -132,7 +132,7 @@ def _state(seen: SeenWorker, now: float) -> tuple[str, bool]:
 
 
 def slow_workers(records: Sequence[StragglerRecord]) -> Mapping[int, str]:
-    """Returns the workers that hold up the others now, with the newest cause of each: "compute", "input" or "link"."""
+    """Returns the workers that hold up the others now, and why: "compute", "input", "link" or "callback"."""
     last = [begun for begun, end in pairs_of(records) if end is None and not begun.is_balanced]
     return {each.worker: COMPUTE if each.cause == COMPUTATION else each.cause for each in last}
 
