@@ -69,7 +69,7 @@ def image_backbone(placement, folder):
         x = layers.RandomZoom((0.1, 0.1))(x)
         x = layers.Rescaling(1 / 255)(x)
         x = layers.Conv2D(4, 3, padding="same", use_bias=False)(x)
-        x = block(block(x, 6, 2), 8, 2)
+        x = block(x, 6, 2)
         return keras.Model(images, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)), name="small_mobilenet")
 
     start_anew()
