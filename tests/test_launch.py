@@ -1,6 +1,7 @@
 """`tfdist run` starts workers that know each other, and leaves no worker behind in any case."""
 
 import contextlib
+import fcntl
 import json
 import os
 import pathlib
@@ -9,8 +10,10 @@ import re
 import resource
 import shlex
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -274,6 +277,28 @@ def test_the_chief_keeps_the_terminal(run):
     with run.start("--workers", 2, script, stdout=theirs) as process:
         assert process.wait(DEADLINE_SECONDS) == 0
         assert os.read(ours, 100) == b"True\r\n"
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_the_terminal_of_the_chief_follows_the_size_of_the_real_one(run):
+    script = run.script(
+        """
+        until = time.monotonic() + 30
+        size = lambda: tuple(os.get_terminal_size())
+        print(size(), flush=True)
+        while worker == 0 and size() != (100, 50) and time.monotonic() < until: time.sleep(0.01)
+        print(size())
+        """
+    )
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    with run.start("--workers", 1, script, stdout=theirs) as process:
+        shown = os.read(ours, 100)
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, 100, 0, 0))
+        assert process.wait(DEADLINE_SECONDS) == 0
+        shown += os.read(ours, 100)
+    assert shown == b"(80, 24)\r\n(100, 50)\r\n"
     os.close(ours)
     os.close(theirs)
 

@@ -136,10 +136,15 @@ class WorkerGroup:
             output.begin()
 
     def poll(self) -> None:
-        """Records workers that have ended since the last `poll`, and kills child processes that they left running."""
+        """Records workers that have ended since the last `poll`, and kills child processes that they left running.
+
+        Also tells the others the size of the terminal.
+        """
         for index in list(self._running):
             if has_ended(self._running[index]):
                 self._reap(index)
+        for output in self._outputs.values():
+            output.follow_size()
         if os.getpid() == 1:
             reap_orphans([process.pid for process in self._running.values()])
 

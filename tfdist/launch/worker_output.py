@@ -11,7 +11,7 @@ import termios
 import threading
 import tty
 from collections.abc import Callable
-from typing import IO
+from typing import IO, NamedTuple
 
 from tfdist.launch.line_splitter import LineSplitter
 from tfdist.launch.output_target import OutputTarget, write_all
@@ -53,7 +53,7 @@ class WorkerOutput:
     ):
         self._log: IO[bytes] = open(path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 (see `finish`)
         self._ends: list[int] = []  # The worker's descriptors.
-        self._sources: list[tuple[int, OutputTarget, OutputFilter]] = []  # Source, target, view.
+        self._sources: list[_Source] = []
         self._target = target
         self._pumps: list[threading.Thread] = []
         self.stderr: int = subprocess.STDOUT
@@ -69,7 +69,7 @@ class WorkerOutput:
         """Starts to copy output, once the worker has its descriptors. Starts threads, so fork before, not after."""
         self._close_ends()
         self._pumps = [
-            threading.Thread(target=self._pump, args=source, name="tfdist-output", daemon=True)
+            threading.Thread(target=self._pump, args=(source,), name="tfdist-output", daemon=True)
             for source in self._sources
         ]
         for pump in self._pumps:
@@ -79,8 +79,8 @@ class WorkerOutput:
         """Waits up to `seconds` for the last output, since a process outside the worker's session may keep it open."""
         self._close_ends()
         if not self._pumps:
-            for source, *_ in self._sources:
-                os.close(source)
+            for source in self._sources:
+                os.close(source.descriptor)
             self._sources = []
         for pump in self._pumps:
             pump.join(seconds)
@@ -92,25 +92,32 @@ class WorkerOutput:
         if terminal and shown is not None:
             ours, theirs = pty.openpty()
             tty.setraw(theirs)  # The real terminal converts line ends.
-            with contextlib.suppress(OSError):
-                size = fcntl.ioctl(shown, termios.TIOCGWINSZ, bytes(8))
-                fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
         else:
             ours, theirs = os.pipe()
-        self._sources.append((ours, self._target(shown), view))
+        source = _Source(ours, self._target(shown), view, shown if terminal else None)
+        source.follow_size()
+        self._sources.append(source)
         self._ends.append(theirs)
         return theirs
+
+    def follow_size(self) -> None:
+        """Gives the worker's terminals the present size of the terminals that show them. Costs two system calls."""
+        for source, pump in zip(self._sources, self._pumps, strict=False):
+            if pump.is_alive():  # A pump closes its descriptor at the end.
+                source.follow_size()
 
     def _close_ends(self) -> None:
         while self._ends:
             os.close(self._ends.pop())
 
-    def _pump(self, source: int, target: OutputTarget, view: OutputFilter) -> None:
+    def _pump(self, source: "_Source") -> None:
         """Copies a worker's output until its end even if writes fail, because the worker must not block on a full pipe.
 
         Shows no more output once its reader is gone (`| head`), but keeps writing the log: a full disk may get room.
         """
-        with open(source, "rb", buffering=0) as stream, contextlib.suppress(OSError):  # A terminal ends with an error.
+        target, view = source.target, source.view
+        # A terminal ends with an error.
+        with open(source.descriptor, "rb", buffering=0) as stream, contextlib.suppress(OSError):
             ready = select.poll()
             ready.register(stream, select.POLLIN)
             while True:
@@ -123,6 +130,31 @@ class WorkerOutput:
                 target.write(view.feed(chunk))
         target.write(view.end())
         target.end()
+
+
+class _Source(NamedTuple):
+    """The end of a channel that this process reads.
+
+    Attributes:
+      descriptor: Its descriptor.
+      target: Shows the output.
+      view: Filters the output that is shown.
+      terminal: Descriptor of the terminal that the worker's end resembles; `None` if it is a pipe.
+    """
+
+    descriptor: int
+    target: OutputTarget
+    view: OutputFilter
+    terminal: int | None
+
+    def follow_size(self) -> None:
+        """Gives the worker's end the size of the terminal that it resembles."""
+        if self.terminal is None:
+            return
+        with contextlib.suppress(OSError):
+            size = fcntl.ioctl(self.terminal, termios.TIOCGWINSZ, bytes(8))
+            if size != fcntl.ioctl(self.descriptor, termios.TIOCGWINSZ, bytes(8)):
+                fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, size)
 
 
 class _NamedLines(OutputFilter):
