@@ -67,6 +67,7 @@ def facts(worker, workers=4, **changed):
         gpus=0,
         gpu_problem="",
         cores=8,
+        processors=tuple(range(8)),
     )
     return dataclasses.replace(own, **changed)
 
@@ -345,6 +346,17 @@ def test_little_memory_is_named(free, verdict):
     job = Job()
     job.change(1, free_memory=free)
     assert [check.verdict for check in job.problems()] == [verdict] * (verdict != OK)
+
+
+@pytest.mark.parametrize(("processors", "is_noted"), [((0,), True), ((0, 1, 2, 3), False), (None, False)])
+def test_more_workers_than_processors_on_a_machine_are_a_note_and_no_warning(processors, is_noted):
+    job = Job()
+    job.change_all(machine="machine", host="a")
+    for worker in range(4):  # None: as Slurm does, each worker has one processor of its own.
+        job.change(worker, processors=(worker,) if processors is None else processors)
+    assert job.problems() == []
+    texts = [check.text for check in job.findings() if check.name == "processors"]
+    assert texts == (["4 workers on a share 1 logical processor, so each waits for the others"] if is_noted else [])
 
 
 def test_workers_of_one_machine_share_its_memory():

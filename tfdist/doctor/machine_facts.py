@@ -111,6 +111,7 @@ def gather(
         gpus=gpu_count,
         gpu_problem=gpu_problem,
         cores=len(os.sched_getaffinity(0)),
+        processors=tuple(sorted(os.sched_getaffinity(0))),
     )
 
 

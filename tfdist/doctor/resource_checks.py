@@ -1,4 +1,4 @@
-"""Policy of `tfdist doctor`: whether memory and disks suffice, and folders can be written. No disk access here."""
+"""Policy of `tfdist doctor`: whether processors, memory and disks suffice. No disk access here."""
 
 import collections
 import errno
@@ -9,6 +9,7 @@ from tfdist.doctor.check import FAILURE, OK, WARNING, Check
 from tfdist.doctor.job_facts import JobFacts, Participant, verb
 from tfdist.doctor.worker_facts import FolderFacts
 from tfdist.network.connection_acceptor import printable
+from tfdist.readable_numbers import counted
 
 MIB = 1 << 20
 LEAST_MEMORY, _ENOUGH_MEMORY = 256 * MIB, 640 * MIB  # TensorFlow alone needs some 400 MB.
@@ -17,8 +18,8 @@ _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 
 def check_resources(job: JobFacts) -> Iterator[Check]:
-    """Checks memory, disks and the folders that workers write to."""
-    for check in (_memory, _folders, _remote_backups, _shared_backups):
+    """Checks processors, memory, disks and the folders that workers write to."""
+    for check in (_processors, _memory, _folders, _remote_backups, _shared_backups):
         yield from check(job)
 
 
@@ -33,6 +34,20 @@ def disk_verdict(folder: FolderFacts) -> str:
     if folder.problem or folder.free_bytes < LEAST_DISK:
         return FAILURE
     return WARNING if folder.free_bytes < _ENOUGH_DISK else OK
+
+
+def _processors(job: JobFacts) -> Iterator[Check]:
+    """A note only, since tests and demonstrations run so, and train correctly."""
+    by_machine = collections.defaultdict(list)
+    for worker, present in job.seats.items():
+        by_machine[present.facts.machine].append(worker)
+    for workers in by_machine.values():
+        facts = [job.seats[worker].facts for worker in workers]
+        processors = {number for each in facts for number in each.processors}
+        if all(each.processors for each in facts) and len(workers) > len(processors):
+            have = counted(len(processors), "logical processor")
+            text = f"{len(workers)} workers on {printable(facts[0].host)} share {have}, so each waits for the others"
+            yield Check("processors", OK, text, workers=tuple(workers))
 
 
 def _memory(job: JobFacts) -> Iterator[Check]:

@@ -56,6 +56,7 @@ class WorkerFacts:
       gpus: Number of GPUs that it sees.
       gpu_problem: Why GPUs cannot be counted; empty if they can.
       cores: Number of logical processors that it may use.
+      processors: Their numbers on its machine.
     """
 
     worker: int
@@ -78,6 +79,7 @@ class WorkerFacts:
     gpus: int
     gpu_problem: str
     cores: int
+    processors: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
