@@ -50,7 +50,7 @@ OF_USERS = [
     "INFO:root:epoch 1",
     "INFO:tensorflow_datasets.mine:epoch 1",
     "WARNING:tensorflow:5 out of the last 5 calls to <function> triggered tf.function retracing.",
-    "WARNING:absl:Restored backup/step-8: continues after 0 batches of epoch 2.",
+    "WARNING:absl:Restored backup/step-8: continues with epoch 2.",
     "ERROR:absl:All workers must make the same variables in the same order",
     "F0000 00:00:1795638386.023032    7025 tensor.cc:52] Check failed: dtype() == expected_dtype (3 vs. 1)",
     "train.py:3: UserWarning: the learning rate is high",

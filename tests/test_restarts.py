@@ -120,10 +120,11 @@ def test_each_failed_try_with_all_workers_delays_the_next_try():
 
 
 def test_a_failure_told_by_a_peer_has_the_same_place_for_all_supervisors():
-    def place(message, step):
-        told = Failure(0, 0, "host", 0.0, "exception", 1, exception="UnavailableError", message=message, step=step)
-        return told.place
+    def place(message, step, has_backups=True):
+        given = {"exception": "UnavailableError", "message": message, "step": step, "has_backups": has_backups}
+        return Failure(0, 0, "host", 0.0, "exception", 1, **given).place
 
     told = "Collective ops is aborted by: worker 1 ended by SourceError: row 7 [data error]"
     assert place(told, 3) == place(told, 3) is not None and place(told, 3) != place(told, 4)
+    assert place(told, 3, has_backups=False) == place(told, 4, has_backups=False)  # Neither kept any step.
     assert place("worker 1 at 10.0.0.1:2222 is gone", 3) is None

@@ -1,13 +1,17 @@
-"""The messages at the end of a run, and which folders of former runs stay."""
+"""The messages at the end of a run and after a restore, and which folders of former runs stay."""
 
 import argparse
 import os
+import types
 
 import pytest
 
+from recorded_runs import BEGUN, write_run
+from tfdist.backup.fit_progress import FitProgress
+from tfdist.backup.resume_message import resume_message
 from tfdist.exit_codes import PREEMPTED
 from tfdist.folder_lock import held
-from tfdist.launch.first_failure import Failure
+from tfdist.launch.first_failure import Failure, with_step
 from tfdist.launch.run_dir import KEPT_RUNS, folder_of_run
 from tfdist.launch.run_summary import details_of, outcome_line
 from tfdist.readable_numbers import duration
@@ -38,6 +42,32 @@ def test_the_last_line_shows_the_outcome(outcome, exit_code, text):
 
 def failed(kind, output="the end", **more):
     return Failure(0, 1, "host", 0.0, kind, 1, output=output, **more)
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_the_step_of_a_failure_is_that_of_the_events_after_it(tmp_path, worker):
+    """Worker 1 was killed, so its own file is of its start."""
+    write_run(tmp_path, has_telemetry=False)
+    failure = Failure(0, worker, "host", BEGUN + 10.0, "signal", 137, signal="SIGKILL")
+    assert with_step(failure, tmp_path, range(3)).step == 20
+    assert with_step(failure, tmp_path, [1]).step is None  # The peers have supervisors of their own.
+    later = Failure(0, worker, "host", BEGUN + 100.0, "signal", 137, signal="SIGKILL")
+    assert with_step(later, tmp_path, range(3)).step is None
+
+
+@pytest.mark.parametrize(
+    ("epoch", "batch", "text"),
+    [
+        (1, 40, "continues after 40 batches of epoch 2."),
+        (1, 100, "continues after the last batch of epoch 2, with epoch 3."),
+        (2, 0, "continues with epoch 3."),
+        (4, 100, "continues after the last batch of epoch 5, which is the last."),
+    ],
+)
+def test_a_restore_tells_where_training_continues(epoch, batch, text):
+    then = FitProgress(0, 100 * epoch + batch, epoch, batch, batch, False, {}, 100, 1, 2)
+    checkpoint = types.SimpleNamespace(progress=then, commit=types.SimpleNamespace(path="/b/step-9"))
+    assert resume_message(checkpoint, 0, 5, 0, is_done_before=False) == f"Restored /b/step-9: {text}"
 
 
 CRASH = "Fatal Python error: Segmentation fault\n\nThread 0x1"

@@ -1,5 +1,7 @@
 """The log message that tells at a restart how a `fit` continues from a commit."""
 
+import math
+
 from tfdist.backup.snapshot import Checkpoint
 
 
@@ -35,4 +37,9 @@ def resume_message(checkpoint: Checkpoint, finished: int, last: float, first: in
     if not then.batch and then.epoch >= last:
         return f"Restored {path}, the end of this fit, so it trains nothing. Without that folder it starts over."
     instead = f", although initial_epoch is {first}" if first > then.epoch else ""
+    if not then.batch:
+        return f"Restored {path}: continues with epoch {then.epoch + 1}{instead}."
+    if then.batch >= (then.steps_per_epoch or math.inf):
+        following = "which is the last" if then.epoch + 1 >= last else f"with epoch {then.epoch + 2}"
+        return f"Restored {path}: continues after the last batch of epoch {then.epoch + 1}, {following}{instead}."
     return f"Restored {path}: continues after {then.batch} batches of epoch {then.epoch + 1}{instead}."

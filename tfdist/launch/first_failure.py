@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.errors import CHIEF_SAYS, WAIT_FOR_CHIEF
+from tfdist.events.event_file import START, read_header
 from tfdist.exit_codes import PREEMPTED, STALLED
 from tfdist.failure_kinds import (
     Cause,
@@ -31,6 +32,7 @@ _TAIL_LINES = 30
 _TAIL_BYTES = 1 << 16
 _FROM_REPORT = ("exception", "message", "stack", "suspect", "step", "section")
 _COLOR = re.compile(r"\x1b\[[0-9;]*[mK]")
+_EARLIER_SECONDS = 5.0  # A worker may write its events so long before its failure report.
 _ARGUMENT_ERROR = 2  # Exit code of argparse, and of Python for a wrong command line.
 # Errors that TensorFlow raises in a worker after the loss of a peer.
 _CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError")
@@ -68,8 +70,9 @@ class Failure:
       line: Innermost line of the user's own code: "train.py:12 in load".
       stack: Stack of the worker.
       suspect: The peer that the worker believes to be the cause.
-      step: Step of the worker.
-      section: Part of that step.
+      step: Number of training steps that the worker had finished; `None` if it is not known.
+      section: Part of the next step.
+      has_backups: Whether `step` counts on from backups, so that it tells whether another attempt came further.
       log: Path of the worker's log file.
       output: End of the log file, without lines of libraries.
     """
@@ -90,6 +93,7 @@ class Failure:
     suspect: int | None = None
     step: int | None = None
     section: str | None = None
+    has_backups: bool = False
     log: str | None = None
     output: str = ""
 
@@ -109,7 +113,7 @@ class Failure:
     def place(self) -> str | None:
         """A text that is equal if the same failure repeats, which limits restarts; None if a peer may be the cause."""
         if self.kind == "exception":
-            at = "" if self.step is None else f" at step {self.step}"
+            at = f" at step {self.step}" if self.has_backups else ""
             if told_kind(self.message or ""):  # A peer's failure. Supervisors of other hosts see the same text.
                 return f"{telling_line(self.message or '')}{at}"
             lines = re.findall(r'^ *File ".*", line \d+.*$', self.stack or "", re.MULTILINE)
@@ -161,6 +165,27 @@ def first_failure(
             returncode = STALLED if report.get("kind") == "stall" else 1
             failures.append(_failure(run_dir, attempt, each, returncode, report))
     return min(failures, key=lambda failure: (failure.doubt, failure.time))
+
+
+def with_step(failure: Failure, run_dir: pathlib.Path, workers: Sequence[int]) -> Failure:
+    """Returns a failure with its step, by the events of the worker; or else of its peers, which finish the same steps.
+
+    Args:
+      failure: The failure, after which the workers have written their events.
+      run_dir: Folder of the run.
+      workers: The workers of this supervisor.
+    """
+    if failure.step is not None or failure.worker is None:
+        return failure
+    headers = {worker: read_header(RunFiles(run_dir).events(failure.attempt, worker)) for worker in workers}
+    steps = {
+        worker: step
+        for worker, header in headers.items()
+        if header.get("why") != START and header.get("time", 0.0) >= failure.time - _EARLIER_SECONDS
+        if isinstance(step := header.get("step"), int)
+    }
+    # No step may also mean that the worker does not train by Keras' `fit`.
+    return dataclasses.replace(failure, step=steps.get(failure.worker, max(steps.values(), default=0)) or None)
 
 
 def reported_since(run_dir: pathlib.Path, attempt: int, pids: Mapping[int, int]) -> Mapping[int, float]:
@@ -217,6 +242,7 @@ def _failure(
         reason=telling_line(message) if message else None,
         line=user_line(stack) if stack else None,
         output="\n".join(last_lines(output)),
+        has_backups=report.get("step") is not None,
         **reported,
     )
     return dataclasses.replace(failure, category=_category(failure, report.get("causes") or (), output))

@@ -28,6 +28,7 @@ from tfdist.launch.first_failure import (
     reported_messages,
     reported_since,
     reported_stack,
+    with_step,
 )
 from tfdist.launch.gpu_discovery import VISIBLE_DEVICES
 from tfdist.launch.restart_policy import Chance, Commits, Restarts, Size, chance_of
@@ -298,6 +299,7 @@ class Supervisor:
         group.stop(signal.SIGTERM, grace_seconds=grace_seconds, hurry=lambda: bool(caught))
         asked = group.exits[len(by_themselves) :]
         failure = first_failure(self._run_dir, number, by_themselves, asked, since)
+        failure = with_step(failure, self._run_dir, [each.index for each in group.exits])
         failure = self._with_cache_lock(failure, number, start)
         return ended("failed", failure.exit_code, failure, [index for index in others if index != failure.worker])
 
