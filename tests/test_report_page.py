@@ -455,7 +455,9 @@ def test_a_run_that_goes_on_and_one_that_has_only_a_log(tmp_path):
 def test_the_command_writes_the_page_and_names_it(tmp_path, capsys):
     write_run(tmp_path)
     assert cli.main(["report", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.endswith(f"\npage with charts: {tmp_path}/report.html\n")
+    out = capsys.readouterr().out
+    assert out.endswith(f"\npage with charts: {tmp_path}/report.html\n")
+    assert re.search(r"^typical step 150 ms \(median\), mean step .* ms, .* rows/s$", out, re.MULTILINE), out
     whole = (tmp_path / "report.html").read_text()
     assert "Done in 25 s" in read_page(whole)
     other = tmp_path / "page.html"

@@ -8,10 +8,12 @@ from typing import Any
 
 from absl import logging
 
+from tfdist.readable_numbers import rounded, step_time
 from tfdist.report.attempt_text import AttemptText, text_of
 from tfdist.report.goodput_table import account_of, lines_of_account
 from tfdist.report.recorded_failure import line_of
-from tfdist.report.recorded_run import DAMAGED, RecordedRun, read_run
+from tfdist.report.recorded_run import DAMAGED, RecordedRun, read_all_telemetry, read_run
+from tfdist.report.report_figures import figures_of
 from tfdist.report.report_page import page_of
 from tfdist.run_files import PAGE
 from tfdist.symlink_safe_file import write_whole
@@ -78,6 +80,7 @@ def lines_of(recorded: RecordedRun, *, stacks: bool = False) -> Iterator[str]:
     told = [_outcome(each) for each in recorded.summaries]
     yield f"run in {recorded.folder}: {'; '.join(dict.fromkeys(told)) or _NO_FAILURE_REPORT}"
     yield from _time_of(recorded)
+    yield from _speed_of(recorded)
     for number, workers in recorded.attempts.items():
         yield ""
         try:
@@ -106,6 +109,20 @@ def _time_of(recorded: RecordedRun) -> Iterator[str]:
     if lines:
         yield ""
         yield from lines
+
+
+def _speed_of(recorded: RecordedRun) -> Iterator[str]:
+    """Yields a line about the time of a step, if the workers have trained."""
+    try:
+        speed = figures_of(recorded, read_all_telemetry(recorded)[0]).speed
+    except DAMAGED:
+        return  # The page names the damage.
+    if speed is None:
+        return
+    rows = "" if speed.rows_per_second is None else f", {rounded(speed.rows_per_second)} rows/s"
+    typical = speed.typical_seconds
+    median = "" if typical is None else f"typical step {step_time(typical)} (median), "
+    yield f"{median}mean step {step_time(speed.step_seconds)}{rows}"
 
 
 def _lines(text: AttemptText) -> Iterator[str]:
