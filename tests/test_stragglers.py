@@ -436,8 +436,10 @@ def test_a_worker_with_a_slow_callback_is_named(logged):
     job = Job()
     for _ in range(30):
         job.step([0.05] * 3, outside=(0.002, 0.06, 0.002))
+        if not logged:
+            named_after = job.number
     ((level, line),) = logged
-    assert level == "warning" and job.number == 30
+    assert level == "warning" and named_after < 20
     assert "worker 1 on host-1 spends 50% of the time in callbacks, and Python between steps, since step 3." in line
     assert "ChiefOnly" in line
     for _ in range(30):

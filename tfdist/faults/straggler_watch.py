@@ -99,7 +99,7 @@ class StragglerWatch:
         sums.add(report)
         if self._links is not None:
             self._links.look(report.number)
-        if sums.steps < _STEPS or sums.seconds < _SECONDS:
+        if sums.steps < _STEPS or sums.whole_seconds < _SECONDS:
             return
         self._sums = _Sums(self._store.workers)
         for verdict in self._judge.add(sums.block(report, EVENTS.steps_before, is_measured)):
@@ -158,7 +158,7 @@ class _Sums:
     """Sums over the steps of a block."""
 
     def __init__(self, workers: int) -> None:
-        self.steps, self.seconds, self._workers = 0, 0.0, workers
+        self.steps, self.seconds, self.whole_seconds, self._workers = 0, 0.0, 0.0, workers
         self._rows, self._input = np.zeros(workers), np.zeros(workers)
         self._compute: list[Any] = []  # For each step, the seconds by worker.
         self._outside: list[Any] = []
@@ -167,7 +167,10 @@ class _Sums:
         """Adds a step. A worker computes as long as the slowest of its replicas."""
         self.steps += 1
         # All wait for the worker with the longest pause between steps, so the step itself takes the rest.
-        self.seconds += max(report.cycle_seconds - float(np.max(report.outside_seconds)), 0.0)
+        pause = float(np.max(report.outside_seconds))
+        seconds = max(report.cycle_seconds - pause, 0.0)
+        self.seconds += seconds
+        self.whole_seconds += seconds + min(pause, _SECONDS / _STEPS)  # An evaluation must not end a block.
         self._outside.append(report.outside_seconds)
         rows, compute = report.rows, report.compute_seconds
         if len(rows) > self._workers:
