@@ -19,7 +19,7 @@ from tfdist.strategies.collectives.buckets import bucket_bytes, fill_buckets
 from tfdist.strategies.reduction_request import ReductionRequest
 from tfdist.strategies.row_count import has_any
 from tfdist.strategies.row_degree import RowDegrees
-from tfdist.strategies.step_report import Clock
+from tfdist.strategies.step_report import SHARE, Clock
 
 _local = threading.local()
 
@@ -120,10 +120,12 @@ class Step:
         return [tensor for tensor in tensors if getattr(tensor, "graph", None) is self._graph]
 
     def mark(self, moment: int, after: Any) -> None:
-        """Notes, for the step's report, when the tensors in `after` exist. The first call for a `moment` counts."""
+        """Notes, for the step's report, when the tensors in `after` are computed; only the first call counts."""
         if self.clock is not None and moment not in self.observed.moments:
             self.observed.moments.add(moment)
-            self.clock.mark(moment, after)
+            # The share comes from the host. A copy from a GPU would wait for the kernels of the forward pass.
+            note = self.clock.known if moment == SHARE else self.clock.mark
+            note(moment, after)
 
     @contextmanager
     def losses_kept(self) -> Iterator[None]:

@@ -30,7 +30,7 @@ from tfdist.faults.activity import TRAIN, Activity, Doing, Execution
 from tfdist.faults.straggler_policy import WorkerLinks
 from tfdist.faults.straggler_watch import StragglerWatch
 from tfdist.strategies.collectives.host_device import host_of
-from tfdist.strategies.collectives.stopwatch import computed_by, in_host_memory, launched_after, present_time
+from tfdist.strategies.collectives.stopwatch import computed_by, present_time
 from tfdist.strategies.not_finite import FINITE, in_words
 from tfdist.strategies.row_comparison import RowsRead
 from tfdist.strategies.step_phases import StepMoments, StepPhases, divide
@@ -425,21 +425,33 @@ class Clock:
     def begin(self, data: Any) -> Any:
         """Notes when the batch `data` of a step has arrived. Returns `data` for operations that start after that.
 
-        On a GPU the time is noted when the kernels before this step are done. The kernels of the step are launched
-        meanwhile, so that the GPU does not wait for the host.
+        Does not wait for a GPU, which may still update weights for the last step. So it does not pause between steps.
         """
-        last = launched_after(self._device, _tensors_of(data))
-        noted = self._note(BEGIN, in_host_memory(self._device, last))
-        with tf.control_dependencies(last if "GPU" in self._device else [noted]):
+        noted = self.known(BEGIN, data)
+        with tf.control_dependencies([noted]):
             return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), data)
 
     def mark(self, moment: int, after: Any = ()) -> tf.Tensor:
-        """Notes the time when the tensors in `after` exist. Returns a tensor that exists once the time is noted."""
-        return self._note(moment, computed_by(self._device, _tensors_of(after)))
+        """Notes the time when the device has computed the tensors in `after`.
 
-    def _note(self, moment: int, after: Sequence[tf.Tensor]) -> tf.Tensor:
+        Returns:
+          A tensor that exists once the time is noted.
+        """
+        after = computed_by(self._device, _tensors_of(after))
+        numbers = [leaf for leaf in after if leaf.shape.rank == 0 and leaf.dtype.is_floating]
+        return self._note(moment, after, numbers)
+
+    def known(self, moment: int, after: Any) -> tf.Tensor:
+        """Notes the time when the host knows the tensors in `after`. On a GPU they may still have to be computed.
+
+        This suits tensors that come from the host, such as a batch or the result of an exchange.
+        """
+        if "GPU" not in self._device:
+            return self.mark(moment, after)
+        return self._note(moment, _tensors_of(after), [])  # A copy of a number would wait for the GPU.
+
+    def _note(self, moment: int, after: Sequence[tf.Tensor], numbers: Sequence[tf.Tensor]) -> tf.Tensor:
         with tf.device(self._host):
-            numbers = [leaf for leaf in after if leaf.shape.rank == 0 and leaf.dtype.is_floating]
             seen = tf.cast(numbers[0], tf.float64) if numbers else tf.constant(0.0, tf.float64)
             # Made before the block below, where the constant would take the control dependencies and be folded away.
             which = tf.constant([moment, _SEEN])

@@ -101,11 +101,13 @@ def _timestamp(apart):
     return present_time()
 
 
-def launched_after(device: str, tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-    """Returns tensors that `device` computes once it has computed all of `tensors`.
+def computed_by(device: str, tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+    """Returns tensors to wait for until `device` has computed all of `tensors`.
 
-    On a CPU these are `tensors`. A GPU runs kernels in the order of their launch. So there the result is one number,
-    whose small kernel is launched after those of all `tensors`. Kernels that are launched later run after it.
+    On a CPU these are `tensors`. On a GPU an operation counts as done when its kernel is launched. A GPU runs kernels
+    in the order of their launch. So there a copy to the host of one number, launched after all `tensors`, tells when
+    they are computed. Costs one small kernel and one copy. The copy may also wait for kernels that are launched soon
+    after, since TensorFlow's copies wait for all that the GPU has been given.
     """
     floats = [tensor for tensor in tensors if tensor.dtype.is_floating]
     numbers = floats or [tensor for tensor in tensors if tensor.dtype.is_integer]
@@ -114,26 +116,9 @@ def launched_after(device: str, tensors: Sequence[tf.Tensor]) -> Sequence[tf.Ten
     with tf.device(device), tf.control_dependencies(tensors):
         # TensorFlow would copy integers to the host before it takes the first one. As floats they stay on the GPU.
         number = tf.bitcast(numbers[-1], _OF_SAME_BITS.get(numbers[-1].dtype, numbers[-1].dtype))
-        return [tf.reduce_sum(tf.cast(tf.reshape(number, [-1])[:1], tf.float64))]
-
-
-def in_host_memory(device: str, tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-    """Returns copies of the results of `launched_after` that exist once `device` has computed them.
-
-    On a GPU an operation counts as done when its kernel is launched, but a copy to the host when it has arrived.
-    """
-    if "GPU" not in device:
-        return tensors
+        number = tf.reduce_sum(tf.cast(tf.reshape(number, [-1])[:1], tf.float64))
     with tf.device(host_of(device)):
-        return [tf.identity(tensor) for tensor in tensors]
-
-
-def computed_by(device: str, tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-    """Returns tensors to wait for until `device` has computed all of `tensors`.
-
-    On a CPU these are `tensors`. On a GPU it costs one small kernel and the copy of one number.
-    """
-    return in_host_memory(device, launched_after(device, tensors))
+        return [tf.identity(number)]
 
 
 def present_time() -> tf.Tensor:
