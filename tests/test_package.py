@@ -1,6 +1,7 @@
 """The package is complete, starts without TensorFlow, and has the public names that this test lists."""
 
 import ast
+import functools
 import json
 import os
 import pathlib
@@ -231,7 +232,12 @@ def test_an_unknown_name_is_refused_with_the_known_names(module, tmp_path):
 
 
 def parse(folders):
-    return {path: ast.parse(path.read_text()) for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    return {path: syntax_tree(path) for folder in folders for path in (ROOT / folder).rglob("*.py")}
+
+
+@functools.cache
+def syntax_tree(path):
+    return ast.parse(path.read_text())
 
 
 def imported(node):
