@@ -1,15 +1,13 @@
 """Runs the examples of the gallery on small data, each in one way by default."""
 
-import functools
-import importlib
 import json
 import os
+import subprocess
 import sys
 
 import pytest
 
-import tfdist.testing
-from example_runs import EXAMPLES, by_default, one_process, printed, runs, two_devices
+from example_runs import DEADLINE_SECONDS, EXAMPLES, by_default, one_process, printed, runs, two_devices
 
 
 @pytest.fixture
@@ -62,42 +60,32 @@ def test_transfer_learning_reuses_what_other_digits_taught(run, way, data_dir):
     assert printed("test accuracy after fine-tuning", text) > 0.4
 
 
-def test_the_cells_of_the_notebook_run_in_order(pools, tmp_path, monkeypatch, capsys):
-    cells = json.loads((EXAMPLES / "two_workers.ipynb").read_text())["cells"]
+RUN_CELLS = """
+import json, pathlib, sys
+for cell in json.loads(pathlib.Path(sys.argv[1]).read_text())["cells"]:
+    code = "".join(cell["source"])
+    if cell["cell_type"] != "code":
+        continue
+    if code.startswith("%%writefile "):
+        first, _, code = code.partition("\\n")
+        pathlib.Path(first.split()[1]).write_text(code)
+    else:
+        exec(code.replace("EPOCHS = 10", "EPOCHS = 2"), globals())
+figure.savefig("run.png")
+"""
+
+
+def test_the_cells_of_the_notebook_run_in_order(tmp_path):
+    notebook = EXAMPLES / "two_workers.ipynb"
+    cells = json.loads(notebook.read_text())["cells"]
     assert [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")] == []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("MPLBACKEND", "Agg")
-    monkeypatch.setattr(tfdist.testing, "run_workers", functools.partial(on_workers_that_live_on, pools))
 
-    names = {}
-    for cell in cells:
-        code = "".join(cell["source"])
-        if cell["cell_type"] != "code":
-            continue
-        if code.startswith("%%writefile "):
-            first, _, code = code.partition("\n")
-            (tmp_path / first.split()[1]).write_text(code)
-        else:
-            exec(code.replace("EPOCHS = 10", "EPOCHS = 2"), names)
-    names["figure"].savefig("run.png")
+    env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    env |= {"MPLBACKEND": "Agg", "CUDA_VISIBLE_DEVICES": "-1"}
+    command = [sys.executable, "-c", RUN_CELLS, str(notebook)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
 
-    printed_by_cells = capsys.readouterr().out
-    assert printed("test accuracy", printed_by_cells) > 0.5
-    assert "worker 1 equals worker 0: True" in printed_by_cells
+    assert done.returncode == 0, done.stderr
+    assert printed("test accuracy", done.stdout) > 0.5
+    assert "worker 1 equals worker 0: True" in done.stdout
     assert (tmp_path / "run.png").stat().st_size > 0
-
-
-def on_workers_that_live_on(pools, fn, num_workers, *, args, timeout_seconds):
-    """Calls a function as `tfdist.testing.run_workers` does. The workers import its module from this folder."""
-    assert timeout_seconds > 0
-    return pools(f"{num_workers}x1").run(call_of_module, os.getcwd(), fn.__module__, fn.__qualname__, args)
-
-
-def call_of_module(folder, module, name, args):
-    sys.path.insert(0, folder)
-    try:
-        return getattr(importlib.import_module(module), name)(*args)
-    finally:
-        sys.path.remove(folder)
-        sys.modules.pop(module, None)
